@@ -1,0 +1,307 @@
+"""How long does planning take, against walking the tree once and against the matchers people use today?
+
+**Method.** Four trees of shapes (benchmarks/trees.py), each with twelve regex rules. In every round each contestant
+runs once, in an order that turns from round to round, and its time is divided by another's of the same round; the
+figures are medians of these ratios. The contestants:
+
+- `floor`: `tree_flatten_with_path` of the tree and `tree_unflatten` of a list of specs made beforehand;
+- `apply`: `RegexShardingRule(rules).apply(tree)`, the rule made beforehand;
+- `apply, new rule`: the same, with a rule made in every call, so that no call can profit from the one before;
+- `plan`: the same rule's `plan(tree, mesh)`, with its findings and the reason of every leaf read;
+- `eformer`, `scalax`: `match_partition_rules` and `TreePathShardingRule.apply`, with the same rules on the same tree.
+
+Before anything is timed, the specs of all contestants are compared leaf by leaf: the race is off when two differ. A
+second part gives a rule that reads the mesh (five regexes, then `AutoShardingRule`) meshes of 8, 512 and 65,536
+devices. The garbage collector is left as Python has it; it is run before each sample, and each result is freed before
+the next call. Calls under a few milliseconds are timed in batches.
+
+**Last answer.** (not yet measured)
+
+| median of ratios | 148 | 1,137 | 45,395 | 200,000 |
+|---|---|---|---|---|
+| apply / floor | - | - | - | - |
+| plan / apply | - | - | - | - |
+| eformer / apply | - | - | - | - |
+| scalax / apply | - | - | - | - |
+| apply, 65,536 devices / 8 devices | | - | - | |
+
+Run it as `python benchmarks/plan_time.py` (about three minutes); see `--help` for less.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import jax
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from trees import TOY_TREES, TREES, Rules, Tree
+
+import shardrules as sr
+
+Run = Callable[[], Any]
+Matcher = Callable[[Rules, Any], Any]
+
+APPLY_LIMITS = {"gpt2": 4.0, "llama_405b": 2.0, "deepseek_v3": 0.9, "synthetic_200k": 0.5}
+PLAN_LIMIT = 2.0
+PEER_LIMIT = 3.0
+DEVICES_LIMIT = 1.05
+
+PLAN_MESH = "data:32,model:16"
+MESHES = {8: "data:4,model:2", 512: "data:32,model:16", 65_536: "data:512,model:128"}
+DEVICE_TREES = ("llama_405b", "deepseek_v3")
+
+
+@final
+@attrs.frozen
+class Effort:
+    """How long to measure: seconds per part, and the rounds that are run at least and at most."""
+
+    seconds: Mapping[str, float]
+    least: int
+    most: int
+
+
+FULL = Effort({"gpt2": 8, "llama_405b": 10, "deepseek_v3": 25, "synthetic_200k": 40, "devices": 12}, least=5, most=300)
+TOY = Effort({}, least=2, most=2)
+
+
+@final
+@attrs.frozen
+class Row:
+    """One line of the result: a contestant on a tree, its time and its ratio to the `base` of the same rounds."""
+
+    tree: str
+    leaves: int
+    name: str
+    rounds: int
+    calls: int
+    median_ms: float
+    base: str
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    target: str | None = None
+    met: bool | None = None
+
+
+def sample(run: Run, calls: int) -> float:
+    """Times `calls` calls of `run`, each result freed outside the time; returns seconds per call."""
+    gc.collect()
+    total = 0
+    for _ in range(calls):
+        start = time.perf_counter_ns()
+        result = run()
+        total += time.perf_counter_ns() - start
+        del result
+    return total / calls / 1e9
+
+
+def interleave(runs: Mapping[str, Run], calls: int, seconds: float, effort: Effort) -> list[dict[str, float]]:
+    """Runs every contestant once per round until `seconds` are over; returns one dict of seconds per round."""
+    names = list(runs)
+    for name in names:
+        sample(runs[name], 1)
+    rounds: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    while len(rounds) < effort.least or (len(rounds) < effort.most and time.perf_counter() < end):
+        turn = len(rounds) // 2 % len(names)
+        order = names[turn:] + names[:turn]
+        if len(rounds) % 2:
+            order.reverse()
+        rounds.append({name: sample(runs[name], calls) for name in order})
+    return rounds
+
+
+def calls_per_sample(run: Run) -> int:
+    """The number of calls that together take about five milliseconds, 50 at most."""
+    sample(run, 1)
+    return max(1, min(50, math.ceil(0.005 / sample(run, 1))))
+
+
+def row(
+    tree: Tree, rounds: Sequence[Mapping[str, float]], calls: int, name: str, base: str, limit: float | None, most: bool
+) -> Row:
+    """Sums up the rounds of contestant `name` as ratios to `base`; `limit` is the most (else the least) it may be."""
+    ratios = [times[name] / times[base] for times in rounds]
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    met = None if limit is None else (ratio <= limit if most else ratio >= limit)
+    target = None if limit is None else f"{'<=' if most else '>='} {limit:g}"
+    milliseconds = 1e3 * statistics.median(times[name] for times in rounds)
+    return Row(tree.name, tree.leaves, name, len(rounds), calls, milliseconds, base, ratio, low, high, target, met)
+
+
+def find_peers() -> dict[str, Matcher]:
+    """The matchers to race against. Ends the program, with the command to run, when they are not installed."""
+    try:
+        from eformer.escale import match_partition_rules
+        from scalax.sharding import TreePathShardingRule
+    except ImportError as error:
+        sys.exit(f"{error}. Install the peers with: pip install eformer scalax (or leave them out: --no-peers)")
+    return {
+        "eformer": lambda rules, tree: match_partition_rules(list(rules), tree, min_size=0),
+        "scalax": lambda rules, tree: TreePathShardingRule(*rules).apply(tree),
+    }
+
+
+def read_plan(rule: sr.ShardingRule, tree: Any, mesh: jax.sharding.AbstractMesh) -> Any:
+    """Plans, and reads all that the plan has to say about every leaf."""
+    plan = rule.plan(tree, mesh)
+    reasons = [decision.reason for decision in plan.decisions]
+    return plan, plan.findings, reasons
+
+
+def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:
+    """Ends the program when a contestant gives any leaf another spec than the first one does."""
+    first, *others = runs
+    expected, _ = tree_flatten_with_path(runs[first]())
+    if len(expected) != len(tree_leaves(tree)):
+        sys.exit(f"{first} gives {len(expected)} specs for {len(tree_leaves(tree))} leaves")
+    for other in others:
+        found, _ = tree_flatten_with_path(runs[other]())
+        for (path, spec), (other_path, other_spec) in zip(expected, found, strict=True):
+            if path != other_path or not same(spec, other_spec):
+                sys.exit(f"{first} gives {spec} to {keystr(path)}, {other} {other_spec} to {keystr(other_path)}")
+
+
+def race(case: Tree, peers: Mapping[str, Matcher], effort: Effort, check: bool) -> list[Row]:
+    """Measures one tree: the floor, shardrules and the peers."""
+    tree = case.build()
+    mesh = sr.mesh_shape(PLAN_MESH)
+    rule = sr.RegexShardingRule(case.rules)
+    specs: list[P] = [P()] * case.leaves
+
+    def floor() -> Any:
+        _, structure = tree_flatten_with_path(tree)
+        return tree_unflatten(structure, specs)
+
+    def run_peer(match: Matcher) -> Run:
+        return lambda: match(case.rules, tree)
+
+    applied: dict[str, Run] = {
+        "apply": lambda: rule.apply(tree),
+        "apply, new rule": lambda: sr.RegexShardingRule(case.rules).apply(tree),
+        **{name: run_peer(match) for name, match in peers.items()},
+    }
+    require_same_specs(tree, {"plan": lambda: rule.plan(tree, mesh).specs, **applied})
+    rule.plan(tree, mesh).check()
+
+    runs = {"floor": floor, "plan": lambda: read_plan(rule, tree, mesh), **applied}
+    calls = calls_per_sample(runs["apply"])
+    rounds = interleave(runs, calls, effort.seconds.get(case.name, 0), effort)
+
+    def line(name: str, base: str, limit: float | None = None, most: bool = True) -> Row:
+        return row(case, rounds, calls, name, base, limit if check else None, most)
+
+    return [
+        line("floor", "floor"),
+        line("apply", "floor", APPLY_LIMITS[case.name]),
+        line("apply, new rule", "floor"),
+        line("plan", "floor"),
+        line("plan", "apply", PLAN_LIMIT),
+        *(line(name, "floor") for name in peers),
+        *(line(name, "apply", PEER_LIMIT, most=False) for name in peers),
+    ]
+
+
+def race_devices(case: Tree, effort: Effort, check: bool) -> list[Row]:
+    """Measures one tree on meshes of 8, 512 and 65,536 devices, with a rule that reads the mesh."""
+    tree = case.build()
+    rows: list[Row] = []
+
+    def make(what: str, mesh: jax.sharding.AbstractMesh) -> Run:
+        # Auto decides what the five rules leave. Its threshold, by default the device count, is set to 1 so that the
+        # work is the same on every mesh.
+        auto = sr.AutoShardingRule(mesh=mesh, min_shard_size=1)
+        rule = sr.CompositeShardingRule(sr.RegexShardingRule(case.rules[:5]), auto)
+        return (lambda: rule.apply(tree)) if what == "apply" else (lambda: read_plan(rule, tree, mesh))
+
+    for what in ("apply", "plan"):
+        runs = {f"{what}, {devices:,} devices": make(what, sr.mesh_shape(text)) for devices, text in MESHES.items()}
+        base, *others = runs
+        calls = calls_per_sample(runs[base])
+        rounds = interleave(runs, calls, effort.seconds.get("devices", 0), effort)
+        rows.append(row(case, rounds, calls, base, base, None, True))
+        rows.extend(row(case, rounds, calls, name, base, DEVICES_LIMIT if check else None, True) for name in others)
+    return rows
+
+
+def processor() -> str:
+    """The processor's name and the number of cores this process may use."""
+    name = platform.processor() or platform.machine()
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as file:
+            models = [text.partition(":")[2].strip() for text in file if text.startswith("model name")]
+        name = models[0] if models else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text, a blank line between trees."""
+    lines = [f"{'tree':<15}{'leaves':>8}  {'contestant':<24}{'median':>11}  {'ratio':>8}  {'middle half':<15}to"]
+    for at, this in enumerate(rows):
+        if at == 0 or rows[at - 1].tree != this.tree:
+            lines += ["", f"{this.tree:<15}{this.leaves:>8,}"]
+        half = f"{this.ratio_low:.3f}-{this.ratio_high:.3f}"
+        verdict = "" if this.target is None else f"{this.target:<8}{'met' if this.met else 'MISSED'}"
+        base = this.base.removeprefix("apply, ").removeprefix("plan, ")
+        text = f"  {this.name:<24}{this.median_ms:>8.3f} ms  {this.ratio:>7.3f}x  {half:<15}{base:<12}{verdict}"
+        lines.append((" " * 23 + text).rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark from the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Time to plan a tree, against a floor and two other matchers.")
+    names = [tree.name for tree in TREES]
+    parser.add_argument("--only", choices=[*names, "devices"], action="append", help="only this part (may be repeated)")
+    parser.add_argument("--no-peers", action="store_true", help="leave eformer and scalax out")
+    parser.add_argument("--smoke", action="store_true", help="toy trees and two rounds: shows that all of it runs")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen = parser.parse_args(arguments)
+    if chosen.smoke and chosen.check:
+        parser.error("the targets are for the real sizes: use --check without --smoke")
+
+    jax.config.update("jax_platforms", "cpu")  # one peer may ask for devices, and no accelerator is wanted here
+    effort = TOY if chosen.smoke else FULL
+    peers = {} if chosen.no_peers else find_peers()
+    parts = chosen.only or [*names, "devices"]
+    rows: list[Row] = []
+    device_rows: list[Row] = []
+    for tree in TOY_TREES if chosen.smoke else TREES:
+        if tree.name in parts:
+            print(f"{tree.name}: {tree.leaves:,} leaves ...", file=sys.stderr)
+            rows += race(tree, peers, effort, not chosen.smoke)
+        if "devices" in parts and tree.name in DEVICE_TREES:
+            print(f"{tree.name}: {', '.join(f'{count:,}' for count in MESHES)} devices ...", file=sys.stderr)
+            device_rows += race_devices(tree, effort, not chosen.smoke)
+
+    rows += device_rows
+    missed = [row for row in rows if row.met is False]
+    setting = {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+    if chosen.json:
+        print(json.dumps({**setting, "rows": [attrs.asdict(row) for row in rows], "missed": len(missed)}, indent=2))
+    else:
+        print(table(rows))
+        where = f"{setting['date']}, {setting['processor']}, Python {setting['python']}, JAX {setting['jax']}"
+        print(f"\n{where}; {len(missed)} targets missed")
+    return 1 if chosen.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""shardrules: you write rules; it turns them into a plan you can read, prove, and apply to any pytree of arrays.
+
+Everything public is importable from here, grouped by noun. Importing touches no device, flag or environment variable.
+"""
+
+from shardrules.analysis.analyzer import ShardingAnalyzer, analyze_sharding_strategy
+from shardrules.analysis.report import AxisUse, ShardingReport, Weight
+from shardrules.core.axes import Axis
+from shardrules.core.errors import (
+    NoMeshError,
+    PatternError,
+    PlanError,
+    RuleError,
+    RuleTypeError,
+    ShardRulesError,
+    SpecError,
+    TreeError,
+    UnknownAxisError,
+    UnknownOpError,
+)
+from shardrules.core.finding import Finding
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.rule import (
+    ChainShardingRule,
+    Change,
+    LeafShardingRule,
+    Leaves,
+    LeavesShardingRule,
+    MirrorShardingRule,
+    PlanDiff,
+    ShardingPlan,
+    ShardingRule,
+    SpecTreeShardingRule,
+    Verdict,
+)
+from shardrules.core.spec import canonical, same, shard_bytes, shard_shape
+from shardrules.core.spec_trees import (
+    NoSpecError,
+    extract_sharding_structure,
+    extract_shardings,
+    get_names_from_partition_spec,
+    get_partition_spec,
+    get_shardings_with_structure,
+)
+from shardrules.core.table import Totals
+from shardrules.core.tree import leaf_paths
+from shardrules.mesh.context import current_mesh
+from shardrules.mesh.shape import mesh_shape
+from shardrules.rules.auto import AutoShardingRule
+from shardrules.rules.composite import CompositeShardingRule
+from shardrules.rules.dim import DimShardingRule
+from shardrules.rules.fitted import FittedShardingRule
+from shardrules.rules.fsdp import FSDPShardingRule
+from shardrules.rules.logical import LogicalShardingRule
+from shardrules.rules.logical_axes import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    DP,
+    EMBED,
+    EMPTY,
+    EP,
+    EXPERT,
+    EXPERT_GATE,
+    FSDP,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    SP,
+    TP,
+    VOCAB,
+    AttnKVSharding,
+    AttnQSharding,
+    ColumnWise,
+    DynamicShardingAxes,
+    ExpertActivations,
+    ExpertActivationsAlt,
+    ExpertColumnWise,
+    ExpertColumnWiseAlt,
+    ExpertRowWise,
+    ExpertRowWiseAlt,
+    ExpertTensorParallel,
+    HiddenStateSharding,
+    Replicated,
+    RowWise,
+    SColumnWise,
+    SRowWise,
+    UnifiedExpertColumnWise,
+    UnifiedExpertRowWise,
+)
+from shardrules.rules.memory import MemoryConstrainedShardingRule
+from shardrules.rules.partition_axis import PartitionAxis, RegisteredAxis
+from shardrules.rules.partition_manager import PartitionManager
+from shardrules.rules.presets.big_vision import (
+    BIG_VISION_OPS,
+    check_and_compile_patterns,
+    infer_sharding,
+    make_mask_trees,
+    parse_name,
+    tree_broadcast,
+    tree_filter,
+    tree_flatten_with_names,
+)
+from shardrules.rules.presets.eformer import (
+    auto_partition_spec,
+    create_pattern_based_partition_spec,
+    match_partition_rules,
+)
+from shardrules.rules.regex import RegexShardingRule
+from shardrules.rules.replicate import ReplicateShardingRule
+from shardrules.rules.shape_based import ShapeBasedShardingRule
+from shardrules.rules.stacked import StackedShardingRule
+from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # Leaves
+    "Decision",
+    "Leaf",
+    "leaf_paths",
+    "Axis",
+    # Rules
+    "ChainShardingRule",
+    "LeafShardingRule",
+    "Leaves",
+    "LeavesShardingRule",
+    "MirrorShardingRule",
+    "ShardingRule",
+    "SpecTreeShardingRule",
+    "Verdict",
+    "AutoShardingRule",
+    "CompositeShardingRule",
+    "DimShardingRule",
+    "FittedShardingRule",
+    "FSDPShardingRule",
+    "LogicalShardingRule",
+    "MemoryConstrainedShardingRule",
+    "RegexShardingRule",
+    "ReplicateShardingRule",
+    "ShapeBasedShardingRule",
+    "StackedShardingRule",
+    "DEFAULT_OPS",
+    "Ops",
+    "parse_rule",
+    "register_op",
+    # Plans
+    "Change",
+    "PlanDiff",
+    "ShardingPlan",
+    "Finding",
+    "Totals",
+    # Analysis
+    "ShardingAnalyzer",
+    "analyze_sharding_strategy",
+    "AxisUse",
+    "ShardingReport",
+    "Weight",
+    # Meshes
+    "current_mesh",
+    "mesh_shape",
+    # Specs
+    "canonical",
+    "same",
+    "shard_bytes",
+    "shard_shape",
+    "extract_sharding_structure",
+    "extract_shardings",
+    "get_names_from_partition_spec",
+    "get_partition_spec",
+    "get_shardings_with_structure",
+    # Presets
+    "BIG_VISION_OPS",
+    "check_and_compile_patterns",
+    "infer_sharding",
+    "make_mask_trees",
+    "parse_name",
+    "tree_broadcast",
+    "tree_filter",
+    "tree_flatten_with_names",
+    "auto_partition_spec",
+    "create_pattern_based_partition_spec",
+    "match_partition_rules",
+    # Logical axes
+    "PartitionAxis",
+    "RegisteredAxis",
+    "PartitionManager",
+    "BATCH",
+    "BIAS_HEAD_SEQ",
+    "BIAS_KV_SEQ",
+    "DP",
+    "EMBED",
+    "EMPTY",
+    "EP",
+    "EXPERT",
+    "EXPERT_GATE",
+    "FSDP",
+    "HEAD",
+    "HEAD_DIM",
+    "KV_HEAD",
+    "KV_HEAD_DIM",
+    "KV_LENGTH",
+    "LENGTH",
+    "MLP_INTERMEDIATE",
+    "MODE_DECODE",
+    "MODE_INSERT",
+    "MODE_PREFILL",
+    "MODE_TRAIN",
+    "QUERY_LENGTH",
+    "SP",
+    "TP",
+    "VOCAB",
+    "AttnKVSharding",
+    "AttnQSharding",
+    "ColumnWise",
+    "DynamicShardingAxes",
+    "ExpertActivations",
+    "ExpertActivationsAlt",
+    "ExpertColumnWise",
+    "ExpertColumnWiseAlt",
+    "ExpertRowWise",
+    "ExpertRowWiseAlt",
+    "ExpertTensorParallel",
+    "HiddenStateSharding",
+    "Replicated",
+    "RowWise",
+    "SColumnWise",
+    "SRowWise",
+    "UnifiedExpertColumnWise",
+    "UnifiedExpertRowWise",
+    # Errors
+    "NoSpecError",
+    "NoMeshError",
+    "PatternError",
+    "PlanError",
+    "RuleError",
+    "RuleTypeError",
+    "ShardRulesError",
+    "SpecError",
+    "TreeError",
+    "UnknownAxisError",
+    "UnknownOpError",
+]

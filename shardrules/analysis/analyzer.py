@@ -1,0 +1,154 @@
+"""`ShardingAnalyzer`: what is wrong with specs, what they cost, what they add up to. From shapes alone."""
+
+from typing import Any, final
+
+import attrs
+
+from shardrules.analysis.placed import place
+from shardrules.analysis.report import ShardingReport, report
+from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
+from shardrules.core.check import check_spec
+from shardrules.core.errors import NoMeshError
+from shardrules.mesh.context import current_mesh
+from shardrules.rules.auto import mesh_key
+
+
+@final
+@attrs.frozen
+class ShardingAnalyzer:
+    """Analyses a tree and the specs it is to have, without touching a device.
+
+    **Arguments:**
+
+    - `mesh`: the mesh; by default the one in force when a method is called.
+
+    ```python
+    analyzer = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
+    tree = {"a": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    assert analyzer.validate_partition_specs(tree, {"a": P("dp", "tp")}) == []
+    ```
+    """
+
+    mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
+
+    def _mesh(self) -> AnyMesh:
+        mesh = self.mesh if self.mesh is not None else current_mesh()
+        if mesh is None:
+            raise NoMeshError("the analysis needs a mesh: ShardingAnalyzer(mesh), or call inside jax.set_mesh(mesh)")
+        return mesh
+
+    def validate_partition_specs(self, tree: Any, specs: Any) -> list[str]:
+        """Returns one text for each thing that is wrong, with path, shape and numbers; none when the specs are sound.
+
+        Unsound specs are reported and never raised.
+
+        **Arguments:**
+
+        - `tree`: any pytree of arrays or shapes.
+        - `specs`: a tree of the same structure with a PartitionSpec at every array.
+
+        **Returns:**
+
+        A list of texts, in the order of the tree.
+
+        ```python
+        analyzer = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
+        issues = analyzer.validate_partition_specs({"a": np.ones((8, 15))}, {"a": P("dp", "tp")})
+        assert issues[0].startswith("a: Array shape (8, 15) not divisible by mesh axis tp size 4")
+        ```
+        """
+        mesh = self._mesh()
+        sizes = mesh_sizes(mesh)
+        return [
+            f"{one.leaf.path or 'the tree'}: {finding.message}"
+            for one in place(tree, specs, mesh)
+            for finding in check_spec(one.leaf.path, one.leaf.shape, one.spec, sizes)
+            if finding.severity == "error"
+        ]
+
+    def estimate_memory_usage(self, tree: Any, specs: Any) -> dict[str, int]:
+        """Returns how many bytes the arrays take, in all and on one device.
+
+        It is what XLA allocates for arguments: sub-byte types are packed, the largest shard counts where shards are
+        uneven, PRNG keys have the size of their words.
+
+        **Arguments:**
+
+        - `tree`: any pytree of arrays or shapes.
+        - `specs`: a tree of the same structure with a PartitionSpec at every array.
+
+        **Returns:**
+
+        `total_size` (each array once), `size_per_device`, `sharded_size` and `replicated_size` (the parts of
+        `size_per_device` that are split and that are not), and `device_count`.
+
+        ```python
+        analyzer = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
+        usage = analyzer.estimate_memory_usage({"a": np.ones((8, 16), np.float32)}, {"a": P("dp", "tp")})
+        assert (usage["total_size"], usage["size_per_device"]) == (512, 64)
+        ```
+        """
+        found = self.analyze(tree, specs)
+        whole = found.total_bytes - found.sharded_bytes
+        return {
+            "total_size": found.total_bytes,
+            "size_per_device": found.device_bytes,
+            "sharded_size": found.device_bytes - whole,
+            "replicated_size": whole,
+            "device_count": found.device_count,
+        }
+
+    def analyze(self, tree: Any, specs: Any, *, largest: int = 10) -> ShardingReport:
+        """Returns what the specs add up to.
+
+        **Arguments:**
+
+        - `tree`: any pytree of arrays or shapes.
+        - `specs`: a tree of the same structure with a PartitionSpec at every array.
+        - `largest`: how many of the replicated arrays to list.
+
+        **Returns:**
+
+        A `ShardingReport`.
+
+        ```python
+        analyzer = sr.ShardingAnalyzer(sr.mesh_shape("data:4"))
+        print(analyzer.analyze({"w": np.ones((8, 4))}, {"w": P("data")}))
+        ```
+        """
+        mesh = self._mesh()
+        return report(place(tree, specs, mesh), mesh, largest)
+
+
+def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> dict[str, Any]:
+    """Returns the figures of a sharding strategy as a dictionary. `ShardingAnalyzer.analyze` says more.
+
+    **Arguments:**
+
+    - `tree`: any pytree of arrays or shapes.
+    - `specs`: a tree of the same structure with a PartitionSpec at every array.
+    - `mesh`: the mesh; by default the one in force.
+
+    **Returns:**
+
+    `total_parameters` and `sharded_parameters` (elements), `memory_per_device` (bytes), `balance_score` (1 is even),
+    `partition_stats` (for each mesh axis its size, the arrays and the bytes split over it), and `communication_cost`
+    (the bytes that a device receives when every split array is gathered once).
+
+    ```python
+    tree = {"a": np.ones((8, 16), np.float32), "s": np.ones(3, np.float32)}
+    found = sr.analyze_sharding_strategy(tree, {"a": P("dp", "tp"), "s": P()}, sr.mesh_shape("dp:2,tp:4"))
+    assert (found["total_parameters"], found["sharded_parameters"], found["memory_per_device"]) == (131, 128, 76)
+    ```
+    """
+    found = ShardingAnalyzer(mesh).analyze(tree, specs)
+    return {
+        "total_parameters": found.element_count,
+        "sharded_parameters": found.sharded_element_count,
+        "memory_per_device": found.device_bytes,
+        "balance_score": found.balance,
+        "partition_stats": {
+            use.axis: {"size": use.size, "arrays": use.array_count, "bytes": use.split_bytes} for use in found.axes
+        },
+        "communication_cost": found.total_bytes - found.device_bytes,
+    }

@@ -1,0 +1,113 @@
+"""Mesh axes: what planning needs to know of a mesh, which is its axis names and sizes and nothing else."""
+
+from typing import TypeAlias
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardrules.core.errors import SpecError
+
+Axis: TypeAlias = str | tuple[str, ...]
+"""One mesh axis, or several that split one dimension together, the first most major."""
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+"""A mesh of devices, or only its shape: planning takes either."""
+
+
+def as_axis(axis: Axis | list[str]) -> Axis:
+    """Returns `axis` in its normal form: a name, or a tuple of two or more names.
+
+    **Arguments:**
+
+    - `axis`: a name, or a list or tuple of names.
+
+    **Returns:**
+
+    The name itself where there is only one.
+
+    **Raises:**
+
+    `SpecError` when it is neither, is empty, or names an axis twice.
+
+    ```python
+    assert as_axis(["data", "model"]) == ("data", "model")
+    assert as_axis(("data",)) == "data"
+    ```
+    """
+    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise SpecError(f"a mesh axis is a name or a tuple of names, got {axis!r}")
+    if len(dict.fromkeys(names)) < len(names):
+        raise SpecError(f"axis {axis!r} names a mesh axis twice")
+    return names[0] if len(names) == 1 else names
+
+
+def axis_tuple(axis: Axis) -> tuple[str, ...]:
+    """Returns the names in `axis`, always as a tuple.
+
+    **Arguments:**
+
+    - `axis`: a name or a tuple of names.
+
+    **Returns:**
+
+    A tuple of names.
+
+    ```python
+    assert axis_tuple("data") == ("data",)
+    ```
+    """
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def mesh_sizes(mesh: AnyMesh | None) -> dict[str, int]:
+    """Returns the size of every axis of `mesh`, in mesh order; of no mesh, nothing.
+
+    **Arguments:**
+
+    - `mesh`: a `Mesh`, an `AbstractMesh`, or `None`.
+
+    **Returns:**
+
+    A dictionary from axis name to size.
+
+    ```python
+    assert mesh_sizes(sr.mesh_shape("data:4,model:2")) == {"data": 4, "model": 2}
+    ```
+    """
+    return {} if mesh is None else dict(mesh.shape)
+
+
+def mesh_text(mesh: AnyMesh | None) -> str:
+    """Returns the shape of `mesh` as text, in the form that `mesh_shape` reads.
+
+    **Arguments:**
+
+    - `mesh`: a `Mesh`, an `AbstractMesh`, or `None`.
+
+    **Returns:**
+
+    For instance `"data:4,model:2"`.
+
+    ```python
+    assert mesh_text(sr.mesh_shape("data:4,model:2")) == "data:4,model:2"
+    ```
+    """
+    return "no mesh" if mesh is None else ",".join(f"{name}:{size}" for name, size in mesh.shape.items())
+
+
+def mesh_repr(mesh: AnyMesh | None) -> str:
+    """Returns how a mesh is written inside the repr of a rule: as the call that builds it, where there is one.
+
+    **Arguments:**
+
+    - `mesh`: a `Mesh`, an `AbstractMesh`, or `None`.
+
+    **Returns:**
+
+    A text; for an `AbstractMesh` with Auto axes it evaluates to an equal mesh.
+
+    ```python
+    assert mesh_repr(sr.mesh_shape("data:4")) == "mesh_shape('data:4')"
+    ```
+    """
+    return f"mesh_shape({mesh_text(mesh)!r})" if isinstance(mesh, AbstractMesh) else repr(mesh)

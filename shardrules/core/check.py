@@ -1,0 +1,216 @@
+"""What is wrong with a plan, or worth knowing: the findings that every plan computes, from shapes alone."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.errors import suggest
+from shardrules.core.finding import Finding, shape_text
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.spec import UNCONSTRAINED, Entry, divisible_prefix, entries, make_spec, spec_repr
+
+LARGE_BYTES = 16 * 2**20
+"""From this size on, a leaf that is replicated though no rule said so is a warning."""
+
+
+def bytes_text(count: float) -> str:
+    """Returns a number of bytes as a person reads it.
+
+    **Arguments:**
+
+    - `count`: bytes.
+
+    **Returns:**
+
+    For instance `"1.5 MiB"`; below 1 KiB the exact number.
+
+    ```python
+    assert bytes_text(3 * 2**19) == "1.5 MiB"
+    ```
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def check_spec(
+    path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int] | None, *, count: int = 1
+) -> Iterator[Finding]:
+    """Yields what is wrong with one spec for one array; nothing when it is sound.
+
+    **Arguments:**
+
+    - `path`, `shape`: the array.
+    - `spec`: the PartitionSpec it is to have.
+    - `sizes`: the size of each mesh axis; `None` leaves unchecked what needs a mesh.
+    - `count`: how many arrays of the same kind there are.
+
+    **Returns:**
+
+    Findings: `rank-overflow`, `duplicate-axis`, `unknown-axis`, `indivisible`, `weakened`.
+
+    ```python
+    codes = [found.code for found in check_spec("w", (8, 15), P("data", "model"), {"data": 2, "model": 4})]
+    assert codes == ["indivisible", "weakened"]
+    ```
+    """
+    found = entries(spec)
+    if len(found) > len(shape):
+        yield Finding(
+            "error",
+            "rank-overflow",
+            f"{spec_repr(spec)} has {len(found)} entries, the array has {len(shape)} dimensions",
+            path,
+            f"Give it {len(shape)} entries, or aim the rule at fewer leaves",
+            shape,
+            count=count,
+        )
+        found = found[: len(shape)]
+    first: dict[str, int] = {}
+    for dim, entry in enumerate(found):
+        if entry == () or entry is UNCONSTRAINED:
+            continue
+        for name in entry:
+            if name in first:
+                yield Finding(
+                    "error",
+                    "duplicate-axis",
+                    f"{spec_repr(spec)} uses axis {name!r} twice (duplicate entries for `{name}`): dimensions "
+                    f"{first[name]} and {dim}",
+                    path,
+                    "An axis splits at most one dimension of an array: leave one of the two whole",
+                    shape,
+                    dim,
+                    name,
+                    count,
+                )
+            first.setdefault(name, dim)
+        if sizes is not None:
+            yield from _check_entry(path, shape, spec, dim, entry, sizes, count)
+
+
+def _check_entry(
+    path: str,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    dim: int,
+    entry: Entry,
+    sizes: Mapping[str, int],
+    count: int,
+) -> Iterator[Finding]:
+    unknown = [name for name in entry if name not in sizes]
+    for name in unknown:
+        yield Finding(
+            "error",
+            "unknown-axis",
+            f"the mesh has no axis {name!r}{suggest(name, sizes)}; it has {', '.join(sizes) or 'none'}",
+            path,
+            "Correct the name, or wrap the rule in FittedShardingRule to drop axes that a mesh lacks",
+            shape,
+            dim,
+            name,
+            count,
+        )
+    split = math.prod(sizes.get(name, 1) for name in entry)
+    if unknown or shape[dim] % split == 0:
+        return
+    label = repr(entry[0]) if len(entry) == 1 else repr(entry)
+    yield Finding(
+        "error",
+        "indivisible",
+        f"Array shape {shape_text(shape)} not divisible by mesh axis {' x '.join(entry)} size {split}: dimension {dim} "
+        f"is {shape[dim]}, remainder {shape[dim] % split}",
+        path,
+        f"Make it a multiple of {split}, split another dimension, or wrap the rule in FittedShardingRule",
+        shape,
+        dim,
+        entry[0] if len(entry) == 1 else None,
+        count,
+    )
+    kept = divisible_prefix(entry, shape[dim], sizes)
+    weaker = make_spec((*entries(spec)[:dim], kept, *entries(spec)[dim + 1 :]))
+    yield Finding(
+        "warning",
+        "weakened",
+        f"a constraint inside jit would quietly become {spec_repr(weaker)}: {label} does not divide dimension {dim}",
+        path,
+        f"Write {spec_repr(weaker)} if that is what is meant",
+        shape,
+        dim,
+        entry[0] if len(entry) == 1 else None,
+        count,
+    )
+
+
+def check_leaves(
+    leaves: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None
+) -> Iterator[Finding]:
+    """Yields the findings about a whole plan.
+
+    **Arguments:**
+
+    - `leaves`: one for each kind of leaf.
+    - `decisions`: one for each of them.
+    - `counts`: how many leaves are of each kind.
+    - `mesh`: the mesh, or `None`.
+
+    **Returns:**
+
+    Findings, leaf by leaf and then those about the whole.
+    """
+    sizes = None if mesh is None else mesh_sizes(mesh)
+    used: dict[str, None] = {}
+    splittable = False
+    for leaf, decision, count in zip(leaves, decisions, counts, strict=True):
+        splittable = splittable or leaf.size > 1
+        spec = decision.spec
+        if spec is None:
+            yield from _check_undecided(leaf, decision, count)
+        elif spec.partitions:
+            if any(part is not None for part in spec.partitions):
+                used.update(
+                    dict.fromkeys(name for entry in entries(spec) if entry is not UNCONSTRAINED for name in entry)
+                )
+                yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
+            elif len(spec.partitions) > leaf.ndim:
+                yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
+        yield from decision.findings
+    for name, size in (sizes or {}).items():
+        if splittable and size > 1 and name not in used:
+            yield Finding(
+                "warning",
+                "unused-axis",
+                f"no leaf is split over axis {name!r} of size {size}, so its devices hold {size} copies of everything",
+                remedy=f"Add a rule such as FSDPShardingRule({name!r}), or take the axis out of the mesh "
+                f"({mesh_text(mesh)}) if it is not for data",
+                axis=name,
+            )
+
+
+def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Finding]:
+    if leaf.size <= 1:
+        return
+    why = f": {decision.reason}" if decision.reason else ""
+    yield Finding(
+        "note",
+        "unmatched",
+        f"no rule has an opinion, so it is replicated{why}",
+        leaf.path,
+        "Add a rule for it, or ReplicateShardingRule() to say that this is on purpose",
+        leaf.shape,
+        count=count,
+    )
+    if leaf.nbytes >= LARGE_BYTES:
+        yield Finding(
+            "warning",
+            "large-replicated",
+            f"{bytes_text(leaf.nbytes)} on every device, and no rule said so",
+            leaf.path,
+            "Split it (FSDPShardingRule splits whatever is large), or say ReplicateShardingRule() on purpose",
+            leaf.shape,
+            count=count,
+        )

@@ -1,0 +1,139 @@
+"""The errors of shardrules: one class per cause, each also the builtin that one would guess.
+
+An error says who refused (the rule), where (path and shape), why (the numbers) and what to do about it.
+All arguments are handed to `super().__init__`, so that every error survives pickling between processes.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import final
+
+
+class ShardRulesError(Exception):
+    """The base of every error that shardrules raises on purpose."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of its argument: one line of escaped newlines.
+        return str(self.args[0]) if self.args else ""
+
+
+@final
+class SpecError(ShardRulesError, ValueError):
+    """A PartitionSpec, or an entry of one, that no mesh could honour or that cannot be read."""
+
+
+@final
+class RuleError(ShardRulesError, ValueError):
+    """A rule that cannot decide a leaf: a conflict with what is decided already, or a dimension that is not there.
+
+    `Leaf.error` makes one. The engine collects those of all leaves and raises one `PlanError` that lists them.
+
+    **Arguments:**
+
+    - `rule`: the rule, as text.
+    - `path`, `shape`: the leaf.
+    - `why`: what is wrong, with the numbers.
+    - `hint`: what to do about it.
+    """
+
+    def __init__(self, rule: str, path: str, shape: tuple[int, ...], why: str, hint: str = "") -> None:
+        super().__init__(rule, path, shape, why, hint)
+
+    @property
+    def rule(self) -> str:
+        """The rule, as text."""
+        return self.args[0]
+
+    @property
+    def path(self) -> str:
+        """The path of the leaf."""
+        return self.args[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return self.args[2]
+
+    @property
+    def why(self) -> str:
+        """What is wrong."""
+        return self.args[3]
+
+    @property
+    def hint(self) -> str:
+        """What to do about it; may be empty."""
+        return self.args[4]
+
+    def __str__(self) -> str:
+        by = f" [{self.rule}]" if self.rule else ""
+        then = f"\n    -> {self.hint}" if self.hint else ""
+        return f"{self.path or 'the tree'} {self.shape}: {self.why}{by}{then}"
+
+
+@final
+class PlanError(ShardRulesError, ValueError):
+    """A plan with findings that are errors. `findings` holds every one of them.
+
+    **Arguments:**
+
+    - `message`: the text, one block per finding.
+    - `findings`: the findings themselves.
+    """
+
+    def __init__(self, message: str, findings: tuple[object, ...] = ()) -> None:
+        super().__init__(message, findings)
+
+    @property
+    def findings(self) -> tuple[object, ...]:
+        """Every finding that made the plan unsound."""
+        return self.args[1]
+
+
+@final
+class RuleTypeError(ShardRulesError, TypeError):
+    """Something that is not a rule where a rule is wanted."""
+
+
+@final
+class TreeError(ShardRulesError, ValueError):
+    """Two trees that should have the same structure and have not."""
+
+
+@final
+class PatternError(ShardRulesError, ValueError, AssertionError):
+    """A path pattern that does not compile or can never match a path."""
+
+
+@final
+class UnknownOpError(ShardRulesError, KeyError):
+    """A rule text that names an op nobody registered."""
+
+
+@final
+class UnknownAxisError(ShardRulesError, ValueError, KeyError):
+    """A name that is neither an axis of the mesh nor a logical axis that is known."""
+
+
+@final
+class NoMeshError(ShardRulesError, AssertionError, ValueError):
+    """A mesh is needed and neither the rule, nor the call, nor the context has one."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Returns `" (did you mean 'data'?)"` for the known name nearest to `name`, or nothing.
+
+    **Arguments:**
+
+    - `name`: what was written.
+    - `known`: what could have been meant.
+
+    **Returns:**
+
+    A text to append to a message; empty when nothing is near.
+
+    ```python
+    assert suggest("modle", ["data", "model"]) == " (did you mean 'model'?)"
+    ```
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

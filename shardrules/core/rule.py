@@ -1,0 +1,1109 @@
+"""Rules and plans, the two nouns that make each other: a rule makes a plan, a plan can be used as a rule.
+
+Data flows one way. A tree is taken apart into leaves (`core/tree.py`), a rule decides them, and the decisions with
+their leaves are a plan. There are three ways to write a rule, each a subclass of the one before:
+
+- `ShardingRule`: a tree of arrays to a tree of specs (`apply`). The engine knows nothing of what happens inside.
+- `LeavesShardingRule`: all leaves at once, for rules that compose others or look at the whole tree.
+- `LeafShardingRule`: one leaf at a time. Most rules are of this kind.
+
+Three rules stand in this module rather than in `rules/`, because a rule or a plan returns them: `a | b` is a
+`ChainShardingRule`, `plan.as_rule()` a `SpecTreeShardingRule`, and `plan.mirror(tree)` asks a `MirrorShardingRule`.
+"""
+
+import abc
+import collections
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, final
+
+import attrs
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.core import codec
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.check import bytes_text, check_leaves
+from shardrules.core.errors import NoMeshError, PlanError, RuleError, RuleTypeError, TreeError, suggest
+from shardrules.core.finding import Finding, listing, merged, shape_text, template
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.mirror import Planned, mirror
+from shardrules.core.spec import canonical, code, spec_key, spec_repr
+from shardrules.core.table import Totals, device_bytes, placement_text, rows, rule_text, table_html, table_text
+from shardrules.core.tree import PathStyle, ReadsIndex, Survey, flatten_specs, leaf_paths, survey, widest
+from shardrules.mesh.context import current_mesh
+
+
+@final
+@attrs.frozen
+class Verdict:
+    """What a rule says about some leaves.
+
+    **Arguments:**
+
+    - `decisions`: one for each leaf, in order.
+    - `findings`: what is worth knowing beside them.
+    """
+
+    decisions: tuple[Decision, ...]
+    findings: tuple[Finding, ...] = ()
+
+
+@final
+@attrs.frozen(eq=False)
+class Leaves:
+    """Some leaves of a tree, which a rule is to decide.
+
+    **Arguments:**
+
+    - `items`: one `Leaf` for each kind.
+    - `counts`: how many leaves of the tree are of each kind.
+    - `places`: the number of each kind in the survey.
+    - `survey`: the whole tree.
+    - `settled`: what earlier rules of a composite have decided: leaf, with its spec, and count.
+    """
+
+    items: tuple[Leaf, ...]
+    counts: tuple[int, ...]
+    places: tuple[int, ...]
+    survey: Survey
+    settled: tuple[tuple[Leaf, int], ...] = ()
+
+    def select(self, chosen: Sequence[int], settled: Iterable[tuple[Leaf, int]] = ()) -> "Leaves":
+        """Returns some of these leaves.
+
+        **Arguments:**
+
+        - `chosen`: positions in `items`, ascending.
+        - `settled`: leaves that have been decided meanwhile.
+
+        **Returns:**
+
+        The leaves at those positions.
+        """
+        if len(chosen) == len(self.items) and not settled:
+            return self
+        return Leaves(
+            tuple([self.items[one] for one in chosen]),
+            tuple([self.counts[one] for one in chosen]),
+            tuple([self.places[one] for one in chosen]),
+            self.survey,
+            (*self.settled, *settled),
+        )
+
+    def replace(self, items: Iterable[Leaf]) -> "Leaves":
+        """Returns the same places with other leaves in them: another shape, mesh, or spec so far.
+
+        **Arguments:**
+
+        - `items`: one leaf for each of `items`.
+
+        **Returns:**
+
+        The new leaves.
+        """
+        return attrs.evolve(self, items=tuple(items))
+
+
+class ShardingRule(abc.ABC):
+    """A strategy that turns any pytree into PartitionSpecs.
+
+    Subclass it and write `apply` for a rule that looks at the whole tree; inside composites an empty spec from such a
+    rule counts as no opinion. For a rule that decides one leaf at a time subclass `LeafShardingRule` instead.
+
+    ```python
+    class EverythingOver(sr.ShardingRule):
+        def __init__(self, axis):
+            self.axis = axis
+
+        def apply(self, pytree):
+            return jax.tree.map(lambda x: P(self.axis) if x.ndim else P(), pytree)
+
+    assert EverythingOver("data").apply({"w": np.ones((8, 4))}) == {"w": P("data")}
+    ```
+    """
+
+    mesh: AnyMesh | None = None
+    """The rule's own mesh. It comes before the one that `plan` is given, and before the one in force."""
+
+    parts: tuple["ShardingRule", ...] = ()
+    """The rules inside this one."""
+
+    reads_index: ReadsIndex = "value"
+    """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
+
+    @abc.abstractmethod
+    def apply(self, pytree: Any) -> Any:
+        """Returns a PartitionSpec for every array of `pytree`.
+
+        **Arguments:**
+
+        - `pytree`: arrays, `ShapeDtypeStruct`s, Equinox modules, optimizer states; any pytree.
+
+        **Returns:**
+
+        A tree of the same structure. Python numbers get `P()`; callables and other static leaves stay what they are.
+        A leaf on which the rule has no opinion gets `P()`: `plan` tells the two apart.
+        """
+
+    def plan(self, pytree: Any, mesh: AnyMesh | None = None, *, path_style: PathStyle = "attr") -> "ShardingPlan":
+        """Returns the plan for `pytree`: every leaf with its spec, and the reason why. Only shapes are read.
+
+        **Arguments:**
+
+        - `pytree`: as for `apply`.
+        - `mesh`: a `Mesh` or an `AbstractMesh`. The rule's own mesh comes first; without either, the mesh set by
+            `jax.set_mesh` (or a legacy `with mesh:`) is taken. Rules that need no mesh work without any.
+        - `path_style`: whether fields of named tuples appear in paths by name (`"attr"`) or by position (`"index"`).
+
+        **Returns:**
+
+        A `ShardingPlan`. It may hold findings that are errors: `plan.check()` raises them.
+
+        **Raises:**
+
+        `PlanError`, listing every leaf that the rule could not decide.
+
+        ```python
+        plan = sr.FSDPShardingRule("data", min_size_mb=0).plan({"w": np.ones((8, 6))}, sr.mesh_shape("data:4"))
+        assert plan.specs == {"w": P("data", None)}
+        ```
+        """
+        found, where, verdict = _decided(self, pytree, mesh, path_style)
+        noted = verdict.findings
+        if mesh is not None and where is not None and mesh_sizes(mesh) != mesh_sizes(where):
+            message = f"the rule's own mesh ({mesh_text(where)}) was taken, not the one given ({mesh_text(mesh)})"
+            noted = (*noted, Finding("warning", "mesh-ignored", message, remedy="Give the mesh in one place"))
+        return ShardingPlan(where, found.leaves, verdict.decisions, found, noted, self)
+
+    def __or__(self, other: "ShardingRule") -> "ChainShardingRule":
+        """Returns the chain of two rules: `other` refines what this one decided."""
+        return ChainShardingRule(self, other) if isinstance(other, ShardingRule) else NotImplemented
+
+
+class LeavesShardingRule(ShardingRule):
+    """A rule that decides many leaves together. Subclass it to compose rules, or to look at the tree as a whole.
+
+    ```python
+    @attrs.frozen
+    class Biggest(sr.LeavesShardingRule):
+        axis: str
+
+        def decide_all(self, leaves):
+            biggest = max(leaf.size for leaf in leaves.items)
+            return sr.Verdict(tuple(
+                leaf.shard(0, self.axis) if leaf.size == biggest else leaf.skip("not the biggest")
+                for leaf in leaves.items
+            ))
+
+    assert Biggest("data").apply({"a": np.ones(4), "b": np.ones(8)}) == {"a": P(), "b": P("data")}
+    ```
+    """
+
+    @abc.abstractmethod
+    def decide_all(self, leaves: Leaves) -> Verdict:
+        """Returns one decision for each of `leaves.items`.
+
+        **Arguments:**
+
+        - `leaves`: what to decide, with what is known of the rest of the tree.
+
+        **Returns:**
+
+        A `Verdict`.
+        """
+
+    def apply(self, pytree: Any) -> Any:
+        """Returns a PartitionSpec for every array of `pytree`.
+
+        **Arguments:**
+
+        - `pytree`: arrays, `ShapeDtypeStruct`s, Equinox modules, optimizer states; any pytree.
+
+        **Returns:**
+
+        A tree of the same structure. Python numbers get `P()`; callables and other static leaves stay what they are.
+
+        **Raises:**
+
+        `PlanError`, listing every leaf that the rule could not decide.
+        """
+        found, _, verdict = _decided(self, pytree, None, "attr")
+        return found.unflatten([_spec_of(decision) for decision in verdict.decisions], PartitionSpec())
+
+
+class LeafShardingRule(LeavesShardingRule):
+    """A rule that decides one leaf at a time. Subclass it and write `decide`.
+
+    ```python
+    @attrs.frozen
+    class Rows(sr.LeafShardingRule):
+        axis: str
+        reads_index = "no"  # the engine may decide equal layers once
+
+        def decide(self, leaf):
+            return leaf.shard(0, self.axis) if leaf.fits(0, self.axis) else leaf.skip("rows do not divide")
+
+    specs = Rows("data").plan({"w": np.ones((8, 4)), "b": np.ones(3)}, sr.mesh_shape("data:4")).specs
+    assert specs == {"w": P("data", None), "b": P()}
+    ```
+    """
+
+    @abc.abstractmethod
+    def decide(self, leaf: Leaf) -> Decision:
+        """Returns what this rule says about one leaf.
+
+        **Arguments:**
+
+        - `leaf`: the array, with what has been decided about it so far.
+
+        **Returns:**
+
+        `leaf.shard(dim, axis)`, `leaf.replicate(why)`, `leaf.skip(why)`, or a `Decision` of your own.
+        """
+
+    def decide_all(self, leaves: Leaves) -> Verdict:
+        """Returns one decision for each leaf; what `decide` raises becomes a finding.
+
+        **Arguments:**
+
+        - `leaves`: what to decide.
+
+        **Returns:**
+
+        A `Verdict`.
+        """
+        decisions: list[Decision] = []
+        findings: list[Finding] = []
+        for leaf, count in zip(leaves.items, leaves.counts, strict=True):
+            try:
+                decision = self.decide(leaf)
+                if not isinstance(decision, Decision):
+                    raise leaf.error(
+                        self,
+                        f"decide returned {decision!r}, not a Decision",
+                        "Return leaf.shard(dim, axis), leaf.replicate(why), leaf.skip(why) or Decision(spec, reason)",
+                    )
+            except RuleError as error:
+                findings.append(_conflict(error, self, count))
+                decision = leaf.skip(error.why)
+            decisions.append(decision)
+        return Verdict(tuple(decisions), tuple(findings))
+
+
+def _conflict(error: RuleError, rule: ShardingRule, count: int) -> Finding:
+    text = error.rule or repr(rule)
+    return Finding("error", "conflict", error.why, error.path, error.hint, error.shape, count=count, rule=text)
+
+
+def _spec_of(decision: Decision) -> PartitionSpec:
+    return PartitionSpec() if decision.spec is None else decision.spec
+
+
+def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
+    """Asks any rule about some leaves: the one place that knows the three ways to write a rule.
+
+    **Arguments:**
+
+    - `rule`: the rule.
+    - `leaves`: the leaves.
+
+    **Returns:**
+
+    A `Verdict` whose decisions all name the rule that made them.
+    """
+    if not leaves.items:
+        return Verdict(())
+    if rule.mesh is not None and leaves.items[0].mesh is not rule.mesh:
+        leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
+    if not isinstance(rule, LeavesShardingRule):
+        return _decide_by_apply(rule, leaves)
+    verdict = rule.decide_all(leaves)
+    if len(verdict.decisions) != len(leaves.items):
+        raise PlanError(f"{rule!r} gave {len(verdict.decisions)} decisions for {len(leaves.items)} leaves")
+    named = tuple(
+        [
+            one if one.rule is not None or one.spec is None else Decision(one.spec, one.reason, rule, one.findings)
+            for one in verdict.decisions
+        ]
+    )
+    return Verdict(named, verdict.findings)
+
+
+def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
+    """Asks a rule that only has `apply`: it is shown the whole tree, and an empty spec is no opinion."""
+    found = leaves.survey
+    shown = list(found.leaves)
+    for leaf, place in zip(leaves.items, leaves.places, strict=True):
+        shown[place] = leaf
+    specs = flatten_specs(rule.apply(found.structs(shown)), found.treedef, f"what {rule!r} returned")
+    by_place = {kind: spec for kind, spec in zip(found.kinds, specs, strict=True) if kind >= 0}
+    decisions: list[Decision] = []
+    problems: list[Finding] = []
+    for leaf, place in zip(leaves.items, leaves.places, strict=True):
+        spec = by_place[place]
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            message = f"apply returned {spec!r}, not a PartitionSpec"
+            problems.append(Finding("error", "conflict", message, leaf.path, shape=leaf.shape, rule=repr(rule)))
+        if not isinstance(spec, PartitionSpec) or canonical(spec) == PartitionSpec():
+            decisions.append(leaf.skip("apply returned an empty spec"))
+            continue
+        try:
+            decisions.append(leaf.refine(spec, "from apply"))
+        except RuleError as error:
+            problems.append(_conflict(error, rule, 1))
+            decisions.append(leaf.skip(error.why))
+    return Verdict(
+        tuple([Decision(one.spec, one.reason, rule) if one.spec is not None else one for one in decisions]),
+        tuple(problems),
+    )
+
+
+def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
+    if rule.mesh is not None:
+        return rule.mesh
+    return next((mesh for mesh in map(_inner_mesh, rule.parts) if mesh is not None), None)
+
+
+def _decided(
+    rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
+) -> tuple[Survey, AnyMesh | None, Verdict]:
+    where = rule.mesh or mesh or _inner_mesh(rule) or current_mesh()
+    found = survey(pytree, where, reads_index=rule.reads_index, path_style=path_style)
+    verdict = decide(rule, _all_leaves(found))
+    problems = [finding for finding in verdict.findings if finding.code == "conflict"]
+    if problems:
+        count = sum(finding.count for finding in problems)
+        raise _plan_error(f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided", problems)
+    return found, where, verdict
+
+
+def _all_leaves(found: Survey) -> Leaves:
+    counted = collections.Counter(found.kinds)
+    places = range(len(found.leaves))
+    return Leaves(found.leaves, tuple([counted[place] for place in places]), tuple(places), found)
+
+
+def _plan_error(title: str, problems: Iterable[Finding]) -> PlanError:
+    listed = merged(problems)
+    return PlanError(f"{title}:\n{listing(listed)}", listed)
+
+
+def derived(make: Callable[[Any], Any]) -> Any:
+    """Returns the attrs field of a rule that follows from its other fields, and counts neither for repr nor equality.
+
+    **Arguments:**
+
+    - `make`: from the rule to the value.
+
+    **Returns:**
+
+    An attrs field.
+    """
+    return attrs.field(init=False, repr=False, eq=False, default=attrs.Factory(make, takes_self=True))
+
+
+def as_rules(rules: tuple[Any, ...], owner: str) -> tuple[ShardingRule, ...]:
+    """Returns `rules` after checking that each is one.
+
+    **Arguments:**
+
+    - `rules`: what was passed.
+    - `owner`: the class it was passed to, for the message.
+
+    **Returns:**
+
+    The rules.
+
+    **Raises:**
+
+    `RuleTypeError` for anything else, a text form among them.
+    """
+    for rule in rules:
+        if not isinstance(rule, ShardingRule):
+            raise RuleTypeError(f"{owner} takes ShardingRules, got {rule!r}. A text form is read by parse_rule(text).")
+    return rules
+
+
+@final
+@attrs.frozen(init=False, repr=False)
+class ChainShardingRule(LeavesShardingRule):
+    """Rules in a row, each refining what those before it decided. `a | b` is `ChainShardingRule(a, b)`.
+
+    **Arguments:**
+
+    - `rules`: two or more rules. A conflict with what is decided already is an error that names the leaf.
+
+    ```python
+    rule = sr.DimShardingRule("model", -1) | sr.FSDPShardingRule("data", min_size_mb=0)
+    plan = rule.plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4,model:2"))
+    assert plan.specs == {"w": P("data", "model")}
+    ```
+    """
+
+    rules: tuple[ShardingRule, ...]
+    parts: tuple[ShardingRule, ...] = derived(lambda self: self.rules)
+    reads_index: ReadsIndex = derived(lambda self: widest(rule.reads_index for rule in self.rules))
+
+    def __init__(self, *rules: ShardingRule) -> None:
+        flat: list[ShardingRule] = []
+        for rule in as_rules(rules, "ChainShardingRule"):
+            flat += rule.rules if isinstance(rule, ChainShardingRule) else [rule]
+        self.__attrs_init__(tuple(flat))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __repr__(self) -> str:
+        return f"ChainShardingRule({', '.join(map(repr, self.rules))})"
+
+    def decide_all(self, leaves: Leaves) -> Verdict:
+        """Returns what the rules make of each leaf, one after the other.
+
+        **Arguments:**
+
+        - `leaves`: what to decide.
+
+        **Returns:**
+
+        A `Verdict`; a decision that several rules made names the chain, and joins their reasons.
+        """
+        made: list[list[Decision]] = [[] for _ in leaves.items]
+        declined: list[list[str]] = [[] for _ in leaves.items]
+        findings: list[Finding] = []
+        for rule in self.rules:
+            verdict = decide(rule, leaves)
+            findings += verdict.findings
+            items = list(leaves.items)
+            for number, decision in enumerate(verdict.decisions):
+                if decision.spec is None:
+                    declined[number].append(decision.reason)
+                else:
+                    made[number].append(decision)
+                    items[number] = attrs.evolve(items[number], spec=decision.spec)
+            leaves = leaves.replace(items)
+        return Verdict(
+            tuple([self._joined(*one) for one in zip(made, declined, leaves.items, strict=True)]),
+            tuple(findings),
+        )
+
+    def _joined(self, made: list[Decision], declined: list[str], leaf: Leaf) -> Decision:
+        if not made:
+            return leaf.skip("; ".join(dict.fromkeys(declined)))
+        findings = tuple(finding for decision in made for finding in decision.findings)
+        rule = made[0].rule if len(made) == 1 else self
+        return Decision(made[-1].spec, "; ".join(decision.reason for decision in made), rule, findings)
+
+
+def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
+    if isinstance(specs, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in specs
+    ):
+        return specs
+    is_spec: Callable[[Any], bool] = lambda node: node is None or isinstance(node, PartitionSpec)  # noqa: E731
+    flat = jtu.tree_leaves(specs, is_leaf=is_spec)
+    treedef = jtu.tree_structure(specs, is_leaf=is_spec)
+    paths = leaf_paths(jtu.tree_unflatten(treedef, [0] * len(flat)))
+    return tuple((path, spec) for path, spec in zip(paths, flat, strict=True) if isinstance(spec, PartitionSpec))
+
+
+@final
+@attrs.frozen
+class SpecTreeShardingRule(LeavesShardingRule):
+    """A decided plan used as a rule: to pin, to override, to compose. `plan.as_rule()` makes one.
+
+    **Arguments:**
+
+    - `specs`: a tree of PartitionSpecs, or a prefix of one (a spec stands for all leaves below it); `None` in it is no
+        opinion. Or `(path, spec)` pairs, which is what it is kept as.
+
+    ```python
+    rule = sr.SpecTreeShardingRule({"embed": P("model"), "layers": P(None, "data")})
+    specs = rule.apply({"embed": np.ones(8), "layers": [np.ones((4, 4))], "head": np.ones(8)})
+    assert specs == {"embed": P("model"), "layers": [P(None, "data")], "head": P()}
+    ```
+    """
+
+    specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=_as_pinned, eq=spec_key, repr=code)
+
+    def decide_all(self, leaves: Leaves) -> Verdict:
+        """Returns for each leaf the spec pinned at its path, or at the nearest path above it.
+
+        **Arguments:**
+
+        - `leaves`: what to decide.
+
+        **Returns:**
+
+        A `Verdict`, with a finding for every pin that no leaf of the tree is at or below.
+        """
+        pinned = dict(self.specs)
+        hit: dict[str, None] = {}
+        decisions: list[Decision] = []
+        problems: list[Finding] = []
+        for leaf, count in zip(leaves.items, leaves.counts, strict=True):
+            path = leaf.path
+            while path not in pinned and path:
+                path = path.rpartition("/")[0]
+            spec = pinned.get(path)
+            hit[path] = None
+            try:
+                decision = leaf.skip("not pinned") if spec is None else leaf.refine(spec, "pinned")
+            except RuleError as error:
+                problems.append(_conflict(error, self, count))
+                decision = leaf.skip(error.why)
+            decisions.append(decision)
+        known = [leaf.path for leaf in leaves.items]
+        unused = [path for path in pinned if path not in hit]
+        # A tree of specs usually pins leaves that other rules of a composite have taken already.
+        taken = [template(leaf.path) for leaf, _ in leaves.settled]
+        problems += [
+            Finding(
+                "warning",
+                "dead-pin",
+                f"{spec_repr(pinned[path])} is pinned at {path!r}, where the tree has no leaf{suggest(path, known)}",
+                path,
+                "Correct the path, or take the pin out",
+                rule="SpecTreeShardingRule",
+            )
+            for path in unused
+            if template(path) not in taken
+        ]
+        return Verdict(tuple(decisions), tuple(problems))
+
+
+def _as_planned(plan: Any) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
+    return plan.planned() if isinstance(plan, ShardingPlan) else tuple(plan)
+
+
+@final
+@attrs.frozen
+class MirrorShardingRule(LeavesShardingRule):
+    """Gives the leaves of an optimizer state, of gradients or of an average the specs of the leaves they mirror.
+
+    A leaf mirrors the planned leaf with the longest path that ends its own: `0/mu/layers/0/w` mirrors `layers/0/w`. Of
+    factored states (rows, columns) each takes the dimensions it kept. The rest is replicated, each with a note.
+
+    **Arguments:**
+
+    - `plan`: the plan of the parameters; it is kept as `(path, shape, spec)` triples.
+
+    ```python
+    params = {"w": np.ones((8, 4))}
+    plan = sr.DimShardingRule("data", 0).plan(params, sr.mesh_shape("data:4"))
+    state = {"mu": params, "count": np.int32(0)}
+    assert sr.MirrorShardingRule(plan).apply(state) == {"mu": {"w": P("data", None)}, "count": P()}
+    ```
+    """
+
+    planned: tuple[tuple[str, tuple[int, ...], PartitionSpec], ...] = attrs.field(
+        converter=_as_planned, eq=spec_key, repr=code
+    )
+
+    def decide_all(self, leaves: Leaves) -> Verdict:
+        """Returns for each leaf what it takes from the planned leaf that it mirrors.
+
+        **Arguments:**
+
+        - `leaves`: what to decide.
+
+        **Returns:**
+
+        A `Verdict`.
+        """
+        known: dict[str, Planned] = {path: (shape, spec) for path, shape, spec in self.planned}
+        return Verdict(tuple([mirror(leaf, known) for leaf in leaves.items]))
+
+
+@final
+@attrs.frozen(repr=False, eq=False)
+class ShardingPlan:
+    """Every leaf of a tree with its decision, the mesh, and the findings. `rule.plan(tree, mesh)` makes one.
+
+    A plan holds shapes and no arrays. It prints as a table, is the same on every host and under every hash seed, and
+    two plans are equal when they say the same of the same leaves, for the same reasons.
+
+    **Arguments:**
+
+    - `mesh`: the mesh it is for, or `None`.
+    - `leaves`: one for each kind of leaf.
+    - `decisions`: one for each of them.
+    - `survey`: the structure of the tree.
+    - `noted`: the findings that came from rules.
+    - `rule`: the rule that made it; `None` for a plan that was read from JSON.
+
+    ```python
+    plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4), np.float32)}, sr.mesh_shape("data:4"))
+    assert plan.specs == {"w": P("data", None)}
+    assert plan.memory().device_bytes == 32
+    ```
+    """
+
+    mesh: AnyMesh | None
+    leaves: tuple[Leaf, ...]
+    decisions: tuple[Decision, ...]
+    survey: Survey
+    noted: tuple[Finding, ...] = ()
+    rule: ShardingRule | None = None
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many leaves of the tree are of each kind."""
+        counted = collections.Counter(self.survey.kinds)
+        return tuple([counted[place] for place in range(len(self.leaves))])
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The path of every array of the tree, in order."""
+        return self.survey.paths()
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, int]:
+        return dict(zip(self.paths, (kind for kind in self.survey.kinds if kind >= 0), strict=True))
+
+    @property
+    def specs(self) -> Any:
+        """The tree of PartitionSpecs. Numbers get `P()`; callables and other static leaves stay what they are.
+
+        **Raises:**
+
+        `PlanError` for a plan that was read from JSON without its tree.
+        """
+        return self._tree([_spec_of(decision) for decision in self.decisions], PartitionSpec())
+
+    def shardings(self, mesh: AnyMesh | None = None) -> Any:
+        """Returns the tree of `NamedSharding`s, for `jax.jit`, `jax.device_put` and checkpoints.
+
+        **Arguments:**
+
+        - `mesh`: the mesh to place on; by default that of the plan.
+
+        **Returns:**
+
+        A tree of the structure of the planned tree, with a sharding at every array and number.
+
+        **Raises:**
+
+        `PlanError` when the plan is unsound, `NoMeshError` without a mesh.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
+        assert plan.shardings()["w"].spec == P("data", None)
+        ```
+        """
+        where = mesh if mesh is not None else self.mesh
+        if where is None:
+            raise NoMeshError("shardings need a mesh: pass one, plan.shardings(mesh), or plan with one")
+        attrs.evolve(self, mesh=where).check()
+        table = [NamedSharding(where, _spec_of(decision)) for decision in self.decisions]
+        return self._tree(table, NamedSharding(where, PartitionSpec()))
+
+    def _tree(self, values: Sequence[Any], number: Any) -> Any:
+        if self.survey.treedef is None:
+            raise PlanError(
+                "this plan was read from JSON and knows no tree: read it with ShardingPlan.from_json(text, tree), or "
+                "use plan.as_rule().plan(tree, mesh)"
+            )
+        return self.survey.unflatten(values, number)
+
+    @functools.cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that is worth knowing about the plan, errors first, one finding for all equal layers."""
+        return merged([*check_leaves(self.leaves, self.decisions, self.counts, self.mesh), *self.noted])
+
+    def check(self) -> Self:
+        """Returns the plan itself when it is sound.
+
+        **Returns:**
+
+        The plan.
+
+        **Raises:**
+
+        `PlanError`, listing every finding that is an error.
+
+        ```python
+        try:
+            sr.DimShardingRule("data", 0).plan({"w": np.ones(6)}, sr.mesh_shape("data:4")).check()
+        except sr.PlanError as error:
+            assert [finding.code for finding in error.findings] == ["indivisible"]
+        ```
+        """
+        problems = [finding for finding in self.findings if finding.severity == "error"]
+        if problems:
+            many = f"{len(problems)} error{'s' * (len(problems) > 1)}"
+            raise _plan_error(f"the plan has {many} (mesh {mesh_text(self.mesh)})", problems)
+        return self
+
+    def memory(self) -> Totals:
+        """Returns what the planned arrays take, in all and on one device.
+
+        **Returns:**
+
+        `Totals`: `leaf_count`, `total_bytes`, `device_bytes`.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4), np.int8)}, sr.mesh_shape("data:4"))
+        assert (plan.memory().total_bytes, plan.memory().device_bytes) == (32, 8)
+        ```
+        """
+        sizes = mesh_sizes(self.mesh)
+        triples = list(zip(self.leaves, self.decisions, self.counts, strict=True))
+        return Totals(
+            sum(self.counts),
+            sum(leaf.nbytes * count for leaf, _, count in triples),
+            sum(device_bytes(leaf, decision, sizes) * count for leaf, decision, count in triples),
+            self.mesh,
+        )
+
+    def decision(self, path: str) -> Decision:
+        """Returns what was decided about the leaf at `path`.
+
+        **Arguments:**
+
+        - `path`: its path, as the table and `plan.paths` write it.
+
+        **Returns:**
+
+        A `Decision`.
+
+        **Raises:**
+
+        `TreeError` when there is no such leaf.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
+        assert plan.decision("w").spec == P("data")
+        ```
+        """
+        kind = self._by_path.get(path)
+        if kind is None:
+            raise TreeError(f"the plan has no leaf at {path!r}{suggest(path, self.paths)}")
+        return self.decisions[kind]
+
+    def explain(self, path: str) -> str:
+        """Returns who decided a leaf, why, and what each other rule said.
+
+        **Arguments:**
+
+        - `path`: the path of a leaf, or a regular expression that is searched in all paths.
+
+        **Returns:**
+
+        A text, one block for each kind of leaf that was found.
+
+        **Raises:**
+
+        `TreeError` when nothing matches.
+
+        ```python
+        rule = sr.CompositeShardingRule(sr.RegexShardingRule([("bias", P())]), sr.DimShardingRule("data", 0))
+        print(rule.plan({"weight": np.ones((8, 4)), "bias": np.ones(8)}, sr.mesh_shape("data:4")).explain("weight"))
+        ```
+        """
+        if path in self._by_path:
+            chosen = {self._by_path[path]: path}
+        else:
+            chosen = {}
+            for one, kind in self._by_path.items():
+                if kind not in chosen and re.search(path, one):
+                    chosen[kind] = one
+        if not chosen:
+            raise TreeError(f"no leaf of the plan is at, or matches, {path!r}{suggest(path, self.paths)}")
+        return "\n\n".join("\n".join(self._explained(kind, one)) for kind, one in chosen.items())
+
+    def _explained(self, kind: int, path: str) -> Iterator[str]:
+        leaf, decision = self.leaves[kind], self.decisions[kind]
+        share = device_bytes(leaf, decision, mesh_sizes(self.mesh))
+        yield f"{path}  {shape_text(leaf.shape)} {leaf.dtype}  ({self.counts[kind]} of this kind)"
+        yield f"  {spec_repr(decision.spec)}, {bytes_text(share)} of {bytes_text(leaf.nbytes)} per device"
+        yield f"  decided by {rule_text(decision.rule)}: {decision.reason}"
+        if self.rule is not None:
+            yield "  asked one by one:"
+            yield from _said(self.rule, _all_leaves(self.survey), kind, "    ")
+
+    def diff(self, other: "ShardingPlan") -> "PlanDiff":
+        """Returns what is different in `other`.
+
+        **Arguments:**
+
+        - `other`: another plan, of the same tree or of another one.
+
+        **Returns:**
+
+        A `PlanDiff`; it is false when nothing differs, and prints as a table.
+
+        ```python
+        tree, mesh = {"w": np.ones((8, 4))}, sr.mesh_shape("data:4")
+        old, new = (sr.DimShardingRule("data", dim).plan(tree, mesh) for dim in (0, 1))
+        assert [change.path for change in old.diff(new).changes] == ["w"]
+        ```
+        """
+        return PlanDiff.between(self, other)
+
+    def planned(self) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
+        """Returns path, shape and spec of every leaf; a leaf on which no rule had an opinion is replicated.
+
+        **Returns:**
+
+        A tuple of triples, in the order of the tree.
+        """
+        return tuple(
+            (path, self.leaves[kind].shape, _spec_of(self.decisions[kind])) for path, kind in self._by_path.items()
+        )
+
+    def as_rule(self) -> SpecTreeShardingRule:
+        """Returns the plan as a rule: it has an opinion on every leaf on which a rule had one.
+
+        **Returns:**
+
+        A `SpecTreeShardingRule`.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
+        assert plan.as_rule().apply({"w": np.ones(8)}) == plan.specs
+        ```
+        """
+        pairs = ((path, self.decisions[kind].spec) for path, kind in self._by_path.items())
+        return SpecTreeShardingRule(tuple((path, spec) for path, spec in pairs if spec is not None))
+
+    def mirror(self, pytree: Any) -> "ShardingPlan":
+        """Returns the plan for an optimizer state, for gradients or for an average of what is planned here.
+
+        **Arguments:**
+
+        - `pytree`: `optim.init(params)`, or `jax.eval_shape` of it.
+
+        **Returns:**
+
+        A plan for the same mesh.
+
+        ```python
+        import optax
+
+        params = {"w": np.ones((8, 4), np.float32)}
+        plan = sr.DimShardingRule("data", 0).plan(params, sr.mesh_shape("data:4"))
+        assert plan.mirror(optax.adam(1e-3).init(params)).decision("0/mu/w").spec == P("data", None)
+        ```
+        """
+        return MirrorShardingRule(self).plan(pytree, self.mesh)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of mesh, paths, shapes, dtypes and placements: equal on all hosts that hold the same plan."""
+        lines = sorted(
+            f"{path}|{self.leaves[kind].shape}|{self.leaves[kind].dtype}|{placement_text(self.decisions[kind])}"
+            for path, kind in self._by_path.items()
+        )
+        return hashlib.sha256("\n".join([mesh_text(self.mesh), *lines]).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Returns the plan as text that `from_json` reads; equal plans of one tree give equal text.
+
+        **Returns:**
+
+        JSON, laid out so that a change of one leaf is a change of few lines.
+        """
+        below: dict[int, list[str]] = {kind: [] for kind in range(len(self.leaves))}
+        for path, kind in self._by_path.items():
+            below[kind].append(path)
+        parts = zip(below.values(), self.leaves, self.decisions, strict=True)
+        own = [finding for decision in self.decisions for finding in decision.findings]
+        return codec.dumps(
+            mesh=None if self.mesh is None else mesh_sizes(self.mesh),
+            leaves=[codec.leaf_to_json(paths, leaf, one, rule_text(one.rule)) for paths, leaf, one in parts],
+            findings=(*own, *self.noted),
+            fingerprint=self.fingerprint,
+        )
+
+    @staticmethod
+    def from_json(text: str, tree: Any = None) -> "ShardingPlan":
+        """Returns the plan that `to_json` wrote.
+
+        **Arguments:**
+
+        - `text`: the JSON.
+        - `tree`: the tree it is for. Without it the plan has no `specs`, but can be compared, printed and used as a
+            rule: JSON cannot say how an Equinox module is built.
+
+        **Returns:**
+
+        A plan equal to the one written.
+
+        **Raises:**
+
+        `PlanError` when the text is no plan, `TreeError` listing all leaves in which `tree` differs.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
+        assert sr.ShardingPlan.from_json(plan.to_json()) == plan
+        ```
+        """
+        mesh, groups, noted = codec.loads(text)
+        leaves = tuple([leaf for _, leaf, _ in groups])
+        decisions = tuple([decision for _, _, decision in groups])
+        paths = [path for group, _, _ in groups for path in group]
+        kinds = [kind for kind, (group, _, _) in enumerate(groups) for _ in group]
+        found = Survey(leaves, kinds, None, (), (), (paths, kinds))
+        plan = ShardingPlan(mesh, leaves, decisions, found, noted)
+        return plan if tree is None else plan._bound(tree)
+
+    def _bound(self, tree: Any) -> "ShardingPlan":
+        found = survey(tree, self.mesh)
+        problems: list[str] = []
+        decisions: list[Decision] = []
+        for leaf in found.leaves:
+            kind = self._by_path.get(leaf.path)
+            if kind is None:
+                problems.append(f"  {leaf.path} {shape_text(leaf.shape)}: the plan has no such leaf")
+                continue
+            known = self.leaves[kind]
+            if (known.shape, known.dtype) != (leaf.shape, leaf.dtype):
+                problems.append(
+                    f"  {leaf.path}: {shape_text(leaf.shape)} {leaf.dtype} in the tree, "
+                    f"{shape_text(known.shape)} {known.dtype} in the plan"
+                )
+            decisions.append(self.decisions[kind])
+        present = {leaf.path: None for leaf in found.leaves}
+        problems += [f"  {path}: in the plan, not in the tree" for path in self.paths if path not in present]
+        if problems:
+            raise TreeError("the tree is not the one that was planned:\n" + "\n".join(problems))
+        return ShardingPlan(self.mesh, found.leaves, tuple(decisions), found, self.noted)
+
+    @functools.cached_property
+    def _content(self) -> tuple[Any, ...]:
+        said = tuple([(one.reason, rule_text(one.rule), spec_repr(one.spec)) for one in self.decisions])
+        leaves = sorted(
+            (path, self.leaves[kind].shape, str(self.leaves[kind].dtype), *said[kind])
+            for path, kind in self._by_path.items()
+        )
+        return mesh_text(self.mesh), tuple(leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return self._content == other._content if isinstance(other, ShardingPlan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def _table(self) -> tuple[Any, Totals, tuple[Finding, ...]]:
+        return rows(self.leaves, self.decisions, self.counts, self.mesh), self.memory(), self.findings
+
+    def __str__(self) -> str:
+        return table_text(*self._table())
+
+    def __repr__(self) -> str:
+        return f"<ShardingPlan {self.memory()}, {len(self.findings)} findings, {self.fingerprint[:12]}>"
+
+    def _repr_html_(self) -> str:
+        return table_html(*self._table())
+
+
+def _said(rule: ShardingRule, leaves: Leaves, kind: int, indent: str) -> Iterator[str]:
+    """What a rule, and each rule inside it, says about one leaf when it is asked alone."""
+    try:
+        if isinstance(rule, LeafShardingRule):
+            decision = decide(rule, leaves.select([kind])).decisions[0]
+        else:
+            decision = decide(rule, leaves).decisions[kind]
+        answer = f"{spec_repr(decision.spec)}: {decision.reason}"
+    except (RuleError, NoMeshError, TreeError, PlanError) as error:
+        answer = f"cannot be asked alone: {error}"
+    yield f"{indent}{rule_text(rule)} -> {answer}"
+    for part in rule.parts:
+        yield from _said(part, leaves, kind, indent + "  ")
+
+
+@final
+@attrs.frozen
+class Change:
+    """One leaf in which two plans differ.
+
+    **Arguments:**
+
+    - `path`, `shape`: the leaf.
+    - `old`, `new`: its placement as text; empty where a plan has no such leaf.
+    - `old_bytes`, `new_bytes`: what it takes on one device.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    old: str
+    new: str
+    old_bytes: int
+    new_bytes: int
+
+
+@final
+@attrs.frozen(repr=False)
+class PlanDiff:
+    """What differs between two plans. It is false when nothing does, and prints as a table.
+
+    **Arguments:**
+
+    - `old_mesh`, `new_mesh`: the meshes as text.
+    - `changes`: every leaf that one plan lacks, or that they place differently.
+
+    ```python
+    plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
+    assert not plan.diff(plan)
+    ```
+    """
+
+    old_mesh: str
+    new_mesh: str
+    changes: tuple[Change, ...]
+
+    @staticmethod
+    def between(old: ShardingPlan, new: ShardingPlan) -> "PlanDiff":
+        """Returns the difference of two plans.
+
+        **Arguments:**
+
+        - `old`, `new`: the plans.
+
+        **Returns:**
+
+        A `PlanDiff`.
+        """
+        before, after = _placements(old), _placements(new)
+        nothing = ("", 0)
+        changes: list[Change] = []
+        for path in dict.fromkeys((*before, *after)):
+            shape = (after.get(path) or before[path])[0]
+            was = before[path][1:] if path in before else nothing
+            now = after[path][1:] if path in after else nothing
+            if was != now or before[path][0] != shape:
+                changes.append(Change(path, shape, str(was[0]), str(now[0]), int(was[1]), int(now[1])))
+        return PlanDiff(mesh_text(old.mesh), mesh_text(new.mesh), tuple(changes))
+
+    def __bool__(self) -> bool:
+        return bool(self.changes) or self.old_mesh != self.new_mesh
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        lines = [] if self.old_mesh == self.new_mesh else [f"mesh {self.old_mesh} -> {self.new_mesh}"]
+        groups: dict[tuple[Any, ...], list[Change]] = {}
+        for one in self.changes:
+            groups.setdefault((template(one.path), one.shape, one.old, one.new), []).append(one)
+        for (path, shape, old, new), same in groups.items():
+            many = f"  x{len(same)}" if len(same) > 1 else ""
+            lines.append(
+                f"{same[0].path if len(same) == 1 else path}{many}  {shape_text(shape)}  {old or 'absent'} -> "
+                f"{new or 'absent'}  {bytes_text(sum(one.old_bytes for one in same))} -> "
+                f"{bytes_text(sum(one.new_bytes for one in same))} per device"
+            )
+        grown = sum(one.new_bytes - one.old_bytes for one in self.changes)
+        many = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"
+        lines.append(f"{many}, {'+' if grown >= 0 else ''}{bytes_text(grown)} per device")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _placements(plan: ShardingPlan) -> Mapping[str, tuple[tuple[int, ...], str, int]]:
+    sizes = mesh_sizes(plan.mesh)
+    said = [
+        (leaf.shape, placement_text(decision), device_bytes(leaf, decision, sizes))
+        for leaf, decision in zip(plan.leaves, plan.decisions, strict=True)
+    ]
+    return {path: said[kind] for path, kind in plan._by_path.items()}

@@ -1,0 +1,219 @@
+"""How a plan looks: a table in which equal layers are one row, as text and as HTML."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding, shape_text, template
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.spec import canonical, shard_bytes, spec_repr
+
+_HEAD = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
+_RIGHT = 4
+
+
+@final
+@attrs.frozen
+class Row:
+    """One row: leaves that differ in nothing but the indices in their paths.
+
+    **Arguments:**
+
+    - `path`: with `*` for indices where there is more than one leaf.
+    - `count`: how many leaves.
+    - `leaf`, `decision`: those of the first of them.
+    - `device_bytes`: what all of them take on one device.
+    """
+
+    path: str
+    count: int
+    leaf: Leaf
+    decision: Decision
+    device_bytes: int
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the texts of the row, one for each column."""
+        many = f"  x{self.count}" if self.count > 1 else ""
+        return (
+            f"{self.path or '(the tree)'}{many}",
+            shape_text(self.leaf.shape),
+            str(self.leaf.dtype),
+            spec_repr(self.decision.spec),
+            bytes_text(self.device_bytes),
+            rule_text(self.decision.rule),
+            self.decision.reason,
+        )
+
+
+def rule_text(rule: object) -> str:
+    """Returns the short name of a rule, `FSDPShardingRule`.
+
+    **Arguments:**
+
+    - `rule`: a rule, its name already, or `None`.
+
+    **Returns:**
+
+    A text.
+    """
+    if rule is None:
+        return "-"
+    return rule if isinstance(rule, str) else type(rule).__name__
+
+
+def device_bytes(leaf: Leaf, decision: Decision, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes that a leaf takes on one device; no opinion counts as replicated.
+
+    **Arguments:**
+
+    - `leaf`, `decision`: the leaf and what was decided about it.
+    - `sizes`: the size of each mesh axis.
+
+    **Returns:**
+
+    A whole number of bytes.
+    """
+    if decision.spec is None:
+        return leaf.nbytes
+    return shard_bytes(leaf.shape, leaf.dtype, decision.spec, sizes)
+
+
+def rows(
+    leaves: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None
+) -> tuple[Row, ...]:
+    """Returns the rows of the table, in the order of the tree.
+
+    **Arguments:**
+
+    - `leaves`, `decisions`, `counts`: one of each for every kind of leaf.
+    - `mesh`: the mesh, or `None`.
+
+    **Returns:**
+
+    A tuple of rows.
+    """
+    sizes = mesh_sizes(mesh)
+    groups: dict[Any, Row] = {}
+    for leaf, decision, count in zip(leaves, decisions, counts, strict=True):
+        path, spec = template(leaf.path), spec_repr(decision.spec)
+        key = (path, leaf.shape, str(leaf.dtype), spec, rule_text(decision.rule), decision.reason)
+        amount = count * device_bytes(leaf, decision, sizes)
+        old = groups.get(key)
+        if old is None:
+            groups[key] = Row(leaf.path if count == 1 else path, count, leaf, decision, amount)
+        else:
+            groups[key] = attrs.evolve(old, path=path, count=old.count + count, device_bytes=old.device_bytes + amount)
+    return tuple(groups.values())
+
+
+@final
+@attrs.frozen
+class Totals:
+    """What a plan adds up to.
+
+    **Arguments:**
+
+    - `leaf_count`: how many arrays.
+    - `total_bytes`: of all arrays, each counted once.
+    - `device_bytes`: on one device.
+    - `mesh`: the mesh, or `None`.
+    """
+
+    leaf_count: int
+    total_bytes: int
+    device_bytes: int
+    mesh: AnyMesh | None
+
+    def __str__(self) -> str:
+        arrays = "1 array" if self.leaf_count == 1 else f"{self.leaf_count:,} arrays"
+        share = "" if not self.total_bytes else f" ({self.device_bytes / self.total_bytes:.1%} of the whole)"
+        where = "without a mesh" if self.mesh is None else f"mesh {mesh_text(self.mesh)}"
+        whole, part = bytes_text(self.total_bytes), bytes_text(self.device_bytes)
+        return f"{arrays}, {whole} in all, {part} per device{share}, {where}"
+
+
+def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
+    """Returns the table as aligned text, with the totals and the findings below it.
+
+    **Arguments:**
+
+    - `table`: the rows.
+    - `totals`: the sums.
+    - `findings`: what is worth knowing.
+
+    **Returns:**
+
+    Lines joined by newlines.
+    """
+    grid = [_HEAD, *(row.cells() for row in table)]
+    widths = [max(len(cells[column]) for cells in grid) for column in range(len(_HEAD))]
+    lines = ["  ".join(_align(cells, widths)).rstrip() for cells in grid]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.append(str(totals))
+    if findings:
+        kinds = [found.severity for found in findings]
+        counted = [f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) > 1)}" for kind in dict.fromkeys(kinds)]
+        lines += ["", f"findings: {', '.join(counted)}"]
+        loud = [found for found in findings if found.severity != "note"]  # the table itself shows what notes are about
+        lines += [f"  {line}" for found in loud for line in str(found).splitlines()]
+    return "\n".join(lines)
+
+
+def _align(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.rjust(width) if column == _RIGHT else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+
+
+def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
+    """Returns the table for a notebook.
+
+    **Arguments:**
+
+    - `table`: the rows.
+    - `totals`: the sums.
+    - `findings`: what is worth knowing.
+
+    **Returns:**
+
+    HTML without scripts; every text in it is escaped.
+    """
+    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEAD)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td style='text-align:{_side(column)}'>{html.escape(cell)}</td>" for column, cell in enumerate(cells)
+        )
+        + "</tr>"
+        for cells in (row.cells() for row in table)
+    )
+    notes = "".join(f"<li><pre>{html.escape(str(found))}</pre></li>" for found in findings)
+    return (
+        f"<table><caption style='text-align:left'>{html.escape(str(totals))}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")
+    )
+
+
+def _side(column: int) -> str:
+    return "right" if column == _RIGHT else "left"
+
+
+def placement_text(decision: Decision) -> str:
+    """Returns the placement of a leaf in its one canonical form, as text; no opinion is `P()`.
+
+    **Arguments:**
+
+    - `decision`: what was decided.
+
+    **Returns:**
+
+    Code such as `"P('data')"`, the same on every host.
+    """
+    if decision.spec is None:
+        return "P()"
+    return spec_repr(canonical(decision.spec))

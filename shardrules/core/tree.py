@@ -1,0 +1,393 @@
+"""From a pytree to its leaves, in one walk that looks at each distinct subtree once.
+
+A model repeats itself: 126 equal layers, 256 equal experts in each of 58 of them. Where rules promise not to read the
+index of a layer, equal siblings need one look together. So the walk goes down the tree beside its treedef, and before
+it enters the child of a list it asks whether a sibling of equal structure, shapes and dtypes has been walked already.
+What comes out is a `Survey`: the *kinds* of leaves (one for each distinct path template, shape and dtype), which kind
+each leaf is of, and a small graph from which every path can be spelled out later.
+"""
+
+import array
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from shardrules.core.axes import AnyMesh
+from shardrules.core.errors import TreeError
+from shardrules.core.leaf import Leaf
+
+ReadsIndex: TypeAlias = Literal["no", "width", "value"]
+"""What a rule reads of a list index in a path: nothing, how many digits it has, or the index itself."""
+
+PathStyle: TypeAlias = Literal["attr", "index"]
+"""How fields of named tuples appear in paths: by name (`0/mu/w`) or by position (`0/1/w`)."""
+
+_READS: tuple[ReadsIndex, ...] = ("no", "width", "value")
+_registry = jtu.default_registry
+_NOT_ARRAY = 0  # kind codes: 0 for what is carried through, others for (shape, dtype, axes)
+_STATIC = -1
+
+
+@final
+class _BoxFoundError(Exception):
+    """A flax box stands in the tree: it must be flattened again with boxes as leaves."""
+
+
+_Node: TypeAlias = tuple[Sequence[str], Sequence[Any]]
+"""A container: the text of each key, and below it another node, the number of a kind, or `_STATIC`."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Survey:
+    """A tree taken apart.
+
+    **Arguments:**
+
+    - `leaves`: one `Leaf` for each kind; its path is that of the first leaf of the kind.
+    - `kinds`: for each leaf of the tree, in order, the number of its kind, or -1 for what is not an array.
+    - `treedef`: the structure of the tree, boxes being leaves.
+    - `carried`: position and value of every leaf that is neither array nor number.
+    - `numbers`: position and value of every Python number.
+    - `root`: the graph that spells out paths.
+
+    ```python
+    found = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
+    assert [leaf.path for leaf in found.leaves] == ["layers/0/w"]
+    assert found.paths() == ("layers/0/w", "layers/1/w", "layers/2/w")
+    ```
+    """
+
+    leaves: tuple[Leaf, ...]
+    kinds: Sequence[int]
+    treedef: Any
+    carried: tuple[tuple[int, Any], ...]
+    numbers: tuple[tuple[int, Any], ...]
+    root: Any
+
+    def paths(self) -> tuple[str, ...]:
+        """Returns the path of every array of the tree, in order."""
+        return tuple(path for path, kind in _spell(self.root, "") if kind != _STATIC)
+
+    def unflatten(self, values: Sequence[Any], number: Any) -> Any:
+        """Returns a tree of this structure. Callables and the like stay what they were.
+
+        **Arguments:**
+
+        - `values`: one value for each kind.
+        - `number`: the value for Python numbers.
+
+        **Returns:**
+
+        The tree.
+        """
+        table = [*values, number]  # index -1 is what is no array
+        result = list(map(table.__getitem__, self.kinds))
+        for position, value in self.carried:
+            result[position] = value
+        return jtu.tree_unflatten(self.treedef, result)
+
+    def structs(self, leaves: Sequence[Leaf]) -> Any:
+        """Returns a tree of this structure with a `ShapeDtypeStruct` for each array; the rest is as it was.
+
+        **Arguments:**
+
+        - `leaves`: one for each kind.
+
+        **Returns:**
+
+        The tree.
+        """
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kinds]
+        for position, value in (*self.carried, *self.numbers):
+            result[position] = value
+        return jtu.tree_unflatten(self.treedef, result)
+
+
+def _spell(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, int):
+        yield path, node
+        return
+    for key, child in zip(*node, strict=True):
+        yield from _spell(child, f"{path}/{key}" if path else key)
+
+
+def widest(reads: Iterable[ReadsIndex]) -> ReadsIndex:
+    """Returns what several rules or patterns together read of list indices: as much as the one that reads most.
+
+    **Arguments:**
+
+    - `reads`: what each of them reads.
+
+    **Returns:**
+
+    `"no"` when there are none.
+
+    ```python
+    assert widest(["no", "width"]) == "width"
+    ```
+    """
+    return _READS[max(map(_READS.index, reads), default=0)]
+
+
+def box_type() -> type | None:
+    """Returns the base class of flax's boxes, if this process has imported them; else no tree can hold one.
+
+    **Returns:**
+
+    `flax.core.meta.AxisMetadata`, or `None`.
+    """
+    meta = sys.modules.get("flax.core.meta")
+    return None if meta is None else meta.AxisMetadata
+
+
+def _unboxed(leaf: Any, box: type) -> tuple[Any, tuple[str | None, ...] | None]:
+    names: tuple[str | None, ...] | None = None
+    while isinstance(leaf, box):
+        own = getattr(leaf, "names", None)  # boxes of other kinds than flax's own may carry no names
+        names = names if own is None else tuple(own)
+        leaf = leaf.unbox()  # pyright: ignore[reportAttributeAccessIssue]
+    return leaf, names
+
+
+def _key_text(key: Any) -> str:
+    if isinstance(key, jtu.DictKey | jtu.FlattenedIndexKey):
+        return str(key.key)
+    if isinstance(key, jtu.SequenceKey):
+        return str(key.idx)
+    return key.name if isinstance(key, jtu.GetAttrKey) else str(key)
+
+
+def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
+    """Returns shape and dtype of an array, of a `ShapeDtypeStruct` or of whatever else has both; `None` for the rest.
+
+    **Arguments:**
+
+    - `leaf`: a leaf of a tree.
+
+    **Returns:**
+
+    The two, or `None` for Python numbers, callables and other leaves that are not arrays.
+    """
+    if isinstance(leaf, type):  # a scalar type such as np.float32 has both, as descriptors
+        return None
+    try:
+        shape, dtype = leaf.shape, leaf.dtype
+        return tuple(map(int, shape)), dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+    except (AttributeError, TypeError):
+        return None
+
+
+def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any], list[tuple[int, Any]]]:
+    """Returns a code for each leaf, what each code stands for, and the leaves that are no arrays."""
+    codes: dict[Hashable, int] = {}
+    meanings: list[Any] = [None]
+    plain: list[int] = []
+    others: list[tuple[int, Any]] = []
+    for position, leaf in enumerate(leaves):
+        try:
+            key = (leaf.shape, leaf.dtype)
+            code = codes.get(key)
+        except (AttributeError, TypeError):
+            key = code = None
+        if code is None:
+            value, axes = (leaf, None) if box is None else _unboxed(leaf, box)
+            kind = array_kind(value)
+            if kind is None:
+                others.append((position, leaf))
+                code = _NOT_ARRAY
+            else:
+                meaning = kind if axes is None else (*kind, axes)
+                code = codes.setdefault(meaning, len(meanings))
+                if code == len(meanings):
+                    meanings.append(meaning)
+                if key is not None:
+                    codes[key] = code
+        plain.append(code)
+    return plain, meanings, others
+
+
+def survey(
+    tree: Any, mesh: AnyMesh | None, *, reads_index: ReadsIndex = "value", path_style: PathStyle = "attr"
+) -> Survey:
+    """Takes a tree apart.
+
+    **Arguments:**
+
+    - `tree`: any pytree. Flax boxes count as leaves, with their names as logical axes.
+    - `mesh`: the mesh that is planned for; every `Leaf` gets it.
+    - `reads_index`: what the rules read of list indices. The less it is, the more leaves are one kind.
+    - `path_style`: whether fields of named tuples appear by name or by position.
+
+    **Returns:**
+
+    A `Survey`.
+    """
+    try:
+        return _survey(tree, mesh, reads_index, path_style, None)
+    except _BoxFoundError:
+        return _survey(tree, mesh, reads_index, path_style, box_type())
+
+
+def _survey(
+    tree: Any, mesh: AnyMesh | None, reads_index: ReadsIndex, path_style: PathStyle, box: type | None
+) -> Survey:
+    is_box: Callable[[Any], bool] | None = None if box is None else lambda node: isinstance(node, box)
+    flat, treedef = jtu.tree_flatten(tree, is_leaf=is_box)
+    codes, meanings, others = _classify(flat, box)
+    walker = _Walker(codes, meanings, mesh, reads_index, path_style, box_type() if box is None else None)
+    if treedef.num_nodes > 1:
+        root: Any = walker.walk(tree, treedef, 0, "", "")
+    else:
+        root = walker.meet(0, "", "") if flat else ((), ())
+    numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
+    carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
+    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root)
+
+
+@final
+@attrs.define(eq=False)
+class _Walker:
+    """One walk down a tree: what it has met so far."""
+
+    codes: list[int]
+    meanings: list[Any]
+    mesh: AnyMesh | None
+    reads_index: ReadsIndex
+    path_style: PathStyle
+    boxes: type | None  # must not be met: the tree was flattened without asking for them
+    leaves: list[Leaf] = attrs.field(factory=list)
+    numbers: dict[tuple[str, int], int] = attrs.field(factory=dict)
+    kinds: list[int] = attrs.field(default=attrs.Factory(lambda self: [_STATIC] * len(self.codes), takes_self=True))
+    packed: Any = attrs.field(default=attrs.Factory(lambda self: array.array("I", self.codes), takes_self=True))
+
+    def meet(self, position: int, path: str, pattern: str) -> int:
+        """Returns the number of the kind of the leaf at `position`."""
+        code = self.codes[position]
+        if code == _NOT_ARRAY:
+            return _STATIC
+        key = (pattern, code)
+        number = self.numbers.get(key)
+        if number is None:
+            self.numbers[key] = number = len(self.leaves)
+            shape, dtype, *axes = self.meanings[code]
+            self.leaves.append(Leaf(path, shape, dtype, self.mesh, None, axes[0] if axes else None))
+        self.kinds[position] = number
+        return number
+
+    def walk(self, node: Any, structure: Any, start: int, path: str, pattern: str) -> _Node:
+        """Returns the graph below `node`, whose leaves begin at position `start`."""
+        if self.boxes is not None and isinstance(node, self.boxes):
+            raise _BoxFoundError
+        names, children = self.open(node, structure)
+        path, pattern = (f"{path}/", f"{pattern}/") if path else ("", "")
+        keys: list[str] = []
+        below: list[Any] = []
+        seen: dict[Hashable, tuple[int, Any]] = {}
+        for text, child, part in zip(names, children, structure.children(), strict=True):
+            count = part.num_leaves
+            if not count:
+                continue
+            if self.reads_index == "value" or not text.isdecimal():
+                found = self.enter(child, part, start, path + text, pattern + text)
+            else:
+                mark = "#" if self.reads_index == "no" else "#" * len(text)
+                shared = (mark, part, self.packed[start : start + count].tobytes())
+                known = _known(seen, shared)
+                if known is None:
+                    found = self.enter(child, part, start, path + text, pattern + mark)
+                    _remember(seen, shared, (start, found))
+                else:
+                    first, found = known
+                    self.kinds[start : start + count] = self.kinds[first : first + count]
+            keys.append(text)
+            below.append(found)
+            start += count
+        return keys, below
+
+    def enter(self, child: Any, part: Any, start: int, path: str, pattern: str) -> Any:
+        """Returns the graph of a child, or the number of its kind where it is a leaf."""
+        if part.num_nodes == 1:
+            return self.meet(start, path, pattern)
+        return self.walk(child, part, start, path, pattern)
+
+    def open(self, node: Any, structure: Any) -> tuple[Sequence[str], Sequence[Any]]:
+        """Returns the text of the keys of a container, and its children, in the order in which JAX flattens them."""
+        kind = type(node)
+        if kind is list or kind is tuple:
+            return list(map(str, range(len(node)))), node
+        if kind is dict:
+            own = structure.node_data()[1]
+            return list(map(str, own)), [node[key] for key in own]
+        if isinstance(node, tuple) and _registry.flatten_one_level(node)[1] is kind:
+            # A named tuple. flatten_one_level_with_keys of jaxlib 0.10.2 gives all its fields the name of the first.
+            fields: Sequence[str] = getattr(kind, "_fields")  # noqa: B009  (JAX takes tuples with it for named tuples)
+            return fields if self.path_style == "attr" else list(map(str, range(len(node)))), node
+        pairs = _registry.flatten_one_level_with_keys(node)[0]
+        return [_key_text(key) for key, _ in pairs], [child for _, child in pairs]
+
+
+def _known(seen: dict[Hashable, tuple[int, Any]], key: Hashable) -> tuple[int, Any] | None:
+    try:
+        return seen.get(key)
+    except (TypeError, ValueError):  # a module's static field that has no hash, or no plain equality
+        return None
+
+
+def _remember(seen: dict[Hashable, tuple[int, Any]], key: Hashable, value: tuple[int, Any]) -> None:
+    try:
+        seen[key] = value
+    except (TypeError, ValueError):
+        return
+
+
+def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
+    """Returns the path of every leaf of `tree`, in the order in which JAX flattens it.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `path_style`: `"attr"` names the fields of named tuples (`0/mu/w`), `"index"` counts them (`0/1/w`).
+
+    **Returns:**
+
+    A tuple of paths, numbers and callables included.
+
+    ```python
+    assert sr.leaf_paths({"a": [1.0, {"b": 2.0}]}) == ("a/0", "a/1/b")
+    ```
+    """
+    return tuple(path for path, _ in _spell(survey(tree, None, path_style=path_style).root, ""))
+
+
+def flatten_specs(specs: Any, treedef: Any, what: str) -> list[Any]:
+    """Returns the leaves of a tree of specs, after checking that it has the structure of the tree it is for.
+
+    **Arguments:**
+
+    - `specs`: a tree with a PartitionSpec, or `None` for no opinion, at every leaf.
+    - `treedef`: the structure it must have.
+    - `what`: who gave it, for the message.
+
+    **Returns:**
+
+    A list with one item for each leaf.
+
+    **Raises:**
+
+    `TreeError` when the structures differ.
+    """
+    try:
+        return treedef.flatten_up_to(specs)
+    except (ValueError, TypeError) as error:
+        raise TreeError(
+            f"{what} does not have the structure of the tree: {error}. There must be one PartitionSpec (or None, for "
+            "no opinion) for each leaf of the tree."
+        ) from error

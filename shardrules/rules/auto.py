@@ -1,0 +1,136 @@
+"""`AutoShardingRule`: largest dimensions first, each to the first axis that divides it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import attrs
+
+from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_repr, mesh_sizes
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.rule import LeafShardingRule
+from shardrules.core.spec import Entries, axis_names, make_spec
+
+
+def as_axes(axes: Sequence[Axis] | None) -> tuple[Axis, ...] | None:
+    """Returns axes in their normal form; `None` stays `None`.
+
+    **Arguments:**
+
+    - `axes`: axes, or tuples of them.
+
+    **Returns:**
+
+    A tuple.
+    """
+    return None if axes is None else tuple(map(as_axis, axes))
+
+
+def mesh_key(mesh: AnyMesh | None) -> tuple[tuple[str, int], ...]:
+    """Returns by what meshes of rules are compared: names and sizes.
+
+    **Arguments:**
+
+    - `mesh`: a mesh, or `None`.
+
+    **Returns:**
+
+    Pairs of name and size.
+    """
+    return tuple(mesh_sizes(mesh).items())
+
+
+def auto_entries(
+    shape: tuple[int, ...],
+    axes: Sequence[Axis],
+    sizes: Mapping[str, int],
+    *,
+    reverse: bool = False,
+    decided: Entries = (),
+    taken: Sequence[str] = (),
+) -> Entries:
+    """Returns what dimensions get when each, largest first, takes the first free axis that divides it.
+
+    **Arguments:**
+
+    - `shape`: that of the array.
+    - `axes`: the axes in order of preference; a tuple splits one dimension by all of its axes.
+    - `sizes`: the size of each mesh axis.
+    - `reverse`: smallest dimensions first. Ties go to the lowest dimension either way.
+    - `decided`: the entries so far; dimensions that have one are left alone.
+    - `taken`: the axes in use.
+
+    **Returns:**
+
+    One entry for each dimension.
+
+    ```python
+    assert auto_entries((8, 16), ["dp", "tp"], {"dp": 2, "tp": 4}) == (("tp",), ("dp",))
+    ```
+    """
+    found = list(decided) or [()] * len(shape)
+    used = list(taken)
+    for dim in sorted(range(len(shape)), key=lambda dim: shape[dim] if reverse else -shape[dim]):
+        if found[dim] != ():
+            continue
+        for axis in axes:
+            names = axis_tuple(axis)
+            if any(name in used for name in names) or shape[dim] % math.prod(sizes[name] for name in names):
+                continue
+            found[dim] = names
+            used += names
+            break
+    return tuple(found)
+
+
+@final
+@attrs.frozen
+class AutoShardingRule(LeafShardingRule):
+    """Splits every array that is large enough: dimensions largest first, each by the first free axis that divides it.
+
+    Axes of size 1 are not spent. Where no axis divides any dimension the rule has no opinion.
+
+    **Arguments:**
+
+    - `mesh`: the rule's own mesh; by default the one that is planned for.
+    - `axis_names`: the axes to use, in order of preference; by default all, in mesh order. A tuple is used as one.
+    - `min_shard_size`: arrays of fewer elements are left alone; by default the number of devices. `0` is none.
+    - `reverse`: smallest dimensions first. Ties go to the lowest dimension either way.
+
+    ```python
+    rule = sr.AutoShardingRule(sr.mesh_shape("dp:2,tp:4"), axis_names=["dp", "tp"])
+    assert rule.apply({"a": np.ones((8, 16))}) == {"a": P("tp", "dp")}
+    ```
+    """
+
+    mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
+    axis_names: tuple[Axis, ...] | None = attrs.field(default=None, converter=as_axes)
+    min_shard_size: int | None = None
+    reverse: bool = False
+    reads_index = "no"
+
+    def decide(self, leaf: Leaf) -> Decision:
+        """Returns the decision for one leaf.
+
+        **Arguments:**
+
+        - `leaf`: the array.
+
+        **Returns:**
+
+        A `Decision`.
+        """
+        sizes = leaf.sizes
+        axes = tuple(sizes) if self.axis_names is None else self.axis_names
+        least = math.prod(sizes.values()) if self.min_shard_size is None else self.min_shard_size
+        if leaf.size < least:
+            return leaf.skip(f"fewer than {least} elements")
+        useful = [axis for axis in axes if leaf.axis_size(axis) > 1]
+        taken = () if leaf.spec is None else axis_names(leaf.spec)
+        found = auto_entries(
+            leaf.shape, useful, sizes, reverse=self.reverse, decided=leaf.entries[: leaf.ndim], taken=taken
+        )
+        if found == leaf.entries:
+            return leaf.skip("no free axis divides a free dimension")
+        order = "smallest" if self.reverse else "largest"
+        return Decision(make_spec(found), f"{order} dims first")

@@ -1,0 +1,52 @@
+"""`FSDPShardingRule`: large arrays are split along their largest free dimension."""
+
+from typing import final
+
+import attrs
+
+from shardrules.core.axes import Axis, as_axis
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.rule import LeafShardingRule
+
+
+@final
+@attrs.frozen
+class FSDPShardingRule(LeafShardingRule):
+    """Splits the largest dimension that is free and that `axis` divides; of equal ones the last.
+
+    **Arguments:**
+
+    - `axis`: a mesh axis, or a tuple of them.
+    - `min_size_mb`: arrays of this many MiB or fewer are left alone.
+
+    ```python
+    rule = sr.FSDPShardingRule("data", min_size_mb=0)
+    assert rule.plan({"w": np.ones((8, 16))}, sr.mesh_shape("data:4")).specs == {"w": P(None, "data")}
+    ```
+    """
+
+    axis: Axis = attrs.field(converter=as_axis)
+    min_size_mb: float = 4
+    reads_index = "no"
+
+    def decide(self, leaf: Leaf) -> Decision:
+        """Returns the decision for one leaf.
+
+        **Arguments:**
+
+        - `leaf`: the array.
+
+        **Returns:**
+
+        A `Decision`.
+        """
+        leaf.axis_size(self.axis)  # a typo must not hide behind the size limit
+        if leaf.nbytes <= self.min_size_mb * 2**20:
+            return leaf.skip(f"at most {self.min_size_mb} MiB")
+        fitting = [dim for dim in range(leaf.ndim) if leaf.fits(dim, self.axis)]
+        if not fitting:
+            return leaf.skip(
+                f"no free dimension is a multiple of {leaf.axis_size(self.axis)}, or {self.axis!r} is in use"
+            )
+        dim = max(fitting, key=lambda dim: (leaf.shape[dim], dim))
+        return leaf.shard(dim, self.axis, f"largest free dim over {self.axis!r}")

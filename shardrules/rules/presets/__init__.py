@@ -1,0 +1,1 @@
+"""Presets: the rules of systems that users come from, with exactly the results that those give."""

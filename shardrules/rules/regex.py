@@ -1,0 +1,168 @@
+"""`RegexShardingRule`: path patterns, in order; the first that matches decides."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias, final
+
+import attrs
+from jax.sharding import PartitionSpec
+
+from shardrules.core.errors import PatternError
+from shardrules.core.finding import Finding
+from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, decide, derived
+from shardrules.core.spec import code, spec_key
+from shardrules.core.tree import ReadsIndex, widest
+from shardrules.rules.pattern import Match, compile_pattern, reads_index
+from shardrules.rules.text import parse_rule
+
+PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
+"""What a pattern stands for: a spec, a rule, a rule in text form, or `None` for no opinion."""
+
+Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
+"""What becomes of a leaf that no pattern matches."""
+
+
+def _as_pattern_pairs(rules: Iterable[tuple[str, PatternValue]]) -> tuple[tuple[str, PatternValue], ...]:
+    pairs = tuple((_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in rules)
+    for pattern, value in pairs:
+        if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):
+            raise PatternError(
+                f"RegexShardingRule: {pattern!r} stands for {value!r}, which is neither a PartitionSpec, a rule, a "
+                "rule in text form, nor None"
+            )
+        compile_pattern(pattern, "RegexShardingRule")
+    return pairs
+
+
+def _text(pattern: object) -> str:
+    if isinstance(pattern, re.Pattern) and pattern.flags == re.UNICODE:
+        return pattern.pattern
+    if not isinstance(pattern, str):
+        raise PatternError(
+            f"RegexShardingRule: {pattern!r} is not a pattern as text. Flags go into it, '(?i)norm' for instance"
+        )
+    return pattern
+
+
+def _reads_index(rule: "RegexShardingRule") -> ReadsIndex:
+    own: list[ReadsIndex] = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
+    return widest([*own, *[part.reads_index for part in rule.parts]])
+
+
+@final
+@attrs.frozen
+class RegexShardingRule(LeavesShardingRule):
+    """Gives each leaf what the first pattern that matches its path stands for.
+
+    Patterns are searched, not anchored: `w` is found in `down`. The plan tells how many leaves are left, which patterns
+    match nothing, and which can never win.
+
+    **Arguments:**
+
+    - `rules`: (pattern, value) pairs. A value is a PartitionSpec, a rule (chains included), a rule in text form such as
+        `"shard_dim('model', -1)|fsdp('data')"`, or `None`, which has no opinion and stops the search.
+    - `match`: `"search"`, `"fullmatch"` or `"match"`, as in the `re` module.
+    - `unmatched`: what becomes of a leaf that no pattern matches: `"skip"` (no opinion), `"replicate"`, or `"error"`.
+    - `min_size`: arrays of fewer elements are replicated when a pattern matches them.
+
+    ```python
+    rule = sr.RegexShardingRule([("norm|bias", P()), ("_proj/weight", P("model", "data"))])
+    specs = rule.apply({"q_proj": {"weight": np.ones((8, 8)), "bias": np.ones(8)}})
+    assert specs == {"q_proj": {"weight": P("model", "data"), "bias": P()}}
+    ```
+    """
+
+    rules: tuple[tuple[str, PatternValue], ...] = attrs.field(converter=_as_pattern_pairs, repr=code, eq=spec_key)
+    match: Match = attrs.field(default="search", validator=attrs.validators.in_(("search", "fullmatch", "match")))
+    unmatched: Unmatched = attrs.field(default="skip", validator=attrs.validators.in_(("skip", "replicate", "error")))
+    min_size: int = 0
+    parts: tuple[ShardingRule, ...] = derived(
+        lambda self: tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
+    )
+    reads_index: ReadsIndex = derived(_reads_index)
+    _matchers: tuple[Callable[[str], object], ...] = derived(
+        lambda self: tuple(getattr(re.compile(pattern), self.match) for pattern, _ in self.rules)
+    )
+    _ready: tuple[Decision | None, ...] = derived(
+        lambda self: tuple(_ready(self, pattern, value) for pattern, value in self.rules)
+    )
+
+    def decide_all(self, leaves: Leaves) -> Verdict:
+        """Returns what the patterns say, asking the rules among their values about the leaves that they won.
+
+        **Arguments:**
+
+        - `leaves`: what to decide.
+
+        **Returns:**
+
+        A `Verdict`, with a finding for each pattern that matches nothing or only what earlier ones took.
+        """
+        matchers, ready = self._matchers, self._ready
+        decisions: list[Decision] = []
+        delegated: dict[int, list[int]] = {}
+        won: set[int] = set()
+        findings: list[Finding] = []
+        for place, leaf in enumerate(leaves.items):
+            path = leaf.path
+            number = 0
+            for matches in matchers:
+                if matches(path):
+                    break
+                number += 1
+            else:
+                decisions.append(self._unmatched(leaf, leaves.counts[place], findings))
+                continue
+            won.add(number)
+            decision = ready[number]
+            if self.min_size and leaf.size < self.min_size:
+                decision = leaf.replicate(f"fewer than {self.min_size} elements")
+            elif decision is None:
+                delegated.setdefault(number, []).append(place)
+                decision = leaf.skip("")
+            elif leaf.spec is not None and decision.spec is not None:
+                decision = leaf.refine(decision.spec, decision.reason)
+            decisions.append(decision)
+        for number, places in delegated.items():
+            pattern, rule = self.rules[number]
+            assert isinstance(rule, ShardingRule)
+            verdict = decide(rule, leaves.select(places))
+            findings += verdict.findings
+            for place, decision in zip(places, verdict.decisions, strict=True):
+                reason = f"{pattern!r}: {decision.reason}"
+                decisions[place] = attrs.evolve(decision, reason=reason)
+        if len(won) < len(self.rules):
+            idle = [number for number in range(len(self.rules)) if number not in won]
+            findings += [self._idle(number, matchers[number], leaves) for number in idle]
+        return Verdict(tuple(decisions), tuple(findings))
+
+    def _unmatched(self, leaf: Leaf, count: int, findings: list[Finding]) -> Decision:
+        if self.unmatched == "replicate":
+            return leaf.replicate("no pattern matches")
+        if self.unmatched == "error":
+            why = "no pattern matches"
+            hint = "Add a pattern for it; ('.*', P()) at the end replicates what is left"
+            findings.append(
+                Finding("error", "conflict", why, leaf.path, hint, leaf.shape, count=count, rule="RegexShardingRule")
+            )
+        return leaf.skip("no pattern matches")
+
+    def _idle(self, number: int, matches: Callable[[str], object], leaves: Leaves) -> Finding:
+        pattern = self.rules[number][0]
+        if any(matches(leaf.path) for leaf in leaves.items):
+            why, remedy = f"every leaf that pattern {pattern!r} matches is taken by an earlier one", "Move it up"
+            return Finding(
+                "warning", "shadowed-pattern", why, remedy=f"{remedy}, or take it out", rule="RegexShardingRule"
+            )
+        why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
+        return Finding("warning", "dead-pattern", why, remedy="Correct it, or take it out", rule="RegexShardingRule")
+
+
+def _ready(rule: RegexShardingRule, pattern: str, value: PatternValue) -> Decision | None:
+    if isinstance(value, ShardingRule):
+        return None
+    assert not isinstance(value, str)
+    if value is None:
+        return Decision(None, f"{pattern!r} leaves it to other rules")
+    return Decision(value, f"matches {pattern!r}", rule)

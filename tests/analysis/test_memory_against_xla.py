@@ -1,0 +1,139 @@
+"""Estimates against the compiler: what XLA says that the arguments take on a device, to the byte."""
+
+import math
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+MESHES: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("data", 8),),
+    (("data", 4), ("model", 2)),
+    (("data", 2), ("model", 4)),
+    (("data", 2), ("one", 1), ("model", 4)),
+    (("a", 2), ("b", 2), ("c", 2)),
+    (("one", 1), ("a", 2), ("b", 2), ("uno", 1), ("c", 2)),
+)
+KEYS = tuple(jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype for impl in ("threefry2x32", "rbg"))
+DTYPES: tuple[Any, ...] = (
+    jnp.int2,
+    jnp.uint2,
+    jnp.int4,
+    jnp.uint4,
+    jnp.float4_e2m1fn,
+    jnp.float8_e4m3fn,
+    jnp.int8,
+    jnp.bool_,
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.int32,
+    jnp.float32,
+    jnp.complex64,
+    np.float64,  # JAX makes these 32 bits wide, as long as x64 is off
+    np.int64,
+    np.complex128,
+    *KEYS,
+)
+SEEDS = range(42)
+
+
+def make_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape([size for _, size in axes]), [name for name, _ in axes])
+
+
+def random_leaf(rng: random.Random, axes: tuple[tuple[str, int], ...]) -> tuple[jax.ShapeDtypeStruct, P]:
+    """An array of rank 0 to 4, and a spec whose splits divide: names, tuples in any order, `None`, or nothing."""
+    order = rng.sample(axes, len(axes))
+    shape, parts = [], []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 4))):
+        names: list[str] = []
+        split = 1
+        while order and rng.random() < 0.45:
+            name, size = order.pop()
+            names.append(name)
+            split *= size
+        shape.append(0 if rng.random() < 0.05 else split * rng.choice((1, 1, 2, 3, 5)))
+        parts.append(None if not names else names[0] if len(names) == 1 and rng.random() < 0.5 else tuple(names))
+    while parts and parts[-1] is None and rng.random() < 0.5:
+        parts.pop()
+    return jax.ShapeDtypeStruct(tuple(shape), rng.choice(DTYPES)), P(*parts)
+
+
+def random_tree(seed: int) -> tuple[tuple[tuple[str, int], ...], dict[str, Any], dict[str, Any]]:
+    rng = random.Random(seed)
+    axes = MESHES[seed % len(MESHES)]
+    pairs = [random_leaf(rng, axes) for _ in range(rng.randint(1, 14))]
+    cut = rng.randint(0, len(pairs))
+    tree, specs = ([pair[side] for pair in pairs] for side in (0, 1))
+    return axes, {"layers": tree[:cut], "head": tuple(tree[cut:])}, {"layers": specs[:cut], "head": tuple(specs[cut:])}
+
+
+def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
+    """What XLA allocates on one device for the arrays of `tree` as arguments."""
+    shapes = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs
+    )
+    lowered = jax.jit(lambda *xs: xs, keep_unused=True).lower(*jax.tree.leaves(shapes))
+    analysis = lowered.compile().memory_analysis()
+    assert analysis is not None
+    return analysis.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_estimate_is_what_xla_allocates(seed: int) -> None:
+    axes, tree, specs = random_tree(seed)
+    mesh = make_mesh(axes)
+    usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, specs)
+    assert usage["size_per_device"] == compiled_bytes(mesh, tree, specs)
+    assert usage["size_per_device"] == usage["sharded_size"] + usage["replicated_size"]
+    # The same from the shape of the mesh alone, and through a plan.
+    abstract = sr.mesh_shape(",".join(f"{name}:{size}" for name, size in axes))
+    assert sr.ShardingAnalyzer(abstract).estimate_memory_usage(tree, specs) == usage
+    plan = sr.SpecTreeShardingRule(specs).plan(tree, abstract).check()
+    assert plan.memory().device_bytes == usage["size_per_device"]
+    assert plan.memory().total_bytes == usage["total_size"]
+
+
+def test_the_trees_hold_all_that_is_to_be_shown() -> None:
+    trees = [random_tree(seed) for seed in SEEDS]
+    assert len(trees) >= 30
+    pairs = [
+        (dict(axes), x, spec)
+        for axes, tree, specs in trees
+        for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
+    ]
+    names = [[one for part in spec if part for one in ((part,) if isinstance(part, str) else part)] for *_, spec in pairs]
+    shapes = [(x.shape, x.dtype) for _, x, _ in pairs]
+    assert [dtype for dtype in DTYPES if not any(one == dtype for _, one in shapes)] == []
+    counted = {
+        "tuple axes": sum(any(isinstance(part, tuple) and len(part) > 1 for part in spec) for *_, spec in pairs),
+        "size-1 axes": sum(any(axes[one] == 1 for one in ones) for (axes, *_), ones in zip(pairs, names, strict=True)),
+        "replicated": sum(not ones and math.prod(x.shape) > 1 for (_, x, _), ones in zip(pairs, names, strict=True)),
+        "all devices": sum(math.prod(axes[one] for one in ones) == 8 for (axes, *_), ones in zip(pairs, names, strict=True)),
+        "scalars": sum(shape == () for shape, _ in shapes),
+        "no elements": sum(0 in shape for shape, _ in shapes),
+    }
+    assert [kind for kind, count in counted.items() if count < 10] == []
+
+
+def test_bytes_per_device_do_not_depend_on_how_a_spec_is_written() -> None:
+    mesh = make_mesh(MESHES[1])
+    tree = {"w": jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)}
+    ways = (P("data"), P(("data",)), P("data", None), P(["data"], None))
+    found = {sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, {"w": spec})["size_per_device"] for spec in ways}
+    assert found == {compiled_bytes(mesh, tree, {"w": P("data")})} == {64}
+
+
+def test_optimizer_states_and_arrays_on_devices() -> None:
+    mesh = make_mesh(MESHES[1])
+    params = {"w": jnp.ones((8, 16), jnp.bfloat16), "b": np.ones(16, np.float32), "key": jax.random.key(0)}
+    specs = {"w": P("data", "model"), "b": P(), "key": P()}
+    usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(params, specs)
+    assert usage["size_per_device"] == compiled_bytes(mesh, params, specs) == 8 * 16 * 2 // 8 + 64 + 8

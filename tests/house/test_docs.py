@@ -1,0 +1,235 @@
+"""Every Python block of the README, of the documentation and of the docstrings runs as it is printed."""
+
+import os
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+import attrs
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.house.source import (
+    REPOSITORY,
+    Module,
+    plant,
+    public_constants,
+    public_definitions,
+    shardrules_source,
+    string_of,
+)
+
+SCOPE: dict[str, Any] = {"sr": sr, "P": P, "jax": jax, "jnp": jnp, "np": np, "eqx": eqx, "attrs": attrs, "optax": optax}
+"""What an example in a docstring may use without importing it, besides the names of its own module."""
+
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+NO_RUN = re.compile(r"<!-- *no-run: *\S.*-->\s*\Z")
+OTHER_SPELLINGS = ("py", "py3", "python3", "pycon", "ipython", "ipython3")
+
+
+@final
+@attrs.frozen
+class Block:
+    """A fenced block: its language, its text, the line of its first line, and whether it is marked `no-run`."""
+
+    language: str
+    text: str
+    line: int
+    no_run: bool
+
+    @property
+    def runs(self) -> bool:
+        return self.language == "python"
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yields the fenced blocks of a markdown text, indented ones too."""
+    for found in FENCE.finditer(text):
+        info = found["info"].strip(" {}").split()
+        language = info[0].lstrip(".").lower() if info else ""
+        line = text.count("\n", 0, found.start("text")) + 1
+        yield Block(language, textwrap.dedent(found["text"]), line, bool(NO_RUN.search(text[: found.start()])))
+
+
+def misfits(text: str) -> list[str]:
+    """Blocks that hide from this test: Python that is marked `no-run`, or Python by another name."""
+    return [
+        f"line {block.line}: {'Python always runs' if block.runs else f'write python, not {block.language}'}"
+        for block in blocks(text)
+        if (block.runs and block.no_run) or block.language in OTHER_SPELLINGS
+    ]
+
+
+def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 1) -> None:
+    """Runs the Python blocks of `text` in order, in one namespace, so that a traceback names the line in `source`."""
+    module = ModuleType("example")  # a real module: classes made in a block look for theirs
+    vars(module).update({**scope, "__name__": "example"})
+    saved = sys.modules.get("example")
+    sys.modules["example"] = module
+    try:
+        for block in blocks(text):
+            if block.runs:
+                padding = "\n" * (first_line + block.line - 2)
+                exec(compile(padding + block.text, source, "exec", dont_inherit=True), vars(module))
+    finally:
+        if saved is None:
+            del sys.modules["example"]
+        else:
+            sys.modules["example"] = saved
+
+
+def pages(root: Path) -> list[Path]:
+    """Returns the README and every page of the documentation."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def docstrings(modules: tuple[Module, ...]) -> list[tuple[str, str, str, int]]:
+    """Returns module, qualified name, text and first line of every public docstring with an example in it."""
+    found = []
+    for module in modules:
+        for name, node in [("", module.tree), *public_definitions(module.tree)]:
+            text, line = string_of(node.body[0] if node.body else None)
+            found.append((module.name, name, text, line))
+        found += [(module.name, *constant) for constant in public_constants(module.tree)]
+    return [entry for entry in found if "```" in entry[2] or "~~~" in entry[2]]
+
+
+def left_behind(run: Callable[[], object]) -> list[str]:
+    """Runs an example, and returns what it did not put back, which would change what the next one sees."""
+    before = dict(os.environ), dict(jax.config.values), jax.sharding.get_abstract_mesh()
+    run()
+    after = dict(os.environ), dict(jax.config.values), jax.sharding.get_abstract_mesh()
+    names = ("the environment", "the configuration of JAX", "the mesh: write `with jax.set_mesh(...)`")
+    return [name for name, old, new in zip(names, before, after, strict=True) if old != new]
+
+
+PAGES = pages(REPOSITORY)
+DOCSTRINGS = docstrings(shardrules_source())
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example may write files; none of them lands in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_page_runs(page: Path) -> None:
+    text = page.read_text()
+    assert misfits(text) == []
+    assert left_behind(lambda: run_blocks(text, str(page), {})) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "text", "line"), DOCSTRINGS, ids=[f"{entry[0]}:{entry[1]}" for entry in DOCSTRINGS]
+)
+def test_docstring_runs(module: str, name: str, text: str, line: int) -> None:
+    assert misfits(text) == []
+    own = import_module(module)
+    assert left_behind(lambda: run_blocks(text, own.__file__ or module, {**SCOPE, **vars(own)}, line)) == []
+
+
+# Planted violations.
+
+PAGE = """
+# A page
+
+```bash
+pip install nothing
+```
+
+```python
+x = 1
+```
+
+!!! note
+
+    ```python title="two"
+    class A:
+        y = x + 1
+    ```
+
+<!-- no-run: the shell -->
+```bash
+python
+```
+
+```python
+assert A.y == {value}
+```
+"""
+
+
+def test_a_page_runs_in_order_in_one_namespace() -> None:
+    run_blocks(PAGE.format(value=2), "page.md", {})
+
+
+def test_a_block_that_fails_is_seen_with_its_line() -> None:
+    with pytest.raises(AssertionError, match=r"^$") as caught:
+        run_blocks(PAGE.format(value=3), "page.md", {})
+    frame = traceback.extract_tb(caught.tb)[-1]
+    assert (frame.filename, frame.lineno) == ("page.md", PAGE[: PAGE.index("assert")].count("\n") + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaints"),
+    [
+        ("<!-- no-run: slow -->\n```python\nx\n```", ["line 3: Python always runs"]),
+        ("    <!-- no-run: slow -->\n\n    ```python\n    x\n    ```", ["line 4: Python always runs"]),
+        ("```py\nx\n```", ["line 2: write python, not py"]),
+        ("``` {.python3 .cls}\nx\n```", ["line 2: write python, not python3"]),
+        ("<!-- no-run: a shell -->\n```bash\nx\n```\n\n```python\nx\n```\n\n~~~text\nx\n~~~", []),
+    ],
+)
+def test_a_block_that_hides_is_seen(text: str, complaints: list[str]) -> None:
+    assert misfits(text) == complaints
+
+
+def test_every_docstring_is_found(tmp_path: Path) -> None:
+    example = '"""Text.\n\n{indent}```python\n{indent}assert {name}\n{indent}```\n{indent}"""\n'
+
+    def text(name: str, depth: int) -> str:
+        return "    " * depth + example.format(indent="    " * depth, name=name)
+
+    source = text("module", 0) + "X = 1\n" + text("constant", 0) + "class A:\n" + text("cls", 1)
+    source += (
+        "    def f(self):\n" + text("method", 2) + "def g():\n" + text("function", 1) + "def _h():\n" + text("no", 1)
+    )
+    found = docstrings(plant(tmp_path, {"a.py": source}))
+    assert [(module, name) for module, name, _, _ in found] == [
+        ("planted.a", name) for name in ["", "A", "A.f", "g", "X"]
+    ]
+    with pytest.raises(NameError, match="method"):
+        run_blocks(found[2][2], "a.py", {})
+
+
+def test_what_an_example_leaves_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDRULES_PLANTED", "0")
+    assert left_behind(lambda: monkeypatch.setenv("SHARDRULES_PLANTED", "1")) == ["the environment"]
+    assert left_behind(lambda: None) == []
+    precision = jax.config.values["jax_default_matmul_precision"]
+    complaints = left_behind(lambda: jax.config.update("jax_default_matmul_precision", "high"))
+    jax.config.update("jax_default_matmul_precision", precision)
+    assert complaints == ["the configuration of JAX"]
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    setters = []
+    complaints = left_behind(lambda: setters.append(jax.set_mesh(mesh)))
+    with setters[0]:
+        pass  # puts back what was set before
+    assert complaints == ["the mesh: write `with jax.set_mesh(...)`"]
+    assert jax.sharding.get_abstract_mesh().empty

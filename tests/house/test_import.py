@@ -1,0 +1,98 @@
+"""Importing the package touches nothing, says nothing, and takes no time to speak of. Each import is a real process."""
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import REPOSITORY, plant
+
+BUDGET_MS = 60
+"""What importing shardrules may add to importing JAX and Equinox."""
+
+OPTIONAL = ("flax", "libtpu", "matplotlib", "optax", "rich")
+"""What is not a dependency, and so must not be imported with the package, even where it is installed."""
+
+PROBE = """
+import os, sys, warnings
+import jax, equinox
+before = dict(os.environ), dict(jax.config.values), list(warnings.filters), set(sys.modules)
+import {package}
+if dict(os.environ) != before[0]:
+    print("it changes the environment")
+if dict(jax.config.values) != before[1]:
+    print("it changes JAX's configuration")
+if list(warnings.filters) != before[2]:
+    print("it changes the warning filters")
+for name in {optional}:
+    if name in sys.modules and name not in before[3]:
+        print("it imports", name)
+try:
+    jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend is up: the public way to ask
+except RuntimeError:
+    print("it starts a backend")
+"""
+
+
+def python(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a fresh process that knows nothing of this one, and finds packages in `path`."""
+    # XLA_FLAGS of this process would set the device count too, and JAX refuses to be told twice.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def import_effects(package: str, path: Path) -> list[str]:
+    """What importing `package` did that it should not: printed, warned, raised, or changed something."""
+    run = python("-W", "error", "-c", PROBE.format(package=package, optional=OPTIONAL), path=path)
+    return (run.stdout + run.stderr).splitlines()
+
+
+def import_ms(package: str, path: Path, runs: int = 5) -> float:
+    """Milliseconds that importing `package` takes once JAX and Equinox are there: the median of several processes."""
+    # A full garbage collection walks all that JAX has made, which takes 30 ms. Whether one falls into the import or
+    # behind it hangs on how many objects there were before.
+    code = f"import gc, jax, equinox; gc.disable(); import {package}"
+    times = []
+    for _ in range(runs + 1):
+        run = python("-X", "importtime", "-c", code, path=path)
+        line = re.search(rf"^import time: +\d+ \| +(\d+) \| {package}$", run.stderr, re.MULTILINE)
+        assert line and not run.returncode, run.stderr[-2000:]
+        times.append(int(line[1]) / 1000)
+    return statistics.median(times[1:])  # the first run writes the bytecode
+
+
+def test_importing_touches_nothing() -> None:
+    assert import_effects("shardrules", REPOSITORY) == []
+
+
+def test_importing_is_quick() -> None:
+    assert import_ms("shardrules", REPOSITORY) <= BUDGET_MS
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("import os\nos.environ['XLA_FLAGS'] = ''", "it changes the environment"),
+        ("import jax\njax.config.update('jax_enable_x64', True)", "it changes JAX's configuration"),
+        ("import warnings\nwarnings.simplefilter('ignore')", "it changes the warning filters"),
+        ("import jax\njax.devices()", "it starts a backend"),
+        ("import optax", "it imports optax"),
+        ("print('hello')", "hello"),
+        ("import sys\nsys.stderr.write('psst')", "psst"),
+        ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
+    ],
+)
+def test_an_effect_is_seen(tmp_path: Path, text: str, complaint: str) -> None:
+    plant(tmp_path, {"__init__.py": text})
+    assert complaint in import_effects("planted", tmp_path)
+
+
+def test_a_slow_import_is_seen(tmp_path: Path) -> None:
+    plant(tmp_path, {"__init__.py": f"import time\ntime.sleep({1.5 * BUDGET_MS / 1000})"})
+    assert import_ms("planted", tmp_path, runs=1) > BUDGET_MS

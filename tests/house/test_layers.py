@@ -1,0 +1,183 @@
+"""Imports point down, go round in no circle, stay public, and stand at the top of their file."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import Function, Module, plant, shardrules_source
+
+LAYERS = ("core", "rules", "analysis", "placement", "reshard", "planning", "cli")
+"""Each may import itself and what stands before it. `mesh` stands beside `core`: see `BESIDE`."""
+
+BESIDE = {
+    "core": ("mesh.context",),
+    "mesh": ("core.axes", "core.errors", "core.spec"),
+}
+"""What the two packages at the bottom may take of each other."""
+
+PRIVATE_JAX = "mesh.context"
+"""The one module that may read `jax._src`: a legacy `with mesh:` has no other reader."""
+
+LAZY: dict[str, str] = {}
+"""What may be imported inside a function, and why."""
+
+
+def imports(module: Module, names: frozenset[str], node: ast.AST | None = None) -> Iterator[tuple[int, str]]:
+    """Yields line and dotted name of every import in `node` (else the module), submodules in `names` told apart."""
+    for found in ast.walk(node or module.tree):
+        if isinstance(found, ast.Import):
+            for alias in found.names:
+                yield found.lineno, alias.name
+        elif isinstance(found, ast.ImportFrom):
+            parents = module.name.split(".")
+            above = parents[: len(parents) - found.level + (module.path.name == "__init__.py")] if found.level else []
+            base = ".".join([*above, *([found.module] if found.module else [])])
+            for alias in found.names:
+                inner = f"{base}.{alias.name}"
+                yield found.lineno, inner if inner in names or base == "jax" else base
+
+
+def names_of(modules: tuple[Module, ...]) -> frozenset[str]:
+    return frozenset(module.name for module in modules)
+
+
+def upward_imports(modules: tuple[Module, ...]) -> list[str]:
+    """Imports of a layer that stands above, of a layer that nobody listed, or of the package's root."""
+    bad = []
+    for module in modules:
+        root, _, rest = module.name.partition(".")
+        package = rest.split(".")[0]
+        if not package:
+            continue  # the root re-exports everything
+        if package not in (*LAYERS, "mesh"):
+            bad.append(f"{module.name} is in no layer")
+            continue
+        below = LAYERS[: LAYERS.index(package) + 1] if package != "mesh" else ()
+        for line, name in imports(module, names_of(modules)):
+            if name.split(".")[0] != root:
+                continue
+            target = name.partition(".")[2]
+            layer = target.split(".")[0]
+            if package in BESIDE:
+                fine = layer == package or target in BESIDE[package]
+            else:
+                fine = layer in below or layer == "mesh"
+            if not fine:
+                bad.append(f"{module.name}:{line} imports {name}")
+    return bad
+
+
+def import_cycle(modules: tuple[Module, ...]) -> list[str]:
+    """One circle of imports, if there is any; imports inside functions and under TYPE_CHECKING count too."""
+    names = names_of(modules)
+    graph = {module.name: sorted({name for _, name in imports(module, names)} & names) for module in modules}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def private_jax(modules: tuple[Module, ...], allowed: str) -> list[str]:
+    """Uses of `jax._src` outside the module that is allowed to, by import, by attribute or by name in a string."""
+    bad = []
+    for module in modules:
+        if module.name.partition(".")[2] == allowed:
+            continue
+        lines = [line for line, name in imports(module, frozenset()) if name.startswith("jax._src")]
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax._src":
+                lines.append(node.lineno)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jax._src"):
+                lines.append(node.lineno)
+        bad += [f"{module.name}:{line} uses jax._src" for line in sorted(lines)]
+    return bad
+
+
+def lazy_imports(modules: tuple[Module, ...], allowed: dict[str, str]) -> list[str]:
+    """Imports inside functions, other than those with a reason."""
+    return [
+        f"{module.name}:{line} imports {name} inside {node.name}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, Function)
+        for line, name in imports(module, names_of(modules), node)
+        if name.split(".")[0] not in allowed
+    ]
+
+
+def test_imports_point_down() -> None:
+    assert upward_imports(shardrules_source()) == []
+
+
+def test_imports_go_round_in_no_circle() -> None:
+    assert import_cycle(shardrules_source()) == []
+
+
+def test_private_jax_is_isolated() -> None:
+    assert private_jax(shardrules_source(), PRIVATE_JAX) == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    assert lazy_imports(shardrules_source(), LAZY) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("core/leaf.py", "from planted.rules import auto", "planted.core.leaf:1 imports planted.rules.auto"),
+        ("core/leaf.py", "import planted.mesh.shape", "planted.core.leaf:1 imports planted.mesh.shape"),
+        ("core/leaf.py", "from planted import x", "planted.core.leaf:1 imports planted"),
+        ("mesh/shape.py", "def f():\n    from ..rules import auto", "planted.mesh.shape:2 imports planted.rules.auto"),
+        ("rules/auto.py", "import planted.analysis", "planted.rules.auto:1 imports planted.analysis"),
+        ("analysis/__init__.py", "from ..cli import x", "planted.analysis:1 imports planted.cli"),
+        ("helpers/x.py", "", "planted.helpers is in no layer"),
+    ],
+)
+def test_an_upward_import_is_seen(tmp_path: Path, file: str, text: str, complaint: str) -> None:
+    empty = dict.fromkeys(["rules/auto.py", "mesh/shape.py", "analysis/__init__.py", "cli/__init__.py"], "")
+    assert complaint in upward_imports(plant(tmp_path, {**empty, file: text}))
+
+
+def test_downward_imports_are_fine(tmp_path: Path) -> None:
+    files = {
+        "__init__.py": "from planted.rules.auto import x",
+        "core/errors.py": "import os",
+        "core/leaf.py": "from planted.mesh import context\nfrom .errors import x",
+        "mesh/context.py": "from planted.core.errors import x",
+        "rules/auto.py": "from planted.core import leaf\nimport planted.mesh.context",
+    }
+    assert upward_imports(plant(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    "back", ["from planted.core import a", "def f():\n    import planted.core.a", "from .a import x"]
+)
+def test_a_circle_is_seen(tmp_path: Path, back: str) -> None:
+    files = {"core/a.py": "from planted.core.b import x", "core/b.py": "import planted.core.c", "core/c.py": back}
+    circle = import_cycle(plant(tmp_path, files))
+    assert sorted(circle[1:]) == ["planted.core.a", "planted.core.b", "planted.core.c"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import jax._src.mesh",
+        "from jax._src import mesh",
+        "from jax import _src",
+        "import jax\nx = jax._src.mesh",
+        "import importlib\nx = importlib.import_module('jax._src.mesh')",
+    ],
+)
+def test_private_jax_is_seen(tmp_path: Path, text: str) -> None:
+    modules = plant(tmp_path, {"core/a.py": text, "core/b.py": "import jax"})
+    assert [line.split(":")[0] for line in private_jax(modules, PRIVATE_JAX)] == ["planted.core.a"]
+    assert private_jax(modules, "core.a") == []
+
+
+def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
+    modules = plant(tmp_path, {"core/a.py": "class A:\n    def f(self):\n        import os\n        import rich.table"})
+    assert lazy_imports(modules, {"rich": "an extra"}) == ["planted.core.a:3 imports os inside f"]
