@@ -7,7 +7,7 @@ figures are medians of these ratios. The contestants:
 - `floor`: `tree_flatten_with_path` of the tree and `tree_unflatten` of a list of specs made beforehand;
 - `apply`: `RegexShardingRule(rules).apply(tree)`, the rule made beforehand;
 - `apply, new rule`: the same, with a rule made in every call, so that no call can profit from the one before;
-- `plan`: the same rule's `plan(tree, mesh)`, with its findings and the reason of every leaf read;
+- `plan`: the same rule's `plan(tree, mesh)`, with its specs, its findings and the reason of every leaf read;
 - `eformer`, `scalax`: `match_partition_rules` and `TreePathShardingRule.apply`, with the same rules on the same tree.
 
 Before anything is timed, the specs of all contestants are compared leaf by leaf: the race is off when two differ. A
@@ -154,10 +154,10 @@ def find_peers() -> dict[str, Matcher]:
 
 
 def read_plan(rule: sr.ShardingRule, tree: Any, mesh: jax.sharding.AbstractMesh) -> Any:
-    """Plans, and reads all that the plan has to say about every leaf."""
+    """Plans, and reads what the plan says: the tree of specs, the findings, and the reason of every leaf."""
     plan = rule.plan(tree, mesh)
-    reasons = [decision.reason for decision in plan.decisions]
-    return plan, plan.findings, reasons
+    reasons = [decision.reason for decision in plan.decisions]  # equal leaves share one
+    return plan, plan.specs, plan.findings, [reasons[kind] for kind in plan.survey.kinds]
 
 
 def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:
@@ -169,7 +169,7 @@ def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:
     for other in others:
         found, _ = tree_flatten_with_path(runs[other]())
         for (path, spec), (other_path, other_spec) in zip(expected, found, strict=True):
-            if path != other_path or not same(spec, other_spec):
+            if path != other_path or not sr.same(spec, other_spec):
                 sys.exit(f"{first} gives {spec} to {keystr(path)}, {other} {other_spec} to {keystr(other_path)}")
 
 

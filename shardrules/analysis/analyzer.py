@@ -1,14 +1,16 @@
 """`ShardingAnalyzer`: what is wrong with specs, what they cost, what they add up to. From shapes alone."""
 
+from collections.abc import Iterator
 from typing import Any, final
 
 import attrs
 
-from shardrules.analysis.placed import place
+from shardrules.analysis.placed import as_spec, pair, place
 from shardrules.analysis.report import ShardingReport, report
 from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
-from shardrules.core.errors import NoMeshError
+from shardrules.core.errors import NoMeshError, SpecError, TreeError
+from shardrules.core.leaf import Leaf
 from shardrules.mesh.context import current_mesh
 from shardrules.rules.auto import mesh_key
 
@@ -40,7 +42,7 @@ class ShardingAnalyzer:
     def validate_partition_specs(self, tree: Any, specs: Any) -> list[str]:
         """Returns one text for each thing that is wrong, with path, shape and numbers; none when the specs are sound.
 
-        Unsound specs are reported and never raised.
+        Unsound specs are reported and never raised; so is a tree of specs that has another structure.
 
         **Arguments:**
 
@@ -58,13 +60,11 @@ class ShardingAnalyzer:
         ```
         """
         mesh = self._mesh()
-        sizes = mesh_sizes(mesh)
-        return [
-            f"{one.leaf.path or 'the tree'}: {finding.message}"
-            for one in place(tree, specs, mesh)
-            for finding in check_spec(one.leaf.path, one.leaf.shape, one.spec, sizes)
-            if finding.severity == "error"
-        ]
+        try:
+            pairs = pair(tree, specs, mesh)
+        except TreeError as error:
+            return [str(error)]
+        return [f"{leaf.path or 'the tree'}: {text}" for leaf, spec in pairs for text in _issues(leaf, spec)]
 
     def estimate_memory_usage(self, tree: Any, specs: Any) -> dict[str, int]:
         """Returns how many bytes the arrays take, in all and on one device.
@@ -118,6 +118,15 @@ class ShardingAnalyzer:
         """
         mesh = self._mesh()
         return report(place(tree, specs, mesh), mesh, largest)
+
+
+def _issues(leaf: Leaf, spec: object) -> Iterator[str]:
+    try:
+        for finding in check_spec(leaf.path, leaf.shape, as_spec(spec), mesh_sizes(leaf.mesh)):
+            if finding.severity == "error":
+                yield finding.message
+    except (SpecError, TreeError) as error:
+        yield str(error)
 
 
 def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> dict[str, Any]:

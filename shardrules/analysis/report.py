@@ -138,7 +138,8 @@ def report(arrays: Sequence[Placed], mesh: AnyMesh | None, largest: int) -> Shar
     sizes = mesh_sizes(mesh)
     devices = math.prod(sizes.values())
     split = [one for one in arrays if one.is_split]
-    stored = sum(one.leaf.nbytes * (devices // one.ways if one.ways else devices) for one in arrays)
+    # An axis that a spec names twice is an error of the spec; here it must not make copies vanish.
+    stored = sum(one.shards_bytes * max(1, devices // one.ways) for one in arrays)
     return ShardingReport(
         mesh_text(mesh),
         devices,

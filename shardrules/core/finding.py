@@ -10,7 +10,7 @@ Severity: TypeAlias = Literal["error", "warning", "note"]
 """An error makes a plan unusable, a warning says at what price it can be used, a note says something else."""
 
 _ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
-_INDEX = re.compile(r"(?<![^/])\d+(?![^/])")
+_INDEX = re.compile(r"(?<![^/])[0-9]+(?![^/])")
 
 
 @final

@@ -5,7 +5,8 @@ path that ends in the parameter's own: `0/mu/layers/0/w` mirrors `layers/0/w`. F
 rows and one for the columns: the parameter's shape with one dimension left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -18,18 +19,42 @@ Planned: TypeAlias = tuple[tuple[int, ...], PartitionSpec]
 """The shape of a planned leaf, and its spec."""
 
 
-def mirror(leaf: Leaf, planned: Mapping[str, Planned]) -> Decision:
+def homes(paths: Iterable[str], planned: Mapping[str, Planned]) -> Counter[str]:
+    """Counts, for each place of a state in which a copy of the planned tree may stand, the planned leaves found there.
+
+    With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: below `0/mu` both are found, below `0` only one.
+
+    **Arguments:**
+
+    - `paths`: the paths of the state.
+    - `planned`: shape and spec of each planned leaf, by path.
+
+    **Returns:**
+
+    A count for each place.
+
+    ```python
+    planned = {path: ((8,), P()) for path in ("w", "mu/w")}
+    assert homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
+    ```
+    """
+    return Counter(home for path in paths for home, ending in _cuts(path) if ending in planned)
+
+
+def mirror(leaf: Leaf, planned: Mapping[str, Planned], homes: Mapping[str, int] | None = None) -> Decision:
     """Returns what `leaf` takes from the planned leaf that it mirrors.
 
     **Arguments:**
 
     - `leaf`: a leaf of an optimizer state, of gradients, of an average.
     - `planned`: shape and spec of each planned leaf, by path.
+    - `homes`: what `homes` counted. Where several planned leaves end the path, the one below the place that holds most
+        of the planned tree comes first, and of equal ones the one with the longest path.
 
     **Returns:**
 
-    The spec of the planned leaf with the longest path that ends the leaf's own and whose shape is the same; for a
-    factored leaf the entries of the dimensions that it kept; else `P()`, with the reason.
+    The spec of the first planned leaf whose path ends the leaf's own and whose shape is the same; for a factored leaf
+    the entries of the dimensions that it kept; else `P()`, with the reason.
 
     ```python
     found = mirror(sr.Leaf("0/mu/w", (8, 4), jnp.float32), {"w": ((8, 4), P("data"))})
@@ -39,13 +64,14 @@ def mirror(leaf: Leaf, planned: Mapping[str, Planned]) -> Decision:
     if leaf.ndim == 0:
         return leaf.replicate("a scalar of the state")
     other = ""
-    for path in _endings(leaf.path):
-        if path not in planned:
-            continue
-        shape, spec = planned[path]
+    cuts = [(home, ending) for home, ending in _cuts(leaf.path) if ending in planned]
+    if homes is not None and len(cuts) > 1:
+        cuts.sort(key=lambda cut: -homes.get(cut[0], 0))
+    for home, ending in cuts:
+        shape, spec = planned[ending]
         if shape == leaf.shape:
             return Decision(spec, "mirrors a planned leaf of equal shape")
-        kept = _kept_dims(leaf, shape, spec)
+        kept = _kept_dims(leaf.shape, home.rpartition("/")[2], shape, spec)
         if kept is not None:
             found = entries(spec, len(shape))
             dims = ", ".join(map(str, kept))
@@ -65,32 +91,34 @@ def mirror(leaf: Leaf, planned: Mapping[str, Planned]) -> Decision:
     return Decision(PartitionSpec(), why, findings=(note,) if leaf.size > 1 else ())
 
 
-def _endings(path: str) -> Iterator[str]:
-    yield path
-    while "/" in path:
-        path = path.partition("/")[2]
-        yield path
-    yield ""
+def _cuts(path: str) -> Iterator[tuple[str, str]]:
+    """Every way to cut a path in two, the longest ending first."""
+    yield "", path
+    for place, char in enumerate(path):
+        if char == "/":
+            yield path[:place], path[place + 1 :]
+    if path:
+        yield path, ""
 
 
-def _kept_dims(leaf: Leaf, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...] | None:
+def _kept_dims(
+    kept_shape: tuple[int, ...], field: str, shape: tuple[int, ...], spec: PartitionSpec
+) -> tuple[int, ...] | None:
     """The dimensions of `shape` that a leaf with one dimension fewer kept; `None` when that cannot be told."""
-    if leaf.ndim != len(shape) - 1:
-        return None
-    dims = tuple(range(len(shape)))
-    candidates = [
-        (*dims[:out], *dims[out + 1 :])
+    dims = range(len(shape))
+    candidates = {
+        out: kept
         for out in dims
-        if tuple(shape[dim] for dim in (*dims[:out], *dims[out + 1 :])) == leaf.shape
-    ]
+        for kept in [tuple(dim for dim in dims if dim != out)]
+        if tuple(shape[dim] for dim in kept) == kept_shape
+    }
     if not candidates:
         return None
     found = entries(spec, len(shape))
-    specs = [make_spec(tuple(found[dim] for dim in kept)) for kept in candidates]
-    if all(same(one, specs[0]) for one in specs):
-        return candidates[0]
-    # Equal dimensions: shapes cannot tell rows from columns, names can. A row factor lacks the last of the equal
-    # dimensions, a column factor the one before it (the two largest are factored, and ties are taken in order).
-    if "row" in leaf.path:
-        return candidates[-1]
-    return candidates[-2] if "col" in leaf.path else None
+    first, *others = (make_spec(tuple(found[dim] for dim in kept)) for kept in candidates.values())
+    if all(same(one, first) for one in others):
+        return next(iter(candidates.values()))
+    # Equal dimensions: shapes cannot tell rows from columns, the name of the field can. The two largest dimensions are
+    # factored, of equal ones the last: the row factor lacks the largest, the column factor the second.
+    *_, second, largest = sorted(dims, key=lambda dim: shape[dim])
+    return candidates.get(largest) if "row" in field else candidates.get(second) if "col" in field else None

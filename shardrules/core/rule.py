@@ -45,10 +45,13 @@ class Verdict:
 
     - `decisions`: one for each leaf, in order.
     - `findings`: what is worth knowing beside them.
+    - `idle`: the patterns that won no leaf: the rule, the number of the pattern in it, and the finding that says so. It
+        is dropped when an equal rule stands in another place as well, and the pattern wins there.
     """
 
     decisions: tuple[Decision, ...]
     findings: tuple[Finding, ...] = ()
+    idle: tuple[tuple["ShardingRule", int, Finding], ...] = ()
 
 
 @final
@@ -298,6 +301,29 @@ def _conflict(error: RuleError, rule: ShardingRule, count: int) -> Finding:
     return Finding("error", "conflict", error.why, error.path, error.hint, error.shape, count=count, rule=text)
 
 
+def refined(
+    rule: ShardingRule, leaf: Leaf, count: int, spec: PartitionSpec, reason: str, findings: list[Finding]
+) -> Decision:
+    """Returns `leaf.refine(spec, reason)`; a conflict becomes a finding, so that those of all leaves are told at once.
+
+    **Arguments:**
+
+    - `rule`: the rule that decides.
+    - `leaf`, `count`: the leaf, and how many there are of its kind.
+    - `spec`, `reason`: what is decided, and why.
+    - `findings`: a conflict is appended here.
+
+    **Returns:**
+
+    A `Decision`; no opinion after a conflict.
+    """
+    try:
+        return leaf.refine(spec, reason)
+    except RuleError as error:
+        findings.append(_conflict(error, rule, count))
+        return leaf.skip(error.why)
+
+
 def _spec_of(decision: Decision) -> PartitionSpec:
     return PartitionSpec() if decision.spec is None else decision.spec
 
@@ -314,9 +340,7 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
 
     A `Verdict` whose decisions all name the rule that made them.
     """
-    if not leaves.items:
-        return Verdict(())
-    if rule.mesh is not None and leaves.items[0].mesh is not rule.mesh:
+    if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
     if not isinstance(rule, LeavesShardingRule):
         return _decide_by_apply(rule, leaves)
@@ -329,7 +353,7 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
             for one in verdict.decisions
         ]
     )
-    return Verdict(named, verdict.findings)
+    return Verdict(named, verdict.findings, verdict.idle)
 
 
 def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
@@ -350,11 +374,7 @@ def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
         if not isinstance(spec, PartitionSpec) or canonical(spec) == PartitionSpec():
             decisions.append(leaf.skip("apply returned an empty spec"))
             continue
-        try:
-            decisions.append(leaf.refine(spec, "from apply"))
-        except RuleError as error:
-            problems.append(_conflict(error, rule, 1))
-            decisions.append(leaf.skip(error.why))
+        decisions.append(refined(rule, leaf, 1, spec, "from apply", problems))
     return Verdict(
         tuple([Decision(one.spec, one.reason, rule) if one.spec is not None else one for one in decisions]),
         tuple(problems),
@@ -373,11 +393,29 @@ def _decided(
     where = rule.mesh or mesh or _inner_mesh(rule) or current_mesh()
     found = survey(pytree, where, reads_index=rule.reads_index, path_style=path_style)
     verdict = decide(rule, _all_leaves(found))
+    if verdict.idle and found.leaves:
+        verdict = Verdict(verdict.decisions, (*verdict.findings, *_never_used(rule, verdict)))
     problems = [finding for finding in verdict.findings if finding.code == "conflict"]
     if problems:
         count = sum(finding.count for finding in problems)
         raise _plan_error(f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided", problems)
     return found, where, verdict
+
+
+def _within(rule: ShardingRule) -> Iterator[ShardingRule]:
+    yield rule
+    for part in rule.parts:
+        yield from _within(part)
+
+
+def _never_used(rule: ShardingRule, verdict: Verdict) -> Iterator[Finding]:
+    """The findings about patterns that win nothing in any of the places where their rule stands."""
+    rules = list(_within(rule))
+    said: list[tuple[ShardingRule, int]] = []
+    for owner, number, finding in verdict.idle:
+        said.append((owner, number))
+        if said.count((owner, number)) == rules.count(owner):
+            yield finding
 
 
 def _all_leaves(found: Survey) -> Leaves:
@@ -470,9 +508,11 @@ class ChainShardingRule(LeavesShardingRule):
         made: list[list[Decision]] = [[] for _ in leaves.items]
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []
+        idle: list[tuple[ShardingRule, int, Finding]] = []
         for rule in self.rules:
             verdict = decide(rule, leaves)
             findings += verdict.findings
+            idle += verdict.idle
             items = list(leaves.items)
             for number, decision in enumerate(verdict.decisions):
                 if decision.spec is None:
@@ -484,6 +524,7 @@ class ChainShardingRule(LeavesShardingRule):
         return Verdict(
             tuple([self._joined(*one) for one in zip(made, declined, leaves.items, strict=True)]),
             tuple(findings),
+            tuple(idle),
         )
 
     def _joined(self, made: list[Decision], declined: list[str], leaf: Leaf) -> Decision:
@@ -546,12 +587,10 @@ class SpecTreeShardingRule(LeavesShardingRule):
                 path = path.rpartition("/")[0]
             spec = pinned.get(path)
             hit[path] = None
-            try:
-                decision = leaf.skip("not pinned") if spec is None else leaf.refine(spec, "pinned")
-            except RuleError as error:
-                problems.append(_conflict(error, self, count))
-                decision = leaf.skip(error.why)
-            decisions.append(decision)
+            if spec is None:
+                decisions.append(leaf.skip("not pinned"))
+            else:
+                decisions.append(refined(self, leaf, count, spec, "pinned", problems))
         known = [leaf.path for leaf in leaves.items]
         unused = [path for path in pinned if path not in hit]
         # A tree of specs usually pins leaves that other rules of a composite have taken already.

@@ -295,7 +295,7 @@ class _Walker:
             count = part.num_leaves
             if not count:
                 continue
-            if self.reads_index == "value" or not text.isdecimal():
+            if self.reads_index == "value" or not (text.isdecimal() and text.isascii()):
                 found = self.enter(child, part, start, path + text, pattern + text)
             else:
                 mark = "#" if self.reads_index == "no" else "#" * len(text)

@@ -5,7 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.core.finding import Finding
-from shardrules.core.leaf import Decision
+from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, as_rules, decide, derived
 from shardrules.core.spec import axis_names
 from shardrules.core.tree import ReadsIndex, widest
@@ -54,26 +54,25 @@ class CompositeShardingRule(LeavesShardingRule):
         decided: dict[int, Decision] = {}
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []
+        idle: list[tuple[ShardingRule, int, Finding]] = []
+        settled: list[tuple[Leaf, int]] = []
         left = list(range(len(leaves.items)))
         for rule in self.rules:
-            if not left:
-                break
-            settled = [
-                (attrs.evolve(leaves.items[one], spec=got.spec), leaves.counts[one]) for one, got in decided.items()
-            ]
             verdict = decide(rule, leaves.select(left, settled))
             findings += verdict.findings
+            idle += verdict.idle
             still: list[int] = []
             for number, decision in zip(left, verdict.decisions, strict=True):
                 if self._wins(decision):
                     decided[number] = decision
+                    settled.append((attrs.evolve(leaves.items[number], spec=decision.spec), leaves.counts[number]))
                 else:
                     declined[number].append(decision.reason)
                     still.append(number)
             left = still
         for number in left:
             decided[number] = leaves.items[number].skip("; ".join(dict.fromkeys(declined[number])))
-        return Verdict(tuple([decided[number] for number in range(len(leaves.items))]), tuple(findings))
+        return Verdict(tuple([decided[number] for number in range(len(leaves.items))]), tuple(findings), tuple(idle))
 
     def _wins(self, decision: Decision) -> bool:
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))

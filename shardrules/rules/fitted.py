@@ -50,7 +50,7 @@ class FittedShardingRule(LeavesShardingRule):
         """
         verdict = decide(self.rule, leaves)
         fitted = [_fit(leaf, one) for leaf, one in zip(leaves.items, verdict.decisions, strict=True)]
-        return Verdict(tuple(fitted), verdict.findings)
+        return Verdict(tuple(fitted), verdict.findings, verdict.idle)
 
 
 def _fit(leaf: Leaf, decision: Decision) -> Decision:

@@ -72,7 +72,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
 
         `PlanError` when the tree cannot fit; it names the smallest limit that works.
         """
-        if self.scope == "tree":
+        if self.scope == "tree" and leaves.items:
             return Verdict(self._fit_tree(leaves))
         return Verdict(tuple(map(self._fit_array, leaves.items)))
 

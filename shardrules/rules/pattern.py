@@ -8,7 +8,9 @@ speed and never changes a result.
 
 import re
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, final
+
+import attrs
 
 from shardrules.core.errors import PatternError
 from shardrules.core.tree import ReadsIndex
@@ -16,12 +18,30 @@ from shardrules.core.tree import ReadsIndex
 Match: TypeAlias = Literal["search", "fullmatch", "match"]
 """How a pattern meets a path: anywhere in it, as a whole, or from its beginning."""
 
-_Token: TypeAlias = tuple[Literal["literal", "digits", "other"], str]
-
-_NOT_DIGITS = frozenset("DWsbAZ")  # escapes that no digit matches, \b and the anchors among them
+_NOT_DIGITS = frozenset("DWsbAZ")  # escapes that no digit matches, \\b and the anchors among them
 _ANY = frozenset("dwS")  # escapes that every digit matches
-_GLOBAL_FLAGS = re.compile(r"\A\(\?[aims]+\)")  # what they change, they change for all digits alike
 _CONTROL = frozenset("nrtfv")
+_GLOBAL_FLAGS = re.compile(r"\A\(\?[aims]+\)")  # what they change, they change for all digits alike
+_QUANTIFIERS = ("?", "*", "+", "{}")
+
+
+@final
+class _Unreadable(Exception):
+    """A construct that this module does not follow."""
+
+
+@final
+@attrs.frozen
+class _Token:
+    """A piece of a pattern.
+
+    `kind` is `"letter"` (a letter or underscore), `"literal"` (another character that is no digit), `"digit"` (some
+    digits and not others), `"any"` (every digit, and perhaps more), `"none"` (a class without digits) or `"syntax"`.
+    """
+
+    kind: Literal["letter", "literal", "digit", "any", "none", "syntax"]
+    text: str
+    slash_free: bool = False  # for digits: whether '/' is not among what it matches
 
 
 def compile_pattern(pattern: str | re.Pattern[str], owner: str) -> re.Pattern[str]:
@@ -72,114 +92,132 @@ def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:
     if pattern.flags & re.VERBOSE:
         return "value"
     try:
-        tokens = list(_tokens(_GLOBAL_FLAGS.sub("", pattern.pattern)))
-    except ValueError:
+        return _read(list(_tokens(_GLOBAL_FLAGS.sub("", pattern.pattern))))
+    except _Unreadable:
         return "value"
-    return "no" if _blind_to_width(tokens) else "width"
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    """Yields literals, atoms that match any digit, and the rest; raises ValueError where digits could differ."""
     place = 0
-    after_letter = False  # a digit right after a letter belongs to a name: no index begins inside a name
     while place < len(text):
         char = text[place]
-        was_after_letter, after_letter = after_letter, False
         if char == "\\":
-            escape = text[place + 1 : place + 2]
+            yield _escape(text[place + 1 : place + 2])
             place += 2
-            if escape in _ANY:
-                yield "digits", "\\" + escape
-            elif escape in _NOT_DIGITS:
-                yield "other", "\\" + escape
-            elif escape and not escape.isalnum():
-                yield "literal", escape
-            elif escape in _CONTROL:
-                yield "literal", "\\" + escape
-            else:
-                raise ValueError("a back-reference, or an escape that may stand for a digit")
-            continue
-        if char == "[":
-            place, kind = _char_class(text, place)
-            yield kind, "[]"
-            continue
-        if char == "(" and text[place + 1 : place + 2] == "?":
+        elif char == "[":
+            place, token = _char_class(text, place)
+            yield token
+        elif char == "(" and text[place + 1 : place + 2] == "?":
             if text[place : place + 3] != "(?:":
-                raise ValueError("a look-around, a flag or a named group")
-            yield "other", "("
+                raise _Unreadable("a look-around, a flag or a named group")
+            yield _Token("syntax", "(")
             place += 3
-            continue
-        if char == "{":
-            end = text.find("}", place)
-            inside = text[place + 1 : end]
-            if end > place and inside.strip("0123456789,") == "" and inside:
-                yield "other", "{}"
-                place = end + 1
-                continue
-        if char.isdigit():
-            if not was_after_letter:
-                raise ValueError("a literal digit")
-            after_letter = True
-            yield "literal", char
-        elif char == ".":
-            yield "digits", "."
-        elif char in "()|^$*+?":
-            yield "other", char
+        elif char == "{" and (repeat := _REPEAT.match(text, place)):
+            yield _Token("syntax", "{}")
+            place = repeat.end()
         else:
-            after_letter = char.isalpha() or char == "_"
-            yield "literal", char
-        place += 1
+            yield _plain(char)
+            place += 1
 
 
-def _char_class(text: str, place: int) -> tuple[int, Literal["digits", "other"]]:
-    """Returns where a character class ends, and whether every digit or no digit is in it."""
+_REPEAT = re.compile(r"\{(\d+,?\d*|,\d+)\}")
+
+
+def _plain(char: str) -> _Token:
+    if char.isdigit():
+        return _Token("digit", char, slash_free=True)
+    if char == ".":
+        return _Token("any", char)
+    if char in "()|^$*+?":
+        return _Token("syntax", char)
+    return _Token("letter" if char.isalpha() or char == "_" else "literal", char)
+
+
+def _escape(char: str) -> _Token:
+    if char in _ANY:
+        return _Token("any", char, slash_free=char != "S")
+    if char in _NOT_DIGITS:
+        return _Token("none" if char in "DWs" else "syntax", "\\" + char)
+    if char in _CONTROL or (char and not char.isalnum()):
+        return _Token("literal", char)
+    raise _Unreadable("a back-reference, or an escape that may stand for a digit")
+
+
+def _char_class(text: str, place: int) -> tuple[int, _Token]:
+    """Returns where a character class ends, and its token."""
     place += 1
     negated = text[place : place + 1] == "^"
     place += negated
-    has_digits = False
+    every = some = slash = False
     first = place
     while place < len(text) and (text[place] != "]" or place == first):
+        char = text[place]
         if text[place : place + 3] == "0-9":
-            has_digits = True
+            every = True
             place += 3
-        elif text[place] == "\\":
-            escape = text[place + 1 : place + 2]
-            if escape.isalnum() and escape not in _ANY | _NOT_DIGITS | _CONTROL:
-                raise ValueError("an escape that may stand for a digit")
-            has_digits = has_digits or escape in _ANY
+        elif char == "\\":
+            token = _escape(text[place + 1 : place + 2])
+            every = every or token.kind == "any"
+            slash = slash or text[place + 1] in "SDW/"
             place += 2
-        elif text[place].isdigit():
-            raise ValueError("some digits in a class, and not others")
         elif text[place + 1 : place + 2] == "-" and text[place + 2 : place + 3] not in ("]", ""):
-            # A range between two characters that are no digits holds all digits or none.
-            has_digits = has_digits or text[place] < "0" < text[place + 2]
-            if text[place + 2].isdigit() or text[place + 2] == "\\":
-                raise ValueError("a range that ends in a digit or an escape")
+            low, high = char, text[place + 2]
+            if low.isdigit() or high.isdigit() or high == "\\":
+                raise _Unreadable("a range that begins or ends in a digit or an escape")
+            every = every or low < "0" < high  # a range between two other characters holds all digits or none
+            slash = slash or low <= "/" <= high
             place += 3
         else:
+            some = some or char.isdigit()
+            slash = slash or char == "/"
             place += 1
-    return place + 1, "digits" if has_digits != negated else "other"
+    kind = "digit" if some and not every else "any" if every != negated else "none"
+    return place + 1, _Token(kind, "[]", slash_free=slash == negated)
 
 
-def _blind_to_width(tokens: list[_Token]) -> bool:
-    """Whether one digit always does where several do: each atom for digits is repeated, and no two stand in a row."""
+def _read(tokens: list[_Token]) -> ReadsIndex:
+    """Returns what the pattern reads of an index.
+
+    An index is a run of digits with a slash, or an end of the path, on either side. So what stands right behind a
+    letter, or right before one, never meets a digit of an index. Of the other atoms those that match only some digits
+    read the index. Those that match any digit read its width, unless each is repeated and no two stand in a row: then
+    one digit does wherever several do.
+    """
+    width = False
     depth = 0
+    in_name = False  # right behind a letter of a name
     pending = False  # an atom that needs a digit, with nothing sure to stand between it and the next
-    for number, (kind, text) in enumerate(tokens):
-        following = tokens[number + 1][1] if number + 1 < len(tokens) else ""
-        if text == "{}" or text == "\\B":
-            return False
-        if kind == "digits":
-            if following == "*":
+    for number, token in enumerate(tokens):
+        follow = [one.text if one.kind == "syntax" else "" for one in tokens[number + 1 : number + 3]]
+        repeat = follow[0] if follow and follow[0] in _QUANTIFIERS else ""
+        if token.kind in ("digit", "any"):
+            before_name = not repeat and _is_sure_letter(tokens, number + 1)
+            if (in_name and (not repeat or token.slash_free)) or before_name:
+                in_name = in_name and token.slash_free
+                pending = pending and not (depth == 0 and repeat in ("", "+"))
                 continue
-            if following != "+" or pending:
-                return False
-            pending = True
-        elif kind == "literal":
-            if depth == 0 and following not in ("?", "*", "{}") and not text.isdigit():
-                pending = False
-        elif text == "(":
+            if token.kind == "digit":
+                return "value"
+            if repeat == "+" and not pending:
+                pending = True
+            elif repeat != "*":
+                width = True
+            in_name = False
+            continue
+        in_name = token.kind == "letter"
+        if token.kind in ("letter", "literal", "none"):
+            pending = pending and not (depth == 0 and repeat in ("", "+"))
+        elif token.text == "(":
             depth += 1
-        elif text == ")":
+        elif token.text == ")":
             depth -= 1
-    return True
+        elif token.text == "{}":
+            width = True
+    return "width" if width else "no"
+
+
+def _is_sure_letter(tokens: list[_Token], number: int) -> bool:
+    """Whether the token is a letter that is there exactly once."""
+    if number >= len(tokens) or tokens[number].kind != "letter":
+        return False
+    return number + 1 == len(tokens) or tokens[number + 1].text not in ("?", "*", "{}")

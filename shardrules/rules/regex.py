@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from shardrules.core.errors import PatternError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, decide, derived
+from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, decide, derived, refined
 from shardrules.core.spec import code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, compile_pattern, reads_index
@@ -104,6 +104,7 @@ class RegexShardingRule(LeavesShardingRule):
         delegated: dict[int, list[int]] = {}
         won: set[int] = set()
         findings: list[Finding] = []
+        idle: list[tuple[ShardingRule, int, Finding]] = []
         for place, leaf in enumerate(leaves.items):
             path = leaf.path
             number = 0
@@ -117,29 +118,31 @@ class RegexShardingRule(LeavesShardingRule):
             won.add(number)
             decision = ready[number]
             if self.min_size and leaf.size < self.min_size:
-                decision = leaf.replicate(f"fewer than {self.min_size} elements")
+                decision = Decision(PartitionSpec(), f"fewer than {self.min_size} elements", self)
             elif decision is None:
                 delegated.setdefault(number, []).append(place)
                 decision = leaf.skip("")
-            elif leaf.spec is not None and decision.spec is not None:
-                decision = leaf.refine(decision.spec, decision.reason)
+            if leaf.spec is not None and decision.spec is not None:
+                decision = refined(self, leaf, leaves.counts[place], decision.spec, decision.reason, findings)
             decisions.append(decision)
-        for number, places in delegated.items():
-            pattern, rule = self.rules[number]
-            assert isinstance(rule, ShardingRule)
+        for number, (pattern, rule) in enumerate(self.rules):
+            if not isinstance(rule, ShardingRule):
+                continue
+            places = delegated.get(number, [])
             verdict = decide(rule, leaves.select(places))
             findings += verdict.findings
+            idle += verdict.idle
             for place, decision in zip(places, verdict.decisions, strict=True):
                 reason = f"{pattern!r}: {decision.reason}"
                 decisions[place] = attrs.evolve(decision, reason=reason)
         if len(won) < len(self.rules):
-            idle = [number for number in range(len(self.rules)) if number not in won]
-            findings += [self._idle(number, matchers[number], leaves) for number in idle]
-        return Verdict(tuple(decisions), tuple(findings))
+            never = [number for number in range(len(self.rules)) if number not in won]
+            idle += [(self, number, self._idle(number, matchers[number], leaves)) for number in never]
+        return Verdict(tuple(decisions), tuple(findings), tuple(idle))
 
     def _unmatched(self, leaf: Leaf, count: int, findings: list[Finding]) -> Decision:
         if self.unmatched == "replicate":
-            return leaf.replicate("no pattern matches")
+            return refined(self, leaf, count, PartitionSpec(), "no pattern matches", findings)
         if self.unmatched == "error":
             why = "no pattern matches"
             hint = "Add a pattern for it; ('.*', P()) at the end replicates what is left"

@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.errors import PatternError
 from shardrules.core.finding import Finding
-from shardrules.core.rule import Leaves, LeavesShardingRule, Verdict
+from shardrules.core.leaf import Decision
+from shardrules.core.rule import Leaves, LeavesShardingRule, Verdict, refined
 from shardrules.core.spec import code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]
@@ -66,8 +67,9 @@ class ShapeBasedShardingRule(LeavesShardingRule):
         A `Verdict`, with a finding for every pattern that matches no shape, or only what earlier ones took.
         """
         won: dict[int, None] = {}
-        decisions = []
-        for leaf in leaves.items:
+        decisions: list[Decision] = []
+        findings: list[Finding] = []
+        for leaf, count in zip(leaves.items, leaves.counts, strict=True):
             hits = (number for number, (pattern, _) in enumerate(self.patterns) if _matches(pattern, leaf.shape))
             number = next(hits, None)
             if number is None:
@@ -75,15 +77,15 @@ class ShapeBasedShardingRule(LeavesShardingRule):
                 continue
             won[number] = None
             pattern, spec = self.patterns[number]
-            decisions.append(leaf.refine(spec, f"shape matches {pattern}"))
-        idle = [pattern for number, (pattern, _) in enumerate(self.patterns) if number not in won]
-        findings = [
-            self._idle(pattern, any(_matches(pattern, leaf.shape) for leaf in leaves.items)) for pattern in idle
-        ]
-        return Verdict(tuple(decisions), tuple(findings))
+            decisions.append(refined(self, leaf, count, spec, f"shape matches {pattern}", findings))
+        idle = [number for number in range(len(self.patterns)) if number not in won]
+        return Verdict(
+            tuple(decisions), tuple(findings), tuple((self, number, self._idle(number, leaves)) for number in idle)
+        )
 
-    def _idle(self, pattern: ShapePattern, taken: bool) -> Finding:
-        if taken:
+    def _idle(self, number: int, leaves: Leaves) -> Finding:
+        pattern = self.patterns[number][0]
+        if any(_matches(pattern, leaf.shape) for leaf in leaves.items):
             return Finding(
                 "warning",
                 "shadowed-pattern",

@@ -53,7 +53,7 @@ class StackedShardingRule(LeavesShardingRule):
         stacked = dict(zip(deep, map(self._stack, chosen.items, verdict.decisions), strict=True))
         few = f"fewer than {self.dims} dimension{'s' * (self.dims > 1)} to set aside"
         decisions = [stacked.get(number) or leaf.skip(few) for number, leaf in enumerate(leaves.items)]
-        return Verdict(tuple(decisions), verdict.findings)
+        return Verdict(tuple(decisions), verdict.findings, verdict.idle)
 
     def _one_layer(self, leaf: Leaf) -> Leaf:
         spec = None if leaf.spec is None else make_spec(entries(leaf.spec, leaf.ndim)[self.dims :])

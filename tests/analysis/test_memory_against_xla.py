@@ -109,14 +109,18 @@ def test_the_trees_hold_all_that_is_to_be_shown() -> None:
         for axes, tree, specs in trees
         for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
     ]
-    names = [[one for part in spec if part for one in ((part,) if isinstance(part, str) else part)] for *_, spec in pairs]
+    names = [
+        [one for part in spec if part for one in ((part,) if isinstance(part, str) else part)] for *_, spec in pairs
+    ]
     shapes = [(x.shape, x.dtype) for _, x, _ in pairs]
     assert [dtype for dtype in DTYPES if not any(one == dtype for _, one in shapes)] == []
     counted = {
         "tuple axes": sum(any(isinstance(part, tuple) and len(part) > 1 for part in spec) for *_, spec in pairs),
         "size-1 axes": sum(any(axes[one] == 1 for one in ones) for (axes, *_), ones in zip(pairs, names, strict=True)),
         "replicated": sum(not ones and math.prod(x.shape) > 1 for (_, x, _), ones in zip(pairs, names, strict=True)),
-        "all devices": sum(math.prod(axes[one] for one in ones) == 8 for (axes, *_), ones in zip(pairs, names, strict=True)),
+        "all devices": sum(
+            math.prod(axes[one] for one in ones) == 8 for (axes, *_), ones in zip(pairs, names, strict=True)
+        ),
         "scalars": sum(shape == () for shape, _ in shapes),
         "no elements": sum(0 in shape for shape, _ in shapes),
     }
@@ -137,3 +141,13 @@ def test_optimizer_states_and_arrays_on_devices() -> None:
     specs = {"w": P("data", "model"), "b": P(), "key": P()}
     usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(params, specs)
     assert usage["size_per_device"] == compiled_bytes(mesh, params, specs) == 8 * 16 * 2 // 8 + 64 + 8
+
+
+def test_64_bit_types_take_what_they_take_in_the_mode_in_force() -> None:
+    mesh = make_mesh(MESHES[0])
+    tree, specs = [np.ones((16, 3)), np.ones(5, np.int64)], [P("data"), P()]
+    analyzer = sr.ShardingAnalyzer(mesh)
+    for x64, expected in ((False, 2 * 3 * 4 + 5 * 4), (True, 2 * 3 * 8 + 5 * 8)):
+        with jax.enable_x64(x64):
+            assert analyzer.estimate_memory_usage(tree, specs)["size_per_device"] == expected
+            assert compiled_bytes(mesh, tree, specs) == expected

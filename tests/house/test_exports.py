@@ -85,14 +85,21 @@ def unnamed_parameters(modules: tuple[Module, ...]) -> list[str]:
     bad = []
     for module in modules:
         for name, node in public_definitions(module.tree):
-            text = (ast.get_docstring(node) or "").replace("`*", "`").replace("`*", "`")
+            text = ast.get_docstring(node)
             if text:
-                bad += [f"{module.name}.{name}: {each}" for each in passed(module.name, node) if f"`{each}" not in text]
+                missing = [each for each in passed(module.name, node) if not is_named(each, text)]
+                bad += [f"{module.name}.{name}: {each}" for each in missing]
     return bad
 
 
+def is_named(name: str, text: str) -> bool:
+    """Whether `text` names it in backticks, stars and all, or stands for it with a prefix such as `generation_*`."""
+    prefixes = re.findall(r"`(\w+_)\*`", text)
+    return bool(re.search(rf"`\**{name}\b", text)) or any(name.startswith(prefix) for prefix in prefixes)
+
+
 def passed(module: str, node: Definition) -> list[str]:
-    """Returns the public names that a caller passes: parameters, fields that attrs takes, keys of a typed dictionary."""
+    """Returns what a caller names: parameters, the fields that attrs takes, the keys of a typed dictionary."""
     if isinstance(node, Function):
         names = [arg.arg for arg in arguments(node) if arg.arg not in ("self", "cls")]
     else:
@@ -201,7 +208,9 @@ def test_an_unnamed_parameter_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     text = '''
 import abc, attrs, typing
 def f(left, right, *rest, _own=1):
-    """Adds `left` to `*rest`."""
+    """Adds `left` to `*rest`, never to `rights`."""
+def g(decode_left, decoder):
+    """Takes `decode_*`."""
 @attrs.frozen
 class A:
     """Has a `size`."""
@@ -223,7 +232,7 @@ class D(typing.TypedDict):
     modules = plant(tmp_path, {"a.py": text}, name="planted_parameters")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = [line.rpartition("planted_parameters.a.")[2] for line in unnamed_parameters(modules)]
-    assert found == ["f: right", "A: weight", "A.g: x", "C: y", "D: total"]
+    assert found == ["f: right", "g: decoder", "A: weight", "A.g: x", "C: y", "D: total"]
 
 
 def test_an_open_signature_is_seen(tmp_path: Path) -> None:

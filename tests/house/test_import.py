@@ -61,8 +61,9 @@ def import_ms(package: str, path: Path, runs: int = 5) -> float:
     times = []
     for _ in range(runs + 1):
         run = python("-X", "importtime", "-c", code, path=path)
+        assert run.returncode == 0, run.stderr[-2000:]
         line = re.search(rf"^import time: +\d+ \| +(\d+) \| {package}$", run.stderr, re.MULTILINE)
-        assert line and not run.returncode, run.stderr[-2000:]
+        assert line
         times.append(int(line[1]) / 1000)
     return statistics.median(times[1:])  # the first run writes the bytecode
 

@@ -1,0 +1,291 @@
+"""What the analyzer says of trees and specs, sound and unsound."""
+
+import math
+from typing import Any
+
+import attrs
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+MESH = sr.mesh_shape("dp:2,tp:4")
+ANALYZER = sr.ShardingAnalyzer(MESH)
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# ---- validate_partition_specs ----
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P(),
+        P(None),
+        P(None, None),
+        P("dp", "tp"),
+        P("tp", "dp"),
+        P(("dp", "tp")),
+        P(None, ("tp", "dp")),
+        P(P.UNCONSTRAINED, "tp"),
+        None,
+        NamedSharding(MESH, P("tp")),
+    ],
+)
+def test_sound_specs_have_no_issues(spec: Any) -> None:
+    assert ANALYZER.validate_partition_specs({"a": f32(8, 16)}, {"a": spec}) == []
+
+
+UNSOUND: tuple[tuple[tuple[int, ...], Any, str], ...] = (
+    (
+        (8, 15),
+        P("dp", "tp"),
+        "w/0: Array shape (8, 15) not divisible by mesh axis tp size 4: dimension 1 is 15, remainder 3",
+    ),
+    (
+        (12, 4),
+        P(("dp", "tp")),
+        "w/0: Array shape (12, 4) not divisible by mesh axis dp x tp size 8: dimension 0 is 12, remainder 4",
+    ),
+    ((8,), P("dpp"), "w/0: the mesh has no axis 'dpp' (did you mean 'dp'?); it has dp, tp"),
+    ((8,), P("dp", "tp"), "w/0: P('dp', 'tp') has 2 entries, the array has 1 dimensions"),
+    ((), P("dp"), "w/0: P('dp') has 1 entries, the array has 0 dimensions"),
+    (
+        (8, 8),
+        P("dp", "dp"),
+        "w/0: P('dp', 'dp') uses axis 'dp' twice (duplicate entries for `dp`): dimensions 0 and 1",
+    ),
+    ((8,), P(3), "w/0: an entry of a PartitionSpec is None, an axis or a tuple of axes, got 3"),
+    ((8,), "dp", "w/0: a PartitionSpec, a NamedSharding or None is wanted, got str 'dp'"),
+)
+
+
+@pytest.mark.parametrize(("shape", "spec", "issue"), UNSOUND)
+def test_an_unsound_spec_is_one_issue_with_path_and_numbers(shape: tuple[int, ...], spec: Any, issue: str) -> None:
+    assert ANALYZER.validate_partition_specs({"w": [f32(*shape)]}, {"w": [spec]}) == [issue]
+
+
+def test_all_issues_of_all_leaves_are_listed_in_tree_order() -> None:
+    tree = {f"w{number}": f32(*shape) for number, (shape, *_) in enumerate(UNSOUND)}
+    specs = {f"w{number}": spec for number, (_, spec, _) in enumerate(UNSOUND)}
+    expected = [f"w{number}{issue.removeprefix('w/0')}" for number, (*_, issue) in enumerate(UNSOUND)]
+    assert ANALYZER.validate_partition_specs(tree, specs) == expected
+    several = ANALYZER.validate_partition_specs(f32(7, 8), P("tp", ("dp", "dp"), "zz"))
+    assert [issue.split(":")[0] for issue in several] == ["the tree"] * 3
+    assert [len([one for one in several if word in one]) for word in ("3 entries", "divisible", "twice")] == [1, 1, 1]
+
+
+def test_another_structure_is_an_issue_and_not_an_error() -> None:
+    issues = ANALYZER.validate_partition_specs({"a": f32(8), "b": f32(8)}, {"a": P("dp")})
+    assert len(issues) == 1
+    assert "does not have the structure of the tree" in issues[0]
+    assert "'b'" in issues[0]
+
+
+def test_static_leaves_and_numbers_are_passed_over() -> None:
+    model = eqx.nn.MLP(4, 8, 16, 2, key=jax.random.key(0))
+    specs = sr.FSDPShardingRule("tp", min_size_mb=0).plan(model, MESH).specs
+    assert ANALYZER.validate_partition_specs(model, specs) == []
+    assert ANALYZER.validate_partition_specs({"step": 3, "act": jax.nn.relu}, {"step": P(), "act": None}) == []
+
+
+# ---- estimate_memory_usage ----
+
+
+def test_usage_is_told_in_bytes() -> None:
+    tree = {"a": f32(8, 16), "b": f32(16), "i": jax.ShapeDtypeStruct((6, 2), jnp.int4)}
+    usage = ANALYZER.estimate_memory_usage(tree, {"a": P(("dp", "tp")), "b": P(), "i": P("dp")})
+    # i: 12 elements of 4 bits are 6 bytes, 6 elements on a device are 3.
+    assert usage == {
+        "total_size": 512 + 64 + 6,
+        "size_per_device": 64 + 64 + 3,
+        "sharded_size": 64 + 3,
+        "replicated_size": 64,
+        "device_count": 8,
+    }
+
+
+def test_of_uneven_shards_the_largest_counts() -> None:
+    assert ANALYZER.estimate_memory_usage(f32(10), P("tp"))["size_per_device"] == 3 * 4
+    assert ANALYZER.estimate_memory_usage(f32(3), P("tp"))["size_per_device"] == 4
+
+
+def test_nothing_takes_nothing() -> None:
+    usage = ANALYZER.estimate_memory_usage({}, {})
+    assert usage == dict.fromkeys(("total_size", "size_per_device", "sharded_size", "replicated_size"), 0) | {
+        "device_count": 8
+    }
+
+
+def test_an_optimizer_state_counts_like_any_tree() -> None:
+    params = {"w": f32(8, 16), "b": f32(16)}
+    plan = sr.FSDPShardingRule("tp", min_size_mb=0).plan(params, MESH)
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    usage = ANALYZER.estimate_memory_usage(state, plan.mirror(state).specs)
+    assert usage["size_per_device"] == 2 * (8 * 16 + 16) * 4 // 4 + 4
+
+
+def test_estimates_refuse_what_is_no_spec_and_list_it_all() -> None:
+    with pytest.raises(sr.TreeError, match=r"(?s)w: a PartitionSpec.*got str 'dp'.*z: .*got int 3"):
+        ANALYZER.estimate_memory_usage({"w": f32(8), "y": f32(8), "z": f32(8)}, {"w": "dp", "y": P(), "z": 3})
+    with pytest.raises(sr.TreeError, match="structure of the tree"):
+        ANALYZER.estimate_memory_usage({"w": f32(8)}, {"v": P()})
+
+
+def test_the_mesh_is_the_own_one_or_the_one_in_force() -> None:
+    analyzer = sr.ShardingAnalyzer()
+    with pytest.raises(sr.NoMeshError, match=r"ShardingAnalyzer\(mesh\)"):
+        analyzer.estimate_memory_usage(f32(8), P("dp"))
+    with jax.set_mesh(jax.make_mesh((8,), ("dp",))):
+        assert analyzer.estimate_memory_usage(f32(8), P("dp"))["size_per_device"] == 4
+        assert ANALYZER.estimate_memory_usage(f32(8), P("dp"))["size_per_device"] == 16
+
+
+# ---- analyze ----
+
+
+def tree_and_specs() -> tuple[Any, Any]:
+    tree = {
+        "embed": f32(64, 16),
+        "head": f32(16, 64),
+        "layers": [{"w": f32(16, 16), "norm": f32(16)} for _ in range(3)],
+        "scale": f32(),
+    }
+    specs = {
+        "embed": P("tp", "dp"),
+        "head": P(),
+        "layers": [{"w": P(None, "tp"), "norm": P()} for _ in range(3)],
+        "scale": P(),
+    }
+    return tree, specs
+
+
+def test_a_report_adds_up() -> None:
+    report = ANALYZER.analyze(*tree_and_specs())
+    embed, head, weights, norms = 4096, 4096, 3 * 1024, 3 * 64
+    assert report.mesh == "dp:2,tp:4"
+    assert (report.device_count, report.array_count, report.sharded_array_count) == (8, 9, 4)
+    assert report.element_count == 1024 + 1024 + 768 + 48 + 1
+    assert report.sharded_element_count == 1024 + 768
+    assert report.total_bytes == embed + head + weights + norms + 4
+    assert report.sharded_bytes == embed + weights
+    assert report.device_bytes == embed // 8 + head + weights // 4 + norms + 4
+    assert report.stored_bytes == embed + 8 * head + 2 * weights + 8 * norms + 8 * 4
+    assert report.sharded_share == report.sharded_bytes / report.total_bytes
+    assert report.redundancy == report.stored_bytes / report.total_bytes
+    assert report.balance == 1.0
+
+
+def test_a_report_tells_what_each_axis_does() -> None:
+    axes = ANALYZER.analyze(*tree_and_specs()).axes
+    assert axes == (sr.AxisUse("dp", 2, 1, 4096), sr.AxisUse("tp", 4, 4, 4096 + 3 * 1024))
+
+
+def test_a_report_lists_the_heaviest_replicated_arrays() -> None:
+    report = ANALYZER.analyze(*tree_and_specs())
+    assert report.replicated == (
+        sr.Weight("head", (16, 64), 1, 4096),
+        sr.Weight("layers/*/norm", (16,), 3, 192),
+        sr.Weight("scale", (), 1, 4),
+    )
+    tree, specs = tree_and_specs()
+    assert ANALYZER.analyze(tree, specs, largest=1).replicated == report.replicated[:1]
+    assert ANALYZER.analyze(tree, specs, largest=0).replicated == ()
+
+
+PAGE = """\
+mesh          dp:2,tp:4 (8 devices)
+arrays        9, of which 4 are split
+bytes         11.2 KiB in all, 62.5% in split arrays
+per device    5.4 KiB, balance 1.000, 3.89 copies
+axis 'dp'     size 2, splits 1 arrays, 4.0 KiB
+axis 'tp'     size 4, splits 4 arrays, 7.0 KiB
+largest replicated:
+     4.0 KiB  head  (16, 64)
+       192 B  layers/*/norm  x3  (16,)
+         4 B  scale  ()"""
+
+
+def test_a_report_prints_as_a_page() -> None:
+    assert str(ANALYZER.analyze(*tree_and_specs())) == PAGE
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "spec", "held"),
+    [
+        ((8, 16), jnp.float32, P(("tp", "dp")), [64] * 8),
+        ((10,), jnp.float32, P("tp"), [12, 12, 12, 12, 12, 12, 4, 4]),
+        ((2,), jnp.float32, P("tp"), [4, 4, 4, 4, 0, 0, 0, 0]),
+        ((6,), jnp.int4, P("dp"), [2] * 8),  # 3 elements of 4 bits: two bytes on each
+        ((3, 5), jnp.int4, P("dp", "tp"), [2, 2, 1, 0, 1, 1, 1, 0]),
+        ((0, 5), jnp.float32, P("dp", "tp"), [0] * 8),
+        ((5,), jnp.float32, P(), [20] * 8),
+    ],
+)
+def test_balance_is_the_average_device_over_the_fullest(
+    shape: tuple[int, ...], dtype: Any, spec: P, held: list[int]
+) -> None:
+    report = ANALYZER.analyze(jax.ShapeDtypeStruct(shape, dtype), spec)
+    assert report.device_bytes == max(held)
+    assert report.stored_bytes == sum(held)
+    assert report.balance == (sum(held) / 8 / max(held) if max(held) else 1.0)
+
+
+def test_a_report_on_nothing_divides_by_nothing() -> None:
+    report = ANALYZER.analyze({}, {})
+    assert (report.sharded_share, report.balance, report.redundancy) == (0.0, 1.0, 1.0)
+
+
+def test_a_report_is_a_value() -> None:
+    report = ANALYZER.analyze(*tree_and_specs())
+    assert report == ANALYZER.analyze(*tree_and_specs())
+    assert hash(report) == hash(ANALYZER.analyze(*tree_and_specs()))
+    with pytest.raises(attrs.exceptions.FrozenInstanceError, match="can't set attribute"):
+        report.device_bytes = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---- analyze_sharding_strategy ----
+
+
+def test_a_strategy_has_every_field_filled() -> None:
+    tree, specs = tree_and_specs()
+    found = sr.analyze_sharding_strategy(tree, specs, MESH)
+    report = ANALYZER.analyze(tree, specs)
+    assert found == {
+        "total_parameters": report.element_count,
+        "sharded_parameters": report.sharded_element_count,
+        "memory_per_device": report.device_bytes,
+        "balance_score": 1.0,
+        "partition_stats": {
+            "dp": {"size": 2, "arrays": 1, "bytes": 4096},
+            "tp": {"size": 4, "arrays": 4, "bytes": 7168},
+        },
+        "communication_cost": report.total_bytes - report.device_bytes,
+    }
+
+
+def test_communication_is_what_a_device_lacks_of_the_split_arrays() -> None:
+    tree, specs = tree_and_specs()
+    found = sr.analyze_sharding_strategy(tree, specs, MESH)
+    lacking = [
+        math.prod(x.shape) * 4 * (1 - 1 / ways)
+        for x, ways in ((tree["embed"], 8), *((layer["w"], 4) for layer in tree["layers"]))
+    ]
+    assert found["communication_cost"] == sum(lacking)
+
+
+def test_a_strategy_takes_the_mesh_in_force() -> None:
+    with jax.set_mesh(jax.make_mesh((8,), ("dp",))):
+        found = sr.analyze_sharding_strategy({"w": np.ones((8, 4), np.float32)}, {"w": P("dp")})
+    assert found["memory_per_device"] == 16
+    with pytest.raises(sr.NoMeshError, match="needs a mesh"):
+        sr.analyze_sharding_strategy({"w": f32(8)}, {"w": P("dp")})
