@@ -12,8 +12,8 @@ figures are medians of these ratios. The contestants:
 
 Before anything is timed, the specs of all contestants are compared leaf by leaf: the race is off when two differ. A
 second part gives a rule that reads the mesh (five regexes, then `AutoShardingRule`) meshes of 8, 512 and 65,536
-devices. The garbage collector is left as Python has it; it is run before each sample, and each result is freed before
-the next call. Calls under a few milliseconds are timed in batches.
+devices. The garbage collector is left as Python has it, unless `--no-gc` is given; it is run before each sample, and
+each result is freed, outside the time, before the next call. Calls under a few milliseconds are timed in batches.
 
 **Last answer.** (not yet measured)
 
@@ -265,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [tree.name for tree in TREES]
     parser.add_argument("--only", choices=[*names, "devices"], action="append", help="only this part (may be repeated)")
     parser.add_argument("--no-peers", action="store_true", help="leave eformer and scalax out")
+    parser.add_argument("--no-gc", action="store_true", help="run the garbage collector between samples only")
     parser.add_argument("--smoke", action="store_true", help="toy trees and two rounds: shows that all of it runs")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -273,6 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("the targets are for the real sizes: use --check without --smoke")
 
     jax.config.update("jax_platforms", "cpu")  # one peer may ask for devices, and no accelerator is wanted here
+    if chosen.no_gc:
+        gc.disable()
     effort = TOY if chosen.smoke else FULL
     peers = {} if chosen.no_peers else find_peers()
     parts = chosen.only or [*names, "devices"]
@@ -293,13 +296,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "processor": processor(),
         "python": platform.python_version(),
         "jax": jax.__version__,
+        "garbage_collector": "off" if chosen.no_gc else "on",
     }
     if chosen.json:
         print(json.dumps({**setting, "rows": [attrs.asdict(row) for row in rows], "missed": len(missed)}, indent=2))
     else:
         print(table(rows))
         where = f"{setting['date']}, {setting['processor']}, Python {setting['python']}, JAX {setting['jax']}"
-        print(f"\n{where}; {len(missed)} targets missed")
+        print(f"\n{where}, garbage collector {setting['garbage_collector']}; {len(missed)} targets missed")
     return 1 if chosen.check and missed else 0
 
 

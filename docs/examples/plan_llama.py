@@ -86,8 +86,12 @@ def main() -> None:
     stacked = stacked_rules.plan(eqx.filter_eval_shape(Llama, seed=0, stacked=True), mesh)
     print(unrolled, stacked, sep="\n\n")
 
-    ours, theirs = unrolled.memory(), stacked.memory()
-    print(f"\n{ours=} {theirs=}")
+    one, other = unrolled.memory(), stacked.memory()
+    same = "the same" if one.device_bytes == other.device_bytes else "not the same"
+    print(
+        f"\nunrolled: {one.leaf_count} arrays, {one.device_bytes:,} bytes per device; "
+        f"stacked: {other.leaf_count} arrays, {other.device_bytes:,} bytes per device: {same}"
+    )
 
 
 if __name__ == "__main__":

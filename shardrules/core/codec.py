@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import attrs
 import jax
 from jax.sharding import AbstractMesh
 
 from shardrules.core.errors import PlanError
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, Severity
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import spec_from_json, spec_to_json
 
@@ -90,27 +91,51 @@ def loads(
         data = json.loads(text)
         if data["shardrules"] != FORMAT:
             raise PlanError(f"this plan is of format {data['shardrules']!r}, this version reads {FORMAT}")
-        sizes = data["mesh"]
-        mesh = None if sizes is None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        groups = [_leaf_from_json(one, mesh) for one in data["leaves"]]
-        findings = tuple(_finding(one) for one in data["findings"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        mesh = None if data["mesh"] is None else _mesh(data["mesh"])
+        groups = [_leaf_from_json(one, mesh) for one in _read(data["leaves"], list)]
+        findings = tuple(_finding(one) for one in _read(data["findings"], list))
+    except (LookupError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"this text is not a plan: {type(error).__name__}: {error}") from error
     return mesh, groups, findings
 
 
-def _finding(data: dict[str, Any]) -> Finding:
-    shape = data["shape"]
-    return Finding(**{**data, "shape": None if shape is None else tuple(shape)})
+def _read(value: Any, kind: type | UnionType) -> Any:
+    """Returns `value`, which people may have edited, after a look at its type."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{value!r} where {kind.__name__ if isinstance(kind, type) else kind} is wanted")
+    return value
 
 
-def _leaf_from_json(data: dict[str, Any], mesh: AbstractMesh | None) -> tuple[list[str], Leaf, Decision]:
-    spec = None if data["spec"] is None else spec_from_json(data["spec"])
-    axes = None if data["axes"] is None else tuple(data["axes"])
-    leaf = Leaf(data["paths"][0], tuple(data["shape"]), _dtype(data["dtype"]), mesh, None, axes)
-    return data["paths"], leaf, Decision(spec, data["reason"], None if data["rule"] == "-" else data["rule"])
+def _tuple(value: Any, kind: type | UnionType, least: int = 0) -> tuple[Any, ...]:
+    found = tuple(_read(one, kind) for one in _read(value, list))
+    if any(isinstance(one, int) and one < least for one in found):
+        raise ValueError(f"{value!r} has a number below {least}")
+    return found
+
+
+def _mesh(sizes: Any) -> AbstractMesh:
+    return AbstractMesh(_tuple(list(_read(sizes, dict).values()), int, 1), tuple(sizes))
+
+
+def _finding(data: Any) -> Finding:
+    for field in ("code", "message", "path", "remedy", "rule"):
+        _read(data[field], str)
+    _read(data["dim"], int | None)
+    _read(data["axis"], str | None)
+    _read(data["count"], int)
+    if data["severity"] not in get_args(Severity):
+        raise ValueError(f"{data['severity']!r} is no severity")
+    return Finding(**{**data, "shape": None if data["shape"] is None else _tuple(data["shape"], int)})
+
+
+def _leaf_from_json(data: Any, mesh: AbstractMesh | None) -> tuple[list[str], Leaf, Decision]:
+    spec = None if data["spec"] is None else spec_from_json(_read(data["spec"], list))
+    axes = None if data["axes"] is None else _tuple(data["axes"], str | None)
+    paths, rule = list(_tuple(data["paths"], str)), _read(data["rule"], str)
+    leaf = Leaf(paths[0], _tuple(data["shape"], int), _dtype(_read(data["dtype"], str)), mesh, None, axes)
+    return paths, leaf, Decision(spec, _read(data["reason"], str), None if rule == "-" else rule)
 
 
 def _dtype(name: str) -> Any:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.core import codec
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text, check_leaves
-from shardrules.core.errors import NoMeshError, PlanError, RuleError, RuleTypeError, TreeError, suggest
+from shardrules.core.errors import NoMeshError, PlanError, RuleError, RuleTypeError, ShardRulesError, TreeError, suggest
 from shardrules.core.finding import Finding, listing, merged, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.mirror import Planned, mirror
@@ -66,6 +66,7 @@ class Leaves:
     - `places`: the number of each kind in the survey.
     - `survey`: the whole tree.
     - `settled`: what earlier rules of a composite have decided: leaf, with its spec, and count.
+    - `heard`: where to write down what each rule says; `None`, except for `plan.explain`.
     """
 
     items: tuple[Leaf, ...]
@@ -73,6 +74,7 @@ class Leaves:
     places: tuple[int, ...]
     survey: Survey
     settled: tuple[tuple[Leaf, int], ...] = ()
+    heard: "list[_Heard] | None" = None
 
     def select(self, chosen: Sequence[int], settled: Iterable[tuple[Leaf, int]] = ()) -> "Leaves":
         """Returns some of these leaves.
@@ -94,6 +96,7 @@ class Leaves:
             tuple([self.places[one] for one in chosen]),
             self.survey,
             (*self.settled, *settled),
+            self.heard,
         )
 
     def replace(self, items: Iterable[Leaf]) -> "Leaves":
@@ -175,7 +178,7 @@ class ShardingRule(abc.ABC):
         ```
         """
         found, where, verdict = _decided(self, pytree, mesh, path_style)
-        noted = verdict.findings
+        noted = (*verdict.findings, *_ambiguous(found))
         if mesh is not None and where is not None and mesh_sizes(mesh) != mesh_sizes(where):
             message = f"the rule's own mesh ({mesh_text(where)}) was taken, not the one given ({mesh_text(mesh)})"
             noted = (*noted, Finding("warning", "mesh-ignored", message, remedy="Give the mesh in one place"))
@@ -342,6 +345,15 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
     """
     if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
+    if leaves.heard is None:
+        return _verdict(rule, leaves)
+    inside: list[_Heard] = []
+    verdict = _verdict(rule, attrs.evolve(leaves, heard=inside))
+    leaves.heard.append(_Heard(rule, leaves, verdict, inside))
+    return verdict
+
+
+def _verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
     if not isinstance(rule, LeavesShardingRule):
         return _decide_by_apply(rule, leaves)
     verdict = rule.decide_all(leaves)
@@ -390,7 +402,8 @@ def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
 def _decided(
     rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
 ) -> tuple[Survey, AnyMesh | None, Verdict]:
-    where = rule.mesh or mesh or _inner_mesh(rule) or current_mesh()
+    where = next((one for one in (rule.mesh, mesh, _inner_mesh(rule)) if one is not None), None)
+    where = current_mesh() if where is None else where
     found = survey(pytree, where, reads_index=rule.reads_index, path_style=path_style)
     verdict = decide(rule, _all_leaves(found))
     if verdict.idle and found.leaves:
@@ -400,6 +413,16 @@ def _decided(
         count = sum(finding.count for finding in problems)
         raise _plan_error(f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided", problems)
     return found, where, verdict
+
+
+def _ambiguous(found: Survey) -> Iterator[Finding]:
+    """An error for each path that two leaves share, which a key with a slash in it can bring about."""
+    if not found.slashed:
+        return
+    for path, count in collections.Counter(found.paths()).items():
+        if count > 1:
+            why = f"{count} leaves have this path, since a key holds a slash; a plan tells leaves apart by their paths"
+            yield Finding("error", "ambiguous-path", why, path, "Rename one of the keys")
 
 
 def _within(rule: ShardingRule) -> Iterator[ShardingRule]:
@@ -624,7 +647,7 @@ class MirrorShardingRule(LeavesShardingRule):
 
     **Arguments:**
 
-    - `plan`: the plan of the parameters; it is kept as `(path, shape, spec)` triples.
+    - `planned`: the plan of the parameters; it is kept as `(path, shape, spec)` triples.
 
     ```python
     params = {"w": np.ones((8, 4))}
@@ -857,8 +880,32 @@ class ShardingPlan:
         yield f"  {spec_repr(decision.spec)}, {bytes_text(share)} of {bytes_text(leaf.nbytes)} per device"
         yield f"  decided by {rule_text(decision.rule)}: {decision.reason}"
         if self.rule is not None:
-            yield "  asked one by one:"
-            yield from _said(self.rule, _all_leaves(self.survey), kind, "    ")
+            yield "  rule by rule:"
+            yield from self._heard[0].lines(kind, "    ")
+
+    @functools.cached_property
+    def _heard(self) -> "list[_Heard]":
+        heard: list[_Heard] = []
+        if self.rule is not None:
+            decide(self.rule, attrs.evolve(_all_leaves(self.survey), heard=heard))
+        return heard
+
+    def tally(self) -> dict[str, int]:
+        """Returns how many leaves each reason decided, so that a pattern that takes too many is seen.
+
+        **Returns:**
+
+        From rule and reason to the number of leaves, most first.
+
+        ```python
+        plan = sr.RegexShardingRule([("w", P())]).plan({"down": np.ones(8), "w": np.ones(8), "bias": np.ones(8)})
+        assert plan.tally() == {"RegexShardingRule: matches 'w'": 2, "-: no pattern matches": 1}
+        ```
+        """
+        counted: collections.Counter[str] = collections.Counter()
+        for decision, count in zip(self.decisions, self.counts, strict=True):
+            counted[f"{rule_text(decision.rule)}: {decision.reason}"] += count
+        return dict(counted.most_common())
 
     def diff(self, other: "ShardingPlan") -> "PlanDiff":
         """Returns what is different in `other`.
@@ -1036,19 +1083,45 @@ class ShardingPlan:
         return table_html(*self._table())
 
 
-def _said(rule: ShardingRule, leaves: Leaves, kind: int, indent: str) -> Iterator[str]:
-    """What a rule, and each rule inside it, says about one leaf when it is asked alone."""
-    try:
-        if isinstance(rule, LeafShardingRule):
-            decision = decide(rule, leaves.select([kind])).decisions[0]
-        else:
-            decision = decide(rule, leaves).decisions[kind]
-        answer = f"{spec_repr(decision.spec)}: {decision.reason}"
-    except (RuleError, NoMeshError, TreeError, PlanError) as error:
-        answer = f"cannot be asked alone: {error}"
-    yield f"{indent}{rule_text(rule)} -> {answer}"
-    for part in rule.parts:
-        yield from _said(part, leaves, kind, indent + "  ")
+@final
+@attrs.frozen(eq=False)
+class _Heard:
+    """What one rule was asked and said, and what the rules inside it said on the way."""
+
+    rule: ShardingRule
+    leaves: Leaves
+    verdict: Verdict
+    inside: "list[_Heard]"
+
+    def about(self, kind: int) -> Decision | None:
+        """What it said about one kind of leaf; `None` when it was not asked about that."""
+        if kind not in self.leaves.places:
+            return None
+        return self.verdict.decisions[self.leaves.places.index(kind)]
+
+    def lines(self, kind: int, indent: str) -> Iterator[str]:
+        decision = self.about(kind)
+        if decision is None:
+            yield f"{indent}{rule_text(self.rule)}: not asked"
+            return
+        yield f"{indent}{rule_text(self.rule)}: {spec_repr(decision.spec)}, {decision.reason}"
+        for part in self.rule.parts:
+            asked = [one for one in self.inside if one.rule is part and one.about(kind) is not None]
+            if asked:
+                yield from asked[0].lines(kind, indent + "  ")
+            else:
+                yield f"{indent}  {rule_text(part)}: not asked; {self._alone(part, kind)}"
+
+    def _alone(self, part: ShardingRule, kind: int) -> str:
+        """What a rule would have said, had no rule before it decided."""
+        alone = attrs.evolve(self.leaves.select([self.leaves.places.index(kind)]), settled=(), heard=None)
+        try:
+            verdict = decide(part, alone)
+        except ShardRulesError as error:
+            return f"asked alone it cannot say: {error}"
+        if verdict.findings and verdict.findings[0].code == "conflict":
+            return f"asked alone it would refuse: {verdict.findings[0].message}"
+        return f"alone it would say {spec_repr(verdict.decisions[0].spec)}, {verdict.decisions[0].reason}"
 
 
 @final

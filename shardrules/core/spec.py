@@ -230,6 +230,24 @@ def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str,
     return tuple(-(-dim // split) for dim, split in zip(shape, _ways(entries(spec, len(shape)), sizes), strict=False))
 
 
+def device_dtype(dtype: Any) -> Any:
+    """Returns the dtype that an array has once it is on a device: 64-bit types follow JAX's x64 mode.
+
+    **Arguments:**
+
+    - `dtype`: any dtype, PRNG key types included.
+
+    **Returns:**
+
+    A dtype.
+
+    ```python
+    assert device_dtype(np.dtype("float64")) == np.dtype("float64" if jax.config.jax_enable_x64 else "float32")
+    ```
+    """
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(np.dtype(dtype))
+
+
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Returns the bytes that XLA gives an array: sub-byte types are packed, 64-bit ones follow JAX's x64 mode.
 
@@ -248,7 +266,7 @@ def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return math.prod(shape) * dtype.itemsize
-    bits = jax.dtypes.itemsize_bits(jax.dtypes.canonicalize_dtype(np.dtype(dtype)))
+    bits = jax.dtypes.itemsize_bits(device_dtype(dtype))
     return -(-math.prod(shape) * bits // 8)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import TreeError
 from shardrules.core.leaf import Leaf
+from shardrules.core.spec import device_dtype
 
 ReadsIndex: TypeAlias = Literal["no", "width", "value"]
 """What a rule reads of a list index in a path: nothing, how many digits it has, or the index itself."""
@@ -56,6 +57,7 @@ class Survey:
     - `carried`: position and value of every leaf that is neither array nor number.
     - `numbers`: position and value of every Python number.
     - `root`: the graph that spells out paths.
+    - `slashed`: whether a key holds a slash, so that two leaves may have one path.
 
     ```python
     found = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
@@ -70,6 +72,7 @@ class Survey:
     carried: tuple[tuple[int, Any], ...]
     numbers: tuple[tuple[int, Any], ...]
     root: Any
+    slashed: bool = False
 
     def paths(self) -> tuple[str, ...]:
         """Returns the path of every array of the tree, in order."""
@@ -104,7 +107,7 @@ class Survey:
 
         The tree.
         """
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype)) for leaf in leaves]
         result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kinds]
         for position, value in (*self.carried, *self.numbers):
             result[position] = value
@@ -249,7 +252,7 @@ def _survey(
         root = walker.meet(0, "", "") if flat else ((), ())
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
-    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root)
+    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root, walker.slashed)
 
 
 @final
@@ -263,6 +266,7 @@ class _Walker:
     reads_index: ReadsIndex
     path_style: PathStyle
     boxes: type | None  # must not be met: the tree was flattened without asking for them
+    slashed: bool = False
     leaves: list[Leaf] = attrs.field(factory=list)
     numbers: dict[tuple[str, int], int] = attrs.field(factory=dict)
     kinds: list[int] = attrs.field(default=attrs.Factory(lambda self: [_STATIC] * len(self.codes), takes_self=True))
@@ -295,8 +299,11 @@ class _Walker:
             count = part.num_leaves
             if not count:
                 continue
+            if "/" in text:
+                self.slashed = True
             if self.reads_index == "value" or not (text.isdecimal() and text.isascii()):
-                found = self.enter(child, part, start, path + text, pattern + text)
+                name = text.replace("#", "#~") if "#" in text else text  # no name may look like the mark of an index
+                found = self.enter(child, part, start, path + text, pattern + name)
             else:
                 mark = "#" if self.reads_index == "no" else "#" * len(text)
                 shared = (mark, part, self.packed[start : start + count].tobytes())

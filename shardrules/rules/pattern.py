@@ -85,7 +85,7 @@ def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:
 
     ```python
     assert reads_index(re.compile(r"layers/\\d+/mlp/.*")) == "no"
-    assert reads_index(re.compile(r"layers.\\d+.mlp")) == "width"
+    assert reads_index(re.compile(r"layers/\\d/mlp")) == "width"
     assert reads_index(re.compile(r"layers/3/mlp")) == "value"
     ```
     """
@@ -120,7 +120,7 @@ def _tokens(text: str) -> Iterator[_Token]:
             place += 1
 
 
-_REPEAT = re.compile(r"\{(\d+,?\d*|,\d+)\}")
+_REPEAT = re.compile(r"\{(\d+,?\d*|,\d*)\}")
 
 
 def _plain(char: str) -> _Token:
@@ -160,6 +160,8 @@ def _char_class(text: str, place: int) -> tuple[int, _Token]:
             every = every or token.kind == "any"
             slash = slash or text[place + 1] in "SDW/"
             place += 2
+            if text[place : place + 1] == "-" and text[place + 1 : place + 2] not in ("]", ""):
+                raise _Unreadable("a range that begins with an escape")
         elif text[place + 1 : place + 2] == "-" and text[place + 2 : place + 3] not in ("]", ""):
             low, high = char, text[place + 2]
             if low.isdigit() or high.isdigit() or high == "\\":
@@ -211,8 +213,8 @@ def _read(tokens: list[_Token]) -> ReadsIndex:
             depth += 1
         elif token.text == ")":
             depth -= 1
-        elif token.text == "{}":
-            width = True
+        elif token.text == "{}" or (token.text in _QUANTIFIERS and follow and follow[0] == "+"):
+            width = True  # a count; or a possessive quantifier, which gives nothing back for the rest to match
     return "width" if width else "no"
 
 

@@ -1,0 +1,241 @@
+"""The text of plans: what is written, what is read back, and what is refused."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.core import codec
+
+MESH = sr.mesh_shape("data:4,model:2")
+KEYS = [jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype for impl in ("threefry2x32", "rbg")]
+DTYPES: list[Any] = [
+    *(jnp.bool_, jnp.int2, jnp.uint2, jnp.int4, jnp.uint4, jnp.int8, jnp.uint8, jnp.int16, jnp.int32, jnp.uint32),
+    *(jnp.float4_e2m1fn, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64),
+    *(np.int64, np.float64, np.complex128),
+    *KEYS,
+    jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg")).dtype,
+]
+FINDING = sr.Finding("warning", "fitted", "dropped", "w", "Correct it", (8, 4), 1, "model", 3, "FittedShardingRule")
+
+GOLDEN = """\
+{
+ "shardrules": 1,
+ "fingerprint": "f00",
+ "mesh": {
+  "data": 4,
+  "model": 2
+ },
+ "leaves": [
+  {
+   "paths": [
+    "layers/0/w",
+    "layers/1/w"
+   ],
+   "shape": [
+    8,
+    4
+   ],
+   "dtype": "bfloat16",
+   "axes": [
+    "embed",
+    null
+   ],
+   "spec": [
+    "data",
+    null,
+    [
+     "model",
+     "x"
+    ],
+    "?"
+   ],
+   "rule": "Rule",
+   "reason": "because"
+  },
+  {
+   "paths": [
+    "b"
+   ],
+   "shape": [],
+   "dtype": "int4",
+   "axes": null,
+   "spec": null,
+   "rule": "-",
+   "reason": ""
+  }
+ ],
+ "findings": [
+  {
+   "severity": "warning",
+   "code": "fitted",
+   "message": "dropped",
+   "path": "w",
+   "remedy": "Correct it",
+   "shape": [
+    8,
+    4
+   ],
+   "dim": 1,
+   "axis": "model",
+   "count": 3,
+   "rule": "FittedShardingRule"
+  }
+ ]
+}"""
+
+
+def example() -> tuple[list[tuple[list[str], sr.Leaf, sr.Decision]], str]:
+    weight = sr.Leaf("layers/0/w", (8, 4), np.dtype(jnp.bfloat16), MESH, axes=("embed", None))
+    bias = sr.Leaf("b", (), np.dtype(jnp.int4), MESH)
+    spec = P("data", None, ("model", "x"), P.UNCONSTRAINED)
+    groups = [
+        (["layers/0/w", "layers/1/w"], weight, sr.Decision(spec, "because", "Rule")),
+        (["b"], bias, sr.Decision(None, "")),
+    ]
+    names = ("Rule", "-")
+    leaves = [codec.leaf_to_json(*group, name) for group, name in zip(groups, names, strict=True)]
+    return groups, codec.dumps({"data": 4, "model": 2}, leaves, [FINDING], "f00")
+
+
+def test_the_text_is_laid_out_for_diffs() -> None:
+    assert example()[1] == GOLDEN
+
+
+def test_what_was_written_is_read() -> None:
+    groups, text = example()
+    mesh, read, findings = codec.loads(text)
+    assert mesh == MESH
+    assert read == groups
+    assert findings == (FINDING,)
+
+
+def test_an_empty_plan_without_a_mesh() -> None:
+    assert codec.loads(codec.dumps(None, [], [], "")) == (None, [], ())
+
+
+def test_a_mesh_keeps_the_order_of_its_axes() -> None:
+    mesh, _, _ = codec.loads(codec.dumps({"z": 2, "a": 1, "m": 4}, [], [], ""))
+    assert mesh is not None
+    assert (mesh.axis_names, mesh.axis_sizes) == (("z", "a", "m"), (2, 1, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back(dtype: Any) -> None:
+    shape = jax.ShapeDtypeStruct((8, 3), dtype)
+    plan = sr.DimShardingRule("data", 0).plan({"x": shape}, MESH)
+    read = sr.ShardingPlan.from_json(plan.to_json())
+    assert read == plan
+    assert read.fingerprint == plan.fingerprint
+    assert read.leaves[0].dtype == plan.leaves[0].dtype
+    assert read.memory() == plan.memory()
+    assert sr.ShardingPlan.from_json(plan.to_json(), {"x": shape}) == plan
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        P(),
+        P(None),
+        P("data"),
+        P(None, "data"),
+        P(("data", "model"), None),
+        P(P.UNCONSTRAINED, ("model",)),
+        P(("data",)),
+        P((), "data"),
+    ],
+    ids=str,
+)
+def test_every_spec_comes_back(spec: P | None) -> None:
+    tree = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    plan = sr.SpecTreeShardingRule({"x": spec}).plan(tree, MESH)
+    assert sr.ShardingPlan.from_json(plan.to_json()) == plan
+    assert sr.ShardingPlan.from_json(plan.to_json(), tree) == plan
+    assert sr.ShardingPlan.from_json(plan.to_json()).decision("x").spec == spec
+
+
+@pytest.mark.parametrize("path", ["w", "a b/ü", 'q"uote', "back\\slash", "line\nbreak", "tab\t|pipe", "\u2028", "?"])
+def test_every_path_comes_back(path: str) -> None:
+    plan = sr.DimShardingRule("data", 0).plan({path: np.ones(8)}, MESH)
+    read = sr.ShardingPlan.from_json(plan.to_json())
+    assert read == plan
+    assert read.paths == (path,)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "this text is not a plan: JSONDecodeError"),
+        ("{", "this text is not a plan: JSONDecodeError"),
+        ("null", "this text is not a plan: TypeError"),
+        ("[]", "this text is not a plan: TypeError"),
+        ("{}", "this text is not a plan: KeyError: 'shardrules'"),
+        ('{"shardrules": 2}', "this plan is of format 2, this version reads 1"),
+        ('{"shardrules": "1"}', "this plan is of format '1', this version reads 1"),
+        ('{"shardrules": 1}', "this text is not a plan: KeyError: 'mesh'"),
+        (GOLDEN.replace('"bfloat16"', '"bfloat17"'), "this text is not a plan: .*bfloat17"),
+        (GOLDEN.replace('"bfloat16"', '"key<abc>"'), r"a PRNG key type 'key<abc>' .* known are key<fry>, key<rbg>"),
+        (GOLDEN.replace('"data",\n    null', "3,\n    null"), "this text is not a plan: SpecError: .*got 3"),
+        (GOLDEN.replace('"severity"', '"loudness"'), "this text is not a plan: TypeError: .*loudness"),
+        (GOLDEN.replace('[\n    "b"\n   ]', "[]"), "this text is not a plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, match: str) -> None:
+    with pytest.raises(sr.PlanError, match=f"(?s){match}"):
+        codec.loads(text)
+    with pytest.raises(sr.PlanError, match=f"(?s){match}"):
+        sr.ShardingPlan.from_json(text)
+
+
+def mangled(data: Any) -> Iterator[Any]:
+    """Every way to replace one value inside `data` by one of another kind, or to leave it out."""
+    strange: list[Any] = [None, True, -3, 1.5, "x", [], ["x"], [[3]], {}, {"x": 0}]
+    yield from strange
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield {other: one for other, one in data.items() if other != key}
+            for changed in mangled(value):
+                yield {**data, key: changed}
+    elif isinstance(data, list):
+        for place, value in enumerate(data):
+            yield data[:place] + data[place + 1 :]
+            for changed in mangled(value):
+                yield [*data[:place], changed, *data[place + 1 :]]
+
+
+def test_whatever_is_changed_in_a_text_is_a_plan_or_refused() -> None:
+    accepted = refused = 0
+    for data in mangled(json.loads(GOLDEN)):
+        try:
+            plan = sr.ShardingPlan.from_json(json.dumps(data))
+            str(plan), plan.fingerprint, plan.to_json()
+            accepted += 1
+        except sr.PlanError:
+            refused += 1
+    assert accepted > 10
+    assert refused > 100
+
+
+def test_reading_starts_no_backend() -> None:
+    shape = {"key": jax.ShapeDtypeStruct((8,), KEYS[0]), "w": jax.ShapeDtypeStruct((8, 4), jnp.int4)}
+    text = sr.DimShardingRule("data", 0).plan(shape, sr.mesh_shape("data:4096")).to_json()
+    script = (
+        "import sys, shardrules as sr\n"
+        "from jax.extend.backend import get_backend\n"
+        "plan = sr.ShardingPlan.from_json(sys.stdin.read())\n"
+        "print(plan, plan.fingerprint, len(plan.to_json()))\n"
+        "from jax._src import xla_bridge\n"
+        "print('backends:', sorted(xla_bridge._backends))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "backends: []" in done.stdout

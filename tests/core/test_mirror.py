@@ -1,0 +1,422 @@
+"""Optimizer states against optax: which leaf belongs to which parameter, and what a factored one really kept.
+
+Two oracles, neither of which reads paths: `optax.tree_map_params` knows which leaves stand for parameters, and for
+factored states an update on random gradients tells over which dimension each statistic was averaged.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.core.mirror import Planned, homes, mirror
+from shardrules.core.spec import entries, make_spec, same
+
+MESH = sr.mesh_shape("a:2,b:2,c:2")
+MESH_4 = sr.mesh_shape("a:2,b:2,c:2,d:2")
+SPECS: dict[int, tuple[P, ...]] = {
+    0: (P(),),
+    1: (P("a"), P(), P(("b", "c"))),
+    2: (P("a", "b"), P(None, "c"), P("c"), P(), P(("c", "a"), None), P("b", ("a", "c"))),
+    3: (P(None, "a", "b"), P("c", None, "a"), P("b"), P(None, None, ("a", "c")), P("a", "b", "c")),
+    4: (P("a", "b", None, "c"), P(None, "c"), P("c", "b", "a")),
+}
+
+
+def is_masked(node: object) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def pinned(params: Any) -> sr.ShardingPlan:
+    """A plan in which neighbours of equal shape have different specs."""
+    leaves, treedef = jax.tree.flatten(params)
+    specs = [SPECS[x.ndim][number % len(SPECS[x.ndim])] for number, x in enumerate(leaves)]
+    return sr.SpecTreeShardingRule(jax.tree.unflatten(treedef, specs)).plan(params, MESH).check()
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def dicts() -> Any:
+    """Equal shapes, names that end each other, names that optimizers use for themselves."""
+    square, row = f32(8, 8), f32(8)
+    return {
+        "embed": f32(16, 8),
+        "layers": [{"attn": {"q": square, "k": square, "v": square}, "w": square, "b": row} for _ in range(3)],
+        "mu": {"w": square, "b": row},
+        "v": {"q": square},
+        "w": square,
+        "b": row,
+        "scale": f32(),
+        "stack": f32(4, 8, 8),
+    }
+
+
+@functools.cache
+def module() -> Any:
+    """Equinox modules, some of them stacked, in the form in which optimizers see them."""
+
+    def make() -> Any:
+        keys = jax.random.split(jax.random.key(0), 4)
+        return {
+            "mlp": eqx.nn.MLP(8, 8, 8, 3, key=keys[0]),
+            "attention": eqx.nn.MultiheadAttention(2, 8, key=keys[1]),
+            "norm": eqx.nn.LayerNorm(8),
+            "blocks": eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 8, key=key))(jax.random.split(keys[2], 4)),
+            "cell": eqx.nn.GRUCell(8, 8, key=keys[3]),
+        }
+
+    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else None, eqx.filter_eval_shape(make))
+
+
+def many_dims(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def by_rank(params: Any) -> Any:
+    return jax.tree.map(lambda x: "wide" if x.ndim > 1 else "narrow", params)
+
+
+OPTIMIZERS: dict[str, optax.GradientTransformation | optax.GradientTransformationExtraArgs | optax.MultiSteps] = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3),
+    "adamw with a mask": optax.adamw(1e-3, mask=many_dims),
+    "amsgrad": optax.amsgrad(1e-3),
+    "lion": optax.lion(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "rmsprop": optax.rmsprop(1e-3, centered=True, momentum=0.9),
+    "ema": optax.ema(0.99),
+    "schedule free": optax.contrib.schedule_free_adamw(1e-3),
+    "muon": optax.contrib.muon(1e-3),
+    "masked": optax.masked(optax.adam(1e-3), many_dims),
+    "multi_transform": optax.multi_transform(
+        {"wide": optax.adam(1e-3), "narrow": optax.sgd(1e-2, momentum=0.9)}, by_rank
+    ),
+    "multi_transform of masks": optax.multi_transform(
+        {"wide": optax.masked(optax.lion(1e-3), many_dims), "narrow": optax.set_to_zero()}, by_rank
+    ),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), every_k_schedule=4),
+    "MultiSteps of multi_transform": optax.MultiSteps(
+        optax.multi_transform({"wide": optax.adam(1e-3), "narrow": optax.lion(1e-3)}, by_rank), every_k_schedule=2
+    ),
+    "chain": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(1e-2, mask=many_dims),
+        optax.trace(0.9),
+        optax.scale_by_schedule(optax.constant_schedule(1e-3)),
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3),
+}
+TREES: dict[str, Callable[[], Any]] = {"dicts": dicts, "module": module}
+
+
+def adam_state(params: Any) -> Any:
+    return jax.eval_shape(optax.adam(1e-3).init, params)
+
+
+def described(leaves: Any) -> list[str]:
+    """Specs in one canonical form, so that a failure shows them."""
+    return [str(make_spec(entries(spec, 4))) for spec in jax.tree.leaves(leaves)]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_leaf_of_a_state_has_the_spec_of_its_parameter(name: str, tree: str) -> None:
+    optimizer, params = OPTIMIZERS[name], TREES[tree]()
+    plan = pinned(params)
+    state = jax.eval_shape(optimizer.init, params)
+    expected = optax.tree_map_params(
+        optimizer,
+        lambda leaf, spec: leaf if is_masked(leaf) else spec,
+        state,
+        plan.specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=is_masked,
+    )
+    mirrored = plan.mirror(state).check()
+    assert described(mirrored.specs) == described(expected)
+    assert jax.tree.structure(mirrored.specs) == jax.tree.structure(state)
+    assert mirrored.mesh == MESH
+
+
+def test_a_real_state_has_the_plan_of_its_shapes() -> None:
+    optimizer, params = OPTIMIZERS["adamw with a mask"], {"w": np.ones((8, 8)), "b": np.ones(8)}
+    plan = pinned(params)
+    real, shapes = plan.mirror(optimizer.init(params)), plan.mirror(jax.eval_shape(optimizer.init, params))
+    assert real == shapes
+    assert real.fingerprint == shapes.fingerprint
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_gradients_averages_and_train_states_mirror_too(tree: str) -> None:
+    params = TREES[tree]()
+    plan = pinned(params)
+    assert plan.mirror(params).specs == plan.specs
+    whole = {"step": 0, "params": params, "average": params, "rng": jax.random.key(0), "opt": (params, (params,))}
+    specs = plan.mirror(whole).check().specs
+    assert specs["step"] == specs["rng"] == P()
+    assert [described(part) for part in (specs["params"], specs["average"], *specs["opt"][:1], *specs["opt"][1])] == [
+        described(plan.specs)
+    ] * 4
+
+
+def test_the_plan_of_a_model_serves_the_state_of_its_arrays() -> None:
+    # The model has callables and None among its leaves, what the optimizer sees has only arrays.
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 8, 8, 8, 2, key=jax.random.key(0))
+    plan = sr.DimShardingRule("a", 0).plan(model, MESH)
+    state = adam_state(eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct)))
+    specs = plan.mirror(state).check().specs
+    assert specs[0].mu.layers[1].weight == P("a", None)
+    assert specs[0].nu.layers[2].bias == P("a")
+    assert specs[0].count == P()
+
+
+def test_a_single_array_is_mirrored() -> None:
+    plan = sr.DimShardingRule("a", 0).plan(f32(8, 4), MESH)
+    specs = plan.mirror(adam_state(f32(8, 4))).specs
+    assert specs[0].mu == specs[0].nu == P("a", None)
+    assert specs[0].count == P()
+
+
+def test_a_list_of_arrays_is_mirrored() -> None:
+    params = [f32(8, 8), f32(8, 8)]
+    plan = sr.SpecTreeShardingRule([P("a"), P(None, "b")]).plan(params, MESH)
+    specs = plan.mirror(adam_state(params)).specs
+    assert specs[0].mu == specs[0].nu == [P("a"), P(None, "b")]
+
+
+# ---- factored states ----
+
+
+def averaged_dim(statistic: np.ndarray, squares: np.ndarray) -> int | None:
+    """The one dimension of `squares` over which `statistic` is the mean; `None` when it is none."""
+    found = [
+        dim
+        for dim in range(squares.ndim)
+        if squares.mean(dim).shape == statistic.shape and np.allclose(squares.mean(dim), statistic, rtol=1e-4)
+    ]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+SHAPES = (
+    (8, 16),
+    (16, 8),
+    (8, 8),  # square: rows and columns have one shape
+    (6, 8, 16),  # stacked
+    (6, 16, 8),
+    (6, 8, 8),  # stacked and square
+    (16, 6, 8),
+    (16, 8, 6),
+    (8, 8, 16),  # the stack is as deep as the matrix is high
+    (8, 16, 8),
+    (16, 8, 8),
+    (8, 8, 4),
+    (8, 4, 8),
+    (4, 8, 8),
+    (8, 8, 8),
+    (2, 4, 8, 8),
+    (4, 2, 8, 16),
+    (2, 2, 8, 8),
+    (4, 4, 8, 16),
+    (4, 4, 16, 8),
+    (8, 8, 4, 16),
+)
+
+
+ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
+
+
+def updated(params: Any) -> tuple[Any, Any]:
+    """Random gradients of `params`, and what adafactor's statistics are after one step with them."""
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=4)  # what adafactor begins with
+    step = jax.jit(lambda values: factored.update(values, factored.init(values), values)[1])
+    return gradients, jax.device_get(step(gradients))
+
+
+@functools.cache
+def statistics() -> dict[tuple[int, ...], dict[str, int | None]]:
+    """For each of `SHAPES`, the dimension that the rows and that the columns lack."""
+    gradients, factored = updated({str(shape): f32(*shape) for shape in SHAPES})
+    return {
+        shape: {
+            name: averaged_dim(getattr(factored, name)[str(shape)], np.square(gradients[str(shape)]))
+            for name in ("v_row", "v_col")
+        }
+        for shape in SHAPES
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_factored_leaf_takes_the_entries_of_the_dims_it_kept(shape: tuple[int, ...]) -> None:
+    params = {"layer": {"w": f32(*shape)}, "b": f32(8)}
+    state = jax.eval_shape(ADAFACTOR.init, params)
+    specs = [P(*["a" if dim == place else None for dim in range(len(shape))]) for place in range(len(shape))]
+    for spec in (P(*"abcd"[: len(shape)]), *specs):
+        plan = sr.SpecTreeShardingRule({"layer": {"w": spec}, "b": P("a")}).plan(params, MESH_4)
+        found = plan.mirror(state).check().specs[0]
+        for name, out in statistics()[shape].items():
+            assert out is not None
+            kept = make_spec(tuple(entry for dim, entry in enumerate(entries(spec, len(shape))) if dim != out))
+            mirrored = getattr(found, name)["layer"]["w"]
+            assert same(mirrored, kept), (name, spec, out)
+            assert len(mirrored.partitions) <= len(shape) - 1
+        # What is not factored is kept whole, and placeholders of one element are nobody's business.
+        assert found.v["b"] == P("a")
+        assert same(found.v["layer"]["w"], P())
+        assert same(found.v_row["b"], P())
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_adafactor_on_whole_trees(tree: str) -> None:
+    params = TREES[tree]()
+    plan = pinned(params)
+    specs = plan.mirror(jax.eval_shape(ADAFACTOR.init, params)).check().specs
+    gradients, factored = updated(params)
+    for name in ("v_row", "v_col", "v"):
+        parts = (plan.specs, gradients, getattr(factored, name), getattr(specs[0], name))
+        for spec, gradient, statistic, found in zip(*map(jax.tree.leaves, parts), strict=True):
+            if statistic.shape == gradient.shape:
+                assert same(found, spec)
+            elif statistic.shape == (1,):
+                assert same(found, P())
+            else:
+                out = averaged_dim(statistic, np.square(gradient))
+                kept = [entry for dim, entry in enumerate(entries(spec, gradient.ndim)) if dim != out]
+                assert same(found, make_spec(tuple(kept)))
+    momenta = [part.ema for part in specs if isinstance(part, optax.EmaState)]
+    assert list(map(described, momenta)) == [described(plan.specs)]
+
+
+def test_names_of_parameters_do_not_decide_what_a_factor_is() -> None:
+    params = {"row_proj": f32(8, 8), "col_proj": f32(8, 8), "arrow": {"column": f32(8, 8)}}
+    plan = sr.SpecTreeShardingRule(jax.tree.map(lambda _: P("a", "b"), params)).plan(params, MESH)
+    state = jax.eval_shape(ADAFACTOR.init, params)
+    specs = plan.mirror(state).specs[0]
+    assert jax.tree.leaves(specs.v_row) == [P("a")] * 3
+    assert jax.tree.leaves(specs.v_col) == [P("b")] * 3
+
+
+def test_labels_of_a_multi_transform_do_not_decide_what_a_factor_is() -> None:
+    params = {"w": f32(8, 8)}
+    plan = sr.SpecTreeShardingRule({"w": P("a", "b")}).plan(params, MESH)
+    optimizer = optax.multi_transform({"rows": ADAFACTOR}, {"w": "rows"})
+    found = plan.mirror(jax.eval_shape(optimizer.init, params))
+    place = "inner_states/rows/inner_state/0"
+    assert found.decision(f"{place}/v_row/w").spec == P("a")
+    assert found.decision(f"{place}/v_col/w").spec == P("b")
+
+
+def test_a_factor_that_could_be_either_is_replicated_with_a_note() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a", "b")}).plan({"w": f32(8, 8)}, MESH)
+    found = plan.mirror({"first": {"w": f32(8)}, "second": {"w": f32(8)}})
+    assert found.specs == {"first": {"w": P()}, "second": {"w": P()}}
+    assert [(one.code, one.path) for one in found.findings if one.code == "unmirrored"] == [
+        ("unmirrored", "first/w"),
+        ("unmirrored", "second/w"),
+    ]
+
+
+def test_a_factor_that_could_be_either_takes_what_both_would() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a", None, None)}).plan({"w": f32(4, 8, 8)}, MESH)
+    assert same(plan.mirror({"any": {"w": f32(4, 8)}}).specs["any"]["w"], P("a"))
+
+
+# ---- which planned leaf ----
+
+
+def test_the_longest_path_wins() -> None:
+    params = {"w": f32(8, 8), "layer": {"w": f32(8, 8), "layer": {"w": f32(8, 8)}}}
+    specs = {"w": P("a"), "layer": {"w": P("b"), "layer": {"w": P("c")}}}
+    plan = sr.SpecTreeShardingRule(specs).plan(params, MESH)
+    assert plan.mirror({"mu": params, "nu": [params]}).specs == {"mu": specs, "nu": [specs]}
+
+
+def test_a_name_of_the_optimizer_may_be_a_name_of_the_model() -> None:
+    # "0/mu/w" ends in "mu/w", which is a parameter too, of the same shape; but the moments of "mu/w" are elsewhere.
+    params = {"w": f32(8, 8), "mu": {"w": f32(8, 8)}, "nu": {"w": f32(8, 8)}}
+    specs = {"w": P("a"), "mu": {"w": P("b")}, "nu": {"w": P("c")}}
+    plan = sr.SpecTreeShardingRule(specs).plan(params, MESH)
+    found = plan.mirror(adam_state(params)).specs[0]
+    assert found.mu == found.nu == specs
+
+
+def test_a_namesake_of_another_shape_is_passed_over() -> None:
+    params = {"w": f32(8, 4), "head": {"w": f32(16, 8)}}
+    plan = sr.SpecTreeShardingRule({"w": P("a"), "head": {"w": P("b")}}).plan(params, MESH)
+    # The longest ending has another shape, a shorter one fits.
+    assert plan.mirror({"x": {"head": {"w": f32(8, 4)}}}).specs == {"x": {"head": {"w": P("a")}}}
+
+
+def test_what_mirrors_nothing_is_replicated_with_a_note_that_tells_why() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8, 4)}, MESH)
+    found = plan.mirror({"mu": {"w": f32(3, 5)}, "extra": f32(7), "one": f32(1), "count": 0})
+    assert found.specs == {"mu": {"w": P()}, "extra": P(), "one": P(), "count": P()}
+    notes = {one.path: one for one in found.findings if one.code == "unmirrored"}
+    assert list(notes) == ["extra", "mu/w"]
+    assert {one.severity for one in notes.values()} == {"note"}
+    assert notes["mu/w"].message == "its namesake among the planned leaves has shape (8, 4), so it is replicated"
+    assert notes["extra"].message == "mirrors no planned leaf, so it is replicated"
+    assert "put a rule of your own before the mirror" in notes["extra"].remedy
+
+
+def test_part_of_a_name_is_no_ending() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8)}, MESH)
+    assert plan.mirror({"mu": {"raw": f32(8)}}).specs == {"mu": {"raw": P()}}
+
+
+def test_every_note_stands_for_its_leaf_and_equal_layers_share_one() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8)}, MESH)
+    found = plan.mirror({"extra": [f32(7) for _ in range(5)]})
+    assert [(one.path, one.count) for one in found.findings if one.code == "unmirrored"] == [("extra/*", 5)]
+
+
+def test_a_leaf_without_an_opinion_is_mirrored_as_replicated() -> None:
+    plan = sr.RegexShardingRule([("w", P("a"))]).plan({"w": f32(8), "b": f32(8)}, MESH)
+    state = plan.mirror(adam_state({"w": f32(8), "b": f32(8)}))
+    assert state.specs[0].mu == {"w": P("a"), "b": P()}
+
+
+def test_a_rule_of_ones_own_may_come_before_the_mirror() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8)}, MESH)
+    rule = sr.CompositeShardingRule(sr.RegexShardingRule([("nu/", P("b"))]), sr.MirrorShardingRule(plan))
+    assert rule.plan(adam_state({"w": f32(8)}), MESH).specs[0].nu == {"w": P("b")}
+    assert rule.plan(adam_state({"w": f32(8)}), MESH).specs[0].mu == {"w": P("a")}
+
+
+def test_the_rule_is_a_value_that_prints_as_code() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8)}, MESH)
+    rule = sr.MirrorShardingRule(plan)
+    assert rule == sr.MirrorShardingRule((("w", (8,), P(("a",))),))
+    assert hash(rule) == hash(sr.MirrorShardingRule(plan))
+    assert eval(repr(rule), {"MirrorShardingRule": sr.MirrorShardingRule, "P": P}) == rule
+
+
+# ---- the functions themselves ----
+
+
+def test_homes_counts_planned_leaves_below_each_place() -> None:
+    planned: dict[str, Planned] = {"w": ((8,), P()), "mu/w": ((8,), P())}
+    assert homes(["0/mu/w", "0/mu/mu/w", "0/count"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
+    assert homes(["0/mu", ""], {"": ((8,), P())}) == {"0/mu": 1, "": 1}
+
+
+def test_the_fuller_home_comes_first_and_then_the_longest_path() -> None:
+    leaf = sr.Leaf("0/mu/w", (8,), jnp.float32)
+    planned = {"w": ((8,), P("a")), "mu/w": ((8,), P("b"))}
+    assert mirror(leaf, planned).spec == P("b")
+    assert mirror(leaf, planned, {"0/mu": 1, "0": 1}).spec == P("b")
+    assert mirror(leaf, planned, {"0/mu": 2, "0": 1}).spec == P("a")
