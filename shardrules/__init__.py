@@ -6,6 +6,7 @@ Everything public is importable from here, grouped by noun. Importing touches no
 from shardrules.analysis.analyzer import ShardingAnalyzer, analyze_sharding_strategy
 from shardrules.analysis.report import AxisUse, ShardingReport, Weight
 from shardrules.core.axes import Axis
+from shardrules.core.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.errors import (
     NoMeshError,
     PatternError,
@@ -20,18 +21,16 @@ from shardrules.core.errors import (
 )
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import (
     ChainShardingRule,
-    Change,
     LeafShardingRule,
-    Leaves,
     LeavesShardingRule,
     MirrorShardingRule,
-    PlanDiff,
     ShardingPlan,
     ShardingRule,
     SpecTreeShardingRule,
-    Verdict,
+    decide,
 )
 from shardrules.core.spec import canonical, same, shard_bytes, shard_shape
 from shardrules.core.spec_trees import (
@@ -132,11 +131,12 @@ __all__ = [
     # Rules
     "ChainShardingRule",
     "LeafShardingRule",
-    "Leaves",
     "LeavesShardingRule",
     "MirrorShardingRule",
     "ShardingRule",
     "SpecTreeShardingRule",
+    "decide",
+    "Leaves",
     "Verdict",
     "AutoShardingRule",
     "CompositeShardingRule",
@@ -154,9 +154,11 @@ __all__ = [
     "parse_rule",
     "register_op",
     # Plans
+    "ShardingPlan",
     "Change",
     "PlanDiff",
-    "ShardingPlan",
+    "Placement",
+    "Placements",
     "Finding",
     "Totals",
     # Analysis

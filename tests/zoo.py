@@ -146,7 +146,7 @@ RULES: Entries[sr.ShardingRule] = once(
     memory_tree=lambda: sr.MemoryConstrainedShardingRule(2048, scope="tree"),
     memory_tree_wide=lambda: sr.MemoryConstrainedShardingRule(2**30, scope="tree"),
     regex=lambda: KINDS,
-    regex_width=lambda: sr.RegexShardingRule([(r"layers.\d.", P("data")), (r"/\d\d/", P(None, "data"))]),
+    regex_width=lambda: sr.RegexShardingRule([(r"layers.\d.", P("data")), (r"s/\d\d/", P(None, "data"))]),
     regex_value=lambda: sr.RegexShardingRule([(r"(^|/)0(/|$)", P("data")), (r"[1-5]", P("model")), (r".*", P())]),
     regex_full=lambda: sr.RegexShardingRule([(r".*weight", P(("data", "model"))), (r".*/\d+", P())], match="fullmatch"),
     regex_match=lambda: sr.RegexShardingRule([(r"layers|0", P(None, P.UNCONSTRAINED))], match="match"),
@@ -162,7 +162,7 @@ RULES: Entries[sr.ShardingRule] = once(
     dim_tuple=lambda: sr.DimShardingRule(("data", "model"), -1, ignore_ndim_error=True),
     logical=lambda: sr.LogicalShardingRule({"embed": "data", "mlp": ("model",), "vocab": None}),
     logical_pairs=lambda: sr.LogicalShardingRule([("embed", "data"), ("mlp", "data"), ("mlp", None)]),
-    fitted=lambda: sr.FittedShardingRule(sr.RegexShardingRule([(".*", P(("data", "expert", "model"), "model"))])),
+    fitted=lambda: sr.FittedShardingRule(sr.RegexShardingRule([(".*", P(("data", "expert", "model"), "pipe"))])),
     fitted_dim=lambda: sr.FittedShardingRule(sr.DimShardingRule(("data", "model"), 0, ignore_ndim_error=True)),
     stacked=lambda: sr.StackedShardingRule(sr.AutoShardingRule(min_shard_size=0)),
     stacked_axis=lambda: sr.StackedShardingRule(KINDS, axis="pipe"),
@@ -180,7 +180,7 @@ RULES: Entries[sr.ShardingRule] = once(
     mirror=lambda: sr.MirrorShardingRule((("w", (16, 8), P("data", "model")), ("b", (8,), P("model")))),
     nested=lambda: sr.FittedShardingRule(
         sr.CompositeShardingRule(
-            sr.RegexShardingRule([("up|down", sr.StackedShardingRule(KINDS | RowsRule("data"), axis="model"))]),
+            sr.RegexShardingRule([("up|down", sr.StackedShardingRule(KINDS | RowsRule("data"), axis="pipe"))]),
             sr.CompositeShardingRule(ColumnsByApply("model"), sr.SpecTreeShardingRule({"w": P("data")})),
             sr.AutoShardingRule() | sr.FSDPShardingRule("model", min_size_mb=0),
         )
@@ -305,6 +305,15 @@ class Pair:
         return cls(*children)
 
 
+def quick(make: Callable[[], T]) -> T:
+    """Returns what `make` returns, with arrays of zeros: nothing is compiled or run to build it."""
+
+    def zeros(leaf: Any) -> Any:
+        return jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    return jax.tree.map(zeros, eqx.filter_eval_shape(make))
+
+
 def params() -> dict[str, Any]:
     """Returns the parameters that the optimizers are for."""
     layer = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
@@ -340,12 +349,12 @@ class LinenModel(nn.Module):
 
 def linen(logical: bool) -> Any:
     """Returns the boxed parameters of a flax model."""
-    return LinenModel(logical).init(jax.random.key(0), jnp.ones((2, 8)))
+    return quick(lambda: LinenModel(logical).init(jax.random.key(0), jnp.ones((2, 8))))
 
 
 def stacked() -> Any:
     """Returns six layers in one."""
-    return eqx.filter_vmap(Block)(jax.random.split(jax.random.key(0), 6))
+    return quick(lambda: eqx.filter_vmap(Block)(jax.random.split(jax.random.key(0), 6)))
 
 
 def every_dtype() -> dict[str, Any]:
@@ -374,16 +383,16 @@ def structs() -> dict[str, Any]:
 
 
 TREES: Entries[Any] = once(
-    mlp=lambda: eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0)),
-    attention=lambda: eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(0)),
-    conv=lambda: eqx.nn.Conv2d(4, 8, 3, key=jax.random.key(0)),
-    gru=lambda: eqx.nn.GRUCell(8, 16, key=jax.random.key(0)),
+    mlp=lambda: quick(lambda: eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))),
+    attention=lambda: quick(lambda: eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(0))),
+    conv=lambda: quick(lambda: eqx.nn.Conv2d(4, 8, 3, key=jax.random.key(0))),
+    gru=lambda: quick(lambda: eqx.nn.GRUCell(8, 16, key=jax.random.key(0))),
     layer_norm=lambda: eqx.nn.LayerNorm(16),
     batch_norm=lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, axis_name="batch", mode="batch"),
-    shared=Tied,
-    embedding=lambda: eqx.nn.Embedding(16, 8, key=jax.random.key(0)),
+    shared=lambda: quick(Tied),
+    embedding=lambda: quick(lambda: eqx.nn.Embedding(16, 8, key=jax.random.key(0))),
     stacked=stacked,
-    model=lambda: Model(3),
+    model=lambda: quick(lambda: Model(3)),
     experts=experts,
     adam=lambda: optax.adam(1e-3).init(params()),
     adafactor=lambda: optax.adafactor(1e-3).init(params()),
@@ -395,7 +404,7 @@ TREES: Entries[Any] = once(
     partitioned=lambda: linen(logical=False),
     logically_partitioned=lambda: linen(logical=True),
     mixed_boxes=lambda: {"box": nn.Partitioned(np.ones((8, 8)), ("embed", "mlp")), "w": np.ones((8, 4)), "n": 1},
-    nnx_state=lambda: nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0))),
+    nnx_state=lambda: quick(lambda: nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))),
     nothing=lambda: None,
     empty_dict=dict,
     empty_inside=lambda: {"a": {}, "b": [(), None], "c": np.ones(8)},

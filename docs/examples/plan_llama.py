@@ -80,7 +80,7 @@ def main() -> None:
         sr.RegexShardingRule([(r"(attention/o_proj|mlp/down)/weight", P("data", "model")), (r"norm", P())]),
         sr.DimShardingRule("model", 0) | sr.FSDPShardingRule("data"),
     )
-    stacked_rules = sr.RegexShardingRule([(r"^blocks/", sr.StackedShardingRule(rules)), (r"", rules)])
+    stacked_rules = sr.RegexShardingRule([(r"^blocks/", sr.StackedShardingRule(rules)), (r".*", rules)])
 
     unrolled = rules.plan(eqx.filter_eval_shape(Llama, seed=0, stacked=False), mesh)
     stacked = stacked_rules.plan(eqx.filter_eval_shape(Llama, seed=0, stacked=True), mesh)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
@@ -131,8 +132,13 @@ def _check_entry(
         entry[0] if len(entry) == 1 else None,
         count,
     )
-    kept = divisible_prefix(entry, shape[dim], sizes)
-    weaker = make_spec((*entries(spec)[:dim], kept, *entries(spec)[dim + 1 :]))
+    # What JAX makes of it it makes of all dimensions at once.
+    weaker = make_spec(
+        tuple(
+            part if part is UNCONSTRAINED else divisible_prefix(part, size, sizes)
+            for part, size in zip(entries(spec), shape, strict=False)
+        )
+    )
     yield Finding(
         "warning",
         "weakened",
@@ -178,7 +184,8 @@ def check_leaves(
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
             elif len(spec.partitions) > leaf.ndim:
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
-        yield from decision.findings
+        for finding in decision.findings:
+            yield finding if count == 1 else attrs.evolve(finding, count=finding.count * count)
     for name, size in (sizes or {}).items():
         if splittable and size > 1 and name not in used:
             yield Finding(

@@ -1,5 +1,7 @@
 """Findings: things worth knowing about a plan, each with where it is and what to do about it."""
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Literal, TypeAlias, final
@@ -93,6 +95,26 @@ def template(path: str) -> str:
     return _INDEX.sub("*", path)
 
 
+def common_path(one: str, two: str) -> str:
+    """Returns the path of both: `*` stands where they differ.
+
+    **Arguments:**
+
+    - `one`, `two`: paths, which may hold `*` already.
+
+    **Returns:**
+
+    A path.
+
+    ```python
+    assert common_path("layers/0/norms/1", "layers/2/norms/1") == "layers/*/norms/1"
+    ```
+    """
+    if one == two:
+        return one
+    return "/".join(a if a == b else "*" for a, b in itertools.zip_longest(one.split("/"), two.split("/")))
+
+
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Returns `findings` with the equal ones of equal layers made one, errors first, else in their own order.
 
@@ -113,8 +135,12 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     for found in findings:
         groups.setdefault(attrs.evolve(found, path=template(found.path), count=1), []).append(found)
     result = [
-        same[0] if same[0].count == len(same) == 1 else attrs.evolve(key, count=sum(found.count for found in same))
-        for key, same in groups.items()
+        attrs.evolve(
+            same[0],
+            path=functools.reduce(common_path, (found.path for found in same)),
+            count=sum(found.count for found in same),
+        )
+        for same in groups.values()
     ]
     return tuple(sorted(result, key=lambda found: _ORDER[found.severity]))
 

@@ -98,8 +98,8 @@ class Leaf:
         if self.mesh is None:
             raise NoMeshError(
                 f"{self.path or 'the tree'} {shape_text(self.shape)}: this rule needs a mesh and there is none. Pass "
-                "mesh= to the rule or to plan(), or call inside jax.set_mesh(mesh); sr.mesh_shape('data:4,model:2') "
-                "makes one without devices."
+                "one, rule.plan(tree, mesh), or call inside jax.set_mesh(mesh); sr.mesh_shape('data:4,model:2') makes "
+                "one without devices."
             )
         return mesh_sizes(self.mesh)
 

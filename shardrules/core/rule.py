@@ -16,7 +16,7 @@ import collections
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, final
 
 import attrs
@@ -26,91 +26,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.core import codec
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text, check_leaves
-from shardrules.core.errors import NoMeshError, PlanError, RuleError, RuleTypeError, ShardRulesError, TreeError, suggest
+from shardrules.core.diff import Placement, Placements, PlanDiff
+from shardrules.core.errors import (
+    NoMeshError,
+    PatternError,
+    PlanError,
+    RuleError,
+    RuleTypeError,
+    ShardRulesError,
+    TreeError,
+    suggest,
+)
 from shardrules.core.finding import Finding, listing, merged, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.mirror import Planned, mirror
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.mirror import Planned, homes, mirror
 from shardrules.core.spec import canonical, code, spec_key, spec_repr
 from shardrules.core.table import Totals, device_bytes, placement_text, rows, rule_text, table_html, table_text
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, flatten_specs, leaf_paths, survey, widest
 from shardrules.mesh.context import current_mesh
-
-
-@final
-@attrs.frozen
-class Verdict:
-    """What a rule says about some leaves.
-
-    **Arguments:**
-
-    - `decisions`: one for each leaf, in order.
-    - `findings`: what is worth knowing beside them.
-    - `idle`: the patterns that won no leaf: the rule, the number of the pattern in it, and the finding that says so. It
-        is dropped when an equal rule stands in another place as well, and the pattern wins there.
-    """
-
-    decisions: tuple[Decision, ...]
-    findings: tuple[Finding, ...] = ()
-    idle: tuple[tuple["ShardingRule", int, Finding], ...] = ()
-
-
-@final
-@attrs.frozen(eq=False)
-class Leaves:
-    """Some leaves of a tree, which a rule is to decide.
-
-    **Arguments:**
-
-    - `items`: one `Leaf` for each kind.
-    - `counts`: how many leaves of the tree are of each kind.
-    - `places`: the number of each kind in the survey.
-    - `survey`: the whole tree.
-    - `settled`: what earlier rules of a composite have decided: leaf, with its spec, and count.
-    - `heard`: where to write down what each rule says; `None`, except for `plan.explain`.
-    """
-
-    items: tuple[Leaf, ...]
-    counts: tuple[int, ...]
-    places: tuple[int, ...]
-    survey: Survey
-    settled: tuple[tuple[Leaf, int], ...] = ()
-    heard: "list[_Heard] | None" = None
-
-    def select(self, chosen: Sequence[int], settled: Iterable[tuple[Leaf, int]] = ()) -> "Leaves":
-        """Returns some of these leaves.
-
-        **Arguments:**
-
-        - `chosen`: positions in `items`, ascending.
-        - `settled`: leaves that have been decided meanwhile.
-
-        **Returns:**
-
-        The leaves at those positions.
-        """
-        if len(chosen) == len(self.items) and not settled:
-            return self
-        return Leaves(
-            tuple([self.items[one] for one in chosen]),
-            tuple([self.counts[one] for one in chosen]),
-            tuple([self.places[one] for one in chosen]),
-            self.survey,
-            (*self.settled, *settled),
-            self.heard,
-        )
-
-    def replace(self, items: Iterable[Leaf]) -> "Leaves":
-        """Returns the same places with other leaves in them: another shape, mesh, or spec so far.
-
-        **Arguments:**
-
-        - `items`: one leaf for each of `items`.
-
-        **Returns:**
-
-        The new leaves.
-        """
-        return attrs.evolve(self, items=tuple(items))
 
 
 class ShardingRule(abc.ABC):
@@ -179,9 +113,11 @@ class ShardingRule(abc.ABC):
         """
         found, where, verdict = _decided(self, pytree, mesh, path_style)
         noted = (*verdict.findings, *_ambiguous(found))
-        if mesh is not None and where is not None and mesh_sizes(mesh) != mesh_sizes(where):
-            message = f"the rule's own mesh ({mesh_text(where)}) was taken, not the one given ({mesh_text(mesh)})"
-            noted = (*noted, Finding("warning", "mesh-ignored", message, remedy="Give the mesh in one place"))
+        own = {mesh_text(rule.mesh): rule.mesh for rule in _within(self) if rule.mesh is not None}
+        for text, one in own.items():
+            if mesh is not None and mesh_sizes(mesh) != mesh_sizes(one):
+                message = f"the rule's own mesh ({text}) was taken, not the one given ({mesh_text(mesh)})"
+                noted = (*noted, Finding("warning", "mesh-ignored", message, remedy="Give the mesh in one place"))
         return ShardingPlan(where, found.leaves, verdict.decisions, found, noted, self)
 
     def __or__(self, other: "ShardingRule") -> "ChainShardingRule":
@@ -343,6 +279,8 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
 
     A `Verdict` whose decisions all name the rule that made them.
     """
+    if not leaves.items:
+        return Verdict(())
     if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
     if leaves.heard is None:
@@ -411,7 +349,8 @@ def _decided(
     problems = [finding for finding in verdict.findings if finding.code == "conflict"]
     if problems:
         count = sum(finding.count for finding in problems)
-        raise _plan_error(f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided", problems)
+        title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
+        raise _plan_error(title, _with_patterns(problems, found))
     return found, where, verdict
 
 
@@ -445,6 +384,18 @@ def _all_leaves(found: Survey) -> Leaves:
     counted = collections.Counter(found.kinds)
     places = range(len(found.leaves))
     return Leaves(found.leaves, tuple([counted[place] for place in places]), tuple(places), found)
+
+
+def _with_patterns(findings: Iterable[Finding], found: Survey) -> Iterator[Finding]:
+    """Findings about a kind of leaf name its first one; here they get the path that stands for all of them."""
+    paths: dict[str, str] | None = None
+    for finding in findings:
+        if finding.count == 1:
+            yield finding
+            continue
+        if paths is None:
+            paths = dict(zip((leaf.path for leaf in found.leaves), found.patterns(), strict=True))
+        yield attrs.evolve(finding, path=paths.get(finding.path, finding.path))
 
 
 def _plan_error(title: str, problems: Iterable[Finding]) -> PlanError:
@@ -647,7 +598,7 @@ class MirrorShardingRule(LeavesShardingRule):
 
     **Arguments:**
 
-    - `planned`: the plan of the parameters; it is kept as `(path, shape, spec)` triples.
+    - `plan`: the plan of the parameters; it is kept as `(path, shape, spec)` triples.
 
     ```python
     params = {"w": np.ones((8, 4))}
@@ -657,9 +608,13 @@ class MirrorShardingRule(LeavesShardingRule):
     ```
     """
 
+    # A field called `plan` would hide the method of that name.
     planned: tuple[tuple[str, tuple[int, ...], PartitionSpec], ...] = attrs.field(
-        converter=_as_planned, eq=spec_key, repr=code
+        alias="plan", converter=_as_planned, eq=spec_key, repr=code
     )
+
+    def __repr__(self) -> str:
+        return f"MirrorShardingRule({code(self.planned)})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns for each leaf what it takes from the planned leaf that it mirrors.
@@ -673,7 +628,8 @@ class MirrorShardingRule(LeavesShardingRule):
         A `Verdict`.
         """
         known: dict[str, Planned] = {path: (shape, spec) for path, shape, spec in self.planned}
-        return Verdict(tuple([mirror(leaf, known) for leaf in leaves.items]))
+        found = homes([leaf.path for leaf in leaves.items], known)
+        return Verdict(tuple([mirror(leaf, known, found) for leaf in leaves.items]))
 
 
 @final
@@ -770,7 +726,8 @@ class ShardingPlan:
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """All that is worth knowing about the plan, errors first, one finding for all equal layers."""
-        return merged([*check_leaves(self.leaves, self.decisions, self.counts, self.mesh), *self.noted])
+        found = [*check_leaves(self.leaves, self.decisions, self.counts, self.mesh), *self.noted]
+        return merged(_with_patterns(found, self.survey))
 
     def check(self) -> Self:
         """Returns the plan itself when it is sound.
@@ -865,9 +822,13 @@ class ShardingPlan:
         if path in self._by_path:
             chosen = {self._by_path[path]: path}
         else:
+            try:
+                pattern = re.compile(path)
+            except re.error as error:
+                raise PatternError(f"no leaf of the plan is at {path!r}, and it is no pattern: {error}") from error
             chosen = {}
             for one, kind in self._by_path.items():
-                if kind not in chosen and re.search(path, one):
+                if kind not in chosen and pattern.search(one):
                     chosen[kind] = one
         if not chosen:
             raise TreeError(f"no leaf of the plan is at, or matches, {path!r}{suggest(path, self.paths)}")
@@ -907,7 +868,7 @@ class ShardingPlan:
             counted[f"{rule_text(decision.rule)}: {decision.reason}"] += count
         return dict(counted.most_common())
 
-    def diff(self, other: "ShardingPlan") -> "PlanDiff":
+    def diff(self, other: "ShardingPlan") -> PlanDiff:
         """Returns what is different in `other`.
 
         **Arguments:**
@@ -924,7 +885,21 @@ class ShardingPlan:
         assert [change.path for change in old.diff(new).changes] == ["w"]
         ```
         """
-        return PlanDiff.between(self, other)
+        return PlanDiff.between(self.placements(), other.placements())
+
+    def placements(self) -> Placements:
+        """Returns how each leaf is placed: what `diff` compares.
+
+        **Returns:**
+
+        `Placements`.
+        """
+        sizes = mesh_sizes(self.mesh)
+        said = [
+            Placement(leaf.shape, str(leaf.dtype), placement_text(decision), device_bytes(leaf, decision, sizes))
+            for leaf, decision in zip(self.leaves, self.decisions, strict=True)
+        ]
+        return Placements(mesh_text(self.mesh), {path: said[kind] for path, kind in self._by_path.items()})
 
     def planned(self) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
         """Returns path, shape and spec of every leaf; a leaf on which no rule had an opinion is replicated.
@@ -976,10 +951,9 @@ class ShardingPlan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of mesh, paths, shapes, dtypes and placements: equal on all hosts that hold the same plan."""
-        lines = sorted(
-            f"{path}|{self.leaves[kind].shape}|{self.leaves[kind].dtype}|{placement_text(self.decisions[kind])}"
-            for path, kind in self._by_path.items()
-        )
+        kinds = zip(self.leaves, self.decisions, strict=True)
+        said = [f"|{leaf.shape}|{leaf.dtype}|{placement_text(decision)}" for leaf, decision in kinds]
+        lines = sorted([path + said[kind] for path, kind in self._by_path.items()])
         return hashlib.sha256("\n".join([mesh_text(self.mesh), *lines]).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -989,15 +963,30 @@ class ShardingPlan:
 
         JSON, laid out so that a change of one leaf is a change of few lines.
         """
-        below: dict[int, list[str]] = {kind: [] for kind in range(len(self.leaves))}
+        # Grouped anew: how leaves were grouped for planning depends on what the rule reads of indices.
+        groups: dict[Any, tuple[list[str], int]] = {}
         for path, kind in self._by_path.items():
-            below[kind].append(path)
-        parts = zip(below.values(), self.leaves, self.decisions, strict=True)
-        own = [finding for decision in self.decisions for finding in decision.findings]
+            leaf, one = self.leaves[kind], self.decisions[kind]
+            key = (
+                template(path),
+                leaf.shape,
+                leaf.dtype,
+                leaf.axes,
+                spec_repr(one.spec),
+                one.reason,
+                rule_text(one.rule),
+            )
+            groups.setdefault(key, ([], kind))[0].append(path)
+        parts = [(paths, self.leaves[kind], self.decisions[kind]) for paths, kind in groups.values()]
+        own = [
+            attrs.evolve(finding, count=finding.count * count)
+            for decision, count in zip(self.decisions, self.counts, strict=True)
+            for finding in decision.findings
+        ]
         return codec.dumps(
             mesh=None if self.mesh is None else mesh_sizes(self.mesh),
             leaves=[codec.leaf_to_json(paths, leaf, one, rule_text(one.rule)) for paths, leaf, one in parts],
-            findings=(*own, *self.noted),
+            findings=tuple(_with_patterns((*own, *self.noted), self.survey)),
             fingerprint=self.fingerprint,
         )
 
@@ -1035,6 +1024,9 @@ class ShardingPlan:
 
     def _bound(self, tree: Any) -> "ShardingPlan":
         found = survey(tree, self.mesh)
+        if any(leaf.path not in self._by_path for leaf in found.leaves):
+            by_place = survey(tree, self.mesh, path_style="index")
+            found = by_place if all(leaf.path in self._by_path for leaf in by_place.leaves) else found
         problems: list[str] = []
         decisions: list[Decision] = []
         for leaf in found.leaves:
@@ -1071,7 +1063,11 @@ class ShardingPlan:
         return hash(self.fingerprint)
 
     def _table(self) -> tuple[Any, Totals, tuple[Finding, ...]]:
-        return rows(self.leaves, self.decisions, self.counts, self.mesh), self.memory(), self.findings
+        return (
+            rows(self.survey.patterns(), self.leaves, self.decisions, self.counts, self.mesh),
+            self.memory(),
+            self.findings,
+        )
 
     def __str__(self) -> str:
         return table_text(*self._table())
@@ -1122,100 +1118,3 @@ class _Heard:
         if verdict.findings and verdict.findings[0].code == "conflict":
             return f"asked alone it would refuse: {verdict.findings[0].message}"
         return f"alone it would say {spec_repr(verdict.decisions[0].spec)}, {verdict.decisions[0].reason}"
-
-
-@final
-@attrs.frozen
-class Change:
-    """One leaf in which two plans differ.
-
-    **Arguments:**
-
-    - `path`, `shape`: the leaf.
-    - `old`, `new`: its placement as text; empty where a plan has no such leaf.
-    - `old_bytes`, `new_bytes`: what it takes on one device.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    old: str
-    new: str
-    old_bytes: int
-    new_bytes: int
-
-
-@final
-@attrs.frozen(repr=False)
-class PlanDiff:
-    """What differs between two plans. It is false when nothing does, and prints as a table.
-
-    **Arguments:**
-
-    - `old_mesh`, `new_mesh`: the meshes as text.
-    - `changes`: every leaf that one plan lacks, or that they place differently.
-
-    ```python
-    plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
-    assert not plan.diff(plan)
-    ```
-    """
-
-    old_mesh: str
-    new_mesh: str
-    changes: tuple[Change, ...]
-
-    @staticmethod
-    def between(old: ShardingPlan, new: ShardingPlan) -> "PlanDiff":
-        """Returns the difference of two plans.
-
-        **Arguments:**
-
-        - `old`, `new`: the plans.
-
-        **Returns:**
-
-        A `PlanDiff`.
-        """
-        before, after = _placements(old), _placements(new)
-        nothing = ("", 0)
-        changes: list[Change] = []
-        for path in dict.fromkeys((*before, *after)):
-            shape = (after.get(path) or before[path])[0]
-            was = before[path][1:] if path in before else nothing
-            now = after[path][1:] if path in after else nothing
-            if was != now or before[path][0] != shape:
-                changes.append(Change(path, shape, str(was[0]), str(now[0]), int(was[1]), int(now[1])))
-        return PlanDiff(mesh_text(old.mesh), mesh_text(new.mesh), tuple(changes))
-
-    def __bool__(self) -> bool:
-        return bool(self.changes) or self.old_mesh != self.new_mesh
-
-    def __str__(self) -> str:
-        if not self:
-            return "no difference"
-        lines = [] if self.old_mesh == self.new_mesh else [f"mesh {self.old_mesh} -> {self.new_mesh}"]
-        groups: dict[tuple[Any, ...], list[Change]] = {}
-        for one in self.changes:
-            groups.setdefault((template(one.path), one.shape, one.old, one.new), []).append(one)
-        for (path, shape, old, new), same in groups.items():
-            many = f"  x{len(same)}" if len(same) > 1 else ""
-            lines.append(
-                f"{same[0].path if len(same) == 1 else path}{many}  {shape_text(shape)}  {old or 'absent'} -> "
-                f"{new or 'absent'}  {bytes_text(sum(one.old_bytes for one in same))} -> "
-                f"{bytes_text(sum(one.new_bytes for one in same))} per device"
-            )
-        grown = sum(one.new_bytes - one.old_bytes for one in self.changes)
-        many = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"
-        lines.append(f"{many}, {'+' if grown >= 0 else ''}{bytes_text(grown)} per device")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def _placements(plan: ShardingPlan) -> Mapping[str, tuple[tuple[int, ...], str, int]]:
-    sizes = mesh_sizes(plan.mesh)
-    said = [
-        (leaf.shape, placement_text(decision), device_bytes(leaf, decision, sizes))
-        for leaf, decision in zip(plan.leaves, plan.decisions, strict=True)
-    ]
-    return {path: said[kind] for path, kind in plan._by_path.items()}

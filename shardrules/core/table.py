@@ -8,7 +8,7 @@ import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.finding import Finding, shape_text, template
+from shardrules.core.finding import Finding, common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import canonical, shard_bytes, spec_repr
 
@@ -83,13 +83,17 @@ def device_bytes(leaf: Leaf, decision: Decision, sizes: Mapping[str, int]) -> in
 
 
 def rows(
-    leaves: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None
+    paths: Sequence[str],
+    leaves: Sequence[Leaf],
+    decisions: Sequence[Decision],
+    counts: Sequence[int],
+    mesh: AnyMesh | None,
 ) -> tuple[Row, ...]:
     """Returns the rows of the table, in the order of the tree.
 
     **Arguments:**
 
-    - `leaves`, `decisions`, `counts`: one of each for every kind of leaf.
+    - `paths`, `leaves`, `decisions`, `counts`: one of each for every kind of leaf.
     - `mesh`: the mesh, or `None`.
 
     **Returns:**
@@ -98,15 +102,16 @@ def rows(
     """
     sizes = mesh_sizes(mesh)
     groups: dict[Any, Row] = {}
-    for leaf, decision, count in zip(leaves, decisions, counts, strict=True):
-        path, spec = template(leaf.path), spec_repr(decision.spec)
-        key = (path, leaf.shape, str(leaf.dtype), spec, rule_text(decision.rule), decision.reason)
+    for path, leaf, decision, count in zip(paths, leaves, decisions, counts, strict=True):
+        spec = spec_repr(decision.spec)
+        key = (template(path), leaf.shape, str(leaf.dtype), spec, rule_text(decision.rule), decision.reason)
         amount = count * device_bytes(leaf, decision, sizes)
         old = groups.get(key)
         if old is None:
-            groups[key] = Row(leaf.path if count == 1 else path, count, leaf, decision, amount)
+            groups[key] = Row(path, count, leaf, decision, amount)
         else:
-            groups[key] = attrs.evolve(old, path=path, count=old.count + count, device_bytes=old.device_bytes + amount)
+            both = common_path(old.path, path)
+            groups[key] = attrs.evolve(old, path=both, count=old.count + count, device_bytes=old.device_bytes + amount)
     return tuple(groups.values())
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import TreeError
+from shardrules.core.finding import common_path
 from shardrules.core.leaf import Leaf
 from shardrules.core.spec import device_dtype
 
@@ -78,6 +79,11 @@ class Survey:
         """Returns the path of every array of the tree, in order."""
         return tuple(path for path, kind in _spell(self.root, "") if kind != _STATIC)
 
+    def patterns(self) -> tuple[str, ...]:
+        """Returns the path of each kind, with `*` for every index in which its leaves differ."""
+        found = _patterns(self.root, {})
+        return tuple("/".join(found[kind]) for kind in range(len(self.leaves)))
+
     def unflatten(self, values: Sequence[Any], number: Any) -> Any:
         """Returns a tree of this structure. Callables and the like stay what they were.
 
@@ -122,6 +128,27 @@ def _spell(node: Any, path: str) -> Iterator[tuple[str, int]]:
         yield from _spell(child, f"{path}/{key}" if path else key)
 
 
+def _patterns(node: Any, known: dict[int, dict[int, tuple[str, ...]]]) -> dict[int, tuple[str, ...]]:
+    """The segments of the path of each kind below a node. Each node of the graph is looked at once."""
+    if isinstance(node, int):
+        return {node: ()}
+    if id(node) in known:
+        return known[id(node)]
+    result: dict[int, tuple[str, ...]] = {}
+    shared: dict[int, tuple[str, Any]] = {}
+    for key, child in zip(*node, strict=True):
+        mark = child if isinstance(child, int) else id(child)
+        shared[mark] = (common_path(shared[mark][0], key) if mark in shared else key, child)
+    for key, child in shared.values():
+        for kind, tail in _patterns(child, known).items():
+            path, other = (*key.split("/"), *tail), result.get(kind)
+            result[kind] = (
+                path if other is None else tuple(a if a == b else "*" for a, b in zip(path, other, strict=False))
+            )
+    known[id(node)] = result
+    return result
+
+
 def widest(reads: Iterable[ReadsIndex]) -> ReadsIndex:
     """Returns what several rules or patterns together read of list indices: as much as the one that reads most.
 
@@ -156,7 +183,7 @@ def _unboxed(leaf: Any, box: type) -> tuple[Any, tuple[str | None, ...] | None]:
     while isinstance(leaf, box):
         own = getattr(leaf, "names", None)  # boxes of other kinds than flax's own may carry no names
         names = names if own is None else tuple(own)
-        leaf = leaf.unbox()  # pyright: ignore[reportAttributeAccessIssue]
+        leaf = _registry.flatten_one_level(leaf)[0][0]  # not unbox(): where a mesh is in force, that places the array
     return leaf, names
 
 

@@ -6,7 +6,8 @@ import attrs
 
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, as_rules, decide, derived
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, decide, derived
 from shardrules.core.spec import axis_names
 from shardrules.core.tree import ReadsIndex, widest
 
@@ -58,6 +59,9 @@ class CompositeShardingRule(LeavesShardingRule):
         settled: list[tuple[Leaf, int]] = []
         left = list(range(len(leaves.items)))
         for rule in self.rules:
+            if not left and leaves.items:
+                findings.append(_never_asked(rule))
+                continue
             verdict = decide(rule, leaves.select(left, settled))
             findings += verdict.findings
             idle += verdict.idle
@@ -76,3 +80,13 @@ class CompositeShardingRule(LeavesShardingRule):
 
     def _wins(self, decision: Decision) -> bool:
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))
+
+
+def _never_asked(rule: ShardingRule) -> Finding:
+    return Finding(
+        "note",
+        "shadowed-rule",
+        f"every leaf is decided before {type(rule).__name__} is asked",
+        remedy="Take it out, unless it stands there for other trees",
+        rule="CompositeShardingRule",
+    )

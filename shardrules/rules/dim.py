@@ -51,7 +51,9 @@ class DimShardingRule(LeafShardingRule):
             hint = "Aim the rule at fewer leaves with RegexShardingRule, or pass ignore_ndim_error=True"
             if not self.ignore_ndim_error:
                 raise leaf.error(self, why, hint)
-            found = Finding("warning", "no-such-dim", why, leaf.path, hint, leaf.shape, dim, rule=repr(self))
+            # Without the path, so that equal layers say the same.
+            said = f"Cannot shard_dim({'+'.join(axis_tuple(self.axis))}, {dim}): it has {leaf.ndim} dimensions"
+            found = Finding("warning", "no-such-dim", said, leaf.path, hint, leaf.shape, dim, rule=repr(self))
             return Decision(None, f"there is no dim {dim}", findings=(found,))
         if leaf.entries[dim % leaf.ndim] != ():
             raise leaf.error(

@@ -8,7 +8,8 @@ import attrs
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, decide, derived
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived
 from shardrules.core.spec import UNCONSTRAINED, divisible_prefix, entries, make_spec, spec_repr
 from shardrules.core.tree import ReadsIndex
 

@@ -9,10 +9,11 @@ import attrs
 
 from shardrules.core.axes import AnyMesh, Axis, axis_tuple, mesh_repr
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import PlanError
+from shardrules.core.errors import PlanError, RuleError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import Leaves, LeavesShardingRule, Verdict, derived
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.rule import LeavesShardingRule, derived
 from shardrules.core.spec import Entries, axis_names, make_spec, shard_bytes
 from shardrules.core.tree import ReadsIndex
 from shardrules.rules.auto import as_axes, mesh_key
@@ -70,9 +71,14 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
 
         **Raises:**
 
-        `PlanError` when the tree cannot fit; it names the smallest limit that works.
+        `PlanError` when the tree cannot fit; it names the smallest limit that works. Also when the mesh lacks an axis.
         """
-        if self.scope == "tree" and leaves.items:
+        for axis in self.axis_names or ():
+            try:
+                leaves.items[0].axis_size(axis)  # a typo must not hide behind a limit that needs no split
+            except RuleError as error:
+                raise PlanError(f"{self!r}: {error.why}") from error
+        if self.scope == "tree":
             return Verdict(self._fit_tree(leaves))
         return Verdict(tuple(map(self._fit_array, leaves.items)))
 

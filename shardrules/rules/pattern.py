@@ -20,6 +20,7 @@ Match: TypeAlias = Literal["search", "fullmatch", "match"]
 
 _NOT_DIGITS = frozenset("DWsbAZ")  # escapes that no digit matches, \\b and the anchors among them
 _ANY = frozenset("dwS")  # escapes that every digit matches
+_PLAIN = re.compile(r"(?:[A-Za-z_/|$^]|\.\*|\((?!\?)|\)(?!\*))*")  # most patterns: this tells at a glance
 _CONTROL = frozenset("nrtfv")
 _GLOBAL_FLAGS = re.compile(r"\A\(\?[aims]+\)")  # what they change, they change for all digits alike
 _QUANTIFIERS = ("?", "*", "+", "{}")
@@ -89,6 +90,8 @@ def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:
     assert reads_index(re.compile(r"layers/3/mlp")) == "value"
     ```
     """
+    if _PLAIN.fullmatch(pattern.pattern):
+        return "no"
     if pattern.flags & re.VERBOSE:
         return "value"
     try:

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from shardrules.core.errors import PatternError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, decide, derived, refined
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived, refined
 from shardrules.core.spec import code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, compile_pattern, reads_index
@@ -129,15 +130,21 @@ class RegexShardingRule(LeavesShardingRule):
             if not isinstance(rule, ShardingRule):
                 continue
             places = delegated.get(number, [])
-            verdict = decide(rule, leaves.select(places))
+            settled = [
+                (attrs.evolve(leaf, spec=one.spec), count)
+                for leaf, one, count in zip(leaves.items, decisions, leaves.counts, strict=True)
+                if one.spec is not None
+            ]
+            verdict = decide(rule, leaves.select(places, settled))
             findings += verdict.findings
             idle += verdict.idle
             for place, decision in zip(places, verdict.decisions, strict=True):
                 reason = f"{pattern!r}: {decision.reason}"
                 decisions[place] = attrs.evolve(decision, reason=reason)
-        if len(won) < len(self.rules):
-            never = [number for number in range(len(self.rules)) if number not in won]
-            idle += [(self, number, self._idle(number, matchers[number], leaves)) for number in never]
+        for number in range(len(self.rules)):
+            if number not in won:
+                finding = self._idle(number, matchers[number], leaves)
+                idle += [] if finding is None else [(self, number, finding)]
         return Verdict(tuple(decisions), tuple(findings), tuple(idle))
 
     def _unmatched(self, leaf: Leaf, count: int, findings: list[Finding]) -> Decision:
@@ -151,13 +158,15 @@ class RegexShardingRule(LeavesShardingRule):
             )
         return leaf.skip("no pattern matches")
 
-    def _idle(self, number: int, matches: Callable[[str], object], leaves: Leaves) -> Finding:
+    def _idle(self, number: int, matches: Callable[[str], object], leaves: Leaves) -> Finding | None:
         pattern = self.rules[number][0]
-        if any(matches(leaf.path) for leaf in leaves.items):
-            why, remedy = f"every leaf that pattern {pattern!r} matches is taken by an earlier one", "Move it up"
-            return Finding(
-                "warning", "shadowed-pattern", why, remedy=f"{remedy}, or take it out", rule="RegexShardingRule"
-            )
+        hits = [bool(matches(leaf.path)) for leaf in leaves.items]
+        if all(hits) and number == len(self.rules) - 1:
+            return None  # a safety net that caught nothing
+        if any(hits):
+            why = f"every leaf that pattern {pattern!r} matches is taken by an earlier pattern"
+            remedy = "Put it before the patterns that take its leaves, or take it out"
+            return Finding("warning", "shadowed-pattern", why, remedy=remedy, rule="RegexShardingRule")
         why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
         return Finding("warning", "dead-pattern", why, remedy="Correct it, or take it out", rule="RegexShardingRule")
 

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 from shardrules.core.errors import PatternError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision
-from shardrules.core.rule import Leaves, LeavesShardingRule, Verdict, refined
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.rule import LeavesShardingRule, refined
 from shardrules.core.spec import code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]

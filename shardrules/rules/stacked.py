@@ -6,7 +6,8 @@ import attrs
 
 from shardrules.core.axes import Axis, as_axis, axis_tuple
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import Leaves, LeavesShardingRule, ShardingRule, Verdict, decide, derived
+from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived
 from shardrules.core.spec import entries, make_spec
 from shardrules.core.tree import ReadsIndex
 

@@ -55,12 +55,9 @@ def import_effects(package: str, path: Path) -> list[str]:
 
 def import_ms(package: str, path: Path, runs: int = 5) -> float:
     """Milliseconds that importing `package` takes once JAX and Equinox are there: the median of several processes."""
-    # A full garbage collection walks all that JAX has made, which takes 30 ms. Whether one falls into the import or
-    # behind it hangs on how many objects there were before.
-    code = f"import gc, jax, equinox; gc.disable(); import {package}"
     times = []
     for _ in range(runs + 1):
-        run = python("-X", "importtime", "-c", code, path=path)
+        run = python("-X", "importtime", "-c", f"import jax, equinox; import {package}", path=path)
         assert run.returncode == 0, run.stderr[-2000:]
         line = re.search(rf"^import time: +\d+ \| +(\d+) \| {package}$", run.stderr, re.MULTILINE)
         assert line

@@ -1,0 +1,399 @@
+"""What holds of every rule, on every mesh, for every tree."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.core.axes import AnyMesh
+from tests import zoo
+from tests.zoo import MESHES, ON_DEVICES, RULES, TREES
+
+REPOSITORY = Path(__file__).parents[2]
+
+Outcome: TypeAlias = sr.ShardingPlan | str
+"""A plan, or the text of the error for which there is none."""
+
+REFUSALS = (sr.PlanError, sr.NoMeshError)
+"""What a rule may raise. One leaf that it cannot decide is a PlanError that lists all such leaves."""
+
+
+def outcome(rule: sr.ShardingRule, tree: Any, mesh: AnyMesh | None) -> Outcome:
+    """Returns the plan, or why there is none."""
+    try:
+        return rule.plan(tree, mesh)
+    except REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def told(plan: Outcome) -> Any:
+    """Returns everything that a plan says of a tree, in a form that can be compared."""
+    if isinstance(plan, str):
+        return plan
+    return plan, [str(finding) for finding in plan.findings], plan.fingerprint, plan.memory(), plan.counts and str(plan)
+
+
+@contextlib.contextmanager
+def in_force(mesh: AnyMesh) -> Iterator[None]:
+    """Sets the mesh for what is inside, with devices or without."""
+    with jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
+        yield
+
+
+def sizes(mesh: AnyMesh | None) -> tuple[tuple[str, int], ...]:
+    """Returns the shape of a mesh."""
+    return () if mesh is None else tuple(mesh.shape.items())
+
+
+# ---- a rule by itself ----
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_are_frozen_values(name: str) -> None:
+    rule = RULES[name]()
+    assert rule == rule  # noqa: PLR0124
+    assert len({rule: 1, rule: 2}) == 1
+    for name in (*(field.name for field in attrs.fields(type(rule))), "reads_index", "something_new"):
+        with pytest.raises(attrs.exceptions.FrozenInstanceError, match="can't set attribute"):
+            setattr(rule, name, None)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ON_DEVICES])
+def test_the_repr_of_a_rule_builds_it_again(name: str) -> None:
+    rule = RULES[name]()
+    again = eval(repr(rule), {**vars(sr), **vars(zoo), "P": P})
+    assert again == rule
+    assert hash(again) == hash(rule)
+    assert repr(again) == repr(rule)
+    assert again.reads_index == rule.reads_index
+    assert again.parts == rule.parts
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ON_DEVICES])
+def test_rules_pickle(name: str) -> None:
+    rule = RULES[name]()
+    again = pickle.loads(pickle.dumps(rule))
+    assert again == rule
+    assert hash(again) == hash(rule)
+    assert repr(again) == repr(rule)
+    assert again.reads_index == rule.reads_index
+
+
+def test_no_two_rules_of_the_zoo_are_equal() -> None:
+    for (one, first), (two, second) in itertools.combinations(RULES.items(), 2):
+        assert first() != second(), (one, two)
+
+
+def test_every_rule_splits_something_somewhere() -> None:
+    idle = []
+    for name in RULES:
+        plans = (outcome(RULES[name](), TREES[tree](), MESHES["cube"]()) for tree in TREES)
+        used = (axis for plan in plans if not isinstance(plan, str) for _, _, spec in plan.planned() for axis in spec)
+        if not any(axis is not None for axis in used):
+            idle.append(name)
+    assert sorted(idle) == ["chain_clash", "composite_empty", "memory_tree_wide", "regex_error", "replicate"]
+
+
+# ---- a rule, a mesh and a tree ----
+
+PAIRS = pytest.mark.parametrize(("rule", "tree"), list(itertools.product(RULES, TREES)))
+
+
+@PAIRS
+def test_what_a_plan_says_of_a_tree(rule: str, tree: str) -> None:
+    """Rank, axes, divisibility, structure, static leaves, JSON, shapes for arrays, and grouping."""
+    how, what = RULES[rule](), TREES[tree]()
+    shapes = zoo.as_shapes(what)
+    before = [id(leaf) for leaf in zoo.arrays(what)]
+    alike: dict[Any, list[tuple[str, Any]]] = {}
+    for name in MESHES:
+        mesh = MESHES[name]()
+        plan = outcome(how, what, mesh)
+        text = plan if isinstance(plan, str) else plan.fingerprint
+        same = alike.setdefault(sizes(mesh), [])
+        same.append((name, text))
+        if len(same) > 1:  # of meshes of one shape only the first needs a close look
+            continue
+        assert told(outcome(zoo.EachLeaf(how), what, mesh)) == told(plan), f"grouping changes the plan on {name}"
+        assert told(outcome(how, shapes, mesh)) == told(plan), f"shapes give another plan than arrays on {name}"
+        if isinstance(plan, str):
+            assert_names_a_leaf(plan, what)
+        else:
+            assert_sound_or_found(plan, what)
+            assert_kept_as_json(plan, what)
+    for same in alike.values():
+        assert len({text for _, text in same}) == 1, f"meshes of one shape give different plans: {same}"
+    assert [id(leaf) for leaf in zoo.arrays(what)] == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_apply_gives_the_specs_of_the_plan(rule: str) -> None:
+    how = RULES[rule]()
+    for name, tree in itertools.product(("cube", "devices_auto", "devices_explicit", "devices_mixed"), TREES):
+        what = TREES[tree]()
+        with in_force(MESHES[name]()):
+            plan = outcome(how, what, None)
+            if isinstance(plan, str):
+                if isinstance(how, sr.LeavesShardingRule):
+                    with pytest.raises(REFUSALS, match=re.escape(plan.partition(": ")[2])):
+                        how.apply(what)
+            elif isinstance(how, sr.LeavesShardingRule):
+                assert same_tree(how.apply(what), plan.specs), (tree, name)
+            if how.mesh is None:  # else the plan notes that its mesh came first
+                assert outcome(how, what, MESHES[name]()) == plan, (tree, name)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_a_mesh_a_rule_plans_or_asks_for_one(rule: str) -> None:
+    how = RULES[rule]()
+    for name in TREES:
+        what = TREES[name]()
+        plan = outcome(how, what, None)
+        assert told(outcome(zoo.EachLeaf(how), what, None)) == told(plan), name
+        if isinstance(plan, str):
+            assert plan.startswith(("PlanError: ", "NoMeshError: ")), name
+            assert_names_a_leaf(plan, what)
+        else:
+            assert_sound_or_found(plan, what)
+            assert_kept_as_json(plan, what)
+
+
+def same_tree(one: Any, two: Any) -> bool:
+    """Whether two trees of specs have one structure, equal specs, and for the rest the very same leaves."""
+    if jax.tree.structure(one) != jax.tree.structure(two):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    return all(a == b if isinstance(a, P) else a is b for a, b in pairs)
+
+
+def assert_sound_or_found(plan: sr.ShardingPlan, tree: Any) -> None:
+    """Each leaf has a spec that its array and the mesh can honour, or a finding says what is wrong with it."""
+    codes = [finding.code for finding in plan.findings]
+    shape = dict(sizes(plan.mesh))
+    leaves = zoo.arrays(tree)
+    specs = jax.tree.structure(tree, is_leaf=lambda node: any(node is leaf for leaf in leaves)).flatten_up_to(plan.specs)
+    kept = iter(plan.paths)
+    for leaf, spec in zip(leaves, specs, strict=True):
+        array = leaf.unbox() if hasattr(leaf, "unbox") else leaf
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")) or isinstance(array, type):
+            assert spec == P() if isinstance(array, int | float | complex) else spec is leaf
+            continue
+        assert isinstance(spec, P)
+        said = plan.decision(next(kept)).spec
+        assert spec == (P() if said is None else said)
+        assert len(spec.partitions) <= array.ndim or "rank-overflow" in codes
+        names = [part for part in spec.partitions[: array.ndim] if part is not None and part is not P.UNCONSTRAINED]
+        split = [(part,) if isinstance(part, str) else part for part in names]
+        flat = [axis for part in split for axis in part]
+        assert len(set(flat)) == len(flat) or "duplicate-axis" in codes
+        for dim, part in zip(array.shape, spec.partitions, strict=False):
+            if part is None or part is P.UNCONSTRAINED or plan.mesh is None:
+                continue
+            axes = (part,) if isinstance(part, str) else part
+            if all(axis in shape for axis in axes):
+                assert dim % int(np.prod([shape[axis] for axis in axes])) == 0 or "indivisible" in codes
+            else:
+                assert "unknown-axis" in codes
+    assert next(kept, None) is None
+    assert (not any(finding.severity == "error" for finding in plan.findings)) == is_sound(plan)
+
+
+def is_sound(plan: sr.ShardingPlan) -> bool:
+    """Whether `check` lets the plan pass."""
+    try:
+        return plan.check() is plan
+    except sr.PlanError:
+        return False
+
+
+def assert_kept_as_json(plan: sr.ShardingPlan, tree: Any) -> None:
+    """JSON and back gives an equal plan, and with the tree the same specs."""
+    text = plan.to_json()
+    again = sr.ShardingPlan.from_json(text)
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.fingerprint == plan.fingerprint == json.loads(text)["fingerprint"]
+    assert sorted(map(str, again.findings)) == sorted(map(str, plan.findings))
+    assert str(again.memory()) == str(plan.memory())
+    if tree is None:  # which is how from_json is told that there is no tree
+        return
+    bound = sr.ShardingPlan.from_json(text, tree)
+    assert bound == plan
+    assert same_tree(bound.specs, plan.specs)
+    assert again.paths == bound.paths or sorted(again.paths) == sorted(bound.paths)
+
+
+def assert_names_a_leaf(text: str, tree: Any) -> None:
+    """An error names at least one leaf of the tree, unless it is about the tree as a whole."""
+    if "no assignment fits" in text:
+        return
+    paths = [re.sub(r"(?<![^/])\d+(?![^/])", "*", path) for path in sr.leaf_paths(tree)]
+    assert any(path in re.sub(r"(?<![^/\s])\d+(?![^/\s:])", "*", text) for path in paths), text
+
+
+# ---- rules that promise more ----
+
+SOUND = ("auto", "auto_all", "auto_reverse", "fsdp_all", "memory", "memory_tree", "replicate", "user_leaf")
+"""Rules that only split what divides: the plans of these have no errors, whatever the tree."""
+
+
+@pytest.mark.parametrize("rule", [*SOUND, "fitted", "fitted_dim", "nested"])
+def test_rules_that_look_at_sizes_give_sound_plans(rule: str) -> None:
+    how = RULES[rule]()
+    for (tree, make), mesh in itertools.product(TREES.items(), ("grid", "cube", "ones", "alone", "pod", "devices_explicit")):
+        plan = outcome(how, make(), MESHES[mesh]())
+        if isinstance(plan, str):
+            assert "no assignment fits" in plan or "has no axis" in plan, (tree, mesh)
+        else:
+            errors = [finding for finding in plan.findings if finding.severity == "error"]
+            assert [finding.code for finding in errors if finding.code != "over-budget"] == [], (tree, mesh)
+
+
+def test_a_rule_inside_out() -> None:
+    """A composite, a chain, a stack or a fit of one rule adds nothing where there is nothing to add."""
+    for rule, tree in itertools.product(SOUND, ("model", "params", "structs", "dtypes", "logically_partitioned")):
+        how, what, mesh = RULES[rule](), TREES[tree](), MESHES["grid"]()
+        plan = outcome(how, what, mesh)
+        for around in (sr.CompositeShardingRule, sr.ChainShardingRule, sr.FittedShardingRule, zoo.EachLeaf):
+            other = outcome(around(how), what, mesh)
+            assert told(other) == told(plan), (rule, tree, around)
+
+
+# ---- processes ----
+
+
+def report() -> str:
+    """Returns, for every rule, what its plan for one tree says; for a process of its own."""
+    lines = {}
+    tree, mesh = TREES["structs"](), MESHES["grid"]()
+    for name in RULES:
+        if name in ON_DEVICES:
+            continue
+        plan = outcome(RULES[name](), tree, mesh)
+        said = plan if isinstance(plan, str) else plan.fingerprint
+        full = plan if isinstance(plan, str) else f"{plan.to_json()}{plan}"
+        lines[name] = [said, hashlib.sha256(full.encode()).hexdigest(), repr(RULES[name]())]
+    return json.dumps(lines)
+
+
+def run(code: str, **environment: str) -> str:
+    """Runs Python in a process of its own, and returns what it prints."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_plans_are_the_same_under_every_hash_seed() -> None:
+    code = "from tests.rules.test_laws import report; print(report())"
+    seeds = [str(seed) for seed in range(20)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda seed: run(code, PYTHONHASHSEED=seed), seeds))
+    plans = json.loads(texts[0])
+    assert len(plans) == len(RULES) - len(ON_DEVICES)
+    for seed, text in zip(seeds, texts, strict=True):
+        differ = [name for name, lines in json.loads(text).items() if lines != plans[name]]
+        assert differ == [], f"PYTHONHASHSEED={seed}"
+    assert json.loads(report()) == plans  # and in this process, whose backend is up
+
+
+def test_planning_for_4096_devices_leaves_the_backend_uninitialised() -> None:
+    code = """
+import jax
+import shardrules as sr
+from jax._src import xla_bridge
+from tests.rules.test_laws import outcome
+from tests.zoo import ON_DEVICES, RULES, TREES
+
+mesh, tree = sr.mesh_shape("data:64,model:64"), TREES["structs"]()
+plans = [outcome(make(), tree, mesh) for name, make in RULES.items() if name not in ON_DEVICES]
+for plan in plans:
+    if not isinstance(plan, str):
+        str(plan), plan.findings, plan.fingerprint, plan.to_json(), plan.memory(), plan.explain("w")
+        sr.ShardingPlan.from_json(plan.to_json(), tree)
+assert sum(1 for plan in plans if not isinstance(plan, str)) > 20
+assert not xla_bridge.backends_are_initialized()
+jax.devices()
+assert xla_bridge.backends_are_initialized()
+print("planned")
+"""
+    assert run(code) == "planned\n"
+
+
+# ---- random trees, random patterns ----
+
+WIDTHS = st.sampled_from([(8, 4), (8, 6), (16,), ()])
+LEAVES = st.builds(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype), WIDTHS, st.sampled_from([np.float32, np.int8]))
+
+
+def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers: dicts, and lists of equal layers with perhaps one that differs."""
+    names = st.sampled_from(["w", "b", "w1", "a10", "0", "1", "07", "10", "#", "x_2", "layers"])
+    equal = st.builds(lambda child, count: [child] * count, children, st.integers(0, 12))
+    unequal = st.builds(
+        lambda one, other, count, at: [other if i == at else one for i in range(count)],
+        children,
+        children,
+        st.integers(1, 12),
+        st.integers(0, 11),
+    )
+    return st.dictionaries(names, children, max_size=4) | equal | unequal | st.lists(children, max_size=3).map(tuple)
+
+
+RANDOM_TREES = st.recursive(LEAVES, nodes, max_leaves=5)
+
+ATOMS = st.sampled_from(
+    ["w", "b", "a", "layers", "_", "/", "/", r"\d", r"\d+", r"\d*", "[0-9]", "[0-9]+", "[^/]+", ".", ".*", ".+", "0", "1"]
+    + ["10", "w1", "w\\d", "a1", r"\w+", r"\D", r"\b", "^", "$", "[1-5]", "[^0-9]", "#", r"[\w.-]+", r"\.", r"[!-~]", "(^|/)"]
+)
+QUANTIFIERS = st.sampled_from(["", "", "", "", "+", "*", "?", "{2}", "{1,2}", "+?"])
+PIECES = st.builds(lambda atom, repeat: f"(?:{atom}){repeat}" if repeat else atom, ATOMS, QUANTIFIERS)
+SEQUENCES = st.lists(PIECES, min_size=1, max_size=4).map("".join)
+RANDOM_PATTERNS = st.lists(SEQUENCES, min_size=1, max_size=2).map("|".join).filter(lambda text: not text.startswith("/"))
+RANDOM_VALUES = st.sampled_from([P(), P("data"), P(None, "data"), P("model"), None, sr.FSDPShardingRule("data", 0)])
+
+
+@given(
+    tree=RANDOM_TREES,
+    rules=st.lists(st.tuples(RANDOM_PATTERNS, RANDOM_VALUES), max_size=3),
+    match=st.sampled_from(["search", "match", "fullmatch"]),
+    unmatched=st.sampled_from(["skip", "replicate", "error"]),
+    size=st.sampled_from([0, 20]),
+)
+def test_grouping_never_changes_a_result(tree: Any, rules: Any, match: Any, unmatched: Any, size: int) -> None:
+    rule = sr.RegexShardingRule(rules, match, unmatched, size)
+    for how in (rule, sr.FittedShardingRule(rule), rule | zoo.RowsRule("data"), sr.CompositeShardingRule(rule, rule)):
+        plan = outcome(how, tree, MESHES["grid"]())
+        assert told(outcome(zoo.EachLeaf(how), tree, MESHES["grid"]())) == told(plan)
+
+
+@given(tree=RANDOM_TREES, name=st.sampled_from([name for name in RULES if name not in ON_DEVICES]))
+def test_every_rule_on_random_trees(tree: Any, name: str) -> None:
+    how = RULES[name]()
+    for mesh in (MESHES["grid"](), MESHES["cube"]()):
+        plan = outcome(how, tree, mesh)
+        assert told(outcome(zoo.EachLeaf(how), tree, mesh)) == told(plan)
+        if not isinstance(plan, str):
+            assert_sound_or_found(plan, tree)
+            assert_kept_as_json(plan, tree)
