@@ -105,17 +105,11 @@ class EachLeaf(sr.LeavesShardingRule):
     """Says what `rule` says, and makes the engine look at every leaf by itself."""
 
     rule: sr.ShardingRule
-    mesh: AnyMesh | None = attrs.field(init=False)
-    parts: tuple[sr.ShardingRule, ...] = attrs.field(init=False)
+    mesh: AnyMesh | None = attrs.field(init=False, default=attrs.Factory(lambda self: self.rule.mesh, takes_self=True))
+    parts: tuple[sr.ShardingRule, ...] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: (self.rule,), takes_self=True)
+    )
     reads_index: ReadsIndex = attrs.field(init=False, default="value")
-
-    @mesh.default
-    def _default_mesh(self) -> AnyMesh | None:
-        return self.rule.mesh
-
-    @parts.default
-    def _default_parts(self) -> tuple[sr.ShardingRule, ...]:
-        return (self.rule,)
 
     def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
         return decide(self.rule, leaves)
@@ -322,7 +316,7 @@ def params() -> dict[str, Any]:
 
 def experts() -> list[Any]:
     """Returns lists of lists of layers, of which one is of another shape and one of another dtype."""
-    rows = [[{"w": np.ones((8, 4), np.float32)} for _ in range(12)] for _ in range(3)]
+    rows: list[Any] = [[{"w": np.ones((8, 4), np.float32)} for _ in range(12)] for _ in range(3)]
     rows[1][11] = {"w": np.ones((8, 6), np.float32)}
     rows[2][3] = {"w": np.ones((8, 4), np.int32)}
     return rows
@@ -416,14 +410,26 @@ TREES: Entries[Any] = once(
     statics=lambda: {"f": jax.nn.relu, "text": "w", "type": np.float32, "settings": Settings(), "w": np.ones((8, 4))},
     zero_sized=lambda: {"rows": np.ones((0, 8)), "columns": np.ones((8, 0)), "both": np.ones((0,))},
     dtypes=every_dtype,
-    numpy=lambda: {"w": np.ones((16, 8)), "b": np.ones(8, np.int8), "view": np.ones((8, 16)).T, "w3": np.ones((4, 8, 16))},
+    numpy=lambda: {
+        "w": np.ones((16, 8)),
+        "b": np.ones(8, np.int8),
+        "view": np.ones((8, 16)).T,
+        "w3": np.ones((4, 8, 16)),
+    },
     structs=structs,
     eval_shape=lambda: eqx.filter_eval_shape(Model, 11),
     named_tuple=lambda: Moments({"w": np.ones((16, 8))}, [np.ones(8), np.ones(8)]),
     dataclass=lambda: {"layers": [Weights(np.ones((8, 8)), np.ones(8)) for _ in range(4)]},
     ordered_dict=lambda: collections.OrderedDict(z=np.ones(8), a=np.ones((8, 4)), m=collections.defaultdict(list)),
     int_keys=lambda: {0: np.ones((8, 4)), 1: np.ones((8, 4)), 10: np.ones((8, 4)), -1: np.ones((8, 4))},
-    odd_keys=lambda: {"#": np.ones(8), "##": np.ones(8), "7": np.ones(8), "07": np.ones(8), "٣": np.ones(8), "": np.ones(4)},
+    odd_keys=lambda: {
+        "#": np.ones(8),
+        "##": np.ones(8),
+        "7": np.ones(8),
+        "07": np.ones(8),
+        "٣": np.ones(8),
+        "": np.ones(4),
+    },
     tuple_keys=lambda: {("a", 1): np.ones(8), ("a", 2): [np.ones(8)]},
     node=lambda: [Pair(np.ones((8, 8)), [np.ones(4)]), Pair(np.ones((8, 8)), [np.ones(4)])],
     params=params,

@@ -5,7 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.core.axes import Axis, as_axis, axis_tuple
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
 
@@ -51,9 +51,7 @@ class DimShardingRule(LeafShardingRule):
             hint = "Aim the rule at fewer leaves with RegexShardingRule, or pass ignore_ndim_error=True"
             if not self.ignore_ndim_error:
                 raise leaf.error(self, why, hint)
-            # Without the path, so that equal layers say the same.
-            said = f"Cannot shard_dim({'+'.join(axis_tuple(self.axis))}, {dim}): it has {leaf.ndim} dimensions"
-            found = Finding("warning", "no-such-dim", said, leaf.path, hint, leaf.shape, dim, rule=repr(self))
+            found = Finding("warning", "no-such-dim", why, leaf.path, hint, leaf.shape, dim, rule=repr(self))
             return Decision(None, f"there is no dim {dim}", findings=(found,))
         if leaf.entries[dim % leaf.ndim] != ():
             raise leaf.error(
@@ -63,4 +61,5 @@ class DimShardingRule(LeafShardingRule):
 
     def _call(self, leaf: Leaf) -> str:
         so_far = tuple(None if entry == () else entry[0] if len(entry) == 1 else entry for entry in leaf.entries)
-        return f"shard_dim({'+'.join(axis_tuple(self.axis))}, {self.dim}): name={leaf.path} cur_spec={so_far}"
+        name = template(leaf.path)  # equal layers say the same, and so become one finding
+        return f"shard_dim({'+'.join(axis_tuple(self.axis))}, {self.dim}): name={name} cur_spec={so_far}"

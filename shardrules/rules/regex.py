@@ -160,10 +160,9 @@ class RegexShardingRule(LeavesShardingRule):
 
     def _idle(self, number: int, matches: Callable[[str], object], leaves: Leaves) -> Finding | None:
         pattern = self.rules[number][0]
-        hits = [bool(matches(leaf.path)) for leaf in leaves.items]
-        if all(hits) and number == len(self.rules) - 1:
-            return None  # a safety net that caught nothing
-        if any(hits):
+        if number == len(self.rules) - 1 and matches("\0"):
+            return None  # it matches whatever it is shown: a safety net that caught nothing
+        if any(matches(leaf.path) for leaf in leaves.items):
             why = f"every leaf that pattern {pattern!r} matches is taken by an earlier pattern"
             remedy = "Put it before the patterns that take its leaves, or take it out"
             return Finding("warning", "shadowed-pattern", why, remedy=remedy, rule="RegexShardingRule")

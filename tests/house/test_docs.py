@@ -1,15 +1,11 @@
 """Every Python block of the README, of the documentation and of the docstrings runs as it is printed."""
 
 import os
-import re
-import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, final
+from typing import Any
 
 import attrs
 import equinox as eqx
@@ -21,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.house.pages import filled, misfits, pages, run_blocks
 from tests.house.source import (
     REPOSITORY,
     Module,
@@ -33,69 +30,6 @@ from tests.house.source import (
 
 SCOPE: dict[str, Any] = {"sr": sr, "P": P, "jax": jax, "jnp": jnp, "np": np, "eqx": eqx, "attrs": attrs, "optax": optax}
 """What an example in a docstring may use without importing it, besides the names of its own module."""
-
-FENCE = re.compile(
-    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
-    re.MULTILINE | re.DOTALL,
-)
-NO_RUN = re.compile(r"<!-- *no-run: *\S.*-->\s*\Z")
-OTHER_SPELLINGS = ("py", "py3", "python3", "pycon", "ipython", "ipython3")
-
-
-@final
-@attrs.frozen
-class Block:
-    """A fenced block: its language, its text, the line of its first line, and whether it is marked `no-run`."""
-
-    language: str
-    text: str
-    line: int
-    no_run: bool
-
-    @property
-    def runs(self) -> bool:
-        return self.language == "python"
-
-
-def blocks(text: str) -> Iterator[Block]:
-    """Yields the fenced blocks of a markdown text, indented ones too."""
-    for found in FENCE.finditer(text):
-        info = found["info"].strip(" {}").split()
-        language = info[0].lstrip(".").lower() if info else ""
-        line = text.count("\n", 0, found.start("text")) + 1
-        yield Block(language, textwrap.dedent(found["text"]), line, bool(NO_RUN.search(text[: found.start()])))
-
-
-def misfits(text: str) -> list[str]:
-    """Blocks that hide from this test: Python that is marked `no-run`, or Python by another name."""
-    return [
-        f"line {block.line}: {'Python always runs' if block.runs else f'write python, not {block.language}'}"
-        for block in blocks(text)
-        if (block.runs and block.no_run) or block.language in OTHER_SPELLINGS
-    ]
-
-
-def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 1) -> None:
-    """Runs the Python blocks of `text` in order, in one namespace, so that a traceback names the line in `source`."""
-    module = ModuleType("example")  # a real module: classes made in a block look for theirs
-    vars(module).update({**scope, "__name__": "example"})
-    saved = sys.modules.get("example")
-    sys.modules["example"] = module
-    try:
-        for block in blocks(text):
-            if block.runs:
-                padding = "\n" * (first_line + block.line - 2)
-                exec(compile(padding + block.text, source, "exec", dont_inherit=True), vars(module))
-    finally:
-        if saved is None:
-            del sys.modules["example"]
-        else:
-            sys.modules["example"] = saved
-
-
-def pages(root: Path) -> list[Path]:
-    """Returns the README and every page of the documentation."""
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def docstrings(modules: tuple[Module, ...]) -> list[tuple[str, str, str, int]]:
@@ -132,7 +66,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_page_runs(page: Path) -> None:
     text = page.read_text()
     assert misfits(text) == []
-    assert left_behind(lambda: run_blocks(text, str(page), {})) == []
+    printed: list[str] = []
+    assert left_behind(lambda: printed.extend(run_blocks(text, str(page), {}))) == []
+    assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +152,41 @@ def test_every_docstring_is_found(tmp_path: Path) -> None:
     ]
     with pytest.raises(NameError, match="method"):
         run_blocks(found[2][2], "a.py", {})
+
+
+PRINTING = """
+```python
+print("a")
+print("b ")
+```
+
+Which shows:
+
+```text
+{shown}
+```
+
+```python
+c = 1
+```
+
+```text
+not printed
+```
+"""
+
+
+def test_what_a_page_shows_is_what_it_prints() -> None:
+    page = PRINTING.format(shown="a\nb")
+    assert filled(page, run_blocks(page, "page.md", {})) == page
+    old = PRINTING.format(shown="a\nc\nd")
+    assert filled(old, run_blocks(old, "page.md", {})) == page
+    hidden = PRINTING.replace("```text\n{shown}\n```\n", "")
+    with pytest.raises(ValueError, match="line 11: what the block above prints is shown nowhere: 'a"):
+        filled(hidden, run_blocks(hidden, "page.md", {}))
+    last = "```python\nprint('a')\n```\n"
+    with pytest.raises(ValueError, match="what the last block prints is shown nowhere"):
+        filled(last, run_blocks(last, "page.md", {}))
 
 
 def test_what_an_example_leaves_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,118 @@
+"""Runs the Python of a page, and puts what it prints into the `text` block below it.
+
+`python -m tests.house.pages` refreshes every page; the tests run the same and compare.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+import attrs
+
+from tests.house.source import REPOSITORY
+
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+NO_RUN = re.compile(r"<!-- *no-run: *\S.*-->\s*\Z")
+OTHER_SPELLINGS = ("py", "py3", "python3", "pycon", "ipython", "ipython3")
+
+
+@final
+@attrs.frozen
+class Block:
+    """A fenced block: its language, its text, the line of its first line, and whether it is marked `no-run`."""
+
+    language: str
+    text: str
+    line: int
+    no_run: bool
+
+    @property
+    def runs(self) -> bool:
+        return self.language == "python"
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yields the fenced blocks of a markdown text, indented ones too."""
+    for found in FENCE.finditer(text):
+        info = found["info"].strip(" {}").split()
+        language = info[0].lstrip(".").lower() if info else ""
+        line = text.count("\n", 0, found.start("text")) + 1
+        yield Block(language, textwrap.dedent(found["text"]), line, bool(NO_RUN.search(text[: found.start()])))
+
+
+def misfits(text: str) -> list[str]:
+    """Blocks that hide from this test: Python that is marked `no-run`, or Python by another name."""
+    return [
+        f"line {block.line}: {'Python always runs' if block.runs else f'write python, not {block.language}'}"
+        for block in blocks(text)
+        if (block.runs and block.no_run) or block.language in OTHER_SPELLINGS
+    ]
+
+
+def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 1) -> list[str]:
+    """Runs the Python blocks of `text` in order, in one namespace, and returns what each block of `text` printed.
+
+    A traceback names the line in `source`.
+    """
+    module = ModuleType("example")  # a real module: classes made in a block look for theirs
+    vars(module).update({**scope, "__name__": "example"})
+    saved = sys.modules.get("example")
+    sys.modules["example"] = module
+    printed = []
+    try:
+        for block in blocks(text):
+            output = io.StringIO()
+            if block.runs:
+                padding = "\n" * (first_line + block.line - 2)
+                with contextlib.redirect_stdout(output):
+                    exec(compile(padding + block.text, source, "exec", dont_inherit=True), vars(module))
+            printed.append("".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines()))
+    finally:
+        if saved is None:
+            del sys.modules["example"]
+        else:
+            sys.modules["example"] = saved
+    return printed
+
+
+def filled(text: str, printed: list[str]) -> str:
+    """Returns `text` with what each of its blocks printed in the `text` block that comes next."""
+    parts, end, pending = [], 0, ""
+    for fence, block, output in zip(FENCE.finditer(text), blocks(text), printed, strict=True):
+        if block.runs and pending:
+            raise ValueError(f"line {block.line}: what the block above prints is shown nowhere: {pending[:80]!r}")
+        parts.append(text[end : fence.start("text")])
+        takes = block.language == "text" and pending
+        parts.append(textwrap.indent(pending, fence["indent"]) if takes else fence["text"])
+        pending = "" if takes else pending or output
+        end = fence.end("text")
+    if pending:
+        raise ValueError(f"what the last block prints is shown nowhere: {pending[:80]!r}")
+    return "".join(parts) + text[end:]
+
+
+def pages(root: Path) -> list[Path]:
+    """Returns the README and every page of the documentation."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+if __name__ == "__main__":
+    import tests.conftest  # noqa: F401  eight devices, as the tests have them
+
+    for page in pages(REPOSITORY):
+        old = page.read_text()
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # examples may write files
+            new = filled(old, run_blocks(old, str(page), {}))
+        if new != old:
+            page.write_text(new)
+            print("refreshed", page.relative_to(REPOSITORY))
