@@ -375,10 +375,11 @@ def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 RANDOM_TREES = st.recursive(LEAVES, nodes, max_leaves=5)
 
-ATOMS = st.sampled_from(
-    r"w b a layers _ / / \d \d+ \d* [0-9] [0-9]+ [^/]+ . .* .+ 0 1 10 w1 w\d a1 \w+ \D \b ^ $ [1-5] [^0-9] # [\w.-]+ \. "
-    r"[!-~] (^|/)".split()
-)
+SNIPPETS = r"""
+w b a layers _ / / 0 1 10 w1 a1 # ^ $ . .* .+ \d \d+ \d* \w+ \D \b \. w\d
+[0-9] [0-9]+ [^/]+ [1-5] [^0-9] [\w.-]+ [!-~] (^|/)
+"""
+ATOMS = st.sampled_from(SNIPPETS.split())
 QUANTIFIERS = st.sampled_from(["", "", "", "", "+", "*", "?", "{2}", "{1,2}", "+?"])
 PIECES = st.builds(lambda atom, repeat: f"(?:{atom}){repeat}" if repeat else atom, ATOMS, QUANTIFIERS)
 SEQUENCES = st.lists(PIECES, min_size=1, max_size=4).map("".join)
