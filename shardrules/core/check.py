@@ -133,16 +133,18 @@ def _check_entry(
         count,
     )
     # What JAX makes of it it makes of all dimensions at once.
+    asked = tuple(zip(entries(spec), shape, strict=False))
     weaker = make_spec(
-        tuple(
-            part if part is UNCONSTRAINED else divisible_prefix(part, size, sizes)
-            for part, size in zip(entries(spec), shape, strict=False)
-        )
+        tuple(part if part is UNCONSTRAINED else divisible_prefix(part, size, sizes) for part, size in asked)
     )
+    or_else = ""
+    if any(part is not UNCONSTRAINED and _divides_in_part(part, size, sizes) for part, size in asked):
+        or_else = ", or from JAX 0.11 on a split by part of an axis"
     yield Finding(
         "warning",
         "weakened",
-        f"a constraint inside jit would quietly become {spec_repr(weaker)}: {label} does not divide dimension {dim}",
+        f"a constraint inside jit would quietly become {spec_repr(weaker)}{or_else}: {label} does not divide "
+        f"dimension {dim}",
         path,
         f"Write {spec_repr(weaker)} if that is what is meant",
         shape,
@@ -150,6 +152,15 @@ def _check_entry(
         entry[0] if len(entry) == 1 else None,
         count,
     )
+
+
+def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> bool:
+    """Whether the first axis of `entry` that does not divide what is left of `dim_size` has a factor that does."""
+    fitting = divisible_prefix(entry, dim_size, sizes)
+    if len(fitting) == len(entry):
+        return False
+    left = dim_size // math.prod(sizes[name] for name in fitting)
+    return math.gcd(left, sizes.get(entry[len(fitting)], 1)) > 1
 
 
 def check_leaves(

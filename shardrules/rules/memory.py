@@ -116,7 +116,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         return Finding(
             "error",
             "over-budget",
-            f"{held:,} bytes per device is the least that one axis a dimension reaches, the limit is "
+            f"{held:,} bytes per device is what one axis a dimension reaches, the limit is "
             f"{self.max_memory_per_device:,}",
             leaf.path,
             f"Raise max_memory_per_device to {held:,} or more, or use a larger mesh",

@@ -48,7 +48,7 @@ def make_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape([size for _, size in axes]), [name for name, _ in axes])
 
 
-def random_leaf(rng: random.Random, axes: tuple[tuple[str, int], ...]) -> tuple[jax.ShapeDtypeStruct, P]:
+def random_leaf(rng: random.Random, axes: tuple[tuple[str, int], ...]) -> tuple[Any, P]:
     """An array of rank 0 to 4, and a spec whose splits divide: names, tuples in any order, `None`, or nothing."""
     order = rng.sample(axes, len(axes))
     shape, parts = [], []
@@ -63,7 +63,9 @@ def random_leaf(rng: random.Random, axes: tuple[tuple[str, int], ...]) -> tuple[
         parts.append(None if not names else names[0] if len(names) == 1 and rng.random() < 0.5 else tuple(names))
     while parts and parts[-1] is None and rng.random() < 0.5:
         parts.pop()
-    return jax.ShapeDtypeStruct(tuple(shape), rng.choice(DTYPES)), P(*parts)
+    dtype = rng.choice(DTYPES)
+    wide = dtype in (np.float64, np.int64, np.complex128)  # JAX has no shapes of these while x64 is off, NumPy has
+    return np.zeros(shape, dtype) if wide else jax.ShapeDtypeStruct(tuple(shape), dtype), P(*parts)
 
 
 def random_tree(seed: int) -> tuple[tuple[tuple[str, int], ...], dict[str, Any], dict[str, Any]]:
@@ -78,7 +80,9 @@ def random_tree(seed: int) -> tuple[tuple[tuple[str, int], ...], dict[str, Any],
 def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
     """What XLA allocates on one device for the arrays of `tree` as arguments."""
     shapes = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype, sharding=NamedSharding(mesh, spec)),
+        tree,
+        specs,
     )
     lowered = jax.jit(lambda *xs: xs, keep_unused=True).lower(*jax.tree.leaves(shapes))
     analysis = lowered.compile().memory_analysis()
