@@ -226,7 +226,7 @@ CASES: dict[str, Case] = {
         lambda: sr.MemoryConstrainedShardingRule(8).plan({"w": f32(7, 8)}, MESH),
         "error",
         "over-budget",
-        "w",
+        "56 bytes per device is what one axis a dimension reaches, the limit is 8",
         "56 bytes per device is what one axis a dimension reaches .*, the limit is 8",
         "Raise max_memory_per_device to 56 or more, or use a larger mesh",
         (7, 8),
