@@ -4,10 +4,16 @@ Everything public is importable from here, grouped by noun. Importing touches no
 """
 
 from shardrules.analysis.analyzer import ShardingAnalyzer, analyze_sharding_strategy
+from shardrules.analysis.monitor import ShardingWarning, create_monitored_function
 from shardrules.analysis.report import AxisUse, ShardingReport, Weight
 from shardrules.core.axes import Axis
 from shardrules.core.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.errors import (
+    AxisTypeError,
+    BarrierError,
+    BarrierTimeoutError,
+    DisagreementError,
+    MeshError,
     NoMeshError,
     PatternError,
     PlanError,
@@ -16,6 +22,7 @@ from shardrules.core.errors import (
     ShardRulesError,
     SpecError,
     TreeError,
+    UnboundAxisError,
     UnknownAxisError,
     UnknownOpError,
 )
@@ -43,8 +50,29 @@ from shardrules.core.spec_trees import (
 )
 from shardrules.core.table import Totals
 from shardrules.core.tree import leaf_paths
-from shardrules.mesh.context import current_mesh
+from shardrules.mesh.axes import (
+    get_axes_size_in_mesh,
+    get_mesh_axis_names,
+    get_mesh_axis_size,
+    get_submesh_device_index,
+)
+from shardrules.mesh.context import current_mesh, get_incontext_mesh, names_in_current_mesh
+from shardrules.mesh.creation import (
+    AxisTypes,
+    MeshWarning,
+    calculate_host_mesh_shape,
+    cpu_context,
+    create_cpu_mesh,
+    create_device_mesh,
+    create_mesh,
+    force_cpu,
+    parse_mesh_from_string,
+)
+from shardrules.mesh.derived import fold_axes, rename_axes, split_axis, submesh
+from shardrules.mesh.layout import DeviceInfo, Layout, lay_out
+from shardrules.mesh.processes import barrier_sync, is_primary
 from shardrules.mesh.shape import mesh_shape
+from shardrules.placement.agree import check_same_plan
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
@@ -164,12 +192,40 @@ __all__ = [
     # Analysis
     "ShardingAnalyzer",
     "analyze_sharding_strategy",
+    "ShardingWarning",
+    "create_monitored_function",
     "AxisUse",
     "ShardingReport",
     "Weight",
     # Meshes
     "current_mesh",
+    "get_incontext_mesh",
+    "names_in_current_mesh",
     "mesh_shape",
+    "DeviceInfo",
+    "Layout",
+    "lay_out",
+    "AxisTypes",
+    "MeshWarning",
+    "calculate_host_mesh_shape",
+    "cpu_context",
+    "create_cpu_mesh",
+    "create_device_mesh",
+    "create_mesh",
+    "force_cpu",
+    "parse_mesh_from_string",
+    "fold_axes",
+    "rename_axes",
+    "split_axis",
+    "submesh",
+    "get_axes_size_in_mesh",
+    "get_mesh_axis_names",
+    "get_mesh_axis_size",
+    "get_submesh_device_index",
+    # Processes
+    "barrier_sync",
+    "is_primary",
+    "check_same_plan",
     # Specs
     "canonical",
     "same",
@@ -241,6 +297,12 @@ __all__ = [
     "UnifiedExpertRowWise",
     # Errors
     "NoSpecError",
+    "AxisTypeError",
+    "BarrierError",
+    "BarrierTimeoutError",
+    "DisagreementError",
+    "MeshError",
+    "UnboundAxisError",
     "NoMeshError",
     "PatternError",
     "PlanError",

@@ -119,6 +119,36 @@ class NoMeshError(ShardRulesError, AssertionError, ValueError):
     """A mesh is needed and neither the rule, nor the call, nor the context has one."""
 
 
+@final
+class MeshError(ShardRulesError, ValueError):
+    """A mesh that cannot be built as asked for, from the devices there are."""
+
+
+@final
+class AxisTypeError(ShardRulesError, TypeError):
+    """Something that is no axis name where one is wanted, or no axis type."""
+
+
+@final
+class UnboundAxisError(ShardRulesError, NameError):
+    """A question about the place of a device, asked where no axis of a mesh is mapped."""
+
+
+@final
+class BarrierError(ShardRulesError, RuntimeError):
+    """Processes that do not meet: they wait at different barriers, or one of them is gone."""
+
+
+@final
+class BarrierTimeoutError(ShardRulesError, RuntimeError, TimeoutError):
+    """A barrier to which not all processes came in time."""
+
+
+@final
+class DisagreementError(ShardRulesError, RuntimeError):
+    """Processes that hold different plans."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" (did you mean 'data'?)"` for the known name nearest to `name`, or nothing.
 

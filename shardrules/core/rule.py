@@ -94,8 +94,9 @@ class ShardingRule(abc.ABC):
         **Arguments:**
 
         - `pytree`: as for `apply`.
-        - `mesh`: a `Mesh` or an `AbstractMesh`. The rule's own mesh comes first; without either, the mesh set by
-            `jax.set_mesh` (or a legacy `with mesh:`) is taken. Rules that need no mesh work without any.
+        - `mesh`: a `Mesh` or an `AbstractMesh`. The rule's own mesh comes first; without either it is the mesh that
+            the arrays are on, else the one set by `jax.set_mesh` (or a legacy `with mesh:`). Rules that need no mesh
+            work without any.
         - `path_style`: whether fields of named tuples appear in paths by name (`"attr"`) or by position (`"index"`).
 
         **Returns:**
@@ -111,14 +112,14 @@ class ShardingRule(abc.ABC):
         assert plan.specs == {"w": P("data", None)}
         ```
         """
-        found, where, verdict = _decided(self, pytree, mesh, path_style)
+        found, verdict = _decided(self, pytree, mesh, path_style)
         noted = (*verdict.findings, *_ambiguous(found))
         own = {mesh_text(rule.mesh): rule.mesh for rule in _within(self) if rule.mesh is not None}
         for text, one in own.items():
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(one):
                 message = f"the rule's own mesh ({text}) was taken, not the one given ({mesh_text(mesh)})"
                 noted = (*noted, Finding("warning", "mesh-ignored", message, remedy="Give the mesh in one place"))
-        return ShardingPlan(where, found.leaves, verdict.decisions, found, noted, self)
+        return ShardingPlan(found.mesh, found.leaves, verdict.decisions, found, noted, self)
 
     def __or__(self, other: "ShardingRule") -> "ChainShardingRule":
         """Returns the chain of two rules: `other` refines what this one decided."""
@@ -172,7 +173,7 @@ class LeavesShardingRule(ShardingRule):
 
         `PlanError`, listing every leaf that the rule could not decide.
         """
-        found, _, verdict = _decided(self, pytree, None, "attr")
+        found, verdict = _decided(self, pytree, None, "attr")
         return found.unflatten([_spec_of(decision) for decision in verdict.decisions], PartitionSpec())
 
 
@@ -337,12 +338,10 @@ def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
     return next((mesh for mesh in map(_inner_mesh, rule.parts) if mesh is not None), None)
 
 
-def _decided(
-    rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
-) -> tuple[Survey, AnyMesh | None, Verdict]:
+def _decided(rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle) -> tuple[Survey, Verdict]:
     where = next((one for one in (rule.mesh, mesh, _inner_mesh(rule)) if one is not None), None)
-    where = current_mesh() if where is None else where
-    found = survey(pytree, where, reads_index=rule.reads_index, path_style=path_style)
+    in_force = current_mesh() if where is None else None
+    found = survey(pytree, where, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
     verdict = decide(rule, _all_leaves(found))
     if verdict.idle and found.leaves:
         verdict = Verdict(verdict.decisions, (*verdict.findings, *_never_used(rule, verdict)))
@@ -351,7 +350,7 @@ def _decided(
         count = sum(finding.count for finding in problems)
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
         raise _plan_error(title, _with_patterns(problems, found))
-    return found, where, verdict
+    return found, verdict
 
 
 def _ambiguous(found: Survey) -> Iterator[Finding]:

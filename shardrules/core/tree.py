@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import TreeError
@@ -58,6 +59,7 @@ class Survey:
     - `carried`: position and value of every leaf that is neither array nor number.
     - `numbers`: position and value of every Python number.
     - `root`: the graph that spells out paths.
+    - `mesh`: the mesh that is planned for.
     - `slashed`: whether a key holds a slash, so that two leaves may have one path.
 
     ```python
@@ -73,6 +75,7 @@ class Survey:
     carried: tuple[tuple[int, Any], ...]
     numbers: tuple[tuple[int, Any], ...]
     root: Any
+    mesh: AnyMesh | None = None
     slashed: bool = False
 
     def paths(self) -> tuple[str, ...]:
@@ -215,12 +218,15 @@ def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
         return None
 
 
-def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any], list[tuple[int, Any]]]:
-    """Returns a code for each leaf, what each code stands for, and the leaves that are no arrays."""
+def _classify(
+    leaves: list[Any], box: type | None
+) -> tuple[list[int], list[Any], list[tuple[int, Any]], AnyMesh | None]:
+    """Returns a code for each leaf, what each code stands for, the leaves that are no arrays, and where arrays are."""
     codes: dict[Hashable, int] = {}
     meanings: list[Any] = [None]
     plain: list[int] = []
     others: list[tuple[int, Any]] = []
+    meshes: list[AnyMesh] = []
     for position, leaf in enumerate(leaves):
         try:
             key = (leaf.shape, leaf.dtype)
@@ -238,21 +244,30 @@ def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any]
                 code = codes.setdefault(meaning, len(meanings))
                 if code == len(meanings):
                     meanings.append(meaning)
+                    sharding = getattr(value, "sharding", None)  # many kinds of arrays have none
+                    if isinstance(sharding, NamedSharding) and sharding.mesh not in meshes:
+                        meshes.append(sharding.mesh)
                 if key is not None:
                     codes[key] = code
         plain.append(code)
-    return plain, meanings, others
+    return plain, meanings, others, meshes[0] if len(meshes) == 1 else None
 
 
 def survey(
-    tree: Any, mesh: AnyMesh | None, *, reads_index: ReadsIndex = "value", path_style: PathStyle = "attr"
+    tree: Any,
+    mesh: AnyMesh | None,
+    *,
+    in_force: AnyMesh | None = None,
+    reads_index: ReadsIndex = "value",
+    path_style: PathStyle = "attr",
 ) -> Survey:
     """Takes a tree apart.
 
     **Arguments:**
 
     - `tree`: any pytree. Flax boxes count as leaves, with their names as logical axes.
-    - `mesh`: the mesh that is planned for; every `Leaf` gets it.
+    - `mesh`: the mesh that is planned for; every `Leaf` gets it. Without one it is the mesh that the arrays are on.
+    - `in_force`: the mesh to take where they are on none, or on several.
     - `reads_index`: what the rules read of list indices. The less it is, the more leaves are one kind.
     - `path_style`: whether fields of named tuples appear by name or by position.
 
@@ -261,17 +276,24 @@ def survey(
     A `Survey`.
     """
     try:
-        return _survey(tree, mesh, reads_index, path_style, None)
+        return _survey(tree, mesh, in_force, reads_index, path_style, None)
     except _BoxFoundError:
-        return _survey(tree, mesh, reads_index, path_style, box_type())
+        return _survey(tree, mesh, in_force, reads_index, path_style, box_type())
 
 
 def _survey(
-    tree: Any, mesh: AnyMesh | None, reads_index: ReadsIndex, path_style: PathStyle, box: type | None
+    tree: Any,
+    mesh: AnyMesh | None,
+    in_force: AnyMesh | None,
+    reads_index: ReadsIndex,
+    path_style: PathStyle,
+    box: type | None,
 ) -> Survey:
     is_box: Callable[[Any], bool] | None = None if box is None else lambda node: isinstance(node, box)
     flat, treedef = jtu.tree_flatten(tree, is_leaf=is_box)
-    codes, meanings, others = _classify(flat, box)
+    codes, meanings, others, placed = _classify(flat, box)
+    if mesh is None:
+        mesh = in_force if placed is None else placed
     walker = _Walker(codes, meanings, mesh, reads_index, path_style, box_type() if box is None else None)
     if treedef.num_nodes > 1:
         root: Any = walker.walk(tree, treedef, 0, "", "")
@@ -279,7 +301,7 @@ def _survey(
         root = walker.meet(0, "", "") if flat else ((), ())
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
-    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root, walker.slashed)
+    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root, mesh, walker.slashed)
 
 
 @final

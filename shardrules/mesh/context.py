@@ -1,13 +1,15 @@
-"""The mesh that is in force here: the one place that knows how JAX keeps it.
+"""The mesh that is in force here, and questions about its axes.
 
-JAX offers `jax.set_mesh` with public readers. The older `with mesh:` still exists, and code in the wild still uses it,
-but its only reader is private; this module is where that reader is isolated.
+JAX offers `jax.set_mesh` with public readers. The older `with mesh:` still exists, and code in the wild still uses it.
 """
 
 import jax
-from jax._src import mesh as _legacy
+import numpy as np
+from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.errors import NoMeshError
+from shardrules.mesh.jax_state import legacy_mesh
 
 
 def current_mesh() -> AnyMesh | None:
@@ -29,5 +31,55 @@ def current_mesh() -> AnyMesh | None:
         except ValueError:  # refused while tracing, where the shape is all that counts
             return abstract
         return abstract if concrete.empty else concrete
-    legacy = _legacy.thread_resources.env.physical_mesh
-    return None if legacy.empty else legacy
+    return legacy_mesh()
+
+
+def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
+    """Returns the mesh in force: `current_mesh`, for code that cannot go on without one.
+
+    **Arguments:**
+
+    - `raise_error`: with `False`, an empty mesh is returned where there is none.
+
+    **Returns:**
+
+    A `Mesh` or an `AbstractMesh`.
+
+    **Raises:**
+
+    `NoMeshError`, which is also an `AssertionError`.
+
+    ```python
+    with jax.set_mesh(sr.create_mesh("data:8")):
+        assert dict(get_incontext_mesh().shape) == {"data": 8}
+    assert get_incontext_mesh(raise_error=False).empty
+    ```
+    """
+    found = current_mesh()
+    if found is not None:
+        return found
+    if raise_error:
+        raise NoMeshError(
+            "No mesh found under this context manager. Set one for a block, `with jax.set_mesh(mesh):`, or pass it"
+        )
+    return Mesh(np.empty((), dtype=object), ())
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Whether the mesh in force has all of these axes.
+
+    **Arguments:**
+
+    - `names`: names of axes; without any, the answer is yes.
+
+    **Returns:**
+
+    `False` where there is no mesh.
+
+    ```python
+    with jax.set_mesh(sr.create_mesh("data:8")):
+        assert names_in_current_mesh("data") and not names_in_current_mesh("data", "model")
+    ```
+    """
+    found = current_mesh()
+    return all(name in (() if found is None else found.axis_names) for name in names)

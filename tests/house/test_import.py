@@ -11,7 +11,10 @@ import pytest
 from tests.house.source import REPOSITORY, plant
 
 BUDGET_MS = 60
-"""What importing shardrules may add to importing JAX and Equinox."""
+"""What importing shardrules may add to importing JAX and Equinox, on a machine that imports JAX in `JAX_MS`."""
+
+JAX_MS = 350
+"""A slower machine, or one that is busy with other tests, is given more time, by as much as JAX takes longer there."""
 
 OPTIONAL = ("flax", "libtpu", "matplotlib", "optax", "rich")
 """What is not a dependency, and so must not be imported with the package, even where it is installed."""
@@ -56,7 +59,7 @@ def import_effects(package: str, path: Path) -> list[str]:
 def import_ms(package: str, path: Path, cache: Path, runs: int = 5) -> float:
     """Milliseconds that `import package` takes over JAX and Equinox, with its bytecode written, as an installer does.
 
-    The least of several processes: whatever else the machine does can only add to it.
+    The least of several processes: whatever else the machine does can only add to it. See `JAX_MS` for slow ones.
     """
     times = []
     for _ in range(runs + 1):  # the first one writes the bytecode
@@ -64,7 +67,8 @@ def import_ms(package: str, path: Path, cache: Path, runs: int = 5) -> float:
         assert run.returncode == 0, run.stderr[-2000:]
         found = re.findall(r"^import time: +\d+ \| +(\d+) \| +(\w+)$", run.stderr, re.MULTILINE)
         took = {name: int(microseconds) / 1000 for microseconds, name in found}
-        times.append(took[package] - took.get("jax", 0) - took.get("equinox", 0))
+        peers = took.get("jax", 0) + took.get("equinox", 0)
+        times.append((took[package] - peers) / max(peers / JAX_MS, 1))
     return min(times[1:])
 
 

@@ -18,8 +18,8 @@ BESIDE = {
 }
 """What the two packages at the bottom may take of each other."""
 
-PRIVATE_JAX = "mesh.context"
-"""The one module that may read `jax._src`: a legacy `with mesh:` has no other reader."""
+PRIVATE_JAX = "mesh.jax_state"
+"""The one module that may read `jax._src`; it says why."""
 
 LAZY: dict[str, str] = {}
 """What may be imported inside a function, and why."""

@@ -1,0 +1,34 @@
+"""What JAX knows of this process and keeps to itself: the one module that may read `jax._src`, and why.
+
+- The mesh of a legacy `with mesh:`, which code in the wild still uses, has no public reader.
+- The client of `jax.distributed`, whose barriers take a timeout and whose store holds texts, has no public name.
+- Whether a backend is up cannot be asked without starting one.
+"""
+
+from typing import Any
+
+import jax
+from jax._src import distributed, mesh, xla_bridge
+
+
+def legacy_mesh() -> jax.sharding.Mesh | None:
+    """Returns the mesh of a `with mesh:` that is open in this thread, or `None`."""
+    found = mesh.thread_resources.env.physical_mesh
+    return None if found.empty else found
+
+
+def coordination_client() -> Any:
+    """Returns the client of `jax.distributed`, or `None` where it was not initialised."""
+    return distributed.global_state.client
+
+
+def process_id() -> int:
+    """Returns the number of this process; 0 where `jax.distributed` was not initialised."""
+    return distributed.global_state.process_id
+
+
+def process_count() -> int:
+    """Returns how many processes take part, without starting a backend."""
+    if distributed.global_state.client is not None:
+        return distributed.global_state.num_processes or 1
+    return jax.process_count() if xla_bridge.backends_are_initialized() else 1

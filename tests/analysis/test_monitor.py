@@ -1,0 +1,72 @@
+"""Functions that tell what they took."""
+
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+ANALYZER = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
+TREE = {"a": np.ones((8, 16), np.float32)}
+
+
+def test_result_and_metrics() -> None:
+    step = sr.create_monitored_function(lambda tree, scale: tree["a"] * scale, {"a": P("dp", "tp")}, ANALYZER)
+    result, metrics = step(TREE, scale=3)
+    np.testing.assert_array_equal(result, 3 * TREE["a"])
+    assert list(metrics) == ["execution_time", "memory_usage", "validation_issues"]
+    assert metrics["memory_usage"] == ANALYZER.estimate_memory_usage(TREE, {"a": P("dp", "tp")})
+    assert metrics["memory_usage"]["size_per_device"] == 64
+    assert metrics["validation_issues"] == []
+
+
+def test_the_clock_stops_when_the_result_is_there() -> None:
+    def slow(x: Any) -> Any:
+        return jax.pure_callback(lambda one: (time.sleep(0.3), one)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    _, metrics = sr.create_monitored_function(jax.jit(slow), P(), ANALYZER)(jnp.float32(1))
+    assert 0.3 <= metrics["execution_time"] < 30
+
+
+def test_what_is_not_computed_yet_is_not_counted() -> None:
+    pending = jax.jit(
+        lambda x: jax.pure_callback(lambda one: (time.sleep(0.5), one)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
+    )(jnp.float32(1))
+    _, metrics = sr.create_monitored_function(lambda x: x, P(), ANALYZER)(pending)
+    assert metrics["execution_time"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("spec", "issue", "per_device"),
+    [
+        (P("tp", "dp"), None, 64),
+        (P("dp", "pt"), "a: the mesh has no axis 'pt'", None),
+        (P(("dp", "tp"), None, "tp"), "a: ", None),
+    ],
+)
+def test_issues_are_told_and_work_goes_on(spec: P, issue: str | None, per_device: int | None) -> None:
+    step = sr.create_monitored_function(lambda tree: tree["a"].sum(), {"a": spec}, ANALYZER)
+    if issue is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result, metrics = step(TREE)
+    else:
+        with pytest.warns(sr.ShardingWarning, match=f"unsound:\n  {issue}"):
+            result, metrics = step(TREE)
+        assert issue in metrics["validation_issues"][0]
+    assert result == 128
+    usage = metrics["memory_usage"]
+    assert per_device is None or usage["size_per_device"] == per_device
+
+
+def test_it_is_known_by_the_name_of_the_function() -> None:
+    def train_step(tree: Any) -> Any:
+        return tree
+
+    assert sr.create_monitored_function(train_step, P(), ANALYZER).__name__ == "train_step"

@@ -1,0 +1,77 @@
+"""Real processes on this machine, joined by `jax.distributed` over loopback, each with some CPU devices of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import final
+
+import attrs
+
+from tests.house.source import REPOSITORY
+
+PRELUDE = """
+import os, sys, time
+import jax
+process, processes, port = map(int, sys.argv[1:4])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=30)
+import jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import shardrules as sr
+"""
+
+
+@final
+@attrs.frozen
+class Ended:
+    """How a process ended: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run_processes(code: str, *, processes: int, devices: int, timeout: float = 120) -> list[Ended]:
+    """Runs `code` in so many processes at once; it finds `process` and `processes`, and JAX initialised.
+
+    Warnings are errors. A process that has not ended in time is killed, and its code is negative.
+    """
+    forgotten = ("XLA_FLAGS", "JAX_PLATFORMS")
+    environment = {name: value for name, value in os.environ.items() if name not in forgotten}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    text = PRELUDE + textwrap.dedent(code)
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", text, str(number), str(processes), str(port)],
+            env=environment,
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+    ended = []
+    for process in started:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for other in started:
+                other.kill()
+            out, err = process.communicate()
+        ended.append(Ended(process.returncode, out, err))
+    return ended

@@ -1,0 +1,247 @@
+"""Meshes of real devices, and of devices that are descriptions only."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+
+
+def ids(mesh: Mesh) -> list[int]:
+    return [device.id for device in mesh.devices.flat]
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((), {"dp": 1, "fsdp": 8, "ep": 1, "tp": 1, "sp": 1}),
+        (((2, 2, 2, 1, -1),), {"dp": 2, "fsdp": 2, "ep": 2, "tp": 1, "sp": 1}),
+        (("data:2,model:-1",), {"data": 2, "model": 4}),
+        ((" data : 8 ",), {"data": 8}),
+        (("data:8", ["data"]), {"data": 8}),
+        (([8, 1], ["a", "b"]), {"a": 8, "b": 1}),
+    ],
+    ids=str,
+)
+def test_sizes_and_names_in_every_form(given: Any, sizes: dict[str, int]) -> None:
+    mesh = sr.create_mesh(*given)
+    assert dict(mesh.shape) == sizes
+    assert ids(mesh) == list(range(8))
+    assert mesh is sr.create_mesh(list(sizes.values()), list(sizes))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (((2, 4),), r"axis_dims \(2, 4\) need axis_names"),
+        (("a:8", ("b",)), "'a:8' names its axes itself"),
+        (("a:2",), "multiply to 2"),
+        (("a:3,b:-1",), "multiply to 3"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(given: Any, match: str) -> None:
+    with pytest.raises(sr.MeshError, match=match):
+        sr.create_mesh(*given)
+
+
+@pytest.mark.parametrize("use_jax", [False, True])
+@pytest.mark.parametrize(
+    ("given", "types"),
+    [
+        (None, (AUTO, AUTO)),
+        ("explicit", (EXPLICIT, EXPLICIT)),
+        (" Auto ", (AUTO, AUTO)),
+        (MANUAL, (MANUAL, MANUAL)),
+        (["explicit"], (EXPLICIT, EXPLICIT)),
+        (("auto", EXPLICIT), (AUTO, EXPLICIT)),
+    ],
+    ids=str,
+)
+def test_axis_types_do_not_depend_on_the_path(given: Any, types: tuple[AxisType, ...], use_jax: bool) -> None:
+    mesh = sr.create_mesh("a:2,b:4", axis_types=given, use_jax=use_jax)
+    assert mesh.axis_types == types
+    assert ids(mesh) == list(range(8))
+    assert sr.create_mesh("a:2,b:2", axis_types=given, devices=jax.devices()[:4]).axis_types == types
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ("explicti", ValueError, "must be one of 'auto', 'explicit', 'manual' .*did you mean 'explicit'"),
+        (("auto",) * 3, ValueError, "Got 3 types for 2 axis names"),
+        ((), ValueError, "Got 0 types for 2 axis names"),
+        (3, TypeError, "got 3 of type int"),
+        (("auto", None), TypeError, "got None of type NoneType"),
+    ],
+    ids=str,
+)
+def test_axis_types_that_are_none_are_refused(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(sr.ShardRulesError, match=match) as caught:
+        sr.create_mesh("a:2,b:4", axis_types=given)
+    assert isinstance(caught.value, error)
+
+
+def test_a_part_of_the_devices() -> None:
+    mesh = sr.create_mesh("a:2,b:-1", devices=jax.devices()[4:])
+    assert ids(mesh) == [4, 5, 6, 7]
+    x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P(("a", "b"))))
+    assert x.sum() == 28
+
+
+def test_an_order_of_ones_own() -> None:
+    turned = np.array(jax.devices())[::-1].reshape(2, 4)
+    assert ids(sr.create_mesh("a:2,b:4", devices=turned)) == [7, 6, 5, 4, 3, 2, 1, 0]
+    with pytest.raises(sr.MeshError, match="dcn_mesh_dims cannot say so too"):
+        sr.create_mesh("a:2,b:4", devices=turned, dcn_mesh_dims=(1, 1))
+
+
+def test_devices_that_are_not_one_of_each_are_refused() -> None:
+    with pytest.raises(sr.MeshError, match="8 devices and only 4 different ones"):
+        sr.create_mesh("a:8", devices=jax.devices()[:4] * 2)
+    with pytest.raises(sr.MeshError, match="devices or a backend, not both"):
+        sr.create_mesh("a:8", devices=jax.devices(), backend="cpu")
+
+
+def pod(slices: int, platform: str = "gpu") -> list[sr.DeviceInfo]:
+    size = 16 // slices
+    return [
+        sr.DeviceInfo(
+            number,
+            process_index=number // 4,
+            slice_index=number // size,
+            coords=(number % size, 0, 0) if platform == "tpu" else None,
+            platform=platform,
+        )
+        for number in range(16)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("platform", "fast", "slow"),
+    [("tpu", "ICI", "DCN"), ("gpu", "NVLink", "Ethernet or InfiniBand"), ("cpu", "shared memory", "the network")],
+)
+def test_a_tensor_parallel_axis_on_the_slow_network_is_a_warning(platform: str, fast: str, slow: str) -> None:
+    with pytest.warns(sr.MeshWarning, match=f"'tp' of size 16 spans 2 slices: .*{slow}.*slow.*{fast}.*fast"):
+        sr.create_mesh("dp:1,tp:16", devices=pod(2, platform))
+
+
+def test_any_axis_can_be_said_to_need_the_fast_network() -> None:
+    with pytest.warns(sr.MeshWarning, match="'experts'"):
+        sr.create_mesh("experts:16", devices=pod(2), fast_axes=("experts",))
+    sr.create_mesh("tp:16", devices=pod(2), fast_axes=())
+
+
+def test_nothing_is_said_where_the_fast_axes_stay_inside() -> None:
+    sr.create_mesh("dp:2,tp:8", devices=pod(2))
+    sr.create_mesh("dp:4,tp:4", devices=pod(1))
+
+
+def test_processes_of_one_device_each_tell_nothing_of_the_network() -> None:
+    each = [sr.DeviceInfo(number, process_index=number) for number in range(8)]
+    assert sr.create_mesh("tp:8", devices=each).size == 8
+    pairs = [sr.DeviceInfo(number, process_index=number // 2) for number in range(8)]
+    with pytest.warns(sr.MeshWarning, match="spans 4 processes"):
+        sr.create_mesh("tp:8", devices=pairs)
+
+
+def test_slices_that_were_announced_and_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sr.create_mesh("a:8")
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    with pytest.raises(sr.MeshError, match="MEGASCALE_NUM_SLICES is 2, and the 8 devices are of 1 slice"):
+        sr.create_mesh("a:8")
+    assert sr.create_mesh("a:8", devices=jax.devices()) is before
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
+    assert sr.create_mesh("a:8") is before
+
+
+def test_jax_lays_out_one_slice_only() -> None:
+    with pytest.raises(sr.MeshError, match="use_jax=True is for one slice and one process"):
+        sr.create_mesh("dp:16", devices=pod(2), use_jax=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "sizes"),
+    [
+        ("dp:2,tp:4", ["dp", "tp"], {"dp": 2, "tp": 4}),
+        ("tp:4,dp:2", ("dp", "tp"), {"tp": 4, "dp": 2}),
+        ("2,4", ["dp", "tp"], {"dp": 2, "tp": 4}),
+        ("2, -1", ["dp", "tp"], {"dp": 2, "tp": 4}),
+        ("dp:-1,tp:4", ["dp", "tp"], {"dp": 2, "tp": 4}),
+    ],
+)
+def test_a_text_is_read_against_names(text: str, names: Any, sizes: dict[str, int]) -> None:
+    assert list(sr.parse_mesh_from_string(text, names).shape.items()) == list(sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("dp:2,ttp:4", r"Axis name 'ttp' not found in provided names \['dp', 'tp'\] \(did you mean 'tp'\?\)"),
+        ("dp:2, tp:4", "Axis name ' tp' not found"),
+        ("dp:8", "Not all axis names were used in 'dp:8': 'tp'"),
+        ("dp:2,dp:4", "Not all axis names were used"),
+        ("dp:2,tp:2,tp:2", "Number of dimensions and names must match"),
+        ("2,4,1", "Number of dimensions and names must match"),
+        ("8", "Number of dimensions and names must match"),
+        ("dp:2,tp:x", "a size is an integer"),
+        ("2,", "a size is an integer"),
+        ("dp:2,4", "Axis name '' not found"),
+        ("", "a size is an integer"),
+    ],
+)
+def test_a_text_that_does_not_fit_the_names_is_refused(text: str, match: str) -> None:
+    with pytest.raises(sr.MeshError, match=match):
+        sr.parse_mesh_from_string(text, ["dp", "tp"])
+
+
+def test_pairs_of_name_and_size() -> None:
+    mesh = sr.create_device_mesh([("data", -1), ("model", 4)], axis_types="explicit")
+    assert (dict(mesh.shape), mesh.axis_types) == ({"data": 2, "model": 4}, (EXPLICIT, EXPLICIT))
+
+
+def test_on_the_cpu() -> None:
+    assert sr.create_cpu_mesh() is sr.create_mesh(backend="cpu")
+    with sr.force_cpu() as cpu:
+        assert jnp.ones(3).devices() == {cpu} == {jax.devices("cpu")[0]}
+    with sr.cpu_context("data:2,model:4") as mesh:
+        assert sr.current_mesh() is mesh
+        assert jax.jit(lambda x: x)(jnp.ones(3)).sum() == 3
+    assert sr.current_mesh() is None
+
+
+RULES = {
+    "auto": lambda: sr.AutoShardingRule(min_shard_size=0),
+    "fsdp": lambda: sr.FSDPShardingRule(("data", "model"), 0),
+    "memory": lambda: sr.MemoryConstrainedShardingRule(64, scope="tree"),
+    "dims": lambda: sr.DimShardingRule("data", 0) | sr.DimShardingRule("model", 1),
+}
+TYPES: list[Any] = ["auto", "explicit", ("auto", "explicit"), ("explicit", "auto")]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_rules_plan_alike_whatever_the_axis_types_and_arrays_go_where_they_say(rule: str, types: Any) -> None:
+    tree = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "v": np.ones((16, 4), np.float32)}
+    mesh = sr.create_mesh("data:4,model:2", axis_types=types)
+    plan = RULES[rule]().plan(tree, mesh).check()
+    assert plan.fingerprint == RULES[rule]().plan(tree, sr.mesh_shape("data:4,model:2")).fingerprint
+    for where in (mesh, AbstractMesh((4, 2), ("data", "model"), axis_types=mesh.axis_types)):
+        assert RULES[rule]().plan(tree, where).specs == plan.specs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = jax.device_put(tree, plan.shardings(mesh))
+    for name, array in placed.items():
+        assert sr.same(array.sharding.spec, plan.specs[name])
+        np.testing.assert_array_equal(array, tree[name])
+        assert array.addressable_shards[0].data.nbytes == array.sharding.shard_shape(array.shape)[0] * (
+            array.sharding.shard_shape(array.shape)[1] * 4
+        )
