@@ -59,18 +59,32 @@ def compile_pattern(pattern: str | re.Pattern[str], owner: str) -> re.Pattern[st
 
     **Raises:**
 
-    `PatternError` when it does not compile, or begins with a slash, which no path does.
+    `PatternError` when it does not compile.
     """
     try:
         found = re.compile(pattern)
     except (re.error, TypeError) as error:
         raise PatternError(f"{owner}: pattern {pattern!r} is not a regular expression: {error}") from error
-    if found.pattern.startswith("/"):
-        raise PatternError(
-            f"{owner}: pattern {found.pattern!r} can match no whole path: paths never start with '/'. Take the slash "
-            "out; '(^|/)w' finds a name at the beginning of a path as well as inside."
-        )
     return found
+
+
+def check_beginning(pattern: str, owner: str) -> None:
+    """Refuses a pattern that begins with a slash where it has to match from the beginning, as no path begins with one.
+
+    **Arguments:**
+
+    - `pattern`: a regular expression.
+    - `owner`: the rule it is for, for the message.
+
+    **Raises:**
+
+    `PatternError`.
+    """
+    if pattern.startswith("/"):
+        raise PatternError(
+            f"{owner}: pattern {pattern!r} can match no path: they never start with '/'. Take the slash out; "
+            "'(.*/)?w' finds a name at the beginning of a path as well as inside"
+        )
 
 
 def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias, TypeVar, final
 
 import attrs
 from jax.sharding import PartitionSpec
@@ -14,8 +14,10 @@ from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived, refined
 from shardrules.core.spec import code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
-from shardrules.rules.pattern import Match, compile_pattern, reads_index
+from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
 from shardrules.rules.text import parse_rule
+
+_T = TypeVar("_T", bound=str)
 
 PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
 """What a pattern stands for: a spec, a rule, a rule in text form, or `None` for no opinion."""
@@ -24,7 +26,9 @@ Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
 """What becomes of a leaf that no pattern matches."""
 
 
-def _as_pattern_pairs(rules: Iterable[tuple[str, PatternValue]]) -> tuple[tuple[str, PatternValue], ...]:
+def _as_pattern_pairs(
+    rules: Iterable[tuple[str | re.Pattern[str], PatternValue]],
+) -> tuple[tuple[str, PatternValue], ...]:
     pairs = tuple((_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in rules)
     for pattern, value in pairs:
         if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):
@@ -44,6 +48,26 @@ def _text(pattern: object) -> str:
             f"RegexShardingRule: {pattern!r} is not a pattern as text. Flags go into it, '(?i)norm' for instance"
         )
     return pattern
+
+
+def _as_match(value: Match) -> Match:
+    return _one_of("match", ("search", "fullmatch", "match"), value)
+
+
+def _as_unmatched(value: Unmatched) -> Unmatched:
+    return _one_of("unmatched", ("skip", "replicate", "error"), value)
+
+
+def _one_of(name: str, choices: tuple[_T, ...], value: _T) -> _T:
+    if value not in choices:
+        said = ", ".join(map(repr, choices))
+        raise PatternError(f"RegexShardingRule: {name} is one of {said}; got {value!r}")
+    return value
+
+
+def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) -> None:
+    for pattern, _ in rule.rules if match != "search" else ():
+        check_beginning(pattern, "RegexShardingRule")
 
 
 def _reads_index(rule: "RegexShardingRule") -> ReadsIndex:
@@ -75,8 +99,8 @@ class RegexShardingRule(LeavesShardingRule):
     """
 
     rules: tuple[tuple[str, PatternValue], ...] = attrs.field(converter=_as_pattern_pairs, repr=code, eq=spec_key)
-    match: Match = attrs.field(default="search", validator=attrs.validators.in_(("search", "fullmatch", "match")))
-    unmatched: Unmatched = attrs.field(default="skip", validator=attrs.validators.in_(("skip", "replicate", "error")))
+    match: Match = attrs.field(default="search", converter=_as_match, validator=_check_beginnings)
+    unmatched: Unmatched = attrs.field(default="skip", converter=_as_unmatched)
     min_size: int = 0
     parts: tuple[ShardingRule, ...] = derived(
         lambda self: tuple(value for _, value in self.rules if isinstance(value, ShardingRule))

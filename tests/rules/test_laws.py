@@ -383,9 +383,7 @@ ATOMS = st.sampled_from(SNIPPETS.split())
 QUANTIFIERS = st.sampled_from(["", "", "", "", "+", "*", "?", "{2}", "{1,2}", "+?"])
 PIECES = st.builds(lambda atom, repeat: f"(?:{atom}){repeat}" if repeat else atom, ATOMS, QUANTIFIERS)
 SEQUENCES = st.lists(PIECES, min_size=1, max_size=4).map("".join)
-RANDOM_PATTERNS = (
-    st.lists(SEQUENCES, min_size=1, max_size=2).map("|".join).filter(lambda text: not text.startswith("/"))
-)
+RANDOM_PATTERNS = st.lists(SEQUENCES, min_size=1, max_size=2).map("|".join)
 RANDOM_VALUES = st.sampled_from([P(), P("data"), P(None, "data"), P("model"), None, sr.FSDPShardingRule("data", 0)])
 
 
@@ -397,6 +395,8 @@ RANDOM_VALUES = st.sampled_from([P(), P("data"), P(None, "data"), P("model"), No
     size=st.sampled_from([0, 20]),
 )
 def test_grouping_never_changes_a_result(tree: Any, rules: Any, match: Any, unmatched: Any, size: int) -> None:
+    if any(pattern.startswith("/") for pattern, _ in rules):
+        match = "search"  # the only way to find what begins with a slash
     rule = sr.RegexShardingRule(rules, match, unmatched, size)
     for how in (rule, sr.FittedShardingRule(rule), rule | zoo.RowsRule("data"), sr.CompositeShardingRule(rule, rule)):
         plan = outcome(how, tree, MESHES["grid"]())

@@ -16,7 +16,7 @@ from shardrules.core.spec import pad
 from shardrules.core.tree import leaf_paths
 from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.logical import LogicalShardingRule
-from shardrules.rules.pattern import compile_pattern
+from shardrules.rules.pattern import check_beginning, compile_pattern
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import DEFAULT_OPS, Ops, parse_call, parse_rule, register_op
 
@@ -118,7 +118,10 @@ def check_and_compile_patterns(patterns: str | Sequence[str]) -> tuple[re.Patter
     ```
     """
     several = [patterns] if isinstance(patterns, str) else patterns
-    return tuple(compile_pattern(pattern, "check_and_compile_patterns") for pattern in several)
+    compiled = tuple(compile_pattern(pattern, "check_and_compile_patterns") for pattern in several)
+    for found in compiled:
+        check_beginning(found.pattern, "check_and_compile_patterns")
+    return compiled
 
 
 def make_mask_trees(tree: Any, patterns: str | Sequence[str]) -> list[Any]:

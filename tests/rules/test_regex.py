@@ -1,0 +1,124 @@
+"""`RegexShardingRule`: which pattern wins, and what its value does."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+MESH = sr.mesh_shape("data:4,model:2")
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+TREE = {"a": {"w": f32(8, 8), "b": f32(8)}, "layers": [{"w": f32(8, 8)}, {"w": f32(8, 8)}]}
+
+
+def spec_of(rule: sr.ShardingRule, path: str) -> P | None:
+    return sr.ShardingPlan.decision(rule.plan(TREE, MESH), path).spec
+
+
+@pytest.mark.parametrize(
+    ("pattern", "match", "paths"),
+    [
+        ("w", "search", ["a/w", "layers/0/w", "layers/1/w"]),
+        ("/w", "search", ["a/w", "layers/0/w", "layers/1/w"]),
+        ("/0/", "search", ["layers/0/w"]),
+        ("^a", "search", ["a/b", "a/w"]),
+        ("a/.", "fullmatch", ["a/b", "a/w"]),
+        ("w", "fullmatch", []),
+        (".*/[0-9]+/w", "fullmatch", ["layers/0/w", "layers/1/w"]),
+        ("a", "match", ["a/b", "a/w"]),
+        ("w", "match", []),
+        ("(?i)LAYERS", "search", ["layers/0/w", "layers/1/w"]),
+        ("", "search", ["a/b", "a/w", "layers/0/w", "layers/1/w"]),
+    ],
+)
+def test_how_a_pattern_matches(pattern: str, match: Any, paths: list[str]) -> None:
+    plan = sr.RegexShardingRule([(pattern, P("data"))], match).plan(TREE, MESH)
+    assert [path for path in plan.paths if plan.decision(path).spec is not None] == paths
+
+
+def test_the_first_pattern_wins_and_none_stops_the_search() -> None:
+    rule = sr.RegexShardingRule([("a/w", None), ("w", P("data")), ("w", P("model"))])
+    assert (spec_of(rule, "a/w"), spec_of(rule, "layers/0/w"), spec_of(rule, "a/b")) == (None, P("data"), None)
+    assert rule.plan(TREE, MESH).decision("a/w").reason == "'a/w' leaves it to other rules"
+
+
+def test_a_value_may_be_a_spec_a_rule_a_chain_or_a_text() -> None:
+    chain = sr.DimShardingRule("model", -1) | sr.FSDPShardingRule("data", 0)
+    for value in (P("data", "model"), chain, "shard_dim('model', -1)|fsdp('data', 0)"):
+        assert spec_of(sr.RegexShardingRule([("a/w", value)]), "a/w") == P("data", "model")
+
+
+def test_a_rule_inside_is_asked_about_what_its_pattern_won_and_nothing_else() -> None:
+    rule = sr.RegexShardingRule([("a/w", P()), (".*w", sr.DimShardingRule("data", 1))])
+    plan = rule.plan(TREE, MESH)
+    assert plan.specs["layers"][0]["w"] == P(None, "data")
+    assert plan.specs["a"]["w"] == P()
+    assert plan.decision("layers/0/w").reason == "'.*w': dim 1 over 'data'"
+
+
+@pytest.mark.parametrize(
+    ("unmatched", "spec", "reason"), [("skip", None, "no pattern matches"), ("replicate", P(), "no pattern matches")]
+)
+def test_what_no_pattern_matches(unmatched: Any, spec: P | None, reason: str) -> None:
+    decision = sr.RegexShardingRule([("w", P("data"))], unmatched=unmatched).plan(TREE, MESH).decision("a/b")
+    assert (decision.spec, decision.reason) == (spec, reason)
+
+
+def test_what_no_pattern_matches_may_be_an_error_that_lists_all() -> None:
+    with pytest.raises(sr.PlanError, match=r"(?s)3 leaves.*a/w.*layers/\*/w \(8, 8\) x2: no pattern matches") as caught:
+        sr.RegexShardingRule([("b", P("data"))], unmatched="error").plan(TREE, MESH)
+    assert len(caught.value.findings) == 2
+
+
+@pytest.mark.parametrize(("size", "spec"), [(63, P("data")), (64, P("data")), (65, P())])
+def test_small_arrays_are_replicated(size: int, spec: P) -> None:
+    assert spec_of(sr.RegexShardingRule([("w", P("data"))], min_size=size), "a/w") == spec
+
+
+def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
+    after = sr.DimShardingRule("model", 1) | sr.RegexShardingRule([("a/w", P("data"))])
+    assert after.plan({"a": {"w": f32(8, 8)}}, MESH).specs == {"a": {"w": P("data", "model")}}
+    clash = sr.DimShardingRule("model", 0) | sr.RegexShardingRule([("a/w", P("data"))])
+    with pytest.raises(sr.PlanError, match=r"a/w \(8, 8\): .*dim"):
+        clash.plan({"a": {"w": f32(8, 8)}}, MESH)
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "match"),
+    [
+        ([("(", P())], {}, r"pattern '\(' is not a regular expression"),
+        ([(3, P())], {}, "3 is not a pattern as text"),
+        ([(re.compile("w", re.IGNORECASE), P())], {}, "Flags go into it"),
+        ([("w", 3)], {}, "'w' stands for 3, which is neither"),
+        ([("/w", P())], {"match": "fullmatch"}, "'/w' can match no path: they never start with '/'"),
+        ([("/w", P())], {"match": "match"}, "never start with '/'"),
+    ],
+)
+def test_what_is_no_rule_is_refused(rules: Any, options: Any, match: str) -> None:
+    with pytest.raises(sr.PatternError, match=match):
+        sr.RegexShardingRule(rules, **options)
+
+
+@pytest.mark.parametrize("options", [{"match": "find"}, {"unmatched": "drop"}])
+def test_an_option_that_there_is_not_is_refused(options: Any) -> None:
+    with pytest.raises(sr.PatternError, match=r"is one of .*; got"):
+        sr.RegexShardingRule([("w", P())], **options)
+
+
+def test_a_compiled_pattern_is_its_text() -> None:
+    assert sr.RegexShardingRule([(re.compile("w"), P())]) == sr.RegexShardingRule([("w", P())])
+
+
+def test_scalars_and_numbers() -> None:
+    tree = {"w": np.float32(1), "n": 3}
+    assert sr.RegexShardingRule([(".*", P())]).apply(tree) == {"w": P(), "n": P()}
