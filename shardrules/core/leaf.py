@@ -33,6 +33,7 @@ class Decision:
     - `reason`: why, in a few words and without the leaf's path, so that equal layers have equal reasons.
     - `rule`: the rule that decided; the engine fills it in.
     - `findings`: what is worth knowing about this decision.
+    - `blank`: how `apply` writes no opinion: `P()`, or with a `None` for each dimension, which JAX takes for the same.
 
     ```python
     assert sr.Decision(P("data"), "rows over 'data'").spec == P("data")
@@ -43,6 +44,7 @@ class Decision:
     reason: str
     rule: object = None
     findings: tuple[Finding, ...] = ()
+    blank: PartitionSpec = attrs.field(default=PartitionSpec(), eq=False, repr=False)
 
 
 @final

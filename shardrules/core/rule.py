@@ -265,7 +265,7 @@ def refined(
 
 
 def _spec_of(decision: Decision) -> PartitionSpec:
-    return PartitionSpec() if decision.spec is None else decision.spec
+    return decision.blank if decision.spec is None else decision.spec
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:

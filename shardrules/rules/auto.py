@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 import attrs
+from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_repr, mesh_sizes
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
-from shardrules.core.spec import Entries, axis_names, make_spec
+from shardrules.core.spec import Entries, axis_names, make_spec, pad
 
 
 def as_axes(axes: Sequence[Axis] | None) -> tuple[Axis, ...] | None:
@@ -131,6 +132,6 @@ class AutoShardingRule(LeafShardingRule):
             leaf.shape, useful, sizes, reverse=self.reverse, decided=leaf.entries[: leaf.ndim], taken=taken
         )
         if found == leaf.entries:
-            return leaf.skip("no free axis divides a free dimension")
+            return Decision(None, "no free axis divides a free dimension", blank=pad(PartitionSpec(), leaf.ndim))
         order = "smallest" if self.reverse else "largest"
         return Decision(make_spec(found), f"{order} dims first")

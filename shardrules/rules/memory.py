@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, final
 
 import attrs
+from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis, axis_tuple, mesh_repr
 from shardrules.core.check import bytes_text
@@ -14,7 +15,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, derived
-from shardrules.core.spec import Entries, axis_names, make_spec, shard_bytes
+from shardrules.core.spec import Entries, axis_names, make_spec, pad, shard_bytes
 from shardrules.core.tree import ReadsIndex
 from shardrules.rules.auto import as_axes, mesh_key
 from shardrules.rules.budget import Group, Option, choose, smallest_budget
@@ -109,7 +110,8 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         reason = f"{bytes_text(held)} per device for a limit of {bytes_text(limit)}"
         findings = () if held <= limit else (self._over(leaf, held),)
         if tuple(found) == leaf.entries[: leaf.ndim]:
-            return Decision(None, f"no free axis divides a free dimension; {reason}", None, findings)
+            blank = pad(PartitionSpec(), leaf.ndim)
+            return Decision(None, f"no free axis divides a free dimension; {reason}", None, findings, blank)
         return Decision(make_spec(tuple(found)), reason, None, findings)
 
     def _over(self, leaf: Leaf, held: int) -> Finding:

@@ -78,7 +78,7 @@ def test_an_argument_comes_first_then_the_arrays_then_what_is_set() -> None:
         assert rule.plan(tree, given).mesh == given
         assert rule.plan(tree).mesh == arrays
         assert rule.plan({"w": np.ones((8, 8))}).mesh == sr.create_mesh("set:8")
-    assert rule.plan(tree).specs == {"none": P(), "w": P("array", None)}
+    assert rule.plan(tree).specs == {"none": P(None, None), "w": P("array", None)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(arrays, P())), tree)
     assert rule.plan(shapes).mesh == arrays
 
