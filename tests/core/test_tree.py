@@ -1,0 +1,157 @@
+"""Paths and kinds of leaves, against JAX's own walk."""
+
+import collections
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import shardrules as sr
+from shardrules.core.tree import survey
+from tests import zoo
+
+TREES = zoo.TREES
+
+
+def text(key: Any) -> str:
+    """The name of a key of JAX, as it stands in a path."""
+    match key:
+        case jtu.DictKey() | jtu.FlattenedIndexKey():
+            return str(key.key)
+        case jtu.SequenceKey():
+            return str(key.idx)
+        case jtu.GetAttrKey():
+            return key.name
+    return str(key)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_paths_are_those_of_jax(name: str) -> None:
+    tree = TREES[name]()
+    pairs = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nn.Partitioned))[0]
+    assert sr.leaf_paths(tree) == tuple("/".join(map(text, path)) for path, _ in pairs)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("reads", ["no", "width", "value"])
+def test_what_is_grouped_is_alike_and_keeps_its_place(name: str, reads: Any) -> None:
+    tree = TREES[name]()
+    found = survey(tree, None, reads_index=reads)
+    each = survey(tree, None, reads_index="value")
+    assert found.paths() == each.paths()
+    assert len(found.kinds) == len(each.kinds)
+    for kind, own in zip(found.kinds, each.kinds, strict=True):
+        assert (kind < 0) == (own < 0)
+        if kind >= 0:
+            one, other = found.leaves[kind], each.leaves[own]
+            assert (one.shape, one.dtype, one.axes) == (other.shape, other.dtype, other.axes)
+    rebuilt = found.unflatten(list(range(len(found.leaves))), "number")
+    assert jtu.tree_structure(rebuilt) == found.treedef
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+class Tied(eqx.Module):
+    shared: eqx.nn.Shared
+
+    def __init__(self) -> None:
+        embedding = eqx.nn.Embedding(16, 8, key=jax.random.key(0))
+        head = eqx.nn.Linear(8, 16, use_bias=False, key=jax.random.key(1))
+        self.shared = eqx.nn.Shared((embedding, head), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("tree", "by_name", "by_position"),
+    [
+        (Moments(np.ones(2), {"w": np.ones(2)}), ("mu", "nu/w"), ("0", "1/w")),
+        ([np.ones(1), (np.ones(1),)], ("0", "1/0"), ("0", "1/0")),
+        ({2: np.ones(1), 10: np.ones(1)}, ("2", "10"), ("2", "10")),
+        ({"b": np.ones(1), "a": None}, ("b",), ("b",)),
+        (collections.OrderedDict(b=np.ones(1), a=np.ones(1)), ("b", "a"), ("b", "a")),
+        (np.ones(1), ("",), ("",)),
+        ({}, (), ()),
+        (None, (), ()),
+    ],
+    ids=str,
+)
+def test_both_styles_of_paths(tree: Any, by_name: tuple[str, ...], by_position: tuple[str, ...]) -> None:
+    assert sr.leaf_paths(tree) == by_name
+    assert sr.leaf_paths(tree, "index") == by_position
+
+
+def test_the_fields_of_an_optimizer_state_have_their_names() -> None:
+    state = jax.eval_shape(optax.adam(1e-3).init, {"w": np.ones((4, 4))})
+    assert sr.leaf_paths(state) == ("0/count", "0/mu/w", "0/nu/w")
+    assert sr.leaf_paths(state, "index") == ("0/0", "0/1/w", "0/2/w")
+
+
+def test_a_tied_weight_is_one_leaf() -> None:
+    plan = sr.ReplicateShardingRule().plan(Tied(), sr.mesh_shape("data:2"))
+    assert plan.paths == ("shared/pytree/0/weight",)
+    assert plan.memory().total_bytes == 16 * 8 * 4
+
+
+def test_state_of_equinox_keeps_its_markers_apart_from_its_arrays() -> None:
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
+    plan = sr.ReplicateShardingRule().plan((model, state), sr.mesh_shape("data:2"))
+    assert len(plan.paths) == len(jax.tree.leaves(eqx.filter((model, state), eqx.is_array)))
+
+
+def test_boxes_carry_their_names() -> None:
+    tree = {"w": nn.Partitioned(np.ones((4, 8)), names=("embed", "mlp")), "b": np.ones(8)}
+    (plain, boxed) = survey(tree, None).leaves
+    assert (boxed.path, boxed.shape, boxed.axes) == ("w", (4, 8), ("embed", "mlp"))
+    assert (plain.path, plain.axes) == ("b", None)
+
+
+def test_layers_that_are_equal_are_one_kind_and_those_that_differ_are_not() -> None:
+    layers = [{"w": np.ones((8, 4))} for _ in range(11)]
+    layers[4] = {"w": np.ones((8, 5))}
+    assert len(survey({"layers": layers}, None, reads_index="no").leaves) == 2
+    assert len(survey({"layers": layers}, None, reads_index="width").leaves) == 3
+    assert len(survey({"layers": layers}, None).leaves) == 11
+
+
+def test_tracers_have_shapes_too() -> None:
+    seen = []
+
+    @jax.jit
+    def step(tree: Any) -> Any:
+        seen.append(sr.FSDPShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4")).specs)
+        return tree
+
+    tree = {"w": jnp.ones((8, 6)), "b": [jnp.ones(4)]}
+    step(tree)
+    assert seen == [sr.FSDPShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4")).specs]
+
+
+def test_a_deep_tree_is_walked() -> None:
+    tree: Any = np.ones(2)
+    for _ in range(150):
+        tree = {"a": [tree]}
+    assert sr.leaf_paths(tree)[0].count("/") == 299
+
+
+def test_a_node_without_keys_counts_its_children() -> None:
+    @jtu.register_pytree_node_class
+    class Bare:
+        def __init__(self, *parts: Any) -> None:
+            self.parts = parts
+
+        def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+            return self.parts, None
+
+        @classmethod
+        def tree_unflatten(cls, aux: None, parts: tuple[Any, ...]) -> "Bare":
+            return cls(*parts)
+
+    assert sr.leaf_paths({"x": Bare(np.ones(1), {"w": np.ones(1)})}) == ("x/0", "x/1/w")

@@ -1,0 +1,196 @@
+"""The rules that look at one leaf: each parameter, each boundary, each tie, each refusal."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+MESH = sr.mesh_shape("data:4,model:2,one:1")
+
+
+def leaf(*shape: int, dtype: Any = jnp.float32, spec: P | None = None, axes: Any = None) -> sr.Leaf:
+    return sr.Leaf("a/w", shape, dtype, MESH, spec, axes)
+
+
+def refusal(rule: sr.LeafShardingRule, one: sr.Leaf) -> str:
+    with pytest.raises(sr.RuleError, match=r"a/w \(") as caught:
+        rule.decide(one)
+    return str(caught.value)
+
+
+# ---- AutoShardingRule ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "spec"),
+    [
+        ((8, 16), {}, P("model", "data")),  # the largest dimension takes the first axis
+        ((8, 16), {"reverse": True}, P("data", "model")),
+        ((16, 16), {}, P("data", "model")),  # ties: the lowest dimension first
+        ((16, 16), {"reverse": True}, P("data", "model")),
+        ((8, 16), {"axis_names": ["model", "data"]}, P("data", "model")),
+        ((8, 16), {"axis_names": [("data", "model")]}, P(None, ("data", "model"))),
+        ((8, 16), {"axis_names": [("data", "model"), "data"]}, P(None, ("data", "model"))),  # each axis once
+        ((6, 6), {}, P("model", None)),  # 4 does not divide 6, and 2 is spent once
+        ((2, 4, 8), {}, P(None, "model", "data")),
+        ((7, 9), {"min_shard_size": 0}, None),
+        ((7,), {}, None),
+        ((8,), {}, P("data")),  # 8 elements for 8 devices are not fewer
+        ((7,), {"min_shard_size": 7}, None),
+        ((4,), {"min_shard_size": 4}, P("data")),
+        ((4,), {"min_shard_size": 5}, None),
+        ((), {"min_shard_size": 0}, None),
+        ((0, 8), {"min_shard_size": 0}, P("model", "data")),
+        ((0, 8), {}, None),
+    ],
+)
+def test_auto(shape: tuple[int, ...], options: Any, spec: P | None) -> None:
+    assert sr.AutoShardingRule(**options).decide(leaf(*shape)).spec == spec
+
+
+def test_auto_refines_and_leaves_alone_what_is_taken() -> None:
+    decided = sr.AutoShardingRule().decide(leaf(8, 16, spec=P(None, "data")))
+    assert (decided.spec, decided.reason) == (P("model", "data"), "largest dims first")
+    assert sr.AutoShardingRule().decide(leaf(16, 8, spec=P(("data", "model")))).spec is None
+
+
+def test_auto_knows_its_axes() -> None:
+    assert "the mesh (data:4,model:2,one:1) has no axis 'modle' (did you mean 'model'?)" in refusal(
+        sr.AutoShardingRule(axis_names=["modle"]), leaf(8, 8)
+    )
+
+
+# ---- FSDPShardingRule ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "spec"),
+    [
+        ((8, 16), "data", P(None, "data")),
+        ((16, 16), "data", P(None, "data")),  # ties: the last dimension
+        ((16, 6), "data", P("data", None)),
+        ((6, 6), "data", None),
+        ((8, 24), ("data", "model"), P(None, ("data", "model"))),
+        ((8, 12), ("data", "model"), P(("data", "model"), None)),
+        ((), "data", None),
+        ((8, 4), "one", P("one", None)),
+    ],
+)
+def test_fsdp(shape: tuple[int, ...], axis: Any, spec: P | None) -> None:
+    assert sr.FSDPShardingRule(axis, 0).decide(leaf(*shape)).spec == spec
+
+
+MIB_OF_FLOATS = (512, 512)
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype", "split"),
+    [(1, jnp.float32, False), (0.999, jnp.float32, True), (0.5, jnp.bfloat16, False), (0.125, jnp.int4, False)],
+)
+def test_fsdp_leaves_small_arrays_alone_by_their_bytes(limit: float, dtype: Any, split: bool) -> None:
+    decision = sr.FSDPShardingRule("data", limit).decide(leaf(*MIB_OF_FLOATS, dtype=dtype))
+    assert (decision.spec is not None) == split
+    assert split or decision.reason == f"at most {limit} MiB"
+
+
+def test_fsdp_takes_a_free_dimension_and_an_axis_that_is_free() -> None:
+    assert sr.FSDPShardingRule("data", 0).decide(leaf(8, 16, spec=P(None, "model"))).spec == P("data", "model")
+    busy = sr.FSDPShardingRule("data", 0).decide(leaf(8, 16, spec=P(None, "data")))
+    assert (busy.spec, busy.reason) == (None, "no free dimension is a multiple of 4, or 'data' is in use")
+
+
+def test_a_typo_does_not_hide_behind_a_small_array() -> None:
+    assert "has no axis 'dta' (did you mean 'data'?)" in refusal(sr.FSDPShardingRule("dta"), leaf(2))
+
+
+# ---- DimShardingRule ----
+
+
+@pytest.mark.parametrize(
+    ("dim", "axis", "spec"),
+    [
+        (0, "data", P("data", None, None)),
+        (-1, "model", P(None, None, "model")),
+        (-3, "data", P("data", None, None)),
+        (1, ("data", "model"), P(None, ("data", "model"), None)),
+        (2, ["model"], P(None, None, "model")),
+    ],
+)
+def test_dim(dim: int, axis: Any, spec: P) -> None:
+    assert sr.same(sr.DimShardingRule(axis, dim).decide(leaf(8, 8, 8)).spec or P(), spec)
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dimension_that_is_not_there(dim: int) -> None:
+    said = refusal(sr.DimShardingRule("data", dim), leaf(8, 8))
+    assert f"Cannot shard_dim(data, {dim}): name=a/w cur_spec=(None, None): it has 2 dimensions" in said
+    assert "ignore_ndim_error=True" in said
+    lenient = sr.DimShardingRule("data", dim, ignore_ndim_error=True).decide(leaf(8, 8))
+    assert lenient.spec is None
+    assert [(found.severity, found.code, found.path) for found in lenient.findings] == [
+        ("warning", "no-such-dim", "a/w")
+    ]
+
+
+def test_a_dimension_that_is_split_already() -> None:
+    said = refusal(sr.DimShardingRule("model", 1), leaf(8, 8, spec=P(None, "data")))
+    assert "Already sharded: shard_dim(model, 1): name=a/w cur_spec=(None, 'data')" in said
+    assert "'data'" in refusal(sr.DimShardingRule("data", 0), leaf(8, 8, spec=P(None, "data")))
+
+
+# ---- LogicalShardingRule ----
+
+NAMES = {"embed": "data", "mlp": ("model",), "heads": None, "batch": ("data", "model")}
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        (("embed", "mlp"), P("data", "model")),
+        (("heads", "embed"), P(None, "data")),
+        ((None, "mlp"), P(None, "model")),
+        (("batch", None), P(("data", "model"))),
+        (("heads", None), P()),
+        (None, None),
+    ],
+)
+def test_logical(axes: Any, spec: P | None) -> None:
+    found = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=axes)).spec
+    assert found is None if spec is None else sr.same(found or P("none"), spec)
+
+
+def test_of_several_axes_for_a_name_the_first_that_is_free_is_taken() -> None:
+    rule = sr.LogicalShardingRule([("embed", "data"), ("mlp", "data"), ("mlp", "model")])
+    assert rule.decide(leaf(8, 8, axes=("embed", "mlp"))).spec == P("data", "model")
+    assert rule.decide(leaf(8, 8, axes=("mlp", None))).spec == P("data", None)
+
+
+def test_two_names_on_one_axis_are_refused() -> None:
+    said = refusal(sr.LogicalShardingRule({"a": "data", "b": "data"}), leaf(8, 8, axes=("a", "b")))
+    assert "logical axes 'a' and 'b' both map to mesh axis 'data'" in said
+
+
+def test_a_name_that_nobody_knows_is_a_finding_with_the_nearest() -> None:
+    decision = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=("embd", "mlp")))
+    assert decision.spec == P(None, "model")
+    (finding,) = decision.findings
+    assert (finding.code, finding.path, finding.dim) == ("unknown-logical-axis", "a/w", 0)
+    assert "'embd' (did you mean 'embed'?)" in finding.message
+
+
+def test_names_for_other_dimensions_than_there_are_are_refused() -> None:
+    assert "carries 1 logical names ('embed',) for 2 dimensions" in refusal(
+        sr.LogicalShardingRule(NAMES), leaf(8, 8, axes=("embed",))
+    )
+
+
+# ---- ReplicateShardingRule ----
+
+
+def test_replicate_is_an_opinion() -> None:
+    decision = sr.ReplicateShardingRule().decide(leaf(8, 8))
+    assert (decision.spec, decision.spec is None) == (P(), False)
+    assert "'data'" in refusal(sr.ReplicateShardingRule(), leaf(8, 8, spec=P("data")))
