@@ -7,7 +7,6 @@ the others wrote, and they wait once more, so that nobody moves on before everyb
 
 import json
 import sys
-import time
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from shardrules.mesh.jax_state import coordination_client, process_count, proces
 
 _BARRIER = "shardrules/barrier"
 _NOTES = "shardrules/notes/"
+_TO_READ = 20.0  # seconds in which everybody who came has read what the others wrote
 
 
 def is_primary() -> bool:
@@ -83,11 +83,10 @@ def exchange(note: str | None, name: str, place: str, timeout: float) -> list[st
             "jax.distributed.initialize() before anything else"
         )
     me = process_id()
-    deadline = time.monotonic() + timeout
     _write(client, me, name, place, "waiting at", note)
-    _wait(client, name, deadline, timeout)
+    _wait(client, name, timeout)
     notes = _read(client)
-    _wait(client, name, deadline, timeout)
+    _wait(client, name, _TO_READ)
     _write(client, me, name, place, "past", None)
     if any(notes[process]["name"] != name for process in notes):
         raise BarrierError(
@@ -107,10 +106,9 @@ def _read(client: Any) -> dict[int, dict[str, Any]]:
     return {int(key.rpartition("/")[2]): json.loads(text) for key, text in sorted(found)}
 
 
-def _wait(client: Any, name: str, deadline: float, timeout: float) -> None:
-    left = max(int(1000 * (deadline - time.monotonic())), 1)
+def _wait(client: Any, name: str, timeout: float) -> None:
     try:
-        client.wait_at_barrier(_BARRIER, left)
+        client.wait_at_barrier(_BARRIER, max(int(1000 * timeout), 1))
     except jax.errors.JaxRuntimeError as error:
         notes = _listing(_read(client), process_count())
         if "DEADLINE_EXCEEDED" in str(error):
