@@ -1,10 +1,11 @@
 """Mesh axes: what planning needs to know of a mesh, which is its axis names and sizes and nothing else."""
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardrules.core.errors import SpecError
+from shardrules.core.errors import AxisTypeError, SpecError
 
 Axis: TypeAlias = str | tuple[str, ...]
 """One mesh axis, or several that split one dimension together, the first most major."""
@@ -57,6 +58,23 @@ def axis_tuple(axis: Axis) -> tuple[str, ...]:
     ```
     """
     return (axis,) if isinstance(axis, str) else axis
+
+
+def check_mesh(mesh: object) -> None:
+    """Refuses what is no mesh, a text among them. Whatever has a `shape` from axis to size will do.
+
+    **Arguments:**
+
+    - `mesh`: what was passed; `None` for none.
+
+    **Raises:**
+
+    `AxisTypeError`.
+    """
+    if mesh is not None and not isinstance(getattr(mesh, "shape", None), Mapping):
+        raise AxisTypeError(
+            f"a mesh is a Mesh or an AbstractMesh, got {mesh!r}; sr.mesh_shape('data:4,model:2') makes one"
+        )
 
 
 def mesh_sizes(mesh: AnyMesh | None) -> dict[str, int]:

@@ -24,7 +24,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core import codec
-from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text, check_leaves
 from shardrules.core.diff import Placement, Placements, PlanDiff
 from shardrules.core.errors import (
@@ -340,6 +340,7 @@ def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
 
 def _decided(rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle) -> tuple[Survey, Verdict]:
     where = next((one for one in (rule.mesh, mesh, _inner_mesh(rule)) if one is not None), None)
+    check_mesh(where)
     in_force = current_mesh() if where is None else None
     found = survey(pytree, where, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
     verdict = decide(rule, _all_leaves(found))

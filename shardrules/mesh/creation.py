@@ -124,6 +124,8 @@ def create_mesh(
 
 
 def _axes(axis_dims: Sequence[int] | str, axis_names: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if isinstance(axis_names, str):
+        axis_names = (axis_names,)
     if isinstance(axis_dims, str):
         names, sizes = read_axes(axis_dims, least=-1)
         if axis_names is not None and tuple(axis_names) != names:

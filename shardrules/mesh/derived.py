@@ -39,7 +39,7 @@ def fold_axes(mesh: _M, names: Sequence[str], into: str) -> _M:
     assert dict(sr.fold_axes(mesh, ("data", "fsdp"), "batch").shape) == {"batch": 4, "model": 2}
     ```
     """
-    folded = tuple(names)
+    folded = (names,) if isinstance(names, str) else tuple(names)
     _check_known(mesh, folded)
     if not folded or len(dict.fromkeys(folded)) < len(folded):
         raise MeshError(f"fold_axes folds one axis or more, each once; got {folded}")

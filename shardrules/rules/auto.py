@@ -8,23 +8,24 @@ import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_repr, mesh_sizes
+from shardrules.core.fields import integer
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
 from shardrules.core.spec import Entries, axis_names, make_spec, pad
 
 
-def as_axes(axes: Sequence[Axis] | None) -> tuple[Axis, ...] | None:
+def as_axes(axes: Sequence[Axis] | str | None) -> tuple[Axis, ...] | None:
     """Returns axes in their normal form; `None` stays `None`.
 
     **Arguments:**
 
-    - `axes`: axes, or tuples of them.
+    - `axes`: axes, or tuples of them; a single name is one axis.
 
     **Returns:**
 
     A tuple.
     """
-    return None if axes is None else tuple(map(as_axis, axes))
+    return None if axes is None else tuple(map(as_axis, (axes,) if isinstance(axes, str) else axes))
 
 
 def mesh_key(mesh: AnyMesh | None) -> tuple[tuple[str, int], ...]:
@@ -106,7 +107,9 @@ class AutoShardingRule(LeafShardingRule):
 
     mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
     axis_names: tuple[Axis, ...] | None = attrs.field(default=None, converter=as_axes)
-    min_shard_size: int | None = None
+    min_shard_size: int | None = attrs.field(
+        default=None, converter=attrs.converters.optional(integer("min_shard_size", 0))
+    )
     reverse: bool = False
     reads_index = "no"
 

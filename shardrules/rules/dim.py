@@ -5,6 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.core.axes import Axis, as_axis, axis_tuple
+from shardrules.core.fields import integer
 from shardrules.core.finding import Finding, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
@@ -30,7 +31,7 @@ class DimShardingRule(LeafShardingRule):
     """
 
     axis: Axis = attrs.field(converter=as_axis)
-    dim: int
+    dim: int = attrs.field(converter=integer("dim"))
     ignore_ndim_error: bool = False
     reads_index = "no"
 

@@ -5,6 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.core.axes import Axis, as_axis
+from shardrules.core.fields import size_in_mb
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
 
@@ -26,7 +27,7 @@ class FSDPShardingRule(LeafShardingRule):
     """
 
     axis: Axis = attrs.field(converter=as_axis)
-    min_size_mb: float = 4
+    min_size_mb: float = attrs.field(default=4, converter=size_in_mb("min_size_mb"))
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:

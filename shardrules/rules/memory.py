@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from shardrules.core.axes import AnyMesh, Axis, axis_tuple, mesh_repr
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, RuleError
+from shardrules.core.fields import byte_count, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
@@ -52,10 +53,10 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     ```
     """
 
-    max_memory_per_device: int = attrs.field(validator=attrs.validators.ge(0))
+    max_memory_per_device: int = attrs.field(converter=byte_count("max_memory_per_device"))
     mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
     axis_names: tuple[Axis, ...] | None = attrs.field(default=None, converter=as_axes)
-    scope: Scope = attrs.field(default="array", validator=attrs.validators.in_(("array", "tree")))
+    scope: Scope = attrs.field(default="array", converter=one_of("scope", "array", "tree"))
     reads_index: ReadsIndex = derived(lambda self: "no" if self.scope == "array" else "value")
     # Of equal layers the tree may need only some split, so each leaf is looked at by itself.
 

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias, TypeVar, final
+from typing import Literal, TypeAlias, final
 
 import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.errors import PatternError
+from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
@@ -16,8 +17,6 @@ from shardrules.core.spec import code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
 from shardrules.rules.text import parse_rule
-
-_T = TypeVar("_T", bound=str)
 
 PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
 """What a pattern stands for: a spec, a rule, a rule in text form, or `None` for no opinion."""
@@ -29,7 +28,14 @@ Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
 def _as_pattern_pairs(
     rules: Iterable[tuple[str | re.Pattern[str], PatternValue]],
 ) -> tuple[tuple[str, PatternValue], ...]:
-    pairs = tuple((_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in rules)
+    try:
+        given = [(pattern, value) for pattern, value in rules]
+    except (TypeError, ValueError):
+        raise PatternError(
+            "RegexShardingRule takes (pattern, value) pairs in order, [('norm', P()), ('.*', P('data'))]; "
+            f"got {rules!r}"
+        ) from None
+    pairs = tuple((_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in given)
     for pattern, value in pairs:
         if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):
             raise PatternError(
@@ -48,21 +54,6 @@ def _text(pattern: object) -> str:
             f"RegexShardingRule: {pattern!r} is not a pattern as text. Flags go into it, '(?i)norm' for instance"
         )
     return pattern
-
-
-def _as_match(value: Match) -> Match:
-    return _one_of("match", ("search", "fullmatch", "match"), value)
-
-
-def _as_unmatched(value: Unmatched) -> Unmatched:
-    return _one_of("unmatched", ("skip", "replicate", "error"), value)
-
-
-def _one_of(name: str, choices: tuple[_T, ...], value: _T) -> _T:
-    if value not in choices:
-        said = ", ".join(map(repr, choices))
-        raise PatternError(f"RegexShardingRule: {name} is one of {said}; got {value!r}")
-    return value
 
 
 def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) -> None:
@@ -99,9 +90,11 @@ class RegexShardingRule(LeavesShardingRule):
     """
 
     rules: tuple[tuple[str, PatternValue], ...] = attrs.field(converter=_as_pattern_pairs, repr=code, eq=spec_key)
-    match: Match = attrs.field(default="search", converter=_as_match, validator=_check_beginnings)
-    unmatched: Unmatched = attrs.field(default="skip", converter=_as_unmatched)
-    min_size: int = 0
+    match: Match = attrs.field(
+        default="search", converter=one_of("match", "search", "fullmatch", "match"), validator=_check_beginnings
+    )
+    unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
+    min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
     parts: tuple[ShardingRule, ...] = derived(
         lambda self: tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
     )

@@ -21,7 +21,12 @@ def _as_patterns(
     patterns: Mapping[ShapePattern, PartitionSpec] | tuple[tuple[ShapePattern, PartitionSpec], ...],
 ) -> tuple[tuple[ShapePattern, PartitionSpec], ...]:
     pairs = patterns.items() if isinstance(patterns, Mapping) else patterns
-    found = tuple((tuple(pattern), spec) for pattern, spec in pairs)
+    try:
+        found = tuple((tuple(pattern), spec) for pattern, spec in pairs)
+    except (TypeError, ValueError):
+        raise PatternError(
+            f"ShapeBasedShardingRule takes shapes and specs, {{(None, 1024): P('model', None)}}; got {patterns!r}"
+        ) from None
     for pattern, spec in found:
         sound = all(dim is None or (isinstance(dim, int) and dim >= 0) for dim in pattern)
         if not sound or not isinstance(spec, PartitionSpec):

@@ -5,6 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.core.axes import Axis, as_axis, axis_tuple
+from shardrules.core.fields import integer
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived
@@ -32,7 +33,7 @@ class StackedShardingRule(LeavesShardingRule):
     """
 
     rule: ShardingRule
-    dims: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    dims: int = attrs.field(default=1, converter=integer("dims", 1))
     axis: Axis | None = attrs.field(default=None, converter=attrs.converters.optional(as_axis))
     parts: tuple[ShardingRule, ...] = derived(lambda self: (self.rule,))
     reads_index: ReadsIndex = derived(lambda self: self.rule.reads_index)

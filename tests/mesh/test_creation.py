@@ -28,6 +28,7 @@ def ids(mesh: Mesh) -> list[int]:
         ((" data : 8 ",), {"data": 8}),
         (("data:8", ["data"]), {"data": 8}),
         (([8, 1], ["a", "b"]), {"a": 8, "b": 1}),
+        (((8,), "data"), {"data": 8}),
     ],
     ids=str,
 )

@@ -171,7 +171,7 @@ def test_the_rule_inside_sees_one_layer() -> None:
 
 @pytest.mark.parametrize("dims", [0, -1])
 def test_a_stack_has_one_dimension_or_more(dims: int) -> None:
-    with pytest.raises(ValueError, match="'dims' must be >= 1"):
+    with pytest.raises(sr.SpecError, match="dims is 1 or more, got"):
         sr.StackedShardingRule(ROWS, dims)
 
 

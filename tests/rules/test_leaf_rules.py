@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -194,3 +195,49 @@ def test_replicate_is_an_opinion() -> None:
     decision = sr.ReplicateShardingRule().decide(leaf(8, 8))
     assert (decision.spec, decision.spec is None) == (P(), False)
     assert "'data'" in refusal(sr.ReplicateShardingRule(), leaf(8, 8, spec=P("data")))
+
+
+# ---- what cannot be meant ----
+
+
+WRONGLY: Any = sr
+"""The package, for calls that a type checker would refuse."""
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: WRONGLY.DimShardingRule("data", "x"), "dim is an integer, got 'x'"),
+        (lambda: WRONGLY.DimShardingRule("data", 1.0), "dim is an integer, got 1.0"),
+        (lambda: WRONGLY.DimShardingRule(None, 0), "a mesh axis is a name"),
+        (lambda: WRONGLY.FSDPShardingRule("data", "4"), "min_size_mb is a number of MiB, 0 or more; got '4'"),
+        (lambda: WRONGLY.FSDPShardingRule("data", -1), "0 or more; got -1"),
+        (lambda: WRONGLY.FSDPShardingRule("data", float("nan")), "0 or more; got nan"),
+        (lambda: WRONGLY.AutoShardingRule(min_shard_size=-1), "min_shard_size is 0 or more, got -1"),
+        (
+            lambda: WRONGLY.MemoryConstrainedShardingRule("1GB"),
+            "max_memory_per_device is a number of bytes.*; got '1GB'",
+        ),
+        (lambda: WRONGLY.MemoryConstrainedShardingRule(-1), "0 or more; got -1"),
+        (lambda: WRONGLY.MemoryConstrainedShardingRule(8, scope="all"), "scope is one of 'array', 'tree'; got 'all'"),
+        (lambda: WRONGLY.RegexShardingRule([], min_size=-1), "min_size is 0 or more"),
+        (lambda: WRONGLY.ShapeBasedShardingRule({8: P()}), "takes shapes and specs"),
+        (lambda: WRONGLY.ShapeBasedShardingRule({(8,): "data"}), r"\(8,\): 'data' is not a shape"),
+        (lambda: WRONGLY.LogicalShardingRule({"a": 3}), "a mesh axis is a name"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_words(make: Any, match: str) -> None:
+    with pytest.raises(sr.ShardRulesError, match=match):
+        make()
+
+
+def test_numbers_of_other_kinds_will_do() -> None:
+    assert WRONGLY.MemoryConstrainedShardingRule(16e9).max_memory_per_device == 16_000_000_000
+    assert sr.AutoShardingRule(axis_names="data") == sr.AutoShardingRule(axis_names=["data"])
+    assert sr.DimShardingRule("data", np.int64(-1)) == sr.DimShardingRule("data", -1)
+
+
+@pytest.mark.parametrize("mesh", ["data:4", 8, ("data", "model")], ids=str)
+def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
+    with pytest.raises(sr.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
+        sr.AutoShardingRule().plan({"w": np.ones(8)}, mesh)

@@ -96,6 +96,8 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
 @pytest.mark.parametrize(
     ("rules", "options", "match"),
     [
+        (None, {}, r"takes \(pattern, value\) pairs in order.*; got None"),
+        ({"a": P()}, {}, r"takes \(pattern, value\) pairs"),
         ([("(", P())], {}, r"pattern '\(' is not a regular expression"),
         ([(3, P())], {}, "3 is not a pattern as text"),
         ([(re.compile("w", re.IGNORECASE), P())], {}, "Flags go into it"),
@@ -111,7 +113,7 @@ def test_what_is_no_rule_is_refused(rules: Any, options: Any, match: str) -> Non
 
 @pytest.mark.parametrize("options", [{"match": "find"}, {"unmatched": "drop"}])
 def test_an_option_that_there_is_not_is_refused(options: Any) -> None:
-    with pytest.raises(sr.PatternError, match=r"is one of .*; got"):
+    with pytest.raises(sr.SpecError, match=r"is one of .*; got"):
         sr.RegexShardingRule([("w", P())], **options)
 
 

@@ -1,0 +1,110 @@
+"""Converters for the fields of rules, which refuse in words what cannot be meant."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from shardrules.core.errors import SpecError
+
+
+def integer(name: str, least: int | None = None) -> Callable[[Any], int]:
+    """Returns a converter to an integer.
+
+    **Arguments:**
+
+    - `name`: the field, for the message.
+    - `least`: the least value that makes sense.
+
+    **Returns:**
+
+    A function that returns an `int`, and raises `SpecError` for anything else.
+
+    ```python
+    assert integer("dims", 1)(np.int64(2)) == 2
+    ```
+    """
+
+    def convert(value: Any) -> int:
+        try:
+            found = operator.index(value)
+        except TypeError:
+            raise SpecError(f"{name} is an integer, got {value!r}") from None
+        if least is not None and found < least:
+            raise SpecError(f"{name} is {least} or more, got {found}")
+        return found
+
+    return convert
+
+
+def byte_count(name: str) -> Callable[[Any], int]:
+    """Returns a converter to a number of bytes, for which `16e9` will do.
+
+    **Arguments:**
+
+    - `name`: the field, for the message.
+
+    **Returns:**
+
+    A function that returns an `int`, and raises `SpecError` for what is no number of bytes.
+
+    ```python
+    assert byte_count("limit")(16e9) == 16_000_000_000
+    ```
+    """
+
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise SpecError(f"{name} is a number of bytes, 0 or more; got {value!r}")
+        return int(value)
+
+    return convert
+
+
+def size_in_mb(name: str) -> Callable[[Any], float]:
+    """Returns a converter to a number of MiB, which may be a fraction.
+
+    **Arguments:**
+
+    - `name`: the field, for the message.
+
+    **Returns:**
+
+    A function that returns the number as it is, and raises `SpecError` for what is none.
+
+    ```python
+    assert size_in_mb("min_size_mb")(0.5) == 0.5
+    ```
+    """
+
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise SpecError(f"{name} is a number of MiB, 0 or more; got {value!r}")
+        return value
+
+    return convert
+
+
+def one_of(name: str, *choices: str) -> Callable[[Any], Any]:
+    """Returns a converter that lets a few words pass.
+
+    **Arguments:**
+
+    - `name`: the field, for the message.
+    - `choices`: the words.
+
+    **Returns:**
+
+    A function that returns its argument, and raises `SpecError` for any other.
+
+    ```python
+    assert one_of("scope", "array", "tree")("tree") == "tree"
+    ```
+    """
+
+    def convert(value: Any) -> Any:
+        if value not in choices:
+            raise SpecError(f"{name} is one of {', '.join(map(repr, choices))}; got {value!r}")
+        return value
+
+    return convert
