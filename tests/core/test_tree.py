@@ -60,15 +60,6 @@ class Moments(NamedTuple):
     nu: Any
 
 
-class Tied(eqx.Module):
-    shared: eqx.nn.Shared
-
-    def __init__(self) -> None:
-        embedding = eqx.nn.Embedding(16, 8, key=jax.random.key(0))
-        head = eqx.nn.Linear(8, 16, use_bias=False, key=jax.random.key(1))
-        self.shared = eqx.nn.Shared((embedding, head), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
-
-
 @pytest.mark.parametrize(
     ("tree", "by_name", "by_position"),
     [
@@ -95,7 +86,7 @@ def test_the_fields_of_an_optimizer_state_have_their_names() -> None:
 
 
 def test_a_tied_weight_is_one_leaf() -> None:
-    plan = sr.ReplicateShardingRule().plan(Tied(), sr.mesh_shape("data:2"))
+    plan = sr.ReplicateShardingRule().plan(zoo.Tied(), sr.mesh_shape("data:2"))
     assert plan.paths == ("shared/pytree/0/weight",)
     assert plan.memory().total_bytes == 16 * 8 * 4
 
