@@ -228,5 +228,6 @@ def _inside(shape: tuple[int, ...], label: str, devices: list[DeviceInfo], split
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
     except (NotImplementedError, ValueError, AssertionError) as error:
         hint = "" if split else " allow_split_physical_axes=True lets one axis of the torus serve several of the mesh."
-        raise MeshError(f"mesh {label}: its devices cannot be laid out as {shape}: {error}.{hint}") from error
+        why = str(error).rstrip(".")
+        raise MeshError(f"mesh {label}: its devices cannot be laid out as {shape}: {why}.{hint}") from error
     return np.vectorize(lambda device: device.id, otypes=[int])(placed)
