@@ -4,7 +4,7 @@ Everything public is importable from here, grouped by noun. Importing touches no
 """
 
 from shardrules.analysis.analyzer import ShardingAnalyzer, analyze_sharding_strategy
-from shardrules.analysis.monitor import ShardingWarning, create_monitored_function
+from shardrules.analysis.monitor import create_monitored_function
 from shardrules.analysis.report import AxisUse, ShardingReport, Weight
 from shardrules.core.axes import Axis
 from shardrules.core.diff import Change, Placement, Placements, PlanDiff
@@ -12,13 +12,16 @@ from shardrules.core.errors import (
     AxisTypeError,
     BarrierError,
     BarrierTimeoutError,
+    CheckpointError,
     DisagreementError,
+    IndivisibleError,
     MeshError,
     NoMeshError,
     PatternError,
     PlanError,
     RuleError,
     RuleTypeError,
+    ShardingWarning,
     ShardRulesError,
     SpecError,
     TreeError,
@@ -73,6 +76,8 @@ from shardrules.mesh.layout import DeviceInfo, Layout, lay_out
 from shardrules.mesh.processes import barrier_sync, is_primary
 from shardrules.mesh.shape import mesh_shape
 from shardrules.placement.agree import check_same_plan
+from shardrules.placement.shard import filter_shard
+from shardrules.placement.source import ArraySource
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
@@ -192,7 +197,6 @@ __all__ = [
     # Analysis
     "ShardingAnalyzer",
     "analyze_sharding_strategy",
-    "ShardingWarning",
     "create_monitored_function",
     "AxisUse",
     "ShardingReport",
@@ -226,6 +230,9 @@ __all__ = [
     "barrier_sync",
     "is_primary",
     "check_same_plan",
+    # Placement
+    "filter_shard",
+    "ArraySource",
     # Specs
     "canonical",
     "same",
@@ -300,7 +307,10 @@ __all__ = [
     "AxisTypeError",
     "BarrierError",
     "BarrierTimeoutError",
+    "CheckpointError",
     "DisagreementError",
+    "IndivisibleError",
+    "ShardingWarning",
     "MeshError",
     "UnboundAxisError",
     "NoMeshError",

@@ -4,17 +4,12 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
-from shardrules.core.errors import ShardRulesError
-
-
-@final
-class ShardingWarning(UserWarning):
-    """Specs that are unsound, where work goes on nevertheless."""
+from shardrules.core.errors import ShardingWarning, ShardRulesError
 
 
 def create_monitored_function(

@@ -149,6 +149,21 @@ class DisagreementError(ShardRulesError, RuntimeError):
     """Processes that hold different plans."""
 
 
+@final
+class IndivisibleError(ShardRulesError, ValueError):
+    """A constraint that splits a dimension into parts which are not equal. JAX would weaken it without a word."""
+
+
+@final
+class CheckpointError(ShardRulesError, ValueError):
+    """A checkpoint that does not hold what a tree asks for. It lists everything that is missing, surplus or different."""
+
+
+@final
+class ShardingWarning(UserWarning):
+    """Something about sharding that one should know, where work goes on nevertheless."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" (did you mean 'data'?)"` for the known name nearest to `name`, or nothing.
 

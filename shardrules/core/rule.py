@@ -686,7 +686,7 @@ class ShardingPlan:
 
         `PlanError` for a plan that was read from JSON without its tree.
         """
-        return self._tree([_spec_of(decision) for decision in self.decisions], PartitionSpec())
+        return self._tree(self.kind_specs, PartitionSpec())
 
     def shardings(self, mesh: AnyMesh | None = None) -> Any:
         """Returns the tree of `NamedSharding`s, for `jax.jit`, `jax.device_put` and checkpoints.
@@ -712,7 +712,7 @@ class ShardingPlan:
         if where is None:
             raise NoMeshError("shardings need a mesh: pass one, plan.shardings(mesh), or plan with one")
         attrs.evolve(self, mesh=where).check()
-        table = [NamedSharding(where, _spec_of(decision)) for decision in self.decisions]
+        table = [NamedSharding(where, spec) for spec in self.kind_specs]
         return self._tree(table, NamedSharding(where, PartitionSpec()))
 
     def _tree(self, values: Sequence[Any], number: Any) -> Any:
@@ -1020,10 +1020,37 @@ class ShardingPlan:
         kinds = [kind for kind, (group, _, _) in enumerate(groups) for _ in group]
         found = Survey(leaves, kinds, None, (), (), (paths, kinds))
         plan = ShardingPlan(mesh, leaves, decisions, found, noted)
-        return plan if tree is None else plan._bound(tree)
+        return plan if tree is None else plan.bind(tree, dtypes=True)
 
-    def _bound(self, tree: Any) -> "ShardingPlan":
+    @property
+    def kind_specs(self) -> tuple[PartitionSpec, ...]:
+        """The spec of each kind of leaf; `P()` where no rule had an opinion."""
+        return tuple([_spec_of(decision) for decision in self.decisions])
+
+    def bind(self, tree: Any, *, dtypes: bool = False) -> "ShardingPlan":
+        """Returns this plan for another tree of the same paths and shapes: new values, or the tree of a plan from JSON.
+
+        **Arguments:**
+
+        - `tree`: arrays, or their shapes.
+        - `dtypes`: whether the dtypes must be those that were planned, too.
+
+        **Returns:**
+
+        A plan whose `specs` have the structure of `tree`.
+
+        **Raises:**
+
+        `TreeError`, listing all leaves in which the two differ.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
+        assert plan.bind({"w": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}).specs == {"w": P("data")}
+        ```
+        """
         found = survey(tree, self.mesh)
+        if self._fits(found) and not dtypes:
+            return self
         if any(leaf.path not in self._by_path for leaf in found.leaves):
             by_place = survey(tree, self.mesh, path_style="index")
             found = by_place if all(leaf.path in self._by_path for leaf in by_place.leaves) else found
@@ -1035,7 +1062,7 @@ class ShardingPlan:
                 problems.append(f"  {leaf.path} {shape_text(leaf.shape)}: the plan has no such leaf")
                 continue
             known = self.leaves[kind]
-            if (known.shape, known.dtype) != (leaf.shape, leaf.dtype):
+            if known.shape != leaf.shape or (dtypes and known.dtype != leaf.dtype):
                 problems.append(
                     f"  {leaf.path}: {shape_text(leaf.shape)} {leaf.dtype} in the tree, "
                     f"{shape_text(known.shape)} {known.dtype} in the plan"
@@ -1046,6 +1073,14 @@ class ShardingPlan:
         if problems:
             raise TreeError("the tree is not the one that was planned:\n" + "\n".join(problems))
         return ShardingPlan(self.mesh, found.leaves, tuple(decisions), found, self.noted)
+
+    def _fits(self, found: Survey) -> bool:
+        """Whether `found` is the very tree that was planned, whatever its dtypes."""
+        own = self.survey
+        return found.treedef == own.treedef and all(
+            (a < 0) == (b < 0) and (a < 0 or found.leaves[a].shape == self.leaves[b].shape)
+            for a, b in zip(found.kinds, own.kinds, strict=True)
+        )
 
     @functools.cached_property
     def _content(self) -> tuple[Any, ...]:

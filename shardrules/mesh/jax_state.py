@@ -3,12 +3,13 @@
 - The mesh of a legacy `with mesh:`, which code in the wild still uses, has no public reader.
 - The client of `jax.distributed`, whose barriers take a timeout and whose store holds texts, has no public name.
 - Whether a backend is up cannot be asked without starting one.
+- Whether code is being traced shows in its arguments only, and a function may have none.
 """
 
 from typing import Any
 
 import jax
-from jax._src import distributed, mesh, xla_bridge
+from jax._src import core, distributed, mesh, xla_bridge
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
@@ -32,3 +33,8 @@ def process_count() -> int:
     if distributed.global_state.client is not None:
         return distributed.global_state.num_processes or 1
     return jax.process_count() if xla_bridge.backends_are_initialized() else 1
+
+
+def under_trace() -> bool:
+    """Returns whether this code is being traced, by `jax.jit` say, so that what it does to arrays is only recorded."""
+    return not core.trace_ctx.is_top_level()

@@ -1,0 +1,74 @@
+"""`ArraySource`: an array that is not in memory, and of which each process reads only what its devices hold."""
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, final
+
+import attrs
+import numpy as np
+
+Index: TypeAlias = tuple[slice, ...]
+"""One slice for each dimension, as `numpy` takes them."""
+
+
+def _as_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(operator.index, shape))
+
+
+@final
+@attrs.frozen(eq=False)
+class ArraySource:
+    """An array that is read in parts: what stands in a tree where its values are in a file, or are computed.
+
+    `filter_shard` asks it for one part per distinct shard, on each process only for those that its own devices hold.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: those of the whole array.
+    - `read`: from a tuple of slices, one for each dimension, to that part as a numpy array of this dtype.
+
+    ```python
+    rows = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+    source = sr.ArraySource((8, 2), np.float32, lambda index: rows[index])
+    placed = sr.filter_shard({"w": source}, sr.DimShardingRule("data", 0), sr.create_mesh("data:8"))
+    assert placed["w"].sharding.spec == P("data", None)
+    ```
+    """
+
+    shape: tuple[int, ...] = attrs.field(converter=_as_shape)
+    dtype: Any = attrs.field(converter=np.dtype)
+    read: Callable[[Index], np.ndarray]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, index: Index) -> np.ndarray:
+        """Returns one part, after checking that it is what was asked for.
+
+        **Arguments:**
+
+        - `index`: one slice for each dimension.
+
+        **Returns:**
+
+        A numpy array.
+
+        **Raises:**
+
+        `ValueError` when `read` gives another shape or dtype.
+        """
+        found = np.asarray(self.read(index))
+        wanted = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, self.shape, strict=True))
+        if found.shape != wanted or found.dtype != self.dtype:
+            raise ValueError(
+                f"read({index}) of {self!r} gave {found.dtype}{list(found.shape)}, wanted {self.dtype}{list(wanted)}"
+            )
+        return found

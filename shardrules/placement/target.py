@@ -1,0 +1,242 @@
+"""From what a caller gives (a rule, a plan, specs, shardings, a device) to one sharding for each array of a tree.
+
+Everything that places arrays starts here, so that all of it takes the same things, means the same by them, and refuses
+them in the same words.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, final
+
+import attrs
+import jax
+import jax.tree_util as jtu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.check import check_spec
+from shardrules.core.errors import NoMeshError, PlanError, ShardingWarning, TreeError
+from shardrules.core.finding import Finding, listing, merged
+from shardrules.core.rule import ShardingPlan, ShardingRule
+from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.mesh.context import current_mesh
+from shardrules.mesh.jax_state import under_trace
+from shardrules.placement.traced import host_memory
+
+How: TypeAlias = Any
+"""A rule, a plan, a PartitionSpec, a sharding, a device, or a tree (or prefix) of specs and shardings."""
+
+_TOLD = ("large-replicated", "mesh-ignored")
+"""The warnings of a plan that are told when it is applied: what is left whole, and where the mesh is another one."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Target:
+    """A tree taken apart, with where each of its arrays is to be.
+
+    **Arguments:**
+
+    - `values`: its leaves.
+    - `treedef`: its structure.
+    - `shardings`: one for each leaf; `None` for what is no array and stays as it is.
+    """
+
+    values: list[Any]
+    treedef: Any
+    shardings: list[Sharding | None]
+
+    def arrays(self) -> tuple[list[Any], list[Sharding]]:
+        """Returns the arrays and their shardings.
+
+        **Returns:**
+
+        Two lists of one length.
+        """
+        pairs = [(value, one) for value, one in zip(self.values, self.shardings, strict=True) if one is not None]
+        return [value for value, _ in pairs], [one for _, one in pairs]
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree with other arrays in it.
+
+        **Arguments:**
+
+        - `arrays`: as many as `arrays` gives.
+
+        **Returns:**
+
+        The tree.
+        """
+        rest = iter(arrays)
+        pairs = zip(self.values, self.shardings, strict=True)
+        return self.treedef.unflatten([value if one is None else next(rest) for value, one in pairs])
+
+    def tree(self) -> Any:
+        """Returns the tree of shardings: one at every array, `None` at the rest.
+
+        **Returns:**
+
+        A tree.
+        """
+        return self.treedef.unflatten(self.shardings)
+
+
+def target(tree: Any, how: How, mesh: AnyMesh | None = None, *, who: str = "filter_shard") -> Target:
+    """Returns where each array of a tree is to be.
+
+    **Arguments:**
+
+    - `tree`: any pytree of arrays, `ShapeDtypeStruct`s or `ArraySource`s. Other leaves stay as they are.
+    - `how`: a rule, a plan, a PartitionSpec, a sharding, a device, or a tree or prefix of specs and shardings. `None`
+        in it means what it means everywhere: nothing was said, so the array is replicated.
+    - `mesh`: the mesh; by default that of the rule or the plan, the one that arrays are on, or the one in force.
+    - `who`: the caller's name, for messages.
+
+    **Returns:**
+
+    A `Target`.
+
+    **Raises:**
+
+    `PlanError`, listing everything that is wrong with any array; `TreeError` where `how` does not have the structure
+    of the tree; `NoMeshError`.
+
+    ```python
+    found = target({"w": np.ones((8, 4))}, P("data"), sr.create_mesh("data:8"))
+    assert found.shardings[0].spec == P("data")
+    ```
+    """
+    check_mesh(mesh)
+    values, treedef = jax.tree.flatten(tree)
+    if isinstance(how, ShardingRule):
+        plan = how.plan(tree, mesh).check()
+        return _by_plan(values, treedef, plan, (plan.mesh, mesh), who)
+    if isinstance(how, ShardingPlan):
+        return _by_plan(values, treedef, how.bind(tree), (mesh, how.mesh), who)
+    return _by_prefix(tree, values, treedef, how, mesh, who)
+
+
+def _by_plan(
+    values: list[Any], treedef: Any, plan: ShardingPlan, meshes: tuple[AnyMesh | None, ...], who: str
+) -> Target:
+    where = _mesh((*meshes, current_mesh()), who)
+    if mesh_sizes(plan.mesh) != mesh_sizes(where):
+        plan = attrs.evolve(plan, mesh=where)
+    plan.check()
+    told = [finding for finding in plan.findings if finding.code in _TOLD]
+    if told:
+        warnings.warn(f"{who}:\n{listing(told)}", ShardingWarning, stacklevel=4)
+    kinds = plan.survey.kinds
+    if len(kinds) != len(values):
+        raise TreeError(f"{who}: a box in the tree holds more than one array, or none; unbox it first")
+    placed = [NamedSharding(where, spec) for spec in plan.kind_specs]
+    return Target(
+        values,
+        treedef,
+        [None if kind < 0 else _in_its_memory(value, placed[kind]) for value, kind in zip(values, kinds, strict=True)],
+    )
+
+
+def _mesh(candidates: Sequence[AnyMesh | None], who: str) -> AnyMesh:
+    """The first mesh that has devices; while tracing its shape is enough."""
+    known = [mesh for mesh in candidates if mesh is not None]
+    concrete = [mesh for mesh in known if isinstance(mesh, Mesh)]
+    if concrete:
+        return concrete[0]
+    if known and under_trace():
+        return known[0]
+    if known:
+        raise NoMeshError(
+            f"{who} needs devices, and {mesh_text(known[0])} is only the shape of a mesh. Pass a mesh that has them: "
+            f"sr.create_mesh({mesh_text(known[0])!r})"
+        )
+    raise NoMeshError(f"{who} needs a mesh and there is none. Pass one, or call it inside jax.set_mesh(mesh)")
+
+
+def _in_its_memory(value: Any, sharding: NamedSharding) -> NamedSharding:
+    """A spec says nothing about memory: an array that was put into the host's memory stays there."""
+    own = getattr(value, "sharding", None)  # numpy arrays have none
+    kind = host_memory(own) if isinstance(own, Sharding) else None
+    return sharding if kind is None else sharding.with_memory_kind(kind)
+
+
+def _stands(node: Any) -> bool:
+    return node is None or isinstance(node, PartitionSpec | Sharding | jax.Device)
+
+
+def _by_prefix(tree: Any, values: list[Any], treedef: Any, how: Any, mesh: AnyMesh | None, who: str) -> Target:
+    stated, structure = jtu.tree_flatten(how, is_leaf=_stands)
+    if structure == treedef:
+        said = stated
+    else:
+        try:
+            parts = structure.flatten_up_to(tree)
+        except (ValueError, TypeError) as error:
+            raise TreeError(
+                f"{who}: what says where arrays are to be does not have the structure of the tree, nor of a prefix of "
+                f"it: {error}"
+            ) from error
+        said = [one for one, part in zip(stated, parts, strict=True) for _ in jax.tree.leaves(part)]
+    kinds = [array_kind(value) for value in values]
+    default: list[AnyMesh] = []
+    if any(one is None or isinstance(one, PartitionSpec) for one, kind in zip(said, kinds, strict=True) if kind):
+        default.append(_mesh((mesh, current_mesh(), *_meshes_of(values)), who))
+    wrong: list[tuple[int, Finding]] = []
+    shardings: list[Sharding | None] = []
+    known: dict[Any, tuple[Any, list[Finding]]] = {}
+    for number, (value, one, kind) in enumerate(zip(values, said, kinds, strict=True)):
+        if kind is None:
+            shardings.append(None)
+            continue
+        key = (kind[0], id(one))
+        if key not in known:
+            known[key] = _as_sharding(kind[0], one, default, who)
+        sharding, findings = known[key]
+        if findings:
+            wrong += [(number, finding) for finding in findings]
+            shardings.append(None)
+            continue
+        if not isinstance(one, Sharding) and isinstance(sharding, NamedSharding):
+            sharding = _in_its_memory(value, sharding)
+        shardings.append(sharding)
+    if wrong:
+        paths = leaf_paths(tree)
+        listed = merged(attrs.evolve(finding, path=paths[number]) for number, finding in wrong)
+        raise PlanError(f"{who}: {len(wrong)} arrays cannot be placed:\n{listing(listed)}", listed)
+    return Target(values, treedef, shardings)
+
+
+def _meshes_of(values: Sequence[Any]) -> Iterator[AnyMesh]:
+    """The mesh that the arrays are on, where there is only one."""
+    found: list[Mesh] = []
+    for value in values:
+        own = getattr(value, "sharding", None)  # numpy arrays have none
+        if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh) and own.mesh not in found:
+            found.append(own.mesh)
+    if len(found) == 1:
+        yield found[0]
+
+
+def _as_sharding(
+    shape: tuple[int, ...], one: Any, default: Sequence[AnyMesh], who: str
+) -> tuple[Sharding | None, list[Finding]]:
+    if isinstance(one, jax.Device):
+        return SingleDeviceSharding(one), []
+    if isinstance(one, NamedSharding):
+        return one, _errors(shape, one.spec, one.mesh)
+    if isinstance(one, Sharding):
+        try:
+            one.shard_shape(shape)
+        except ValueError as error:
+            return None, [Finding("error", "misfit", str(error), shape=shape)]
+        return one, []
+    if one is None or isinstance(one, PartitionSpec):
+        spec = PartitionSpec() if one is None else one
+        problems = _errors(shape, spec, default[0])
+        return (None, problems) if problems else (NamedSharding(default[0], spec), [])
+    what = f"{one!r:.60} stands where {who} wants a PartitionSpec, a sharding, a device or None"
+    return None, [Finding("error", "no-sharding", what, shape=shape)]
+
+
+def _errors(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:
+    return [found for found in check_spec("", shape, spec, mesh_sizes(mesh)) if found.severity == "error"]

@@ -1,0 +1,117 @@
+"""A sharding constraint on an array that is being traced, on axes of whatever type.
+
+JAX has one operation for each type of axis: `with_sharding_constraint` speaks of Auto axes, `reshard` of Explicit ones,
+and inside `shard_map` neither may speak of a Manual one. On a mesh of mixed axes a spec is taken apart, each half goes
+to the operation that understands it, and together they mean the whole.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardrules.core.axes import AnyMesh
+from shardrules.core.errors import SpecError
+from shardrules.core.spec import UNCONSTRAINED, axis_names, entries, make_spec, spec_repr
+
+
+def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
+    """Returns the type of each axis as it is here: inside `shard_map` the axes that it maps are Manual.
+
+    **Arguments:**
+
+    - `mesh`: the mesh that is meant.
+
+    **Returns:**
+
+    From axis name to type, in mesh order.
+
+    ```python
+    assert axis_types(sr.mesh_shape("data:4")) == {"data": jax.sharding.AxisType.Auto}
+    ```
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    here = jax.sharding.get_abstract_mesh()
+    if here.axis_names == mesh.axis_names:
+        types = dict(zip(here.axis_names, here.axis_types, strict=True))
+    return types
+
+
+def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | None = None) -> Any:
+    """Returns a traced array whose sharding is constrained.
+
+    **Arguments:**
+
+    - `x`: an array that is being traced.
+    - `mesh`, `spec`: what it is to have. It is sound: every axis is there, is not Manual, and divides its dimension.
+    - `memory`: the memory it is to be in, where that is not the device's own.
+
+    **Returns:**
+
+    The array, constrained.
+
+    **Raises:**
+
+    `SpecError` for a dimension split over an Auto axis and then over an Explicit one: JAX has no way to say that.
+    """
+    types = axis_types(mesh)
+    explicit = [name for name, kind in types.items() if kind == AxisType.Explicit]
+    auto = [name for name, kind in types.items() if kind == AxisType.Auto]
+    found = entries(spec, x.ndim)
+    for entry in found:
+        kinds = () if entry is UNCONSTRAINED else tuple(types[name] for name in entry)
+        if AxisType.Explicit in kinds[1:] and kinds[0] == AxisType.Auto:
+            raise SpecError(
+                f"{spec_repr(spec)} splits a dimension over {entry!r}: the Auto axis {entry[0]!r} cannot come before "
+                "an Explicit one. Write the Explicit axes first"
+            )
+    here = jax.sharding.get_abstract_mesh()
+    known = here if here.axis_names == mesh.axis_names else mesh
+    if explicit:
+        # `reshard` takes no memory kind, and a sharding on devices always has one.
+        shape = known.abstract_mesh if isinstance(known, Mesh) else known
+        x = jax.sharding.reshard(x, NamedSharding(shape, _filled(_only(found, explicit), x)))
+    if auto:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(known, make_spec(_only(found, auto))))
+    if memory is not None:
+        x = jax.device_put(x, jax.memory.Space.Host if memory.endswith("host") else jax.memory.Space.Device)
+    return x
+
+
+def host_memory(sharding: Sharding) -> str | None:
+    """Returns the memory that a sharding names, where that is not simply the device's own.
+
+    **Arguments:**
+
+    - `sharding`: any sharding.
+
+    **Returns:**
+
+    For instance `"pinned_host"`, or `None`.
+
+    ```python
+    assert host_memory(NamedSharding(sr.create_mesh("data:8"), P(), memory_kind="pinned_host")) == "pinned_host"
+    ```
+    """
+    kind = sharding.memory_kind
+    if kind is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return kind
+    device = next(iter(sharding.device_set))
+    return None if kind == device.default_memory().kind else kind
+
+
+def _only(found: tuple[Any, ...], names: Container[str]) -> tuple[Any, ...]:
+    return tuple(entry if entry is UNCONSTRAINED else tuple(name for name in entry if name in names) for entry in found)
+
+
+def _filled(found: tuple[Any, ...], x: Any) -> PartitionSpec:
+    """`reshard` knows no UNCONSTRAINED: such a dimension keeps what it has, as far as no other one takes it."""
+    taken = axis_names(make_spec(found))
+    has = entries(jax.typeof(x).sharding.spec, x.ndim)
+    return make_spec(
+        tuple(
+            tuple(name for name in old if name not in taken) if entry is UNCONSTRAINED else entry
+            for entry, old in zip(found, has, strict=True)
+        )
+    )
