@@ -156,7 +156,7 @@ class IndivisibleError(ShardRulesError, ValueError):
 
 @final
 class CheckpointError(ShardRulesError, ValueError):
-    """A checkpoint that does not hold what a tree asks for. It lists everything that is missing, surplus or different."""
+    """A checkpoint that does not hold what a tree asks for: it lists all that is missing, surplus or different."""
 
 
 @final

@@ -60,7 +60,7 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
     auto = [name for name, kind in types.items() if kind == AxisType.Auto]
     found = entries(spec, x.ndim)
     for entry in found:
-        kinds = () if entry is UNCONSTRAINED else tuple(types[name] for name in entry)
+        kinds = [] if entry is UNCONSTRAINED else [types[name] for name in entry]
         if AxisType.Explicit in kinds[1:] and kinds[0] == AxisType.Auto:
             raise SpecError(
                 f"{spec_repr(spec)} splits a dimension over {entry!r}: the Auto axis {entry[0]!r} cannot come before "
