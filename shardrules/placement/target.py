@@ -4,6 +4,7 @@ Everything that places arrays starts here, so that all of it takes the same thin
 them in the same words.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, final
@@ -24,7 +25,8 @@ from shardrules.mesh.jax_state import under_trace
 from shardrules.placement.traced import host_memory
 
 How: TypeAlias = Any
-"""A rule, a plan, a PartitionSpec, a sharding, a device, or a tree (or prefix) of specs and shardings."""
+"""A rule, a plan, a PartitionSpec, a sharding, a device, a tree (or prefix) of specs and shardings, or a function from
+the tree to one of those, such as `plan.mirror`."""
 
 _TOLD = ("large-replicated", "mesh-ignored")
 """The warnings of a plan that are told when it is applied: what is left whole, and where the mesh is another one."""
@@ -87,8 +89,9 @@ def target(tree: Any, how: How, mesh: AnyMesh | None = None, *, who: str = "filt
     **Arguments:**
 
     - `tree`: any pytree of arrays, `ShapeDtypeStruct`s or `ArraySource`s. Other leaves stay as they are.
-    - `how`: a rule, a plan, a PartitionSpec, a sharding, a device, or a tree or prefix of specs and shardings. `None`
-        in it means what it means everywhere: nothing was said, so the array is replicated.
+    - `how`: a rule, a plan, a PartitionSpec, a sharding, a device, or a tree or prefix of specs and shardings, or
+        a function from the tree to one of those. `None` in a tree of specs means what it means everywhere: nothing was
+        said, so the array is replicated.
     - `mesh`: the mesh; by default that of the rule or the plan, the one that arrays are on, or the one in force.
     - `who`: the caller's name, for messages.
 
@@ -107,6 +110,8 @@ def target(tree: Any, how: How, mesh: AnyMesh | None = None, *, who: str = "filt
     ```
     """
     check_mesh(mesh)
+    if inspect.isroutine(how):
+        how = how(tree)
     values, treedef = jax.tree.flatten(tree)
     if isinstance(how, ShardingRule):
         plan = how.plan(tree, mesh).check()
