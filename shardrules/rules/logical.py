@@ -16,7 +16,21 @@ LogicalPairs: TypeAlias = tuple[tuple[str, Axis | None], ...]
 """Pairs of logical name and mesh axis; `None` leaves the dimension whole."""
 
 
-def _as_pairs(mapping: Mapping[str, Axis | None] | Sequence[tuple[str, Axis | None]]) -> LogicalPairs:
+def as_pairs(mapping: Mapping[str, Axis | None] | Sequence[tuple[str, Axis | None]]) -> LogicalPairs:
+    """Returns a mapping from logical names to mesh axes in its normal form.
+
+    **Arguments:**
+
+    - `mapping`: a mapping, or pairs of name and axis; `None` leaves a dimension whole.
+
+    **Returns:**
+
+    Pairs, in the order given.
+
+    ```python
+    assert as_pairs({"embed": ["data"], "norm": None}) == (("embed", "data"), ("norm", None))
+    ```
+    """
     pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
     return tuple((name, None if axis is None else as_axis(axis)) for name, axis in pairs)
 
@@ -39,7 +53,7 @@ class LogicalShardingRule(LeafShardingRule):
     ```
     """
 
-    mapping: LogicalPairs = attrs.field(converter=_as_pairs)
+    mapping: LogicalPairs = attrs.field(converter=as_pairs)
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
