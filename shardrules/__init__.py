@@ -76,6 +76,10 @@ from shardrules.mesh.layout import DeviceInfo, Layout, lay_out
 from shardrules.mesh.processes import barrier_sync, is_primary
 from shardrules.mesh.shape import mesh_shape
 from shardrules.placement.agree import check_same_plan
+from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
+from shardrules.placement.gather import filter_gather, make_shard_and_gather_fns
+from shardrules.placement.init import filter_init
+from shardrules.placement.jit import filter_jit
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.source import ArraySource
 from shardrules.rules.auto import AutoShardingRule
@@ -232,6 +236,13 @@ __all__ = [
     "check_same_plan",
     # Placement
     "filter_shard",
+    "filter_init",
+    "filter_jit",
+    "filter_gather",
+    "make_shard_and_gather_fns",
+    "with_sharding_constraint",
+    "constrain",
+    "logical_axes",
     "ArraySource",
     # Specs
     "canonical",

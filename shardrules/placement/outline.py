@@ -1,9 +1,9 @@
-"""What of a traced function is the same work again: the parts of a model's initialiser that differ in their seed alone.
+"""What of a traced function is the same work again: the parts of a model's initialiser that differ in seeds alone.
 
-A model of twelve equal layers draws each kind of weight twelve times. As one program that is compiled twelve times over;
-here it is taken apart, so that it is compiled once and called twelve times. The cut goes where little crosses it: random
-keys and small integers, the *seeds*, come first, and each output follows from those by a *piece* of its own. Pieces that
-are equal but for their seeds are one program.
+A model of twelve equal layers draws each kind of weight twelve times, and compiled as one program all of that is
+compiled twelve times over. Here it is taken apart, so that it is compiled once and called twelve times. The cut goes
+where little crosses it: random keys and small integers, the *seeds*, come first, and each output follows from those by
+a *piece* of its own. Pieces that are equal but for their seeds are one program.
 
 Floats are never cut. XLA may rewrite arithmetic on a constant that it sees (a division becomes a product), so a float
 that came in from outside could change the last bit of what is drawn.
@@ -87,9 +87,7 @@ _Kind: TypeAlias = list[tuple[_Piece, tuple[Any, ...]]]
 """Pieces that are equal but for what they take, each with that."""
 
 
-def outline(
-    closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Hashable], program_bytes: int
-) -> Outline:
+def outline(closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Hashable], program_bytes: int) -> Outline:
     """Takes a traced function apart into seeds and programs.
 
     **Arguments:**
@@ -107,7 +105,7 @@ def outline(
     if closed.effects:
         whole = Call((*jaxpr.constvars, *jaxpr.invars), tuple(range(len(jaxpr.outvars))))
         run = _function(jaxpr, range(len(jaxpr.eqns)), whole.inputs, jaxpr.outvars)
-        return Outline((), lambda: [], (), (), (Program(run, (whole,)),))
+        return Outline((), list, (), (), (Program(run, (whole,)),))
     producers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     seeds = _seeds(jaxpr)
     passed = tuple(
@@ -143,12 +141,10 @@ def _seeds(jaxpr: Jaxpr) -> dict[Any, None]:
 def _is_small(var: Any) -> bool:
     dtype = var.aval.dtype
     whole = jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.issubdtype(dtype, jnp.integer)
-    return bool(whole) and math.prod(var.aval.shape) <= _SEED_SIZE
+    return bool(whole) and _size(var) <= _SEED_SIZE
 
 
-def _pieces(
-    jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seeds: dict[Any, None]
-) -> list[_Piece]:
+def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seeds: dict[Any, None]) -> list[_Piece]:
     """One piece for each output that is made; outputs that share large work share one, so that it is done once."""
     owners: dict[int, int] = {}
     leaders = list(range(len(jaxpr.outvars)))
@@ -168,7 +164,7 @@ def _pieces(
             source = producers[var]
             if source in found[number].eqns:
                 continue
-            large = any(math.prod(one.aval.shape) > _SEED_SIZE for one in jaxpr.eqns[source].outvars)
+            large = any(_size(one) > _SEED_SIZE for one in jaxpr.eqns[source].outvars)
             if large and source in owners:
                 first, second = sorted((leader(owners[source]), leader(number)))
                 leaders[second] = first
@@ -240,9 +236,7 @@ def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
     return taken, _eqns_key(jaxpr.eqns, names), tuple(_name(var, names) for var in jaxpr.outvars)
 
 
-def _programs(
-    jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], program_bytes: int
-) -> Iterable[Program]:
+def _programs(jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], program_bytes: int) -> Iterable[Program]:
     """Kinds of pieces that there are equally many of are compiled together: each call makes one layer, so to say."""
 
     def given_bytes(kind: _Kind) -> int:
@@ -274,8 +268,12 @@ def _programs(
         yield Program(_together(runs), tuple(calls))
 
 
+def _size(var: Any) -> int:
+    return math.prod(var.aval.shape)
+
+
 def _nbytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+    return _size(var) * var.aval.dtype.itemsize
 
 
 def _together(runs: list[tuple[_Run, int]]) -> _Run:

@@ -1,0 +1,336 @@
+"""`filter_jit`: `jax.jit` for functions of any pytrees, sharded by rules, plans or specs."""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias, final, overload
+
+import attrs
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.errors import PlanError, RuleTypeError, TreeError
+from shardrules.core.finding import shape_text
+from shardrules.core.spec import spec_repr
+from shardrules.core.tree import leaf_paths
+from shardrules.mesh.context import current_mesh
+from shardrules.mesh.jax_state import under_trace
+from shardrules.placement.target import How, target
+
+Donate: TypeAlias = Literal["none", "all", "all-except-first"] | Sequence[int | str]
+"""Whose memory may be used for the results: nobody's, that of all arguments, or of some, by position or name."""
+
+
+@overload
+def filter_jit(
+    fn: Callable[..., Any],
+    *,
+    mesh: AnyMesh | None = None,
+    in_shardings: How = None,
+    out_shardings: How = None,
+    donate: Donate = "none",
+) -> "FilterJit": ...
+
+
+@overload
+def filter_jit(
+    *,
+    mesh: AnyMesh | None = None,
+    in_shardings: How = None,
+    out_shardings: How = None,
+    donate: Donate = "none",
+) -> "Callable[[Callable[..., Any]], FilterJit]": ...
+
+
+def filter_jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    in_shardings: How = None,
+    out_shardings: How = None,
+    donate: Donate = "none",
+) -> "FilterJit | Callable[[Callable[..., Any]], FilterJit]":
+    """Compiles a function of any pytrees. Arrays are traced; everything else in them is static and must have a hash.
+
+    Where arguments and results are to be follows from rules, plans or specs, anew for every structure, shape and dtype:
+    another tree never meets the shardings of an earlier one, and the same tree is compiled once.
+
+    **Arguments:**
+
+    - `fn`: the function. A module that is called is part of its own arguments, as in `equinox.filter_jit`.
+    - `mesh`: the mesh, which is in force while `fn` runs; by default the one in force at the call.
+    - `in_shardings`: a tuple with one item for each positional argument, or one item that is for each of them. An item
+        is whatever `filter_shard` takes, or `None`: as the argument comes.
+    - `out_shardings`: the same for the result; a tuple stands for the items of a tuple. `None`: as the compiler likes.
+    - `donate`: `"none"`, `"all"`, `"all-except-first"`, or positions and names of arguments whose memory may be reused.
+
+    **Returns:**
+
+    A function like `fn`, with a method `lower` that takes the same arguments.
+
+    **Raises:**
+
+    What `filter_shard` raises. `PlanError` for arguments that lie elsewhere already: moving them at every call would be
+    the silent kind of slow. Arrays that lie nowhere in particular, numpy arrays among them, are placed.
+
+    ```python
+    mesh = sr.create_mesh("data:8")
+    step = sr.filter_jit(lambda w, x: w @ x, mesh=mesh, in_shardings=(P("data"), None), out_shardings=P("data"))
+    assert step(jnp.ones((8, 4)), jnp.ones(4)).sharding.spec == P("data")
+    ```
+    """
+    check_mesh(mesh)
+    if fn is None:
+        return functools.partial(
+            filter_jit, mesh=mesh, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate
+        )
+    if not callable(fn):
+        raise RuleTypeError(
+            f"filter_jit compiles a function, got {fn!r:.80}. Rules go to in_shardings and out_shardings"
+        )
+    return functools.update_wrapper(
+        FilterJit(fn, mesh, in_shardings, out_shardings, _as_donated(donate)), fn, updated=()
+    )
+
+
+def _as_donated(donate: Donate) -> tuple[int | str, ...] | str:
+    if isinstance(donate, str):
+        if donate not in ("none", "all", "all-except-first"):
+            raise TreeError(
+                f"donate is 'none', 'all', 'all-except-first', or a list of positions and names; got {donate!r}"
+            )
+        return donate
+    return tuple(donate)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Compiled:
+    """What follows from structure, shapes and dtypes of one kind of call."""
+
+    run: Any
+    donated: frozenset[int]
+    shardings: list[Sharding | None]
+    result: "_Result"
+
+
+@final
+@attrs.define(eq=False)
+class _Result:
+    """What the trace found out about the result: its structure, and those of its leaves that are no arrays."""
+
+    treedef: Any = None
+    static: tuple[tuple[int, Any], ...] = ()
+
+    def tree(self, arrays: Iterable[Any]) -> Any:
+        """Returns the result with these arrays in it."""
+        rest, static = iter(arrays), dict(self.static)
+        return self.treedef.unflatten(
+            [static[n] if n in static else next(rest) for n in range(self.treedef.num_leaves)]
+        )
+
+
+@final
+@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for functools.update_wrapper
+class FilterJit:
+    """A compiled function; `filter_jit` makes one.
+
+    **Arguments:**
+
+    - `fn`, `mesh`, `in_shardings`, `out_shardings`: as for `filter_jit`.
+    - `donated`: `donate` of `filter_jit`, as a tuple or a word.
+    """
+
+    fn: Callable[..., Any]
+    mesh: AnyMesh | None
+    in_shardings: How
+    out_shardings: How
+    donated: tuple[int | str, ...] | str
+    _known: dict[Hashable, _Compiled] = attrs.field(factory=dict, init=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiled, arrays, names = self._ready(args, kwargs)
+        with self._in_force():
+            try:
+                results = compiled.run(*_split(arrays, compiled.donated))
+            except ValueError as error:
+                _explain(arrays, names(), compiled.shardings, error)
+                raise
+        return compiled.result.tree(results)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Returns the function lowered for these arguments, to look at or to compile ahead of time.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: arguments of the function; `ShapeDtypeStruct`s stand for arrays.
+
+        **Returns:**
+
+        What `jax.jit(...).lower(...)` returns.
+
+        ```python
+        double = sr.filter_jit(lambda x: 2 * x, mesh=sr.create_mesh("data:8"), in_shardings=P("data"))
+        assert "stablehlo" in double.lower(jnp.ones(8)).as_text()
+        ```
+        """
+        compiled, arrays, _ = self._ready(args, kwargs)
+        with self._in_force():
+            return compiled.run.lower(*_split(arrays, compiled.donated))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _in_force(self) -> contextlib.AbstractContextManager[Any]:
+        # Inside of jit the mesh is settled, and JAX lets nobody set another one.
+        return (
+            jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) and not under_trace() else contextlib.nullcontext()
+        )
+
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Compiled, list[Any], Callable[[], tuple[str, ...]]]:
+        bound = inspect.signature(self.fn).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+        call = (self.fn, args, kwargs)
+        leaves, treedef = jax.tree.flatten(call)
+        numbers = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
+        arrays = [leaves[number] for number in numbers]
+        types_of = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in arrays)
+        static = {number: leaf for number, leaf in enumerate(leaves) if not _is_array(leaf)}
+        mesh = current_mesh() if self.mesh is None else self.mesh
+        key = (treedef, types_of, tuple(static.items()), mesh)
+        try:
+            compiled = self._known.get(key)
+        except TypeError as error:
+            raise TreeError(f"filter_jit: an argument that is no array must have a hash: {error}") from error
+        if compiled is None:
+            compiled = self._known[key] = self._compile(call, treedef, static, numbers)
+        return compiled, arrays, lambda: tuple(_array_paths(call))
+
+    def _compile(self, call: Any, treedef: Any, static: dict[int, Any], numbers: list[int]) -> _Compiled:
+        fn, args, kwargs = call
+        result = _Result()
+        donated = frozenset(_donated(self.donated, fn, args, kwargs))
+        given = [number in donated for number in range(len(numbers))]
+
+        def run(donated: list[Any], kept: list[Any]) -> list[Any]:
+            parts = {True: iter(donated), False: iter(kept)}
+            traced = iter([next(parts[is_given]) for is_given in given])
+            leaves = [static[n] if n in static else next(traced) for n in range(treedef.num_leaves)]
+            fn, args, kwargs = treedef.unflatten(leaves)
+            values, result.treedef = jax.tree.flatten(fn(*args, **kwargs))
+            result.static = tuple((n, value) for n, value in enumerate(values) if not _is_array(value))
+            return [value for value in values if _is_array(value)]
+
+        arrays = [leaf for leaf in jax.tree.leaves(call) if _is_array(leaf)]
+        placed = self._arguments(fn, args, kwargs)
+        wanted = _split(placed, donated)
+        with self._in_force():
+            shaped = jax.jit(run, in_shardings=wanted).eval_shape(*_split(arrays, donated))
+        outputs = self._results(result.tree(shaped))
+        compiled = jax.jit(run, in_shardings=wanted, out_shardings=outputs, donate_argnums=(0,))
+        return _Compiled(compiled, donated, placed, result)
+
+    def _arguments(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharding | None]:
+        """Where each array of a call is to be; `None`: where it is."""
+        said = self.in_shardings
+        items = said if isinstance(said, tuple) else (said,) * len(args)
+        if len(items) > len(args):
+            raise TreeError(
+                f"filter_jit: in_shardings has {len(items)} items, the call {len(args)} positional arguments"
+            )
+        rest = len(args) - len(items)
+        pairs = zip(args, (*items, *[None] * rest), strict=True)
+        found = [_shardings(arg, one, self.mesh, f"argument {n}") for n, (arg, one) in enumerate(pairs)]
+        return [*_unsaid(fn), *(one for part in found for one in part), *_unsaid(kwargs)]
+
+    def _results(self, shaped: Any) -> list[Sharding | None]:
+        said = self.out_shardings
+        if not isinstance(said, tuple) or not isinstance(shaped, tuple):
+            return _shardings(shaped, said, self.mesh, "the result")
+        if len(said) != len(shaped):
+            raise TreeError(f"filter_jit: out_shardings has {len(said)} items, the function returns {len(shaped)}")
+        return [
+            one
+            for n, (part, how) in enumerate(zip(shaped, said, strict=True))
+            for one in _shardings(part, how, self.mesh, f"result {n}")
+        ]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _shardings(tree: Any, how: How, mesh: AnyMesh | None, what: str) -> list[Sharding | None]:
+    if how is None:
+        return _unsaid(tree)
+    _, shardings = target(tree, how, mesh, who=f"filter_jit, {what}").arrays()
+    return list(shardings)
+
+
+def _unsaid(tree: Any) -> list[Sharding | None]:
+    return [None for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
+
+
+def _split(values: Sequence[Any], donated: frozenset[int]) -> tuple[list[Any], list[Any]]:
+    """The values of the arrays that are given away, and those of the others."""
+    return (
+        [value for number, value in enumerate(values) if number in donated],
+        [value for number, value in enumerate(values) if number not in donated],
+    )
+
+
+def _donated(donate: tuple[int | str, ...] | str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """The numbers of the arrays that are given away."""
+    names = list(inspect.signature(fn).parameters)[: len(args)]
+    positions = [names.index(one) if one in names else one for one in donate] if isinstance(donate, tuple) else []
+    unknown = [one for one in positions if one not in range(-len(args), len(args)) and one not in kwargs]
+    if unknown:
+        raise TreeError(f"filter_jit: donate names {unknown}, and the arguments are {', '.join([*names, *kwargs])}")
+    chosen = [one % len(args) if isinstance(one, int) else one for one in positions]
+    parts: list[tuple[Any, bool]] = [(fn, donate == "all")]
+    parts += [
+        (arg, donate == "all" or (donate == "all-except-first" and n > 0) or n in chosen) for n, arg in enumerate(args)
+    ]
+    parts += [(kwargs[name], donate in ("all", "all-except-first") or name in chosen) for name in sorted(kwargs)]
+    flags = [is_given for part, is_given in parts for leaf in jax.tree.leaves(part) if _is_array(leaf)]
+    return [number for number, is_given in enumerate(flags) if is_given]
+
+
+def _array_paths(call: Any) -> Iterable[str]:
+    fn, args, kwargs = call
+    named = {f"argument {number}": arg for number, arg in enumerate(args)}
+    for name, part in ({"the function": fn} | named | {f"argument {k!r}": kwargs[k] for k in sorted(kwargs)}).items():
+        for path, leaf in zip(leaf_paths(part), jax.tree.leaves(part), strict=True):
+            if _is_array(leaf):
+                yield f"{name}, {path}" if path else name
+
+
+def _explain(
+    arrays: Sequence[Any], names: Sequence[str], shardings: Sequence[Sharding | None], error: ValueError
+) -> None:
+    """Raises an error that lists the arguments which lie elsewhere, if that is what `error` is about."""
+    away = [
+        f"  {name} {shape_text(array.shape)}: lies as {_text(array.sharding)}, is to be {_text(wanted)}"
+        for array, name, wanted in zip(arrays, names, shardings, strict=True)
+        if wanted is not None
+        and isinstance(array, jax.Array)
+        and array.committed
+        and not array.sharding.is_equivalent_to(wanted, array.ndim)
+    ]
+    if away:
+        raise PlanError(
+            "filter_jit: arguments lie elsewhere than in_shardings says; place them once with filter_shard:\n"
+            + "\n".join(away)
+        ) from error
+
+
+def _text(sharding: Sharding) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    return f"{spec_repr(sharding.spec)} on {','.join(f'{name}:{size}' for name, size in sharding.mesh.shape.items())}"
