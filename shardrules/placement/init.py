@@ -66,8 +66,7 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
         key = _key(dynamic, static, where)
         prepared = known.get(key) if key is not None else None
         if prepared is None:
-            with _on_auto_mesh(where):
-                prepared = _prepare(make, how, mesh, dynamic, static)
+            prepared = _prepare(make, how, mesh, dynamic, static, where)
             if key is not None:
                 known[key] = prepared
         values = _with_seeds(prepared, jax.tree.leaves(dynamic))
@@ -141,13 +140,16 @@ def _key(dynamic: Any, static: Any, mesh: AnyMesh | None) -> Hashable:
     return key
 
 
-def _prepare(make: Callable[..., Any], how: How, mesh: AnyMesh | None, dynamic: Any, static: Any) -> _Prepared:
+def _prepare(
+    make: Callable[..., Any], how: How, mesh: AnyMesh | None, dynamic: Any, static: Any, where: AnyMesh | None
+) -> _Prepared:
     def traced(dynamic: Any) -> Any:
         args, kwargs = eqx.combine(dynamic, static)
         return make(*args, **kwargs)
 
     shaped = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else _struct(leaf), dynamic)
-    closed, shapes, rest = eqx.filter_make_jaxpr(traced)(shaped)
+    with _on_auto_mesh(where):
+        closed, shapes, rest = eqx.filter_make_jaxpr(traced)(shaped)
     found = target(eqx.combine(shapes, rest), how, mesh, who="filter_init")
     pairs = zip(*found.arrays(), strict=True)
     shardings = [_on_auto(one) for value, one in pairs if isinstance(value, jax.ShapeDtypeStruct)]

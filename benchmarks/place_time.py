@@ -1,0 +1,191 @@
+"""How long does it take to place a tree of numpy arrays on 8 devices, and to get it back, against one bare `device_put`?
+
+**Method.** Two trees of float32 matrices: 150 leaves of 380 MB in all, and 1,500 leaves of 190 MB, with rows split over
+8 virtual CPU devices. Every contestant runs in processes of its own, since the first call is what a start of training
+pays: it is timed (`cold`), and so is the median of five more in the same process (`warm`), each to the end of the
+transfer. In every round each contestant has one process, in an order that turns from round to round, and its times are
+divided by those of the floor in the same round; the figures are medians of these ratios.
+
+- `floor`: `jax.device_put(tree, shardings)` and `jax.device_get(tree)`, with shardings made beforehand;
+- `shardings`, `plan`, `rule`: `sr.filter_shard` with a tree of shardings, with a plan made beforehand, and with a rule
+  from which the plan is made in the call; back with `sr.filter_gather`;
+- `equinox`: `eqx.filter_shard` with the shardings;
+- `jits`: a function per leaf, `jit(identity, out_shardings=...)`, and `jit(identity)` to a replicated array and
+  `device_get` back: what shard and gather functions of several libraries do.
+
+**Last answer.** LAST_ANSWER
+
+Run it as `python benchmarks/place_time.py` (about WAIT minutes); see `--help` for less.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+
+DEVICES = 8
+LIMIT = 1.1
+HELD = ("shardings", "plan", "rule")
+CONTESTANTS = ("floor", *HELD, "equinox", "jits")
+
+
+@final
+@attrs.frozen
+class Case:
+    """A tree of `leaves` float32 matrices of `rows` by `columns`."""
+
+    name: str
+    leaves: int
+    rows: int
+    columns: int
+
+    @property
+    def total_mb(self) -> int:
+        """Its size."""
+        return self.leaves * self.rows * self.columns * 4 // 10**6
+
+
+CASES = (Case("150 leaves", 150, 1024, 620), Case("1,500 leaves", 1500, 256, 124))
+TOY = (Case("150 leaves", 15, 64, 8), Case("1,500 leaves", 30, 32, 8))
+
+
+def work(case: Case, contestant: str, repeats: int) -> dict[str, float]:
+    """Runs one contestant in this process; returns seconds."""
+    import equinox as eqx
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import shardrules as sr
+
+    mesh = sr.create_mesh(f"data:{DEVICES}")
+    rule = sr.DimShardingRule("data", 0)
+    rng = np.random.default_rng(0)
+    block = rng.standard_normal((case.rows, case.columns), dtype=np.float32)
+    tree = {"layers": [{"w": block + n} for n in range(case.leaves)]}
+    plan = rule.plan(tree, mesh)
+    shardings = plan.shardings()
+
+    def jits(tree: Any) -> Any:
+        return jax.tree.map(lambda x, s: jax.jit(lambda y: y, out_shardings=s)(x), tree, shardings)
+
+    def jits_back(tree: Any) -> Any:
+        whole = NamedSharding(mesh, P())
+        return jax.tree.map(lambda x: jax.device_get(jax.jit(lambda y: y, out_shardings=whole)(x)), tree)
+
+    place: Callable[[Any], Any]
+    back: Callable[[Any], Any] = sr.filter_gather
+    match contestant:
+        case "floor":
+            place, back = (lambda tree: jax.device_put(tree, shardings)), jax.device_get
+        case "shardings":
+            place = lambda tree: sr.filter_shard(tree, shardings)  # noqa: E731
+        case "plan":
+            place = lambda tree: sr.filter_shard(tree, plan)  # noqa: E731
+        case "rule":
+            place = lambda tree: sr.filter_shard(tree, rule, mesh)  # noqa: E731
+        case "equinox":
+            place, back = (lambda tree: eqx.filter_shard(tree, shardings)), jax.device_get
+        case _:
+            place, back = jits, jits_back
+    jax.block_until_ready(jax.device_put(np.zeros(DEVICES), NamedSharding(mesh, P("data"))))  # the backend is up
+    result: dict[str, float] = {}
+    for kind, run, given in (("place", place, None), ("back", back, shardings)):
+        # A host copy is kept by the array it is made of: each time there are new ones.
+        source = [tree if given is None else jax.device_put(tree, given) for _ in range(1 if given is None else repeats + 1)]
+        jax.block_until_ready(source)
+        seconds: list[float] = []
+        for turn in range(repeats + 1):
+            start = time.perf_counter()
+            done = jax.block_until_ready(run(source[turn % len(source)]))
+            seconds.append(time.perf_counter() - start)
+            del done
+        result[f"{kind} cold"] = seconds[0]
+        result[f"{kind} warm"] = statistics.median(seconds[1:])
+    return result
+
+
+def in_process(case: Case, contestant: str, repeats: int) -> dict[str, float]:
+    """Runs one contestant in a process of its own."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, __file__, "--worker", json.dumps([*attrs.astuple(case), contestant, repeats])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{contestant} on {case.name} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(cases: tuple[Case, ...], rounds: int, repeats: int) -> list[dict[str, Any]]:
+    """Returns one row for each case, kind of call and contestant."""
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
+        for turn in range(rounds):
+            order = CONTESTANTS[turn % len(CONTESTANTS) :] + CONTESTANTS[: turn % len(CONTESTANTS)]
+            for name in order:
+                found[name].append(in_process(case, name, repeats))
+        for kind in ("place cold", "place warm", "back cold", "back warm"):
+            for name in CONTESTANTS:
+                ratios = [mine[kind] / base[kind] for mine, base in zip(found[name], found["floor"], strict=True)]
+                seconds = statistics.median(one[kind] for one in found[name])
+                ratio = statistics.median(ratios)
+                row = {"case": case.name, "mb": case.total_mb, "kind": kind, "name": name, "rounds": rounds}
+                rows.append({**row, "seconds": seconds, "ratio": ratio, "met": ratio <= LIMIT if name in HELD else None})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the rows as a person reads them."""
+    lines: list[str] = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        kinds = list(dict.fromkeys(row["kind"] for row in mine))
+        lines += [f"\n{case}, {mine[0]['mb']} MB: ratio to the floor", f"{'':12}" + "".join(f"{kind:>14}" for kind in kinds)]
+        for name in CONTESTANTS:
+            cells = [row for kind in kinds for row in mine if (row["kind"], row["name"]) == (kind, name)]
+            shown = [f"{row['ratio']:.2f}x" if name != "floor" else f"{row['seconds'] * 1e3:.0f} ms" for row in cells]
+            lines.append(f"{name:12}" + "".join(f"{cell:>14}" for cell in shown))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=7, help="processes per contestant")
+    parser.add_argument("--smoke", action="store_true", help="toy sizes, one round: does it run?")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--check", action="store_true", help=f"fail where {', '.join(HELD)} take over {LIMIT} times the floor")
+    options = parser.parse_args()
+    if options.worker:
+        *case, contestant, repeats = json.loads(options.worker)
+        print(json.dumps(work(Case(*case), contestant, repeats)))
+        return
+    if options.smoke and options.check:
+        parser.error("toy sizes have no targets: use --check without --smoke")
+    rows = measure(TOY if options.smoke else CASES, 1 if options.smoke else options.rounds, 1 if options.smoke else 5)
+    missed = [f"{row['case']}, {row['kind']}: {row['name']} {row['ratio']:.2f}x" for row in rows if row["met"] is False]
+    if options.smoke:
+        rows = [{**row, "met": None} for row in rows]
+    machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
+    if options.json:
+        print(json.dumps({"date": time.strftime("%Y-%m-%d"), **machine, "rows": rows, "missed": missed}, indent=1))
+    else:
+        print(table(rows))
+        for line in missed:
+            print(f"over {LIMIT}x: {line}")
+    if options.check and missed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Sharding constraints: by mesh axes and by logical ones, on axes of any type, inside and outside of jit."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+TYPES = [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)]
+U = P.UNCONSTRAINED
+
+
+def mesh_of(types: tuple[AxisType, AxisType] = (AUTO, AUTO)) -> Mesh:
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=types)
+
+
+MESH = mesh_of()
+ONES = jnp.ones((8, 8))
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("spec", [P("dp", "tp"), P("tp", "dp"), P(None, "tp"), P("dp"), P()], ids=str)
+def test_a_sound_spec_is_honoured_inside_and_outside_of_jit(types: tuple[AxisType, AxisType], spec: P) -> None:
+    mesh = mesh_of(types)
+    constrain = functools.partial(sr.with_sharding_constraint, sharding=spec)
+    with jax.set_mesh(mesh):
+        for result in (constrain(ONES), jax.jit(lambda x: constrain(x * 1))(ONES), constrain(np.ones((8, 8)))):
+            assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+            np.testing.assert_array_equal(result, ONES)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_a_dimension_that_is_left_open_stays_as_it_is(types: tuple[AxisType, AxisType]) -> None:
+    mesh = mesh_of(types)
+    given = jax.device_put(ONES, NamedSharding(mesh, P("dp")))
+    with jax.set_mesh(mesh):
+        outside = sr.with_sharding_constraint(given, P(U, "tp"))
+        inside = jax.jit(lambda x: sr.with_sharding_constraint(x, P(U, "tp")))(given)
+    assert outside.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
+    if types != (AUTO, EXPLICIT):  # there XLA decides otherwise for the dimension that is left to it
+        assert inside.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
+
+
+def test_a_named_sharding_brings_its_own_mesh_and_memory() -> None:
+    wanted = NamedSharding(MESH, P("dp"), memory_kind="pinned_host")
+    assert sr.with_sharding_constraint(ONES, wanted).sharding == wanted
+    inside = jax.jit(lambda x: sr.with_sharding_constraint(x, wanted))(ONES)
+    assert inside.sharding.memory_kind == "pinned_host"
+    assert inside.sharding.is_equivalent_to(wanted, 2)
+
+
+def test_trees_and_prefixes_are_taken_and_other_leaves_stay() -> None:
+    given = {"a": [ONES, np.ones((8, 4))], "b": ONES, "n": 3, "f": jax.nn.relu}
+    with jax.set_mesh(MESH):
+        found = sr.with_sharding_constraint(given, {"a": P("dp"), "b": P("tp"), "n": P(), "f": P()})
+        assert [x.sharding.spec for x in (*found["a"], found["b"])] == [P("dp"), P("dp"), P("tp")]
+        assert (found["n"], found["f"]) == (3, jax.nn.relu)
+        assert sr.with_sharding_constraint("text", P("dp")) == "text"
+        with pytest.raises(sr.TreeError, match="do not have the structure of the tree"):
+            sr.with_sharding_constraint(given, {"a": P()})
+        with pytest.raises(sr.SpecError, match="takes a PartitionSpec or a sharding, got 'dp'"):
+            sr.with_sharding_constraint(ONES, "dp")
+
+
+def test_it_sees_a_legacy_mesh() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with MESH:
+            assert sr.with_sharding_constraint(ONES, P("dp")).sharding.spec == P("dp")
+            assert jax.jit(lambda x: sr.with_sharding_constraint(x * 1, P("dp", "tp")))(ONES).sharding.spec == P(
+                "dp", "tp"
+            )
+
+
+def test_without_a_mesh_it_is_refused() -> None:
+    with pytest.raises(AssertionError, match="no mesh is in force"):
+        sr.with_sharding_constraint(ONES, P("dp"))
+
+
+def test_gradients_and_vmap_go_through() -> None:
+    with jax.set_mesh(MESH):
+        found = jax.jit(jax.grad(lambda x: (sr.with_sharding_constraint(x, P("dp", "tp")) ** 2).sum()))(ONES)
+        np.testing.assert_array_equal(found, 2 * ONES)
+        mapped = jax.jit(jax.vmap(lambda x: sr.with_sharding_constraint(x * 1, P("tp"))))(ONES)
+        assert mapped.sharding.spec[1] == "tp"
+
+
+# ---- axes that are not to be had ----
+
+
+def test_an_axis_that_the_mesh_lacks_skips_the_constraint_aloud() -> None:
+    with jax.set_mesh(MESH):
+        with pytest.warns(
+            sr.ShardingWarning, match=r"x \(8, 8\): P\('zz', 'tp'\) was skipped as a whole.*no axis 'zz'"
+        ):
+            assert sr.with_sharding_constraint(ONES, P("zz", "tp")) is ONES
+        with pytest.warns(sr.ShardingWarning, match="skipped as a whole"):
+            inside = jax.jit(lambda x: sr.with_sharding_constraint(x, P("zz", "tp")))(ONES)
+        assert inside.sharding.is_fully_replicated
+
+
+def test_the_warning_points_at_the_caller() -> None:
+    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match="skipped") as caught:
+        sr.with_sharding_constraint(ONES, P("zz"))
+    assert caught[0].filename == __file__
+
+
+def test_dropping_leaves_out_that_axis_only() -> None:
+    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match=r"\(did you mean 'tp'\?\)"):
+        found = sr.with_sharding_constraint(ONES, P(("dp", "tpp"), "tp"), missing="drop")
+    assert found.sharding.spec == P("dp", "tp")
+
+
+def test_an_axis_that_is_missing_can_be_an_error_that_lists_all_arrays() -> None:
+    with (
+        jax.set_mesh(MESH),
+        pytest.raises(sr.UnknownAxisError, match=r"(?s)a \(8, 8\).*no axis 'xx'.*b \(8, 8\).*no axis 'xx'"),
+    ):
+        sr.with_sharding_constraint({"a": ONES, "b": ONES}, P("xx"), missing="error")
+
+
+@pytest.mark.parametrize(("missing", "spec"), [("skip", P("dp")), ("drop", P("dp", "tp"))])
+def test_a_manual_axis_is_not_to_be_had_inside_shard_map(missing: Any, spec: P) -> None:
+    def inner(x: Any) -> Any:
+        return sr.with_sharding_constraint(x, P("dp", "tp"), missing=missing)
+
+    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match="axis 'dp' is Manual here, inside shard_map"):
+        mapped = jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+        assert jax.jit(mapped)(ONES).sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+
+
+def test_a_manual_axis_can_be_an_error() -> None:
+    def inner(x: Any) -> Any:
+        return sr.with_sharding_constraint(x, P("dp"), missing="error")
+
+    with jax.set_mesh(MESH), pytest.raises(sr.UnknownAxisError, match="axis 'dp' is Manual here"):
+        jax.jit(jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp")))(ONES)
+
+
+def test_the_other_axes_are_constrained_inside_shard_map() -> None:
+    for mesh in (MESH, mesh_of((EXPLICIT, EXPLICIT))):
+        with jax.set_mesh(mesh):
+            mapped = jax.shard_map(
+                lambda x: sr.with_sharding_constraint(x, P(None, "tp")),
+                in_specs=P("dp"),
+                out_specs=P("dp"),
+                axis_names={"dp"},
+            )
+            found = jax.jit(mapped)(ONES)
+        assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
+
+
+# ---- dimensions that do not divide ----
+
+
+@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=str)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_dimension_that_does_not_divide_is_an_error(types: tuple[AxisType, AxisType], inside: bool) -> None:
+    def constrain(x: Any) -> Any:
+        return sr.with_sharding_constraint({"h": x}, P(("dp", "tp")))
+
+    with (
+        jax.set_mesh(mesh_of(types)),
+        pytest.raises(
+            sr.IndivisibleError,
+            match=r"h \(10, 8\): array axis 0 is partitioned 8 times, but the dimension size is 10 \(mesh axis dp x tp\)",
+        ),
+    ):
+        (jax.jit(constrain) if inside else constrain)(jnp.ones((10, 8)))
+
+
+def test_jax_itself_would_weaken_it() -> None:
+    """What the error is for: if JAX starts to refuse, the words that say so can go."""
+    with jax.set_mesh(MESH):
+        found = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 1, P(("dp", "tp"))))(jnp.ones((10, 8)))
+    assert not found.sharding.is_equivalent_to(NamedSharding(MESH, P(("dp", "tp"))), 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "becomes"),
+    [
+        ((7, 12), P("dp", "tp"), P(None, "tp")),
+        ((8,), P("dp", "tp"), P("dp")),
+        ((10, 8), P(("dp", "tp")), P("dp")),
+    ],
+    ids=str,
+)
+def test_dropping_keeps_what_divides_aloud(shape: tuple[int, ...], spec: P, becomes: P) -> None:
+    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match="which fits"):
+        found = sr.with_sharding_constraint(jnp.ones(shape), spec, indivisible="drop")
+    assert found.sharding.is_equivalent_to(NamedSharding(MESH, becomes), len(shape))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [(P("dp", None, "tp"), "has 3 entries, the array has 2 dimensions"), (P("dp", "dp"), "uses axis 'dp' twice")],
+)
+def test_other_unsound_specs_are_errors(spec: P, message: str) -> None:
+    with jax.set_mesh(MESH), pytest.raises(sr.SpecError, match=message):
+        sr.with_sharding_constraint(ONES, spec)
+
+
+@pytest.mark.parametrize("word", [{"missing": "ignore"}, {"indivisible": "skip"}])
+def test_a_policy_that_there_is_not_is_refused(word: Any) -> None:
+    with jax.set_mesh(MESH), pytest.raises(sr.SpecError, match="is one of"):
+        sr.with_sharding_constraint(ONES, P("dp"), **word)
+
+
+# ---- logical axes ----
+
+
+def test_logical_names_mean_what_the_block_says() -> None:
+    with jax.set_mesh(MESH), sr.logical_axes({"batch": "dp", "embed": ("tp",), "norm": None}):
+        assert sr.constrain(ONES, "batch", "embed").sharding.spec == P("dp", "tp")
+        assert sr.constrain(ONES, None, "embed").sharding.spec == P(None, "tp")
+        assert sr.constrain(ONES, "batch", "norm").sharding.is_equivalent_to(NamedSharding(MESH, P("dp")), 2)
+        assert sr.constrain(np.ones((8, 8)), "batch", None).sharding.spec[0] == "dp"
+
+
+def test_outside_of_any_block_nothing_happens() -> None:
+    assert sr.constrain(ONES, "batch", "embed") is ONES
+    with jax.set_mesh(MESH):
+        assert sr.constrain(ONES, "whatever") is ONES
+
+
+def test_a_compiled_function_is_traced_anew_under_another_meaning() -> None:
+    traces: list[int] = []
+
+    @jax.jit
+    def double(x: Any) -> Any:
+        traces.append(1)
+        return sr.constrain(2 * x, "batch", "embed")
+
+    with jax.set_mesh(MESH):
+        with sr.logical_axes({"batch": "dp", "embed": "tp"}):
+            assert double(ONES).sharding.spec == P("dp", "tp")
+            double(ONES)
+            with sr.logical_axes({"batch": "tp", "embed": "dp"}):
+                assert double(ONES).sharding.spec == P("tp", "dp")
+            assert double(ONES).sharding.spec == P("dp", "tp")
+        assert double(ONES).sharding.is_fully_replicated
+    assert len(traces) == 3
+
+
+def test_a_partition_axis_gives_meaning_by_mode() -> None:
+    axes = sr.PartitionAxis(
+        data_parallel_axis="dp",
+        batch_axis="dp",
+        hidden_state_axis="tp",
+        sequence_axis=None,
+        query_sequence_axis=None,
+        generation_batch_axis=None,
+    )
+    hidden = jnp.ones((8, 4, 8))
+    with jax.set_mesh(MESH):
+        with sr.logical_axes(axes):
+            assert sr.constrain(hidden, sr.BATCH, sr.LENGTH, sr.EMBED).sharding.spec == P("dp", None, "tp")
+            assert sr.constrain(hidden, sr.HiddenStateSharding).sharding.spec == P("dp", None, "tp")
+        with sr.logical_axes(axes, mode=sr.MODE_DECODE):
+            assert sr.constrain(hidden, sr.BATCH, sr.LENGTH, None).sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (
+            ("bacth", "embed"),
+            sr.UnknownAxisError,
+            r"dimension 0 of \(8, 8\) is called 'bacth' \(did you mean 'batch'\?\)",
+        ),
+        (("batch",), sr.SpecError, r"1 logical axes \('batch',\) for an array of shape \(8, 8\)"),
+        (("batch", "rows"), sr.SpecError, "'dp' would split both 'batch' and 'rows'"),
+    ],
+)
+def test_names_that_cannot_be_meant_are_refused(names: Any, error: Any, message: str) -> None:
+    with (
+        jax.set_mesh(MESH),
+        sr.logical_axes({"batch": "dp", "embed": "tp", "rows": "dp"}),
+        pytest.raises(error, match=message),
+    ):
+        sr.constrain(ONES, *names)
+
+
+def test_policies_hold_for_logical_names_too() -> None:
+    with jax.set_mesh(MESH), sr.logical_axes({"batch": "dp", "seq": "sp"}):
+        with pytest.warns(sr.ShardingWarning, match="constrain: .* no axis 'sp'"):
+            assert sr.constrain(ONES, "batch", "seq", missing="drop").sharding.spec[0] == "dp"
+        with pytest.raises(sr.IndivisibleError, match="constrain: .*dimension size is 7"):
+            sr.constrain(jnp.ones((7, 8)), "batch", None)

@@ -1,0 +1,189 @@
+"""`filter_init`: what it takes, where things are, and how often it compiles. Its values: test_init_values.py."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+MESH = sr.create_mesh("data:4,model:2")
+MESHES = [
+    MESH,
+    jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2),
+    jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto)),
+]
+RULE = sr.FSDPShardingRule("data", min_size_mb=0)
+MLP = functools.partial(eqx.nn.MLP, 8, 8, 64, 2)
+
+
+def arrays(tree: Any) -> list[jax.Array]:
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
+def test_a_model_is_made_where_it_is_to_be(mesh: Mesh) -> None:
+    model = sr.filter_init(MLP, RULE, mesh)(key=jax.random.key(0))
+    assert isinstance(model, eqx.nn.MLP)
+    assert model.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
+    for one, other in zip(arrays(model), arrays(MLP(key=jax.random.key(0))), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
+def test_an_optimizer_state_mirrors_the_plan(mesh: Mesh) -> None:
+    params = eqx.filter(sr.filter_init(MLP, RULE, mesh)(key=jax.random.key(0)), eqx.is_array)
+    plan = RULE.plan(params, mesh)
+    state = sr.filter_init(optax.adam(1e-3).init, plan.mirror, mesh)(params)
+    assert state[0].mu.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
+    assert state[0].count.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), sr.mesh_shape("data:4,model:2")),
+        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).specs,
+        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).shardings(),
+        lambda tree: RULE.plan(tree, MESH),
+    ],
+    ids=["plan", "specs", "shardings", "function"],
+)
+def test_it_takes_what_filter_shard_takes(how: Any) -> None:
+    model = sr.filter_init(MLP, how, MESH)(key=jax.random.key(0))
+    assert model.layers[0].weight.sharding == NamedSharding(MESH, P("data", None))
+
+
+def test_one_device_and_the_mesh_in_force_will_do() -> None:
+    device = jax.devices()[5]
+    model = sr.filter_init(MLP, device)(key=jax.random.key(0))
+    assert {x.sharding for x in arrays(model)} == {SingleDeviceSharding(device)}
+    for mesh in MESHES:
+        with jax.set_mesh(mesh):
+            model = sr.filter_init(MLP, RULE)(key=jax.random.key(0))
+        assert model.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
+
+
+def test_inside_of_jit_the_result_is_constrained() -> None:
+    made = jax.jit(lambda key: arrays(sr.filter_init(MLP, RULE, MESH)(key=key)))(jax.random.key(0))
+    assert made[0].sharding.spec == P("data")
+
+
+def test_arguments_may_lie_anywhere() -> None:
+    init = sr.filter_init(lambda key, w, n: (jax.random.normal(key, (8, n)), w * 2), P("data"), MESH)
+    ones = np.ones((8, 2), np.float32)
+    committed = jax.device_put(jax.random.key(0), jax.devices()[3])
+    for key in (jax.random.key(0), committed, sr.filter_shard(jax.random.key(0), P(), MESHES[1])):
+        for w in (
+            ones,
+            jnp.asarray(ones),
+            jax.device_put(ones, jax.devices()[2]),
+            sr.filter_shard(ones, P("model"), MESHES[1]),
+        ):
+            drawn, doubled = init(key, w, 4)
+            np.testing.assert_array_equal(drawn, jax.random.normal(jax.random.key(0), (8, 4)))
+            np.testing.assert_array_equal(doubled, 2 * ones)
+            assert drawn.sharding == doubled.sharding == NamedSharding(MESH, P("data"))
+
+
+def test_a_tree_over_several_meshes_is_made_on_each() -> None:
+    first, second = (Mesh(np.array(jax.devices()[n : n + 4]), ("data",)) for n in (0, 4))
+    how = {"a": NamedSharding(first, P("data")), "b": NamedSharding(second, P("data"))}
+    init = sr.filter_init(lambda key: {n: jax.random.normal(key, (8, 2)) for n in "ab"}, how)
+    made = init(jax.random.key(0))
+    assert {name: x.sharding for name, x in made.items()} == how
+    np.testing.assert_array_equal(made["a"], made["b"])
+
+
+class Stack(eqx.Module):
+    """Equal layers in a row."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, depth: int, key: jax.Array) -> None:
+        self.layers = [eqx.nn.Linear(16, 16, key=one) for one in jax.random.split(key, depth)]
+
+
+def compiled_modules(run: Any) -> list[str]:
+    """The names of the programs that are compiled while `run` runs."""
+    events: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return events
+
+
+def test_equal_layers_are_compiled_once() -> None:
+    counts: list[int] = []
+    for depth in (4, 8, 16):
+        init = sr.filter_init(functools.partial(Stack, depth), RULE, MESH)
+        key = jax.block_until_ready(jax.random.key(depth))
+        counts.append(len(compiled_modules(lambda init=init, key=key: init(key))))
+    # Only taking the keys apart differs: a slice at another place is another small program.
+    assert counts[2] - counts[1] <= counts[1] - counts[0] + 8
+    assert counts[0] > 0
+
+
+def test_a_second_call_compiles_nothing() -> None:
+    init = sr.filter_init(functools.partial(Stack, 4), RULE, MESH)
+    first, second = init(jax.random.key(0)), None
+    key = jax.block_until_ready(jax.random.key(1))
+
+    def again() -> None:
+        nonlocal second
+        second = init(key)
+
+    assert compiled_modules(again) == []
+    assert not np.array_equal(first.layers[0].weight, second.layers[0].weight)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_another_shape_or_static_argument_is_made_anew() -> None:
+    init = sr.filter_init(lambda key, n: jax.random.normal(key, (8, n)), P("data"), MESH)
+    assert [init(jax.random.key(0), n).shape for n in (2, 3, 2)] == [(8, 2), (8, 3), (8, 2)]
+    grown = sr.filter_init(lambda x: jnp.concatenate([x, x]), P("data"), MESH)
+    assert [grown(np.ones(n)).shape for n in (4, 8, 4)] == [(8,), (16,), (8,)]
+
+
+def test_a_static_argument_without_a_hash_is_taken() -> None:
+    init = sr.filter_init(lambda key, names: {n: jax.random.normal(key, (8,)) for n in sorted(names)}, P("data"), MESH)
+    assert sorted(init(jax.random.key(0), {"a", "b"})) == ["a", "b"]
+
+
+def test_what_cannot_be_placed_is_refused_before_anything_is_made() -> None:
+    ran: list[int] = []
+
+    def make(key: jax.Array) -> Any:
+        jax.debug.callback(lambda: ran.append(1))
+        return {"a": jax.random.normal(key, (7,)), "b": jax.random.normal(key, (6,))}
+
+    with pytest.raises(sr.PlanError, match=r"(?s)filter_init: 2 arrays cannot be placed:.*a \(7,\).*b \(6,\)"):
+        sr.filter_init(make, P("data"), MESH)(jax.random.key(0))
+    jax.effects_barrier()
+    assert ran == []
+    with pytest.raises(sr.NoMeshError, match="filter_init needs a mesh"):
+        sr.filter_init(make, P("data"))(jax.random.key(0))
+    with pytest.raises(sr.AxisTypeError, match="a mesh is a Mesh"):
+        sr.filter_init(make, P("data"), "data:8")  # pyright: ignore[reportArgumentType]
+
+
+def test_it_looks_like_what_it_wraps() -> None:
+    def make_model(key: jax.Array) -> Any:
+        """Makes a model."""
+        return jax.random.normal(key, (8,))
+
+    init = sr.filter_init(make_model, P("data"), MESH)
+    assert (init.__name__, init.__doc__) == ("make_model", "Makes a model.")

@@ -1,0 +1,233 @@
+"""`filter_jit`: where arguments and results are, what is compiled when, and what is refused."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+EXPLICIT = (AxisType.Explicit,) * 2
+MESH = sr.create_mesh("data:4,model:2")
+MESHES = [MESH, jax.make_mesh((4, 2), ("data", "model"), axis_types=EXPLICIT)]
+RULE = sr.FSDPShardingRule("data", min_size_mb=0)
+
+
+class Counter:
+    """Counts how often a function is traced."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def __call__(self, x: Any, scale: Any = 2) -> Any:
+        self.traces += 1
+        return jax.tree.map(lambda leaf: leaf * scale, x)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit"])
+def test_arguments_and_results_are_where_rules_and_specs_say(mesh: Mesh) -> None:
+    def step(params: Any, x: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda p: p + 1, params), x.sum()
+
+    run = sr.filter_jit(step, mesh=mesh, in_shardings=(RULE, P("data")), out_shardings=(RULE, P()))
+    params, total = run({"w": np.ones((8, 4), np.float32), "b": np.ones(3, np.float32)}, np.ones((8, 2)))
+    assert params["w"].sharding == NamedSharding(mesh, P("data", None))
+    assert params["b"].sharding.is_fully_replicated
+    assert total.sharding.is_fully_replicated
+    np.testing.assert_array_equal(params["w"], np.full((8, 4), 2.0))
+    params, _ = run(params, np.ones((8, 2)))
+    np.testing.assert_array_equal(params["w"], np.full((8, 4), 3.0))
+
+
+def test_one_item_is_for_every_argument_and_none_is_as_it_comes() -> None:
+    seen: list[Any] = []
+    run = sr.filter_jit(lambda a, b: (a, b), mesh=MESH, in_shardings=P("data"))
+    a, b = run(jnp.ones(8), jnp.ones((8, 2)))
+    assert [a.sharding.spec, b.sharding.spec] == [P("data"), P("data")]
+    free = sr.filter_jit(lambda a, b: seen.append(1) or (a, b), mesh=MESH, in_shardings=(None, P("model")))
+    kept = jax.device_put(jnp.ones(8), NamedSharding(MESH, P("data")))
+    a, b = free(kept, jnp.ones(8))
+    assert [a.sharding.spec, b.sharding.spec] == [P("data"), P("model")]
+
+
+def test_another_structure_shape_dtype_or_static_value_is_compiled_anew_and_the_same_is_not() -> None:
+    counter = Counter()
+    run = sr.filter_jit(counter, mesh=MESH, in_shardings=(RULE, None), out_shardings=RULE)
+    calls: list[tuple[Any, Any]] = [
+        ({"w": np.ones((8, 4), np.float32)}, 2),
+        ({"w": np.ones((4, 8), np.float32)}, 2),
+        ({"v": np.ones((8, 4), np.float32)}, 2),
+        ({"w": np.ones((8, 4), np.int32)}, 2),
+        ({"w": np.ones((8, 4), np.float32)}, 3),
+        ([np.ones((8, 4), np.float32)], 2),
+    ]
+    for count, (tree, scale) in enumerate(calls, start=1):
+        run(tree, scale)
+        assert counter.traces == count
+    for tree, scale in calls:
+        run(tree, scale)
+    assert counter.traces == len(calls)
+
+
+def test_a_tree_never_meets_the_shardings_of_an_earlier_one() -> None:
+    run = sr.filter_jit(lambda x: x, mesh=MESH, out_shardings=RULE)
+    assert run({"w": np.ones((8, 12))})["w"].sharding.spec == P(None, "data")
+    assert run({"w": np.ones((12, 8))})["w"].sharding.spec == P("data", None)
+    assert run({"w": np.ones((12, 7))})["w"].sharding.spec == P("data", None)
+    assert run({"w": np.ones((12, 7)), "b": np.ones(4)})["b"].sharding.spec == P("data")
+
+
+def test_the_mesh_in_force_is_part_of_what_is_compiled() -> None:
+    counter = Counter()
+    run = sr.filter_jit(counter, out_shardings=P("data"))
+    other = sr.create_mesh("data:8")
+    for mesh in (MESH, other, MESH):
+        with jax.set_mesh(mesh):
+            assert run(jnp.ones(8)).sharding == NamedSharding(mesh, P("data"))
+    assert counter.traces == 2
+
+
+def test_the_mesh_is_in_force_while_the_function_runs() -> None:
+    run = sr.filter_jit(lambda x: sr.with_sharding_constraint(2 * x, P("model")), mesh=MESH)
+    assert run(jnp.ones(8)).sharding.spec == P("model")
+
+
+def test_modules_states_and_static_results_go_through() -> None:
+    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+    optim = optax.adamw(1e-3)
+    plan = RULE.plan(eqx.filter(model, eqx.is_array), MESH)
+
+    @sr.filter_jit(
+        mesh=MESH,
+        in_shardings=(RULE, plan.mirror, P("data")),
+        out_shardings=(RULE, plan.mirror, P(), None),
+        donate=(0, "state"),
+    )
+    def step(model: eqx.nn.MLP, state: Any, x: Any) -> tuple[Any, ...]:
+        def loss_of(model: eqx.nn.MLP) -> Any:
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        loss, grads = eqx.filter_value_and_grad(loss_of)(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, loss, "done"
+
+    model = sr.filter_shard(model, RULE, MESH)
+    state = sr.filter_init(optim.init, plan.mirror, MESH)(eqx.filter(model, eqx.is_array))
+    losses: list[float] = []
+    for _ in range(3):
+        before = model
+        model, state, loss, word = step(model, state, np.ones((8, 8), np.float32))
+        losses.append(float(loss))
+        assert before.layers[0].weight.is_deleted()  # it was given away
+        assert word == "done"
+    assert losses[0] > losses[1] > losses[2]
+    assert model.layers[0].weight.sharding.spec == P("data", None)
+    assert state[0].mu.layers[0].weight.sharding.spec == P("data", None)
+    assert step.__name__ == "step"
+
+
+@pytest.mark.parametrize(
+    ("donate", "gone"),
+    [("none", []), ("all", [0, 1]), ("all-except-first", [1]), ([0], [0]), (["b", "a"], [0, 1]), ([-1], [1])],
+)
+def test_arguments_are_given_away_as_asked(donate: Any, gone: list[int]) -> None:
+    run = sr.filter_jit(
+        lambda a, b: (a + 1, b + 1), mesh=MESH, in_shardings=P("data"), out_shardings=P("data"), donate=donate
+    )
+    given = [sr.filter_shard(np.full(8, n), P("data"), MESH) for n in range(2)]
+    run(*given)
+    assert [n for n, array in enumerate(given) if array.is_deleted()] == gone
+
+
+def test_arguments_by_name_and_methods_are_taken() -> None:
+    run = sr.filter_jit(lambda a, *, b: a + b, mesh=MESH, in_shardings=(P("data"),))
+    assert run(b=jnp.ones(8), a=jnp.ones(8)).sharding.spec == P("data")
+
+    class Model(eqx.Module):
+        w: jax.Array
+
+        @sr.filter_jit(mesh=MESH, out_shardings=P("data"))
+        def __call__(self, x: Any) -> Any:
+            return self.w * x
+
+    assert Model(jnp.ones(8))(jnp.full(8, 3.0)).sharding.spec == P("data")
+
+
+def test_a_module_that_is_called_is_an_argument_of_its_own() -> None:
+    counter: list[int] = []
+
+    class Model(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x: Any) -> Any:
+            counter.append(1)
+            return self.w * x
+
+    for scale in (1.0, 2.0):
+        run = sr.filter_jit(Model(jnp.full(8, scale)), mesh=MESH)
+        np.testing.assert_array_equal(run(jnp.ones(8)), np.full(8, scale))
+
+
+def test_it_can_be_used_inside_of_jit_and_gradients() -> None:
+    run = sr.filter_jit(lambda x: (x**2).sum(), mesh=MESH, in_shardings=P("data"))
+    np.testing.assert_array_equal(jax.jit(jax.grad(run))(jnp.ones(8)), np.full(8, 2.0))
+    np.testing.assert_array_equal(jax.grad(run)(jnp.ones(8)), np.full(8, 2.0))
+
+
+def test_lower_gives_what_would_be_compiled() -> None:
+    run = sr.filter_jit(lambda x: 2 * x, mesh=MESH, in_shardings=P("data"), out_shardings=P("data"))
+    compiled = run.lower(jax.ShapeDtypeStruct((8, 4), jnp.float32)).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == 2 * 4 * 4
+
+
+def test_arguments_that_lie_elsewhere_are_all_named() -> None:
+    run = sr.filter_jit(lambda a, b: (a, b), mesh=MESH, in_shardings=(P("data"), P("model")))
+    given = [
+        sr.filter_shard({"w": np.ones((8, 2)), "b": np.ones(8)}, P(), MESH),
+        sr.filter_shard(np.ones(8), P(), MESH),
+    ]
+    with pytest.raises(
+        sr.PlanError,
+        match=r"(?s)argument 0, b \(8,\): lies as P\(\) on data:4,model:2, is to be P\('data'\).*argument 0, w.*argument 1 \(8,\)",
+    ):
+        run(*given)
+
+
+def test_an_error_of_the_function_itself_comes_through() -> None:
+    def broken(x: Any) -> Any:
+        raise ValueError("of my own making")
+
+    with pytest.raises(ValueError, match="of my own making"):
+        sr.filter_jit(broken, mesh=MESH, in_shardings=P("data"))(jnp.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"in_shardings": (P("data"), None)}, sr.TreeError, "in_shardings has 2 items, the call 1 positional"),
+        ({"in_shardings": P("model", "data")}, sr.PlanError, r"filter_jit, argument 0: 1 arrays cannot be placed"),
+        ({"out_shardings": P("x")}, sr.PlanError, "filter_jit, the result: .*"),
+        ({"donate": "first"}, sr.TreeError, "donate is 'none', 'all', 'all-except-first'"),
+        ({"donate": ["y"]}, sr.TreeError, r"donate names \['y'\], and the arguments are x"),
+        ({"mesh": "data:8"}, sr.AxisTypeError, "a mesh is a Mesh"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        sr.filter_jit(lambda x: x, **{"mesh": MESH, **options})(jnp.ones(8))
+
+
+def test_a_rule_in_the_place_of_the_function_is_refused() -> None:
+    with pytest.raises(sr.RuleTypeError, match="filter_jit compiles a function"):
+        sr.filter_jit(RULE)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_a_static_argument_without_a_hash_is_refused() -> None:
+    with pytest.raises(sr.TreeError, match="an argument that is no array must have a hash"):
+        sr.filter_jit(lambda x, y: x, mesh=MESH)(jnp.ones(8), {1, 2})

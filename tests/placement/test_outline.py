@@ -1,0 +1,157 @@
+"""A traced function taken apart: what is the same work, what is not, and that together it is the whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardrules.placement.outline import Outline, outline
+
+MANY = 10**12
+
+
+def taken_apart(make: Callable[..., Any], *args: Any, marks: Any = None, program_bytes: int = MANY) -> Outline:
+    closed, shapes, _ = eqx.filter_make_jaxpr(make)(*args)
+    outputs = len(jax.tree.leaves(shapes))
+    work = outline(closed, [0] * outputs if marks is None else marks, [0] * outputs, program_bytes)
+    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+    values |= dict(zip(work.seeds, work.seed_run(*[values[var] for var in work.seed_inputs]), strict=True))
+    results: dict[int, Any] = {number: values[var] for var, number in work.passed}
+    for program in work.programs:
+        for call in program.calls:
+            results |= dict(zip(call.outputs, program.run(*[values[var] for var in call.inputs]), strict=True))
+    # Whatever it looks like, all of it together is what the function does, each output once.
+    assert sorted(results) == list(range(outputs))
+    assert sum(len(call.outputs) for program in work.programs for call in program.calls) + len(work.passed) == outputs
+    for number, expected in enumerate(jax.tree.leaves(make(*args))):
+        np.testing.assert_array_equal(results[number], expected)
+    return work
+
+
+def shape_of(work: Outline) -> list[tuple[int, int]]:
+    """How many outputs each program gives in a call, and how many calls there are."""
+    return [(len(program.calls[0].outputs), len(program.calls)) for program in work.programs]
+
+
+def test_layers_that_differ_in_their_key_are_one_program() -> None:
+    def make(key: jax.Array) -> Any:
+        return [jax.random.normal(one, (8, 4)) for one in jax.random.split(key, 5)]
+
+    assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 5)]
+
+
+def test_kinds_that_there_are_equally_many_of_go_together() -> None:
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 4)
+        layers = [(jax.random.normal(one, (8, 4)), jax.random.uniform(one, (8,))) for one in keys]
+        return layers, jax.random.normal(key, (16, 16))
+
+    assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 1), (2, 4)]
+
+
+def test_a_program_gives_no_more_than_it_may() -> None:
+    def make(key: jax.Array) -> Any:
+        return [jax.random.normal(key, (8, n)) for n in range(1, 5)]
+
+    assert shape_of(taken_apart(make, jax.random.key(0))) == [(4, 1)]
+    assert len(taken_apart(make, jax.random.key(0), program_bytes=8 * 5 * 4).programs) == 2
+    assert len(taken_apart(make, jax.random.key(0), program_bytes=1).programs) == 4
+
+
+def test_other_marks_shapes_constants_or_operations_are_other_work() -> None:
+    def make(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        return jax.random.normal(a, (8,)), jax.random.normal(b, (8,))
+
+    assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 2)]
+    assert shape_of(taken_apart(make, jax.random.key(0), marks=["x", "y"])) == [(2, 1)]
+
+    def scaled(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        return jax.random.normal(a, (8,)) * 2, jax.random.normal(b, (8,)) * 3
+
+    assert shape_of(taken_apart(scaled, jax.random.key(0))) == [(2, 1)]
+
+    def other(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        return jnp.sin(jax.random.normal(a, (8,))), jnp.cos(jax.random.normal(b, (8,)))
+
+    assert shape_of(taken_apart(other, jax.random.key(0))) == [(2, 1)]
+
+
+def test_constants_that_only_look_alike_are_told_apart() -> None:
+    tables = [np.full((8, 8), n, np.float32) for n in range(2)]
+
+    def make(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        return jax.random.normal(a, (8, 8)) + tables[0], jax.random.normal(b, (8, 8)) + tables[1]
+
+    taken_apart(make, jax.random.key(0))  # which compares the values
+
+    def inner(table: np.ndarray) -> Callable[[Any], Any]:
+        return jax.jit(lambda x: x + table)
+
+    def nested(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        return inner(tables[0])(jax.random.normal(a, (8, 8))), inner(tables[1])(jax.random.normal(b, (8, 8)))
+
+    taken_apart(nested, jax.random.key(0))
+
+
+def test_large_work_that_is_shared_is_done_once() -> None:
+    def make(key: jax.Array) -> Any:
+        return jnp.split(jax.random.normal(key, (192, 64)), 3)
+
+    work = taken_apart(make, jax.random.key(0))
+    assert [len(call.outputs) for program in work.programs for call in program.calls] == [3]
+
+
+def test_floats_are_not_cut_and_keys_and_small_integers_are() -> None:
+    def make(key: jax.Array) -> Any:
+        scale = jnp.sqrt(jnp.float32(3))
+        order = jnp.arange(8)[::-1]
+        return jax.random.normal(key, (8,)) / scale, jax.random.normal(key, (8, 2))[order]
+
+    work = taken_apart(make, jax.random.key(0))
+    assert all(not jnp.issubdtype(var.aval.dtype, jnp.floating) for var in work.seeds)
+    assert work.seeds
+    assert all(var.aval.shape == (8,) for var in work.seeds)
+
+
+def test_integers_that_come_from_large_work_are_no_seeds() -> None:
+    def make(key: jax.Array) -> Any:
+        largest = jnp.argmax(jax.random.normal(key, (128, 128)))
+        return jax.random.normal(key, (8,)) + largest
+
+    assert taken_apart(make, jax.random.key(0)).seeds == ()
+
+
+def test_inputs_and_constants_that_are_outputs_are_passed() -> None:
+    def make(key: jax.Array, x: jax.Array) -> Any:
+        return x, jnp.float32(3), jax.random.normal(key, (2,)), x
+
+    work = taken_apart(make, jax.random.key(0), jnp.ones(4))
+    assert [number for _, number in work.passed] == [0, 3]
+
+
+def test_a_tied_output_is_given_twice() -> None:
+    def make(key: jax.Array) -> Any:
+        w = jax.random.normal(key, (8, 8))
+        return w, w
+
+    taken_apart(make, jax.random.key(0))
+
+
+def test_a_function_with_effects_stays_in_one_piece(capfd: pytest.CaptureFixture[str]) -> None:
+    def make(key: jax.Array) -> Any:
+        jax.debug.print("made")
+        return [jax.random.normal(one, (8,)) for one in jax.random.split(key, 3)]
+
+    work = taken_apart(make, jax.random.key(0))
+    assert shape_of(work) == [(3, 1)]
+    jax.effects_barrier()
+    assert "made" in capfd.readouterr().out
