@@ -76,12 +76,16 @@ from shardrules.mesh.layout import DeviceInfo, Layout, lay_out
 from shardrules.mesh.processes import barrier_sync, is_primary
 from shardrules.mesh.shape import mesh_shape
 from shardrules.placement.agree import check_same_plan
+from shardrules.placement.checkpoints.equinox import load_equinox
+from shardrules.placement.checkpoints.orbax import load_orbax
+from shardrules.placement.checkpoints.safetensors import load_safetensors
 from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
 from shardrules.placement.gather import filter_gather, make_shard_and_gather_fns
 from shardrules.placement.init import filter_init
-from shardrules.placement.jit import filter_jit
+from shardrules.placement.jit import FilterJit, filter_jit
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.source import ArraySource
+from shardrules.reshard.move import reshard
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
@@ -238,12 +242,17 @@ __all__ = [
     "filter_shard",
     "filter_init",
     "filter_jit",
+    "FilterJit",
     "filter_gather",
     "make_shard_and_gather_fns",
     "with_sharding_constraint",
     "constrain",
     "logical_axes",
     "ArraySource",
+    "load_equinox",
+    "load_orbax",
+    "load_safetensors",
+    "reshard",
     # Specs
     "canonical",
     "same",

@@ -1,17 +1,22 @@
 """Arrays onto devices: one batched transfer for whatever is in memory, part by part what is not."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from shardrules.core.spec import device_dtype
 from shardrules.placement.source import ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
 """How much of what was read may wait on the host for its transfer to end."""
+
+_WHOLE_BYTES = 8 * 2**20
+"""Up to this size all shards of an array are read before any is placed."""
 
 
 def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
@@ -28,8 +33,8 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
 
     ```python
     mesh = sr.create_mesh("data:8")
-    placed = put([np.arange(8)], [NamedSharding(mesh, P("data"))])
-    assert put(placed, [NamedSharding(mesh, P("data"))])[0] is placed[0]
+    placed = put([np.arange(8)], [jax.NamedSharding(mesh, P("data"))])
+    assert put(placed, [jax.NamedSharding(mesh, P("data"))])[0] is placed[0]
     ```
     """
     result = list(values)
@@ -51,15 +56,29 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
             moved = move([values[number] for number in numbers], [shardings[number] for number in numbers])
             for number, array in zip(numbers, moved, strict=True):
                 result[number] = array
-    pending: list[jax.Array] = []
+    pending = _Pending()
     for number, value in enumerate(values):
         if isinstance(value, ArraySource):
-            result[number] = array = _read(value, shardings[number])
-            pending.append(array)
-            if sum(one.nbytes for one in pending) > _PENDING_BYTES:
-                jax.block_until_ready(pending)
-                pending.clear()
+            result[number] = _read(value, shardings[number], pending)
     return result
+
+
+@final
+@attrs.define(eq=False)
+class _Pending:
+    """Transfers that may still be under way, each of which keeps what was read for it on the host."""
+
+    arrays: list[jax.Array] = attrs.field(factory=list)
+    host_bytes: int = 0
+
+    def add(self, arrays: Sequence[jax.Array], host_bytes: int) -> None:
+        """Waits for all of them once they keep too much."""
+        self.arrays += arrays
+        self.host_bytes += host_bytes
+        if self.host_bytes > _PENDING_BYTES:
+            jax.block_until_ready(self.arrays)
+            self.arrays.clear()
+            self.host_bytes = 0
 
 
 def _put_own(value: Any, sharding: Sharding) -> jax.Array:
@@ -76,8 +95,10 @@ def _move_across(values: list[jax.Array], shardings: list[Sharding]) -> list[jax
     return jax.jit(lambda arrays: arrays, out_shardings=shardings)(values)
 
 
-def _read(source: ArraySource, sharding: Sharding) -> jax.Array:
+def _read(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
     """Reads each distinct shard of this process once, and places it wherever it is held."""
+    if source.nbytes > _WHOLE_BYTES:
+        return _read_by_shards(source, sharding, pending)
     parts: dict[str, np.ndarray] = {}
 
     def part(index: Index | None) -> np.ndarray:
@@ -87,4 +108,23 @@ def _read(source: ArraySource, sharding: Sharding) -> jax.Array:
             parts[key] = source.part(where)
         return parts[key]
 
-    return jax.make_array_from_callback(source.shape, sharding, part)
+    array = jax.make_array_from_callback(source.shape, sharding, part)
+    pending.add([array], sum(one.nbytes for one in parts.values()))
+    return array
+
+
+def _read_by_shards(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
+    """Lets go of each shard before the next is read. It costs a transfer for each, which only large ones are worth."""
+    places: dict[str, tuple[Index, list[Any]]] = {}
+    for device, index in sharding.addressable_devices_indices_map(source.shape).items():
+        where = (slice(None),) * source.ndim if index is None else index
+        places.setdefault(repr(where), (where, []))[1].append(device)
+    shards: list[jax.Array] = []
+    for where, devices in places.values():
+        part = source.part(where)
+        copies = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        placed = jax.device_put([part] * len(copies), copies)
+        shards += placed
+        pending.add(placed, part.nbytes)
+    dtype = device_dtype(source.dtype)  # a process may hold no shard that would tell
+    return jax.make_array_from_single_device_arrays(source.shape, sharding, shards, dtype=dtype)

@@ -21,7 +21,10 @@ BESIDE = {
 PRIVATE_JAX = "mesh.jax_state"
 """The one module that may read `jax._src`; it says why."""
 
-LAZY: dict[str, str] = {}
+LAZY: dict[str, str] = {
+    "orbax": "an extra; importing it takes long, and only load_orbax needs it",
+    "etils": "comes with orbax, which takes paths in no other form",
+}
 """What may be imported inside a function, and why."""
 
 

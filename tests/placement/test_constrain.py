@@ -132,9 +132,11 @@ def test_a_manual_axis_is_not_to_be_had_inside_shard_map(missing: Any, spec: P) 
     def inner(x: Any) -> Any:
         return sr.with_sharding_constraint(x, P("dp", "tp"), missing=missing)
 
-    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match="axis 'dp' is Manual here, inside shard_map"):
-        mapped = jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
-        assert jax.jit(mapped)(ONES).sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+    with jax.set_mesh(MESH):
+        mapped = jax.jit(jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
+        with pytest.warns(sr.ShardingWarning, match="axis 'dp' is Manual here, inside shard_map"):
+            found = mapped(ONES)
+    assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
 
 
 def test_a_manual_axis_can_be_an_error() -> None:
@@ -171,7 +173,7 @@ def test_a_dimension_that_does_not_divide_is_an_error(types: tuple[AxisType, Axi
         jax.set_mesh(mesh_of(types)),
         pytest.raises(
             sr.IndivisibleError,
-            match=r"h \(10, 8\): array axis 0 is partitioned 8 times, but the dimension size is 10 \(mesh axis dp x tp\)",
+            match=r"h \(10, 8\): array axis 0 is partitioned 8 times, but the dimension size is 10 \(mesh axis dp x",
         ),
     ):
         (jax.jit(constrain) if inside else constrain)(jnp.ones((10, 8)))
@@ -291,7 +293,7 @@ def test_names_that_cannot_be_meant_are_refused(names: Any, error: Any, message:
 
 def test_policies_hold_for_logical_names_too() -> None:
     with jax.set_mesh(MESH), sr.logical_axes({"batch": "dp", "seq": "sp"}):
-        with pytest.warns(sr.ShardingWarning, match="constrain: .* no axis 'sp'"):
+        with pytest.warns(sr.ShardingWarning, match=r"constrain: .* no axis 'sp'"):
             assert sr.constrain(ONES, "batch", "seq", missing="drop").sharding.spec[0] == "dp"
-        with pytest.raises(sr.IndivisibleError, match="constrain: .*dimension size is 7"):
+        with pytest.raises(sr.IndivisibleError, match=r"constrain: .*dimension size is 7"):
             sr.constrain(jnp.ones((7, 8)), "batch", None)

@@ -194,7 +194,7 @@ def test_arguments_that_lie_elsewhere_are_all_named() -> None:
     ]
     with pytest.raises(
         sr.PlanError,
-        match=r"(?s)argument 0, b \(8,\): lies as P\(\) on data:4,model:2, is to be P\('data'\).*argument 0, w.*argument 1 \(8,\)",
+        match=r"(?s)argument 0, b \(8,\): lies as P\(\) on data:4,model:2, is to be P\('data'\).*0, w.*argument 1 \(8,\)",
     ):
         run(*given)
 

@@ -1,0 +1,155 @@
+"""`FileTensor`: a tensor at an offset of a file, of which only the bytes of the slices that are asked for are read.
+
+Bytes are read with plain calls, straight into the array that is handed on. A mapped file would be simpler, but mapped
+pages count as memory of the process, and machines with a limit end it for that.
+
+A slice of a tensor lies in the file as runs of equal length at equal distances. Long runs are read one by one. Short
+ones are read together with what lies between them, a block at a time, and cut.
+"""
+
+import math
+from io import FileIO
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from shardrules.core.errors import CheckpointError
+from shardrules.placement.source import ArraySource, Index
+
+_SHORT_BYTES = 4 * 2**10
+"""Below this, one call for each run costs more than reading what lies between runs."""
+
+_WIDE_BYTES = 64 * 2**10
+"""Runs that lie further apart than this are not read together: too much would be read for nothing."""
+
+_BLOCK_BYTES = 2**20
+"""How much is read at once of what has to be cut."""
+
+
+@final
+@attrs.frozen(eq=False)
+class FileTensor:
+    """A tensor that lies in a file, uncompressed.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `offset`: where its first byte is.
+    - `shape`, `dtype`: what it is. A dtype of the other byte order is converted when it is read.
+    - `fortran`: whether the first dimension, not the last, is the one whose elements are neighbours.
+
+    ```python
+    np.arange(12, dtype=np.int32).tofile("numbers")
+    tensor = FileTensor(Path("numbers"), 0, (3, 4), np.dtype(np.int32))
+    assert tensor.read((slice(1, 3), slice(0, 2))).tolist() == [[4, 5], [8, 9]]
+    ```
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fortran: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def source(self, dtype: Any) -> ArraySource:
+        """Returns it as an array that is read in parts.
+
+        **Arguments:**
+
+        - `dtype`: what it is to become; each part is converted on the host.
+
+        **Returns:**
+
+        An `ArraySource`.
+        """
+        return ArraySource(self.shape, dtype, lambda index: self.read(index).astype(dtype, copy=False))
+
+    def read(self, index: Index) -> np.ndarray:
+        """Reads one part.
+
+        **Arguments:**
+
+        - `index`: one slice for each dimension, without steps.
+
+        **Returns:**
+
+        A numpy array of the tensor's dtype.
+
+        **Raises:**
+
+        `CheckpointError` when the file has become shorter than it was.
+        """
+        order = -1 if self.fortran else 1  # in the other order it is the transposed tensor that lies there
+        shape = self.shape[::order]
+        bounds = [cut.indices(size)[:2] for cut, size in zip(index[::order], shape, strict=True)]
+        starts = tuple(start for start, _ in bounds)
+        sizes = tuple(max(stop - start, 0) for start, stop in bounds)
+        part = np.empty(sizes, self.dtype)
+        if part.size:
+            with self.path.open("rb", buffering=0) as file:
+                _read_box(file, self.offset, shape, starts, part)
+        return part.transpose() if self.fortran else part
+
+
+def _read_box(file: FileIO, offset: int, shape: tuple[int, ...], starts: tuple[int, ...], part: np.ndarray) -> None:
+    """Fills `part`, which is contiguous, with the box of its size at `starts` of a tensor of this shape."""
+    sizes, itemsize = part.shape, part.dtype.itemsize
+    steps = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset += sum(start * step for start, step in zip(starts, steps, strict=True))
+    inner, run = _run(sizes, steps, itemsize)
+    flat = part.reshape(-1).view(np.uint8)
+    outer, span = inner, run
+    while outer and span < _SHORT_BYTES and steps[outer - 1] <= _WIDE_BYTES:
+        outer -= 1
+        span += (sizes[outer] - 1) * steps[outer]
+    filled = 0
+    if outer == inner:
+        for number in np.ndindex(*sizes[:outer]):
+            _read_exactly(file, offset + _distance(number, steps), flat[filled : filled + run])
+            filled += run
+        return
+    rows = max(1, _BLOCK_BYTES // steps[outer])
+    below = span - (sizes[outer] - 1) * steps[outer]  # what one row takes
+    scratch = np.empty((min(rows, sizes[outer]) - 1) * steps[outer] + below, np.uint8)
+    for number in np.ndindex(*sizes[:outer]):
+        start = offset + _distance(number, steps)
+        for row in range(0, sizes[outer], rows):
+            count = min(rows, sizes[outer] - row)
+            block = scratch[: (count - 1) * steps[outer] + below]
+            _read_exactly(file, start + row * steps[outer], block)
+            cut = np.ndarray((count, *sizes[outer + 1 :]), part.dtype, block, strides=steps[outer:])
+            part[(*number, slice(row, row + count))] = cut
+
+
+def _run(sizes: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, int]:
+    """From which dimension on the box lies in one piece, and the bytes of that piece."""
+    run = itemsize
+    for dim in reversed(range(len(sizes))):
+        if sizes[dim] > 1 and steps[dim] != run:
+            return dim + 1, run
+        run *= sizes[dim]
+    return 0, run
+
+
+def _distance(number: tuple[int, ...], steps: list[int]) -> int:
+    return sum(at * step for at, step in zip(number, steps, strict=False))
+
+
+def _read_exactly(file: FileIO, offset: int, into: np.ndarray) -> None:
+    file.seek(offset)
+    done = 0
+    while done < len(into):  # one call reads at most 2 GiB
+        count = file.readinto(into[done:].data)
+        if not count:
+            raise CheckpointError(
+                f"{file.name} ended at byte {offset + done} while it was read: it is not what it was when its header "
+                "was checked. Do not write a checkpoint while it is loaded"
+            )
+        done += count

@@ -1,0 +1,176 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.placement.checkpoints.names import Held, match, refuse
+from shardrules.placement.checkpoints.wanted import Wanted, wanted, with_values
+from shardrules.placement.target import target
+
+F32 = np.dtype(np.float32)
+
+
+def wants(like: Any) -> list[Wanted]:
+    return wanted(like, target(like, P(), sr.create_mesh("data:8")), "load")
+
+
+def array(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def held(**tensors: Any) -> dict[str, Held]:
+    return {name.replace("_", "."): Held(tuple(one), F32, "F32") for name, one in tensors.items()}
+
+
+def matched(like: Any, tensors: dict[str, Held], names: Any = None, surplus: str = "error", cast: bool = False) -> Any:
+    return match(wants(like), tensors, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast)
+
+
+def test_each_leaf_takes_the_tensor_of_its_name() -> None:
+    like = {"a": {"w": array(4)}, "b": array(2), "act": jax.nn.relu}
+    assert matched(like, held(a_w=[4], b=[2])) == (["a.w", "b"], [])
+
+
+@pytest.mark.parametrize("names", [{"b": "a.w"}, lambda path: "a.w"])
+def test_two_leaves_may_take_one_tensor(names: Any) -> None:
+    assert matched({"a": {"w": array(4)}, "b": array(4)}, held(a_w=[4]), names) == (["a.w", "a.w"], [])
+
+
+def test_what_is_not_there_keeps_its_values() -> None:
+    like = {"a": array(4), "b": np.ones(3, np.float32)}
+    assert matched(like, held(a=[4]), {"b": None}) == (["a", None], [])
+    _takes, wrong = matched(like, held(a=[4]), {"a": None}, surplus="skip")
+    assert [(one.code, one.path) for one in wrong] == [("no-values", "a"), ("missing", "b")]
+
+
+def test_a_python_number_takes_what_is_there() -> None:
+    like = {"a": array(4), "rate": 0.1, "step": 3}
+    there = {**held(a=[4]), "step": Held((), np.dtype(np.int64), "I64")}
+    assert matched(like, there) == (["a", None, "step"], [])
+    assert matched(like, there, lambda path: None if path == "step" else path, "skip") == (["a", None, None], [])
+
+
+@pytest.mark.parametrize(
+    ("held", "fits"),
+    [
+        (Held((), np.dtype(np.int64), "I64"), 3),
+        (Held((), np.dtype(np.uint8), "U8"), 3),
+        (Held((), np.dtype(jnp.bfloat16), "BF16"), 3.0),
+        (Held((), np.dtype(np.complex64), "C64"), 1j),
+        (Held((), np.dtype(np.bool_), "BOOL"), True),
+        (Held((), None, "string"), "text"),
+    ],
+)
+def test_a_python_value_takes_its_own_kind_only(held: Held, fits: Any) -> None:
+    for value in (True, 3, 3.0, 1j, "text"):
+        _, wrong = matched({"x": value}, {"x": held})
+        assert [one.code for one in wrong] == ([] if type(value) is type(fits) else ["value"])
+
+
+def test_a_number_takes_no_array() -> None:
+    _, wrong = matched({"x": 3.0}, held(x=[1]))
+    assert str(wrong[0]) == (
+        "error value: x: 'x' is F32[1], and `like` has a Python float\n    -> put there what was saved"
+    )
+
+
+def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
+    like = {
+        "layers": [{"up": array(4, 2), "down": array(2, 4), "norm": array(4, dtype=jnp.bfloat16)} for _ in range(3)],
+        "key": array(2, dtype=np.int32),
+    }
+    tensors = {
+        **{f"layers.{i}.up": Held((2, 4), F32, "F32") for i in range(3)},
+        **{f"layers.{i}.down_": Held((2, 4), F32, "F32") for i in range(3)},
+        **{f"layers.{i}.norm": Held((4,), F32, "F32") for i in range(3)},
+        "key": Held((2,), None, "F4"),
+    }
+    names = {"layer/0/up": "x", "layers/0/norm": 3}
+    _, wrong = matched(like, tensors, names)
+    with pytest.raises(
+        sr.CheckpointError, match=r"^load: model\.safetensors cannot be loaded, and nothing was:"
+    ) as caught:
+        refuse("load: model.safetensors", wrong)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line for line in lines if "->" not in line] == [
+        "  error no-leaf: layer/0/up: `names` has it, and it is no array of `like` (did you mean 'layers/0/up'?)",
+        "  error unreadable: key (2,): 'key' is F4[2], which no array here can be",
+        "  error missing: layers/*/down (2, 4) x3: there is no 'layers.0.down' (did you mean 'layers.0.down_'?)",
+        "  error no-name: layers/0/norm (4,): `names` gives 3 for it, which is no text",
+        "  error shape: layers/*/up (4, 2) x3: 'layers.0.up' has shape (2, 4)",
+        "  error dtype: layers/*/norm (4,) x2: 'layers.1.norm' is F32[4], wanted bfloat16",
+        "  error surplus: layers.*.down_ x3: no leaf of `like` takes it, F32[2, 4]",
+        "  error surplus: layers.0.norm: no leaf of `like` takes it, F32[4]",
+    ]
+    assert all(" -> " in line for line in lines[1::2])
+
+
+@pytest.mark.parametrize(
+    ("stored", "wants", "code"),
+    [
+        (np.float32, jnp.bfloat16, None),
+        (np.float32, np.float64, None),
+        (np.int64, np.float32, None),
+        (np.int64, np.int8, None),
+        (np.bool_, np.int32, None),
+        (np.float32, np.complex64, None),
+        (jnp.float8_e4m3fn, np.float32, None),
+        (np.float32, np.int32, "lossy"),
+        (np.int32, np.bool_, "lossy"),
+        (np.complex64, np.float32, "lossy"),
+        (jnp.bfloat16, np.int32, "lossy"),
+    ],
+)
+def test_a_cast_may_gain_a_kind_and_not_lose_one(stored: Any, wants: Any, code: str | None) -> None:
+    tensors = {"x": Held((4,), np.dtype(stored), "stored")}
+    _, wrong = matched({"x": array(4, dtype=wants)}, tensors, cast=True)
+    assert [one.code for one in wrong] == ([] if code is None else [code])
+    _, wrong = matched({"x": array(4, dtype=wants)}, tensors)
+    assert [(one.code, one.remedy) for one in wrong] == [("dtype", "cast=True converts it")]
+
+
+def test_the_other_byte_order_is_no_other_dtype() -> None:
+    assert matched({"x": array(4)}, {"x": Held((4,), np.dtype(">f4"), ">f4")}) == (["x"], [])
+
+
+def test_surplus_is_refused_unless_it_is_skipped() -> None:
+    tensors = held(a=[4], b=[2])
+    assert [one.code for one in matched({"a": array(4)}, tensors)[1]] == ["surplus"]
+    assert matched({"a": array(4)}, tensors, surplus="skip") == (["a"], [])
+    with pytest.raises(ValueError, match="surplus must be 'error' or 'skip', not 'ignore'"):
+        matched({"a": array(4)}, tensors, surplus="ignore")
+
+
+def test_many_missing_tensors_are_told_in_time() -> None:
+    like = {f"name{chr(97 + i % 26)}{chr(97 + i // 26)}": array(4) for i in range(300)}
+    _, wrong = matched(like, {f"other{i}": Held((1,), F32, "F32") for i in range(3000)}, surplus="skip")
+    assert len(wrong) == 300  # looking for a near name for each would take a minute
+
+
+@pytest.mark.parametrize("count", [None, 8])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
+    def make() -> jax.Array:
+        key = jax.random.key(3, impl=impl)
+        return key if count is None else jax.random.split(key, count)
+
+    keys, like = make(), {"key": jax.eval_shape(make)}
+    numbers = np.asarray(jax.random.key_data(keys))
+    found = target(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
+    [want] = wanted(like, found, "load")
+    assert (want.shape, want.dtype) == (numbers.shape, np.uint32)
+    placed = with_values(found, [want], [numbers])["key"]
+    assert placed.dtype == keys.dtype
+    assert placed.sharding == found.shardings[0]
+    np.testing.assert_array_equal(jax.random.key_data(placed), numbers)
+
+
+def test_keys_of_another_kind_are_an_error() -> None:
+    like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
+    found = target(like, P(), sr.create_mesh("data:8"))
+    with pytest.raises(sr.CheckpointError, match=r"key holds key<rbg>, wanted key<urbg>"):
+        with_values(found, wanted(like, found, "load"), [jax.random.key(0, impl="rbg")])

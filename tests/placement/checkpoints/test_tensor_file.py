@@ -1,0 +1,118 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardrules.core.errors import CheckpointError
+from shardrules.placement.checkpoints import tensor_file
+from shardrules.placement.checkpoints.tensor_file import FileTensor
+
+HEAD = b"something before"
+
+
+def written(path: Path, array: np.ndarray, fortran: bool = False) -> FileTensor:
+    path.write_bytes(HEAD + array.tobytes(order="F" if fortran else "C") + b"something after")
+    return FileTensor(path, len(HEAD), array.shape, array.dtype, fortran)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    cuts = []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        stop = draw(st.integers(start, size))
+        cuts.append(draw(st.sampled_from([slice(None), slice(start, stop), slice(start, stop, None)])))
+    return shape, tuple(cuts)
+
+
+@given(
+    box=boxes(),
+    fortran=st.booleans(),
+    short=st.sampled_from([1, 8, 32, 4096]),
+    wide=st.sampled_from([4, 64, 65536]),
+    block=st.sampled_from([1, 16, 64, 2**20]),
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_a_part_is_what_numpy_cuts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    box: tuple[tuple[int, ...], tuple[slice, ...]],
+    fortran: bool,
+    short: int,
+    wide: int,
+    block: int,
+) -> None:
+    monkeypatch.setattr(tensor_file, "_SHORT_BYTES", short)
+    monkeypatch.setattr(tensor_file, "_WIDE_BYTES", wide)
+    monkeypatch.setattr(tensor_file, "_BLOCK_BYTES", block)
+    shape, cuts = box
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    part = written(tmp_path / "x", array, fortran).read(cuts)
+    assert part.shape == array[cuts].shape
+    np.testing.assert_array_equal(part, array[cuts])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Offset and bytes of every read."""
+    seen: list[tuple[int, int]] = []
+    plain = tensor_file._read_exactly
+
+    def record(file: Any, offset: int, into: np.ndarray) -> None:
+        seen.append((offset - len(HEAD), into.nbytes))
+        plain(file, offset, into)
+
+    monkeypatch.setattr(tensor_file, "_read_exactly", record)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "expected"),
+    [
+        ((64, 32), (slice(8, 16), slice(None)), [(8 * 128, 8 * 128)]),  # rows lie together
+        ((4, 8, 32), (slice(1, 2), slice(4, 6), slice(None)), [(1024 + 512, 256)]),
+        ((4, 4096), (slice(None), slice(0, 2048)), [(row * 16384, 8192) for row in range(4)]),  # long runs, one by one
+        ((64, 32), (slice(None), slice(8, 16)), [(32, 63 * 128 + 32)]),  # short ones together, and what lies between
+        ((4, 65536), (slice(None), slice(0, 8)), [(row * 262144, 32) for row in range(4)]),  # too far apart for that
+        ((3, 5), (slice(1, 1), slice(None)), []),
+        ((), (), [(0, 4)]),
+    ],
+)
+def test_only_what_is_needed_is_read(
+    tmp_path: Path,
+    reads: list[tuple[int, int]],
+    shape: tuple[int, ...],
+    cuts: tuple[slice, ...],
+    expected: list[tuple[int, int]],
+) -> None:
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    np.testing.assert_array_equal(written(tmp_path / "x", array).read(cuts), array[cuts])
+    assert reads == expected
+
+
+def test_what_is_cut_is_read_in_blocks(tmp_path: Path, reads: list[tuple[int, int]]) -> None:
+    array = np.arange(2**21, dtype=np.int32).reshape(-1, 256)  # 8 MiB, 1 KiB a row
+    part = written(tmp_path / "x", array).read((slice(None), slice(0, 128)))
+    np.testing.assert_array_equal(part, array[:, :128])
+    assert [count for _, count in reads] == [2**20 - 512] * 8
+
+
+def test_a_source_converts_each_part(tmp_path: Path) -> None:
+    array = np.arange(8, dtype=">f4")
+    source = written(tmp_path / "x", array).source(jnp.bfloat16)
+    part = source.part((slice(2, 4),))
+    assert part.dtype == jnp.bfloat16
+    assert part.tolist() == [2, 3]
+
+
+def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
+    tensor = written(tmp_path / "x", np.arange(8, dtype=np.int32))
+    (tmp_path / "x").write_bytes(HEAD + bytes(12))
+    with pytest.raises(CheckpointError, match="x ended at byte 28 while it was read"):
+        tensor.read((slice(None),))
