@@ -11,6 +11,7 @@ from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
 from shardrules.core.errors import NoMeshError, SpecError, TreeError
 from shardrules.core.leaf import Leaf
+from shardrules.core.tree import survey
 from shardrules.mesh.context import current_mesh
 from shardrules.rules.auto import mesh_key
 
@@ -22,7 +23,7 @@ class ShardingAnalyzer:
 
     **Arguments:**
 
-    - `mesh`: the mesh; by default the one in force when a method is called.
+    - `mesh`: the mesh; by default the one that the arrays are on, else the one in force when a method is called.
 
     ```python
     analyzer = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
@@ -33,10 +34,16 @@ class ShardingAnalyzer:
 
     mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
 
-    def _mesh(self) -> AnyMesh:
-        mesh = self.mesh if self.mesh is not None else current_mesh()
+    def _mesh(self, tree: Any) -> AnyMesh:
+        """The mesh to analyse for, looked for where rules look for theirs."""
+        if self.mesh is not None:
+            return self.mesh
+        mesh = survey(tree, None, in_force=current_mesh(), reads_index="no").mesh
         if mesh is None:
-            raise NoMeshError("the analysis needs a mesh: ShardingAnalyzer(mesh), or call inside jax.set_mesh(mesh)")
+            raise NoMeshError(
+                "the analysis needs a mesh: ShardingAnalyzer(mesh), arrays that are on one, or call inside "
+                "jax.set_mesh(mesh)"
+            )
         return mesh
 
     def validate_partition_specs(self, tree: Any, specs: Any) -> list[str]:
@@ -53,13 +60,17 @@ class ShardingAnalyzer:
 
         A list of texts, in the order of the tree.
 
+        **Raises:**
+
+        `NoMeshError` where there is no mesh to validate for.
+
         ```python
         analyzer = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
         issues = analyzer.validate_partition_specs({"a": np.ones((8, 15))}, {"a": P("dp", "tp")})
         assert issues[0].startswith("a: Array shape (8, 15) not divisible by mesh axis tp size 4")
         ```
         """
-        mesh = self._mesh()
+        mesh = self._mesh(tree)
         try:
             pairs = pair(tree, specs, mesh)
         except TreeError as error:
@@ -116,7 +127,7 @@ class ShardingAnalyzer:
         print(analyzer.analyze({"w": np.ones((8, 4))}, {"w": P("data")}))
         ```
         """
-        mesh = self._mesh()
+        mesh = self._mesh(tree)
         return report(place(tree, specs, mesh), mesh, largest)
 
 
@@ -136,7 +147,7 @@ def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None
 
     - `tree`: any pytree of arrays or shapes.
     - `specs`: a tree of the same structure with a PartitionSpec at every array.
-    - `mesh`: the mesh; by default the one in force.
+    - `mesh`: the mesh; by default the one that the arrays are on, else the one in force.
 
     **Returns:**
 

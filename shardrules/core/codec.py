@@ -3,21 +3,43 @@
 import json
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, final, get_args
 
 import attrs
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, Severity
-from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_to_json
+from shardrules.core.tree import PathStyle
 
 FORMAT = 1
 """The version of the layout. A change that older readers would misread raises it."""
 
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+@final
+@attrs.frozen
+class Written:
+    """What the text of a plan says.
+
+    **Arguments:**
+
+    - `mesh`: the mesh.
+    - `groups`: for each kind of leaf its paths, the leaf and its decision.
+    - `findings`: those that came from rules and are about no decision.
+    - `path_style`: how fields of named tuples appear in paths.
+    - `fingerprint`: that of the plan when it was written.
+    """
+
+    mesh: AbstractMesh | None
+    groups: tuple[tuple[list[str], Leaf, Decision], ...]
+    findings: tuple[Finding, ...]
+    path_style: PathStyle
+    fingerprint: str
 
 
 def leaf_to_json(paths: Sequence[str], leaf: Leaf, decision: Decision, rule: str) -> dict[str, Any]:
@@ -41,11 +63,16 @@ def leaf_to_json(paths: Sequence[str], leaf: Leaf, decision: Decision, rule: str
         "spec": None if decision.spec is None else spec_to_json(decision.spec),
         "rule": rule,
         "reason": decision.reason,
+        "findings": [attrs.asdict(finding) for finding in decision.findings],
     }
 
 
 def dumps(
-    mesh: Mapping[str, int] | None, leaves: Sequence[Mapping[str, Any]], findings: Sequence[Finding], fingerprint: str
+    mesh: Mapping[str, int] | None,
+    leaves: Sequence[Mapping[str, Any]],
+    findings: Sequence[Finding],
+    path_style: PathStyle,
+    fingerprint: str,
 ) -> str:
     """Returns the text of a plan.
 
@@ -53,7 +80,8 @@ def dumps(
 
     - `mesh`: the size of each axis.
     - `leaves`: what `leaf_to_json` gave.
-    - `findings`: those that came from rules.
+    - `findings`: those that came from rules and are about no decision.
+    - `path_style`: how fields of named tuples appear in paths.
     - `fingerprint`: that of the plan.
 
     **Returns:**
@@ -64,15 +92,14 @@ def dumps(
         "shardrules": FORMAT,
         "fingerprint": fingerprint,
         "mesh": None if mesh is None else dict(mesh),
+        "path_style": path_style,
         "leaves": list(leaves),
         "findings": [attrs.asdict(finding) for finding in findings],
     }
     return json.dumps(data, indent=1)
 
 
-def loads(
-    text: str,
-) -> tuple[AbstractMesh | None, list[tuple[list[str], Leaf, Decision]], tuple[Finding, ...]]:
+def loads(text: str) -> Written:
     """Returns what `dumps` wrote.
 
     **Arguments:**
@@ -81,7 +108,7 @@ def loads(
 
     **Returns:**
 
-    The mesh, for each kind of leaf its paths, the leaf and its decision, and the findings.
+    What it says.
 
     **Raises:**
 
@@ -92,13 +119,15 @@ def loads(
         if data["shardrules"] != FORMAT:
             raise PlanError(f"this plan is of format {data['shardrules']!r}, this version reads {FORMAT}")
         mesh = None if data["mesh"] is None else _mesh(data["mesh"])
-        groups = [_leaf_from_json(one, mesh) for one in _read(data["leaves"], list)]
-        findings = tuple(_finding(one) for one in _read(data["findings"], list))
+        groups = tuple(_leaf_from_json(one, mesh) for one in _read(data["leaves"], list))
+        style = data["path_style"]
+        if style not in get_args(PathStyle):
+            raise ValueError(f"{style!r} is no path style")
+        return Written(mesh, groups, _findings(data["findings"]), style, _read(data["fingerprint"], str))
     except (LookupError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"this text is not a plan: {type(error).__name__}: {error}") from error
-    return mesh, groups, findings
 
 
 def _read(value: Any, kind: type | UnionType) -> Any:
@@ -116,7 +145,12 @@ def _tuple(value: Any, kind: type | UnionType, least: int = 0) -> tuple[Any, ...
 
 
 def _mesh(sizes: Any) -> AbstractMesh:
-    return AbstractMesh(_tuple(list(_read(sizes, dict).values()), int, 1), tuple(sizes))
+    axis_types = (AxisType.Auto,) * len(_read(sizes, dict))  # which some versions of JAX do not give by default
+    return AbstractMesh(_tuple(list(sizes.values()), int, 1), tuple(sizes), axis_types=axis_types)
+
+
+def _findings(data: Any) -> tuple[Finding, ...]:
+    return tuple(_finding(one) for one in _read(data, list))
 
 
 def _finding(data: Any) -> Finding:
@@ -132,10 +166,15 @@ def _finding(data: Any) -> Finding:
 
 def _leaf_from_json(data: Any, mesh: AbstractMesh | None) -> tuple[list[str], Leaf, Decision]:
     spec = None if data["spec"] is None else spec_from_json(_read(data["spec"], list))
-    axes = None if data["axes"] is None else _tuple(data["axes"], str | None)
+    axes = None if data["axes"] is None else tuple(map(_name, _read(data["axes"], list)))
     paths, rule = list(_tuple(data["paths"], str)), _read(data["rule"], str)
     leaf = Leaf(paths[0], _tuple(data["shape"], int), _dtype(_read(data["dtype"], str)), mesh, None, axes)
-    return paths, leaf, Decision(spec, _read(data["reason"], str), None if rule == "-" else rule)
+    reason, findings = _read(data["reason"], str), _findings(data["findings"])
+    return paths, leaf, Decision(spec, reason, None if rule == "-" else rule, findings)
+
+
+def _name(data: Any) -> LogicalName:
+    return _tuple(data, str) if isinstance(data, list) else _read(data, str | None)
 
 
 def _dtype(name: str) -> Any:

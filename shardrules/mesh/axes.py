@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import AxisTypeError, UnboundAxisError, UnknownAxisError, suggest
 from shardrules.mesh.context import get_incontext_mesh
 
@@ -32,6 +33,7 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
     ```
     """
     names = _names(axis_names)
+    check_mesh(mesh)
     found = get_incontext_mesh() if mesh is None else mesh
     for name in names:
         if name not in found.axis_names:
@@ -50,10 +52,15 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 
     A list of names.
 
+    **Raises:**
+
+    `NoMeshError` where there is none; `AxisTypeError` for what is no mesh.
+
     ```python
     assert get_mesh_axis_names(sr.mesh_shape("data:4,model:2")) == ["data", "model"]
     ```
     """
+    check_mesh(mesh)
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
@@ -110,7 +117,7 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     """
     names = _names(axis_names)
     try:
-        return jax.lax.axis_index(names) if names else 0
+        return jax.lax.axis_index(names) if names else jnp.int32(0)
     except NameError as error:
         raise _unbound(names) from error
 

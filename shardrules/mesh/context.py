@@ -17,7 +17,8 @@ def current_mesh() -> AnyMesh | None:
 
     **Returns:**
 
-    A `Mesh` where there is one with devices, an `AbstractMesh` where only a shape is known (inside `jit`, say).
+    A `Mesh` where there is one with devices, an `AbstractMesh` where only a shape is known (inside `jit`, say, or where
+    `jax.sharding.use_abstract_mesh` says another shape than that of the devices set).
 
     ```python
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
@@ -30,8 +31,13 @@ def current_mesh() -> AnyMesh | None:
             concrete = jax.sharding.get_mesh()
         except ValueError:  # refused while tracing, where the shape is all that counts
             return abstract
-        return abstract if concrete.empty else concrete
+        return concrete if _shape(concrete) == _shape(abstract) else abstract
     return legacy_mesh()
+
+
+def _shape(mesh: AnyMesh) -> tuple[object, ...]:
+    """Names, sizes and types: an abstract mesh may also know what devices it is for, which a text does not."""
+    return mesh.axis_names, tuple(mesh.shape.values()), mesh.axis_types
 
 
 def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:

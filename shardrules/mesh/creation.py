@@ -4,16 +4,16 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from shardrules.core.errors import AxisTypeError, MeshError, suggest
-from shardrules.mesh.layout import DeviceInfo, Layout, lay_out, outer_shapes
-from shardrules.mesh.shape import read_axes, resolve_sizes
+from shardrules.core.errors import AxisTypeError, MeshError, SpecError, suggest
+from shardrules.mesh.layout import DeviceInfo, Layout, lay_out, layout_of, outer_shapes
+from shardrules.mesh.shape import integers, read_axes, resolve_sizes
 
 AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 """The type of every axis, or of each: `AxisType.Explicit`, `"explicit"`, `("auto", "explicit")`; `None` is Auto."""
@@ -47,12 +47,13 @@ def create_mesh(
     axis_types: AxisTypes = None,
     *,
     devices: Sequence[Any] | np.ndarray | None = None,
-    fast_axes: Sequence[str] = FAST_AXES,
+    fast_axes: str | Sequence[str] = FAST_AXES,
 ) -> Mesh:
     """Returns a mesh of exactly the sizes asked for, with every device once.
 
-    Slices, or processes where there is one slice, are joined by a slow network. They go to the first axis that they
-    divide, and over several axes where they divide none; inside them, devices follow their torus.
+    Slices, or processes where there is one slice, are joined by a slow network. Slices go to the first axis that they
+    divide, and over several axes where they divide none. Processes fill the axes from the first one on: each takes as
+    many of them as it can, and the next one what is left. Inside them, devices follow their torus.
 
     **Arguments:**
 
@@ -63,11 +64,13 @@ def create_mesh(
     - `should_sort_granules_by_key`: take slices and processes by number rather than in the order of the devices.
     - `allow_split_physical_axes`: let one axis of a torus serve several axes of the mesh.
     - `backend`: whose devices: `"cpu"`, `"gpu"` or `"tpu"`. JAX's default when left out.
-    - `use_jax`: leave the order of the devices to `jax.make_mesh`; one slice and one process only.
+    - `use_jax`: leave the order of the devices to `jax.make_mesh`. It is for devices that one fast network joins: those
+        of one process, or one torus.
     - `axis_types`: `"auto"`, `"explicit"` or `"manual"`, for all axes or for each. Auto when left out.
-    - `devices`: the devices to use, all of the backend's by default. An array of the mesh's own shape is taken as it
-        stands.
-    - `fast_axes`: the names of axes that should not cross the slow network.
+    - `devices`: the devices to use, all of the backend's by default. An array or a nested list of the mesh's own shape
+        is taken as it stands. A flat list in the order of the backend, by ids or by processes and ids, such as
+        `jax.devices()[:4]`, is laid out like all of them; any other order is one of your own, and is kept.
+    - `fast_axes`: the name, or the names, of axes that should not cross the slow network.
 
     **Returns:**
 
@@ -85,53 +88,136 @@ def create_mesh(
     assert sr.create_mesh((2, -1), ("data", "model")) is mesh
     ```
     """
+    mesh, slow = _build(
+        axis_dims,
+        axis_names,
+        dcn_mesh_dims,
+        should_sort_granules_by_key=should_sort_granules_by_key,
+        allow_split_physical_axes=allow_split_physical_axes,
+        backend=backend,
+        use_jax=use_jax,
+        axis_types=axis_types,
+        devices=devices,
+        fast_axes=fast_axes,
+    )
+    _warn(slow)
+    return mesh
+
+
+def _warn(texts: Sequence[str], stacklevel: int = 3) -> None:
+    """Tells the caller of a public function, which is where a mesh can be changed."""
+    for text in texts:
+        warnings.warn(text, MeshWarning, stacklevel=stacklevel)
+
+
+def _build(
+    axis_dims: Sequence[int] | str,
+    axis_names: Sequence[str] | None,
+    dcn_mesh_dims: Sequence[int] | None = None,
+    *,
+    should_sort_granules_by_key: bool = True,
+    allow_split_physical_axes: bool = True,
+    backend: str | None = None,
+    use_jax: bool = False,
+    axis_types: AxisTypes = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
+    fast_axes: str | Sequence[str] = FAST_AXES,
+) -> tuple[Mesh, list[str]]:
+    """The mesh of `create_mesh`, and what there is to warn of."""
     names, asked = _axes(axis_dims, axis_names)
+    if devices is not None and backend is not None:
+        raise MeshError("create_mesh takes devices or a backend, not both: the devices say which backend they are of")
+    own = devices is not None
     if devices is None:
         devices = jax.devices(backend)
-        _check_slices(devices)
-    elif backend is not None:
-        raise MeshError("create_mesh takes devices or a backend, not both: the devices say which backend they are of")
-    flat = list(np.asarray(devices, dtype=object).flat)
+        if backend != "cpu":  # CPU devices never know of slices, and what was told is of others
+            _check_slices(devices)
+    given = _given(devices)
+    listed = "devices" if given.ndim == 1 else "np.ravel(devices)"
+    source = listed if own else f"jax.devices({'' if backend is None else repr(backend)})"
+    flat = given.ravel().tolist()
     infos = [DeviceInfo.of(device) for device in flat]
     by_id = {info.id: device for info, device in zip(infos, flat, strict=True)}
     if len(by_id) < len(flat):
         raise MeshError(f"devices holds {len(flat)} devices and only {len(by_id)} different ones")
-    sizes = resolve_sizes(asked, names, len(flat))
+    slices = dict.fromkeys(info.slice_index for info in infos)
+    # A part of a torus, or of several slices, may have no layout: there each device is put in its place.
+    placed = len(slices) > 1 or (bool(infos) and infos[0].platform == "tpu")
+    sizes = resolve_sizes(asked, names, len(flat), source=source, placed=placed)
     types = normalize_axis_types(axis_types, names)
-    if isinstance(devices, np.ndarray) and devices.shape == sizes:
-        if dcn_mesh_dims is not None:
-            raise MeshError("devices in the shape of the mesh say where each one goes: dcn_mesh_dims cannot say so too")
-        return Mesh(devices, names, axis_types=types)
-    layout = lay_out(
-        sizes,
-        names,
-        infos,
-        dcn_mesh_dims=dcn_mesh_dims,
-        should_sort_granules_by_key=should_sort_granules_by_key,
-        allow_split_physical_axes=allow_split_physical_axes,
-    )
+    if own and _says_where(given, isinstance(devices, np.ndarray), sizes, infos):
+        for said, what in ((dcn_mesh_dims is not None, "dcn_mesh_dims"), (use_jax, "use_jax")):
+            if said:
+                raise MeshError(
+                    f"devices in the shape of the mesh, or in an order of their own, say where each one goes: {what} "
+                    "cannot say so too. A list in the order of jax.devices() is laid out"
+                )
+        described = np.empty(len(infos), dtype=object)
+        described[:] = infos
+        layout = layout_of(described.reshape(sizes))
+    else:
+        layout = lay_out(
+            sizes,
+            names,
+            infos,
+            dcn_mesh_dims=dcn_mesh_dims,
+            should_sort_granules_by_key=should_sort_granules_by_key,
+            allow_split_physical_axes=allow_split_physical_axes,
+        )
     if use_jax:
         if layout.granule is not None or dcn_mesh_dims is not None:
             raise MeshError(
-                "use_jax=True is for one slice and one process, without dcn_mesh_dims: jax.make_mesh knows no more"
+                "use_jax=True is for one slice and one process, or the processes of one torus, and without "
+                "dcn_mesh_dims: jax.make_mesh knows no more"
             )
-        return jax.make_mesh(sizes, names, axis_types=types, devices=flat)
-    _warn_of_slow_axes(names, sizes, layout, infos[0].platform, fast_axes)
-    placed = np.empty(sizes, dtype=object)
+        return jax.make_mesh(sizes, names, axis_types=types, devices=flat), []
+    standing = np.empty(sizes, dtype=object)
     for place, number in np.ndenumerate(layout.ids):
-        placed[place] = by_id[int(number)]
-    return Mesh(placed, names, axis_types=types)
+        standing[place] = by_id[int(number)]
+    return Mesh(standing, names, axis_types=types), list(_slow_axes(names, sizes, layout, infos, fast_axes))
+
+
+def _given(devices: Any) -> np.ndarray:
+    """The devices as an array, in the shape in which they were given."""
+    try:
+        found = np.asarray(devices if isinstance(devices, np.ndarray) else list(devices), dtype=object)
+    except (TypeError, ValueError) as error:  # not to be iterated, or rows of different lengths
+        raise MeshError(
+            f"devices is a list of devices, or an array of them in the shape of the mesh: {error}"
+        ) from error
+    if not found.ndim:
+        raise MeshError(f"devices is a list of devices, or an array of them in the shape of the mesh; got {devices!r}")
+    return found
+
+
+def _says_where(given: np.ndarray, is_array: bool, sizes: tuple[int, ...], infos: list[DeviceInfo]) -> bool:
+    """Whether devices were given in their places, rather than as the ones to use."""
+    if given.ndim == 1:
+        # TPUs are listed process by process, where ids go row by row through the whole torus.
+        ids, listed = [info.id for info in infos], [(info.process_index, info.id) for info in infos]
+        return (is_array and given.shape == sizes) or (ids != sorted(ids) and listed != sorted(listed))
+    if given.shape != sizes:
+        raise MeshError(
+            f"devices has the shape {given.shape} and the mesh {sizes}. In the shape of the mesh devices are taken as "
+            "they stand; np.ravel(devices) gives them as a list"
+        )
+    return True
 
 
 def _axes(axis_dims: Sequence[int] | str, axis_names: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if isinstance(axis_names, str):
         axis_names = (axis_names,)
+    if axis_names is not None and (isinstance(axis_names, set | frozenset) or not isinstance(axis_names, Iterable)):
+        raise MeshError(f"axis_names is a tuple of names, got {axis_names!r}")
     if isinstance(axis_dims, str):
-        names, sizes = read_axes(axis_dims, least=-1)
+        try:
+            names, sizes = read_axes(axis_dims, least=-1)
+        except SpecError as error:
+            raise MeshError(str(error)) from error
         if axis_names is not None and tuple(axis_names) != names:
             raise MeshError(f"{axis_dims!r} names its axes itself, and axis_names are others: {tuple(axis_names)}")
         return names, sizes
-    sizes = tuple(axis_dims)
+    sizes = integers(axis_dims, "axis_dims")
     if axis_names is None:
         if len(sizes) != len(DEFAULT_AXIS_NAMES):
             raise MeshError(
@@ -152,21 +238,25 @@ def _check_slices(devices: Sequence[Any]) -> None:
         )
 
 
-def _warn_of_slow_axes(
-    names: Sequence[str], sizes: Sequence[int], layout: Layout, platform: str, fast_axes: Sequence[str]
-) -> None:
-    if layout.granule is None or (layout.granule == "process" and len(layout.ids.flat) == np.prod(layout.outer)):
+def _slow_axes(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    layout: Layout,
+    infos: Sequence[DeviceInfo],
+    fast_axes: str | Sequence[str],
+) -> Iterator[str]:
+    """A text for each fast axis that crosses the slow network."""
+    processes = dict.fromkeys(info.process_index for info in infos)
+    if layout.granule is None or (layout.granule == "process" and len(processes) == len(infos)):
         return  # where each process holds one device, processes tell nothing about the network
-    fast, slow = _NETWORKS.get(platform, ("shared memory", "the network between hosts"))
+    fast, slow = _NETWORKS.get(infos[0].platform, ("shared memory", "the network between hosts"))
     granules = "slices" if layout.granule == "slice" else "processes"
     for name, size, spans in zip(names, sizes, layout.outer, strict=True):
-        if spans > 1 and name in fast_axes:
-            warnings.warn(
+        if spans > 1 and name in ((fast_axes,) if isinstance(fast_axes, str) else fast_axes):
+            yield (
                 f"mesh axis {name!r} of size {size} spans {spans} {granules}: what it sends in every layer goes over "
                 f"{slow} (slow) instead of {fast} (fast). Put an axis in front of it that they divide, or give "
-                "dcn_mesh_dims",
-                MeshWarning,
-                stacklevel=3,
+                "dcn_mesh_dims"
             )
 
 
@@ -232,12 +322,23 @@ def create_device_mesh(
 
     A `Mesh`; see `create_mesh`.
 
+    **Raises:**
+
+    `MeshError` for what is no list of such pairs; else as `create_mesh`.
+
     ```python
     assert dict(sr.create_device_mesh([("data", -1), ("model", 4)]).shape) == {"data": 2, "model": 4}
     ```
     """
-    names, sizes = tuple(name for name, _ in config_mesh), tuple(size for _, size in config_mesh)
-    return create_mesh(sizes, names, allow_split_physical_axes=allow_split_physical_axes, axis_types=axis_types)
+    try:
+        names, sizes = tuple(name for name, _ in config_mesh), tuple(size for _, size in config_mesh)
+    except (TypeError, ValueError):
+        raise MeshError(
+            f"config_mesh is a list of pairs such as [('data', -1), ('model', 4)], got {config_mesh!r}"
+        ) from None
+    mesh, slow = _build(sizes, names, allow_split_physical_axes=allow_split_physical_axes, axis_types=axis_types)
+    _warn(slow)
+    return mesh
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
@@ -261,6 +362,8 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     assert parse_mesh_from_string("tp:4,dp:2", ["dp", "tp"]).axis_names == ("tp", "dp")
     ```
     """
+    if not isinstance(axis_dims, str):
+        raise MeshError(f"axis_dims is a text such as 'dp:2,tp:-1', got {axis_dims!r}")
     pairs = [part.rpartition(":") for part in axis_dims.split(",")]
     used = [name for name, _, _ in pairs] if ":" in axis_dims else list(names)
     for name in used:
@@ -279,13 +382,15 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
         raise MeshError(
             f"Number of dimensions and names must match: {axis_dims!r} has {len(sizes)}, names are {list(names)}"
         )
-    return create_mesh(sizes, used)
+    mesh, slow = _build(sizes, used)
+    _warn(slow)
+    return mesh
 
 
 def create_cpu_mesh(
     axis_dims: Sequence[int] | str = DEFAULT_AXIS_DIMS, axis_names: Sequence[str] | None = None
 ) -> Mesh:
-    """Returns a mesh of CPU devices, whatever else the machine has.
+    """Returns a mesh of CPU devices, whatever else the machine has. Slices that a job was told of do not count here.
 
     **Arguments:**
 
@@ -299,7 +404,9 @@ def create_cpu_mesh(
     assert sr.create_cpu_mesh("data:-1").devices.flat[0].platform == "cpu"
     ```
     """
-    return create_mesh(axis_dims, axis_names, backend="cpu")
+    mesh, slow = _build(axis_dims, axis_names, backend="cpu")
+    _warn(slow)
+    return mesh
 
 
 @contextlib.contextmanager
@@ -339,7 +446,8 @@ def cpu_context(
         assert sr.current_mesh() is mesh
     ```
     """
-    mesh = create_cpu_mesh(axis_dims, axis_names)
+    mesh, slow = _build(axis_dims, axis_names, backend="cpu")
+    _warn(slow, stacklevel=4)  # contextlib stands between this generator and the caller
     with force_cpu(), jax.set_mesh(mesh):
         yield mesh
 
@@ -347,7 +455,10 @@ def cpu_context(
 def calculate_host_mesh_shape(
     global_mesh_shape: Sequence[int], total_devices: int | None = None, num_processes: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the part of a mesh that one process holds.
+    """Returns the part of a mesh that each process holds where processes are spread over it from the first axis on.
+
+    So `create_mesh` spreads them, unless devices stand in a torus or in slices, which a mesh follows instead, or
+    `dcn_mesh_dims` says otherwise. `mesh.local_mesh` tells of a mesh that is there.
 
     **Arguments:**
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import MeshError, UnknownAxisError, suggest
+from shardrules.mesh.shape import integers
 
 _M = TypeVar("_M", Mesh, AbstractMesh)
 
@@ -81,13 +82,18 @@ def split_axis(mesh: _M, name: str, into: Mapping[str, int]) -> _M:
     ```
     """
     _check_known(mesh, (name,))
-    whole, parts = mesh.shape[name], dict(into)
+    try:
+        asked = dict(into)
+    except (TypeError, ValueError):
+        raise MeshError(f"split_axis takes the name and the size of each new axis, {{'x': 2}}; got {into!r}") from None
+    parts = dict(zip(asked, integers(asked.values(), "the sizes of split_axis"), strict=True))
+    whole = mesh.shape[name]
     known = math.prod(size for size in parts.values() if size != -1)
     open_parts = [part for part, size in parts.items() if size == -1]
     if len(open_parts) == 1 and known > 0:
         parts[open_parts[0]] = whole // known
     if not parts or min(parts.values()) < 1 or math.prod(parts.values()) != whole:
-        said = ",".join(f"{part}:{size}" for part, size in into.items())
+        said = ",".join(f"{part}:{size}" for part, size in asked.items())
         raise MeshError(f"split_axis({mesh_text(mesh)}): axis {name!r} of size {whole} is not {said or 'nothing'}")
     place = mesh.axis_names.index(name)
     new = [*mesh.axis_names[:place], *parts, *mesh.axis_names[place + 1 :]]
@@ -152,6 +158,8 @@ def submesh(mesh: Mesh, devices: Iterable[Any]) -> Mesh:
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(f"submesh({mesh_text(mesh)}): a mesh without devices has no part that consists of devices")
+    if not isinstance(devices, Iterable):
+        raise MeshError(f"submesh({mesh_text(mesh)}): devices is a list of devices, got {devices!r}")
     asked = list(dict.fromkeys(np.asarray(list(devices), dtype=object).flat))
     place_of = {device: place for place, device in np.ndenumerate(mesh.devices)}
     strange = [device for device in asked if device not in place_of]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from shardrules.core.errors import MeshError
+from shardrules.mesh.shape import integers, resolve_sizes
 
 Granule: TypeAlias = Literal["slice", "process"]
 """What the devices behind one fast network are called."""
@@ -30,7 +31,7 @@ class DeviceInfo:
     - `id`: the number of the device, unique in the whole job.
     - `process_index`: the process that holds it.
     - `slice_index`: the slice it is in, or `None` where devices know of no slices.
-    - `coords`: where it stands in the torus of its slice, or `None` where there is no torus.
+    - `coords`: where it stands in the torus of its slice. Only TPUs have one: what GPUs say here is not read.
     - `core_on_chip`: which core of its chip it is.
     - `platform`, `device_kind`: as JAX names them, `"tpu"` and `"TPU v4"`.
 
@@ -62,10 +63,16 @@ class DeviceInfo:
         **Returns:**
 
         A `DeviceInfo`.
+
+        **Raises:**
+
+        `MeshError` for what is no device.
         """
         read = {
             field.name: getattr(device, field.name, field.default) for field in attrs.fields(cls)
         }  # not all have all
+        if not isinstance(read["id"], int):
+            raise MeshError(f"a mesh is made of devices, got {device!r}: jax.devices() lists them")
         return cls(**read)
 
 
@@ -77,7 +84,7 @@ class Layout:
     **Arguments:**
 
     - `ids`: the id of the device at each place; its shape is that of the mesh.
-    - `outer`: for each axis, how many granules it spans.
+    - `outer`: for each axis, how many granules it spans; where lines of it differ, the most.
     - `granule`: what the slow network joins; `None` when there is one granule only.
     """
 
@@ -116,7 +123,7 @@ def outer_shapes(shape: Sequence[int], granules: int) -> Iterator[tuple[int, ...
 def lay_out(
     shape: Sequence[int],
     names: Sequence[str],
-    devices: Sequence[DeviceInfo],
+    devices: Sequence[Any],
     *,
     dcn_mesh_dims: Sequence[int] | None = None,
     should_sort_granules_by_key: bool = True,
@@ -127,9 +134,11 @@ def lay_out(
     **Arguments:**
 
     - `shape`, `names`: the sizes and the names of the axes.
-    - `devices`: as many as the sizes multiply to.
+    - `devices`: as many as the sizes multiply to; descriptions, or devices of JAX.
     - `dcn_mesh_dims`: how many granules each axis spans; one of them may be -1. By default the slices go to the first
-        axis that they divide, and are split over several where they divide none; processes go to the first axes.
+        axis that they divide, and are split over several where they divide none. Processes fill the axes from the first
+        one on: each takes as many of them as it can, and the next one what is left. Where processes hold different
+        numbers of devices, these are taken in their order.
     - `should_sort_granules_by_key`: take granules by number, rather than in the order in which they appear.
     - `allow_split_physical_axes`: one axis of a torus may serve several axes of the mesh.
 
@@ -146,20 +155,53 @@ def lay_out(
     assert lay_out((4, 2), ("data", "model"), two_slices).outer == (2, 1)
     ```
     """
+    infos = [DeviceInfo.of(device) for device in devices]
+    shape = resolve_sizes(shape, names, len(infos), source="devices")
     label = ",".join(f"{name}:{size}" for name, size in zip(names, shape, strict=True))
-    kind, granules = _granules(devices, dcn_mesh_dims, should_sort_granules_by_key)
+    asked = None if dcn_mesh_dims is None else integers(dcn_mesh_dims, "dcn_mesh_dims")
+    kind, granules = _granules(infos, asked, should_sort_granules_by_key)
     sizes = [len(granule) for granule in granules]
     if len(dict.fromkeys(sizes)) > 1:
+        if kind == "process" and asked is None:
+            joined = np.empty(len(infos), object)
+            joined[:] = [info for granule in granules for info in granule]
+            return layout_of(joined.reshape(shape))
         raise MeshError(
-            f"mesh {label}: the {_plural(kind)} hold {', '.join(map(str, sizes))} devices, and a mesh needs as many of "
-            "each. Pass devices= with as many of each"
+            f"mesh {label}: the {_plural(kind)} hold {', '.join(map(str, sizes))} devices, and a mesh that is laid out "
+            "for them needs as many of each. Pass devices= with as many of each, or say where each one goes: "
+            f"devices=np.array(devices).reshape{shape}"
         )
-    outer = _outer(tuple(shape), label, kind, len(granules), dcn_mesh_dims)
+    outer = _outer(shape, label, kind, len(granules), asked)
     inner = tuple(size // part for size, part in zip(shape, outer, strict=True))
     blocks = np.empty(len(granules), object)
     for place, granule in enumerate(granules):
         blocks[place] = _inside(inner, label, granule, allow_split_physical_axes)
     ids = np.block(blocks.reshape(outer).tolist())
+    return Layout(ids, outer, kind if len(granules) > 1 else None)
+
+
+def layout_of(placed: np.ndarray) -> Layout:
+    """Returns the layout of devices that stand in the mesh already.
+
+    **Arguments:**
+
+    - `placed`: an array of `DeviceInfo`, in the shape of the mesh.
+
+    **Returns:**
+
+    A `Layout`.
+
+    ```python
+    pod = np.array([DeviceInfo(number, slice_index=number % 2) for number in range(8)], object)
+    assert layout_of(pod.reshape(4, 2)).outer == (1, 2)
+    ```
+    """
+    kind, granules = _granules(placed.ravel().tolist(), None, ordered=True)
+    place_of = {device.id: place for place, granule in enumerate(granules) for device in granule}
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(placed)
+    stands = np.vectorize(place_of.__getitem__, otypes=[int])(ids)
+    lines = [np.moveaxis(stands, dim, -1).reshape(-1, size) for dim, size in enumerate(placed.shape)]
+    outer = tuple(max(len(dict.fromkeys(line)) for line in along.tolist()) for along in lines)
     return Layout(ids, outer, kind if len(granules) > 1 else None)
 
 
@@ -174,7 +216,7 @@ def _granules(
     if len(by_slice) > 1:
         return "slice", by_slice
     # The processes of one torus are joined by it, and it is the torus that a layout has to follow.
-    torus = all(device.coords is not None for device in devices)
+    torus = all(device.platform == "tpu" for device in devices)
     wanted = dcn_mesh_dims is not None and any(part != 1 for part in dcn_mesh_dims)
     if torus and not wanted:
         return "process", [list(devices)]
@@ -189,11 +231,11 @@ def _grouped(devices: Sequence[DeviceInfo], key: Callable[[DeviceInfo], int], or
 
 
 def _outer(
-    shape: tuple[int, ...], label: str, kind: Granule, count: int, asked: Sequence[int] | None
+    shape: tuple[int, ...], label: str, kind: Granule, count: int, asked: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     """How many granules each axis spans."""
     if asked is not None:
-        return _asked(shape, label, kind, count, tuple(asked))
+        return _asked(shape, label, kind, count, asked)
     if kind == "slice":
         for place, size in enumerate(shape):
             if size % count == 0:
@@ -204,8 +246,10 @@ def _outer(
 
 def _asked(shape: tuple[int, ...], label: str, kind: Granule, count: int, asked: tuple[int, ...]) -> tuple[int, ...]:
     """`dcn_mesh_dims`, its -1 filled in, after checking that a mesh can be built with it."""
-    works = ", ".join(map(str, itertools.islice(outer_shapes(shape, count), 8)))
-    remedy = f"On mesh {label} over {count} {_plural(kind) if count > 1 else kind} these work: {works}"
+    first = list(itertools.islice(outer_shapes(shape, count), 9))
+    which = "these and others" if len(first) > 8 else "these"
+    works = ", ".join(map(str, first[:8]))
+    remedy = f"On mesh {label} over {count} {_plural(kind) if count > 1 else kind} {which} work: {works}"
     wrong = [part for part in asked if part != -1 and part < 1]
     if len(asked) != len(shape):
         raise MeshError(f"dcn_mesh_dims needs one entry for each of the {len(shape)} axes; got {asked}. {remedy}")

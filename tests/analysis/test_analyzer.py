@@ -150,6 +150,18 @@ def test_the_mesh_is_the_own_one_or_the_one_in_force() -> None:
         assert ANALYZER.estimate_memory_usage(f32(8), P("dp"))["size_per_device"] == 16
 
 
+def test_the_mesh_of_the_arrays_comes_before_the_one_in_force() -> None:
+    analyzer = sr.ShardingAnalyzer()
+    tree = {"w": jax.device_put(np.ones((8, 4), np.float32), NamedSharding(sr.create_mesh("dp:8"), P()))}
+    with jax.set_mesh(sr.create_mesh("set:8")):
+        assert analyzer.validate_partition_specs(tree, {"w": P("dp")}) == []
+        assert analyzer.estimate_memory_usage(tree, {"w": P("dp")})["size_per_device"] == 16
+        assert sr.analyze_sharding_strategy(tree, {"w": P("dp")})["memory_per_device"] == 16
+        assert analyzer.analyze(tree, {"w": P()}).mesh == "dp:8"
+        assert analyzer.analyze({"w": np.ones(8)}, {"w": P("set")}).mesh == "set:8"
+        assert ANALYZER.analyze(tree, {"w": P()}).mesh == "dp:2,tp:4"
+
+
 # ---- analyze ----
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -70,3 +71,34 @@ def test_it_is_known_by_the_name_of_the_function() -> None:
         return tree
 
     assert sr.create_monitored_function(train_step, P(), ANALYZER).__name__ == "train_step"
+
+
+def test_the_tree_can_be_given_by_name() -> None:
+    def step(tree: Any, scale: int = 2) -> Any:
+        return tree["a"].sum() * scale
+
+    def by_name(*, tree: Any) -> Any:
+        return tree["a"].sum()
+
+    monitored = sr.create_monitored_function(step, {"a": P("dp")}, ANALYZER)
+    for result, metrics in (monitored(scale=3, tree=TREE), monitored(tree=TREE, scale=3)):
+        assert (result, metrics["memory_usage"]["size_per_device"]) == (384, 256)
+    assert sr.create_monitored_function(by_name, {"a": P("dp")}, ANALYZER)(tree=TREE)[0] == 128
+    for fn in (step, jnp.sum, max):
+        with pytest.raises(sr.TreeError, match="called without its first argument, which is the tree"):
+            sr.create_monitored_function(fn, P(), ANALYZER)(scale=3)
+
+
+def test_the_mesh_is_the_one_of_the_arrays() -> None:
+    mesh = sr.create_mesh("dp:8")
+    placed = {"a": jax.device_put(TREE["a"], NamedSharding(mesh, P("dp")))}
+    step = sr.create_monitored_function(lambda tree: tree["a"].sum(), {"a": P("dp")}, sr.ShardingAnalyzer())
+    with jax.set_mesh(sr.create_mesh("other:8")):
+        assert step(placed)[1]["memory_usage"]["size_per_device"] == 64
+
+
+def test_without_a_mesh_it_warns_and_goes_on() -> None:
+    step = sr.create_monitored_function(lambda tree: tree["a"].sum(), {"a": P("dp")}, sr.ShardingAnalyzer())
+    with pytest.warns(sr.ShardingWarning, match=r"(?s)cannot be checked:.*the analysis needs a mesh"):
+        result, metrics = step(TREE)
+    assert (result, metrics["memory_usage"], len(metrics["validation_issues"])) == (128, None, 1)

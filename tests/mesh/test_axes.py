@@ -49,6 +49,19 @@ def test_what_is_no_name_is_refused(ask: Callable[[Any], Any], names: Any) -> No
         ask(names)
 
 
+def test_no_axes_make_an_array_too() -> None:
+    for names in ((), ("data",)):
+        found: list[Any] = []
+        mapped(lambda names=names, found=found: found.append(sr.get_submesh_device_index(names)) or 0)
+        assert (found[0].shape, found[0].dtype) == ((), np.int32)
+
+
+@pytest.mark.parametrize("ask", [sr.get_mesh_axis_names, lambda mesh: sr.get_axes_size_in_mesh("a", mesh)])
+def test_what_is_no_mesh_is_refused(ask: Callable[[Any], Any]) -> None:
+    with pytest.raises(sr.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got 'a:8'; sr\.mesh_shape"):
+        ask("a:8")
+
+
 @pytest.mark.parametrize("ask", [sr.get_mesh_axis_size, sr.get_submesh_device_index])
 @pytest.mark.parametrize("names", ["data", ("data", "model")], ids=str)
 def test_outside_a_device_has_no_place(ask: Callable[[Any], Any], names: Any) -> None:

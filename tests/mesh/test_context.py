@@ -47,6 +47,26 @@ def test_set_mesh_comes_before_a_legacy_one() -> None:
         assert sr.get_mesh_axis_names() == ["new"]
 
 
+def test_an_abstract_mesh_of_another_shape_comes_before_the_devices_that_are_set() -> None:
+    mesh, other = sr.create_mesh("a:8"), sr.create_mesh("b:4,c:2")
+    typed = sr.create_mesh("a:8", axis_types="explicit")
+    with jax.set_mesh(mesh):
+        for inner in (other, typed):
+            with jax.sharding.use_abstract_mesh(inner.abstract_mesh):
+                assert sr.current_mesh() == inner.abstract_mesh
+        with jax.sharding.use_abstract_mesh(sr.mesh_shape("a:8")):
+            assert sr.current_mesh() is mesh
+        assert sr.current_mesh() is mesh
+
+
+def test_inside_shard_map_the_mesh_is_the_mapped_one() -> None:
+    seen = []
+    with jax.set_mesh(sr.create_mesh("a:8")):
+        jax.shard_map(lambda x: seen.append(sr.current_mesh()) or x, in_specs=P("a"), out_specs=P("a"))(np.ones(8))
+    assert isinstance(seen[0], AbstractMesh)
+    assert seen[0].axis_types == (AxisType.Manual,)
+
+
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_inside_jit_the_shape_is_seen(types: AxisType) -> None:
     seen = []

@@ -1,6 +1,8 @@
 """Meshes of real devices, and of devices that are descriptions only."""
 
+import contextlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +48,16 @@ def test_sizes_and_names_in_every_form(given: Any, sizes: dict[str, int]) -> Non
         (("a:8", ("b",)), "'a:8' names its axes itself"),
         (("a:2",), "multiply to 2"),
         (("a:3,b:-1",), "multiply to 3"),
+        (("data",), "'data' is not name:size"),
+        (("data:0",), "'data:0' is not name:size"),
+        ((8, "a"), "axis_dims: a tuple of integers is wanted, got 8"),
+        (((2.0, 4.0), ("a", "b")), "axis_dims: a tuple of integers is wanted"),
+        ((("2", "4"), ("a", "b")), "axis_dims: a tuple of integers is wanted"),
+        (({8}, ("a",)), "axis_dims: a tuple of integers is wanted"),
+        (((8,), {"a"}), "axis_names is a tuple of names"),
+        (((2, 4), 3), "axis_names is a tuple of names, got 3"),
+        (((2, 4), ("", "a")), "the name of an axis is a text that is not empty, got ''"),
+        (((2, 4), ("a", "b"), 1), "dcn_mesh_dims: a tuple of integers is wanted, got 1"),
     ],
     ids=str,
 )
@@ -105,6 +117,73 @@ def test_an_order_of_ones_own() -> None:
         sr.create_mesh("a:2,b:4", devices=turned, dcn_mesh_dims=(1, 1))
 
 
+def test_a_list_in_an_order_of_ones_own_is_kept() -> None:
+    devices = jax.devices()
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    own = [devices[number] for number in order]
+    given: list[Any] = [own, tuple(own), np.array(own), [own[:4], own[4:]], np.array(own).reshape(2, 4)]
+    for one in given:
+        assert ids(sr.create_mesh("a:2,b:4", devices=one)) == order
+    assert ids(sr.create_mesh("a:4", devices=devices[:4][::-1])) == [3, 2, 1, 0]
+    assert ids(sr.create_mesh("a:8", devices=[*devices])) == list(range(8))
+    hosts = [sr.DeviceInfo(number, process_index=number // 4) for number in order]
+    assert ids(sr.create_mesh("a:2,b:4", devices=hosts)) == order
+
+
+@pytest.mark.parametrize(("option", "value"), [("dcn_mesh_dims", (1, 1)), ("use_jax", True)])
+def test_what_lays_devices_out_does_not_go_with_an_order_of_ones_own(option: str, value: Any) -> None:
+    with pytest.raises(sr.MeshError, match=f"{option} cannot say so too"):
+        sr.create_mesh("a:2,b:4", devices=jax.devices()[::-1], **{option: value})
+
+
+def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
+    # TPUs are listed by hosts of two by two chips, and their ids go row by row through all of them.
+    torus = [
+        sr.DeviceInfo(x + 4 * y, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0), platform="tpu")
+        for y in range(4)
+        for x in range(4)
+    ]
+    by_host = sorted(torus, key=lambda chip: (chip.process_index, chip.id))
+    for listed in (torus, by_host):
+        mesh = sr.create_mesh("a:4,b:4", devices=listed)
+        assert ids(mesh) == sr.lay_out((4, 4), "ab", torus).ids.ravel().tolist()
+    assert ids(sr.create_mesh("a:4,b:4", devices=torus[::-1])) == list(range(15, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "match"),
+    [
+        (lambda d: np.array(d).reshape(4, 2), r"devices has the shape \(4, 2\) and the mesh \(2, 4\)"),
+        (lambda d: [[one] for one in d], r"devices has the shape \(8, 1\) and the mesh \(2, 4\)"),
+        (lambda d: [d[:3], d[3:]], "a mesh is made of devices, got \\["),
+        (lambda d: d[0], "devices is a list of devices"),
+        (lambda d: np.array(d[0]), "devices is a list of devices"),
+        (lambda d: range(8), "a mesh is made of devices, got 0"),
+        (lambda d: [], "there are no devices"),
+    ],
+)
+def test_devices_in_no_shape_of_the_mesh_are_refused(devices: Any, match: str) -> None:
+    with pytest.raises(sr.MeshError, match=match):
+        sr.create_mesh("a:2,b:4", devices=devices(jax.devices()))
+
+
+def test_what_an_error_names_works() -> None:
+    pairs = [sr.DeviceInfo(number, process_index=number // 4) for number in range(8)]
+    slices = [sr.DeviceInfo(number, slice_index=number // 4) for number in range(8)]
+    chips = [sr.DeviceInfo(number, coords=(number % 2, number // 2, 0), platform="tpu") for number in range(8)]
+    for devices in (pairs, slices, chips, np.array(pairs).reshape(2, 4), jax.devices(), None):
+        with pytest.raises(sr.MeshError, match="uses 6 of them") as caught:
+            sr.create_mesh("a:2,b:3", devices=devices)
+        named = eval(str(caught.value).rpartition("devices=")[2].removesuffix(" uses 6 of them"))
+        assert ids(sr.create_mesh("a:2,b:3", devices=named)) == list(range(6))
+    with pytest.raises(sr.MeshError, match=r"jax\.devices\('cpu'\)\[:6\] uses 6"):
+        sr.create_mesh("a:6", backend="cpu")
+    with pytest.raises(sr.MeshError, match=r"devices=np.array\(devices\).reshape\(2, 3\)"):
+        sr.create_mesh("a:2,b:3", devices=slices[:6])
+    with pytest.warns(sr.MeshWarning, match="'tp' of size 6 spans 2 processes"):
+        sr.create_mesh("tp:6", devices=pairs[:6])
+
+
 def test_devices_that_are_not_one_of_each_are_refused() -> None:
     with pytest.raises(sr.MeshError, match="8 devices and only 4 different ones"):
         sr.create_mesh("a:8", devices=jax.devices()[:4] * 2)
@@ -139,6 +218,47 @@ def test_any_axis_can_be_said_to_need_the_fast_network() -> None:
     with pytest.warns(sr.MeshWarning, match="'experts'"):
         sr.create_mesh("experts:16", devices=pod(2), fast_axes=("experts",))
     sr.create_mesh("tp:16", devices=pod(2), fast_axes=())
+    with pytest.warns(sr.MeshWarning, match="'experts'"):
+        sr.create_mesh("experts:16", devices=pod(2), fast_axes="experts")
+    sr.create_mesh("exp:16", devices=pod(2), fast_axes="experts")
+
+
+def test_an_axis_that_crosses_slices_where_devices_are_put_is_a_warning() -> None:
+    put = np.array(pod(2))
+    with pytest.warns(sr.MeshWarning, match="'tp' of size 2 spans 2 slices"):
+        sr.create_mesh("dp:8,tp:2", devices=put.reshape(2, 8).T)
+    with pytest.warns(sr.MeshWarning, match="'tp' of size 8 spans 2 slices"):  # its first row only
+        sr.create_mesh("dp:2,tp:8", devices=put[[0, 8, *range(1, 8), *range(9, 16)]])
+    sr.create_mesh("dp:2,tp:8", devices=put.reshape(2, 8))
+
+
+def test_gpus_of_several_hosts_are_joined_by_a_slow_network_whatever_coordinates_they_have() -> None:
+    gpus = [
+        sr.DeviceInfo(number, process_index=number // 4, slice_index=0, coords=(number % 4,), platform="gpu")
+        for number in range(8)
+    ]
+    with pytest.warns(sr.MeshWarning, match="'model' of size 8 spans 2 processes: .*Ethernet or InfiniBand"):
+        sr.create_mesh("model:8", devices=gpus)
+
+
+def test_a_warning_points_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda backend=None: pod(2))
+
+    def within() -> None:
+        with sr.cpu_context("tp:16"):
+            pass
+
+    calls: list[Callable[[], object]] = [
+        lambda: sr.create_mesh("tp:16"),
+        lambda: sr.create_device_mesh([("tp", 16)]),
+        lambda: sr.parse_mesh_from_string("tp:16", ["tp"]),
+        lambda: sr.create_cpu_mesh("tp:16"),
+        within,
+    ]
+    for call in calls:
+        with pytest.warns(sr.MeshWarning, match="'tp'") as caught, contextlib.suppress(AttributeError):
+            call()  # no context takes descriptions for devices
+        assert [one.filename for one in caught] == [__file__]
 
 
 def test_nothing_is_said_where_the_fast_axes_stay_inside() -> None:
@@ -160,8 +280,22 @@ def test_slices_that_were_announced_and_are_not_there_are_refused(monkeypatch: p
     with pytest.raises(sr.MeshError, match="MEGASCALE_NUM_SLICES is 2, and the 8 devices are of 1 slice"):
         sr.create_mesh("a:8")
     assert sr.create_mesh("a:8", devices=jax.devices()) is before
+    assert sr.create_cpu_mesh("a:8") is before
+    with sr.cpu_context("a:8") as mesh:
+        assert mesh is before
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
     assert sr.create_mesh("a:8") is before
+
+
+def test_jax_lays_out_one_torus_over_all_its_processes() -> None:
+    said: list[Any] = []
+    torus = pod(1, "tpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "make_mesh", lambda *args, devices, **_: said.append((args, devices)))
+        sr.create_mesh("a:16", devices=torus, use_jax=True)
+        with pytest.raises(sr.MeshError, match="or the processes of one torus"):
+            sr.create_mesh("a:16", devices=pod(1), use_jax=True)
+    assert said == [(((16,), ("a",)), torus)]
 
 
 def test_jax_lays_out_one_slice_only() -> None:
@@ -202,6 +336,14 @@ def test_a_text_is_read_against_names(text: str, names: Any, sizes: dict[str, in
 def test_a_text_that_does_not_fit_the_names_is_refused(text: str, match: str) -> None:
     with pytest.raises(sr.MeshError, match=match):
         sr.parse_mesh_from_string(text, ["dp", "tp"])
+
+
+@pytest.mark.parametrize("given", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
+def test_what_is_no_list_of_pairs_is_refused(given: Any) -> None:
+    with pytest.raises(sr.MeshError, match="config_mesh is a list of pairs"):
+        sr.create_device_mesh(given)
+    with pytest.raises(sr.MeshError, match="axis_dims is a text such as"):
+        sr.parse_mesh_from_string(given, ["a"])
 
 
 def test_pairs_of_name_and_size() -> None:

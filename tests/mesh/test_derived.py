@@ -14,6 +14,11 @@ import shardrules as sr
 MESH = "a:2,b:2,c:2"
 
 
+def untyped(value: Any) -> Any:
+    """What a program without types could pass."""
+    return value
+
+
 def ids(mesh: Mesh) -> Any:
     return np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
 
@@ -109,6 +114,14 @@ def test_a_box_may_have_gaps() -> None:
         (lambda m: sr.split_axis(m, "a", {"x": 0, "y": -1}), sr.MeshError, "is not x:0,y:-1"),
         (lambda m: sr.split_axis(m, "a", {}), sr.MeshError, "is not nothing"),
         (lambda m: sr.split_axis(m, "a", {"b": 2}), sr.MeshError, "'b' is taken"),
+        (lambda m: sr.split_axis(m, "a", untyped({"x": "2", "y": -1})), sr.MeshError, "a tuple of integers is wanted"),
+        (lambda m: sr.split_axis(m, "a", untyped([("x", 3)])), sr.MeshError, "axis 'a' of size 2 is not x:3"),
+        (
+            lambda m: sr.split_axis(m, "a", untyped(2)),
+            sr.MeshError,
+            "the name and the size of each new axis, .*; got 2",
+        ),
+        (lambda m: sr.submesh(m, m.devices.flat[0]), sr.MeshError, "devices is a list of devices, got"),
         (lambda m: sr.rename_axes(m, {"a": "b"}), sr.MeshError, "'b' is taken"),
         (lambda m: sr.rename_axes(m, {"z": "b"}), sr.UnknownAxisError, "no axis 'z'"),
         (lambda m: sr.submesh(m, []), sr.MeshError, "no devices were given"),

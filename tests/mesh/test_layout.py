@@ -163,6 +163,50 @@ def test_processes_go_to_the_first_axes() -> None:
     assert sr.lay_out((2, 8), "ab", cpus(16, processes=8)).outer == (2, 4)
 
 
+def test_processes_with_different_numbers_of_devices_are_taken_in_their_order() -> None:
+    layout = sr.lay_out((3, 2), "ab", cpus(8, processes=2)[:6])
+    assert layout.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert (layout.outer, layout.granule) == ((2, 1), "process")
+    with pytest.raises(sr.MeshError, match="the processes hold 4, 2 devices"):
+        sr.lay_out((3, 2), "ab", cpus(8, processes=2)[:6], dcn_mesh_dims=(-1, 1))
+
+
+def test_what_gpus_say_of_coordinates_is_no_torus() -> None:
+    gpus = [
+        sr.DeviceInfo(number, process_index=number // 4, slice_index=0, coords=(number % 4,), platform="gpu")
+        for number in range(8)
+    ]
+    layout = sr.lay_out((2, 4), "ab", gpus)
+    assert (layout.outer, layout.granule) == ((2, 1), "process")
+
+
+def test_devices_of_jax_are_described() -> None:
+    assert sr.lay_out((8,), ("a",), jax.devices()).ids.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "devices", "match"),
+    [
+        ((3, 3), "ab", cpus(8, slices=2), "the sizes that are given multiply to 9"),
+        ((2, 4), ("a",), cpus(8), "one name for each size"),
+        ((8,), ("a",), range(8), r"a mesh is made of devices, got 0: jax\.devices\(\) lists them"),
+        (8, ("a",), cpus(8), "a tuple of integers is wanted, got 8"),
+    ],
+    ids=str,
+)
+def test_what_is_no_layout_is_refused(shape: Any, names: Any, devices: Any, match: str) -> None:
+    with pytest.raises(sr.MeshError, match=match):
+        sr.lay_out(shape, names, devices)
+
+
+@pytest.mark.parametrize(("rank", "words"), [(2, "these work: "), (3, "these and others work: ")])
+def test_a_list_of_what_works_says_where_it_is_cut(rank: int, words: str) -> None:
+    shape = (8,) * rank  # eight slices go over two axes in 4 ways, and over three in 10
+    with pytest.raises(sr.MeshError, match=f"over 8 slices {words}") as caught:
+        sr.lay_out(shape, NAMES[:rank], cpus(math.prod(shape), slices=8), dcn_mesh_dims=(3,) * rank)
+    assert len(eval(f"[{str(caught.value).rpartition('work: ')[2]}]")) == (4 if rank == 2 else 8)
+
+
 def test_granules_by_number_or_in_the_order_of_the_devices() -> None:
     devices = cpus(4, processes=2)[::-1]
     assert sr.lay_out((2, 2), "ab", devices).ids.tolist() == [[1, 0], [3, 2]]

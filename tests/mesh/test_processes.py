@@ -1,5 +1,12 @@
-"""Real processes: two of four devices, and four of two, over loopback."""
+"""Real processes over loopback: two of four devices, and four of two. Where time is all that counts, threads do."""
 
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
 import pytest
 
 import shardrules as sr
@@ -74,6 +81,7 @@ def test_one_that_is_late_is_waited_for() -> None:
     found = told(
         run_processes(
             """
+            sr.barrier_sync(timeout=60, name="start")
             time.sleep(2.0 * process)
             start = time.monotonic()
             sr.barrier_sync(timeout=30)
@@ -109,9 +117,159 @@ def test_one_that_never_comes_is_named_in_the_time_asked_for() -> None:
     assert first == "True True", ended[0].out + ended[0].err
     assert rest == [
         "barrier 'checkpoint written': not all processes came within 2 s:",
-        "  process 0: waiting at 'checkpoint written' (<string>:17)",
+        "  process 0: gave up at 'checkpoint written' (<string>:17) after 2 s",
         "  process 1: past 'start' (<string>:11)",
     ]
+
+
+def test_each_keeps_its_own_timeout_and_one_that_tries_again_meets_a_late_one() -> None:
+    found = told(
+        run_processes(
+            """
+            def meet(timeout):
+                start = time.monotonic()
+                try:
+                    sr.barrier_sync(timeout, name="x")
+                except sr.BarrierTimeoutError as error:
+                    print(">", timeout <= time.monotonic() - start + 0.1 < timeout + 1.5)
+                    print(">", str(error).splitlines()[process + 1].strip())
+                    meet(60)
+                else:
+                    print("> met")
+
+            sr.barrier_sync(60, name="start")
+            time.sleep((0, 0.5, 5)[process])
+            meet((1, 3, 60)[process])
+            """,
+            processes=3,
+            devices=1,
+        )
+    )
+    assert found == [
+        ["True", "process 0: gave up at 'x' (<string>:14) after 1 s", "met"],
+        ["True", "process 1: gave up at 'x' (<string>:14) after 3 s", "met"],
+        ["met"],
+    ]
+
+
+@final
+@attrs.define
+class Store:
+    """The store of `jax.distributed`, in memory."""
+
+    texts: dict[str, str] = attrs.field(factory=dict)
+    changed: threading.Condition = attrs.field(factory=threading.Condition)
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self.changed:
+            if key in self.texts and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.texts[key] = value
+            self.changed.notify_all()
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self.changed:
+            return [(name, text) for name, text in self.texts.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            for name, _ in self.key_value_dir_get(f"{key}/"):
+                del self.texts[name]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.texts, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.texts[key]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """Runs each function as a process of its own, a tuple of them as threads of one; what they met and were told."""
+    store = Store()
+    count = 0
+    monkeypatch.setattr("shardrules.mesh.processes.coordination_client", lambda: store)
+    monkeypatch.setattr("shardrules.mesh.processes.process_id", lambda: int(threading.current_thread().name))
+    monkeypatch.setattr("shardrules.mesh.processes.process_count", lambda: count)
+
+    def run(*ways: list[tuple[float, str, float]] | tuple[list[tuple[float, str, float]], ...]) -> list[list[str]]:
+        nonlocal count
+        count = len(ways)
+        heard: list[list[str]] = [[] for _ in ways]
+
+        def go(process: int, way: list[tuple[float, str, float]]) -> None:
+            for start, name, timeout in way:
+                time.sleep(max(begin + start - time.monotonic(), 0))
+                try:
+                    sr.barrier_sync(timeout, name=name)
+                    heard[process].append("met")
+                except sr.ShardRulesError as error:
+                    heard[process].append(f"{type(error).__name__} {error}")
+
+        begin = time.monotonic()
+        started = [
+            threading.Thread(target=go, args=(process, one), name=str(process))
+            for process, way in enumerate(ways)
+            for one in (way if isinstance(way, tuple) else (way,))
+        ]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+        assert len([key for key in store.texts if "outcomes" in key]) <= 3  # what was read by all is not kept
+        return heard
+
+    return run
+
+
+def test_one_that_is_late_for_good_is_told_who_gave_up(threads: Callable[..., list[list[str]]]) -> None:
+    first, second = threads([(0, "x", 0.1)], [(0.5, "x", 0.4)])
+    assert "not all processes came within 0.1 s" in first[0]
+    assert "process 1: has come to no barrier yet" in first[0]
+    assert second[0].startswith(
+        "BarrierTimeoutError barrier 'x': not all processes came within 0.4 s:\n  process 0: gave"
+    )
+    assert "process 0: gave up at 'x' (test_processes.py:" in second[0]
+    assert second[0].count("after 0.1 s\n") == second[0].count("after 0.4 s") == 1
+
+
+def test_one_that_gave_up_and_went_elsewhere_is_told_of_and_all_meet_again(
+    threads: Callable[..., list[list[str]]],
+) -> None:
+    found = threads(
+        [(0, "x", 0.1), (0.2, "y", 9), (0.2, "z", 9)], [(0, "x", 9), (0, "z", 9)], [(1, "x", 9), (1, "z", 9)]
+    )
+    assert [len(one) for one in found] == [3, 2, 2]
+    for told_last in (found[0][1], found[1][0], found[2][0]):
+        assert told_last.startswith("BarrierError processes wait at different barriers:\n  process 0: waiting at 'y'")
+    assert [one[-1] for one in found] == ["met"] * 3
+
+
+def test_those_whose_time_is_up_together_all_give_up(threads: Callable[..., list[list[str]]]) -> None:
+    begin = time.monotonic()
+    found = threads(*[[(0.01 * process, "x", 0.3), (1.6, "y", 9)] for process in range(7)], [(1.5, "y", 9)])
+    assert time.monotonic() - begin < 8
+    assert [one[-1] for one in found] == ["met"] * 8
+    assert all("came within 0.3 s" in one[0] and "gave up at 'x'" in one[0] for one in found[:-1])
+
+
+def test_many_barriers_in_a_row(threads: Callable[..., list[list[str]]]) -> None:
+    assert threads(*[[(0, str(number), 9) for number in range(20)]] * 5) == [["met"] * 20] * 5
+
+
+def test_a_process_waits_at_one_barrier_at_a_time(threads: Callable[..., list[list[str]]]) -> None:
+    one, other = [(0.0, "a", 9.0)], [(0.1, "b", 9.0)]
+    both, alone = threads((one, other), [(0.3, "b", 9), (0.3, "c", 0.1)])
+    assert alone[0] == "met"
+    assert max(both) == "met"
+    assert min(both).startswith("BarrierError barrier 'a': the others met this process waiting at 'b' (test_proc")
+    assert both[0] != both[1]
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, None, "2"])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(sr.BarrierError, match="a timeout is a number of seconds, 0 or more; got"):
+        sr.barrier_sync(timeout)
 
 
 def test_processes_at_different_barriers_are_told_at_once() -> None:
@@ -166,6 +324,39 @@ def test_one_that_holds_another_plan_is_shown_to_all(processes: int, devices: in
     assert moved == "w (16, 16) P(None, 'data') -> P('data') 128 B -> 128 B per device"
 
 
+def test_plans_for_different_meshes_and_what_is_no_plan_are_shown_to_all() -> None:
+    found = told(
+        run_processes(
+            """
+            tree = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+            rule = sr.FSDPShardingRule("data", 0)
+            devices = jax.devices()
+            usual, shape = sr.create_mesh("data:8"), sr.mesh_shape("data:8")
+            turned = sr.create_mesh("data:8", devices=devices[::-1])
+            explicit = sr.create_mesh("data:8", axis_types="explicit")
+            for pair in ((usual, turned), (usual, explicit), (usual, shape), (None, None), (shape, None)):
+                mesh = pair[process]
+                plan = tree if mesh is None else rule.plan(tree, mesh)
+                try:
+                    print("> same", sr.check_same_plan(plan, timeout=60) is plan)
+                except (sr.DisagreementError, sr.RuleTypeError) as error:
+                    print(">", type(error).__name__, " ".join(str(error).split()))
+            """,
+            processes=2,
+            devices=4,
+        )
+    )
+    ids = [line for line in found[0][0].split("the mesh holds devices ") if line][1].partition("; process 0: ")
+    assert ids[0].split(", ") == ids[2].split(", ")[::-1]
+    assert found[0][0].startswith("DisagreementError 2 processes hold plans that are for different meshes. ")
+    assert found[0][1].endswith("process 1: the axes of the mesh are Explicit; process 0: Auto")
+    assert found[0][2] == "same True"
+    what = "which is no plan: check_same_plan compares what rule.plan(tree, mesh) returns"
+    assert found[0][3] == f"RuleTypeError process 0 came with a dict, process 1 came with a dict, {what}"
+    assert found[0][4] == f"DisagreementError process 1 came with a dict, {what}"
+    assert found[1] == [*found[0][:4], found[0][4].replace("DisagreementError", "RuleTypeError")]
+
+
 def test_several_processes_without_a_service_cannot_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardrules.mesh.processes.process_count", lambda: 2)
     with pytest.raises(sr.BarrierError, match=r"there are 2 processes .*jax\.distributed\.initialize") as caught:
@@ -179,3 +370,5 @@ def test_one_process_waits_for_nobody() -> None:
     assert sr.is_primary()
     plan = sr.ReplicateShardingRule().plan({})
     assert sr.check_same_plan(plan) is plan
+    with pytest.raises(sr.RuleTypeError, match="process 0 came with a dict, which is no plan"):
+        sr.check_same_plan({})  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,12 @@
 """Shapes of meshes as text."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 import shardrules as sr
 from shardrules.core.axes import mesh_text
@@ -21,6 +23,7 @@ def test_a_shape_is_read_as_it_is_written(names: list[str], data: st.DataObject)
     assert mesh.axis_names == tuple(names)
     assert list(mesh.shape.values()) == sizes
     assert mesh_text(mesh) == text
+    assert mesh.axis_types == (AxisType.Auto,) * len(names)
     assert sr.mesh_shape(text.replace(":", " : ").replace(",", " , ")) == mesh
 
 
@@ -43,6 +46,11 @@ def test_a_shape_is_read_as_it_is_written(names: list[str], data: st.DataObject)
 def test_what_is_no_shape_is_refused(text: str, match: str) -> None:
     with pytest.raises(sr.SpecError, match=match):
         sr.mesh_shape(text)
+
+
+def test_a_shape_is_a_text() -> None:
+    with pytest.raises(sr.SpecError, match="a mesh shape is a text such as 'data:64,model:16', got 8"):
+        sr.mesh_shape(8)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_size_may_be_left_open_where_devices_fill_it() -> None:
@@ -69,9 +77,17 @@ def test_an_open_size_is_what_is_left(sizes: list[int], data: st.DataObject) -> 
         ((3, -1), ("a", "b"), r"a:3,b:-1: .* \(8 devices\): .* multiply to 3"),
         ((16, -1), ("a", "b"), "multiply to 16"),
         ((2, 2), ("a", "b"), r"devices=jax.devices\(\)\[:4\] uses 4 of them"),
+        ((2, 4), ("", "b"), "the name of an axis is a text that is not empty, got ''"),
+        ((2, 4), ("a", 3), "the name of an axis is a text that is not empty, got 3"),
+        ((2.0, 4.0), ("a", "b"), r"the sizes of a mesh: a tuple of integers is wanted, got \(2.0, 4.0\)"),
         ((4, 4), ("a", "b"), "multiply to 16. A mesh takes every device that it is given, once$"),
     ],
 )
-def test_sizes_that_devices_do_not_have_are_refused(sizes: tuple[int, ...], names: tuple[str, ...], match: str) -> None:
+def test_sizes_that_devices_do_not_have_are_refused(sizes: Any, names: Any, match: str) -> None:
     with pytest.raises(sr.MeshError, match=match):
         resolve_sizes(sizes, names, 8)
+
+
+def test_without_devices_there_is_no_mesh() -> None:
+    with pytest.raises(sr.MeshError, match="mesh a:-1: there are no devices"):
+        resolve_sizes((-1,), ("a",), 0)
