@@ -185,7 +185,7 @@ def _by_prefix(tree: Any, values: list[Any], treedef: Any, how: Any, mesh: AnyMe
     kinds = [array_kind(value) for value in values]
     default: list[AnyMesh] = []
     if any(one is None or isinstance(one, PartitionSpec) for one, kind in zip(said, kinds, strict=True) if kind):
-        default.append(_mesh((mesh, current_mesh(), *_meshes_of(values)), who))
+        default.append(_mesh((mesh, *_meshes_of(values), current_mesh()), who))
     wrong: list[tuple[int, Finding]] = []
     shardings: list[Sharding | None] = []
     known: dict[Any, tuple[Any, list[Finding]]] = {}
@@ -243,5 +243,17 @@ def _as_sharding(
     return None, [Finding("error", "no-sharding", what, shape=shape)]
 
 
+_REMEDIES = {
+    "indivisible": "Split another dimension, or make this one a multiple",
+    "unknown-axis": "Correct the name, or place on a mesh that has it",
+    "rank-overflow": "Give it at most one entry for each dimension",
+}
+"""What to do about a spec that was given as it is: no rule stands behind it that could be wrapped."""
+
+
 def _errors(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:
-    return [found for found in check_spec("", shape, spec, mesh_sizes(mesh)) if found.severity == "error"]
+    return [
+        attrs.evolve(found, remedy=_REMEDIES.get(found.code, found.remedy))
+        for found in check_spec("", shape, spec, mesh_sizes(mesh))
+        if found.severity == "error"
+    ]

@@ -52,10 +52,15 @@ def plant(folder: Path, files: dict[str, str], name: str = "planted") -> tuple[M
     return read_package(root)
 
 
+def _is_overload(node: Definition) -> bool:
+    """Whether it is only a signature: the function itself, which follows, says what it does."""
+    return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
+
+
 def public_definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:
     """Yields the qualified name and the node of every public class, function and method."""
     for node in tree.body:
-        if isinstance(node, Definition) and not node.name.startswith("_"):
+        if isinstance(node, Definition) and not node.name.startswith("_") and not _is_overload(node):
             yield node.name, node
             if isinstance(node, ast.ClassDef):
                 for inner in node.body:

@@ -110,6 +110,7 @@ def test_the_mesh_is_the_argument_then_the_arrays_then_the_one_in_force() -> Non
     placed = sr.filter_shard(tree(), P("data"), other)
     with jax.set_mesh(MESH):
         assert sr.filter_shard(tree(), P("model"))["w"].sharding.mesh == MESH
+        assert sr.filter_shard(placed, P())["w"].sharding.mesh == other
         assert sr.filter_shard(placed, sr.ReplicateShardingRule())["w"].sharding.mesh == other
         assert sr.filter_shard(placed, P("model"), MESH)["w"].sharding.mesh == MESH
     assert sr.filter_shard(placed, P())["w"].sharding.mesh == other

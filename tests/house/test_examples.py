@@ -1,0 +1,58 @@
+"""The scripts in docs/examples run as a user starts them, without a warning, and do what the pages say they do."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.house.source import REPOSITORY
+
+EXAMPLES = REPOSITORY / "docs" / "examples"
+
+OWN_TO_TESTS = ("XLA_FLAGS", "JAX_PLATFORMS")
+"""What the tests set for themselves: an example has to see to its devices alone."""
+
+
+def printed(script: str, *arguments: str, folder: Path) -> str:
+    """Runs an example in a process of its own, and returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name not in OWN_TO_TESTS}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert (run.returncode, run.stderr[-4000:]) == (0, "")
+    assert list(folder.iterdir()) == []
+    return run.stdout
+
+
+def test_every_example_is_run_here() -> None:
+    assert sorted(script.name for script in EXAMPLES.glob("*.py")) == ["plan_llama.py", "train_gpt.py"]
+
+
+def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None:
+    lines = printed("plan_llama.py", folder=tmp_path).splitlines()
+    assert lines[-1].startswith("unrolled: 291 arrays, ")
+    assert lines[-1].endswith(": the same")
+
+
+def test_train_gpt_learns_and_goes_on_after_the_restore(tmp_path: Path) -> None:
+    text = printed("train_gpt.py", "--smoke", folder=tmp_path)
+    plan, training = text.split("\nlearning ")
+    assert re.search(r"^blocks/\*/down/weight  x3 .* P\('data', 'model'\) ", plan, re.MULTILINE)
+
+    found = re.findall(r"^(\w+) +held-out loss ([\d.]+); .*: (\(.*\) on \d devices) and (.*)$", training, re.MULTILINE)
+    assert found[:4] == found[4:]  # as it went, and again at the end
+    assert [when for when, *_ in found[:4]] == ["untrained", "saved", "restored", "trained"]
+    assert [weight for *_, weight, _ in found[:4]] == ["(256, 32) on 8 devices"] * 2 + ["(256, 64) on 4 devices"] * 2
+    assert all(weight == moment for *_, weight, moment in found)
+    untrained, saved, restored, trained = [float(loss) for _, loss, *_ in found[:4]]
+    assert 4.5 < untrained < 5.5
+    assert saved < untrained - 1
+    assert abs(restored - saved) < 0.01
+    assert trained < restored
+
+    steps = [(int(step), float(loss)) for step, loss in re.findall(r"step +(\d+)/.* loss ([\d.]+),", training)]
+    assert [step for step, _ in steps] == [*range(2, 21, 2), *range(21, 31)]
+    assert max(loss for step, loss in steps if step > 20) < untrained - 1  # it did not start again
+    assert "\r" not in text
+    assert "\nReturn a new " in training
