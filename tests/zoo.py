@@ -109,6 +109,9 @@ class EachLeaf(sr.LeavesShardingRule):
     parts: tuple[sr.ShardingRule, ...] = attrs.field(
         init=False, default=attrs.Factory(lambda self: (self.rule,), takes_self=True)
     )
+    tree_budgets: tuple[int, ...] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.rule.tree_budgets, takes_self=True)
+    )
     reads_index: ReadsIndex = attrs.field(init=False, default="value")
 
     def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
@@ -158,6 +161,8 @@ RULES: Entries[sr.ShardingRule] = once(
     logical_pairs=lambda: sr.LogicalShardingRule([("embed", "data"), ("mlp", "data"), ("mlp", None)]),
     fitted=lambda: sr.FittedShardingRule(sr.RegexShardingRule([(".*", P(("data", "expert", "model"), "pipe"))])),
     fitted_dim=lambda: sr.FittedShardingRule(sr.DimShardingRule(("data", "model"), 0, ignore_ndim_error=True)),
+    fitted_fsdp=lambda: sr.FittedShardingRule(sr.parse_rule("fsdp(('expert', 'data'), 0)|fsdp('stage', 0)")),
+    fitted_auto=lambda: sr.FittedShardingRule(sr.AutoShardingRule(axis_names=["expert", "model"], min_shard_size=0)),
     stacked=lambda: sr.StackedShardingRule(sr.AutoShardingRule(min_shard_size=0)),
     stacked_axis=lambda: sr.StackedShardingRule(KINDS, axis="pipe"),
     stacked_two=lambda: sr.StackedShardingRule(sr.DimShardingRule("data", 0, ignore_ndim_error=True), dims=2),

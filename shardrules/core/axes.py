@@ -77,6 +77,29 @@ def check_mesh(mesh: object) -> None:
         )
 
 
+def as_mesh(mesh: AnyMesh | None) -> AnyMesh | None:
+    """Returns the mesh of a rule after a check that it is one.
+
+    **Arguments:**
+
+    - `mesh`: what was passed; `None` for none.
+
+    **Returns:**
+
+    The same.
+
+    **Raises:**
+
+    `AxisTypeError`.
+
+    ```python
+    assert as_mesh(None) is None
+    ```
+    """
+    check_mesh(mesh)
+    return mesh
+
+
 def mesh_sizes(mesh: AnyMesh | None) -> dict[str, int]:
     """Returns the size of every axis of `mesh`, in mesh order; of no mesh, nothing.
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import suggest
@@ -182,6 +182,7 @@ def check_leaves(
     sizes = None if mesh is None else mesh_sizes(mesh)
     used: dict[str, None] = {}
     splittable = False
+    explicit = mesh is not None and _all_explicit(mesh)
     for leaf, decision, count in zip(leaves, decisions, counts, strict=True):
         splittable = splittable or leaf.size > 1
         spec = decision.spec
@@ -193,6 +194,8 @@ def check_leaves(
                     dict.fromkeys(name for entry in entries(spec) if entry is not UNCONSTRAINED for name in entry)
                 )
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
+                if explicit and any(part is UNCONSTRAINED for part in spec.partitions):
+                    yield _unconstrained(leaf, spec, count)
             elif len(spec.partitions) > leaf.ndim:
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
         for finding in decision.findings:
@@ -207,6 +210,24 @@ def check_leaves(
                 f"({mesh_text(mesh)}) if it is not for data",
                 axis=name,
             )
+
+
+def _all_explicit(mesh: AnyMesh) -> bool:
+    kinds = mesh.axis_types if isinstance(mesh, Mesh | AbstractMesh) else ()
+    return bool(kinds) and all(kind == AxisType.Explicit for kind in kinds)
+
+
+def _unconstrained(leaf: Leaf, spec: PartitionSpec, count: int) -> Finding:
+    return Finding(
+        "error",
+        "unconstrained",
+        f"{spec_repr(spec)} leaves a dimension to the compiler, and the mesh has Explicit axes only, about which the "
+        "compiler is not asked",
+        leaf.path,
+        "Write None or an axis for UNCONSTRAINED, or use a mesh with Auto axes: sr.create_mesh(..., axis_types='auto')",
+        leaf.shape,
+        count=count,
+    )
 
 
 def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Finding]:

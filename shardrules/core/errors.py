@@ -34,10 +34,13 @@ class RuleError(ShardRulesError, ValueError):
     - `path`, `shape`: the leaf.
     - `why`: what is wrong, with the numbers.
     - `hint`: what to do about it.
+    - `axis`: the mesh axis that it is about, where there is one.
     """
 
-    def __init__(self, rule: str, path: str, shape: tuple[int, ...], why: str, hint: str = "") -> None:
-        super().__init__(rule, path, shape, why, hint)
+    def __init__(
+        self, rule: str, path: str, shape: tuple[int, ...], why: str, hint: str = "", axis: str | None = None
+    ) -> None:
+        super().__init__(rule, path, shape, why, hint, axis)
 
     @property
     def rule(self) -> str:
@@ -63,6 +66,11 @@ class RuleError(ShardRulesError, ValueError):
     def hint(self) -> str:
         """What to do about it; may be empty."""
         return self.args[4]
+
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis that it is about."""
+        return self.args[5]
 
     def __str__(self) -> str:
         by = f" [{self.rule}]" if self.rule else ""

@@ -1,6 +1,7 @@
 """Converters for the fields of rules, which refuse in words what cannot be meant."""
 
 import math
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -54,11 +55,19 @@ def byte_count(name: str) -> Callable[[Any], int]:
     """
 
     def convert(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        found = _number(value)
+        if found is None or not 0 <= found < math.inf:
             raise SpecError(f"{name} is a number of bytes, 0 or more; got {value!r}")
-        return int(value)
+        return int(found)
 
     return convert
+
+
+def _number(value: Any) -> int | float | None:
+    """A number of any kind, such as NumPy's, as one of Python's; `None` for what is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def size_in_mb(name: str) -> Callable[[Any], float]:
@@ -70,7 +79,7 @@ def size_in_mb(name: str) -> Callable[[Any], float]:
 
     **Returns:**
 
-    A function that returns the number as it is, and raises `SpecError` for what is none.
+    A function that returns an `int` or a `float`, and raises `SpecError` for what is none.
 
     ```python
     assert size_in_mb("min_size_mb")(0.5) == 0.5
@@ -78,9 +87,10 @@ def size_in_mb(name: str) -> Callable[[Any], float]:
     """
 
     def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        found = _number(value)
+        if found is None or not found >= 0:
             raise SpecError(f"{name} is a number of MiB, 0 or more; got {value!r}")
-        return value
+        return found
 
     return convert
 

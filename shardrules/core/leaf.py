@@ -1,7 +1,7 @@
 """Leaf and Decision: what a rule is asked, and what it answers."""
 
 import math
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 from jax.sharding import PartitionSpec
@@ -20,6 +20,9 @@ from shardrules.core.spec import (
     spec_key,
     spec_repr,
 )
+
+LogicalName: TypeAlias = str | tuple[str, ...] | None
+"""What a box calls a dimension: a name, several (which some boxes hold for mesh axes), or nothing."""
 
 
 @final
@@ -59,6 +62,7 @@ class Leaf:
     - `mesh`: the mesh that is planned for, or `None`.
     - `spec`: what earlier rules of a chain have decided; `None` when nothing has been.
     - `axes`: its logical axis names, where the tree has them (flax boxes).
+    - `aside`: the mesh axes in use on dimensions that `StackedShardingRule` has set aside.
 
     ```python
     leaf = sr.Leaf("mlp/up", (16, 64), jnp.float32, sr.mesh_shape("data:4,model:2"))
@@ -72,7 +76,8 @@ class Leaf:
     dtype: Any
     mesh: AnyMesh | None = None
     spec: PartitionSpec | None = attrs.field(default=None, eq=spec_key, repr=code)
-    axes: tuple[str | None, ...] | None = None
+    axes: tuple[LogicalName, ...] | None = None
+    aside: tuple[str, ...] = ()
 
     @property
     def ndim(self) -> int:
@@ -110,6 +115,11 @@ class Leaf:
         """What has been decided so far, one tuple of axis names for each dimension."""
         return ((),) * self.ndim if self.spec is None else entries(self.spec, self.ndim)
 
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """The mesh axes that are in use on the array already, those on dimensions set aside included."""
+        return self.aside if self.spec is None else (*self.aside, *axis_names(self.spec))
+
     def free_dims(self) -> tuple[int, ...]:
         """Returns the dimensions that are not split yet, lowest first.
 
@@ -145,7 +155,8 @@ class Leaf:
         sizes = self.sizes
         for name in axis_tuple(axis):
             if name not in sizes:
-                raise self.error(None, f"the mesh ({mesh_text(self.mesh)}) has no axis {name!r}{suggest(name, sizes)}")
+                why = f"the mesh ({mesh_text(self.mesh)}) has no axis {name!r}{suggest(name, sizes)}"
+                raise self.error(None, why, axis=name)
         return math.prod(sizes[name] for name in axis_tuple(axis))
 
     def fits(self, dim: int, axis: Axis) -> bool:
@@ -172,7 +183,7 @@ class Leaf:
         split = self.axis_size(axis)
         if not -self.ndim <= dim < self.ndim:
             return False
-        taken = () if self.spec is None else axis_names(self.spec)
+        taken = self.taken
         return (
             self.shape[dim] % split == 0
             and self.entries[dim % self.ndim] == ()
@@ -209,11 +220,11 @@ class Leaf:
         names, found = axis_tuple(as_axis(axis)), self.entries
         if found[dim] != ():
             raise self.error(None, f"dimension {dim} is split already: {spec_repr(self.spec)}")
-        taken = () if self.spec is None else axis_names(self.spec)
+        taken = self.taken
         twice = [name for name in names if name in taken]
         if twice:
             raise self.error(
-                None, f"dimension {dim} cannot take axis {twice[0]!r}: it splits another one, {spec_repr(self.spec)}"
+                None, f"dimension {dim} cannot take axis {twice[0]!r}: it splits another one, {self._so_far()}"
             )
         text = reason or f"dim {dim} over {axis!r}"
         return Decision(make_spec((*found[:dim], names, *found[dim + 1 :])), text)
@@ -283,23 +294,27 @@ class Leaf:
         assert sr.Leaf("w", (8, 6), jnp.float32, spec=P("data")).refine(P(None, "model"), "").spec == P("data", "model")
         ```
         """
-        if self.spec is None:
+        if self.spec is None and not self.aside:
             return Decision(spec, reason)
-        wanted = entries(spec, self.ndim)
+        wanted = entries(spec, len(self.entries))
         if all(entry == () for entry in wanted):
             return self.replicate(reason)
-        current = entries(self.spec, len(wanted))
-        taken = axis_names(self.spec)
-        for dim, (old, new) in enumerate(zip(current, wanted, strict=False)):
+        current = self.entries + ((),) * (len(wanted) - len(self.entries))
+        taken = self.taken
+        for dim, (old, new) in enumerate(zip(current, wanted, strict=True)):
             clash = old != () and new not in ((), old)
             moved = old != new and new is not UNCONSTRAINED and any(name in taken for name in new)
             if clash or moved:
                 raise self.error(
-                    None, f"{spec_repr(spec)} and {spec_repr(self.spec)}, decided before, disagree on dimension {dim}"
+                    None, f"{spec_repr(spec)} and {self._so_far()}, decided before, disagree on dimension {dim}"
                 )
-        return Decision(make_spec(tuple(new or old for old, new in zip(current, wanted, strict=False))), reason)
+        return Decision(make_spec(tuple(new or old for old, new in zip(current, wanted, strict=True))), reason)
 
-    def error(self, rule: object, why: str, hint: str = "") -> RuleError:
+    def _so_far(self) -> str:
+        here = [] if self.spec is None else [spec_repr(self.spec)]
+        return " and ".join([*here, *(f"{name!r} on a dimension set aside" for name in self.aside)])
+
+    def error(self, rule: object, why: str, hint: str = "", *, axis: str | None = None) -> RuleError:
         """Returns the error to raise when a rule cannot decide this leaf.
 
         **Arguments:**
@@ -307,6 +322,7 @@ class Leaf:
         - `rule`: the rule, or `None` when the engine is to fill it in.
         - `why`: what is wrong, with the numbers.
         - `hint`: what to do about it.
+        - `axis`: the mesh axis that it is about, where there is one.
 
         **Returns:**
 
@@ -316,4 +332,4 @@ class Leaf:
         assert "w (8,): too small" in str(sr.Leaf("w", (8,), jnp.float32).error(None, "too small"))
         ```
         """
-        return RuleError("" if rule is None else repr(rule), self.path, self.shape, why, hint)
+        return RuleError("" if rule is None else repr(rule), self.path, self.shape, why, hint, axis)

@@ -85,3 +85,15 @@ class Leaves:
         The new leaves.
         """
         return attrs.evolve(self, items=tuple(items))
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the path of each of `items` with the fields of named tuples by name, in plans of either path style.
+
+        **Returns:**
+
+        A tuple of paths.
+        """
+        if self.survey.path_style == "attr":
+            return tuple([leaf.path for leaf in self.items])
+        found = self.survey.kind_names()
+        return tuple([found[place] for place in self.places])

@@ -41,12 +41,13 @@ def homes(paths: Iterable[str], planned: Mapping[str, Planned]) -> Counter[str]:
     return Counter(home for path in paths for home, ending in _cuts(path) if ending in planned)
 
 
-def mirror(leaf: Leaf, planned: Mapping[str, Planned], homes: Mapping[str, int] | None = None) -> Decision:
+def mirror(leaf: Leaf, path: str, planned: Mapping[str, Planned], homes: Mapping[str, int] | None = None) -> Decision:
     """Returns what `leaf` takes from the planned leaf that it mirrors.
 
     **Arguments:**
 
     - `leaf`: a leaf of an optimizer state, of gradients, of an average.
+    - `path`: its path, in the style of the planned paths.
     - `planned`: shape and spec of each planned leaf, by path.
     - `homes`: what `homes` counted. Where several planned leaves end the path, the one below the place that holds most
         of the planned tree comes first, and of equal ones the one with the longest path.
@@ -54,17 +55,18 @@ def mirror(leaf: Leaf, planned: Mapping[str, Planned], homes: Mapping[str, int] 
     **Returns:**
 
     The spec of the first planned leaf whose path ends the leaf's own and whose shape is the same; for a factored leaf
-    the entries of the dimensions that it kept; else `P()`, with the reason.
+    the entries of the dimensions that it kept. Else what earlier rules have decided stays, and a leaf on which none
+    has is `P()`, with the reason.
 
     ```python
-    found = mirror(sr.Leaf("0/mu/w", (8, 4), jnp.float32), {"w": ((8, 4), P("data"))})
+    found = mirror(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})
     assert found.spec == P("data")
     ```
     """
     if leaf.ndim == 0:
-        return leaf.replicate("a scalar of the state")
+        return Decision(PartitionSpec(), "a scalar of the state")
     other = ""
-    cuts = [(home, ending) for home, ending in _cuts(leaf.path) if ending in planned]
+    cuts = [(home, ending) for home, ending in _cuts(path) if ending in planned]
     if homes is not None and len(cuts) > 1:
         cuts.sort(key=lambda cut: -homes.get(cut[0], 0))
     for home, ending in cuts:
@@ -80,6 +82,8 @@ def mirror(leaf: Leaf, planned: Mapping[str, Planned], homes: Mapping[str, int] 
             )
         other = other or f"its namesake among the planned leaves has shape {shape}"
     why = other or "mirrors no planned leaf"
+    if leaf.spec is not None:
+        return leaf.skip(why)
     note = Finding(
         "note",
         "unmirrored",

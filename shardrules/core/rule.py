@@ -21,7 +21,7 @@ from typing import Any, Self, final
 
 import attrs
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core import codec
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
@@ -34,6 +34,7 @@ from shardrules.core.errors import (
     RuleError,
     RuleTypeError,
     ShardRulesError,
+    SpecError,
     TreeError,
     suggest,
 )
@@ -41,9 +42,9 @@ from shardrules.core.finding import Finding, listing, merged, shape_text, templa
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.mirror import Planned, homes, mirror
-from shardrules.core.spec import canonical, code, spec_key, spec_repr
+from shardrules.core.spec import canonical, checked_spec, code, spec_key, spec_repr
 from shardrules.core.table import Totals, device_bytes, placement_text, rows, rule_text, table_html, table_text
-from shardrules.core.tree import PathStyle, ReadsIndex, Survey, flatten_specs, leaf_paths, survey, widest
+from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest
 from shardrules.mesh.context import current_mesh
 
 
@@ -73,6 +74,9 @@ class ShardingRule(abc.ABC):
 
     reads_index: ReadsIndex = "value"
     """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
+
+    tree_budgets: tuple[int, ...] = ()
+    """Limits, in bytes per device, on all arrays of the tree together. A plan that misses one has an error."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -113,7 +117,7 @@ class ShardingRule(abc.ABC):
         ```
         """
         found, verdict = _decided(self, pytree, mesh, path_style)
-        noted = (*verdict.findings, *_ambiguous(found))
+        noted = (*verdict.findings, *_ambiguous(found), *_over_budget(self, found, verdict))
         own = {mesh_text(rule.mesh): rule.mesh for rule in _within(self) if rule.mesh is not None}
         for text, one in own.items():
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(one):
@@ -223,12 +227,6 @@ class LeafShardingRule(LeavesShardingRule):
         for leaf, count in zip(leaves.items, leaves.counts, strict=True):
             try:
                 decision = self.decide(leaf)
-                if not isinstance(decision, Decision):
-                    raise leaf.error(
-                        self,
-                        f"decide returned {decision!r}, not a Decision",
-                        "Return leaf.shard(dim, axis), leaf.replicate(why), leaf.skip(why) or Decision(spec, reason)",
-                    )
             except RuleError as error:
                 findings.append(_conflict(error, self, count))
                 decision = leaf.skip(error.why)
@@ -238,7 +236,9 @@ class LeafShardingRule(LeavesShardingRule):
 
 def _conflict(error: RuleError, rule: ShardingRule, count: int) -> Finding:
     text = error.rule or repr(rule)
-    return Finding("error", "conflict", error.why, error.path, error.hint, error.shape, count=count, rule=text)
+    return Finding(
+        "error", "conflict", error.why, error.path, error.hint, error.shape, axis=error.axis, count=count, rule=text
+    )
 
 
 def refined(
@@ -295,34 +295,63 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
 def _verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
     if not isinstance(rule, LeavesShardingRule):
         return _decide_by_apply(rule, leaves)
-    verdict = rule.decide_all(leaves)
+    try:
+        verdict = rule.decide_all(leaves)
+    except RuleError as error:
+        return Verdict(tuple([leaf.skip(error.why) for leaf in leaves.items]), (_conflict(error, rule, 1),))
+    if not isinstance(verdict, Verdict):
+        raise RuleTypeError(f"{rule!r}: decide_all returned {verdict!r:.80}, not a Verdict(decisions, findings)")
     if len(verdict.decisions) != len(leaves.items):
         raise PlanError(f"{rule!r} gave {len(verdict.decisions)} decisions for {len(leaves.items)} leaves")
+    problems: list[Finding] = []
     named = tuple(
         [
-            one if one.rule is not None or one.spec is None else Decision(one.spec, one.reason, rule, one.findings)
-            for one in verdict.decisions
+            one
+            if isinstance(one, Decision) and (one.rule is not None or one.spec is None)
+            else _named(rule, leaves, place, one, problems)
+            for place, one in enumerate(verdict.decisions)
         ]
     )
-    return Verdict(named, verdict.findings, verdict.idle)
+    return Verdict(named, (*verdict.findings, *problems), verdict.idle)
+
+
+def _named(rule: ShardingRule, leaves: Leaves, place: int, said: Any, problems: list[Finding]) -> Decision:
+    """What a rule said of a leaf, with its name on it; what cannot be meant becomes a finding."""
+    leaf, hint = leaves.items[place], ""
+    if isinstance(said, Decision):
+        try:
+            return Decision(checked_spec(said.spec), said.reason, rule, said.findings)
+        except SpecError as error:
+            why = str(error)
+    else:
+        why = f"decide returned {said!r}, not a Decision"
+        hint = "Return leaf.shard(dim, axis), leaf.replicate(why), leaf.skip(why) or Decision(spec, reason)"
+    problems.append(_conflict(leaf.error(None, why, hint), rule, leaves.counts[place]))
+    return leaf.skip(why)
 
 
 def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
-    """Asks a rule that only has `apply`: it is shown the whole tree, and an empty spec is no opinion."""
+    """Asks a rule that only has `apply`: it is shown the whole tree, and an empty spec is no opinion.
+
+    Rules inside it find the mesh on the shapes, which comes before the one in force.
+    """
     found = leaves.survey
     shown = list(found.leaves)
     for leaf, place in zip(leaves.items, leaves.places, strict=True):
         shown[place] = leaf
-    specs = flatten_specs(rule.apply(found.structs(shown)), found.treedef, f"what {rule!r} returned")
+    specs = flatten_specs(
+        rule.apply(found.structs(shown, leaves.items[0].mesh)), found.treedef, f"what {rule!r} returned"
+    )
     by_place = {kind: spec for kind, spec in zip(found.kinds, specs, strict=True) if kind >= 0}
     decisions: list[Decision] = []
     problems: list[Finding] = []
     for leaf, place in zip(leaves.items, leaves.places, strict=True):
-        spec = by_place[place]
-        if spec is not None and not isinstance(spec, PartitionSpec):
-            message = f"apply returned {spec!r}, not a PartitionSpec"
-            problems.append(Finding("error", "conflict", message, leaf.path, shape=leaf.shape, rule=repr(rule)))
-        if not isinstance(spec, PartitionSpec) or canonical(spec) == PartitionSpec():
+        try:
+            spec = PartitionSpec() if by_place[place] is None else checked_spec(by_place[place])
+        except SpecError as error:
+            problems.append(_conflict(leaf.error(None, f"apply returned no placement: {error}"), rule, 1))
+            spec = PartitionSpec()
+        if canonical(spec) == PartitionSpec():
             decisions.append(leaf.skip("apply returned an empty spec"))
             continue
         decisions.append(refined(rule, leaf, 1, spec, "from apply", problems))
@@ -360,8 +389,26 @@ def _ambiguous(found: Survey) -> Iterator[Finding]:
         return
     for path, count in collections.Counter(found.paths()).items():
         if count > 1:
-            why = f"{count} leaves have this path, since a key holds a slash; a plan tells leaves apart by their paths"
+            key = "a key holds a slash or is empty"
+            why = f"{count} leaves have this path, since {key}; a plan tells leaves apart by their paths"
             yield Finding("error", "ambiguous-path", why, path, "Rename one of the keys")
+
+
+def _over_budget(rule: ShardingRule, found: Survey, verdict: Verdict) -> Iterator[Finding]:
+    """An error for each limit on the whole tree that the plan misses, because of leaves that other rules decided."""
+    if not rule.tree_budgets:
+        return
+    sizes = mesh_sizes(found.mesh)
+    counts = _all_leaves(found).counts
+    held = sum(
+        device_bytes(leaf, decision, sizes) * count
+        for leaf, decision, count in zip(found.leaves, verdict.decisions, counts, strict=True)
+    )
+    for limit in dict.fromkeys(rule.tree_budgets):
+        if held > limit:
+            why = f"all arrays together take {held:,} bytes per device, the limit for the tree is {limit:,}"
+            remedy = "Let the rule with the limit come last in a CompositeShardingRule, so that it sees all the others"
+            yield Finding("error", "over-budget", why, remedy=remedy)
 
 
 def _within(rule: ShardingRule) -> Iterator[ShardingRule]:
@@ -376,7 +423,8 @@ def _never_used(rule: ShardingRule, verdict: Verdict) -> Iterator[Finding]:
     said: list[tuple[ShardingRule, int]] = []
     for owner, number, finding in verdict.idle:
         said.append((owner, number))
-        if said.count((owner, number)) == rules.count(owner):
+        # A rule that stands inside one which does not tell of its parts counts as having one place.
+        if said.count((owner, number)) == max(1, rules.count(owner)):
             yield finding
 
 
@@ -415,6 +463,38 @@ def derived(make: Callable[[Any], Any]) -> Any:
     An attrs field.
     """
     return attrs.field(init=False, repr=False, eq=False, default=attrs.Factory(make, takes_self=True))
+
+
+def budgets_of(rules: Iterable[ShardingRule]) -> tuple[int, ...]:
+    """Returns the limits on the whole tree that several rules have together.
+
+    **Arguments:**
+
+    - `rules`: the rules inside another.
+
+    **Returns:**
+
+    A tuple of bytes per device.
+
+    ```python
+    assert budgets_of([sr.MemoryConstrainedShardingRule(8, scope="tree"), sr.ReplicateShardingRule()]) == (8,)
+    ```
+    """
+    return tuple([limit for rule in rules for limit in rule.tree_budgets])
+
+
+def as_rule(owner: str) -> Callable[[Any], ShardingRule]:
+    """Returns a converter that lets a rule pass.
+
+    **Arguments:**
+
+    - `owner`: the class it is for, for the message.
+
+    **Returns:**
+
+    A function that returns its argument, and raises `RuleTypeError` for what is no rule.
+    """
+    return lambda rule: as_rules((rule,), owner)[0]
 
 
 def as_rules(rules: tuple[Any, ...], owner: str) -> tuple[ShardingRule, ...]:
@@ -458,6 +538,7 @@ class ChainShardingRule(LeavesShardingRule):
     rules: tuple[ShardingRule, ...]
     parts: tuple[ShardingRule, ...] = derived(lambda self: self.rules)
     reads_index: ReadsIndex = derived(lambda self: widest(rule.reads_index for rule in self.rules))
+    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.rules))
 
     def __init__(self, *rules: ShardingRule) -> None:
         flat: list[ShardingRule] = []
@@ -491,9 +572,13 @@ class ChainShardingRule(LeavesShardingRule):
             for number, decision in enumerate(verdict.decisions):
                 if decision.spec is None:
                     declined[number].append(decision.reason)
-                else:
-                    made[number].append(decision)
-                    items[number] = attrs.evolve(items[number], spec=decision.spec)
+                    continue
+                leaf = items[number]
+                # Some rules know nothing of what was decided before. The chain sees to it that it stays.
+                both = refined(rule, leaf, leaves.counts[number], decision.spec, "", findings)
+                if both.spec is not None:
+                    made[number].append(attrs.evolve(decision, spec=both.spec))
+                    items[number] = attrs.evolve(leaf, spec=both.spec)
             leaves = leaves.replace(items)
         return Verdict(
             tuple([self._joined(*one) for one in zip(made, declined, leaves.items, strict=True)]),
@@ -510,15 +595,36 @@ class ChainShardingRule(LeavesShardingRule):
 
 
 def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
-    if isinstance(specs, tuple) and all(
+    if isinstance(specs, tuple | list) and all(
         isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in specs
     ):
-        return specs
-    is_spec: Callable[[Any], bool] = lambda node: node is None or isinstance(node, PartitionSpec)  # noqa: E731
-    flat = jtu.tree_leaves(specs, is_leaf=is_spec)
-    treedef = jtu.tree_structure(specs, is_leaf=is_spec)
-    paths = leaf_paths(jtu.tree_unflatten(treedef, [0] * len(flat)))
-    return tuple((path, spec) for path, spec in zip(paths, flat, strict=True) if isinstance(spec, PartitionSpec))
+        pairs = list(specs)
+    else:
+        is_spec: Callable[[Any], bool] = lambda node: node is None or isinstance(node, PartitionSpec)  # noqa: E731
+        flat, treedef = jtu.tree_flatten(specs, is_leaf=is_spec)
+        paths = leaf_paths(jtu.tree_unflatten(treedef, [0] * len(flat)))
+        # `plan.specs` holds the static leaves of a model: what looks like no placement at all is one of those.
+        given = (pair for pair in zip(paths, flat, strict=True) if pair[1] is not None)
+        pairs = [pair for pair in given if _may_be_meant(pair[1])]
+    found: list[tuple[str, PartitionSpec | None]] = []
+    wrong: list[str] = []
+    for path, given in pairs:
+        spec = given.spec if isinstance(given, NamedSharding) else given
+        try:
+            found.append((path, None if spec is None else checked_spec(spec)))
+        except SpecError as error:
+            wrong.append(f"  {path or 'the tree'}: {error}")
+    if wrong:
+        raise SpecError(
+            "SpecTreeShardingRule takes a tree of PartitionSpecs, of NamedShardings, or (path, spec) pairs:\n"
+            + "\n".join(wrong)
+        )
+    return tuple(found)
+
+
+def _may_be_meant(leaf: Any) -> bool:
+    """Whether what stands in a tree of specs is there for an array, well or badly."""
+    return isinstance(leaf, PartitionSpec | Sharding | str | int | float) or array_kind(leaf) is not None
 
 
 @final
@@ -528,8 +634,9 @@ class SpecTreeShardingRule(LeavesShardingRule):
 
     **Arguments:**
 
-    - `specs`: a tree of PartitionSpecs, or a prefix of one (a spec stands for all leaves below it); `None` in it is no
-        opinion. Or `(path, spec)` pairs, which is what it is kept as.
+    - `specs`: a tree of PartitionSpecs or `NamedSharding`s, or a prefix of one (a spec stands for all leaves below it);
+        `None` in it is no opinion. Or `(path, spec)` pairs, which is what it is kept as: the fields of named tuples
+        have their names there, in plans of either path style.
 
     ```python
     rule = sr.SpecTreeShardingRule({"embed": P("model"), "layers": P(None, "data")})
@@ -555,8 +662,8 @@ class SpecTreeShardingRule(LeavesShardingRule):
         hit: dict[str, None] = {}
         decisions: list[Decision] = []
         problems: list[Finding] = []
-        for leaf, count in zip(leaves.items, leaves.counts, strict=True):
-            path = leaf.path
+        known = leaves.names()
+        for leaf, path, count in zip(leaves.items, known, leaves.counts, strict=True):
             while path not in pinned and path:
                 path = path.rpartition("/")[0]
             spec = pinned.get(path)
@@ -565,27 +672,30 @@ class SpecTreeShardingRule(LeavesShardingRule):
                 decisions.append(leaf.skip("not pinned"))
             else:
                 decisions.append(refined(self, leaf, count, spec, "pinned", problems))
-        known = [leaf.path for leaf in leaves.items]
-        unused = [path for path in pinned if path not in hit]
         # A tree of specs usually pins leaves that other rules of a composite have taken already.
-        taken = [template(leaf.path) for leaf, _ in leaves.settled]
-        problems += [
-            Finding(
-                "warning",
-                "dead-pin",
-                f"{spec_repr(pinned[path])} is pinned at {path!r}, where the tree has no leaf{suggest(path, known)}",
-                path,
-                "Correct the path, or take the pin out",
-                rule="SpecTreeShardingRule",
-            )
-            for path in unused
-            if template(path) not in taken
-        ]
+        taken = dict.fromkeys(template(leaf.path) for leaf, _ in leaves.settled)
+        unused = [path for path in pinned if path not in hit and template(path) not in taken]
+        for number, path in enumerate(unused):
+            # To look for the nearest name takes a look at every leaf. Who misses many pins has another tree.
+            near = suggest(path, known) if number < _SUGGESTIONS else ""
+            why = f"{spec_repr(pinned[path])} is pinned at {path!r}, where the tree has no leaf{near}"
+            remedy = "Correct the path, or take the pin out"
+            problems.append(Finding("warning", "dead-pin", why, path, remedy, rule="SpecTreeShardingRule"))
         return Verdict(tuple(decisions), tuple(problems))
 
 
+_SUGGESTIONS = 8  # so many dead pins are told which path comes nearest
+
+
 def _as_planned(plan: Any) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
-    return plan.planned() if isinstance(plan, ShardingPlan) else tuple(plan)
+    if isinstance(plan, ShardingPlan):
+        return plan.planned()
+    if not isinstance(plan, tuple | list) or not all(isinstance(one, tuple) and len(one) == 3 for one in plan):
+        raise RuleTypeError(
+            f"MirrorShardingRule takes a plan, or its (path, shape, spec) triples; got {plan!r:.80}. For a tree of "
+            "specs, plan first: SpecTreeShardingRule(specs).plan(params, mesh)"
+        )
+    return tuple([(path, tuple(shape), checked_spec(spec)) for path, shape, spec in plan])
 
 
 @final
@@ -594,7 +704,8 @@ class MirrorShardingRule(LeavesShardingRule):
     """Gives the leaves of an optimizer state, of gradients or of an average the specs of the leaves they mirror.
 
     A leaf mirrors the planned leaf with the longest path that ends its own: `0/mu/layers/0/w` mirrors `layers/0/w`. Of
-    factored states (rows, columns) each takes the dimensions it kept. The rest is replicated, each with a note.
+    factored states (rows, columns) each takes the dimensions it kept. The rest is replicated, each with a note; in a
+    chain it stays what the rules before have made of it.
 
     **Arguments:**
 
@@ -628,8 +739,11 @@ class MirrorShardingRule(LeavesShardingRule):
         A `Verdict`.
         """
         known: dict[str, Planned] = {path: (shape, spec) for path, shape, spec in self.planned}
-        found = homes([leaf.path for leaf in leaves.items], known)
-        return Verdict(tuple([mirror(leaf, known, found) for leaf in leaves.items]))
+        names = leaves.names()
+        found = homes(names, known)
+        return Verdict(
+            tuple([mirror(leaf, name, known, found) for leaf, name in zip(leaves.items, names, strict=True)])
+        )
 
 
 @final
@@ -708,6 +822,7 @@ class ShardingPlan:
         assert plan.shardings()["w"].spec == P("data", None)
         ```
         """
+        check_mesh(mesh)
         where = mesh if mesh is not None else self.mesh
         if where is None:
             raise NoMeshError("shardings need a mesh: pass one, plan.shardings(mesh), or plan with one")
@@ -906,11 +1021,19 @@ class ShardingPlan:
 
         **Returns:**
 
-        A tuple of triples, in the order of the tree.
+        A tuple of triples, in the order of the tree. The fields of named tuples have their names, whatever the path
+        style of the plan.
+
+        **Raises:**
+
+        `TreeError` for a plan with the other path style that was read from JSON without its tree.
         """
-        return tuple(
-            (path, self.leaves[kind].shape, _spec_of(self.decisions[kind])) for path, kind in self._by_path.items()
-        )
+        return tuple((path, self.leaves[kind].shape, _spec_of(self.decisions[kind])) for path, kind in self._by_name())
+
+    def _by_name(self) -> Iterator[tuple[str, int]]:
+        """The path of every leaf, fields of named tuples by name, and the number of its kind."""
+        paths = self.survey.by_name().paths()
+        return zip(paths, (kind for kind in self.survey.kinds if kind >= 0), strict=True)
 
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns the plan as a rule: it has an opinion on every leaf on which a rule had one.
@@ -919,12 +1042,16 @@ class ShardingPlan:
 
         A `SpecTreeShardingRule`.
 
+        **Raises:**
+
+        `TreeError` for a plan with `path_style="index"` that was read from JSON without its tree.
+
         ```python
         plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
         assert plan.as_rule().apply({"w": np.ones(8)}) == plan.specs
         ```
         """
-        pairs = ((path, self.decisions[kind].spec) for path, kind in self._by_path.items())
+        pairs = ((path, self.decisions[kind].spec) for path, kind in self._by_name())
         return SpecTreeShardingRule(tuple((path, spec) for path, spec in pairs if spec is not None))
 
     def mirror(self, pytree: Any) -> "ShardingPlan":
@@ -936,7 +1063,11 @@ class ShardingPlan:
 
         **Returns:**
 
-        A plan for the same mesh.
+        A plan for the same mesh, and with the same path style.
+
+        **Raises:**
+
+        `TreeError` for a plan with `path_style="index"` that was read from JSON without its tree.
 
         ```python
         import optax
@@ -946,7 +1077,7 @@ class ShardingPlan:
         assert plan.mirror(optax.adam(1e-3).init(params)).decision("0/mu/w").spec == P("data", None)
         ```
         """
-        return MirrorShardingRule(self).plan(pytree, self.mesh)
+        return MirrorShardingRule(self).plan(pytree, self.mesh, path_style=self.survey.path_style)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -975,18 +1106,15 @@ class ShardingPlan:
                 spec_repr(one.spec),
                 one.reason,
                 rule_text(one.rule),
+                tuple([attrs.evolve(finding, path=template(finding.path)) for finding in one.findings]),
             )
             groups.setdefault(key, ([], kind))[0].append(path)
         parts = [(paths, self.leaves[kind], self.decisions[kind]) for paths, kind in groups.values()]
-        own = [
-            attrs.evolve(finding, count=finding.count * count)
-            for decision, count in zip(self.decisions, self.counts, strict=True)
-            for finding in decision.findings
-        ]
         return codec.dumps(
             mesh=None if self.mesh is None else mesh_sizes(self.mesh),
             leaves=[codec.leaf_to_json(paths, leaf, one, rule_text(one.rule)) for paths, leaf, one in parts],
-            findings=tuple(_with_patterns((*own, *self.noted), self.survey)),
+            findings=tuple(_with_patterns(self.noted, self.survey)),
+            path_style=self.survey.path_style,
             fingerprint=self.fingerprint,
         )
 
@@ -1006,20 +1134,26 @@ class ShardingPlan:
 
         **Raises:**
 
-        `PlanError` when the text is no plan, `TreeError` listing all leaves in which `tree` differs.
+        `PlanError` when the text is no plan, or was changed by hand so that its fingerprint is another; `TreeError`
+        listing all leaves in which `tree` differs.
 
         ```python
         plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
         assert sr.ShardingPlan.from_json(plan.to_json()) == plan
         ```
         """
-        mesh, groups, noted = codec.loads(text)
-        leaves = tuple([leaf for _, leaf, _ in groups])
-        decisions = tuple([decision for _, _, decision in groups])
-        paths = [path for group, _, _ in groups for path in group]
-        kinds = [kind for kind, (group, _, _) in enumerate(groups) for _ in group]
-        found = Survey(leaves, kinds, None, (), (), (paths, kinds))
-        plan = ShardingPlan(mesh, leaves, decisions, found, noted)
+        read = codec.loads(text)
+        leaves = tuple([leaf for _, leaf, _ in read.groups])
+        decisions = tuple([decision for _, _, decision in read.groups])
+        paths = [path for group, _, _ in read.groups for path in group]
+        kinds = [kind for kind, (group, _, _) in enumerate(read.groups) for _ in group]
+        found = Survey(leaves, kinds, None, (), (), (paths, kinds), path_style=read.path_style)
+        plan = ShardingPlan(read.mesh, leaves, decisions, found, read.findings)
+        if plan.fingerprint != read.fingerprint:
+            raise PlanError(
+                f"this plan was changed after it was written: its fingerprint is {read.fingerprint!r}, and that of "
+                f"what it says now is {plan.fingerprint!r}. Change the rules, plan anew and write that"
+            )
         return plan if tree is None else plan.bind(tree, dtypes=True)
 
     @property
@@ -1049,7 +1183,7 @@ class ShardingPlan:
         ```
         """
         found = survey(tree, self.mesh)
-        if self._fits(found) and not dtypes:
+        if not dtypes and self._fits(found):
             return self
         if any(leaf.path not in self._by_path for leaf in found.leaves):
             by_place = survey(tree, self.mesh, path_style="index")
@@ -1067,7 +1201,7 @@ class ShardingPlan:
                     f"  {leaf.path}: {shape_text(leaf.shape)} {leaf.dtype} in the tree, "
                     f"{shape_text(known.shape)} {known.dtype} in the plan"
                 )
-            decisions.append(self.decisions[kind])
+            decisions.append(_moved(self.decisions[kind], leaf.path))
         present = {leaf.path: None for leaf in found.leaves}
         problems += [f"  {path}: in the plan, not in the tree" for path in self.paths if path not in present]
         if problems:
@@ -1077,9 +1211,13 @@ class ShardingPlan:
     def _fits(self, found: Survey) -> bool:
         """Whether `found` is the very tree that was planned, whatever its dtypes."""
         own = self.survey
-        return found.treedef == own.treedef and all(
-            (a < 0) == (b < 0) and (a < 0 or found.leaves[a].shape == self.leaves[b].shape)
-            for a, b in zip(found.kinds, own.kinds, strict=True)
+        return (
+            own.treedef is not None
+            and found.treedef == own.treedef
+            and all(
+                (a < 0) == (b < 0) and (a < 0 or found.leaves[a].shape == self.leaves[b].shape)
+                for a, b in zip(found.kinds, own.kinds, strict=True)
+            )
         )
 
     @functools.cached_property
@@ -1112,6 +1250,13 @@ class ShardingPlan:
 
     def _repr_html_(self) -> str:
         return table_html(*self._table())
+
+
+def _moved(decision: Decision, path: str) -> Decision:
+    """A decision about one leaf of several as one about another of them."""
+    if not decision.findings:
+        return decision
+    return attrs.evolve(decision, findings=tuple([attrs.evolve(found, path=path) for found in decision.findings]))
 
 
 @final

@@ -59,6 +59,36 @@ def entries(spec: PartitionSpec, ndim: int | None = None) -> Entries:
     return found if ndim is None else found + ((),) * (ndim - len(found))
 
 
+def checked_spec(spec: object) -> PartitionSpec:
+    """Returns `spec` if it is one that a rule can ask for.
+
+    **Arguments:**
+
+    - `spec`: what was given.
+
+    **Returns:**
+
+    The PartitionSpec itself.
+
+    **Raises:**
+
+    `SpecError` for what is no PartitionSpec, for entries that name no axes, and for one that speaks of reductions.
+
+    ```python
+    assert checked_spec(P("data", None)) == P("data", None)
+    ```
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(f"{spec!r} is not a PartitionSpec")
+    if spec.unreduced or spec.reduced:
+        raise SpecError(
+            f"{spec!r} speaks of reductions: unreduced and reduced are states of values inside a program, and no "
+            "placement that a rule could ask for. Leave them out"
+        )
+    entries(spec)
+    return spec
+
+
 def make_spec(found: Entries) -> PartitionSpec:
     """Returns the PartitionSpec with these entries, as long as they are.
 
@@ -332,6 +362,8 @@ def spec_repr(spec: PartitionSpec | None) -> str:
     """
     if spec is None:
         return "no opinion"
+    if not isinstance(spec, PartitionSpec) or spec.unreduced or spec.reduced:  # what `checked_spec` refuses, in errors
+        return repr(spec)
     parts = ("P.UNCONSTRAINED" if part is UNCONSTRAINED else repr(part) for part in spec.partitions)
     return f"P({', '.join(parts)})"
 

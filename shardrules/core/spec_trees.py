@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.core.axes import AnyMesh
+from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.errors import NoMeshError, ShardRulesError, SpecError
 from shardrules.core.spec import axis_names
 from shardrules.mesh.context import current_mesh
@@ -136,7 +136,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
 
     **Raises:**
 
-    `NoMeshError` when a leaf has a bare PartitionSpec and there is no mesh.
+    `NoMeshError` when a leaf has a bare PartitionSpec and there is no mesh; `AxisTypeError` for what is no mesh.
 
     ```python
     mesh = jax.make_mesh((8,), ("dp",))
@@ -144,6 +144,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     assert sr.extract_shardings({"rows": rows, "step": 3}) == {"rows": rows.sharding, "step": None}
     ```
     """
+    check_mesh(mesh)
     return jtu.tree_map_with_path(lambda path, leaf: _on_mesh(path, _sharding(leaf), mesh), tree)
 
 

@@ -8,21 +8,22 @@ each leaf is of, and a small graph from which every path can be spelled out late
 """
 
 import array
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import attrs
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import SpecError, TreeError
 from shardrules.core.finding import common_path
-from shardrules.core.leaf import Leaf
+from shardrules.core.leaf import Leaf, LogicalName
 from shardrules.core.spec import device_dtype
 
 ReadsIndex: TypeAlias = Literal["no", "width", "value"]
@@ -32,7 +33,10 @@ PathStyle: TypeAlias = Literal["attr", "index"]
 """How fields of named tuples appear in paths: by name (`0/mu/w`) or by position (`0/1/w`)."""
 
 _READS: tuple[ReadsIndex, ...] = ("no", "width", "value")
+_STYLES: tuple[PathStyle, ...] = get_args(PathStyle)
 _registry = jtu.default_registry
+_NOT_NUMBERS = (np.void, np.object_, np.character, np.datetime64, np.timedelta64, str)  # what JAX cannot hold
+_sharding = operator.attrgetter("sharding")
 _NOT_ARRAY = 0  # kind codes: 0 for what is carried through, others for (shape, dtype, axes)
 _STATIC = -1
 
@@ -60,7 +64,8 @@ class Survey:
     - `numbers`: position and value of every Python number.
     - `root`: the graph that spells out paths.
     - `mesh`: the mesh that is planned for.
-    - `slashed`: whether a key holds a slash, so that two leaves may have one path.
+    - `slashed`: whether a key holds a slash or is empty, so that two leaves may have one path.
+    - `path_style`: how fields of named tuples appear in paths.
 
     ```python
     found = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
@@ -77,10 +82,36 @@ class Survey:
     root: Any
     mesh: AnyMesh | None = None
     slashed: bool = False
+    path_style: PathStyle = "attr"
 
     def paths(self) -> tuple[str, ...]:
         """Returns the path of every array of the tree, in order."""
         return tuple(path for path, kind in _spell(self.root, "") if kind != _STATIC)
+
+    def by_name(self) -> "Survey":
+        """Returns the survey in whose paths the fields of named tuples have their names: this one, or another look.
+
+        **Raises:**
+
+        `TreeError` where there is no tree to look at, as in a plan that was read from JSON.
+        """
+        if self.path_style == "attr":
+            return self
+        if self.treedef is None:
+            raise TreeError(
+                "these paths name the fields of named tuples by position, and without the tree their names are not "
+                "known: read the plan with ShardingPlan.from_json(text, tree)"
+            )
+        return survey(self.structs(self.leaves, None), None)
+
+    def kind_names(self) -> tuple[str, ...]:
+        """Returns the path of the first leaf of each kind, the fields of named tuples by name."""
+        if self.path_style == "attr":
+            return tuple([leaf.path for leaf in self.leaves])
+        first: dict[int, str] = {}
+        for kind, path in zip((kind for kind in self.kinds if kind != _STATIC), self.by_name().paths(), strict=True):
+            first.setdefault(kind, path)
+        return tuple([first[kind] for kind in range(len(self.leaves))])
 
     def patterns(self) -> tuple[str, ...]:
         """Returns the path of each kind, with `*` for every index in which its leaves differ."""
@@ -105,18 +136,20 @@ class Survey:
             result[position] = value
         return jtu.tree_unflatten(self.treedef, result)
 
-    def structs(self, leaves: Sequence[Leaf]) -> Any:
+    def structs(self, leaves: Sequence[Leaf], mesh: AnyMesh | None) -> Any:
         """Returns a tree of this structure with a `ShapeDtypeStruct` for each array; the rest is as it was.
 
         **Arguments:**
 
         - `leaves`: one for each kind.
+        - `mesh`: the mesh that the shapes are to be on.
 
         **Returns:**
 
         The tree.
         """
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype)) for leaf in leaves]
+        on = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=on) for leaf in leaves]
         result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kinds]
         for position, value in (*self.carried, *self.numbers):
             result[position] = value
@@ -181,11 +214,12 @@ def box_type() -> type | None:
     return None if meta is None else meta.AxisMetadata
 
 
-def _unboxed(leaf: Any, box: type) -> tuple[Any, tuple[str | None, ...] | None]:
-    names: tuple[str | None, ...] | None = None
+def _unboxed(leaf: Any, box: type) -> tuple[Any, tuple[LogicalName, ...] | None]:
+    names: tuple[LogicalName, ...] | None = None
     while isinstance(leaf, box):
         own = getattr(leaf, "names", None)  # boxes of other kinds than flax's own may carry no names
-        names = names if own is None else tuple(own)
+        if own is not None:
+            names = tuple([tuple(name) if isinstance(name, list) else name for name in own])
         leaf = _registry.flatten_one_level(leaf)[0][0]  # not unbox(): where a mesh is in force, that places the array
     return leaf, names
 
@@ -207,26 +241,28 @@ def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 
     **Returns:**
 
-    The two, or `None` for Python numbers, callables and other leaves that are not arrays.
+    The two, or `None` for Python numbers, callables and other leaves that are not arrays. Arrays that JAX cannot hold
+    are among these: texts, objects, dates, records, and the `float0` that stands for the gradient of an integer.
     """
     if isinstance(leaf, type):  # a scalar type such as np.float32 has both, as descriptors
         return None
     try:
         shape, dtype = leaf.shape, leaf.dtype
-        return tuple(map(int, shape)), dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
+            dtype = np.dtype(dtype)
+            if issubclass(dtype.type, _NOT_NUMBERS):
+                return None
+        return tuple(map(int, shape)), dtype
     except (AttributeError, TypeError):
         return None
 
 
-def _classify(
-    leaves: list[Any], box: type | None
-) -> tuple[list[int], list[Any], list[tuple[int, Any]], AnyMesh | None]:
-    """Returns a code for each leaf, what each code stands for, the leaves that are no arrays, and where arrays are."""
+def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any], list[tuple[int, Any]]]:
+    """Returns a code for each leaf, what each code stands for, and the leaves that are no arrays."""
     codes: dict[Hashable, int] = {}
     meanings: list[Any] = [None]
     plain: list[int] = []
     others: list[tuple[int, Any]] = []
-    meshes: list[AnyMesh] = []
     for position, leaf in enumerate(leaves):
         try:
             key = (leaf.shape, leaf.dtype)
@@ -244,13 +280,27 @@ def _classify(
                 code = codes.setdefault(meaning, len(meanings))
                 if code == len(meanings):
                     meanings.append(meaning)
-                    sharding = getattr(value, "sharding", None)  # many kinds of arrays have none
-                    if isinstance(sharding, NamedSharding) and sharding.mesh not in meshes:
-                        meshes.append(sharding.mesh)
                 if key is not None:
                     codes[key] = code
         plain.append(code)
-    return plain, meanings, others, meshes[0] if len(meshes) == 1 else None
+    return plain, meanings, others
+
+
+def _mesh_of(leaves: list[Any], box: type | None) -> AnyMesh | None:
+    """Returns the mesh that the arrays are on; `None` where they are on none, or on several."""
+    values = leaves if box is None else [_unboxed(leaf, box)[0] for leaf in leaves]
+    try:
+        shardings = list(map(_sharding, values))
+    except AttributeError:  # many kinds of leaves have none
+        shardings = [getattr(value, "sharding", None) for value in values]
+    found: AnyMesh | None = None
+    for sharding in filter(None, shardings):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh is found:
+            continue
+        if found is not None and sharding.mesh != found:
+            return None
+        found = sharding.mesh
+    return found
 
 
 def survey(
@@ -274,7 +324,13 @@ def survey(
     **Returns:**
 
     A `Survey`.
+
+    **Raises:**
+
+    `SpecError` for a style of paths that there is not.
     """
+    if path_style not in _STYLES:
+        raise SpecError(f"path_style is one of {', '.join(map(repr, _STYLES))}; got {path_style!r}")
     try:
         return _survey(tree, mesh, in_force, reads_index, path_style, None)
     except _BoxFoundError:
@@ -291,8 +347,9 @@ def _survey(
 ) -> Survey:
     is_box: Callable[[Any], bool] | None = None if box is None else lambda node: isinstance(node, box)
     flat, treedef = jtu.tree_flatten(tree, is_leaf=is_box)
-    codes, meanings, others, placed = _classify(flat, box)
+    codes, meanings, others = _classify(flat, box)
     if mesh is None:
+        placed = _mesh_of(flat, box)
         mesh = in_force if placed is None else placed
     walker = _Walker(codes, meanings, mesh, reads_index, path_style, box_type() if box is None else None)
     if treedef.num_nodes > 1:
@@ -301,7 +358,7 @@ def _survey(
         root = walker.meet(0, "", "") if flat else ((), ())
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
-    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root, mesh, walker.slashed)
+    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root, mesh, walker.slashed, path_style)
 
 
 @final
@@ -348,31 +405,29 @@ class _Walker:
             count = part.num_leaves
             if not count:
                 continue
-            if "/" in text:
+            if not text or "/" in text:
                 self.slashed = True
+            shared = known = None
             if self.reads_index == "value" or not (text.isdecimal() and text.isascii()):
-                name = text.replace("#", "#~") if "#" in text else text  # no name may look like the mark of an index
-                found = self.enter(child, part, start, path + text, pattern + name)
+                mark = text.replace("#", "#~") if "#" in text else text  # no name may look like the mark of an index
             else:
                 mark = "#" if self.reads_index == "no" else "#" * len(text)
                 shared = (mark, part, self.packed[start : start + count].tobytes())
                 known = _known(seen, shared)
-                if known is None:
-                    found = self.enter(child, part, start, path + text, pattern + mark)
-                    _remember(seen, shared, (start, found))
+            if known is not None:
+                first, found = known
+                self.kinds[start : start + count] = self.kinds[first : first + count]
+            else:
+                if part.num_nodes == 1:  # no method of its own: in a deep tree every call on the way down counts
+                    found = self.meet(start, path + text, pattern + mark)
                 else:
-                    first, found = known
-                    self.kinds[start : start + count] = self.kinds[first : first + count]
+                    found = self.walk(child, part, start, path + text, pattern + mark)
+                if shared is not None:
+                    _remember(seen, shared, (start, found))
             keys.append(text)
             below.append(found)
             start += count
         return keys, below
-
-    def enter(self, child: Any, part: Any, start: int, path: str, pattern: str) -> Any:
-        """Returns the graph of a child, or the number of its kind where it is a leaf."""
-        if part.num_nodes == 1:
-            return self.meet(start, path, pattern)
-        return self.walk(child, part, start, path, pattern)
 
     def open(self, node: Any, structure: Any) -> tuple[Sequence[str], Sequence[Any]]:
         """Returns the text of the keys of a container, and its children, in the order in which JAX flattens them."""

@@ -30,7 +30,7 @@ def reshard(tree: Any, shardings: Any) -> Any:
     tree that is no prefix.
 
     ```python
-    whole = NamedSharding(sr.create_mesh("data:8"), P())
+    whole = jax.sharding.NamedSharding(sr.create_mesh("data:8"), P())
     assert sr.reshard({"scale": 3.0}, whole)["scale"].sharding == whole
     ```
     """

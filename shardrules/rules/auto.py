@@ -7,11 +7,11 @@ from typing import final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_repr, mesh_sizes
+from shardrules.core.axes import AnyMesh, Axis, as_axis, as_mesh, axis_tuple, mesh_repr, mesh_sizes
 from shardrules.core.fields import integer
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
-from shardrules.core.spec import Entries, axis_names, make_spec, pad
+from shardrules.core.spec import Entries, make_spec, pad
 
 
 def as_axes(axes: Sequence[Axis] | str | None) -> tuple[Axis, ...] | None:
@@ -105,7 +105,7 @@ class AutoShardingRule(LeafShardingRule):
     ```
     """
 
-    mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
+    mesh: AnyMesh | None = attrs.field(default=None, converter=as_mesh, repr=mesh_repr, eq=mesh_key)
     axis_names: tuple[Axis, ...] | None = attrs.field(default=None, converter=as_axes)
     min_shard_size: int | None = attrs.field(
         default=None, converter=attrs.converters.optional(integer("min_shard_size", 0))
@@ -130,11 +130,9 @@ class AutoShardingRule(LeafShardingRule):
         if leaf.size < least:
             return leaf.skip(f"fewer than {least} elements")
         useful = [axis for axis in axes if leaf.axis_size(axis) > 1]
-        taken = () if leaf.spec is None else axis_names(leaf.spec)
-        found = auto_entries(
-            leaf.shape, useful, sizes, reverse=self.reverse, decided=leaf.entries[: leaf.ndim], taken=taken
-        )
-        if found == leaf.entries:
+        decided = leaf.entries[: leaf.ndim]
+        found = auto_entries(leaf.shape, useful, sizes, reverse=self.reverse, decided=decided, taken=leaf.taken)
+        if found == decided:
             return Decision(None, "no free axis divides a free dimension", blank=pad(PartitionSpec(), leaf.ndim))
         order = "smallest" if self.reverse else "largest"
         return Decision(make_spec(found), f"{order} dims first")

@@ -7,7 +7,7 @@ import attrs
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, decide, derived
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, budgets_of, decide, derived
 from shardrules.core.spec import axis_names
 from shardrules.core.tree import ReadsIndex, widest
 
@@ -33,6 +33,7 @@ class CompositeShardingRule(LeavesShardingRule):
     empty_is_opinion: bool = True
     parts: tuple[ShardingRule, ...] = derived(lambda self: self.rules)
     reads_index: ReadsIndex = derived(lambda self: widest(rule.reads_index for rule in self.rules))
+    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.rules))
 
     def __init__(self, *rules: ShardingRule, empty_is_opinion: bool = True) -> None:
         self.__attrs_init__(as_rules(rules, "CompositeShardingRule"), empty_is_opinion)  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,6 +9,7 @@ from shardrules.core.fields import integer
 from shardrules.core.finding import Finding, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
+from shardrules.core.spec import make_spec
 
 
 @final
@@ -61,6 +62,6 @@ class DimShardingRule(LeafShardingRule):
         return leaf.shard(dim, self.axis)
 
     def _call(self, leaf: Leaf) -> str:
-        so_far = tuple(None if entry == () else entry[0] if len(entry) == 1 else entry for entry in leaf.entries)
+        so_far = tuple(make_spec(leaf.entries).partitions)
         name = template(leaf.path)  # equal layers say the same, and so become one finding
         return f"shard_dim({'+'.join(axis_tuple(self.axis))}, {self.dim}): name={name} cur_spec={so_far}"

@@ -1,15 +1,17 @@
 """`FittedShardingRule`: the only place where a misfit is forgiven, and never in silence."""
 
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 import attrs
+from jax.sharding import AbstractMesh
 
+from shardrules.core.axes import mesh_sizes
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, budgets_of, decide, derived
 from shardrules.core.spec import UNCONSTRAINED, divisible_prefix, entries, make_spec, spec_repr
 from shardrules.core.tree import ReadsIndex
 
@@ -20,7 +22,7 @@ class FittedShardingRule(LeavesShardingRule):
     """Fits what another rule decides to the mesh and the shapes at hand; each thing it drops is a finding.
 
     Axes that the mesh lacks are dropped, then those at the end of a dimension's tuple until the rest divides it. Where
-    nothing is left of a spec the rule has no opinion.
+    nothing is left of a spec the rule has no opinion. In a chain, what the rules before have decided stays as it is.
 
     **Arguments:**
 
@@ -34,9 +36,10 @@ class FittedShardingRule(LeavesShardingRule):
     ```
     """
 
-    rule: ShardingRule
+    rule: ShardingRule = attrs.field(converter=as_rule("FittedShardingRule"))
     parts: tuple[ShardingRule, ...] = derived(lambda self: (self.rule,))
     reads_index: ReadsIndex = derived(lambda self: self.rule.reads_index)
+    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.parts))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the fitted decisions of the rule inside.
@@ -49,15 +52,46 @@ class FittedShardingRule(LeavesShardingRule):
 
         A `Verdict`.
         """
-        verdict = decide(self.rule, leaves)
+        verdict, lacking = self._ask(leaves)
         fitted = [_fit(leaf, one) for leaf, one in zip(leaves.items, verdict.decisions, strict=True)]
-        return Verdict(tuple(fitted), verdict.findings, verdict.idle)
+        told = dict.fromkeys(found.axis for one in fitted for found in one.findings)
+        unseen = [_unseen(name, leaves.items[0]) for name in lacking if name not in told]
+        return Verdict(tuple(fitted), (*verdict.findings, *unseen), verdict.idle)
+
+    def _ask(self, leaves: Leaves) -> tuple[Verdict, list[str]]:
+        """What the rule inside says, and the axes that it asked for and the mesh lacks.
+
+        A rule that looks at the size of an axis refuses one that is not there. So it is asked again about a mesh where
+        that axis has size 1, until there is no such refusal.
+        """
+        sizes = mesh_sizes(leaves.items[0].mesh)
+        lacking: list[str] = []
+        asked = leaves
+        while True:
+            heard: list[Any] | None = None if leaves.heard is None else []
+            verdict = decide(self.rule, attrs.evolve(asked, heard=heard))
+            refused = (found.axis for found in verdict.findings if found.code == "conflict" and found.axis is not None)
+            more = [name for name in dict.fromkeys(refused) if name not in sizes and name not in lacking]
+            if not more:
+                if leaves.heard is not None:
+                    leaves.heard.extend(heard or [])
+                return verdict, lacking
+            lacking += more
+            known = {**sizes, **dict.fromkeys(lacking, 1)}
+            mesh = AbstractMesh(tuple(known.values()), tuple(known))
+            asked = leaves.replace(attrs.evolve(leaf, mesh=mesh) for leaf in leaves.items)
+
+
+def _unseen(name: str, leaf: Leaf) -> Finding:
+    why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}: the rule inside goes without it"
+    remedy = "Correct the rule inside, if this is not what is meant"
+    return Finding("warning", "fitted", why, remedy=remedy, axis=name, rule="FittedShardingRule")
 
 
 def _fit(leaf: Leaf, decision: Decision) -> Decision:
     if decision.spec is None:
         return decision
-    asked = entries(decision.spec)
+    asked, before = entries(decision.spec), leaf.entries
     findings: list[Finding] = []
     if len(asked) > leaf.ndim:
         why = f"{spec_repr(decision.spec)} has {len(asked)} entries for {leaf.ndim} dimensions: the last were cut"
@@ -66,7 +100,7 @@ def _fit(leaf: Leaf, decision: Decision) -> Decision:
         )
     kept = []
     for dim, entry in enumerate(asked[: leaf.ndim]):
-        if entry == () or entry is UNCONSTRAINED:
+        if entry is UNCONSTRAINED or entry == before[dim]:
             kept.append(entry)
             continue
         known = tuple(name for name in entry if name in leaf.sizes)

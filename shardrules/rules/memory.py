@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, axis_tuple, mesh_repr
+from shardrules.core.axes import AnyMesh, Axis, as_mesh, axis_tuple, mesh_repr
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import PlanError, RuleError
+from shardrules.core.errors import PlanError
 from shardrules.core.fields import byte_count, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
@@ -54,10 +54,11 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     """
 
     max_memory_per_device: int = attrs.field(converter=byte_count("max_memory_per_device"))
-    mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
+    mesh: AnyMesh | None = attrs.field(default=None, converter=as_mesh, repr=mesh_repr, eq=mesh_key)
     axis_names: tuple[Axis, ...] | None = attrs.field(default=None, converter=as_axes)
     scope: Scope = attrs.field(default="array", converter=one_of("scope", "array", "tree"))
     reads_index: ReadsIndex = derived(lambda self: "no" if self.scope == "array" else "value")
+    tree_budgets: tuple[int, ...] = derived(lambda self: (self.max_memory_per_device,) if self.scope == "tree" else ())
     # Of equal layers the tree may need only some split, so each leaf is looked at by itself.
 
     def decide_all(self, leaves: Leaves) -> Verdict:
@@ -76,10 +77,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         `PlanError` when the tree cannot fit; it names the smallest limit that works. Also when the mesh lacks an axis.
         """
         for axis in self.axis_names or ():
-            try:
-                leaves.items[0].axis_size(axis)  # a typo must not hide behind a limit that needs no split
-            except RuleError as error:
-                raise PlanError(f"{self!r}: {error.why}") from error
+            leaves.items[0].axis_size(axis)  # a typo must not hide behind a limit that needs no split
         if self.scope == "tree":
             return Verdict(self._fit_tree(leaves))
         return Verdict(tuple(map(self._fit_array, leaves.items)))
@@ -87,7 +85,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     def _axes(self, leaf: Leaf) -> list[Axis]:
         """The axes worth spending, biggest first."""
         wanted = tuple(leaf.sizes) if self.axis_names is None else self.axis_names
-        taken = () if leaf.spec is None else axis_names(leaf.spec)
+        taken = leaf.taken
         free = [axis for axis in wanted if leaf.axis_size(axis) > 1 and not any(n in taken for n in axis_tuple(axis))]
         return sorted(free, key=lambda axis: -leaf.axis_size(axis))
 
@@ -102,7 +100,8 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         for axis in self._axes(leaf):
             split = leaf.axis_size(axis)
             dim = next((dim for dim in dims if found[dim] == () and leaf.shape[dim] % split == 0), None)
-            if dim is None or any(name in entry for entry in found for name in axis_tuple(axis)):
+            spent = axis_names(make_spec(tuple(found)))
+            if dim is None or any(name in spent for name in axis_tuple(axis)):
                 continue
             found[dim] = axis_tuple(axis)
             held = shard_bytes(leaf.shape, leaf.dtype, make_spec(tuple(found)), leaf.sizes)
@@ -136,7 +135,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         cache: dict[object, tuple[_Choice, ...]] = {}
         groups: dict[tuple[_Choice, ...], list[int]] = {}
         for number, leaf in enumerate(leaves.items):
-            key = (leaf.shape, leaf.dtype, leaf.entries)
+            key = (leaf.shape, leaf.dtype, leaf.entries, leaf.aside)
             choices = cache.get(key)
             if choices is None:
                 cache[key] = choices = tuple(_choices(leaf, self._axes(leaf)))

@@ -7,13 +7,13 @@ from typing import Literal, TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.errors import PatternError
+from shardrules.core.errors import PatternError, SpecError
 from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, derived, refined
-from shardrules.core.spec import code, spec_key
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, budgets_of, decide, derived, refined
+from shardrules.core.spec import checked_spec, code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
 from shardrules.rules.text import parse_rule
@@ -43,6 +43,11 @@ def _as_pattern_pairs(
                 "rule in text form, nor None"
             )
         compile_pattern(pattern, "RegexShardingRule")
+        if isinstance(value, PartitionSpec):
+            try:
+                checked_spec(value)
+            except SpecError as error:
+                raise PatternError(f"RegexShardingRule: {pattern!r}: {error}") from error
     return pairs
 
 
@@ -99,6 +104,16 @@ class RegexShardingRule(LeavesShardingRule):
         lambda self: tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
     )
     reads_index: ReadsIndex = derived(_reads_index)
+    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.parts))
+    # A rule with a limit for the whole tree comes last, and sees what became of all other leaves.
+    _asked: tuple[tuple[int, ShardingRule], ...] = derived(
+        lambda self: tuple(
+            sorted(
+                [(number, value) for number, (_, value) in enumerate(self.rules) if isinstance(value, ShardingRule)],
+                key=lambda one: bool(one[1].tree_budgets),
+            )
+        )
+    )
     _matchers: tuple[Callable[[str], object], ...] = derived(
         lambda self: tuple(getattr(re.compile(pattern), self.match) for pattern, _ in self.rules)
     )
@@ -143,9 +158,8 @@ class RegexShardingRule(LeavesShardingRule):
             if leaf.spec is not None and decision.spec is not None:
                 decision = refined(self, leaf, leaves.counts[place], decision.spec, decision.reason, findings)
             decisions.append(decision)
-        for number, (pattern, rule) in enumerate(self.rules):
-            if not isinstance(rule, ShardingRule):
-                continue
+        for number, rule in self._asked:
+            pattern = self.rules[number][0]
             places = delegated.get(number, [])
             settled = [
                 (attrs.evolve(leaf, spec=one.spec), count)

@@ -6,12 +6,12 @@ from typing import TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.errors import PatternError
+from shardrules.core.errors import PatternError, SpecError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, refined
-from shardrules.core.spec import code, spec_key
+from shardrules.core.spec import checked_spec, code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]
 """A shape in which `None` stands for any size."""
@@ -34,6 +34,10 @@ def _as_patterns(
                 f"ShapeBasedShardingRule: {pattern!r}: {spec!r} is not a shape (sizes, or None for any size) and a "
                 "PartitionSpec"
             )
+        try:
+            checked_spec(spec)
+        except SpecError as error:
+            raise PatternError(f"ShapeBasedShardingRule: {pattern!r}: {error}") from error
     return found
 
 

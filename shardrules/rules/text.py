@@ -130,7 +130,7 @@ def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any
     try:
         args = [ast.literal_eval(arg) for arg in node.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # a TypeError for what cannot be a key, {[]: 1}
         raise SpecError(
             f"rule text {text!r}: the arguments of {node.func.id} must be literals (strings, numbers, tuples ...)"
         ) from error

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,16 +26,20 @@ DTYPES: list[Any] = [
     *KEYS,
     jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg")).dtype,
 ]
+TOLD = sr.Finding("note", "told", "it is", "layers/0/w")
 FINDING = sr.Finding("warning", "fitted", "dropped", "w", "Correct it", (8, 4), 1, "model", 3, "FittedShardingRule")
+
+FINGERPRINT = "ed8ee059fe1246db95c58f7dc6ba4a48e451904baac466923397b3e6709c096e"
 
 GOLDEN = """\
 {
  "shardrules": 1,
- "fingerprint": "f00",
+ "fingerprint": "FINGERPRINT",
  "mesh": {
   "data": 4,
   "model": 2
  },
+ "path_style": "attr",
  "leaves": [
   {
    "paths": [
@@ -48,7 +53,10 @@ GOLDEN = """\
    "dtype": "bfloat16",
    "axes": [
     "embed",
-    null
+    [
+     "mlp",
+     "heads"
+    ]
    ],
    "spec": [
     "data",
@@ -60,7 +68,21 @@ GOLDEN = """\
     "?"
    ],
    "rule": "Rule",
-   "reason": "because"
+   "reason": "because",
+   "findings": [
+    {
+     "severity": "note",
+     "code": "told",
+     "message": "it is",
+     "path": "layers/0/w",
+     "remedy": "",
+     "shape": null,
+     "dim": null,
+     "axis": null,
+     "count": 1,
+     "rule": ""
+    }
+   ]
   },
   {
    "paths": [
@@ -71,7 +93,8 @@ GOLDEN = """\
    "axes": null,
    "spec": null,
    "rule": "-",
-   "reason": ""
+   "reason": "",
+   "findings": []
   }
  ],
  "findings": [
@@ -91,20 +114,20 @@ GOLDEN = """\
    "rule": "FittedShardingRule"
   }
  ]
-}"""
+}""".replace("FINGERPRINT", FINGERPRINT)
 
 
 def example() -> tuple[list[tuple[list[str], sr.Leaf, sr.Decision]], str]:
-    weight = sr.Leaf("layers/0/w", (8, 4), np.dtype(jnp.bfloat16), MESH, axes=("embed", None))
+    weight = sr.Leaf("layers/0/w", (8, 4), np.dtype(jnp.bfloat16), MESH, axes=("embed", ("mlp", "heads")))
     bias = sr.Leaf("b", (), np.dtype(jnp.int4), MESH)
     spec = P("data", None, ("model", "x"), P.UNCONSTRAINED)
     groups = [
-        (["layers/0/w", "layers/1/w"], weight, sr.Decision(spec, "because", "Rule")),
+        (["layers/0/w", "layers/1/w"], weight, sr.Decision(spec, "because", "Rule", (TOLD,))),
         (["b"], bias, sr.Decision(None, "")),
     ]
     names = ("Rule", "-")
     leaves = [codec.leaf_to_json(*group, name) for group, name in zip(groups, names, strict=True)]
-    return groups, codec.dumps({"data": 4, "model": 2}, leaves, [FINDING], "f00")
+    return groups, codec.dumps({"data": 4, "model": 2}, leaves, [FINDING], "attr", FINGERPRINT)
 
 
 def test_the_text_is_laid_out_for_diffs() -> None:
@@ -113,18 +136,17 @@ def test_the_text_is_laid_out_for_diffs() -> None:
 
 def test_what_was_written_is_read() -> None:
     groups, text = example()
-    mesh, read, findings = codec.loads(text)
-    assert mesh == MESH
-    assert read == groups
-    assert findings == (FINDING,)
+    read = codec.loads(text)
+    assert read == codec.Written(MESH, tuple(groups), (FINDING,), "attr", FINGERPRINT)
+    assert codec.loads(text.replace('"attr"', '"index"')).path_style == "index"
 
 
 def test_an_empty_plan_without_a_mesh() -> None:
-    assert codec.loads(codec.dumps(None, [], [], "")) == (None, [], ())
+    assert codec.loads(codec.dumps(None, [], [], "attr", "")) == codec.Written(None, (), (), "attr", "")
 
 
 def test_a_mesh_keeps_the_order_of_its_axes() -> None:
-    mesh, _, _ = codec.loads(codec.dumps({"z": 2, "a": 1, "m": 4}, [], [], ""))
+    mesh = codec.loads(codec.dumps({"z": 2, "a": 1, "m": 4}, [], [], "attr", "")).mesh
     assert mesh is not None
     assert (mesh.axis_names, mesh.axis_sizes) == (("z", "a", "m"), (2, 1, 4))
 
@@ -186,6 +208,8 @@ def test_every_path_comes_back(path: str) -> None:
         (GOLDEN.replace('"bfloat16"', '"bfloat17"'), "this text is not a plan: .*bfloat17"),
         (GOLDEN.replace('"bfloat16"', '"key<abc>"'), r"a PRNG key type 'key<abc>' .* known are key<fry>, key<rbg>"),
         (GOLDEN.replace('"data",\n    null', "3,\n    null"), "this text is not a plan: SpecError: .*got 3"),
+        (GOLDEN.replace('"attr"', '"atr"'), "this text is not a plan: ValueError: 'atr' is no path style"),
+        (GOLDEN.replace(' "path_style": "attr",', ""), "this text is not a plan: KeyError: 'path_style'"),
         (GOLDEN.replace('"severity"', '"loudness"'), "this text is not a plan: KeyError: 'severity'"),
         (GOLDEN.replace('[\n    "b"\n   ]', "[]"), "this text is not a plan: IndexError"),
         (GOLDEN.replace('"model": 2', '"model": 0'), "this text is not a plan: ValueError: .*a number below 1"),
@@ -224,6 +248,7 @@ def test_whatever_is_changed_in_a_text_is_a_plan_or_refused() -> None:
             plan = sr.ShardingPlan.from_json(json.dumps(data))
             assert plan.fingerprint in plan.to_json()
             assert str(plan)
+            assert plan.fingerprint == FINGERPRINT
             accepted += 1
         except sr.PlanError:
             refused += 1
@@ -246,3 +271,48 @@ def test_reading_starts_no_backend() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "(8, 4)  int4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"bfloat16"', '"float16"'),
+        ('    4\n   ],\n   "dtype', '    5\n   ],\n   "dtype'),
+        ('"data",\n    null', 'null,\n    "data"'),
+        ('"data": 4', '"data": 8'),
+        ('"layers/1/w"', '"layers/2/w"'),
+        (FINGERPRINT, "0" + FINGERPRINT[1:]),
+    ],
+)
+def test_a_text_that_was_changed_by_hand_is_refused(old: str, new: str) -> None:
+    assert sr.ShardingPlan.from_json(GOLDEN).fingerprint == FINGERPRINT
+    assert GOLDEN.count(old) == 1
+    with pytest.raises(sr.PlanError, match=r"this plan was changed after it was written: its fingerprint is '\w{64}'"):
+        sr.ShardingPlan.from_json(GOLDEN.replace(old, new))
+
+
+def test_names_of_several_axes_come_back() -> None:
+    box = nn.Partitioned(np.ones((8, 4), np.float32), (("data", "model"), None))  # pyright: ignore[reportArgumentType]
+    plan = sr.DimShardingRule("data", 0).plan({"w": box}, MESH)
+    read = sr.ShardingPlan.from_json(plan.to_json())
+    assert read == plan
+    assert read.leaves[0].axes == (("data", "model"), None)
+
+
+def test_findings_come_back_in_their_order() -> None:
+    tree = {
+        "a": np.ones((7, 3)),
+        "layers": [{"w": np.ones((8, 6)), "b": np.ones(5)} for _ in range(3)],
+        "z": np.ones(3),
+    }
+    inside = sr.RegexShardingRule([("w|a", P("data", "x")), ("z", P("data")), ("dead", P())])
+    for rule in (
+        sr.FittedShardingRule(inside),
+        sr.RegexShardingRule([("layers/1/", P()), ("", sr.FittedShardingRule(inside))]),
+    ):
+        plan = rule.plan(tree, MESH)
+        text = plan.to_json()
+        for read in (sr.ShardingPlan.from_json(text), sr.ShardingPlan.from_json(text, tree)):
+            assert str(read) == str(plan)
+            assert read.findings == plan.findings
+            assert read.to_json() == text

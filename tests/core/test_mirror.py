@@ -417,6 +417,56 @@ def test_homes_counts_planned_leaves_below_each_place() -> None:
 def test_the_fuller_home_comes_first_and_then_the_longest_path() -> None:
     leaf = sr.Leaf("0/mu/w", (8,), jnp.float32)
     planned = {"w": ((8,), P("a")), "mu/w": ((8,), P("b"))}
-    assert mirror(leaf, planned).spec == P("b")
-    assert mirror(leaf, planned, {"0/mu": 1, "0": 1}).spec == P("b")
-    assert mirror(leaf, planned, {"0/mu": 2, "0": 1}).spec == P("a")
+    assert mirror(leaf, leaf.path, planned).spec == P("b")
+    assert mirror(leaf, leaf.path, planned, {"0/mu": 1, "0": 1}).spec == P("b")
+    assert mirror(leaf, leaf.path, planned, {"0/mu": 2, "0": 1}).spec == P("a")
+
+
+# ---- in a chain, in other styles of paths, and what is no plan ----
+
+
+def test_in_a_chain_the_mirror_refines_and_may_conflict() -> None:
+    plan = sr.RegexShardingRule([("w", P("a"))]).plan({"w": f32(8, 8)}, MESH)
+    both = sr.DimShardingRule("b", 1) | sr.MirrorShardingRule(plan)
+    assert both.plan({"mu": {"w": f32(8, 8)}}, MESH).specs == {"mu": {"w": P("a", "b")}}
+    clash = sr.DimShardingRule("b", 0) | sr.MirrorShardingRule(plan)
+    with pytest.raises(sr.PlanError, match=r"mu/w \(8, 8\): P\('a'\) and P\('b', None\), decided before, disagree"):
+        clash.plan({"mu": {"w": f32(8, 8)}}, MESH)
+
+
+def test_in_a_chain_what_mirrors_nothing_keeps_what_was_decided() -> None:
+    plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8, 8)}, MESH)
+    state = {"mu": {"w": f32(8, 8)}, "history": f32(10, 8, 8), "step": f32()}
+    rule = sr.RegexShardingRule([("history", P(None, "b", "c"))]) | sr.MirrorShardingRule(plan)
+    found = rule.plan(state, MESH)
+    assert found.specs == {"mu": {"w": P("a")}, "history": P(None, "b", "c"), "step": P()}
+    assert "unmirrored" not in [one.code for one in found.findings]
+    assert plan.mirror(state).specs["history"] == P()
+    assert [one.path for one in plan.mirror(state).findings if one.code == "unmirrored"] == ["history"]
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_plan_with_fields_by_position_mirrors_as_one_with_names(read_again: bool) -> None:
+    params = adam_state({"w": f32(8, 8)})  # what has named tuples in it
+    rule = sr.DimShardingRule("a", 0, ignore_ndim_error=True)
+    named, plan = rule.plan(params, MESH), rule.plan(params, MESH, path_style="index")
+    if read_again:
+        plan = sr.ShardingPlan.from_json(plan.to_json(), params)
+    state = {"ema": params, "other": f32(3)}
+    assert plan.mirror(state).specs == named.mirror(state).specs
+    assert plan.mirror(state).specs["ema"][0].mu == {"w": P("a", None)}
+    assert plan.mirror(state).paths == ("ema/0/0", "ema/0/1/w", "ema/0/2/w", "other")
+    assert plan.planned() == named.planned()
+
+
+def test_a_factor_is_known_by_the_name_of_its_field_in_plans_of_either_style() -> None:
+    params = {"w": f32(8, 8)}
+    plan = sr.SpecTreeShardingRule({"w": P("a", "b")}).plan(params, MESH, path_style="index")
+    specs = plan.mirror(jax.eval_shape(ADAFACTOR.init, params)).specs[0]
+    assert (specs.v_row, specs.v_col) == ({"w": P("a")}, {"w": P("b")})
+
+
+@pytest.mark.parametrize("plan", [{"w": P()}, None, "w", (("w", P()),)], ids=str)
+def test_what_is_no_plan_is_not_mirrored(plan: Any) -> None:
+    with pytest.raises(sr.RuleTypeError, match=r"takes a plan, or its \(path, shape, spec\) triples; got"):
+        sr.MirrorShardingRule(plan)

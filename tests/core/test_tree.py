@@ -127,9 +127,10 @@ def test_tracers_have_shapes_too() -> None:
 
 def test_a_deep_tree_is_walked() -> None:
     tree: Any = np.ones(2)
-    for _ in range(150):
+    for _ in range(350):
         tree = {"a": [tree]}
-    assert sr.leaf_paths(tree)[0].count("/") == 299
+    assert sr.leaf_paths(tree)[0].count("/") == 699
+    assert sr.ReplicateShardingRule().plan(tree).check().paths == sr.leaf_paths(tree)
 
 
 def test_a_node_without_keys_counts_its_children() -> None:
@@ -146,3 +147,105 @@ def test_a_node_without_keys_counts_its_children() -> None:
             return cls(*parts)
 
     assert sr.leaf_paths({"x": Bare(np.ones(1), {"w": np.ones(1)})}) == ("x/0", "x/1/w")
+
+
+@pytest.mark.parametrize("style", ["atr", "", None])
+def test_a_style_of_paths_that_there_is_not(style: Any) -> None:
+    with pytest.raises(sr.SpecError, match="path_style is one of 'attr', 'index'; got"):
+        sr.ReplicateShardingRule().plan({"w": np.ones(2)}, path_style=style)
+    with pytest.raises(sr.SpecError, match="path_style is one of"):
+        sr.leaf_paths({"w": np.ones(2)}, style)
+
+
+def test_of_boxes_in_boxes_the_innermost_names_count() -> None:
+    inner = nn.Partitioned(np.ones((4, 8)), names=("a", "b"))
+    assert survey({"w": nn.Partitioned(inner, names=("c", "d"))}, None).leaves[0].axes == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"": {"w": np.ones((8, 8))}, "w": np.ones((4, 4))}, "w"),
+        ({"": {"w": np.ones((8, 8))}, "w": np.ones((8, 8))}, "w"),
+        ({"a": {"": {"": np.ones(4)}, "/": np.ones(4)}}, "a//"),
+    ],
+    ids=str,
+)
+def test_keys_without_a_text_do_not_hide_that_paths_are_equal(tree: Any, path: str) -> None:
+    plan = sr.DimShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4"))
+    assert [(one.code, one.path) for one in plan.findings if one.severity == "error"] == [("ambiguous-path", path)]
+    assert "a key holds a slash or is empty" in plan.findings[0].message
+    assert sr.DimShardingRule("data", 0).plan({"": np.ones(4)}, sr.mesh_shape("data:4")).check().paths == ("",)
+
+
+# ---- the mesh that arrays are on ----
+
+
+def test_every_array_is_asked_for_its_mesh() -> None:
+    wide, long = sr.create_mesh("data:4,model:2"), sr.create_mesh("x:8")
+
+    def on(mesh: jax.sharding.Mesh) -> jax.Array:
+        return jax.device_put(
+            np.ones((8, 8), np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        )
+
+    def mesh_for(*arrays: Any) -> Any:
+        return sr.ReplicateShardingRule().plan(list(arrays)).mesh
+
+    plain = np.ones((8, 8), np.float32)
+    assert mesh_for(plain, on(wide)) == wide
+    assert mesh_for(jnp.asarray(plain), on(wide), 3, jax.nn.relu) == wide
+    assert mesh_for(jax.ShapeDtypeStruct((8, 8), jnp.float32), on(wide), on(wide)) == wide
+    assert mesh_for(nn.Partitioned(plain, ("a", "b")), nn.Partitioned(on(wide), ("a", "b"))) == wide  # pyright: ignore[reportArgumentType]
+    assert mesh_for(on(wide), on(long)) is None
+    with jax.set_mesh(long):
+        assert mesh_for(plain, on(wide)) == wide
+        assert mesh_for(on(wide), on(long)) == long
+        assert mesh_for(plain) == long
+
+
+# ---- arrays that JAX cannot hold ----
+
+
+class Labelled(eqx.Module):
+    w: np.ndarray
+    labels: np.ndarray
+
+
+FOREIGN: dict[str, Any] = {
+    "text": np.array(["cat", "dog"]),
+    "bytes": np.array([b"cat"]),
+    "objects": np.array([object(), None]),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "spans": np.array([1], "timedelta64[s]"),
+    "records": np.zeros(3, [("a", "i4"), ("b", "f4")]),
+    "raw": np.zeros(3, "V8"),
+    "float0": np.zeros((8, 4), jax.dtypes.float0),
+    "struct": jax.ShapeDtypeStruct((8, 4), jax.dtypes.float0),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_arrays_that_jax_cannot_hold_are_carried_through(name: str) -> None:
+    model = Labelled(np.ones((8, 4), np.float32), FOREIGN[name])
+    plan = sr.DimShardingRule("data", 0).plan(model, sr.mesh_shape("data:4"))
+    assert (plan.paths, plan.memory().total_bytes) == (("w",), 128)
+    assert plan.specs.labels is FOREIGN[name]
+    assert "(8, 4)" in str(plan)
+    assert sr.ShardingPlan.from_json(plan.to_json(), model).specs.labels is FOREIGN[name]
+    mirrored = plan.mirror({"grads": model})
+    assert mirrored.specs["grads"].w == plan.specs.w
+    assert str(mirrored).count("(8, 4)") == 1
+
+
+def test_gradients_of_integers_are_mirrored() -> None:
+    params = {"w": np.ones((8, 4), np.float32), "n": np.ones(8, np.int32)}
+    grads = jax.grad(lambda tree: jnp.sum(tree["w"]) * jnp.sum(tree["n"]), allow_int=True)(params)
+    plan = sr.DimShardingRule("data", 0).plan(params, sr.mesh_shape("data:4"))
+    assert plan.mirror(grads).check().paths == ("w",)
+
+
+def test_what_is_not_json_or_numbers_stays_in_the_specs() -> None:
+    carried = {"w": np.ones(8), **FOREIGN}
+    specs = sr.DimShardingRule("data", 0).plan(carried, sr.mesh_shape("data:4")).specs
+    assert sr.SpecTreeShardingRule(specs).plan(carried, sr.mesh_shape("data:4")).specs == specs

@@ -1,6 +1,8 @@
 """Every Python block of the README, of the documentation and of the docstrings runs as it is printed."""
 
+import ast
 import os
+import re
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -80,7 +82,40 @@ def test_docstring_runs(module: str, name: str, text: str, line: int) -> None:
     assert left_behind(lambda: run_blocks(text, own.__file__ or module, {**SCOPE, **vars(own)}, line)) == []
 
 
+def finding_codes(modules: tuple[Module, ...]) -> list[str]:
+    """Returns the codes of the findings that these modules make, those in examples left out."""
+    calls = (
+        node
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding"
+    )
+    codes = [call.args[1].value for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)]
+    return sorted(dict.fromkeys(map(str, codes)))
+
+
+def tabled_codes(page: str) -> list[str]:
+    """Returns the codes in the first column of the table of findings."""
+    return sorted(re.findall(r"^\| `([a-z-]+)` \| (?:error|warning|note) \|", page, re.MULTILINE))
+
+
+def test_every_finding_of_a_plan_stands_in_the_table() -> None:
+    makers = tuple(
+        module for module in shardrules_source() if module.name.startswith(("shardrules.core.", "shardrules.rules."))
+    )
+    page = (REPOSITORY / "docs" / "how-to" / "plan-a-model.md").read_text()
+    assert len(finding_codes(makers)) > 15
+    assert tabled_codes(page) == finding_codes(makers)
+
+
 # Planted violations.
+
+
+def test_a_finding_that_no_table_tells_of_is_seen(tmp_path: Path) -> None:
+    source = 'Finding("note", "told", "x")\nyielded = [Finding("error", "untold", f"{1}")]\nFinding(*1)\n'
+    assert finding_codes(plant(tmp_path, {"a.py": source})) == ["told", "untold"]
+    assert tabled_codes("| code |\n| `told` | note | x |\n| `no` | never | x |\n") == ["told"]
+
 
 PAGE = """
 # A page

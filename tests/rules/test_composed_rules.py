@@ -1,11 +1,13 @@
 """The rules that are put together from others, and the one that goes by shape."""
 
+import time
 from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -99,6 +101,110 @@ def test_a_rule_of_ones_own_that_only_has_apply_stands_anywhere() -> None:
     assert decided(Odd() | sr.DimShardingRule("data", 1), 8, 8).spec == P("model", "data")
 
 
+@attrs.frozen
+class Delegates(sr.ShardingRule):
+    """Says what other rules say of the tree, and knows nothing of a mesh."""
+
+    inside: sr.ShardingRule = attrs.field(factory=lambda: sr.FSDPShardingRule("data", 0))
+    mesh: Any = None
+
+    def apply(self, pytree: Any) -> Any:
+        return self.inside.apply(pytree)
+
+
+def test_a_rule_that_only_has_apply_finds_the_mesh_that_is_planned_for() -> None:
+    tree = {"w": f32(8, 8), "key": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))}
+    specs = {"w": P(None, "data"), "key": P("data")}
+    other = jax.sharding.Mesh(np.array(jax.devices()), "x")
+    explicit = jax.make_mesh((4, 2), ("data", "model"))
+    for mesh in (MESH, explicit):
+        assert Delegates().plan(tree, mesh).specs == specs
+        with jax.set_mesh(other):
+            assert Delegates().plan(tree, mesh).specs == specs
+            assert jax.jit(lambda x, mesh=mesh: 0 * x + (Delegates().plan(tree, mesh).specs == specs))(1) == 1
+    assert Delegates(mesh=MESH).plan(tree).specs == specs
+    assert Delegates(mesh=MESH).plan(tree, sr.mesh_shape("data:16")).specs == specs  # its own comes first
+    with jax.set_mesh(explicit):
+        assert Delegates().plan(tree).specs == specs
+    with pytest.raises(sr.NoMeshError, match="this rule needs a mesh"):
+        Delegates().plan(tree)
+
+
+def test_what_apply_may_not_return_is_told_with_path_and_rule() -> None:
+    @attrs.frozen
+    class Wrong(sr.ShardingRule):
+        spec: Any
+
+        def apply(self, pytree: Any) -> Any:
+            return jax.tree.map(lambda x: self.spec if x.ndim else P(), pytree)
+
+    for spec in (P(3), "data", P("data", unreduced={"model"})):  # pyright: ignore[reportArgumentType]
+        with pytest.raises(
+            sr.PlanError, match=r"(?s)2 leaves .*a \(8,\): apply returned no placement.*\[.*Wrong.*b \(8, 8\)"
+        ):
+            Wrong(spec).plan({"a": f32(8), "b": f32(8, 8), "s": f32()}, MESH)
+
+
+@attrs.frozen
+class Says(sr.LeafShardingRule):
+    """Says one thing of every leaf, well or badly."""
+
+    what: Any
+    reads_index = "no"
+
+    def decide(self, leaf: sr.Leaf) -> sr.Decision:
+        del leaf
+        return self.what
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        (None, "decide returned None, not a Decision"),
+        (P("data"), r"decide returned P\('data',?\), not a Decision"),
+        (sr.Decision("data", "x"), "'data' is not a PartitionSpec"),  # pyright: ignore[reportArgumentType]
+        (sr.Decision(P(3), "x"), "an entry of a PartitionSpec is .* got 3"),  # pyright: ignore[reportArgumentType]
+        (sr.Decision(P("data", reduced=frozenset({"model"})), "x"), r"P\(.*reduced=.* speaks of reductions"),
+    ],
+    ids=str,
+)
+def test_what_a_rule_of_ones_own_may_not_say_is_told_with_path_and_rule(what: Any, match: str) -> None:
+    tree = {"layers": [{"w": f32(8)} for _ in range(3)]}
+    for rule in (Says(what), sr.ReplicateShardingRule() | Says(what), sr.CompositeShardingRule(Says(what))):
+        with pytest.raises(sr.PlanError, match=rf"3 leaves .*\n.*layers/\*/w \(8,\) x3: {match}.*\[.*Says"):
+            rule.plan(tree, MESH)
+
+
+def test_a_verdict_is_a_verdict() -> None:
+    @attrs.frozen
+    class Listed(sr.LeavesShardingRule):
+        def decide_all(self, leaves: sr.Leaves) -> Any:
+            return [leaf.skip("") for leaf in leaves.items]
+
+    with pytest.raises(sr.RuleTypeError, match=r"decide_all returned \[.*, not a Verdict"):
+        Listed().plan({"w": f32(8)}, MESH)
+
+
+def test_an_error_about_a_leaf_may_be_raised_by_a_rule_for_all_leaves() -> None:
+    @attrs.frozen
+    class First(sr.LeavesShardingRule):
+        axis: str
+
+        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+            return sr.Verdict(tuple(leaf.shard(0, self.axis) for leaf in leaves.items if leaf.fits(0, self.axis)))
+
+    with pytest.raises(sr.PlanError, match=r"1 leaf cannot .*\n.*w \(8,\): the mesh .* has no axis 'x' \[.*First"):
+        First("x").plan({"w": f32(8)}, MESH)
+
+
+def test_a_chain_keeps_what_was_decided_whatever_the_next_rule_knows_of_it() -> None:
+    assert decided(ROWS | Says(sr.Decision(P(None, "model"), "mine")), 8, 8).spec == P("data", "model")
+    with pytest.raises(sr.PlanError, match=r"w \(8, 8\): P\('model'\) and P\('data', None\), decided before, disagree"):
+        decided(ROWS | Says(sr.Decision(P("model"), "mine")), 8, 8)
+    with pytest.raises(sr.PlanError, match="Inconsistent sharding instructions"):
+        decided(ROWS | Says(sr.Decision(P(), "mine")), 8, 8)
+
+
 # ---- FittedShardingRule ----
 
 
@@ -116,6 +222,7 @@ def test_a_rule_of_ones_own_that_only_has_apply_stands_anywhere() -> None:
         (P("data"), (7,), None, 1),
         (P(), (7,), P(), 0),
         (P(None, P.UNCONSTRAINED), (7, 7), P(None, P.UNCONSTRAINED), 0),
+        (P(None, None), (7,), P(None), 1),  # nothing is split before and after: still an opinion
     ],
 )
 def test_what_does_not_fit_is_dropped_each_time_with_a_finding(
@@ -132,6 +239,53 @@ def test_a_finding_of_what_was_dropped_has_all_its_parts() -> None:
     assert (found.severity, found.path, found.shape, found.dim, found.axis) == ("warning", "w", (8, 8), 1, "modle")
     assert found.message == "the mesh has no axis 'modle' (did you mean 'model'?): dropped from dimension 1"
     assert "fitted from P('data', 'modle')" in decided(rule, 8, 8).reason
+
+
+@pytest.mark.parametrize(
+    ("rule", "spec", "dims"),
+    [
+        (sr.FSDPShardingRule("expert", 0), None, [1]),
+        (sr.FSDPShardingRule(("expert", "data"), 0), P(None, "data"), [1]),
+        (sr.FSDPShardingRule("expert", 100), None, [None]),  # too small to be split: the axis is told of all the same
+        (sr.AutoShardingRule(axis_names=["expert", "data"]), P("data", None), [None]),
+        (sr.MemoryConstrainedShardingRule(64, axis_names=["expert", "data"]), P("data", None), [None]),
+        (sr.MemoryConstrainedShardingRule(64, axis_names=["expert", "data"], scope="tree"), P("data", None), [None]),
+        (sr.parse_rule("shard_dim('model', 0)|fsdp('expert', 0)"), P("model", None), [1]),
+        (sr.StackedShardingRule(sr.FSDPShardingRule("expert", 0), axis="data"), P("data", None), [1]),
+        (
+            sr.CompositeShardingRule(sr.FSDPShardingRule("expert", 0), sr.AutoShardingRule(axis_names=["stage"])),
+            None,
+            [None, 1],
+        ),
+    ],
+    ids=repr,
+)
+def test_rules_that_look_at_an_axis_are_forgiven_that_the_mesh_lacks_it(
+    rule: sr.ShardingRule, spec: P | None, dims: list[int | None]
+) -> None:
+    with pytest.raises(sr.PlanError, match="has no axis 'expert'"):
+        decided(rule, 8, 8)
+    fitted = sr.FittedShardingRule(rule)
+    found = decided(fitted, 8, 8).spec
+    assert found == spec
+    told = [one for one in fitted.plan({"w": f32(8, 8)}, MESH).findings if one.code == "fitted"]
+    assert sorted([one.dim for one in told], key=str) == sorted(dims, key=str)
+    assert all(one.axis in ("expert", "stage") and f"the mesh has no axis '{one.axis}'" in one.message for one in told)
+    assert "no axis" not in fitted.plan({"w": f32(8, 8)}, MESH).explain("w")
+
+
+def test_other_refusals_of_the_rule_inside_stay() -> None:
+    with pytest.raises(sr.PlanError, match=r"^1 leaf .*\n.*Cannot shard_dim\(data, 5\)"):
+        decided(sr.FittedShardingRule(sr.FSDPShardingRule("expert", 0) | sr.DimShardingRule("data", 5)), 8, 8)
+    own = sr.AutoShardingRule(sr.mesh_shape("x:2"), axis_names=["y"])  # its own mesh lacks it, and no other will do
+    with pytest.raises(sr.PlanError, match="has no axis 'y'"):
+        sr.FittedShardingRule(own).plan({"w": f32(8, 8)})
+
+
+def test_what_was_decided_before_is_not_fitted() -> None:
+    rule = sr.RegexShardingRule([("w", P("expert"))]) | sr.FittedShardingRule(sr.DimShardingRule("data", 1))
+    assert decided(rule, 7, 8).spec == P("expert", "data")
+    assert codes(rule, 7, 8) == ["unknown-axis"]
 
 
 # ---- StackedShardingRule ----
@@ -169,6 +323,70 @@ def test_the_rule_inside_sees_one_layer() -> None:
     assert seen == [(8, 4, 128)]
 
 
+@pytest.mark.parametrize(
+    ("rule", "spec"),
+    [
+        (sr.StackedShardingRule(sr.AutoShardingRule(), axis="data"), P("data", "model", None)),
+        (sr.StackedShardingRule(sr.FSDPShardingRule("data", 0), axis="data"), P("data")),
+        (sr.StackedShardingRule(sr.MemoryConstrainedShardingRule(8), axis="data"), P("data", "model", None)),
+        (
+            sr.StackedShardingRule(sr.MemoryConstrainedShardingRule(128, scope="tree"), axis="data"),
+            P("data", "model", None),
+        ),
+        (ROWS | sr.StackedShardingRule(sr.FSDPShardingRule("data", 0)), P("data", None, None)),
+        (ROWS | sr.StackedShardingRule(sr.ReplicateShardingRule(), axis="data"), P("data", None, None)),
+        (ROWS | sr.StackedShardingRule(sr.ReplicateShardingRule()), P("data", None, None)),
+        (COLUMNS | sr.StackedShardingRule(NONE, axis="data"), P("data", "model", None)),
+        (
+            sr.StackedShardingRule(sr.StackedShardingRule(sr.AutoShardingRule(), axis="model"), axis="data"),
+            P("data", "model", None),
+        ),
+    ],
+    ids=repr,
+)
+def test_axes_on_what_is_set_aside_are_in_use_inside(rule: sr.ShardingRule, spec: P) -> None:
+    found = decided(rule, 8, 8, 8).spec
+    assert found is not None
+    assert sr.same(found, spec)
+
+
+@pytest.mark.parametrize(
+    ("rule", "match"),
+    [
+        (
+            ROWS | sr.StackedShardingRule(sr.ReplicateShardingRule(), axis="model"),
+            r"P\('model'\) and P\('data', None, None\), decided before, disagree on dimension 0",
+        ),
+        (COLUMNS | sr.StackedShardingRule(NONE, axis="model"), "decided before, disagree on dimension 0"),
+        (
+            sr.StackedShardingRule(sr.DimShardingRule("data", 0), axis="data"),
+            "cannot take axis 'data': it splits another one, 'data' on a dimension set aside",
+        ),
+        (
+            ROWS | sr.StackedShardingRule(sr.RegexShardingRule([("w", P("data"))])),
+            r"P\('data'\) and P\(None, None\) and 'data' on a dimension set aside, decided before, disagree",
+        ),
+    ],
+    ids=repr,
+)
+def test_a_stack_conflicts_as_others_do(rule: sr.ShardingRule, match: str) -> None:
+    with pytest.raises(sr.PlanError, match=rf"1 leaf .*\n.*w \(8, 8, 8\): .*{match}"):
+        decided(rule, 8, 8, 8)
+
+
+def test_findings_from_inside_a_stack_are_about_the_whole_array() -> None:
+    inside = sr.FittedShardingRule(sr.RegexShardingRule([("w", P("data", "modle"))]))
+    plan = sr.StackedShardingRule(inside, dims=2).plan({"w": f32(6, 5, 7, 8)}, MESH)
+    told = [one for one in plan.findings if one.code == "fitted"]
+    assert [(one.shape, one.dim, one.axis) for one in told] == [((6, 5, 7, 8), 2, "data"), ((6, 5, 7, 8), 3, "modle")]
+    assert told[0].message.startswith("in one layer, (7, 8): axis 'data' of size 4 does not divide")
+    with pytest.raises(sr.PlanError, match=r"w \(6, 8\): in one layer, \(8,\): Cannot shard_dim\(model, 1\)") as caught:
+        decided(sr.StackedShardingRule(COLUMNS), 6, 8)
+    (finding,) = caught.value.findings
+    assert isinstance(finding, sr.Finding)
+    assert finding.shape == (6, 8)
+
+
 @pytest.mark.parametrize("dims", [0, -1])
 def test_a_stack_has_one_dimension_or_more(dims: int) -> None:
     with pytest.raises(sr.SpecError, match="dims is 1 or more, got"):
@@ -182,3 +400,61 @@ def test_a_tree_of_specs_pins_what_it_names() -> None:
     rule = sr.SpecTreeShardingRule({"a": P("data"), "b": None})
     plan = rule.plan({"a": np.ones(8), "b": np.ones(8)}, MESH)
     assert [plan.decision(path).spec for path in plan.paths] == [P("data"), None]
+
+
+def test_a_tree_of_shardings_will_do() -> None:
+    named = jax.sharding.NamedSharding(MESH, P("data"))
+    specs = {"a": named, "b": None, "f": jax.nn.relu}
+    for rule in (sr.SpecTreeShardingRule(specs), sr.SpecTreeShardingRule((("a", named), ("b", None)))):  # pyright: ignore[reportArgumentType]
+        assert rule.apply({"a": f32(8), "b": f32(8), "f": jax.nn.relu}) == {"a": P("data"), "b": P(), "f": jax.nn.relu}
+    pairs = [("a", P("data"))]
+    assert sr.SpecTreeShardingRule(pairs) == sr.SpecTreeShardingRule(tuple(pairs))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("specs", "match"),
+    [
+        ({"w": "data"}, r"\n  w: 'data' is not a PartitionSpec"),
+        ({"w": ("data", None)}, r"\n  w/0: 'data' is not"),
+        ({"w": [P("data"), 3]}, r"\n  w/1: 3 is not"),
+        ({"w": np.ones(3)}, r"\n  w: array\(.* is not"),
+        ("data", r"\n  the tree: 'data' is not"),
+        ((("w", "data"),), r"\n  w: 'data' is not"),
+        ({"a": "x", "b": P(3), "c": P("data")}, r"\n  a: 'x' is not .*\n  b: an entry of a PartitionSpec .* got 3$"),  # pyright: ignore[reportArgumentType]
+    ],
+    ids=str,
+)
+def test_what_is_no_tree_of_specs_is_refused_with_each_path(specs: Any, match: str) -> None:
+    with pytest.raises(sr.SpecError, match=match):
+        sr.SpecTreeShardingRule(specs)
+
+
+def test_a_single_device_is_no_spec() -> None:
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(sr.SpecError, match=r"\n  w: SingleDeviceSharding.* is not a PartitionSpec"):
+        sr.SpecTreeShardingRule({"w": single})  # pyright: ignore[reportArgumentType]
+
+
+def test_pins_name_fields_in_plans_of_either_path_style() -> None:
+    state = jax.eval_shape(optax.adam(1e-3).init, {"w": f32(8, 8)})
+    rule = sr.DimShardingRule("data", 0, ignore_ndim_error=True)
+    named, placed = rule.plan(state, MESH), rule.plan(state, MESH, path_style="index")
+    assert placed.as_rule().specs == named.as_rule().specs
+    for plan in (named, placed):
+        for style in ("attr", "index"):
+            again = plan.as_rule().plan(state, MESH, path_style=style)
+            assert again.specs == named.specs
+            assert "dead-pin" not in [one.code for one in again.findings]
+
+
+def test_many_dead_pins_cost_no_more_than_a_look_each() -> None:
+    def tree(name: str) -> dict[str, Any]:
+        return {f"{name}_{number}_weight": f32(8) for number in range(600)}
+
+    plan = ROWS.plan(tree("layer"), MESH)
+    start = time.perf_counter()
+    found = [one for one in plan.as_rule().plan(tree("lyer"), MESH).findings if one.code == "dead-pin"]
+    took = time.perf_counter() - start
+    assert len(found) == 600
+    assert sum(1 for one in found if "did you mean" in one.message) == 8
+    assert took < 5  # a suggestion for each takes 13 s

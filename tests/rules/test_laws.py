@@ -242,7 +242,7 @@ def assert_kept_as_json(plan: sr.ShardingPlan, tree: Any) -> None:
     assert again == plan
     assert hash(again) == hash(plan)
     assert again.fingerprint == plan.fingerprint == json.loads(text)["fingerprint"]
-    assert sorted(map(str, again.findings)) == sorted(map(str, plan.findings))
+    assert [*map(str, again.findings)] == [*map(str, plan.findings)]
     assert str(again.memory()) == str(plan.memory())
     if tree is None:  # which is how from_json is told that there is no tree
         return
@@ -266,7 +266,7 @@ SOUND = ("auto", "auto_all", "auto_reverse", "fsdp_all", "memory", "memory_tree"
 """Rules that only split what divides: the plans of these have no errors, whatever the tree."""
 
 
-@pytest.mark.parametrize("rule", [*SOUND, "fitted", "fitted_dim", "nested"])
+@pytest.mark.parametrize("rule", [*SOUND, "fitted", "fitted_dim", "fitted_fsdp", "fitted_auto", "nested"])
 def test_rules_that_look_at_sizes_give_sound_plans(rule: str) -> None:
     how = RULES[rule]()
     for (tree, make), mesh in itertools.product(
@@ -274,7 +274,8 @@ def test_rules_that_look_at_sizes_give_sound_plans(rule: str) -> None:
     ):
         plan = outcome(how, make(), MESHES[mesh]())
         if isinstance(plan, str):
-            assert "no assignment fits" in plan or "has no axis" in plan, (tree, mesh)
+            lacks = "has no axis" in plan and not isinstance(how, sr.FittedShardingRule)  # that one forgives it
+            assert "no assignment fits" in plan or lacks, (tree, mesh)
         else:
             errors = [finding for finding in plan.findings if finding.severity == "error"]
             assert [finding.code for finding in errors if finding.code != "over-budget"] == [], (tree, mesh)

@@ -2,9 +2,14 @@
 
 from typing import Any
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.spmd import logical_to_mesh_axes
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -35,6 +40,7 @@ def refusal(rule: sr.LeafShardingRule, one: sr.Leaf) -> str:
         ((8, 16), {"axis_names": ["model", "data"]}, P("data", "model")),
         ((8, 16), {"axis_names": [("data", "model")]}, P(None, ("data", "model"))),
         ((8, 16), {"axis_names": [("data", "model"), "data"]}, P(None, ("data", "model"))),  # each axis once
+        ((8, 16), {"axis_names": [("data", "model"), "model"]}, P(None, ("data", "model"))),
         ((6, 6), {}, P("model", None)),  # 4 does not divide 6, and 2 is spent once
         ((2, 4, 8), {}, P(None, "model", "data")),
         ((7, 9), {"min_shard_size": 0}, None),
@@ -169,9 +175,54 @@ def test_of_several_axes_for_a_name_the_first_that_is_free_is_taken() -> None:
     assert rule.decide(leaf(8, 8, axes=("mlp", None))).spec == P("data", None)
 
 
-def test_two_names_on_one_axis_are_refused() -> None:
-    said = refusal(sr.LogicalShardingRule({"a": "data", "b": "data"}), leaf(8, 8, axes=("a", "b")))
-    assert "logical axes 'a' and 'b' both map to mesh axis 'data'" in said
+def test_of_two_names_on_one_axis_the_earlier_pair_wins_and_the_other_is_a_finding() -> None:
+    rule = sr.LogicalShardingRule({"b": "data", "a": "data"})
+    decision = rule.decide(leaf(8, 8, axes=("a", "b")))
+    assert (decision.spec, decision.reason) == (P(None, "data"), "logical axes a->whole, b->data")
+    (finding,) = decision.findings
+    assert (finding.severity, finding.code, finding.path) == ("warning", "lost-logical-axis", "a/w")
+    assert (finding.shape, finding.dim, finding.axis) == ((8, 8), 0, "data")
+    assert "logical axes 'b' and 'a' both map to mesh axis 'data', and 'b' comes first" in finding.message
+    on_purpose = sr.LogicalShardingRule([("b", "data"), ("a", "data"), ("a", None)])
+    assert on_purpose.decide(leaf(8, 8, axes=("a", "b"))).findings == ()
+
+
+def test_an_axis_that_an_earlier_rule_took_is_a_conflict() -> None:
+    said = refusal(sr.LogicalShardingRule({"a": "data"}), leaf(8, 8, axes=("a", None), spec=P(None, "data")))
+    assert "logical axis 'a' maps to mesh axis 'data', which an earlier rule has taken" in said
+
+
+LOGICAL = st.sampled_from(["a", "b", "c", "d"])
+MESH_AXES = st.sampled_from([None, "x", "y", "z", ("x", "y"), ("y", "z"), ("z",)])
+
+
+@given(
+    rules=st.lists(st.tuples(LOGICAL, MESH_AXES), max_size=8),
+    axes=st.lists(LOGICAL | st.none(), max_size=4).filter(
+        lambda names: len([name for name in names if name]) == len({name for name in names if name})
+    ),
+)
+def test_logical_names_get_what_flax_gives_them(rules: Any, axes: list[str | None]) -> None:
+    shape, mesh = (8,) * len(axes), sr.mesh_shape("x:2,y:2,z:2")
+    found = sr.LogicalShardingRule(rules).decide(sr.Leaf("w", shape, jnp.float32, mesh, None, tuple(axes)))
+    assert sr.same(found.spec or P(), logical_to_mesh_axes(axes, rules) or P())
+    box = nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), tuple(axes))
+    with nn.logical_axis_rules(rules):
+        placed = sr.infer_sharding({"w": box}, [(".*", "logical_partitioning")], mesh)
+    assert sr.same(placed["w"].spec, found.spec or P())
+
+
+def test_a_name_that_stands_twice_goes_to_one_dimension_after_the_other() -> None:
+    rule = sr.LogicalShardingRule([("a", "data"), ("a", "model")])
+    assert rule.decide(leaf(8, 8, axes=("a", "a"))).spec == P("data", "model")
+    whole = sr.LogicalShardingRule({"a": None}).decide(leaf(8, 8, axes=("a", "a")))
+    assert (whole.spec, whole.findings) == (P(None, None), ())
+
+
+def test_a_dimension_left_to_the_compiler_stays_so() -> None:
+    decision = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=("embed", "mlp"), spec=P(P.UNCONSTRAINED)))
+    assert decision.spec == P(P.UNCONSTRAINED, "model")
+    assert decision.reason == "logical axes embed->unconstrained, mlp->model"
 
 
 def test_a_name_that_nobody_knows_is_a_finding_with_the_nearest() -> None:
@@ -224,6 +275,25 @@ WRONGLY: Any = sr
         (lambda: WRONGLY.ShapeBasedShardingRule({8: P()}), "takes shapes and specs"),
         (lambda: WRONGLY.ShapeBasedShardingRule({(8,): "data"}), r"\(8,\): 'data' is not a shape"),
         (lambda: WRONGLY.LogicalShardingRule({"a": 3}), "a mesh axis is a name"),
+        (lambda: WRONGLY.LogicalShardingRule("ab"), "mapped by a dictionary or by pairs.*; got 'ab'"),
+        (lambda: WRONGLY.LogicalShardingRule(3), "mapped by a dictionary or by pairs.*; got 3"),
+        (lambda: WRONGLY.AutoShardingRule("data:4"), "a mesh is a Mesh or an AbstractMesh, got 'data:4'"),
+        (lambda: WRONGLY.MemoryConstrainedShardingRule(8, "data:4"), "a mesh is a Mesh or an AbstractMesh"),
+        (lambda: WRONGLY.FittedShardingRule("fsdp('data')"), r"FittedShardingRule takes ShardingRules.*parse_rule"),
+        (lambda: WRONGLY.StackedShardingRule(P("data")), "StackedShardingRule takes ShardingRules"),
+        (lambda: sr.RegexShardingRule([("w", P(3))]), r"'w': an entry of a PartitionSpec is .* got 3"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: sr.RegexShardingRule([("w", P("a", unreduced=frozenset({"b"})))]),
+            r"'w': P\('a', unreduced=.*reductions",
+        ),
+        (
+            lambda: sr.ShapeBasedShardingRule({(8,): P("a", reduced=frozenset({"b"}))}),
+            r"\(8,\): P\('a', reduced=.*reductions",
+        ),
+        (
+            lambda: sr.SpecTreeShardingRule({"w": P("a", unreduced=frozenset({"b"}))}),
+            r"\n  w: P\('a', unreduced=.*reductions",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_words(make: Any, match: str) -> None:
@@ -233,6 +303,10 @@ def test_what_cannot_be_meant_is_refused_in_words(make: Any, match: str) -> None
 
 def test_numbers_of_other_kinds_will_do() -> None:
     assert WRONGLY.MemoryConstrainedShardingRule(16e9).max_memory_per_device == 16_000_000_000
+    assert WRONGLY.MemoryConstrainedShardingRule(np.int64(1024)) == sr.MemoryConstrainedShardingRule(1024)
+    for half in (np.float32(0.5), np.float64(0.5)):
+        assert repr(WRONGLY.FSDPShardingRule("data", half)) == "FSDPShardingRule(axis='data', min_size_mb=0.5)"
+    assert WRONGLY.FSDPShardingRule("data", np.int8(2)) == sr.FSDPShardingRule("data", 2)
     assert sr.AutoShardingRule(axis_names="data") == sr.AutoShardingRule(axis_names=["data"])
     assert sr.DimShardingRule("data", np.int64(-1)) == sr.DimShardingRule("data", -1)
 
@@ -241,3 +315,43 @@ def test_numbers_of_other_kinds_will_do() -> None:
 def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
     with pytest.raises(sr.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
         sr.AutoShardingRule().plan({"w": np.ones(8)}, mesh)
+
+
+# ---- after a rule that leaves a dimension open, or says too much ----
+
+
+@pytest.mark.parametrize("spec", [P(P.UNCONSTRAINED, None), P(None, None, None)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        sr.DimShardingRule("data", 1),
+        sr.FSDPShardingRule("data", 0),
+        sr.AutoShardingRule(axis_names=["data"]),
+        sr.MemoryConstrainedShardingRule(64, axis_names=["data"]),
+        sr.MemoryConstrainedShardingRule(64, axis_names=["data"], scope="tree"),
+        sr.LogicalShardingRule({"embed": None, "mlp": "data"}),
+        sr.StackedShardingRule(sr.FSDPShardingRule("data", 0)),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_what_was_decided_before_stays_whatever_it_is(rule: sr.ShardingRule, spec: P) -> None:
+    tree = {"w": nn.LogicallyPartitioned(jax.ShapeDtypeStruct((8, 8), jnp.float32), ("embed", "mlp"))}
+    plan = (sr.RegexShardingRule([("w", spec)]) | rule).plan(tree, MESH)
+    found = plan.specs["w"].partitions
+    assert found.count("data") == 1
+    assert len(found) == len(spec.partitions)
+    assert all(new == old for old, new in zip(spec.partitions, found, strict=True) if old is not None)
+    assert ("rank-overflow" in [one.code for one in plan.findings]) == (len(found) > 2)
+
+
+def test_a_dimension_left_open_is_not_split_by_name() -> None:
+    with pytest.raises(sr.PlanError, match=r"Already sharded: .*cur_spec=\(UNCONSTRAINED, None\)"):
+        (sr.RegexShardingRule([("w", P(P.UNCONSTRAINED))]) | sr.DimShardingRule("data", 0)).plan(
+            {"w": np.ones((8, 8))}, MESH
+        )
+
+
+def test_a_spec_that_says_again_what_is_decided_is_no_conflict() -> None:
+    one = leaf(8, 8, spec=P("data"))
+    assert one.refine(P("data", "model"), "").spec == P("data", "model")
+    assert one.refine(P("data"), "").spec == P("data", None)

@@ -94,12 +94,18 @@ def test_only_the_axes_named_are_used() -> None:
     assert Memory(0, axis_names=[("data", "model"), "data"]).plan(f32(4, 4), MESH).specs == P("data", None)
 
 
+def test_of_two_ways_to_split_alike_the_one_with_fewer_axes_is_taken() -> None:
+    mesh = sr.mesh_shape("b:2,c:2,a:4")
+    assert Memory(64, scope="tree").plan(f32(8, 8), mesh).specs == P("a", None)
+
+
 @pytest.mark.parametrize("limit", [0, 10**9])
 @pytest.mark.parametrize("scope", ["array", "tree"])
 def test_an_axis_that_the_mesh_lacks_is_one_error_even_where_all_fits(limit: int, scope: Any) -> None:
     rule = Memory(limit, axis_names=["data", "modle"], scope=scope)
     with pytest.raises(
-        sr.PlanError, match=r"axis_names=\('data', 'modle'\).*no axis 'modle' \(did you mean 'model'\?\)"
+        sr.PlanError,
+        match=r"^1 leaf .*\n.*no axis 'modle' \(did you mean 'model'\?\) .*axis_names=\('data', 'modle'\)",
     ):
         rule.plan({"w": f32(8, 4), "v": f32(8, 4)}, MESH)
 

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis
-from shardrules.core.errors import SpecError, TreeError
+from shardrules.core.errors import NoMeshError, SpecError, TreeError
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import pad
 from shardrules.core.tree import leaf_paths
@@ -38,14 +38,16 @@ BIG_VISION_OPS: Ops = register_op(
 flax logical axis rules in force."""
 
 
-def infer_sharding(params: Any, strategy: Sequence[tuple[str, str]], mesh: AnyMesh, ops: Ops = BIG_VISION_OPS) -> Any:
+def infer_sharding(
+    params: Any, strategy: Sequence[tuple[str, str]], mesh: AnyMesh | None = None, ops: Ops = BIG_VISION_OPS
+) -> Any:
     """Returns the sharding of every array: that of the first pattern that matches its whole path.
 
     **Arguments:**
 
     - `params`: any pytree; fields of named tuples stand in paths by position (`0/1/w`).
     - `strategy`: (pattern, tactic) pairs. A tactic is a rule in text form, `"shard_dim('model', -1)|fsdp('data')"`.
-    - `mesh`: the mesh.
+    - `mesh`: the mesh; by default the one that the arrays are on, else the one in force.
     - `ops`: the known ops.
 
     **Returns:**
@@ -55,7 +57,7 @@ def infer_sharding(params: Any, strategy: Sequence[tuple[str, str]], mesh: AnyMe
     **Raises:**
 
     `PlanError`, listing every leaf with a conflict or with dimensions that do not divide; `UnknownOpError`;
-    `PatternError`.
+    `PatternError`; `NoMeshError`.
 
     ```python
     params = {"w": np.ones((1024, 4096), np.float32)}
@@ -72,11 +74,14 @@ def infer_sharding(params: Any, strategy: Sequence[tuple[str, str]], mesh: AnyMe
         except SpecError as error:
             raise SpecError(f"the tactic for pattern {pattern!r}: {error}") from error
     plan = RegexShardingRule(rules, match="fullmatch").plan(params, mesh, path_style="index").check()
+    where = plan.mesh if mesh is None else mesh
+    if where is None:
+        raise NoMeshError("infer_sharding needs a mesh: pass one, or call inside jax.set_mesh(mesh)")
     specs = [
         pad(decision.spec or PartitionSpec(), leaf.ndim)
         for leaf, decision in zip(plan.leaves, plan.decisions, strict=True)
     ]
-    return plan.survey.unflatten([NamedSharding(mesh, spec) for spec in specs], NamedSharding(mesh, PartitionSpec()))
+    return plan.survey.unflatten([NamedSharding(where, spec) for spec in specs], NamedSharding(where, PartitionSpec()))
 
 
 def tree_flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -200,7 +205,7 @@ def tree_filter(tree: Any, mask: Any) -> Any:
 
 
 def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Returns name and literal arguments of `"name"` or `"name(1, key='value')"`.
+    """Returns name and literal arguments of `"name"` or `"name(1, key='value')"`; the name may have dots in it.
 
     **Arguments:**
 
@@ -222,4 +227,12 @@ def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
         raise SpecError(f"{text!r} is not a name with literal arguments") from error
-    return parse_call(node, text)
+    name = node.func if isinstance(node, ast.Call) else node
+    dotted = ast.unparse(name)
+    if not isinstance(name, ast.Attribute) or not all(part.isidentifier() for part in dotted.split(".")):
+        return parse_call(node, text)
+    plain = ast.Name("name")
+    _, args, named = parse_call(
+        ast.Call(plain, node.args, node.keywords) if isinstance(node, ast.Call) else plain, text
+    )
+    return dotted, args, named

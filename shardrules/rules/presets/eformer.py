@@ -9,9 +9,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_axis, mesh_sizes
-from shardrules.core.errors import NoMeshError, PatternError, RuleTypeError
-from shardrules.core.spec import make_spec, trim
+from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.errors import NoMeshError, PatternError, RuleTypeError, SpecError, UnknownAxisError, suggest
+from shardrules.core.spec import checked_spec, make_spec, trim
 from shardrules.core.tree import array_kind, survey, widest
 from shardrules.mesh.context import current_mesh
 from shardrules.rules.auto import auto_entries
@@ -39,7 +39,7 @@ def match_partition_rules(
 
     **Raises:**
 
-    `PatternError`, a `ValueError`, listing every array that no pattern matches.
+    `PatternError`, a `ValueError`, listing every array that no pattern matches, or for a value that is no spec.
 
     ```python
     specs = sr.match_partition_rules([("kernel", P("dp", "tp")), (".*", P())], {"kernel": np.ones((256, 256))})
@@ -48,27 +48,35 @@ def match_partition_rules(
     """
     if not strict:
         tree = jtu.tree_map(lambda leaf: np.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, tree)
-    compiled = [(compile_pattern(pattern, "match_partition_rules"), spec) for pattern, spec in rules]
+    compiled = [(compile_pattern(pattern, "match_partition_rules"), _spec(pattern, spec)) for pattern, spec in rules]
     found = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
     specs: list[PartitionSpec] = []
-    missing: list[str] = []
-    for leaf in found.leaves:
+    missing: dict[int, None] = {}
+    for kind, leaf in enumerate(found.leaves):
         if strict and leaf.ndim == 0:
             specs.append(PartitionSpec())
             continue
         spec = next((spec for pattern, spec in compiled if pattern.search(leaf.path)), None)
         if spec is None:
-            missing.append(leaf.path)
+            missing[kind] = None
             spec = PartitionSpec()
         if strict:
             spec = PartitionSpec() if leaf.size < min_size else trim(spec, leaf.ndim)
         specs.append(spec)
     if missing:
+        arrays = zip(found.paths(), (kind for kind in found.kinds if kind >= 0), strict=True)
         raise PatternError(
-            "\n".join(f"Partition rule not found for param: {path}" for path in missing)
+            "\n".join(f"Partition rule not found for param: {path}" for path, kind in arrays if kind in missing)
             + "\nAdd a pattern for each; ('.*', P()) at the end replicates what is left."
         )
     return found.unflatten(specs, PartitionSpec())
+
+
+def _spec(pattern: str, spec: Any) -> PartitionSpec:
+    try:
+        return checked_spec(spec)
+    except SpecError as error:
+        raise PatternError(f"match_partition_rules: {pattern!r}: {error}; P() replicates") from error
 
 
 def create_pattern_based_partition_spec(
@@ -102,13 +110,15 @@ def create_pattern_based_partition_spec(
     parsed: list[tuple[re.Pattern[str], PartitionSpec]] = []
     for rule in text.split(","):
         patterns, arrow, dims = rule.strip().partition("->")
-        if not arrow or not patterns.strip() or not dims.strip():
-            raise PatternError(
-                f"{rule.strip()!r} in {text!r} is not pattern->axis: write for instance 'attention|mlp->data,w->model'"
-            )
         entries = tuple(
             () if dim.strip() == "None" else tuple(name.strip() for name in dim.split("+")) for dim in dims.split(".")
         )
+        parts = [*(pattern.strip() for pattern in patterns.split("|")), *(name for entry in entries for name in entry)]
+        if not arrow or not all(parts):
+            raise PatternError(
+                f"{rule.strip()!r} in {text!r} is not pattern->axis, none of it empty: write for instance "
+                "'attention|mlp->data,w->model'"
+            )
         spec = make_spec(entries)
         owner = "create_pattern_based_partition_spec"
         parsed += [(compile_pattern(pattern.strip(), owner), spec) for pattern in patterns.split("|")]
@@ -130,7 +140,8 @@ def auto_partition_spec(
 ) -> PartitionSpec:
     """Returns a spec for one array: dimensions largest first, each takes the first free name that divides it.
 
-    `AutoShardingRule` is the same as a rule, except that it takes axes in mesh order unless told otherwise.
+    `AutoShardingRule` is the same as a rule, except that it takes axes in mesh order unless told otherwise, and that
+    axes of size 1, which split nothing, are taken here and not there.
 
     **Arguments:**
 
@@ -146,7 +157,8 @@ def auto_partition_spec(
 
     **Raises:**
 
-    `NoMeshError` without a mesh, `RuleTypeError` when `x` is no array.
+    `NoMeshError` without a mesh, `RuleTypeError` when `x` is no array, `AxisTypeError` for what is no mesh,
+    `UnknownAxisError` when the mesh lacks one of the names.
 
     ```python
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -156,6 +168,7 @@ def auto_partition_spec(
     kind = array_kind(x)
     if kind is None:
         raise RuleTypeError(f"auto_partition_spec wants an array or a ShapeDtypeStruct, got {type(x).__name__}")
+    check_mesh(mesh)
     where = mesh if mesh is not None else current_mesh()
     if where is None:
         raise NoMeshError("auto_partition_spec needs a mesh: pass one, or call inside jax.set_mesh(mesh)")
@@ -165,4 +178,7 @@ def auto_partition_spec(
     if math.prod(shape) < least:
         return PartitionSpec()
     axes = sorted(sizes, key=lambda name: -sizes[name]) if names is None else [as_axis(name) for name in names]
+    for name in (name for axis in axes for name in axis_tuple(axis)):
+        if name not in sizes:
+            raise UnknownAxisError(f"the mesh ({mesh_text(where)}) has no axis {name!r}{suggest(name, sizes)}")
     return make_spec(auto_entries(shape, axes, sizes, reverse=reverse))
