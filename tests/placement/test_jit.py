@@ -129,7 +129,7 @@ def test_modules_states_and_static_results_go_through() -> None:
     assert losses[0] > losses[1] > losses[2]
     assert model.layers[0].weight.sharding.spec == P("data", None)
     assert state[0].mu.layers[0].weight.sharding.spec == P("data", None)
-    assert step.__name__ == "step"
+    assert vars(step)["__name__"] == "step"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,9 @@ def test_it_can_be_used_inside_of_jit_and_gradients() -> None:
 def test_lower_gives_what_would_be_compiled() -> None:
     run = sr.filter_jit(lambda x: 2 * x, mesh=MESH, in_shardings=P("data"), out_shardings=P("data"))
     compiled = run.lower(jax.ShapeDtypeStruct((8, 4), jnp.float32)).compile()
-    assert compiled.memory_analysis().argument_size_in_bytes == 2 * 4 * 4
+    sizes = compiled.memory_analysis()
+    assert sizes is not None
+    assert sizes.argument_size_in_bytes == 2 * 4 * 4
 
 
 def test_arguments_that_lie_elsewhere_are_all_named() -> None:
@@ -194,7 +196,7 @@ def test_arguments_that_lie_elsewhere_are_all_named() -> None:
     ]
     with pytest.raises(
         sr.PlanError,
-        match=r"(?s)argument 0, b \(8,\): lies as P\(\) on data:4,model:2, is to be P\('data'\).*0, w.*argument 1 \(8,\)",
+        match=r"(?s)argument 0, b \(8,\): lies as P\(\) on data:4,model:2, is to be P\('data'\).*0, w.*argument 1",
     ):
         run(*given)
 

@@ -130,7 +130,7 @@ def test_a_module_keeps_its_type_and_its_functions() -> None:
     placed = sr.filter_shard(model, RULE, MESH)
     assert isinstance(placed, eqx.nn.MLP)
     assert placed.activation is model.activation
-    assert placed.layers[0].weight.sharding.spec == P("model", "data")
+    assert placed.layers[0].weight.sharding == NamedSharding(MESH, P("model", "data"))
     np.testing.assert_allclose(eqx.filter_jit(placed)(jnp.ones(8)), model(jnp.ones(8)), rtol=1e-5, atol=1e-7)
 
 
