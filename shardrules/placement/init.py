@@ -18,6 +18,7 @@ from shardrules.mesh.jax_state import under_trace
 from shardrules.placement.outline import Outline, outline
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.target import How, Target, target
+from shardrules.placement.traced import note_closure
 from shardrules.placement.transfer import put
 
 _PROGRAM_BYTES = 128 * 2**20
@@ -28,7 +29,8 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
     """Returns a function that makes what `make` makes, placed from the start.
 
     The shapes are found without making anything, the plan is made from them, and each array is computed on the devices
-    that are to hold it. Equal layers are compiled once. The values are those of `jax.jit(make)`, bit by bit.
+    that are to hold it. Equal layers are compiled once. The values are, bit by bit, those of `jax.jit(make)` with such
+    `out_shardings`: of random numbers also those on one device, while a sum that is split may differ in its last bit.
 
     **Arguments:**
 
@@ -149,7 +151,11 @@ def _prepare(
 
     shaped = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else _struct(leaf), dynamic)
     with _on_auto_mesh(where):
-        closed, shapes, rest = eqx.filter_make_jaxpr(traced)(shaped)
+        try:
+            closed, shapes, rest = eqx.filter_make_jaxpr(traced)(shaped)
+        except ValueError as error:
+            note_closure(error, "filter_init")
+            raise
     found = target(eqx.combine(shapes, rest), how, mesh, who="filter_init")
     pairs = zip(*found.arrays(), strict=True)
     shardings = [_on_auto(one) for value, one in pairs if isinstance(value, jax.ShapeDtypeStruct)]

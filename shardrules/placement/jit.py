@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, final, overload
 import attrs
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.errors import PlanError, RuleTypeError, TreeError
@@ -18,8 +18,11 @@ from shardrules.core.finding import shape_text
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import leaf_paths
 from shardrules.mesh.context import current_mesh
+from shardrules.mesh.creation import AxisTypes, normalize_axis_types
 from shardrules.mesh.jax_state import under_trace
 from shardrules.placement.target import How, target
+from shardrules.placement.traced import note_closure
+from shardrules.placement.transfer import put
 
 Donate: TypeAlias = Literal["none", "all", "all-except-first"] | Sequence[int | str]
 """Whose memory may be used for the results: nobody's, that of all arguments, or of some, by position or name."""
@@ -33,6 +36,7 @@ def filter_jit(
     in_shardings: How = None,
     out_shardings: How = None,
     donate: Donate = "none",
+    axis_types: AxisTypes = "auto",
 ) -> "FilterJit": ...
 
 
@@ -43,6 +47,7 @@ def filter_jit(
     in_shardings: How = None,
     out_shardings: How = None,
     donate: Donate = "none",
+    axis_types: AxisTypes = "auto",
 ) -> "Callable[[Callable[..., Any]], FilterJit]": ...
 
 
@@ -53,6 +58,7 @@ def filter_jit(
     in_shardings: How = None,
     out_shardings: How = None,
     donate: Donate = "none",
+    axis_types: AxisTypes = "auto",
 ) -> "FilterJit | Callable[[Callable[..., Any]], FilterJit]":
     """Compiles a function of any pytrees. Arrays are traced; everything else in them is static and must have a hash.
 
@@ -67,6 +73,10 @@ def filter_jit(
         is whatever `filter_shard` takes, or `None`: as the argument comes.
     - `out_shardings`: the same for the result; a tuple stands for the items of a tuple. `None`: as the compiler likes.
     - `donate`: `"none"`, `"all"`, `"all-except-first"`, or positions and names of arguments whose memory may be reused.
+    - `axis_types`: the types that the axes have while `fn` runs; `None`: those of the mesh. On Explicit axes JAX has
+        model code say how every ambiguous result is to be split, which layers written without a mesh in mind do not do;
+        `"auto"` leaves that to the compiler. Arguments and results keep the mesh that they have. Inside of another
+        traced function its types stay.
 
     **Returns:**
 
@@ -86,14 +96,19 @@ def filter_jit(
     check_mesh(mesh)
     if fn is None:
         return functools.partial(
-            filter_jit, mesh=mesh, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate
+            filter_jit,
+            mesh=mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate=donate,
+            axis_types=axis_types,
         )
     if not callable(fn):
         raise RuleTypeError(
             f"filter_jit compiles a function, got {fn!r:.80}. Rules go to in_shardings and out_shardings"
         )
     return functools.update_wrapper(
-        FilterJit(fn, mesh, in_shardings, out_shardings, _as_donated(donate)), fn, updated=()
+        FilterJit(fn, mesh, in_shardings, out_shardings, _as_donated(donate), axis_types), fn, updated=()
     )
 
 
@@ -143,6 +158,7 @@ class FilterJit:
 
     - `fn`, `mesh`, `in_shardings`, `out_shardings`: as for `filter_jit`.
     - `donated`: `donate` of `filter_jit`, as a tuple or a word.
+    - `axis_types`: as for `filter_jit`.
     """
 
     fn: Callable[..., Any]
@@ -150,17 +166,19 @@ class FilterJit:
     in_shardings: How
     out_shardings: How
     donated: tuple[int | str, ...] | str
+    axis_types: AxisTypes = "auto"
     _known: dict[Hashable, _Compiled] = attrs.field(factory=dict, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiled, arrays, names = self._ready(args, kwargs)
-        with self._in_force():
+        meshes = self._meshes()
+        compiled, arrays, names = self._ready(args, kwargs, meshes)
+        with self._in_force(meshes):
             try:
                 results = compiled.run(*_split(arrays, compiled.donated))
             except ValueError as error:
                 _explain(arrays, names(), compiled.shardings, error)
                 raise
-        return compiled.result.tree(results)
+        return compiled.result.tree(_renamed(results, meshes.inside, meshes.outside))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the function lowered for these arguments, to look at or to compile ahead of time.
@@ -178,45 +196,55 @@ class FilterJit:
         assert "stablehlo" in double.lower(jnp.ones(8)).as_text()
         ```
         """
-        compiled, arrays, _ = self._ready(args, kwargs)
-        with self._in_force():
+        meshes = self._meshes()
+        compiled, arrays, _ = self._ready(args, kwargs, meshes)
+        with self._in_force(meshes):
             return compiled.run.lower(*_split(arrays, compiled.donated))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _in_force(self) -> contextlib.AbstractContextManager[Any]:
+    def _meshes(self) -> "_Meshes":
+        outside = current_mesh() if self.mesh is None else self.mesh
+        if self.axis_types is None or not isinstance(outside, Mesh) or under_trace():
+            return _Meshes(outside, outside)  # while something is traced, JAX lets nobody change the types
+        types = normalize_axis_types(self.axis_types, outside.axis_names)
+        if outside.axis_types == types:
+            return _Meshes(outside, outside)
+        return _Meshes(outside, Mesh(outside.devices, outside.axis_names, axis_types=types))
+
+    def _in_force(self, meshes: "_Meshes") -> contextlib.AbstractContextManager[Any]:
+        mesh = self.mesh if meshes.inside is meshes.outside else meshes.inside
         # Inside of jit the mesh is settled, and JAX lets nobody set another one.
-        return (
-            jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) and not under_trace() else contextlib.nullcontext()
-        )
+        return jax.set_mesh(mesh) if isinstance(mesh, Mesh) and not under_trace() else contextlib.nullcontext()
 
     def _ready(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], meshes: "_Meshes"
     ) -> tuple[_Compiled, list[Any], Callable[[], tuple[str, ...]]]:
         bound = inspect.signature(self.fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
         call = (self.fn, args, kwargs)
         leaves, treedef = jax.tree.flatten(call)
         numbers = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
-        arrays = [leaves[number] for number in numbers]
+        arrays = _renamed([leaves[number] for number in numbers], meshes.outside, meshes.inside)
         types_of = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in arrays)
         static = {number: leaf for number, leaf in enumerate(leaves) if not _is_array(leaf)}
-        mesh = current_mesh() if self.mesh is None else self.mesh
-        key = (treedef, types_of, tuple(static.items()), mesh)
+        key = (treedef, types_of, tuple(static.items()), meshes)
         try:
             compiled = self._known.get(key)
         except TypeError as error:
             raise TreeError(f"filter_jit: an argument that is no array must have a hash: {error}") from error
         if compiled is None:
-            compiled = self._known[key] = self._compile(call, treedef, static, numbers)
-        return compiled, arrays, lambda: tuple(_array_paths(call))
+            compiled = self._known[key] = self._compile(call, treedef, static, arrays, meshes)
+        return compiled, _placed(arrays, compiled.shardings), lambda: tuple(_array_paths(call))
 
-    def _compile(self, call: Any, treedef: Any, static: dict[int, Any], numbers: list[int]) -> _Compiled:
+    def _compile(
+        self, call: Any, treedef: Any, static: dict[int, Any], arrays: list[Any], meshes: "_Meshes"
+    ) -> _Compiled:
         fn, args, kwargs = call
         result = _Result()
         donated = frozenset(_donated(self.donated, fn, args, kwargs))
-        given = [number in donated for number in range(len(numbers))]
+        given = [number in donated for number in range(len(arrays))]
 
         def run(donated: list[Any], kept: list[Any]) -> list[Any]:
             parts = {True: iter(donated), False: iter(kept)}
@@ -227,11 +255,14 @@ class FilterJit:
             result.static = tuple((n, value) for n, value in enumerate(values) if not _is_array(value))
             return [value for value in values if _is_array(value)]
 
-        arrays = [leaf for leaf in jax.tree.leaves(call) if _is_array(leaf)]
-        placed = self._arguments(fn, args, kwargs)
+        placed = [_under(one, meshes.outside, meshes.inside) for one in self._arguments(fn, args, kwargs)]
         wanted = _split(placed, donated)
-        with self._in_force():
-            shaped = jax.jit(run, in_shardings=wanted).eval_shape(*_split(arrays, donated))
+        with self._in_force(meshes):
+            try:
+                shaped = jax.jit(run, in_shardings=wanted).eval_shape(*_split(_placed(arrays, placed), donated))
+            except Exception as error:  # JAX has no public name for those that are about shardings
+                _hint(error, meshes)
+                raise
         outputs = self._results(result.tree(shaped))
         compiled = jax.jit(run, in_shardings=wanted, out_shardings=outputs, donate_argnums=(0,))
         return _Compiled(compiled, donated, placed, result)
@@ -260,6 +291,83 @@ class FilterJit:
             for n, (part, how) in enumerate(zip(shaped, said, strict=True))
             for one in _shardings(part, how, self.mesh, f"result {n}")
         ]
+
+
+@final
+@attrs.frozen
+class _Meshes:
+    """One mesh by two names: as arguments and results have it, and as the function sees it."""
+
+    outside: AnyMesh | None
+    inside: AnyMesh | None
+
+
+def _under(sharding: Any, old: AnyMesh | None, new: AnyMesh | None) -> Any:
+    """The same sharding under another name of its mesh."""
+    if old is new or not isinstance(sharding, NamedSharding) or sharding.mesh != old or not isinstance(new, Mesh):
+        return sharding
+    return NamedSharding(new, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _renamed(values: list[Any], old: AnyMesh | None, new: AnyMesh | None) -> list[Any]:
+    """The same arrays under another name of their mesh; nothing is moved."""
+    if old is new:
+        return values
+    owns = {n: value.sharding for n, value in enumerate(values) if isinstance(value, jax.Array | jax.ShapeDtypeStruct)}
+    found = {number: _under(own, old, new) for number, own in owns.items()}
+    return _with_shardings(values, {number: one for number, one in found.items() if one is not owns[number]})
+
+
+def _placed(values: list[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
+    """What lies nowhere yet, put where it is to be on Explicit axes: jit would place it, but call its type whole."""
+    if under_trace():
+        return values
+    return _with_shardings(
+        values,
+        {
+            number: wanted
+            for number, (value, wanted) in enumerate(zip(values, shardings, strict=True))
+            if isinstance(wanted, NamedSharding) and AxisType.Explicit in wanted.mesh.axis_types and not _lies(value)
+        },
+    )
+
+
+def _lies(value: Any) -> bool:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.sharding is not None
+    return isinstance(value, jax.Array) and value.committed
+
+
+def _with_shardings(values: list[Any], shardings: dict[int, Any]) -> list[Any]:
+    """The values, some of them put elsewhere; of a shape without values it is only said."""
+    if not shardings:
+        return values
+    result = list(values)
+    structs = [number for number in shardings if isinstance(values[number], jax.ShapeDtypeStruct)]
+    for number in structs:
+        result[number] = values[number].update(sharding=shardings[number])
+    arrays = [number for number in shardings if number not in structs]
+    for number, array in zip(
+        arrays, put([values[number] for number in arrays], [shardings[number] for number in arrays]), strict=True
+    ):
+        result[number] = array
+    return result
+
+
+def _hint(error: Exception, meshes: _Meshes) -> None:
+    """Says what can be done about an error that the types of axes are likely to be behind."""
+    if not isinstance(meshes.inside, Mesh):
+        return
+    note_closure(error, "filter_jit")
+    types = dict(zip(meshes.inside.axis_names, meshes.inside.axis_types, strict=True))
+    explicit = [name for name, kind in types.items() if kind == AxisType.Explicit]
+    if explicit and any(word in str(error) for word in ("sharding", *explicit)):
+        error.add_note(
+            f"filter_jit: on Explicit axes ({', '.join(explicit)}) JAX has model code say how such results are split. "
+            "filter_jit(..., axis_types='auto') leaves it to the compiler"
+        )
+    elif meshes.inside is not meshes.outside and "type Auto" in str(error):
+        error.add_note("filter_jit: the function sees Auto axes; axis_types=None keeps those of the mesh")
 
 
 def _is_array(leaf: Any) -> bool:

@@ -5,8 +5,8 @@ compiled twelve times over. Here it is taken apart, so that it is compiled once 
 where little crosses it: random keys and small integers, the *seeds*, come first, and each output follows from those by
 a *piece* of its own. Pieces that are equal but for their seeds are one program.
 
-Floats are never cut. XLA may rewrite arithmetic on a constant that it sees (a division becomes a product), so a float
-that came in from outside could change the last bit of what is drawn.
+Floats are never cut, nor are constants. XLA computes with what it knows while it compiles, and rewrites arithmetic on
+it (a division becomes a product), so what came in from outside could change the last bit of what is drawn.
 """
 
 import math
@@ -21,6 +21,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 _SEED_SIZE = 4096
 """The most elements that a seed has."""
+
+_CONST_BYTES = 16 * 2**20
+"""The largest constant that is part of a program, as it is for `jax.jit`. What is larger would be compiled for long."""
 
 _Run: TypeAlias = Callable[..., list[Any]]
 
@@ -102,9 +105,11 @@ def outline(closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Has
     An `Outline` whose programs, all called, give every output once.
     """
     jaxpr = closed.jaxpr
+    fixed = {var: value for var, value in zip(jaxpr.constvars, closed.consts, strict=True) if _is_fixed(var, value)}
+    tops = (*jaxpr.constvars, *jaxpr.invars)
     if closed.effects:
-        whole = Call((*jaxpr.constvars, *jaxpr.invars), tuple(range(len(jaxpr.outvars))))
-        run = _function(jaxpr, range(len(jaxpr.eqns)), whole.inputs, jaxpr.outvars)
+        whole = Call(tuple(var for var in tops if var not in fixed), tuple(range(len(jaxpr.outvars))))
+        run = _function(jaxpr, range(len(jaxpr.eqns)), whole.inputs, jaxpr.outvars, fixed)
         return Outline((), list, (), (), (Program(run, (whole,)),))
     producers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     seeds = _seeds(jaxpr)
@@ -116,32 +121,46 @@ def outline(closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Has
     pieces = _pieces(jaxpr, [number for _, number in passed], producers, seeds)
     alike: dict[Hashable, _Kind] = {}
     for piece in pieces:
-        key, inputs = _canonical(jaxpr, piece, marks)
+        key, inputs = _canonical(jaxpr, piece, marks, fixed)
         alike.setdefault(key, []).append((piece, inputs))
-    programs = tuple(_programs(jaxpr, list(alike.values()), places, program_bytes))
+    programs = tuple(_programs(jaxpr, list(alike.values()), places, program_bytes, fixed))
     wanted = dict.fromkeys(
         var for program in programs for call in program.calls for var in call.inputs if var in producers
     )
     eqns = _behind(jaxpr, producers, wanted)
-    tops = (*jaxpr.constvars, *jaxpr.invars)
     taken = {var: None for number in eqns for var in jaxpr.eqns[number].invars if not isinstance(var, Literal)}
     seed_inputs = tuple(var for var in tops if var in taken)
-    return Outline(seed_inputs, _function(jaxpr, eqns, seed_inputs, list(wanted)), tuple(wanted), passed, programs)
+    seed_run = _function(jaxpr, eqns, seed_inputs, list(wanted), {})
+    return Outline(seed_inputs, seed_run, tuple(wanted), passed, programs)
+
+
+def _is_fixed(var: Any, value: Any) -> bool:
+    """Whether a constant is part of a program. One that only several processes have together cannot be."""
+    reachable = not isinstance(value, jax.Array) or value.is_fully_addressable
+    return reachable and not _is_key(var) and _nbytes(var) <= _CONST_BYTES
 
 
 def _seeds(jaxpr: Jaxpr) -> dict[Any, None]:
-    """The keys and small integers that come from nothing but inputs and their like."""
-    found: dict[Any, None] = dict.fromkeys(var for var in (*jaxpr.constvars, *jaxpr.invars) if _is_small(var))
+    """The keys, and the small integers that come from keys and inputs."""
+    found: dict[Any, None] = dict.fromkeys(var for var in jaxpr.invars if _is_small(var))
+    found.update(dict.fromkeys(var for var in jaxpr.constvars if _is_small(var) and _is_key(var)))
+    constant = dict.fromkeys(var for var in jaxpr.constvars if _is_small(var) and not _is_key(var))
     for eqn in jaxpr.eqns:
-        if all(isinstance(var, Literal) or var in found for var in eqn.invars):
-            found.update(dict.fromkeys(var for var in eqn.outvars if _is_small(var)))
+        taken = [var for var in eqn.invars if not isinstance(var, Literal)]
+        if not all(var in found or var in constant for var in taken):
+            continue
+        varies = any(var in found for var in taken)
+        for var in filter(_is_small, eqn.outvars):
+            (found if varies or _is_key(var) else constant)[var] = None
     return found
 
 
+def _is_key(var: Any) -> bool:
+    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
+
+
 def _is_small(var: Any) -> bool:
-    dtype = var.aval.dtype
-    whole = jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.issubdtype(dtype, jnp.integer)
-    return bool(whole) and _size(var) <= _SEED_SIZE
+    return (_is_key(var) or bool(jnp.issubdtype(var.aval.dtype, jnp.integer))) and _size(var) <= _SEED_SIZE
 
 
 def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seeds: dict[Any, None]) -> list[_Piece]:
@@ -183,7 +202,9 @@ def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seed
     return list(joined.values())
 
 
-def _canonical(jaxpr: Jaxpr, piece: _Piece, marks: Sequence[Hashable]) -> tuple[Hashable, tuple[Any, ...]]:
+def _canonical(
+    jaxpr: Jaxpr, piece: _Piece, marks: Sequence[Hashable], fixed: dict[Any, Any]
+) -> tuple[Hashable, tuple[Any, ...]]:
     """What a piece does, whatever its variables are called; and the variables that it takes."""
     eqns = [jaxpr.eqns[number] for number in sorted(piece.eqns)]
     outputs = [jaxpr.outvars[number] for number in piece.outputs]
@@ -191,9 +212,10 @@ def _canonical(jaxpr: Jaxpr, piece: _Piece, marks: Sequence[Hashable]) -> tuple[
     done = _eqns_key(eqns, names)
     given = tuple(_name(var, names) for var in outputs)
     made = {var: None for eqn in eqns for var in eqn.outvars}
-    inputs = tuple(var for var in names if var not in made)
+    inputs = tuple(var for var in names if var not in made and var not in fixed)
     types = tuple(str(var.aval) for var in inputs)
-    return (done, given, types, tuple(marks[number] for number in piece.outputs)), inputs
+    consts = tuple((name, id(fixed[var])) for var, name in names.items() if var in fixed)
+    return (done, given, types, consts, tuple(marks[number] for number in piece.outputs)), inputs
 
 
 def _eqns_key(eqns: Iterable[JaxprEqn], names: dict[Any, int]) -> Hashable:
@@ -236,7 +258,9 @@ def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
     return taken, _eqns_key(jaxpr.eqns, names), tuple(_name(var, names) for var in jaxpr.outvars)
 
 
-def _programs(jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], program_bytes: int) -> Iterable[Program]:
+def _programs(
+    jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], program_bytes: int, fixed: dict[Any, Any]
+) -> Iterable[Program]:
     """Kinds of pieces that there are equally many of are compiled together: each call makes one layer, so to say."""
 
     def given_bytes(kind: _Kind) -> int:
@@ -257,7 +281,7 @@ def _programs(jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], prog
         for kind in kinds:
             piece, inputs = kind[0]
             outputs = [jaxpr.outvars[number] for number in piece.outputs]
-            runs.append((_function(jaxpr, sorted(piece.eqns), inputs, outputs), len(inputs)))
+            runs.append((_function(jaxpr, sorted(piece.eqns), inputs, outputs, fixed), len(inputs)))
         calls = [
             Call(
                 tuple(var for kind in kinds for var in kind[turn][1]),
@@ -301,8 +325,12 @@ def _behind(jaxpr: Jaxpr, producers: dict[Any, int], wanted: Iterable[Any]) -> l
     return sorted(found)
 
 
-def _function(jaxpr: Jaxpr, eqns: Iterable[int], inputs: Iterable[Any], outputs: Iterable[Any]) -> _Run:
-    part = jaxpr.replace(
-        constvars=[], invars=list(inputs), outvars=list(outputs), eqns=[jaxpr.eqns[number] for number in eqns]
-    )
-    return jaxpr_as_fun(ClosedJaxpr(part, []))
+def _function(
+    jaxpr: Jaxpr, eqns: Iterable[int], inputs: Iterable[Any], outputs: Iterable[Any], fixed: dict[Any, Any]
+) -> _Run:
+    chosen = [jaxpr.eqns[number] for number in eqns]
+    taken = {var: None for eqn in chosen for var in eqn.invars if not isinstance(var, Literal)}
+    taken.update(dict.fromkeys(var for var in outputs if not isinstance(var, Literal)))
+    consts = [var for var in fixed if var in taken]
+    part = jaxpr.replace(constvars=consts, invars=list(inputs), outvars=list(outputs), eqns=chosen)
+    return jaxpr_as_fun(ClosedJaxpr(part, [fixed[var] for var in consts]))

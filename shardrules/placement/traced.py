@@ -79,6 +79,26 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
     return x
 
 
+def note_closure(error: Exception, who: str) -> None:
+    """Adds what to do to JAX's error about an array on Explicit axes among Auto ones, which is one closed over.
+
+    **Arguments:**
+
+    - `error`: any error of a trace on Auto axes; other ones are left alone.
+    - `who`: the caller's name.
+
+    ```python
+    error = ValueError("context mesh ... should match the aval mesh")
+    note_closure(error, "filter_init")
+    assert "as an argument" in error.__notes__[0]
+    ```
+    """
+    if "should match the aval mesh" in str(error):
+        error.add_note(
+            f"{who}: the function sees Auto axes, and closes over an array on Explicit ones. Pass it as an argument"
+        )
+
+
 def host_memory(sharding: Sharding) -> str | None:
     """Returns the memory that a sharding names, where that is not simply the device's own.
 

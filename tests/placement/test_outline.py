@@ -113,13 +113,32 @@ def test_large_work_that_is_shared_is_done_once() -> None:
 def test_floats_are_not_cut_and_keys_and_small_integers_are() -> None:
     def make(key: jax.Array) -> Any:
         scale = jnp.sqrt(jnp.float32(3))
-        order = jnp.arange(8)[::-1]
+        order = jax.random.permutation(key, 8)
         return jax.random.normal(key, (8,)) / scale, jax.random.normal(key, (8, 2))[order]
 
     work = taken_apart(make, jax.random.key(0))
     assert all(not jnp.issubdtype(var.aval.dtype, jnp.floating) for var in work.seeds)
     assert work.seeds
     assert all(var.aval.shape == (8,) for var in work.seeds)
+
+
+def test_constants_are_part_of_a_program_as_jit_has_them() -> None:
+    table = np.linspace(0, 1, 8, dtype=np.float32)
+
+    def make(key: jax.Array) -> Any:
+        return jax.random.normal(key, (8,)) * jnp.log(jnp.arange(1, 9)) + jnp.exp(table)
+
+    work = taken_apart(make, jax.random.key(0))
+    assert work.seeds == ()
+    assert [[str(var.aval) for var in call.inputs] for program in work.programs for call in program.calls] == [
+        ["key<fry>[]"]
+    ]
+
+
+def test_large_constants_are_handed_in_rather_than_compiled() -> None:
+    table = np.ones((2**22 + 1,), np.float32)
+    work = taken_apart(lambda key: jax.random.normal(key, table.shape) + table, jax.random.key(0))
+    assert len(work.programs[0].calls[0].inputs) == 2
 
 
 def test_integers_that_come_from_large_work_are_no_seeds() -> None:

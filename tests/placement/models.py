@@ -1,0 +1,290 @@
+"""Five small models of the kinds that people train, each with a loss, a batch and rules. All that trains uses all."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, final
+
+import attrs
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+Made: TypeAlias = tuple[eqx.Module, Any]
+"""A module, and its `eqx.nn.State` or `None`."""
+
+BATCH, LENGTH, VOCABULARY, WIDTH, HEADS = 16, 8, 32, 32, 4
+
+FSDP = sr.FSDPShardingRule("data", min_size_mb=0)
+"""Whatever divides, over the axis of the batch."""
+
+
+class Mlp(eqx.Module):
+    """Two hidden layers."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, key: jax.Array) -> None:
+        sizes = [(16, 64), (64, 64), (64, 8)]
+        keys = jax.random.split(key, len(sizes))
+        self.layers = [eqx.nn.Linear(*size, key=one) for size, one in zip(sizes, keys, strict=True)]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers[:-1]:
+            x = jax.nn.relu(layer(x))
+        return self.layers[-1](x)
+
+
+class Attention(eqx.Module):
+    """Causal self-attention."""
+
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    out: eqx.nn.Linear
+    heads: int = eqx.field(static=True)
+
+    def __init__(self, width: int, heads: int, key: jax.Array) -> None:
+        keys = jax.random.split(key, 4)
+        self.query, self.key, self.value, self.out = (
+            eqx.nn.Linear(width, width, use_bias=False, key=one) for one in keys
+        )
+        self.heads = heads
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        length, width = x.shape
+        query, key, value = (
+            jax.vmap(part)(x).reshape(length, self.heads, width // self.heads)
+            for part in (self.query, self.key, self.value)
+        )
+        scores = jnp.einsum("qhd,khd->hqk", query, key) / jnp.sqrt(width // self.heads)
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+        mixed = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), value)
+        return jax.vmap(self.out)(mixed.reshape(length, width))
+
+
+class Block(eqx.Module):
+    """Attention and an MLP, each after a norm and beside a skip."""
+
+    norms: list[eqx.nn.LayerNorm]
+    attention: Attention
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, width: int, heads: int, key: jax.Array) -> None:
+        attention, up, down = jax.random.split(key, 3)
+        self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
+        self.attention = Attention(width, heads, attention)
+        self.up = eqx.nn.Linear(width, 4 * width, key=up)
+        self.down = eqx.nn.Linear(4 * width, width, key=down)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(jax.vmap(self.norms[0])(x))
+        hidden = jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norms[1])(x)))
+        return x + jax.vmap(self.down)(hidden)
+
+
+class Gpt(eqx.Module):
+    """A language model."""
+
+    embedding: eqx.nn.Embedding
+    positions: jax.Array
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(
+        self, key: jax.Array, *, vocabulary: int = VOCABULARY, width: int = WIDTH, heads: int = HEADS, depth: int = 2
+    ) -> None:
+        embedding, positions, head, *blocks = jax.random.split(key, 3 + depth)
+        self.embedding = eqx.nn.Embedding(vocabulary, width, key=embedding)
+        self.positions = 0.02 * jax.random.normal(positions, (LENGTH, width))
+        self.blocks = [Block(width, heads, one) for one in blocks]
+        self.norm = eqx.nn.LayerNorm(width)
+        self.head = eqx.nn.Linear(width, vocabulary, use_bias=False, key=head)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = jax.vmap(self.embedding)(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+
+
+class ConvNet(eqx.Module):
+    """Two convolutions, the first followed by a batch norm, whose statistics are a state."""
+
+    first: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    second: eqx.nn.Conv2d
+    head: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array) -> None:
+        first, second, head = jax.random.split(key, 3)
+        self.first = eqx.nn.Conv2d(4, 16, 3, padding=1, key=first)
+        self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
+        self.second = eqx.nn.Conv2d(16, 32, 3, stride=2, padding=1, key=second)
+        self.head = eqx.nn.Linear(32, 8, key=head)
+
+    def __call__(self, image: jax.Array, state: eqx.nn.State) -> tuple[jax.Array, eqx.nn.State]:
+        x, state = self.norm(self.first(image), state)
+        x = jax.nn.relu(self.second(jax.nn.relu(x)))
+        return self.head(x.mean((1, 2))), state
+
+
+class Recurrent(eqx.Module):
+    """A GRU over the steps of a sequence."""
+
+    cell: eqx.nn.GRUCell
+    head: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array) -> None:
+        cell, head = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(16, 32, key=cell)
+        self.head = eqx.nn.Linear(32, 8, key=head)
+
+    def __call__(self, xs: jax.Array) -> jax.Array:
+        last, _ = jax.lax.scan(lambda carry, x: (self.cell(x, carry), None), jnp.zeros(32), xs)
+        return self.head(last)
+
+
+class Residual(eqx.Module):
+    """A layer that is one of many."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array) -> None:
+        up, down = jax.random.split(key)
+        self.up = eqx.nn.Linear(32, 64, key=up)
+        self.down = eqx.nn.Linear(64, 32, key=down)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.silu(self.up(x)))
+
+
+class Stacked(eqx.Module):
+    """Four equal layers in one, run by a scan."""
+
+    inlet: eqx.nn.Linear
+    layers: Residual
+    head: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array) -> None:
+        inlet, layers, head = jax.random.split(key, 3)
+        self.inlet = eqx.nn.Linear(16, 32, key=inlet)
+        self.layers = eqx.filter_vmap(Residual)(jax.random.split(layers, 4))
+        self.head = eqx.nn.Linear(32, 8, key=head)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+        x, _ = jax.lax.scan(lambda x, layer: (eqx.combine(layer, static)(x), None), self.inlet(x), arrays)
+        return self.head(x)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
+    return -picked.mean()
+
+
+def stateless_loss(module: Any, state: None, batch: tuple[Any, Any]) -> tuple[jax.Array, None]:
+    """Returns the loss, and no state."""
+    inputs, labels = batch
+    return _cross_entropy(jax.vmap(module)(inputs), labels), state
+
+
+def stateful_loss(module: Any, state: Any, batch: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+    """Returns the loss, and the state after this batch."""
+    inputs, labels = batch
+    logits, state = jax.vmap(module, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(inputs, state)
+    return _cross_entropy(logits, labels), state
+
+
+def _batch(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.random.default_rng(0)
+    return numbers.normal(size=(BATCH, *shape)).astype(np.float32), numbers.integers(0, 8, BATCH)
+
+
+def _tokens() -> tuple[np.ndarray, np.ndarray]:
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH + 1))
+    return text[:, :-1], text[:, 1:]
+
+
+@final
+@attrs.frozen
+class Task:
+    """A model to train.
+
+    **Arguments:**
+
+    - `name`: of the model.
+    - `make`: from a random key to the module and its state.
+    - `loss`: from module, state and batch to the loss and the next state.
+    - `batch`: makes a batch, of which every array begins with the dimension of the examples.
+    - `tensor_parallel`: rules that split it over "model".
+    """
+
+    name: str
+    make: Callable[[jax.Array], Made]
+    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+    batch: Callable[[], Any]
+    tensor_parallel: sr.ShardingRule
+
+
+def _stateless(module: Callable[[jax.Array], eqx.Module]) -> Callable[[jax.Array], Made]:
+    return lambda key: (module(key), None)
+
+
+COLUMN, ROW = P("model"), P(None, "model")
+
+TASKS = (
+    Task(
+        "mlp",
+        _stateless(Mlp),
+        stateless_loss,
+        lambda: _batch(16),
+        sr.DimShardingRule("model", 0),
+    ),
+    Task(
+        "gpt",
+        _stateless(Gpt),
+        stateless_loss,
+        _tokens,
+        sr.RegexShardingRule(
+            [
+                (r"(query|key|value|up)/weight|up/bias", COLUMN),
+                (r"(out|down)/weight", ROW),
+                (r"embedding|head", COLUMN),
+            ]
+        ),
+    ),
+    Task(
+        "conv",
+        eqx.nn.make_with_state(ConvNet),
+        stateful_loss,
+        lambda: _batch(4, 8, 8),
+        sr.RegexShardingRule([(r"(first|second|norm)/(weight|bias)", COLUMN), (r"head/weight", ROW)]),
+    ),
+    Task(
+        "gru",
+        _stateless(Recurrent),
+        stateless_loss,
+        lambda: _batch(6, 16),
+        sr.RegexShardingRule([(r"cell/", COLUMN), (r"head/weight", ROW)]),
+    ),
+    Task(
+        "stacked",
+        _stateless(Stacked),
+        stateless_loss,
+        lambda: _batch(16),
+        sr.RegexShardingRule(
+            [
+                (r"layers/", sr.StackedShardingRule(sr.RegexShardingRule([(r"up/", COLUMN), (r"down/weight", ROW)]))),
+                (r"inlet/", COLUMN),
+                (r"head/weight", ROW),
+            ]
+        ),
+    ),
+)
+"""Everything that trains: a new one is trained under every plan and on every mesh."""

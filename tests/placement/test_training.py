@@ -1,0 +1,277 @@
+"""Training under a plan is training: the losses are those of one device, and everything stays where it was put."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.core.axes import AnyMesh
+from tests.placement.models import FSDP, TASKS, Task
+
+STEPS = 20
+OPTIM = optax.adam(2e-3)
+
+MESHES: dict[str, Callable[[], Mesh]] = {
+    "auto": functools.cache(lambda: sr.create_mesh("data:4,model:2")),
+    "explicit": functools.cache(lambda: jax.make_mesh((4, 2), ("data", "model"))),
+}
+
+PLANS: dict[str, Callable[[Task], sr.ShardingRule]] = {
+    "fsdp": lambda task: FSDP,
+    "tensor_parallel": lambda task: task.tensor_parallel,
+    "both": lambda task: task.tensor_parallel | FSDP,
+}
+
+SPLITS = {"fsdp": ("data",), "tensor_parallel": ("model",), "both": ("data", "model")}
+"""The axes that a plan must use at all: one that replicates everything trains as well."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_fast() -> Iterator[None]:
+    """LLVM's passes take more of the time than all that is tested here, and know nothing of shardings."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def params(made: Any) -> Any:
+    return eqx.filter(made[0], eqx.is_inexact_array)
+
+
+def step_of(task: Task) -> Callable[..., Any]:
+    """Returns a training step as people write it, without a word on sharding."""
+
+    def step(made: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        module, state = made
+        (value, state), grads = eqx.filter_value_and_grad(task.loss, has_aux=True)(module, state, batch)
+        updates, moments = OPTIM.update(grads, moments, eqx.filter(module, eqx.is_inexact_array))
+        return (eqx.apply_updates(module, updates), state), moments, value
+
+    return step
+
+
+@functools.cache
+def losses_on_one_device(name: str) -> np.ndarray:
+    task = next(task for task in TASKS if task.name == name)
+    made = eqx.filter_jit(task.make)(jax.random.key(0))
+    moments = eqx.filter_jit(OPTIM.init)(params(made))
+    step, batch = eqx.filter_jit(step_of(task)), jax.tree.map(jnp.asarray, task.batch())
+    losses = []
+    for _ in range(STEPS):
+        made, moments, loss = step(made, moments, batch)
+        losses.append(loss)
+    return np.array(jax.device_get(losses))
+
+
+def assert_lies_as(tree: Any, plan: sr.ShardingPlan, mesh: Mesh) -> int:
+    """Every array has the very sharding that the plan says, on this mesh, types of axes included; counts the split."""
+    split = 0
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
+    wanted = [plan.decision(path).spec or P() for path in plan.paths]
+    for path, array, spec in zip(plan.paths, arrays, wanted, strict=True):
+        assert isinstance(array.sharding, NamedSharding), path
+        assert array.sharding.mesh == mesh, path
+        assert sr.same(array.sharding.spec, spec), (path, array.sharding.spec, spec)
+        assert array.sharding.shard_shape(array.shape) == sr.shard_shape(array.shape, spec, mesh.shape), path
+        split += not array.sharding.is_fully_replicated
+    return split
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_losses_are_those_of_one_device_and_nothing_moves(task: Task, kind: str) -> None:
+    rule = PLANS[kind](task)
+    made = sr.filter_init(task.make, rule, MESHES["explicit" if kind == "both" else "auto"]())(jax.random.key(0))
+    plan = rule.plan(params(made), sr.mesh_shape("data:4,model:2"))
+    used = {name for path in plan.paths for entry in plan.decision(path).spec or () for name in np.atleast_1d(entry)}
+    assert used - {None} == set(SPLITS[kind])
+    for mesh in MESHES.values():
+        losses = losses_under(task, rule, sr.filter_shard(made, rule, mesh()), mesh())
+        np.testing.assert_allclose(losses, losses_on_one_device(task.name), rtol=1e-5)
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def losses_under(task: Task, rule: sr.ShardingRule, made: Any, mesh: Mesh) -> np.ndarray:
+    """Trains, and looks on the way where everything lies."""
+    made = jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, made)  # the step eats it
+    whole = rule.plan(made, mesh)
+    plan = rule.plan(params(made), mesh)
+    moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(made))
+    batch = sr.filter_shard(task.batch(), P("data"), mesh)
+    step = sr.filter_jit(
+        step_of(task),
+        mesh=mesh,
+        in_shardings=(rule, plan.mirror, P("data")),
+        out_shardings=(rule, plan.mirror, P()),
+        donate=(0, 1),
+    )
+    losses = []
+    for turn in range(STEPS):
+        given = (made, moments)
+        made, moments, loss = step(made, moments, batch)
+        losses.append(loss)
+        if turn in (0, STEPS - 1):
+            assert assert_lies_as(made, whole, mesh) > 0
+            assert assert_lies_as(moments, plan.mirror(moments), mesh) == 2 * assert_lies_as(params(made), plan, mesh)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if eqx.is_inexact_array(leaf))
+    return np.array(jax.device_get(losses))
+
+
+# ---- Explicit axes ----
+
+
+def explicit() -> Mesh:
+    return MESHES["explicit"]()
+
+
+def forward(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
+    return jax.vmap(model)(x)
+
+
+def mlp(mesh: AnyMesh, rule: sr.ShardingRule = FSDP) -> eqx.nn.MLP:
+    return sr.filter_init(functools.partial(eqx.nn.MLP, 8, 8, 16, 2), rule, mesh)(key=jax.random.key(0))
+
+
+def test_on_explicit_axes_jax_refuses_plain_layers_and_the_way_out_is_told() -> None:
+    run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")), axis_types=None)
+    with pytest.raises(Exception, match="illegally sharded") as caught:
+        run(mlp(explicit()), np.ones((8, 8), np.float32))
+    assert any("axis_types='auto'" in note for note in caught.value.__notes__)
+
+
+def test_an_error_that_is_not_about_shardings_is_left_alone() -> None:
+    def wrong(x: jax.Array) -> jax.Array:
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        sr.filter_jit(wrong, mesh=explicit())(np.ones(8))
+    assert "axis_types" not in "".join(caught.value.__notes__)  # JAX leaves notes of its own
+
+
+def test_with_the_weights_gathered_by_hand_plain_layers_run_on_explicit_axes() -> None:
+    """What a user does who wants Explicit axes inside: say where weights are needed whole, and gradients follow."""
+
+    def loss(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
+        arrays, static = eqx.partition(model, eqx.is_array)
+        whole = eqx.combine(sr.with_sharding_constraint(arrays, P()), static)
+        out = forward(whole, x)
+        assert jax.typeof(out).sharding.spec == P("data", None)
+        return (out**2).mean()
+
+    model, x = mlp(explicit()), np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    plan = FSDP.plan(model, explicit())
+    run = sr.filter_jit(
+        eqx.filter_value_and_grad(loss),
+        mesh=explicit(),
+        in_shardings=(FSDP, P("data")),
+        out_shardings=(P(), FSDP),
+        axis_types=None,
+    )
+    value, grads = run(model, x)
+    here = sr.filter_shard(model, jax.devices()[0])
+    wanted, expected = eqx.filter_value_and_grad(lambda model, x: (forward(model, x) ** 2).mean())(here, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert assert_lies_as(grads, plan, explicit()) == 6
+    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-4, atol=1e-7)
+
+
+def test_results_that_nobody_placed_come_back_on_the_mesh_of_the_arguments() -> None:
+    seen = []
+
+    def run(model: eqx.nn.MLP, x: jax.Array) -> tuple[Any, Any, str]:
+        seen.append((jax.sharding.get_abstract_mesh().axis_types, jax.typeof(x).sharding.spec))
+        return forward(model, x), model, "text"
+
+    compiled = sr.filter_jit(run, mesh=explicit())
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(explicit(), P("data")))
+    model = mlp(explicit())
+    out, same, text = compiled(model, x)
+    assert seen[0] == ((AxisType.Auto, AxisType.Auto), P(None, None))
+    assert text == "text"
+    assert out.sharding.mesh == explicit()
+    assert assert_lies_as(same, FSDP.plan(model, explicit()), explicit()) == 6
+    here = sr.filter_shard(model, jax.devices()[0])
+    np.testing.assert_allclose(out, forward(here, jnp.ones((8, 8))), rtol=1e-5)
+    count = len(seen)
+    compiled(same, x)
+    assert len(seen) == count  # what came out goes in again, without being compiled anew
+
+
+def test_auto_axes_can_be_explicit_inside() -> None:
+    mesh = MESHES["auto"]()
+    seen = []
+
+    def double(x: jax.Array) -> jax.Array:
+        seen.append(jax.typeof(x).sharding.spec)
+        return 2 * x
+
+    run = sr.filter_jit(double, mesh=mesh, in_shardings=P("data"), axis_types="explicit")
+    out = run(np.ones((8, 2)))
+    assert seen[0] == P("data", None)
+    assert out.sharding == NamedSharding(mesh, P("data", None))
+
+
+def test_axis_types_work_with_the_mesh_in_force() -> None:
+    with jax.set_mesh(explicit()):
+        run = sr.filter_jit(forward, in_shardings=(FSDP, P("data")), out_shardings=P("data"))
+        out = run(mlp(explicit()), np.ones((8, 8), np.float32))
+    assert out.sharding == NamedSharding(explicit(), P("data"))
+
+
+def test_shapes_can_be_lowered_and_what_is_compiled_ahead_of_time_runs() -> None:
+    model = mlp(explicit())
+    run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")))
+    structs = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if eqx.is_array(leaf) else leaf
+        ),
+        model,
+    )
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(explicit(), P("data")))
+    assert "all-gather" in str(run.lower(structs, x).compile().as_text())
+
+
+def test_an_argument_that_lies_elsewhere_is_told_in_the_words_of_its_mesh() -> None:
+    run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")))
+    whole = sr.filter_shard(mlp(explicit()), P(), explicit())
+    with pytest.raises(
+        sr.PlanError, match=r"argument 0, .*lies as P\(\) on data:4,model:2, is to be P\('data', None\)"
+    ):
+        run(whole, np.ones((8, 8), np.float32))
+
+
+def test_a_closed_over_array_is_to_be_an_argument() -> None:
+    w = jax.device_put(np.ones(8), NamedSharding(explicit(), P("data")))
+    with pytest.raises(ValueError, match="should match the aval mesh") as caught:
+        sr.filter_jit(lambda x: x * w, mesh=explicit())(np.ones(8))
+    assert any("as an argument" in note for note in caught.value.__notes__)
+
+
+def test_inside_of_another_traced_function_its_types_stay() -> None:
+    seen = []
+    run = sr.filter_jit(lambda x: seen.append(jax.typeof(x).sharding.spec) or 2 * x, mesh=explicit())
+    x = jax.device_put(np.ones(8), NamedSharding(explicit(), P("data")))
+    assert jax.jit(run)(x).sharding == x.sharding
+    assert run(x).sharding.mesh == explicit()
+    assert seen == [P("data"), P(None)]
+
+
+def test_code_for_explicit_axes_is_told_how_to_have_them() -> None:
+    def columns(x: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(x, P(None, "data"))
+
+    x = jax.device_put(np.ones((8, 8)), NamedSharding(explicit(), P("data")))
+    with pytest.raises(ValueError, match="of type Auto") as caught:
+        sr.filter_jit(columns, mesh=explicit())(x)
+    assert any("axis_types=None" in note for note in caught.value.__notes__)
+    assert sr.filter_jit(columns, mesh=explicit(), axis_types=None)(x).sharding.spec == P(None, "data")
