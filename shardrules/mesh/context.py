@@ -3,6 +3,8 @@
 JAX offers `jax.set_mesh` with public readers. The older `with mesh:` still exists, and code in the wild still uses it.
 """
 
+from contextlib import AbstractContextManager
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -10,6 +12,28 @@ from jax.sharding import Mesh
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import NoMeshError
 from shardrules.mesh.jax_state import legacy_mesh
+
+_HELD = jax.make_user_context(None)
+"""The mesh of the innermost function that brought its own while something was traced: JAX lets nobody set one there."""
+
+
+def holding(mesh: AnyMesh | None) -> AbstractContextManager[None]:
+    """Puts a mesh in force for `current_mesh` where `jax.set_mesh` is refused: while something is being traced.
+
+    **Arguments:**
+
+    - `mesh`: the mesh.
+
+    **Returns:**
+
+    A context manager.
+
+    ```python
+    with holding(sr.mesh_shape("data:4")):
+        assert current_mesh().axis_names == ("data",)
+    ```
+    """
+    return _HELD(mesh)
 
 
 def current_mesh() -> AnyMesh | None:
@@ -25,6 +49,8 @@ def current_mesh() -> AnyMesh | None:
         assert current_mesh().axis_names == ("data",)
     ```
     """
+    if _HELD.value is not None:
+        return _HELD.value
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         try:

@@ -4,12 +4,14 @@
 - The client of `jax.distributed`, whose barriers take a timeout and whose store holds texts, has no public name.
 - Whether a backend is up cannot be asked without starting one.
 - Whether code is being traced shows in its arguments only, and a function may have none.
+- What traces depend on beside their arguments, settings and contexts, is a key that `jax.jit` keeps for itself.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
-from jax._src import core, distributed, mesh, xla_bridge
+from jax._src import config, core, distributed, mesh, xla_bridge
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
@@ -38,3 +40,8 @@ def process_count() -> int:
 def under_trace() -> bool:
     """Returns whether this code is being traced, by `jax.jit` say, so that what it does to arrays is only recorded."""
     return not core.trace_ctx.is_top_level()
+
+
+def trace_key() -> Hashable:
+    """Returns what a trace depends on beside its arguments: the settings and contexts that `jax.jit` heeds."""
+    return config.trace_context(), config.default_prng_impl.value  # which is in the key of jit alone

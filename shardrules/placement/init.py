@@ -12,10 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import array_bytes, device_dtype
-from shardrules.mesh.context import current_mesh
-from shardrules.mesh.jax_state import under_trace
-from shardrules.placement.outline import Outline, outline
+from shardrules.mesh.context import current_mesh, holding
+from shardrules.mesh.jax_state import trace_key, under_trace
+from shardrules.placement.keys import array_key, static_key
+from shardrules.placement.outline import SEED_SIZE, Outline, outline
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.target import How, Target, target
 from shardrules.placement.traced import note_closure
@@ -29,8 +31,9 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
     """Returns a function that makes what `make` makes, placed from the start.
 
     The shapes are found without making anything, the plan is made from them, and each array is computed on the devices
-    that are to hold it. Equal layers are compiled once. The values are, bit by bit, those of `jax.jit(make)` with such
-    `out_shardings`: of random numbers also those on one device, while a sum that is split may differ in its last bit.
+    that are to hold it. Equal layers are compiled once. Random numbers are those that
+    `jax.jit(make)` draws, bit by bit, and so are the layers of Equinox. Where `make` goes on computing with them, XLA
+    may fuse that otherwise and a sum may be split, so that the last bit differs, as it does from one jit to another.
 
     **Arguments:**
 
@@ -61,9 +64,11 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
     known: dict[Hashable, _Prepared] = {}
 
     def init(*args: Any, **kwargs: Any) -> Any:
+        where = next((one for one in (mesh, _own_mesh(how), current_mesh()) if one is not None), None)
         if under_trace():
-            return filter_shard(make(*args, **kwargs), how, mesh)
-        where = current_mesh() if mesh is None else mesh
+            with holding(where):
+                made = make(*args, **kwargs)
+            return filter_shard(made, how, mesh)
         dynamic, static = eqx.partition(jax.tree.map(_on_auto_axes, (args, kwargs)), _is_traced)
         key = _key(dynamic, static, where)
         prepared = known.get(key) if key is not None else None
@@ -92,6 +97,12 @@ class _Prepared:
 
 def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _own_mesh(how: How) -> AnyMesh | None:
+    """The mesh that a rule or a plan brings with it, if it has devices."""
+    own = how.mesh if isinstance(how, ShardingRule | ShardingPlan) else None
+    return own if isinstance(own, Mesh) else None
 
 
 def _auto(mesh: Mesh) -> Mesh:
@@ -133,8 +144,7 @@ def _key(dynamic: Any, static: Any, mesh: AnyMesh | None) -> Hashable:
     """What the work follows from; `None` where a static argument has no hash."""
     leaves, structure = jax.tree.flatten(dynamic)
     others, rest = jax.tree.flatten(static)
-    types = tuple((np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
-    key = (structure, types, tuple(others), rest, mesh)
+    key = (structure, tuple(map(array_key, leaves)), tuple(map(static_key, others)), rest, mesh, trace_key())
     try:
         hash(key)
     except TypeError:
@@ -184,14 +194,17 @@ def _with_seeds(prepared: _Prepared, inputs: list[Any]) -> dict[Any, Any]:
 
 def _made(prepared: _Prepared, values: dict[Any, Any]) -> Any:
     work = prepared.work
-    made: dict[int, Any] = {number: values[var] for var, number in work.passed}
+    made: dict[int, Any] = {number: _copied(values[var]) for var, number in work.passed}
     there: dict[tuple[Sharding, Any], Any] = {}
     for program, (run, whole) in zip(work.programs, prepared.runs, strict=True):
         needed = dict.fromkeys(var for call in program.calls for var in call.inputs if (whole, var) not in there)
-        away = [var for var in needed if not _is_on(values[var], whole)]
-        there.update(((whole, var), values[var]) for var in needed)
-        moved = put([values[var] for var in away], [whole] * len(away))
-        there.update(((whole, var), array) for var, array in zip(away, moved, strict=True))
+        away = {var: None for var in needed if not _is_on(values[var], whole)}
+        there.update(((whole, var), values[var]) for var in needed if var not in away)
+        small = [var for var in away if var.aval.size <= SEED_SIZE or not whole.is_fully_addressable]
+        moved = put([values[var] for var in small], [whole] * len(small))
+        there.update(((whole, var), array) for var, array in zip(small, moved, strict=True))
+        # Of a large one the compiler decides who needs which part: from the host, where it is bound to no device.
+        there.update(((whole, var), np.asarray(values[var])) for var in away if (whole, var) not in there)
         for call in program.calls:
             results = run(*[there[whole, var] for var in call.inputs])
             made.update(zip(call.outputs, results, strict=True))
@@ -201,6 +214,11 @@ def _made(prepared: _Prepared, values: dict[Any, Any]) -> Any:
     turn = iter(range(len(arrays)))
     whole_list = [made[next(turn)] if isinstance(value, jax.ShapeDtypeStruct) else value for value in arrays]
     return prepared.found.with_arrays(put(whole_list, shardings))
+
+
+def _copied(value: Any) -> Any:
+    """What is handed through is a new array, as from `jax.jit`: the caller may give either away."""
+    return jax.device_put(value, value.sharding, may_alias=False) if isinstance(value, jax.Array) else value
 
 
 def _is_on(value: Any, whole: Sharding) -> bool:

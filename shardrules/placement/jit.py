@@ -17,9 +17,11 @@ from shardrules.core.errors import PlanError, RuleTypeError, TreeError
 from shardrules.core.finding import shape_text
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import leaf_paths
-from shardrules.mesh.context import current_mesh
+from shardrules.mesh.context import current_mesh, holding
 from shardrules.mesh.creation import AxisTypes, normalize_axis_types
-from shardrules.mesh.jax_state import under_trace
+from shardrules.mesh.jax_state import trace_key, under_trace
+from shardrules.placement.keys import array_key, static_key
+from shardrules.placement.source import ArraySource
 from shardrules.placement.target import How, target
 from shardrules.placement.traced import note_closure
 from shardrules.placement.transfer import put
@@ -167,6 +169,9 @@ class FilterJit:
     out_shardings: How
     donated: tuple[int | str, ...] | str
     axis_types: AxisTypes = "auto"
+    _signature: inspect.Signature | None = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _signature(self.fn), takes_self=True)
+    )
     _known: dict[Hashable, _Compiled] = attrs.field(factory=dict, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,21 +220,25 @@ class FilterJit:
 
     def _in_force(self, meshes: "_Meshes") -> contextlib.AbstractContextManager[Any]:
         mesh = self.mesh if meshes.inside is meshes.outside else meshes.inside
-        # Inside of jit the mesh is settled, and JAX lets nobody set another one.
-        return jax.set_mesh(mesh) if isinstance(mesh, Mesh) and not under_trace() else contextlib.nullcontext()
+        if mesh is None or not isinstance(mesh, Mesh):
+            return contextlib.nullcontext()
+        return holding(mesh) if under_trace() else jax.set_mesh(mesh)
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], meshes: "_Meshes"
     ) -> tuple[_Compiled, list[Any], Callable[[], tuple[str, ...]]]:
-        bound = inspect.signature(self.fn).bind(*args, **kwargs)
-        args, kwargs = bound.args, bound.kwargs
+        if self._signature is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         call = (self.fn, args, kwargs)
         leaves, treedef = jax.tree.flatten(call)
         numbers = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
         arrays = _renamed([leaves[number] for number in numbers], meshes.outside, meshes.inside)
-        types_of = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in arrays)
         static = {number: leaf for number, leaf in enumerate(leaves) if not _is_array(leaf)}
-        key = (treedef, types_of, tuple(static.items()), meshes)
+        if any(isinstance(leaf, ArraySource) for leaf in static.values()):
+            raise TreeError("filter_jit: an ArraySource is no array yet; place it with filter_shard first")
+        said = tuple((number, static_key(leaf)) for number, leaf in static.items())
+        key = (treedef, tuple(map(array_key, arrays)), said, meshes, trace_key())
         try:
             compiled = self._known.get(key)
         except TypeError as error:
@@ -319,7 +328,7 @@ def _renamed(values: list[Any], old: AnyMesh | None, new: AnyMesh | None) -> lis
 
 
 def _placed(values: list[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
-    """What lies nowhere yet, put where it is to be on Explicit axes: jit would place it, but call its type whole."""
+    """What lies nowhere yet, put where it is to be. On Explicit axes jit would place it, but call its type whole."""
     if under_trace():
         return values
     return _with_shardings(
@@ -327,9 +336,14 @@ def _placed(values: list[Any], shardings: Sequence[Sharding | None]) -> list[Any
         {
             number: wanted
             for number, (value, wanted) in enumerate(zip(values, shardings, strict=True))
-            if isinstance(wanted, NamedSharding) and AxisType.Explicit in wanted.mesh.axis_types and not _lies(value)
+            if isinstance(wanted, NamedSharding) and _is_ours_to_place(wanted) and not _lies(value)
         },
     )
+
+
+def _is_ours_to_place(wanted: NamedSharding) -> bool:
+    """Whether jit would not place an array there, or not rightly: over several processes it refuses to."""
+    return AxisType.Explicit in wanted.mesh.axis_types or not wanted.is_fully_addressable
 
 
 def _lies(value: Any) -> bool:
@@ -370,6 +384,13 @@ def _hint(error: Exception, meshes: _Meshes) -> None:
         error.add_note("filter_jit: the function sees Auto axes; axis_types=None keeps those of the mesh")
 
 
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except ValueError:  # a builtin function may have none
+        return None
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
@@ -395,7 +416,8 @@ def _split(values: Sequence[Any], donated: frozenset[int]) -> tuple[list[Any], l
 
 def _donated(donate: tuple[int | str, ...] | str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """The numbers of the arrays that are given away."""
-    names = list(inspect.signature(fn).parameters)[: len(args)]
+    signature = _signature(fn)
+    names = [] if signature is None else list(signature.parameters)[: len(args)]
     positions = [names.index(one) if one in names else one for one in donate] if isinstance(donate, tuple) else []
     unknown = [one for one in positions if one not in range(-len(args), len(args)) and one not in kwargs]
     if unknown:

@@ -19,11 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-_SEED_SIZE = 4096
+SEED_SIZE = 4096
 """The most elements that a seed has."""
 
 _CONST_BYTES = 16 * 2**20
 """The largest constant that is part of a program, as it is for `jax.jit`. What is larger would be compiled for long."""
+
+_TRUSTED = ("builtins", "jax", "jaxlib", "numpy", "ml_dtypes")
+"""Whose values are equal only when they are the same. A user's class may say so of values that are not."""
 
 _Run: TypeAlias = Callable[..., list[Any]]
 
@@ -160,7 +163,7 @@ def _is_key(var: Any) -> bool:
 
 
 def _is_small(var: Any) -> bool:
-    return (_is_key(var) or bool(jnp.issubdtype(var.aval.dtype, jnp.integer))) and _size(var) <= _SEED_SIZE
+    return (_is_key(var) or bool(jnp.issubdtype(var.aval.dtype, jnp.integer))) and _size(var) <= SEED_SIZE
 
 
 def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seeds: dict[Any, None]) -> list[_Piece]:
@@ -183,7 +186,7 @@ def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seed
             source = producers[var]
             if source in found[number].eqns:
                 continue
-            large = any(_size(one) > _SEED_SIZE for one in jaxpr.eqns[source].outvars)
+            large = any(_size(one) > SEED_SIZE for one in jaxpr.eqns[source].outvars)
             if large and source in owners:
                 first, second = sorted((leader(owners[source]), leader(number)))
                 leaders[second] = first
@@ -245,6 +248,10 @@ def _param_key(param: Any) -> Hashable:
             return _jaxpr_key(param)
         case tuple() | list():
             return tuple(map(_param_key, param))
+    if isinstance(param, float | complex):
+        return type(param), repr(param)  # which tells 0.0 from -0.0
+    if callable(param) or type(param).__module__.partition(".")[0] not in _TRUSTED:
+        return id(param)  # JAX compares the callbacks that it wraps by what they say of themselves
     try:
         hash(param)
     except TypeError:

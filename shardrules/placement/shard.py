@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.errors import TreeError
 from shardrules.mesh.jax_state import under_trace
-from shardrules.placement.target import How, target
+from shardrules.placement.source import ArraySource
+from shardrules.placement.target import How, check_placeable, target
 from shardrules.placement.traced import constrain_traced, host_memory
 from shardrules.placement.transfer import put
 
@@ -48,7 +50,10 @@ def filter_shard(tree: Any, how: How, mesh: AnyMesh | None = None) -> Any:
     found = target(tree, how, mesh)
     arrays, shardings = found.arrays()
     if not under_trace():
+        check_placeable(tree, found, "filter_shard")
         return found.with_arrays(put(arrays, shardings))
+    if any(isinstance(x, ArraySource) for x in arrays):
+        raise TreeError("filter_shard: an ArraySource is read outside of jit; place it before")
     constrained = [
         constrain_traced(jnp.asarray(x), one.mesh, one.spec, host_memory(one))
         if isinstance(one, NamedSharding)

@@ -4,7 +4,6 @@ Everything that places arrays starts here, so that all of it takes the same thin
 them in the same words.
 """
 
-import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, final
@@ -12,17 +11,18 @@ from typing import Any, TypeAlias, final
 import attrs
 import jax
 import jax.tree_util as jtu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import check_spec
 from shardrules.core.errors import NoMeshError, PlanError, ShardingWarning, TreeError
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.rule import ShardingPlan, ShardingRule
+from shardrules.core.spec import UNCONSTRAINED, axis_names, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.mesh.context import current_mesh
 from shardrules.mesh.jax_state import under_trace
-from shardrules.placement.traced import host_memory
+from shardrules.placement.traced import axis_types, host_memory
 
 How: TypeAlias = Any
 """A rule, a plan, a PartitionSpec, a sharding, a device, a tree (or prefix) of specs and shardings, or a function from
@@ -110,11 +110,11 @@ def target(tree: Any, how: How, mesh: AnyMesh | None = None, *, who: str = "filt
     ```
     """
     check_mesh(mesh)
-    if inspect.isroutine(how):
+    if callable(how) and jtu.all_leaves([how]):  # a module that stands for a tree of specs can be called, too
         how = how(tree)
     values, treedef = jax.tree.flatten(tree)
     if isinstance(how, ShardingRule):
-        plan = how.plan(tree, mesh).check()
+        plan = how.plan(tree, mesh)
         return _by_plan(values, treedef, plan, (plan.mesh, mesh), who)
     if isinstance(how, ShardingPlan):
         return _by_plan(values, treedef, how.bind(tree), (mesh, how.mesh), who)
@@ -127,6 +127,8 @@ def _by_plan(
     where = _mesh((*meshes, current_mesh()), who)
     if mesh_sizes(plan.mesh) != mesh_sizes(where):
         plan = attrs.evolve(plan, mesh=where)
+    pairs = [(leaf.path, leaf.shape, spec) for leaf, spec in zip(plan.leaves, plan.kind_specs, strict=True)]
+    _refuse(who, [(path, finding) for path, shape, spec in pairs for finding in _manual(shape, spec, where)])
     plan.check()
     told = [finding for finding in plan.findings if finding.code in _TOLD]
     if told:
@@ -206,9 +208,58 @@ def _by_prefix(tree: Any, values: list[Any], treedef: Any, how: Any, mesh: AnyMe
         shardings.append(sharding)
     if wrong:
         paths = leaf_paths(tree)
-        listed = merged(attrs.evolve(finding, path=paths[number]) for number, finding in wrong)
-        raise PlanError(f"{who}: {len(wrong)} arrays cannot be placed:\n{listing(listed)}", listed)
+        _refuse(who, [(paths[number], finding) for number, finding in wrong])
     return Target(values, treedef, shardings)
+
+
+def _refuse(who: str, wrong: Sequence[tuple[str, Finding]]) -> None:
+    if wrong:
+        listed = merged(attrs.evolve(finding, path=path) for path, finding in wrong)
+        many = f"{len(wrong)} array{'s' * (len(wrong) > 1)}"
+        raise PlanError(f"{who}: {many} cannot be placed:\n{listing(listed)}", listed)
+
+
+def _manual(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:
+    """Inside `shard_map` an array is one device's part already, of which the axes that are mapped say nothing."""
+    if not under_trace():
+        return []
+    manual = [name for name, kind in axis_types(mesh).items() if kind == AxisType.Manual]
+    why = "is Manual here: inside shard_map each device has its own part"
+    remedy = "Leave the axis out, or place arrays outside of shard_map"
+    return [
+        Finding("error", "manual-axis", f"axis {name!r} of {spec_repr(spec)} {why}", "", remedy, shape, axis=name)
+        for name in axis_names(spec)
+        if name in manual
+    ]
+
+
+def check_placeable(tree: Any, found: Target, who: str) -> None:
+    """Refuses what cannot be put on devices outside of jit.
+
+    **Arguments:**
+
+    - `tree`, `found`: the tree, and the same taken apart.
+    - `who`: the caller's name, for messages.
+
+    **Raises:**
+
+    `PlanError`, listing shapes that have no values, shardings without devices, and dimensions that are left open.
+    """
+    wrong: list[tuple[int, Finding]] = []
+    for number, (value, one) in enumerate(zip(found.values, found.shardings, strict=True)):
+        shape = () if one is None else tuple(value.shape)
+        why = ""
+        if one is not None and isinstance(value, jax.ShapeDtypeStruct):
+            why = "it has a shape and no values", "Make it with filter_init, or load it"
+        elif isinstance(one, NamedSharding) and not isinstance(one.mesh, Mesh):
+            why = "its sharding is on the shape of a mesh, without devices", "Name a mesh that has them"
+        elif isinstance(one, NamedSharding) and UNCONSTRAINED in one.spec.partitions:
+            why = "outside of jit there is no compiler to leave a dimension to", "Say how it is split, or None"
+        if why:
+            wrong.append((number, Finding("error", "not-placeable", why[0], "", why[1], shape)))
+    if wrong:
+        paths = leaf_paths(tree)
+        _refuse(who, [(paths[number], finding) for number, finding in wrong])
 
 
 def _meshes_of(values: Sequence[Any]) -> Iterator[AnyMesh]:
@@ -252,7 +303,7 @@ _REMEDIES = {
 
 
 def _errors(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:
-    return [
+    return _manual(shape, spec, mesh) or [
         attrs.evolve(found, remedy=_REMEDIES.get(found.code, found.remedy))
         for found in check_spec("", shape, spec, mesh_sizes(mesh))
         if found.severity == "error"

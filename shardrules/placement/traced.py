@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import SpecError
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.errors import MeshError, SpecError
 from shardrules.core.spec import UNCONSTRAINED, axis_names, entries, make_spec, spec_repr
 
 
@@ -31,11 +31,14 @@ def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
     assert axis_types(sr.mesh_shape("data:4")) == {"data": jax.sharding.AxisType.Auto}
     ```
     """
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return dict(zip(mesh.axis_names, _as_here(mesh).axis_types, strict=True))
+
+
+def _as_here(mesh: AnyMesh) -> AnyMesh:
+    """The mesh under the types that its axes have here, if it is the one in force; else as it is."""
     here = jax.sharding.get_abstract_mesh()
-    if here.axis_names == mesh.axis_names:
-        types = dict(zip(here.axis_names, here.axis_types, strict=True))
-    return types
+    is_in_force = here.axis_names == mesh.axis_names and dict(here.shape) == dict(mesh.shape)
+    return here if is_in_force and here.axis_types != mesh.axis_types else mesh
 
 
 def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | None = None) -> Any:
@@ -54,7 +57,14 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
     **Raises:**
 
     `SpecError` for a dimension split over an Auto axis and then over an Explicit one: JAX has no way to say that.
+    `MeshError` on another mesh than the one in force: JAX may drop such a constraint without a word.
     """
+    here = jax.sharding.get_abstract_mesh()
+    if not here.empty and dict(here.shape) != dict(mesh.shape):
+        raise MeshError(
+            f"{spec_repr(spec)} is asked for on the mesh {mesh_text(mesh)}, while {mesh_text(here)} is in force. "
+            "Inside jit JAX may drop such a constraint without a word: take the mesh in force, or leave that one"
+        )
     types = axis_types(mesh)
     explicit = [name for name, kind in types.items() if kind == AxisType.Explicit]
     auto = [name for name, kind in types.items() if kind == AxisType.Auto]
@@ -66,8 +76,7 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
                 f"{spec_repr(spec)} splits a dimension over {entry!r}: the Auto axis {entry[0]!r} cannot come before "
                 "an Explicit one. Write the Explicit axes first"
             )
-    here = jax.sharding.get_abstract_mesh()
-    known = here if here.axis_names == mesh.axis_names else mesh
+    known = _as_here(mesh)
     if explicit:
         # `reshard` takes no memory kind, and a sharding on devices always has one.
         shape = known.abstract_mesh if isinstance(known, Mesh) else known

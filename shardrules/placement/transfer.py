@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from shardrules.core.errors import MeshError
 from shardrules.core.spec import device_dtype
 from shardrules.placement.source import ArraySource, Index
 
@@ -45,10 +46,10 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
             continue
         if isinstance(value, jax.Array) and value.committed and value.sharding == sharding:
             continue
-        if sharding.is_fully_addressable:
-            local.append(number)
-        elif isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
             across.append(number)
+        elif sharding.is_fully_addressable:
+            local.append(number)
         else:
             result[number] = _put_own(value, sharding)
     for numbers, move in ((local, jax.device_put), (across, _move_across)):
@@ -87,11 +88,22 @@ def _put_own(value: Any, sharding: Sharding) -> jax.Array:
         data = _put_own(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[() if index is None else index])
+    # A process may hold no part that would tell the dtype.
+    dtype = device_dtype(host.dtype)
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: host[() if index is None else index], dtype=dtype
+    )
 
 
 def _move_across(values: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
     """Moves arrays that several processes hold together: all in one program, since none has the whole."""
+    for value, sharding in zip(values, shardings, strict=True):
+        if value.sharding.device_set != sharding.device_set:
+            raise MeshError(
+                f"an array {value.dtype}{list(value.shape)} that several processes hold can only go to a mesh of "
+                f"the same devices: it lies on {len(value.sharding.device_set)}, and is to be on "
+                f"{len(sharding.device_set)} others. Gather it first: filter_shard(filter_gather(tree), how, mesh)"
+            )
     return jax.jit(lambda arrays: arrays, out_shardings=shardings)(values)
 
 
@@ -108,7 +120,7 @@ def _read(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Arr
             parts[key] = source.part(where)
         return parts[key]
 
-    array = jax.make_array_from_callback(source.shape, sharding, part)
+    array = jax.make_array_from_callback(source.shape, sharding, part, dtype=device_dtype(source.dtype))
     pending.add([array], sum(one.nbytes for one in parts.values()))
     return array
 

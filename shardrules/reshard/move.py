@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jax.sharding import Sharding
 
 from shardrules.core.errors import TreeError
-from shardrules.placement.target import target
+from shardrules.placement.target import check_placeable, target
 from shardrules.placement.transfer import put
 
 
@@ -40,4 +40,5 @@ def reshard(tree: Any, shardings: Any) -> Any:
         raise TreeError(f"reshard takes shardings, got {', '.join(wrong)}; filter_shard takes specs, plans and rules")
     arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, tree)
     found = target(arrays, shardings, who="reshard")
+    check_placeable(arrays, found, "reshard")
     return found.with_arrays(put(*found.arrays()))

@@ -93,6 +93,20 @@ def test_gradients_and_vmap_go_through() -> None:
         assert mapped.sharding.spec[1] == "tp"
 
 
+def test_another_mesh_than_the_one_in_force_is_refused_inside_of_jit() -> None:
+    other = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AUTO, AUTO))
+    shards = (
+        lambda x: sr.with_sharding_constraint(2 * x, NamedSharding(other, P("dp"))),
+        lambda x: sr.filter_shard(2 * x, P("dp"), other),
+    )
+    for shard in shards:
+        assert jax.jit(shard)(ONES).sharding.is_equivalent_to(NamedSharding(other, P("dp")), 2)
+        with jax.set_mesh(MESH):
+            assert shard(ONES).sharding.is_equivalent_to(NamedSharding(other, P("dp")), 2)
+            with pytest.raises(sr.MeshError, match="on the mesh dp:4,tp:2, while dp:2,tp:4 is in force"):
+                jax.jit(shard)(ONES)
+
+
 # ---- axes that are not to be had ----
 
 

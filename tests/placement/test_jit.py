@@ -1,5 +1,6 @@
 """`filter_jit`: where arguments and results are, what is compiled when, and what is refused."""
 
+import inspect
 from typing import Any
 
 import equinox as eqx
@@ -213,7 +214,7 @@ def test_an_error_of_the_function_itself_comes_through() -> None:
     ("options", "error", "message"),
     [
         ({"in_shardings": (P("data"), None)}, sr.TreeError, "in_shardings has 2 items, the call 1 positional"),
-        ({"in_shardings": P("model", "data")}, sr.PlanError, r"filter_jit, argument 0: 1 arrays cannot be placed"),
+        ({"in_shardings": P("model", "data")}, sr.PlanError, r"filter_jit, argument 0: 1 array cannot be placed"),
         ({"out_shardings": P("x")}, sr.PlanError, "filter_jit, the result: .*"),
         ({"donate": "first"}, sr.TreeError, "donate is 'none', 'all', 'all-except-first'"),
         ({"donate": ["y"]}, sr.TreeError, r"donate names \['y'\], and the arguments are x"),
@@ -233,3 +234,65 @@ def test_a_rule_in_the_place_of_the_function_is_refused() -> None:
 def test_a_static_argument_without_a_hash_is_refused() -> None:
     with pytest.raises(sr.TreeError, match="an argument that is no array must have a hash"):
         sr.filter_jit(lambda x, y: x, mesh=MESH)(jnp.ones(8), {1, 2})
+
+
+def test_values_that_python_holds_for_equal_are_compiled_apart() -> None:
+    run = sr.filter_jit(lambda x, n: (x + (n if isinstance(n, float) else 100), n), mesh=MESH)
+    found = [run(jnp.ones(2), n) for n in (1, 1.0, True, 0.0, -0.0, 1)]
+    assert [repr(n) for _, n in found] == ["1", "1.0", "True", "0.0", "-0.0", "1"]
+    assert [float(x[0]) for x, _ in found] == [101, 2, 101, 1, 1, 101]
+
+
+def test_static_results_and_structures_belong_to_their_own_call() -> None:
+    def told(x: jax.Array) -> Any:
+        spec = jax.typeof(x).sharding.spec
+        return ((x, x) if spec[0] == "data" else x), str(spec)
+
+    run = sr.filter_jit(told, mesh=MESHES[1], axis_types=None)
+    a, b = (sr.filter_shard(np.ones((8, 8)), spec, MESHES[1]) for spec in (P("data"), P(None, "model")))
+    for _ in range(2):
+        pair, text = run(a)
+        assert len(pair) == 2
+        assert "data" in text
+        single, text = run(b)
+        assert single.shape == (8, 8)
+        assert "model" in text
+
+
+def test_where_arguments_lie_is_part_of_what_is_compiled() -> None:
+    other = sr.create_mesh("data:8")
+    run = sr.filter_jit(lambda x: 2 * x, in_shardings=P("data"))
+    for mesh in (MESH, other, MESH):
+        assert run(sr.filter_shard(np.ones(8), P("data"), mesh)).sharding.mesh == mesh
+    fixed = sr.filter_jit(lambda x: x, mesh=other, in_shardings=P("data"))
+    for memory in ("pinned_host", "device", "pinned_host"):
+        given = jax.device_put(np.ones(8), NamedSharding(other, P("data"), memory_kind=memory))
+        assert fixed(given).sharding.memory_kind == memory
+
+
+def test_the_mesh_is_in_force_under_every_transformation() -> None:
+    run = sr.filter_jit(lambda x: (sr.with_sharding_constraint(x * x, P("data"))).sum(), mesh=MESH)
+    ones = jnp.ones(8)
+    assert float(run(ones)) == 8
+    assert float(jax.jit(run)(ones)) == 8
+    assert jax.eval_shape(run, ones).shape == ()
+    np.testing.assert_array_equal(jax.grad(run)(ones), 2 * ones)
+    np.testing.assert_array_equal(jax.vmap(run)(jnp.ones((2, 8))), np.full(2, 8.0))
+    inner = sr.filter_jit(
+        lambda x: sr.with_sharding_constraint(2 * x, P("data")), mesh=sr.create_mesh("data:2,model:4")
+    )
+    assert jax.jit(inner)(jnp.ones((6, 4))).sharding.shard_shape((6, 4)) == (3, 4)
+    with pytest.raises(sr.MeshError, match="on the mesh data:2,model:4, while data:4,model:2 is in force"):
+        sr.filter_jit(lambda x: inner(x), mesh=MESH)(jnp.ones((6, 4)))
+
+
+def test_a_function_without_a_signature_is_taken() -> None:
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(max)
+    assert sr.filter_jit(max, mesh=MESH)(1, 2) == 2
+
+
+def test_a_source_is_no_argument_yet() -> None:
+    source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
+    with pytest.raises(sr.TreeError, match="place it with filter_shard first"):
+        sr.filter_jit(lambda x: x, mesh=MESH)(source)

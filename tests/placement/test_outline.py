@@ -174,3 +174,30 @@ def test_a_function_with_effects_stays_in_one_piece(capfd: pytest.CaptureFixture
     assert shape_of(work) == [(3, 1)]
     jax.effects_barrier()
     assert "made" in capfd.readouterr().out
+
+
+class Callback:
+    """Says that it is equal to its like, whatever it adds."""
+
+    def __init__(self, added: float) -> None:
+        self.added = added
+
+    def __call__(self, x: Any) -> Any:
+        return np.asarray(x) + np.float32(self.added)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Callback)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_what_only_says_that_it_is_equal_is_told_apart() -> None:
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key)
+        pairs = zip(keys, (2.0, 3.0), strict=True)
+        return [jax.pure_callback(Callback(added), shape, jax.random.normal(one, (8,))) for one, added in pairs]
+
+    assert shape_of(taken_apart(make, jax.random.key(0))) == [(2, 1)]

@@ -92,3 +92,27 @@ def test_models_and_states_are_made_over_processes(processes: int, devices: int)
         )
     )
     assert found == [found[0]] * processes
+
+
+def test_batches_on_the_host_and_meshes_that_leave_a_process_out() -> None:
+    found = told(
+        run_processes(
+            """
+            mesh = sr.create_mesh("data:4,model:2")
+            run = sr.filter_jit(lambda x: x.sum(), mesh=mesh, in_shardings=P("data"), out_shardings=P())
+            print(">", float(run(np.ones((8, 2), np.float32))))
+            first = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+            source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
+            placed = sr.filter_shard({"w": np.ones(8, np.float32), "s": source}, P("data"), first)
+            print(">", [len(array.addressable_shards) for array in placed.values()])
+            across = sr.filter_shard(np.ones(8, np.float32), P("data"), mesh)
+            try:
+                sr.filter_shard(across, P("data"), first)
+            except sr.MeshError as error:
+                print(">", "Gather it first" in str(error))
+            """,
+            processes=2,
+            devices=4,
+        )
+    )
+    assert found == [["16.0", "[4, 4]", "True"], ["16.0", "[0, 0]", "True"]]

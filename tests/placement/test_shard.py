@@ -1,5 +1,6 @@
 """`filter_shard`: what is given as `how`, what becomes of each kind of leaf, and what is refused."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -302,3 +303,41 @@ def test_an_auto_axis_before_an_explicit_one_cannot_be_said_inside_jit() -> None
     with pytest.raises(sr.SpecError, match="the Auto axis 'data' cannot come before an Explicit one"):
         jax.jit(lambda x: sr.filter_shard(x, P(("data", "model")), mesh))(given)
     assert sr.filter_shard(given, P(("data", "model")), mesh).sharding.spec == P(("data", "model"))
+
+
+@pytest.mark.parametrize("how", [P("data"), sr.DimShardingRule("data", 0)], ids=["spec", "rule"])
+@pytest.mark.parametrize("rows", [16, 8])
+def test_inside_shard_map_an_axis_that_is_mapped_cannot_be_had(how: Any, rows: int) -> None:
+    mapped = jax.shard_map(lambda x: sr.filter_shard(2 * x, how, MESH), in_specs=P("data"), out_specs=P("data"))
+    with jax.set_mesh(MESH), pytest.raises(sr.PlanError, match=r"axis 'data' of .* is Manual here"):
+        jax.jit(mapped)(jnp.ones((rows, 8)))
+
+
+@pytest.mark.parametrize(
+    ("value", "how", "message"),
+    [
+        (jax.ShapeDtypeStruct((8,), jnp.float32), P("data"), "it has a shape and no values"),
+        (np.ones((8, 8)), P(P.UNCONSTRAINED, "model"), "no compiler to leave a dimension to"),
+        (np.ones(8), NamedSharding(MESH.abstract_mesh, P("data")), "on the shape of a mesh, without devices"),
+    ],
+)
+def test_what_no_device_can_take_is_refused_with_its_path(value: Any, how: Any, message: str) -> None:
+    for place in (sr.filter_shard, sr.reshard) if isinstance(how, NamedSharding) else (sr.filter_shard,):
+        with (
+            jax.set_mesh(MESH),
+            pytest.raises(sr.PlanError, match=f"1 array cannot be placed:\n.*not-placeable: w .*{message}"),
+        ):
+            place({"w": value}, how)
+
+
+def test_a_source_is_not_read_inside_of_jit() -> None:
+    source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
+    with pytest.raises(sr.TreeError, match="an ArraySource is read outside of jit"):
+        jax.jit(lambda: sr.filter_shard(source, P("data"), MESH))()
+
+
+def test_any_callable_that_is_no_tree_of_specs_is_asked() -> None:
+    placed = sr.filter_shard(tree(), functools.partial(RULE.plan, mesh=MESH))
+    assert placed["w"].sharding.spec == P("model", "data")
+    model = eqx.nn.Linear(8, 8, key=jax.random.key(0))  # a module of specs can be called, and is not
+    assert sr.filter_shard(model, RULE.plan(model, MESH).specs, MESH).weight.sharding.spec == P("model", "data")

@@ -11,7 +11,7 @@ import attrs
 import jax.numpy as jnp
 import numpy as np
 
-from shardrules.core.errors import CheckpointError, suggest
+from shardrules.core.errors import CheckpointError, TreeError, suggest
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
 from shardrules.placement.checkpoints.wanted import Wanted
 
@@ -109,6 +109,10 @@ def match(
     """
     if surplus not in ("error", "skip"):
         raise ValueError(f"surplus must be 'error' or 'skip', not {surplus!r}")
+    if not (names is None or isinstance(names, Mapping) or callable(names)):
+        raise TreeError(
+            f"names is a table from path to tensor, or a function from the one to the other; got {names!r:.80}"
+        )
     table = names if isinstance(names, Mapping) else {}
     ask = default if names is None or isinstance(names, Mapping) else names
     paths = dict.fromkeys(want.path for want in wants)
@@ -162,6 +166,8 @@ def compare(want: Wanted, name: str, held: Held, *, cast: bool) -> Iterator[Prob
         yield attrs.evolve(has, code="shape")
     if held.dtype is None:
         yield attrs.evolve(has, code="unreadable")
+    elif want.device_dtype != want.dtype and held.dtype.itemsize > np.dtype(want.device_dtype).itemsize:
+        yield attrs.evolve(has, code="narrow", dtype=str(want.device_dtype))
     elif held.dtype.newbyteorder("=") != want.dtype:
         if not cast:
             yield attrs.evolve(has, code="dtype")
@@ -256,6 +262,9 @@ def _words(problem: Problem, near: str) -> tuple[str, str]:
             return f"{name} has shape {shape}", "give `like` the shape that was saved, or take another tensor"
         case "dtype":
             return f"{name} is {held}, wanted {problem.dtype}", "cast=True converts it"
+        case "narrow":
+            why = f"{name} is {held}, of which JAX makes {problem.dtype} while jax_enable_x64 is off"
+            return why, f"turn it on, or give `like` {problem.dtype} and pass cast=True"
         case "lossy":
             return f"{name} is {held}, and {problem.dtype} cannot say that", "give `like` a dtype that can"
         case "unreadable":

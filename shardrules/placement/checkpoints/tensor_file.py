@@ -69,7 +69,7 @@ class FileTensor:
 
         An `ArraySource`.
         """
-        return ArraySource(self.shape, dtype, lambda index: self.read(index).astype(dtype, copy=False))
+        return ArraySource(self.shape, dtype, lambda index: _converted(self.read(index), np.dtype(dtype)))
 
     def read(self, index: Index) -> np.ndarray:
         """Reads one part.
@@ -153,3 +153,13 @@ def _read_exactly(file: FileIO, offset: int, into: np.ndarray) -> None:
                 "was checked. Do not write a checkpoint while it is loaded"
             )
         done += count
+
+
+def _converted(part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same numbers in another dtype. A whole number that does not fit would come out as another one."""
+    result = part.astype(dtype, copy=False)
+    if part.size and part.dtype.kind in "iu" and dtype.kind in "iu" and not np.can_cast(part.dtype, dtype):
+        for extreme in (int(part.min()), int(part.max())):
+            if not np.iinfo(dtype).min <= extreme <= np.iinfo(dtype).max:
+                raise CheckpointError(f"{extreme} is not a number that {dtype} can hold: give `like` a wider dtype")
+    return result

@@ -110,12 +110,32 @@ def test_every_dtype_is_read_as_it_is(tmp_path: Path, mesh: jax.sharding.Mesh, h
     arrays = {name: rng.integers(0, 2, (16, 24)).astype(dtype) for name, dtype in DTYPES.items()}
     like = {name: np.zeros_like(one) for name, one in arrays.items()}
     path = write(tmp_path / "x.safetensors", {name: (name, one) for name, one in arrays.items()})
-    loaded = load_safetensors(path, like, how, mesh)
+    with jax.enable_x64(True):
+        loaded = load_safetensors(path, like, how, mesh)
     for name, one in arrays.items():
-        placed = jnp.asarray(one)  # without x64, JAX has no 64-bit types
-        assert loaded[name].dtype == placed.dtype
-        assert np.asarray(loaded[name]).tobytes() == np.asarray(placed).tobytes()
+        assert loaded[name].dtype == one.dtype
+        assert np.asarray(loaded[name]).tobytes() == one.tobytes()
         assert loaded[name].sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, how or P()), 2)
+
+
+def test_what_jax_would_cut_to_32_bits_is_refused(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+    safetensors.numpy.save_file({"i": np.full(8, 2**40 + 5), "n": np.arange(8)}, tmp_path / "x.safetensors")
+    for cast in (False, True):
+        with pytest.raises(sr.CheckpointError, match="of which JAX makes int32 while jax_enable_x64 is off"):
+            load_safetensors(tmp_path / "x.safetensors", {"i": np.zeros(8, int)}, P(), mesh, surplus="skip", cast=cast)
+    small = {"n": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    loaded = load_safetensors(tmp_path / "x.safetensors", small, P(), mesh, surplus="skip", cast=True)
+    assert loaded["n"].tolist() == list(range(8))
+    small = {"i": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    with pytest.raises(sr.CheckpointError, match="1099511627781 is not a number that int32 can hold"):
+        load_safetensors(tmp_path / "x.safetensors", small, P(), mesh, surplus="skip", cast=True)
+
+
+def test_names_are_a_table_or_a_function(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+    safetensors.numpy.save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    names: Any = ["w"]
+    with pytest.raises(sr.TreeError, match=r"names is a table from path to tensor, or a function.*\['w'\]"):
+        load_safetensors(tmp_path / "x.safetensors", {"w": np.ones(8, np.float32)}, P(), mesh, names=names)
 
 
 def test_no_dimensions_and_no_elements(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
