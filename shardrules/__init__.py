@@ -4,8 +4,17 @@ Everything public is importable from here, grouped by noun. Importing touches no
 """
 
 from shardrules.analysis.analyzer import ShardingAnalyzer, analyze_sharding_strategy
+from shardrules.analysis.audit_diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
+from shardrules.analysis.audit_report import AuditedArray, AuditError, AuditReport
+from shardrules.analysis.collectives import Collective
+from shardrules.analysis.compiling import DoesNotFitError
+from shardrules.analysis.evidence import MemoryUse
+from shardrules.analysis.hardware import Hardware, HardwareError
+from shardrules.analysis.modules import ModuleCost
 from shardrules.analysis.monitor import create_monitored_function
 from shardrules.analysis.report import AxisUse, ShardingReport, Weight
+from shardrules.analysis.roofline import StepTime
+from shardrules.analysis.targets import MissingCompilerError, Target, TargetError, UnavailableTargetError
 from shardrules.core.axes import Axis
 from shardrules.core.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.errors import (
@@ -220,6 +229,19 @@ __all__ = [
     "AxisUse",
     "ShardingReport",
     "Weight",
+    # Audits
+    "AuditReport",
+    "AuditedArray",
+    "ArrayChange",
+    "AuditDiff",
+    "CollectivesChange",
+    "FigureChange",
+    "Collective",
+    "MemoryUse",
+    "ModuleCost",
+    "StepTime",
+    "Target",
+    "Hardware",
     # Meshes
     "current_mesh",
     "get_incontext_mesh",
@@ -347,6 +369,12 @@ __all__ = [
     "UnifiedExpertColumnWise",
     "UnifiedExpertRowWise",
     # Errors
+    "AuditError",
+    "DoesNotFitError",
+    "HardwareError",
+    "MissingCompilerError",
+    "TargetError",
+    "UnavailableTargetError",
     "NoIntermediateShardingError",
     "NoIntermediateShardingNeededError",
     "NoSpecError",

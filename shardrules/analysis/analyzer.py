@@ -1,25 +1,30 @@
-"""`ShardingAnalyzer`: what is wrong with specs, what they cost, what they add up to. From shapes alone."""
+"""`ShardingAnalyzer`: what is wrong with specs, what they cost and add up to, and what compilers make of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import attrs
 
+from shardrules.analysis.audit import audit
+from shardrules.analysis.audit_report import AuditReport
+from shardrules.analysis.hardware import Hardware
 from shardrules.analysis.placed import as_spec, pair, place
 from shardrules.analysis.report import ShardingReport, report
+from shardrules.analysis.targets import Target
 from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
 from shardrules.core.errors import NoMeshError, SpecError, TreeError
 from shardrules.core.leaf import Leaf
 from shardrules.core.tree import survey
 from shardrules.mesh.context import current_mesh
+from shardrules.mesh.creation import AxisTypes
 from shardrules.rules.auto import mesh_key
 
 
 @final
 @attrs.frozen
 class ShardingAnalyzer:
-    """Analyses a tree and the specs it is to have, without touching a device.
+    """Analyses a tree and the specs it is to have from shapes alone, and audits functions on the real compilers.
 
     **Arguments:**
 
@@ -129,6 +134,75 @@ class ShardingAnalyzer:
         """
         mesh = self._mesh(tree)
         return report(place(tree, specs, mesh), mesh, largest)
+
+    def audit(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        plan: Any = None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        donate_argnums: int | Sequence[int] = (),
+        target: Target | str = "cpu",
+        roles: Any = None,
+        hardware: Hardware | None = None,
+        axis_types: AxisTypes = "auto",
+    ) -> AuditReport:
+        """Compiles a function for a target, and reports what the compiled program will really do. Nothing is run.
+
+        **Arguments:**
+
+        - `fn`: the function, a whole train step for instance. One that is jitted already keeps what it says itself. If
+            it names a mesh of its own with the same axes, the target's takes its place.
+        - `args`: its arguments; `jax.ShapeDtypeStruct`s stand for arrays. What is no array is static.
+        - `plan`: a plan or a rule for the tuple of all arguments, or for the only one. Or a plan of the first
+            argument; then the others take what mirrors it, as an optimizer's state does.
+        - `in_shardings`: a tuple with one item for each argument, or one item that is for each of them: a rule, a plan,
+            a PartitionSpec, or a tree or prefix of specs and shardings. `None`: as the plan says, else as the argument
+            lies, else as the compiler likes.
+        - `out_shardings`: the same for the result; a tuple stands for the items of a tuple.
+        - `donate_argnums`: the arguments whose memory results may take.
+        - `target`: what to compile for: a `Target`, or `"cpu"`, `"tpu:v5e:4x4"`, `"cuda:h100:8"`.
+        - `roles`: what the arguments are for, a tree or prefix of `"parameters"`, `"optimizer state"` and `"batch"`. By
+            default that is found: what is copied with equal paths and shapes is a parameter, the copies are state.
+        - `hardware`: the sheet of the device; by default that of the target.
+        - `axis_types`: the types that the axes have while `fn` is traced; `None`: those of the mesh.
+
+        **Returns:**
+
+        An `AuditReport`.
+
+        **Raises:**
+
+        `PlanError`, which lists every array that cannot be where it is asked to be, or names the line of the function
+        that speaks of an unknown axis; `MissingCompilerError` with the command that installs it; `TargetError` for a
+        mesh of another size than the target; `DoesNotFitError` where a compiler refuses what takes too much memory;
+        `NoMeshError`.
+
+        ```python
+        def step(params, batch):
+            return jax.grad(lambda w: jnp.tanh(batch @ w).sum())(params)
+
+        analyzer = sr.ShardingAnalyzer(sr.mesh_shape("data:8"))
+        weights, batch = jnp.ones((16, 16)), jax.ShapeDtypeStruct((64, 16), jnp.float32)
+        report = analyzer.audit(step, weights, batch, in_shardings=(P(), P("data")))
+        assert [one.kind for one in report.collectives] == ["all-reduce"] and not report.problems
+        ```
+        """
+        found = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
+        return audit(
+            fn,
+            args,
+            self._mesh(args) if found is None else found,
+            Target.parse(target),
+            plan=plan,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate_argnums,
+            roles=roles,
+            hardware=hardware,
+            axis_types=axis_types,
+        )
 
 
 def _issues(leaf: Leaf, spec: object) -> Iterator[str]:

@@ -5,9 +5,8 @@ beside. Each is found once here, under the name of what it does: an all-reduce o
 own part, fused into one operation, is a reduce-scatter.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
 import attrs
@@ -15,9 +14,11 @@ import attrs
 from shardrules.analysis.hlo import Program, Source
 from shardrules.analysis.hlo_flow import Place, Times
 from shardrules.analysis.hlo_text import ArrayType, Computation, Instruction
-from shardrules.analysis.replica_groups import Groups, Span, groups_of, sent_pairs, span
-from shardrules.analysis.slices import Slices, kind_across
-from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.analysis.reach import Where
+from shardrules.analysis.replica_groups import sent_pairs
+from shardrules.analysis.slices import kind_across
+from shardrules.analysis.targets import Target
+from shardrules.core.axes import AnyMesh
 
 KINDS = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -51,6 +52,10 @@ class Collective:
     - `arguments`: for each array, the path of the program's argument that it is, or is a part of; else empty.
     - `between_slices`: whether it goes over the network between TPU slices. One along an axis on which several slices
         stand is then several collectives: those inside a slice, and those between them.
+    - `host_count`: how many hosts of GPUs, or slices of TPUs, one of its groups spans, at the most; 1 where no target
+        is known. A `collective-permute` spans 2 if any device sends to another host.
+    - `torus_dims`: along how many dimensions of the torus of a TPU slice the devices of one of its groups differ, at
+        the most; 0 where there is no torus, or no target is known.
     """
 
     kind: str
@@ -67,6 +72,8 @@ class Collective:
     stack: tuple[Source, ...] = ()
     arguments: tuple[str, ...] = ()
     between_slices: bool = False
+    host_count: int = 1
+    torus_dims: int = 0
 
     @property
     def source(self) -> Source | None:
@@ -109,13 +116,17 @@ class Total:
     wire_bytes: int
 
 
-def find_collectives(program: Program, mesh: AnyMesh | None = None) -> tuple[Collective, ...]:
+def find_collectives(
+    program: Program, mesh: AnyMesh | None = None, target: Target | None = None
+) -> tuple[Collective, ...]:
     """Finds the collectives of a program.
 
     **Arguments:**
 
     - `program`: the program.
     - `mesh`: the mesh that it was compiled for: partition `i` is `mesh.devices.flat[i]`. Without it no axes are known.
+    - `target`: the machine that it was compiled for. Without it, or without a mesh, nothing is known of hosts and of
+        the torus. On a mesh that is not on the target's devices they stand as `target.mesh` lays them out.
 
     **Returns:**
 
@@ -123,7 +134,8 @@ def find_collectives(program: Program, mesh: AnyMesh | None = None) -> tuple[Col
 
     **Raises:**
 
-    `MeshError` when the mesh has not as many devices as the program runs on, or that in each of several slices.
+    `MeshError` when the mesh has not as many devices as the program runs on, or that in each of several slices;
+    whatever `target.mesh` raises.
 
     ```python
     from shardrules.analysis.hlo import read_program
@@ -135,7 +147,7 @@ def find_collectives(program: Program, mesh: AnyMesh | None = None) -> tuple[Col
     assert (one.kind, one.axes, one.payload_bytes, one.wire_bytes) == ("all-reduce", ("data",), 16, 28)
     ```
     """
-    where = _Where(program, mesh_sizes(mesh), Slices.of(mesh, program.device_count), {})
+    where = Where.of(program, mesh, target)
     return tuple(
         _read(program, computation, one, where)
         for computation, one in _once(program)
@@ -233,7 +245,7 @@ def _starts(computation: Computation, one: Instruction) -> bool:
     )
 
 
-def _read(program: Program, computation: Computation, one: Instruction, where: "_Where") -> Collective:
+def _read(program: Program, computation: Computation, one: Instruction, where: Where) -> Collective:
     kind, data = _kind(one), one.operands[: _data_count(one)]
     taken, results = computation.operand_types(one)[: len(data)], _results(computation, one)
     parts = [_parts(program, Place(computation.name, name)) for name in data]
@@ -241,17 +253,17 @@ def _read(program: Program, computation: Computation, one: Instruction, where: "
         results = tuple(each for types, _ in parts for each in types)
         kept = _kept_parts(program, computation, one)
         kind, results = ("reduce-scatter", kept) if kept else (kind, results)
-    along, size = where.of(kind, one)
+    group = where.group(kind, one)
     payload = sum(each.nbytes for each in (results if kind == "all-gather" else taken))
     cause = program.cause(computation, one)
     return Collective(
         kind,
-        along.axes,
-        along.crossed,
-        size,
+        group.along.axes,
+        group.along.crossed,
+        group.size,
         results,
         payload,
-        _wire_bytes(kind, payload, size),
+        _wire_bytes(kind, payload, group.size),
         program.times(computation.name),
         computation.name,
         one.name,
@@ -259,42 +271,9 @@ def _read(program: Program, computation: Computation, one: Instruction, where: "
         program.stack(cause),
         tuple(program.argument_path(place) for _, places in parts for place in places),
         bool(kind_across(one)),
+        group.host_count,
+        group.torus_dims,
     )
-
-
-@final
-@attrs.frozen
-class _Where:
-    """Where collectives go in a mesh. `known` keeps the groups that have been read, by their text."""
-
-    program: Program
-    sizes: Mapping[str, int]
-    slices: Slices
-    known: dict[str, Groups]
-
-    def of(self, kind: str, one: Instruction) -> tuple[Span, int]:
-        """The axes of a collective, and how many devices its largest group has.
-
-        Pairs of source and target are no groups: they go along every axis on which any two of them differ.
-        """
-        groups = self._groups(one)
-        if kind != "collective-permute":
-            return span(groups, self.sizes), max(map(len, groups), default=1)
-        moving = tuple(pair for pair in groups if pair[0] != pair[1])
-        crossed = span(moving, self.sizes).crossed
-        if not self.sizes:
-            return Span(None, ()), max(1, len(dict.fromkeys(each for pair in moving for each in pair)))
-        return Span(crossed, crossed), math.prod(self.sizes[name] for name in crossed)
-
-    def _groups(self, one: Instruction) -> Groups:
-        if kind_across(one):
-            return self.slices.across(one)
-        names = ("replica_groups", "source_target_pairs", "device_ids", "channel_id", "use_global_device_ids")
-        key = f"{one.op} {[one.attributes.get(name) for name in names]} {sent_pairs(one)}"
-        if key not in self.known:
-            read = groups_of(one, self.program.replica_count, self.program.partition_count)
-            self.known[key] = self.slices.everywhere(read)
-        return self.known[key]
 
 
 def _wire_bytes(kind: str, payload: int, size: int) -> int:

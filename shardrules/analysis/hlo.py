@@ -224,13 +224,22 @@ class Program:
         The nearest that comes from a line of Python: itself, one that calls it, that made what it takes or that uses
         what it gives. Itself where there is none near.
         """
-        return next((each for each in self._around(computation, one) if self.stack(each)), one)
+        return next((each for each in self.around(computation, one) if self.stack(each)), one)
 
-    def _around(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
+    def around(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
         """Yields an instruction, its callers, what made its operands and what uses its result, each the nearest first.
 
         A fusion knows where it comes from when its parts do not, what a compiler put together from several has no
         origin of its own, and an argument that is gathered has none but what it is gathered for.
+
+        **Arguments:**
+
+        - `computation`: where the instruction is.
+        - `one`: the instruction.
+
+        **Returns:**
+
+        An iterator, which ends after some hundred instructions.
         """
         yield one
         calls = self.callers(computation.name)

@@ -6,15 +6,17 @@ program does on one device, times the devices, can be compared with this: far mo
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
+import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     """Returns the FLOPs of the matmuls and convolutions of a program: two for each product that is summed.
 
-    A loop whose length is not written in the program counts once, and of branches the dearest counts.
+    A loop whose length is not written in the program counts once, and so does every branch: what a compiler prints
+    does not tell either which of them is taken.
 
     **Arguments:**
 
@@ -29,19 +31,50 @@ def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     assert model_flops(jaxpr) == 2 * 4 * 8 * 16
     ```
     """
+    return sum(one.flops for one in matmul_flops(jaxpr))
+
+
+@final
+@attrs.frozen(eq=False)
+class AskedMatmul:
+    """A matmul or a convolution that a function asks for.
+
+    **Arguments:**
+
+    - `equation`: it, in the function's program.
+    - `flops`: what it is on whole arrays, as often as it runs.
+    - `is_certain`: whether the program tells how often it runs, and how much of it is work.
+    """
+
+    equation: Any
+    flops: int
+    is_certain: bool
+
+
+def matmul_flops(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True) -> Iterator[AskedMatmul]:
+    """Yields every matmul and convolution of a program, those of loops as often as they run.
+
+    **Arguments:**
+
+    - `jaxpr`: the program.
+    - `times`: how often the program runs.
+    - `is_certain`: whether that is known.
+
+    **Returns:**
+
+    An iterator.
+    """
     inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    total = 0
     for equation in inner.eqns:
-        count = _COUNTED.get(equation.primitive.name)
+        name = equation.primitive.name
+        count = _COUNTED.get(name)
         if count is not None:
-            total += count(equation)
-        elif equation.primitive.name == "cond":
-            total += max(map(model_flops, equation.params["branches"]))
+            # Of a product in groups some backends multiply every row with every group.
+            yield AskedMatmul(equation, times * count(equation), is_certain and name != "ragged_dot_general")
         else:
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            times *= _devices(equation)
-            total += times * sum(map(model_flops, _programs(equation)))
-    return total
+            rounds = equation.params["length"] if name == "scan" else 1
+            for program in _programs(equation):
+                yield from matmul_flops(program, times * rounds * _devices(equation), is_certain and name != "while")
 
 
 def _programs(equation: Any) -> Iterator[Any]:
@@ -56,7 +89,7 @@ def _devices(equation: Any) -> int:
     if equation.primitive.name != "shard_map":
         return 1
     sizes = dict(equation.params["mesh"].shape)
-    return math.prod(sizes[name] for name in equation.params["manual_axes"])
+    return math.prod(sizes[name] for name in equation.params["newly_manual_axes"])
 
 
 def _dot(equation: Any) -> int:
@@ -74,4 +107,18 @@ def _convolution(equation: Any) -> int:
     return 2 * math.prod(equation.outvars[0].aval.shape) * per_output // zeros
 
 
-_COUNTED: dict[str, Callable[[Any], int]] = {"dot_general": _dot, "conv_general_dilated": _convolution}
+def _ragged_dot(equation: Any) -> int:
+    """Groups of rows, each with a matrix of its own. Where rows are summed over, each group gives a result."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    shape, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    over_rows = any(dim in contracted for dim in numbers.lhs_ragged_dimensions)
+    flops = 2 * math.prod(result) * math.prod(shape[dim] for dim in contracted)
+    return flops // (result[0] if over_rows else 1)
+
+
+_COUNTED: dict[str, Callable[[Any], int]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged_dot,
+}

@@ -63,7 +63,7 @@ def leaf_to_json(paths: Sequence[str], leaf: Leaf, decision: Decision, rule: str
         "spec": None if decision.spec is None else spec_to_json(decision.spec),
         "rule": rule,
         "reason": decision.reason,
-        "findings": [attrs.asdict(finding) for finding in decision.findings],
+        "findings": [finding_to_json(finding) for finding in decision.findings],
     }
 
 
@@ -94,7 +94,7 @@ def dumps(
         "mesh": None if mesh is None else dict(mesh),
         "path_style": path_style,
         "leaves": list(leaves),
-        "findings": [attrs.asdict(finding) for finding in findings],
+        "findings": [finding_to_json(finding) for finding in findings],
     }
     return json.dumps(data, indent=1)
 
@@ -149,13 +149,43 @@ def _mesh(sizes: Any) -> AbstractMesh:
     return AbstractMesh(_tuple(list(sizes.values()), int, 1), tuple(sizes), axis_types=axis_types)
 
 
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """Returns a finding as JSON has it.
+
+    **Arguments:**
+
+    - `finding`: the finding.
+
+    **Returns:**
+
+    A dictionary. A source that is not known is left out: findings of plans have none.
+    """
+    return attrs.asdict(finding, filter=lambda field, value: field.name != "source" or bool(value))
+
+
 def _findings(data: Any) -> tuple[Finding, ...]:
-    return tuple(_finding(one) for one in _read(data, list))
+    return tuple(finding_from_json(one) for one in _read(data, list))
 
 
-def _finding(data: Any) -> Finding:
+def finding_from_json(data: Any) -> Finding:
+    """Returns what `finding_to_json` wrote.
+
+    **Arguments:**
+
+    - `data`: a dictionary, which people may have edited.
+
+    **Returns:**
+
+    The finding.
+
+    **Raises:**
+
+    `LookupError`, `TypeError` or `ValueError` where it is none.
+    """
     for field in ("code", "message", "path", "remedy", "rule"):
         _read(data[field], str)
+    if "source" in data:
+        _read(data["source"], str)
     _read(data["dim"], int | None)
     _read(data["axis"], str | None)
     _read(data["count"], int)

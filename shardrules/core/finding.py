@@ -32,6 +32,7 @@ class Finding:
     - `axis`: the mesh axis, where there is one.
     - `count`: how many leaves share it.
     - `rule`: the rule that is behind it, as text.
+    - `source`: the line of Python that is behind it, `"model.py:12"`, where one is known.
 
     ```python
     finding = sr.Finding("warning", "unused-axis", "no leaf uses 'model'", axis="model")
@@ -49,14 +50,16 @@ class Finding:
     axis: str | None = None
     count: int = 1
     rule: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
         many = f" x{self.count}" if self.count > 1 else ""
         shape = "" if self.shape is None else f" {shape_text(self.shape)}"
         where = f"{self.path or 'the tree'}{shape}{many}: " if self.path or self.shape is not None else ""
         by = f" [{self.rule}]" if self.rule else ""
+        at = f"\n    at {self.source}" if self.source else ""
         then = f"\n    -> {self.remedy}" if self.remedy else ""
-        return f"{self.severity} {self.code}: {where}{self.message}{by}{then}"
+        return f"{self.severity} {self.code}: {where}{self.message}{by}{at}{then}"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """How a plan looks: a table in which equal layers are one row, as text and as HTML."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -154,11 +154,7 @@ def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
     Lines joined by newlines.
     """
-    grid = [_HEAD, *(row.cells() for row in table)]
-    widths = [max(len(cells[column]) for cells in grid) for column in range(len(_HEAD))]
-    lines = ["  ".join(_align(cells, widths)).rstrip() for cells in grid]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines.append(str(totals))
+    lines = [*aligned([_HEAD, *(row.cells() for row in table)], (_RIGHT,)), str(totals)]
     if findings:
         kinds = [found.severity for found in findings]
         counted = [f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) > 1)}" for kind in dict.fromkeys(kinds)]
@@ -168,11 +164,32 @@ def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
     return "\n".join(lines)
 
 
-def _align(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        cell.rjust(width) if column == _RIGHT else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+def aligned(grid: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Returns a table as aligned lines, with a rule under its heading.
+
+    **Arguments:**
+
+    - `grid`: the heading, and the rows; each has one text for each column.
+    - `right`: the columns that are aligned to the right, those of numbers.
+
+    **Returns:**
+
+    The lines.
+
+    ```python
+    assert aligned([("a", "n"), ("bc", "10")], (1,)) == ["a    n", "--  --", "bc  10"]
+    ```
+    """
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in grid
     ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
 
 
 def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:

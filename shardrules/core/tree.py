@@ -502,3 +502,38 @@ def flatten_specs(specs: Any, treedef: Any, what: str) -> list[Any]:
             f"{what} does not have the structure of the tree: {error}. There must be one PartitionSpec (or None, for "
             "no opinion) for each leaf of the tree."
         ) from error
+
+
+def spread(said: Any, tree: Any, is_said: Callable[[Any], bool], who: str) -> list[Any]:
+    """Returns what is said about each leaf of a tree, by a tree of the same structure or by a prefix of it.
+
+    **Arguments:**
+
+    - `said`: the tree or prefix.
+    - `tree`: the tree that it is about.
+    - `is_said`: whether a node of `said` is one thing that is said: a spec, say, or `None`.
+    - `who`: the caller's name, for the message.
+
+    **Returns:**
+
+    A list with one item for each leaf of `tree`.
+
+    **Raises:**
+
+    `TreeError` where the structures differ.
+
+    ```python
+    is_spec = lambda node: isinstance(node, P)
+    assert spread({"a": P("data"), "b": P()}, {"a": [1, 2], "b": 3}, is_spec, "me") == [P("data"), P("data"), P()]
+    ```
+    """
+    stated, structure = jtu.tree_flatten(said, is_leaf=is_said)
+    if structure == jtu.tree_structure(tree):
+        return stated
+    try:
+        parts = structure.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise TreeError(
+            f"{who}: what is given has neither the structure of the tree nor that of a prefix of it: {error}"
+        ) from error
+    return [one for one, part in zip(stated, parts, strict=True) for _ in jtu.tree_leaves(part)]

@@ -5,6 +5,7 @@
 - Whether a backend is up cannot be asked without starting one.
 - Whether code is being traced shows in its arguments only, and a function may have none.
 - What traces depend on beside their arguments, settings and contexts, is a key that `jax.jit` keeps for itself.
+- The context of an operation in a traced program, with the mesh that was in force, can be had but not made.
 """
 
 from collections.abc import Hashable
@@ -45,3 +46,12 @@ def under_trace() -> bool:
 def trace_key() -> Hashable:
     """Returns what a trace depends on beside its arguments: the settings and contexts that `jax.jit` heeds."""
     return config.trace_context(), config.default_prng_impl.value  # which is in the key of jit alone
+
+
+def context_on(context: Any, mesh: jax.sharding.AbstractMesh) -> Any:
+    """Returns the context of an equation (`eqn.ctx`) with another mesh in force."""
+    made = object.__new__(type(context))
+    for name in type(context).__slots__:
+        if name not in ("configs", "__weakref__"):  # it works the former out itself
+            object.__setattr__(made, name, mesh if name == "cur_abstract_mesh" else getattr(context, name))
+    return made

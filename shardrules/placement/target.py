@@ -19,7 +19,7 @@ from shardrules.core.errors import NoMeshError, PlanError, ShardingWarning, Tree
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, spec_repr
-from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.core.tree import array_kind, leaf_paths, spread
 from shardrules.mesh.context import current_mesh
 from shardrules.mesh.jax_state import under_trace
 from shardrules.placement.traced import axis_types, host_memory
@@ -189,18 +189,7 @@ def _by_prefix(
     who: str,
     collected: list[tuple[int, Finding]] | None,
 ) -> Target:
-    stated, structure = jtu.tree_flatten(how, is_leaf=_stands)
-    if structure == treedef:
-        said = stated
-    else:
-        try:
-            parts = structure.flatten_up_to(tree)
-        except (ValueError, TypeError) as error:
-            raise TreeError(
-                f"{who}: what says where arrays are to be does not have the structure of the tree, nor of a prefix of "
-                f"it: {error}"
-            ) from error
-        said = [one for one, part in zip(stated, parts, strict=True) for _ in jax.tree.leaves(part)]
+    said = spread(how, tree, _stands, who)
     kinds = [array_kind(value) for value in values]
     default: list[AnyMesh] = []
     if any(one is None or isinstance(one, PartitionSpec) for one, kind in zip(said, kinds, strict=True) if kind):

@@ -4,6 +4,7 @@ import inspect
 import re
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,6 +23,7 @@ from shardrules.analysis.collectives import (
 )
 from shardrules.analysis.hlo import read_program
 from shardrules.analysis.hlo_flow import Times
+from shardrules.analysis.targets import Target, TargetError
 from shardrules.core.errors import MeshError
 from tests.analysis import programs
 from tests.analysis.programs import (
@@ -218,6 +220,82 @@ def test_without_a_mesh_there_are_groups_and_no_axes() -> None:
 def test_the_wrong_mesh_is_refused(text: str) -> None:
     with pytest.raises(MeshError, match=f"mesh {text} has {text[5:]} devices, but the program was compiled for 8"):
         find_collectives(read_program(text_of("column then row", CPU)), sr.mesh_shape(text))
+
+
+HOSTS, TORUS, TWO_SLICES = "cuda:h100:16", "tpu:v5e:4x4", "tpu:v5e:2x2:2"
+
+
+def reaching(fn: Any, target: str, text: str, spec: P) -> tuple[Collective, ...]:
+    mesh = mesh_on(target, text)
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    program = program_of(mapped, array(mesh, (64, 2048), *spec))
+    found = find_collectives(program, mesh, Target.parse(target))
+    if target != TWO_SLICES:  # whose abstract mesh does not tell of slices
+        assert find_collectives(program, mesh.abstract_mesh, Target.parse(target)) == found
+        plain = tuple(attrs.evolve(one, host_count=1, torus_dims=0) for one in found)
+        assert find_collectives(program, mesh) == plain
+    return found
+
+
+def test_groups_on_two_hosts() -> None:
+    def every(x: Any) -> Any:
+        x = lax.psum(x, "data") + lax.pmax(x, "model") + lax.pmin(x, ("data", "model"))
+        x = lax.ppermute(x, "data", [(0, 1), (1, 2), (2, 3), (3, 0)])
+        return lax.ppermute(jnp.sin(x), "model", [(0, 1), (1, 2), (2, 3), (3, 0)])
+
+    found = reaching(every, HOSTS, "data:4,model:4", P("data", "model"))
+    spans = {(one.kind, one.axes): (one.host_count, one.torus_dims) for one in found}
+    assert spans == {
+        ("all-reduce", ("data",)): (2, 0),
+        ("all-reduce", ("model",)): (1, 0),
+        ("all-reduce", ("data", "model")): (2, 0),
+        ("collective-permute", ("data",)): (2, 0),
+        ("collective-permute", ("model",)): (1, 0),
+    }
+
+
+def test_a_permute_that_stays_on_its_host() -> None:
+    (one,) = reaching(lambda x: lax.ppermute(x, "data", [(0, 1), (2, 3)]), HOSTS, "data:4,model:4", P("data", "model"))
+    assert (one.axes, one.group_size, one.host_count) == (("data",), 4, 1)
+
+
+def test_dimensions_of_a_torus() -> None:
+    def every(x: Any) -> Any:
+        return lax.psum(x, "data") + lax.pmax(x, "model") + lax.pmin(x, ("data", "model"))
+
+    found = reaching(every, TORUS, "data:4,model:4", P("data", "model"))
+    assert {one.axes: (one.host_count, one.torus_dims) for one in found} == {
+        ("data",): (1, 1),
+        ("model",): (1, 1),
+        ("data", "model"): (1, 2),
+    }
+    (one,) = reaching(lambda x: lax.psum(x, "data"), TORUS, "data:16", P("data"))
+    assert (one.group_size, one.torus_dims) == (16, 2)
+
+
+def test_groups_on_two_slices() -> None:
+    found = reaching(lambda x: lax.psum(x, ("data", "model")), TWO_SLICES, "data:4,model:2", P("data", "model"))
+    across = [one for one in found if one.between_slices]
+    assert across
+    assert {(one.host_count, one.torus_dims) for one in across} == {(2, 0)}
+    inside = [one for one in found if not one.between_slices]
+    assert inside
+    assert {one.host_count for one in inside} == {1}
+    assert max(one.torus_dims for one in inside) == 2
+
+
+def test_on_one_machine_nothing_reaches_far() -> None:
+    program = read_program(text_of("scanned", CPU))
+    found = find_collectives(program, sr.mesh_shape("data:4,model:2"), Target.parse("cpu"))
+    assert found == of(CLOSED[5], CPU)
+    assert {(one.host_count, one.torus_dims) for one in found} == {(1, 0)}
+    assert find_collectives(program, None, Target.parse("cpu:4")) == find_collectives(program)
+
+
+def test_a_target_of_another_size_is_refused() -> None:
+    program = read_program(text_of("scanned", CPU))
+    with pytest.raises(TargetError, match="mesh 'data:4,model:2' has 8 devices, and the target cpu:4 has 4"):
+        find_collectives(program, sr.mesh_shape("data:4,model:2"), Target.parse("cpu:4"))
 
 
 def test_totals() -> None:

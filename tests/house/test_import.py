@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import REPOSITORY, plant
+from tests.house.startup import beyond_startup
 
 BUDGET_MS = 60
 """What importing shardrules may add to importing JAX and Equinox, on a machine that imports JAX in `JAX_MS`."""
@@ -19,9 +20,11 @@ JAX_MS = 350
 OPTIONAL = ("flax", "libtpu", "matplotlib", "optax", "rich")
 """What is not a dependency, and so must not be imported with the package, even where it is installed."""
 
+PEERS = "import jax, equinox"
+
 PROBE = """
 import os, sys, warnings
-import jax, equinox
+{peers}
 before = dict(os.environ), dict(jax.config.values), list(warnings.filters), set(sys.modules)
 import {package}
 if dict(os.environ) != before[0]:
@@ -40,20 +43,25 @@ except RuntimeError:
 """
 
 
-def python(*arguments: str, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a fresh process that knows nothing of this one, and finds packages in `path`."""
+def surroundings(path: Path, **variables: str) -> dict[str, str]:
+    """The environment of a process that knows nothing of this one, and finds packages in `path`."""
     # XLA_FLAGS of this process would set the device count too, and JAX refuses to be told twice.
     forgotten = ("XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in forgotten}
-    environment |= {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"} | variables
-    command = [sys.executable, *arguments]
+    return environment | {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"} | variables
+
+
+def python(*arguments: str, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a fresh process."""
+    command, environment = [sys.executable, *arguments], surroundings(path, **variables)
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 def import_effects(package: str, path: Path) -> list[str]:
     """What importing `package` did that it should not: printed, warned, raised, or changed something."""
-    run = python("-W", "error", "-c", PROBE.format(package=package, optional=OPTIONAL), path=path)
-    return (run.stdout + run.stderr).splitlines()
+    probe = PROBE.format(peers=PEERS, package=package, optional=OPTIONAL)
+    run = python("-W", "error", "-c", probe, path=path)
+    return (run.stdout + beyond_startup(run.stderr, PEERS, surroundings(path))).splitlines()
 
 
 def import_ms(package: str, path: Path, cache: Path, runs: int = 5) -> float:

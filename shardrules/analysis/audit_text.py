@@ -1,0 +1,191 @@
+"""How the report of an audit looks: its tables, in the order of what costs most."""
+
+import functools
+from collections.abc import Sequence
+
+import attrs
+
+from shardrules.analysis.collectives import Collective, totals_by_axes
+from shardrules.analysis.modules import ModuleCost
+from shardrules.analysis.source import short_line, users_line
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding, common_path, template
+from shardrules.core.table import aligned
+
+_DEAREST = 10
+_MODULES = 12
+
+
+def count_text(count: float) -> str:
+    """Returns a large number as a person reads it.
+
+    **Arguments:**
+
+    - `count`: for instance FLOPs.
+
+    **Returns:**
+
+    For instance `"1.5 T"`.
+
+    ```python
+    assert count_text(1.5e12) == "1.5 T" and count_text(640) == "640 "
+    ```
+    """
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(count) < 1000 or unit == "T":
+            return (
+                f"{count:,.0f} {unit}"
+                if not unit
+                else f"{count:,.1f} {unit}"
+                if count < 100
+                else f"{count:,.0f} {unit}"
+            )
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def axes_table(collectives: Sequence[Collective]) -> list[str]:
+    """Returns what goes along each mesh axis, as lines.
+
+    **Arguments:**
+
+    - `collectives`: those of a program.
+
+    **Returns:**
+
+    The lines; none where nothing is sent.
+    """
+    kinds: dict[str, dict[str, None]] = {}
+    moving = [one for one in collectives if one.wire_bytes]
+    for one in moving:
+        kinds.setdefault(one.axes_text, {})[one.kind] = None
+    rows = [
+        (
+            axes,
+            f"{total.run_count:,}",
+            bytes_text(total.payload_bytes),
+            bytes_text(total.wire_bytes),
+            ", ".join(kinds[axes]),
+        )
+        for axes, total in totals_by_axes(moving).items()
+    ]
+    return aligned([("mesh axis", "runs", "payload", "wire", "kinds"), *rows], (1, 2, 3)) if rows else []
+
+
+def modules_table(modules: Sequence[ModuleCost]) -> list[str]:
+    """Returns what the modules cost that cost most, as lines.
+
+    **Arguments:**
+
+    - `modules`: those of a program.
+
+    **Returns:**
+
+    The lines; none where there are no modules.
+    """
+    flops, wire = (
+        (max(1, sum(sizes)) for sizes in zip(*((one.flops, one.wire_bytes) for one in modules), strict=True))
+        if modules
+        else (1, 1)
+    )
+    order = sorted(modules, key=lambda one: -(one.flops / flops + one.wire_bytes / wire))
+    rows = [
+        (
+            one.path,
+            f"{count_text(one.flops)}",
+            f"{one.flops / flops:.0%}",
+            bytes_text(one.wire_bytes),
+            f"{one.wire_bytes / wire:.0%}",
+        )
+        for one in order[:_MODULES]
+    ]
+    more = order[_MODULES:]
+    if more:
+        rest = sum(one.flops for one in more), sum(one.wire_bytes for one in more)
+        rows.append(
+            (
+                f"{len(more)} more",
+                count_text(rest[0]),
+                f"{rest[0] / flops:.0%}",
+                bytes_text(rest[1]),
+                f"{rest[1] / wire:.0%}",
+            )
+        )
+    return aligned([("module", "FLOPs", "", "wire", ""), *rows], (1, 2, 3, 4)) if rows else []
+
+
+def dearest_table(collectives: Sequence[Collective]) -> list[str]:
+    """Returns the collectives that cost most, as lines: those of one line of code and one kind of array are one row.
+
+    **Arguments:**
+
+    - `collectives`: those of a program; `arguments` are paths that people know.
+
+    **Returns:**
+
+    The lines; none where nothing is sent.
+    """
+    groups: dict[tuple[str, ...], list[Collective]] = {}
+    for one in collectives:
+        if one.wire_bytes:
+            groups.setdefault((one.kind, one.axes_text, _what(one), users_line(one.stack)), []).append(one)
+    order = sorted(groups.items(), key=lambda item: -sum(one.total_wire_bytes for one in item[1]))
+    rows = [
+        (
+            bytes_text(sum(one.total_wire_bytes for one in same)),
+            f"{sum(one.times.count for one in same):,}",
+            kind,
+            axes,
+            what,
+            short_line(line),
+        )
+        for (kind, axes, what, line), same in order[:_DEAREST]
+    ]
+    return aligned([("wire", "runs", "collective", "over", "array", "line"), *rows], (0, 1)) if rows else []
+
+
+def _what(one: Collective) -> str:
+    named = [path for path in dict.fromkeys(one.arguments) if path]
+    largest = max(one.arrays, key=lambda each: each.nbytes, default="")
+    count = len(named or one.arrays)
+    return f"{named[0] if named else largest}{f' and {count - 1} more' if count > 1 else ''}"
+
+
+def arrays_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns arrays as asked and as compiled, as lines; equal layers are one row.
+
+    **Arguments:**
+
+    - `rows`: for each array path, shape, dtype, role, what was asked, what was compiled, and whether it is donated.
+
+    **Returns:**
+
+    The lines.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path, *rest in rows:
+        groups.setdefault((template(path), *rest), []).append(path)
+    grid = [
+        (f"{functools.reduce(common_path, paths)}{f'  x{len(paths)}' if len(paths) > 1 else ''}", *rest)
+        for (_, *rest), paths in groups.items()
+    ]
+    return aligned([("array", "shape", "dtype", "role", "asked", "compiled", "donated"), *grid])
+
+
+def findings_list(findings: Sequence[Finding]) -> list[str]:
+    """Returns findings as lines: errors and warnings in full, notes by their number.
+
+    **Arguments:**
+
+    - `findings`: the findings.
+
+    **Returns:**
+
+    The lines.
+    """
+    if not findings:
+        return ["no findings"]
+    kinds = [found.severity for found in findings]
+    counted = [f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) > 1)}" for kind in dict.fromkeys(kinds)]
+    loud = [attrs.evolve(one, source=short_line(one.source)) for one in findings if one.severity != "note"]
+    return [f"findings: {', '.join(counted)}", *(f"  {line}" for found in loud for line in str(found).splitlines())]

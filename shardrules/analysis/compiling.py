@@ -1,0 +1,367 @@
+"""A function compiled for a target, from shapes alone, with everything that the compiler says of it."""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import attrs
+import jax
+import jax.tree_util as jtu
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardrules.analysis.arguments import Arguments, results_asked
+from shardrules.analysis.constraints import weakened
+from shardrules.analysis.retarget import on_mesh
+from shardrules.analysis.source import naming_lines
+from shardrules.core.axes import mesh_sizes
+from shardrules.core.errors import PlanError, ShardRulesError
+from shardrules.core.finding import listing, merged
+from shardrules.core.tree import array_kind, leaf_paths
+
+REMATERIALISED = "Involuntary full rematerialization"
+"""What XLA says when it gathers a whole array only to cut it in another way."""
+
+_NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOLERANT: dict[str, bool | str] = {"xla_tpu_no_crash_on_oom": True}
+
+
+@final
+class DoesNotFitError(ShardRulesError, MemoryError):
+    """A program that a compiler refuses because it takes more memory than the device has. TPUs' compiler does that.
+
+    **Arguments:**
+
+    - `message`: what is the case, and what to do.
+    - `needed_bytes`: what the program needs as far as the compiler says; else 0.
+    """
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message, needed_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the program needs as far as the compiler says; else 0."""
+        return self.args[1]
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+@final
+@attrs.frozen
+class CompilerMemory:
+    """What one device needs, in the compiler's own words.
+
+    **Arguments:**
+
+    - `argument_bytes`, `output_bytes`: arguments and results.
+    - `alias_bytes`: results that are written over arguments.
+    - `temporary_bytes`: everything in between.
+    - `host_argument_bytes`: the arguments in the host's memory, where the compiler tells them from others.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    host_argument_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it together, shared memory once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+
+@final
+@attrs.frozen(eq=False)
+class Result:
+    """One array that a function returns.
+
+    **Arguments:**
+
+    - `path`: where it is in what the function returns.
+    - `struct`: its shape and dtype.
+    - `asked`, `at`: where it was asked to be, if anybody said, and where it is.
+    """
+
+    path: str
+    struct: Any
+    asked: NamedSharding | None
+    at: Sharding
+
+
+@final
+@attrs.frozen(eq=False)
+class Compiled:
+    """A function as a compiler made it.
+
+    **Arguments:**
+
+    - `jaxpr`: the program before any compiler saw it.
+    - `text`: the compiled program.
+    - `memory`: what it needs.
+    - `arguments`: where each array of the arguments is.
+    - `results`: the arrays that are returned.
+    - `donated`: the numbers of the arrays whose memory may be used for results.
+    - `messages`: what the compiler said aloud.
+    - `seconds`: how long it took to lower and compile.
+    """
+
+    jaxpr: ClosedJaxpr
+    text: str
+    memory: CompilerMemory
+    arguments: tuple[Sharding, ...]
+    results: tuple[Result, ...]
+    donated: tuple[int, ...]
+    messages: tuple[str, ...]
+    seconds: float
+
+
+@final
+@attrs.frozen(eq=False)
+class Traced:
+    """A function as JAX traced it, on the mesh that it knows.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `jaxpr`: its program.
+    - `result`: what it returns, with tracers for arrays.
+    - `structs`: the shapes of these.
+    """
+
+    fn: Callable[..., Any]
+    jaxpr: ClosedJaxpr
+    result: Any
+    structs: tuple[Any, ...]
+
+    @property
+    def inner(self) -> Any:
+        """The one equation of a function that is jitted already; `None` for all others."""
+        equations = self.jaxpr.jaxpr.eqns
+        return equations[0] if len(equations) == 1 and equations[0].primitive.name in ("jit", "pjit") else None
+
+    def donated(self) -> list[int]:
+        """Returns the numbers of the arguments that a function which is jitted already gives away."""
+        return [number for number, is_given in self._inside("donated_invars") if is_given]
+
+    def said(self) -> dict[int, PartitionSpec]:
+        """Returns, for numbers of arguments, where a function that is jitted already says that they are to be."""
+        return {number: one.spec for number, one in self._inside("in_shardings") if isinstance(one, NamedSharding)}
+
+    def said_of_results(self) -> list[PartitionSpec | None]:
+        """Returns the same for the results."""
+        nothing: list[PartitionSpec | None] = [None] * len(self.structs)
+        if self.inner is None or list(self.jaxpr.jaxpr.outvars) != list(self.inner.outvars):
+            return nothing
+        found = self.inner.params["out_shardings"]
+        return [one.spec if isinstance(one, NamedSharding) else None for one in found]
+
+    def _inside(self, name: str) -> Iterator[tuple[int, Any]]:
+        if self.inner is not None:
+            numbers = {var: number for number, var in enumerate(self.jaxpr.jaxpr.invars)}
+            for var, value in zip(self.inner.invars, self.inner.params[name], strict=True):
+                if not isinstance(var, Literal) and var in numbers:
+                    yield numbers[var], value
+
+
+def trace(fn: Callable[..., Any], found: Arguments, mesh: Mesh) -> Traced:
+    """Traces a function, of which nothing is run.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `found`: its arguments.
+    - `mesh`: the mesh that is in force meanwhile, and that the function may name.
+
+    **Returns:**
+
+    A `Traced`.
+
+    **Raises:**
+
+    Whatever `fn` and JAX raise, with a note that names the line of the user's code; `PlanError` where that is about an
+    axis.
+    """
+    results: list[Any] = []
+
+    def run(*args: Any) -> list[Any]:
+        results.append(fn(*found.rebuilt(args)))
+        return [leaf for leaf in jtu.tree_leaves(results[-1]) if array_kind(leaf) is not None]
+
+    with jax.set_mesh(mesh), naming_lines():
+        traced = jax.jit(run, keep_unused=True).trace(*[one.struct(mesh) for one in found.arrays])
+    return Traced(fn, traced.jaxpr, results[-1], tuple(jtu.tree_leaves(traced.out_info)))
+
+
+def compile_for(
+    traced: Traced,
+    found: Arguments,
+    mesh: Mesh,
+    out_shardings: Any = None,
+    donated: Sequence[int] = (),
+    tolerant: bool = False,
+) -> Compiled:
+    """Compiles a traced function.
+
+    **Arguments:**
+
+    - `traced`: the function. If it was traced on another mesh than `mesh`, that takes its place.
+    - `found`: its arguments.
+    - `mesh`: the mesh, on devices of the target.
+    - `out_shardings`: where results are to be; see `results_asked`.
+    - `donated`: the numbers of the arrays whose memory may be used for results.
+    - `tolerant`: whether a compiler that refuses what does not fit should be asked to go on, where it can.
+
+    **Returns:**
+
+    A `Compiled`.
+
+    **Raises:**
+
+    `DoesNotFitError` where the compiler refuses a program that takes too much memory; `PlanError` where it cannot do
+    with constraints that do not divide.
+    """
+    start = time.perf_counter()
+    jaxpr = on_mesh(traced.jaxpr, mesh)
+    given = tuple(sorted({*donated, *traced.donated()}))
+    with jax.set_mesh(mesh):
+        paths, asked = _asked(traced, out_shardings, mesh)
+        run = jax.jit(
+            _named(jaxpr_as_fun(jaxpr), traced.fn), out_shardings=asked, keep_unused=True, donate_argnums=given
+        )
+        with warnings.catch_warnings():
+            # What is donated in vain shows in the program itself.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            with naming_lines():
+                lowered = run.lower(*[one.struct(mesh) for one in found.arrays])
+        with _listening() as said:
+            try:
+                compiled = _compiled(lowered, mesh, tolerant)
+            except ValueError as error:  # newer JAX has no name for some splits that XLA may choose then
+                problems = merged(weakened(jaxpr, mesh_sizes(mesh)))
+                if not problems:
+                    raise
+                raise PlanError(f"the function cannot be compiled:\n{listing(problems)}", problems) from error
+    usage, text = compiled.memory_analysis(), compiled.as_text()
+    assert usage is not None, "every backend of a Target tells"
+    assert text is not None, "every backend of a Target tells"
+    where = jtu.tree_leaves(compiled.output_shardings)
+    return Compiled(
+        jaxpr,
+        text,
+        CompilerMemory(
+            usage.argument_size_in_bytes,
+            usage.output_size_in_bytes,
+            usage.alias_size_in_bytes,
+            usage.temp_size_in_bytes,
+            usage.host_argument_size_in_bytes,
+        ),
+        tuple(jtu.tree_leaves(compiled.input_shardings)),
+        tuple(map(Result, paths, traced.structs, asked, where)),
+        given,
+        tuple(said),
+        time.perf_counter() - start,
+    )
+
+
+def _asked(traced: Traced, out_shardings: Any, mesh: Mesh) -> tuple[list[str], list[NamedSharding | None]]:
+    """Paths of the arrays that a function returns, and where they are to be."""
+    leaves, treedef = jtu.tree_flatten(traced.result)
+    rest = iter(traced.structs)
+    shapes = [next(rest) if array_kind(leaf) is not None else leaf for leaf in leaves]
+    said = results_asked(treedef.unflatten(shapes), out_shardings, mesh)
+    kept = [array_kind(leaf) is not None for leaf in leaves]
+    paths = [path for path, is_array in zip(leaf_paths(traced.result), kept, strict=True) if is_array]
+    asked = [one for one, is_array in zip(said, kept, strict=True) if is_array]
+    own = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.said_of_results()]
+    return paths, [one or other for one, other in zip(asked, own, strict=True)]
+
+
+def _named(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` under the name of `fn`, by which the compiler calls what is in it."""
+
+    def renamed(*args: Any) -> Any:
+        return run(*args)
+
+    renamed.__name__ = name_of(fn)
+    return renamed
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Returns what a function is called in a report.
+
+    **Arguments:**
+
+    - `fn`: a function, a method, a partial function, a module that is called.
+
+    **Returns:**
+
+    Its name, or that of its type.
+
+    ```python
+    import functools
+
+    assert name_of(functools.partial(name_of)) == "name_of"
+    ```
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)  # modules and other callables have no name of their own
+
+
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> jax.stages.Compiled:
+    platform = mesh.devices.flat[0].platform
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        if tolerant and platform == "tpu":
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # what is too large by far is refused again
+                return lowered.compile(compiler_options=dict(_TOLERANT))
+        first = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        raise DoesNotFitError(
+            f"the compiler for {platform} refuses a program that takes more memory than a device has: {first} Split "
+            "more, make the batch smaller, or recompute activations (jax.checkpoint)",
+            _needed(str(error)),
+        ) from error
+
+
+def _needed(text: str) -> int:
+    found = _NEEDED.search(text)
+    if found is None:
+        return 0
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Takes what compilers write to the standard error of the process, and hands on what is not about this program."""
+    said: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as heard:
+        own = os.dup(2)
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield said
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            heard.seek(0)
+            for line in heard.read().decode(errors="replace").splitlines():
+                (said.append if REMATERIALISED in line else _pass_on)(line)
+
+
+def _pass_on(line: str) -> None:
+    os.write(2, f"{line}\n".encode())

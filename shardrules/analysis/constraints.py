@@ -1,0 +1,77 @@
+"""What a traced function says of itself: the arrays whose sharding it constrains, and where."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.analysis.source import equation_line
+from shardrules.core.check import check_spec
+from shardrules.core.finding import Finding, shape_text
+from shardrules.core.spec import spec_repr
+
+
+def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+    """Yields all equations of a traced program, those of programs inside of it too.
+
+    **Arguments:**
+
+    - `program`: the program.
+
+    **Returns:**
+
+    An iterator.
+    """
+    inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    for equation in inner.eqns:
+        yield equation
+        for value in equation.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, ClosedJaxpr | Jaxpr):
+                    yield from equations(one)
+
+
+def constraints(program: ClosedJaxpr) -> Iterator[tuple[tuple[int, ...], PartitionSpec, str]]:
+    """Yields shape, spec and line of every array whose sharding a function constrains.
+
+    **Arguments:**
+
+    - `program`: the traced function.
+
+    **Returns:**
+
+    An iterator.
+
+    ```python
+    mesh = sr.create_mesh("data:8")
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, P("data")))(jnp.ones(16))
+    assert [(shape, spec) for shape, spec, _ in constraints(program)] == [((16,), P("data"))]
+    ```
+    """
+    for equation in equations(program):
+        if equation.primitive.name in ("sharding_constraint", "reshard"):
+            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+            if isinstance(sharding, NamedSharding):
+                yield equation.invars[0].aval.shape, sharding.spec, equation_line(equation)
+
+
+def weakened(program: ClosedJaxpr, sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """Yields a finding for each constraint that JAX weakens without a word, because it does not divide.
+
+    **Arguments:**
+
+    - `program`: the traced function.
+    - `sizes`: the axes of the mesh.
+
+    **Returns:**
+
+    An iterator.
+    """
+    for shape, spec, line in constraints(program):
+        for one in check_spec("", shape, spec, sizes):
+            if one.code == "weakened":
+                message = f"{spec_repr(spec)} on an array of shape {shape_text(shape)}: {one.message}"
+                yield attrs.evolve(one, message=message, shape=None, source=line)

@@ -1,0 +1,252 @@
+"""Everything that is known of a function and of what a compiler made of it: what findings of an audit look at."""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final, get_args
+
+import attrs
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
+
+from shardrules.analysis.arguments import Argument
+from shardrules.analysis.collectives import Collective
+from shardrules.analysis.compiling import Compiled
+from shardrules.analysis.constraints import constraints
+from shardrules.analysis.flops import Matmul
+from shardrules.analysis.hardware import Hardware
+from shardrules.analysis.hlo import Program
+from shardrules.analysis.hlo_flow import Place
+from shardrules.analysis.hlo_text import Instruction
+from shardrules.analysis.roles import BATCH, PARAMETERS, STATE, Role
+from shardrules.core.spec import axis_names, entries, shard_shape, spec_repr
+
+_NUMBER = re.compile(r"args\[(\d+)\]")
+_NEAR = 24
+"""How many values to look at for the arguments behind one."""
+
+_GATHERS = ("all-gather", "all-gather-start", "all-gather-done", "async-start", "async-done")
+
+
+@final
+@attrs.frozen
+class MemoryUse:
+    """What one device needs for a program, by what it is for.
+
+    **Arguments:**
+
+    - `parameters_bytes`, `state_bytes`, `batch_bytes`: the arguments.
+    - `padding_bytes`: what the layouts of arguments add to that: TPUs pad arrays to tiles.
+    - `outputs_bytes`: the results that are not written over arguments.
+    - `temporaries_bytes`: everything in between: activations, gathered parameters, buffers of collectives.
+
+    ```python
+    assert MemoryUse(8, 16, 4, 0, 2, 10).peak_bytes == 40
+    ```
+    """
+
+    parameters_bytes: int
+    state_bytes: int
+    batch_bytes: int
+    padding_bytes: int
+    outputs_bytes: int
+    temporaries_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it together."""
+        return sum(self.shares().values())
+
+    def shares(self) -> dict[str, int]:
+        """Returns the bytes of each category, by its name as it is printed."""
+        return dict(zip((*get_args(Role), "padding", "outputs", "temporaries"), attrs.astuple(self), strict=True))
+
+
+@final
+@attrs.frozen(eq=False)
+class Evidence:
+    """What is known of a compiled function.
+
+    **Arguments:**
+
+    - `compiled`: what the compiler gave.
+    - `program`: the same, read.
+    - `arguments`, `roles`: the arrays that it takes, and what they are for.
+    - `collectives`, `matmuls`: what it sends and multiplies.
+    - `sizes`: the axes of the mesh.
+    - `hardware`: what it is to run on.
+    """
+
+    compiled: Compiled
+    program: Program
+    arguments: tuple[Argument, ...]
+    roles: tuple[Role, ...]
+    collectives: tuple[Collective, ...]
+    matmuls: tuple[Matmul, ...]
+    sizes: Mapping[str, int]
+    hardware: Hardware
+
+    @functools.cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """For the name of each parameter of the program the number of the argument that it is."""
+        found = {}
+        for one in self.program.entry_computation.parameters:
+            number = _NUMBER.search(one.op_name)
+            found[one.op_name] = int(number[1]) if number else int(one.literal)
+        return found
+
+    @functools.cached_property
+    def device_bytes(self) -> tuple[int, ...]:
+        """What each argument takes on one device, without the padding of a layout."""
+        found = [0] * len(self.arguments)
+        for one in self.program.entry_computation.parameters:
+            found[self.numbers[one.op_name]] = one.nbytes
+        if self.compiled.memory.host_argument_bytes:  # else the compiler counts what lies there as the device's
+            return tuple(0 if one.memory else size for one, size in zip(self.arguments, found, strict=True))
+        return tuple(found)
+
+    @functools.cached_property
+    def memory(self) -> MemoryUse:
+        """What one device needs, by what it is for. It adds up to what the compiler says."""
+        by_role = dict.fromkeys(get_args(Role), 0)
+        for size, role in zip(self.device_bytes, self.roles, strict=True):
+            by_role[role] += size
+        told = self.compiled.memory
+        return MemoryUse(
+            by_role[PARAMETERS],
+            by_role[STATE],
+            by_role[BATCH],
+            told.argument_bytes - sum(by_role.values()),
+            told.output_bytes - told.alias_bytes,
+            told.temporary_bytes,
+        )
+
+    def named(self, arguments: Sequence[str]) -> tuple[str, ...]:
+        """Returns the paths of arguments, of which the program knows its own names.
+
+        **Arguments:**
+
+        - `arguments`: names of parameters of the program, or empty texts.
+
+        **Returns:**
+
+        As many paths.
+        """
+        return tuple(self.arguments[self.numbers[name]].path if name in self.numbers else "" for name in arguments)
+
+    @functools.cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which the examples of the batch are split, or their positions, as it was compiled.
+
+        The last dimension of floats is that of features, and the axes which split it are not among these.
+        """
+        names: list[str] = []
+        for one, role, at in zip(self.arguments, self.roles, self.compiled.arguments, strict=True):
+            if role == BATCH and isinstance(at, NamedSharding):
+                found = entries(at.spec, len(one.shape))
+                features = len(found) > 1 and jnp.issubdtype(one.dtype, jnp.floating)
+                names += [name for entry in found[: len(found) - features] for name in entry]
+        return tuple(name for name in self.sizes if name in names)
+
+    @functools.cached_property
+    def parameter_sizes(self) -> frozenset[int]:
+        """How many elements a device may have of a parameter, or of its gradient: split as asked, or over fewer axes.
+
+        Of parameters that are stacked for a loop, one layer counts too.
+        """
+        found: list[int] = []
+        for one, role in zip(self.arguments, self.roles, strict=True):
+            if role != PARAMETERS or not one.shape:
+                continue
+            axes = () if one.spec is None else axis_names(one.spec)
+            sizes = {1}
+            for name in axes:
+                sizes |= {ways * self.sizes.get(name, 1) for ways in sizes}
+            whole = _product(one.shape)
+            found += [whole // ways // layers for ways in sizes for layers in (1, one.shape[0])]
+        return frozenset(found)
+
+    @functools.cached_property
+    def asked_sizes(self) -> frozenset[int]:
+        """How many elements a device has of each array of which the function or its caller says how it is split."""
+        results = [(tuple(one.struct.shape), one.asked.spec) for one in self.compiled.results if one.asked is not None]
+        said = [(shape, spec) for shape, spec, _ in constraints(self.compiled.jaxpr)]
+        return frozenset(_product(shard_shape(shape, spec, self.sizes)) for shape, spec in (*results, *said))
+
+    @functools.cached_property
+    def argument_sizes(self) -> frozenset[int]:
+        """How many elements a device has of each argument."""
+        return frozenset(_product(one.types[0].shape) for one in self.program.entry_computation.parameters)
+
+    def behind(self, one: Collective) -> tuple[str, ...]:
+        """Finds the arguments with two or more dimensions that the matmul nearest to a collective multiplies.
+
+        **Arguments:**
+
+        - `one`: a collective of the program.
+
+        **Returns:**
+
+        Their paths; none where that cannot be told.
+        """
+        computation = self.program.find(one.computation)
+        known = {matmul.name: matmul.computation for matmul in self.matmuls}
+        for each in self.program.around(computation, computation.by_name[one.name]):
+            if each.name in known:
+                found = [
+                    self.arguments[number].path
+                    for name in each.operands[:2]
+                    for number in self._sources(Place(known[each.name], name))
+                ]
+                if found:
+                    return tuple(dict.fromkeys(found))
+        return ()
+
+    def _sources(self, place: Place) -> Iterator[int]:
+        """The arguments that a value is, gathered or not."""
+        for _ in range(_NEAR):
+            place = self.program.flow.origin(place)
+            made = self.program.instruction(place)
+            number = self.argument_number(place, made)
+            if number is not None and len(self.arguments[number].shape) > 1:
+                yield number
+            if made.op not in _GATHERS or not made.operands:
+                return
+            at = place.index if place.index is not None and place.index < len(made.operands) else 0
+            place = Place(place.computation, made.operands[at])
+
+    def argument_number(self, place: Place, made: Instruction) -> int | None:
+        """Returns the number of the argument that a value is.
+
+        **Arguments:**
+
+        - `place`, `made`: the value.
+
+        **Returns:**
+
+        The number; `None` where it is none.
+        """
+        if made.op != "parameter" or place.computation != self.program.entry:
+            return None
+        return self.numbers.get(made.op_name)
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def spec_text(at: Sharding) -> str:
+    """Returns where an array is, as text.
+
+    **Arguments:**
+
+    - `at`: its sharding.
+
+    **Returns:**
+
+    Its spec, if it has one.
+    """
+    return spec_repr(at.spec) if isinstance(at, NamedSharding) else str(at)
