@@ -1,20 +1,15 @@
 """shardrules: you write rules; it turns them into a plan you can read, prove, and apply to any pytree of arrays.
 
 Everything public is importable from here, grouped by noun. Importing touches no device, flag or environment variable.
+What asks compilers, a third of the package, is loaded when it is first used.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardrules.analysis.analyzer import ShardingAnalyzer, analyze_sharding_strategy
-from shardrules.analysis.audit_diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
-from shardrules.analysis.audit_report import AuditedArray, AuditError, AuditReport
-from shardrules.analysis.collectives import Collective
-from shardrules.analysis.compiling import DoesNotFitError
-from shardrules.analysis.evidence import MemoryUse
-from shardrules.analysis.hardware import Hardware, HardwareError
-from shardrules.analysis.modules import ModuleCost
 from shardrules.analysis.monitor import create_monitored_function
 from shardrules.analysis.report import AxisUse, ShardingReport, Weight
-from shardrules.analysis.roofline import StepTime
-from shardrules.analysis.targets import MissingCompilerError, Target, TargetError, UnavailableTargetError
 from shardrules.core.axes import Axis
 from shardrules.core.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.errors import (
@@ -181,7 +176,62 @@ from shardrules.rules.shape_based import ShapeBasedShardingRule
 from shardrules.rules.stacked import StackedShardingRule
 from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
 
+if TYPE_CHECKING:
+    from shardrules.analysis.audit_diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
+    from shardrules.analysis.audit_report import AuditedArray, AuditError, AuditReport
+    from shardrules.analysis.collectives import Collective
+    from shardrules.analysis.compiling import DoesNotFitError
+    from shardrules.analysis.evidence import MemoryUse
+    from shardrules.analysis.expect import ExpectationError, assert_collectives, assert_fits, assert_plan_matches
+    from shardrules.analysis.fits import BatchSearch, Fit, fits, largest_batch
+    from shardrules.analysis.hardware import Hardware, HardwareError
+    from shardrules.analysis.modules import ModuleCost
+    from shardrules.analysis.roofline import StepTime
+    from shardrules.analysis.targets import MissingCompilerError, Target, TargetError, UnavailableTargetError
+
 __version__ = "0.1.0"
+
+_LATER = {
+    "ArrayChange": "shardrules.analysis.audit_diff",
+    "AuditDiff": "shardrules.analysis.audit_diff",
+    "CollectivesChange": "shardrules.analysis.audit_diff",
+    "FigureChange": "shardrules.analysis.audit_diff",
+    "AuditError": "shardrules.analysis.audit_report",
+    "AuditReport": "shardrules.analysis.audit_report",
+    "AuditedArray": "shardrules.analysis.audit_report",
+    "Collective": "shardrules.analysis.collectives",
+    "DoesNotFitError": "shardrules.analysis.compiling",
+    "MemoryUse": "shardrules.analysis.evidence",
+    "ExpectationError": "shardrules.analysis.expect",
+    "assert_collectives": "shardrules.analysis.expect",
+    "assert_fits": "shardrules.analysis.expect",
+    "assert_plan_matches": "shardrules.analysis.expect",
+    "BatchSearch": "shardrules.analysis.fits",
+    "Fit": "shardrules.analysis.fits",
+    "fits": "shardrules.analysis.fits",
+    "largest_batch": "shardrules.analysis.fits",
+    "Hardware": "shardrules.analysis.hardware",
+    "HardwareError": "shardrules.analysis.hardware",
+    "ModuleCost": "shardrules.analysis.modules",
+    "StepTime": "shardrules.analysis.roofline",
+    "MissingCompilerError": "shardrules.analysis.targets",
+    "Target": "shardrules.analysis.targets",
+    "TargetError": "shardrules.analysis.targets",
+    "UnavailableTargetError": "shardrules.analysis.targets",
+}
+"""Where to find what is loaded later."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     # Leaves
@@ -240,6 +290,13 @@ __all__ = [
     "MemoryUse",
     "ModuleCost",
     "StepTime",
+    "assert_collectives",
+    "assert_fits",
+    "assert_plan_matches",
+    "BatchSearch",
+    "Fit",
+    "fits",
+    "largest_batch",
     "Target",
     "Hardware",
     # Meshes
@@ -369,6 +426,7 @@ __all__ = [
     "UnifiedExpertColumnWise",
     "UnifiedExpertRowWise",
     # Errors
+    "ExpectationError",
     "AuditError",
     "DoesNotFitError",
     "HardwareError",

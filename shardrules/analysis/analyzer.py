@@ -1,16 +1,12 @@
 """`ShardingAnalyzer`: what is wrong with specs, what they cost and add up to, and what compilers make of them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 
-from shardrules.analysis.audit import audit
-from shardrules.analysis.audit_report import AuditReport
-from shardrules.analysis.hardware import Hardware
 from shardrules.analysis.placed import as_spec, pair, place
 from shardrules.analysis.report import ShardingReport, report
-from shardrules.analysis.targets import Target
 from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
 from shardrules.core.errors import NoMeshError, SpecError, TreeError
@@ -19,6 +15,11 @@ from shardrules.core.tree import survey
 from shardrules.mesh.context import current_mesh
 from shardrules.mesh.creation import AxisTypes
 from shardrules.rules.auto import mesh_key
+
+if TYPE_CHECKING:  # what asks compilers is a third of the package: it is loaded when somebody asks
+    from shardrules.analysis.audit_report import AuditReport
+    from shardrules.analysis.hardware import Hardware
+    from shardrules.analysis.targets import Target
 
 
 @final
@@ -143,11 +144,11 @@ class ShardingAnalyzer:
         in_shardings: Any = None,
         out_shardings: Any = None,
         donate_argnums: int | Sequence[int] = (),
-        target: Target | str = "cpu",
+        target: "Target | str" = "cpu",
         roles: Any = None,
-        hardware: Hardware | None = None,
+        hardware: "Hardware | None" = None,
         axis_types: AxisTypes = "auto",
-    ) -> AuditReport:
+    ) -> "AuditReport":
         """Compiles a function for a target, and reports what the compiled program will really do. Nothing is run.
 
         **Arguments:**
@@ -189,12 +190,14 @@ class ShardingAnalyzer:
         assert [one.kind for one in report.collectives] == ["all-reduce"] and not report.problems
         ```
         """
+        from shardrules.analysis.audit import audit
+
         found = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
         return audit(
             fn,
             args,
             self._mesh(args) if found is None else found,
-            Target.parse(target),
+            target,
             plan=plan,
             in_shardings=in_shardings,
             out_shardings=out_shardings,

@@ -169,7 +169,7 @@ def read_arguments(
                 ]
     if wrong:
         listed = merged(wrong)
-        raise PlanError(f"{len(wrong)} arguments cannot be where they are asked to be:\n{listing(listed)}", listed)
+        raise PlanError(f"not all arguments can be where they are asked to be:\n{listing(listed)}", listed)
     leaves, treedef = jtu.tree_flatten(args)
     return Arguments(tuple(found), tuple(leaves), treedef, tuple(owners))
 
@@ -319,5 +319,5 @@ def results_asked(shaped: Any, out_shardings: Any, mesh: AnyMesh) -> list[NamedS
             found.append(None if problems else NamedSharding(mesh, one.spec, memory_kind=one.memory))
     if wrong:
         listed = merged(wrong)
-        raise PlanError(f"{len(wrong)} results cannot be where they are asked to be:\n{listing(listed)}", listed)
+        raise PlanError(f"not all results can be where they are asked to be:\n{listing(listed)}", listed)
     return found

@@ -31,7 +31,7 @@ def audit(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     mesh: AnyMesh,
-    target: Target,
+    target: Target | str,
     *,
     plan: Any = None,
     in_shardings: Any = None,
@@ -58,6 +58,7 @@ def audit(
 
     As `ShardingAnalyzer.audit`.
     """
+    target = Target.parse(target)
     there = _typed(target.mesh(mesh), axis_types)
     known = _typed(mesh, axis_types) if isinstance(mesh, Mesh) else there
     start = time.perf_counter()

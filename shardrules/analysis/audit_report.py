@@ -1,8 +1,8 @@
 """What a compiler made of a function: the report of an audit, which can be printed, kept and compared."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, final
+from collections.abc import Sequence
+from typing import Self, final
 
 import attrs
 
@@ -18,9 +18,6 @@ from shardrules.analysis.audit_text import (
 from shardrules.analysis.collectives import Collective, Total, totals_by_axes, totals_by_kind
 from shardrules.analysis.evidence import MemoryUse
 from shardrules.analysis.hardware import Hardware
-from shardrules.analysis.hlo import Source
-from shardrules.analysis.hlo_flow import Times
-from shardrules.analysis.hlo_text import ArrayType
 from shardrules.analysis.modules import ModuleCost
 from shardrules.analysis.roofline import StepTime
 from shardrules.analysis.targets import Target
@@ -28,6 +25,7 @@ from shardrules.core.check import bytes_text
 from shardrules.core.codec import finding_from_json, finding_to_json
 from shardrules.core.errors import ShardRulesError
 from shardrules.core.finding import Finding, shape_text
+from shardrules.core.records import record
 
 FORMAT = 1
 """The version of the JSON of a report."""
@@ -35,7 +33,7 @@ FORMAT = 1
 
 @final
 class AuditError(ShardRulesError, ValueError):
-    """A text that is no report of an audit, or a report that is not what was expected of it."""
+    """A text that is no report of an audit, or expected collectives that cannot be meant."""
 
 
 @final
@@ -91,9 +89,10 @@ class AuditReport:
     ```python
     mesh = sr.mesh_shape("data:4,model:2")
     args = {"w": jnp.ones((64, 64)), "x": jnp.ones((32, 64))}
-    shardings = ({"w": P(None, "model"), "x": P("data")},)
-    report = sr.ShardingAnalyzer(mesh).audit(lambda a: (a["x"] @ a["w"]).sum(), args, in_shardings=shardings)
-    assert report.flops == 2 * 32 * 64 * 64 // 8 and report.wire_bytes == 7
+    shardings = ({"w": P("model"), "x": P("data", "model")},)
+    report = sr.ShardingAnalyzer(mesh).audit(lambda a: a["x"] @ a["w"], args, in_shardings=shardings)
+    assert report.flops == 2 * 32 * 64 * 64 // 8
+    assert report.totals_by_axes()["model"].wire_bytes == report.wire_bytes == 8 * 64 * 4
     ```
     """
 
@@ -270,7 +269,7 @@ class AuditReport:
             "collectives": [attrs.asdict(one) for one in self.collectives],
             "modules": [attrs.asdict(one) for one in self.modules],
             "memory": attrs.asdict(self.memory),
-            "flops_by_dtype": dict(self.flops_by_dtype),
+            "flops_by_dtype": self.flops_by_dtype,
             "model_flops": self.model_flops,
             "time": attrs.asdict(self.time),
             "findings": [finding_to_json(one) for one in self.findings],
@@ -304,26 +303,22 @@ class AuditReport:
             data = json.loads(text)
             if data["shardrules_audit"] != FORMAT:
                 raise AuditError(f"this report is of format {data['shardrules_audit']!r}, this version reads {FORMAT}")
-            hardware = {
-                **data["hardware"],
-                **{name: [tuple(pair) for pair in data["hardware"][name]] for name in ("peak_flops", "sources")},
-            }
             return cls(
-                data["name"],
-                Target.parse(data["target"]),
-                Hardware(**hardware),
-                data["mesh"],
-                data["device_count"],
-                tuple(AuditedArray(**{**one, "shape": tuple(one["shape"])}) for one in data["arrays"]),
-                tuple(map(_collective, data["collectives"])),
-                tuple(ModuleCost(**one) for one in data["modules"]),
-                MemoryUse(**data["memory"]),
-                tuple(data["flops_by_dtype"].items()),
-                data["model_flops"],
-                StepTime(**data["time"]),
+                record(str, data["name"], "name"),
+                Target.parse(record(str, data["target"], "target")),
+                record(Hardware, data["hardware"], "hardware"),
+                record(str, data["mesh"], "mesh"),
+                record(int, data["device_count"], "device_count"),
+                record(tuple[AuditedArray, ...], data["arrays"], "arrays"),
+                record(tuple[Collective, ...], data["collectives"], "collectives"),
+                record(tuple[ModuleCost, ...], data["modules"], "modules"),
+                record(MemoryUse, data["memory"], "memory"),
+                record(tuple[tuple[str, int], ...], data["flops_by_dtype"], "flops_by_dtype"),
+                record(int | None, data["model_flops"], "model_flops"),
+                record(StepTime, data["time"], "time"),
                 tuple(map(finding_from_json, data["findings"])),
-                data["compile_seconds"],
-                data["hlo_text"],
+                record(float, data["compile_seconds"], "compile_seconds"),
+                record(str, data["hlo_text"], "hlo_text"),
             )
         except (LookupError, TypeError, ValueError) as error:
             if isinstance(error, AuditError):
@@ -337,15 +332,3 @@ def _listed(parts: Sequence[str]) -> str:
 
 def _placed(arrays: Sequence[AuditedArray]) -> dict[str, str]:
     return {one.path: f"{shape_text(one.shape)} {one.dtype} {one.compiled}" for one in arrays}
-
-
-def _collective(data: Mapping[str, Any]) -> Collective:
-    read = {
-        "axes": None if data["axes"] is None else tuple(data["axes"]),
-        "crossed": tuple(data["crossed"]),
-        "arrays": tuple(ArrayType(**{**one, "shape": tuple(one["shape"])}) for one in data["arrays"]),
-        "times": Times(**data["times"]),
-        "stack": tuple(Source(**one) for one in data["stack"]),
-        "arguments": tuple(data["arguments"]),
-    }
-    return Collective(**{**data, **read})

@@ -32,14 +32,9 @@ def count_text(count: float) -> str:
     ```
     """
     for unit in ("", "k", "M", "G", "T"):
-        if abs(count) < 1000 or unit == "T":
-            return (
-                f"{count:,.0f} {unit}"
-                if not unit
-                else f"{count:,.1f} {unit}"
-                if count < 100
-                else f"{count:,.0f} {unit}"
-            )
+        digits = 1 if unit and abs(count) < 99.95 else 0
+        if abs(round(count, digits)) < 1000 or unit == "T":
+            return f"{count:,.{digits}f} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
 
@@ -128,7 +123,7 @@ def dearest_table(collectives: Sequence[Collective]) -> list[str]:
     groups: dict[tuple[str, ...], list[Collective]] = {}
     for one in collectives:
         if one.wire_bytes:
-            groups.setdefault((one.kind, one.axes_text, _what(one), users_line(one.stack)), []).append(one)
+            groups.setdefault((one.kind, one.axes_text, array_text(one), users_line(one.stack)), []).append(one)
     order = sorted(groups.items(), key=lambda item: -sum(one.total_wire_bytes for one in item[1]))
     rows = [
         (
@@ -144,7 +139,17 @@ def dearest_table(collectives: Sequence[Collective]) -> list[str]:
     return aligned([("wire", "runs", "collective", "over", "array", "line"), *rows], (0, 1)) if rows else []
 
 
-def _what(one: Collective) -> str:
+def array_text(one: Collective) -> str:
+    """Returns what a collective moves: the argument or arguments, if these can be told, else the largest array.
+
+    **Arguments:**
+
+    - `one`: the collective; `arguments` are paths that people know.
+
+    **Returns:**
+
+    For instance `"params/up and 3 more"`, `"f32[8,16]"`.
+    """
     named = [path for path in dict.fromkeys(one.arguments) if path]
     largest = max(one.arrays, key=lambda each: each.nbytes, default="")
     count = len(named or one.arrays)

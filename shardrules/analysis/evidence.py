@@ -1,6 +1,7 @@
 """Everything that is known of a function and of what a compiler made of it: what findings of an audit look at."""
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final, get_args
@@ -190,17 +191,30 @@ class Evidence:
         Their paths; none where that cannot be told.
         """
         computation = self.program.find(one.computation)
-        known = {matmul.name: matmul.computation for matmul in self.matmuls}
-        for each in self.program.around(computation, computation.by_name[one.name]):
-            if each.name in known:
-                found = [
-                    self.arguments[number].path
-                    for name in each.operands[:2]
-                    for number in self._sources(Place(known[each.name], name))
-                ]
-                if found:
-                    return tuple(dict.fromkeys(found))
+        moving = computation.by_name[one.name]
+        if one.kind == "all-gather":  # it is for something that it is gathered
+            near = itertools.chain(self.program.uses(computation, moving), self.program.around(computation, moving))
+        else:
+            near = self.program.around(computation, moving)
+        for each in near:
+            matmul = self._matmuls_by_name.get(each.name)
+            if matmul is not None:
+                operands = self.program.find(matmul.computation).by_name[matmul.name].operands[:2]
+                numbers = [number for name in operands for number in self._sources(Place(matmul.computation, name))]
+                if numbers:
+                    return tuple(dict.fromkeys(self.arguments[number].path for number in numbers))
         return ()
+
+    @functools.cached_property
+    def _matmuls_by_name(self) -> Mapping[str, Matmul]:
+        """The matmuls by the names of their instructions, and of the fusions that they are in."""
+        found: dict[str, Matmul] = {}
+        for one in self.matmuls:
+            found[one.name] = one
+            for call in self.program.callers(one.computation):
+                if call.instruction.op == "fusion":
+                    found.setdefault(call.instruction.name, one)
+        return found
 
     def _sources(self, place: Place) -> Iterator[int]:
         """The arguments that a value is, gathered or not."""

@@ -17,8 +17,10 @@ from typing import Any, final
 import attrs
 
 from shardrules.analysis.audit_report import AuditError, AuditReport
+from shardrules.analysis.audit_text import array_text
 from shardrules.analysis.collectives import KINDS, Collective
 from shardrules.analysis.source import short_line, users_line
+from shardrules.analysis.surprises import SMALLER
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, ShardRulesError, SpecError, suggest
 from shardrules.core.fields import byte_count
@@ -35,14 +37,6 @@ _SHOWN = 3
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {**_DECIMAL, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
-_REMEDIES = {
-    "parameters": "Split the parameters over more axes, or over a larger mesh",
-    "optimizer state": "Split the optimizer's state as the parameters are, or over more axes",
-    "batch": "Make the batch smaller, or split it over more axes",
-    "padding": "Pick sizes that fill the tiles of the hardware",
-    "outputs": "Donate the arguments that results replace (donate_argnums)",
-    "temporaries": "Make the batch smaller, split activations, or recompute them (jax.checkpoint)",
-}
 
 
 @final
@@ -120,8 +114,8 @@ def assert_collectives(
     that fits it. Collectives that move nothing, since their groups are one device each, are left out.
 
     A value is the number of runs in one call, or a mapping with any of `"runs"` and `"wire_bytes"`, which must be met
-    exactly, `"max_runs"` and `"max_wire_bytes"`; `{}` allows all. Loops count as often as they go round, as in the
-    report.
+    exactly, `"max_runs"` and `"max_wire_bytes"`; `{}` allows all. Loops count as often as they go round, and once
+    where nobody can tell, as in the report.
 
     **Arguments:**
 
@@ -226,20 +220,15 @@ def _dearest(collectives: Iterable[Collective]) -> Iterator[str]:
     """The collectives that cost most: those of one line and operation that move the same in each layer are one."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for one in collectives:
-        groups.setdefault((template(_array(one)), users_line(one.stack), one.op_name), []).append(one)
+        groups.setdefault((template(array_text(one)), users_line(one.stack), one.op_name), []).append(one)
     order = sorted(groups.items(), key=lambda item: -_total(item[1])[1])
     for (_, line, op), same in order[:_SHOWN]:
         runs, wire_bytes = _total(same)
         at, by = f" at {short_line(line)}" if line else "", f" ({op})" if op else ""
-        array = functools.reduce(common_path, map(_array, same))
+        array = functools.reduce(common_path, map(array_text, same))
         yield f"  {bytes_text(wire_bytes)} in {_count(runs, 'run')}: {array}{at}{by}"
     if order[_SHOWN:]:
         yield f"  {len(order) - _SHOWN} more"
-
-
-def _array(one: Collective) -> str:
-    named = list(dict.fromkeys(path for path in one.arguments if path)) or list(map(str, one.arrays))
-    return f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else "".join(named)
 
 
 def _limits(expected: Any, axes: Sequence[str], source: str) -> dict[tuple[str, str], _Limit]:
@@ -333,7 +322,7 @@ def assert_fits(report: AuditReport, budget: float | str | None = None, *, reser
         f"{where}, does not fit: {need}",
         ", ".join(f"{name} {bytes_text(size)} ({size / peak:.0%})" for name, size in shares if size),
         *_largest(report),
-        f"  -> {_REMEDIES[shares[0][0]]}",
+        f"  -> {SMALLER[shares[0][0]]}",
     ]
     raise ExpectationError("\n  ".join(lines))
 

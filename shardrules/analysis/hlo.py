@@ -254,7 +254,22 @@ class Program:
                 yield made
             if len(places) < _FAR:
                 places += [Place(place.computation, name) for name in made.operands]
-        users = [one]
+        yield one
+        yield from self.uses(computation, one)
+
+    def uses(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
+        """Yields what uses the result of an instruction, and what uses that, each the nearest first.
+
+        **Arguments:**
+
+        - `computation`: where the instruction is.
+        - `one`: the instruction.
+
+        **Returns:**
+
+        An iterator, which ends after some hundred instructions.
+        """
+        users = list(computation.users.get(one.name, ()))
         for user in users:  # so does this
             yield user
             if len(users) < _FAR:

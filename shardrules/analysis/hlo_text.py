@@ -18,7 +18,6 @@ from shardrules.core.errors import ShardRulesError
 
 _TYPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](\{[^{}]*\})?")
 _STORED_BITS = re.compile(r"E\((\d+)\)")
-_SPACE = re.compile(r"S\((\d+)\)")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\(")
 _REFERENCE = re.compile(r"%([^\s,()]+)")
@@ -44,7 +43,6 @@ class ArrayType:
     - `dtype`: as XLA writes it: `"f32"`, `"bf16"`, `"pred"`.
     - `shape`: its shape.
     - `bits`: what an element takes in memory. Types of fewer than 8 bits take 8, unless XLA packs them.
-    - `space`: where it is: 0 is the device's main memory, anything else the chip's own, or the host's.
 
     ```python
     assert read_types("s4[5,3]{1,0:E(4)}") == (ArrayType("s4", (5, 3), bits=4),)
@@ -55,7 +53,6 @@ class ArrayType:
     dtype: str
     shape: tuple[int, ...]
     bits: int
-    space: int = attrs.field(default=0, eq=False)
 
     @property
     def size(self) -> int:
@@ -245,12 +242,7 @@ def read_types(text: str) -> tuple[ArrayType, ...]:
     The types of the arrays in it.
     """
     return tuple(
-        ArrayType(
-            dtype,
-            tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size),
-            _bits(dtype, layout),
-            _space(layout),
-        )
+        ArrayType(dtype, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size), _bits(dtype, layout))
         for dtype, sizes, layout in _TYPE.findall(text)
     )
 
@@ -262,11 +254,6 @@ def _bits(dtype: str, layout: str) -> int:
     if dtype in _BITS:
         return _BITS[dtype]
     return max(8, int("".join(re.findall(r"\d+", dtype)[:1]) or 0))
-
-
-def _space(layout: str) -> int:
-    found = _SPACE.search(layout) if layout else None
-    return int(found[1]) if found else 0
 
 
 def read_instruction(line: str, memo: dict[str, tuple[ArrayType, ...]]) -> tuple[Instruction, bool]:

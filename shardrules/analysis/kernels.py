@@ -142,13 +142,12 @@ def _kernel(
     flops: dict[tuple[str, str], int] = {}
     for each in matmuls:
         flops[each.dtype, each.precision] = flops.get((each.dtype, each.precision), 0) + each.flops
-    cause = program.cause(computation, one)
     return Kernel(
         one.name,
         computation.name,
         target or one.op,
-        cause.op_name,
-        program.stack(cause),
+        one.op_name,
+        program.stack(one),
         read,
         written_bytes(program, computation, one),
         tuple(flops.items()),

@@ -55,8 +55,10 @@ class _Move:
         if isinstance(value, NamedSharding):
             there = self.value(value.mesh)
             return value if there is value.mesh else NamedSharding(there, value.spec, memory_kind=value.memory_kind)
-        if isinstance(value, Jaxpr):  # newer JAX has one class for both kinds, which keeps its constants
+        if isinstance(value, Jaxpr):  # newer JAX has one class for both kinds, which has constants
+            constants = {"consts": value.consts} if isinstance(value, ClosedJaxpr) else {}
             return value.replace(
+                **constants,
                 constvars=self._all(value.constvars),
                 invars=self._all(value.invars),
                 outvars=self._all(value.outvars),

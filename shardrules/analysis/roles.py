@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrules.analysis.arguments import Argument, Arguments
 from shardrules.core.errors import TreeError
-from shardrules.core.tree import array_kind, spread
+from shardrules.core.tree import array_kind, leaf_paths, spread
 
 Role: TypeAlias = Literal["parameters", "optimizer state", "batch"]
 """What an argument is for. The batch is all that is neither parameter nor state: data, keys, masks, schedules."""
@@ -68,7 +68,7 @@ def _said(found: Arguments, roles: Any, likely: tuple[Role, ...]) -> tuple[Role,
 def _found(found: Arguments) -> tuple[Role, ...]:
     home = _homes(found)
     if home is not None:
-        return tuple(_beside(tuple(one.path.split("/")), one.shape, *home) for one in found.arrays)
+        return tuple(_beside(path, one.shape, *home) for path, one in zip(_paths(found), found.arrays, strict=True))
     state = {owner: None for one, owner in zip(found.arrays, found.owners, strict=True) if one.mirrors and one.shape}
     if state:
         return tuple(
@@ -80,19 +80,32 @@ def _found(found: Arguments) -> tuple[Role, ...]:
 
 def _homes(found: Arguments) -> tuple[_Path, list[_Path]] | None:
     """Where the parameters are, an argument or an item of one, and where copies of them are."""
-    paths = [(tuple(one.path.split("/")), one.shape) for one in found.arrays if one.shape]
-    ends: dict[tuple[_Path, tuple[int, ...]], list[_Path]] = {}
+    paths = [(path, one.shape) for path, one in zip(_paths(found), found.arrays, strict=True) if one.shape]
+    ends: dict[_Path, list[tuple[_Path, tuple[int, ...]]]] = {}
     for path, shape in paths:
         for cut in range(1, len(path)):
-            ends.setdefault((path[cut:], shape), []).append(path[:cut])
+            ends.setdefault(path[cut:], []).append((path[:cut], shape))
     for depth in (1, 2):
         for root in dict.fromkeys(path[:depth] for path, _ in paths if len(path) > depth):
-            keys = [(path[depth:], shape) for path, shape in paths if path[:depth] == root]
-            counts = Counter(home for key in keys for home in ends[key] if _apart(home, root))
-            homes = [home for home, count in counts.items() if _is_copy(root, home, count, len(keys))]
+            own = [(path[depth:], shape) for path, shape in paths if path[:depth] == root]
+            counts = Counter(
+                home
+                for end, shape in own
+                for home, other in ends[end]
+                if _apart(home, root) and (other == shape or len(other) < len(shape) or other == (1,))  # or a factor
+            )
+            homes = [home for home, count in counts.items() if _is_copy(root, home, count, len(own))]
             if homes:
                 return root, homes
     return None
+
+
+def _paths(found: Arguments) -> list[_Path]:
+    """The paths of all arrays, the first part being the number of the argument: `*args` give it a name of two parts."""
+    args = jtu.tree_unflatten(found.treedef, found.leaves)
+    inside = [path for arg in args for path in leaf_paths(arg)]
+    kept = [path for path, leaf in zip(inside, found.leaves, strict=True) if array_kind(leaf) is not None]
+    return [(str(owner), *(path.split("/") if path else ())) for owner, path in zip(found.owners, kept, strict=True)]
 
 
 def _apart(one: _Path, other: _Path) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ _LIBRARIES = (
     f"{Path(jax.__file__).parent}{os.sep}",
     f"{Path(equinox.__file__).parent}{os.sep}",
     f"{Path(__file__).parents[1]}{os.sep}",
-    f"{sysconfig.get_path('stdlib')}{os.sep}",
+    f"{Path(os.__file__).parent}{os.sep}",
     "<",  # code that attrs and others make up
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

@@ -29,6 +29,16 @@ _ASKED = (
 _SHOWN = 6
 """So many arrays a finding names."""
 
+SMALLER = {
+    "parameters": "Split the parameters over more axes, or over a larger mesh",
+    "optimizer state": "Split the optimizer's state as the parameters are, or over more axes",
+    "batch": "Make the batch smaller, or split it over more axes",
+    "padding": "Pick sizes that fill the tiles of the hardware",
+    "outputs": "Donate the arguments that results replace (donate_argnums)",
+    "temporaries": "Make the batch smaller, split activations, or recompute them (jax.checkpoint)",
+}
+"""What to do about each category of memory, where it is too large."""
+
 _SMALL_SHARE = 0.01
 """What puts less than this part of all bytes on the wire is a note."""
 
@@ -302,14 +312,8 @@ def _too_large(found: Evidence) -> Iterator[Finding]:
         f"a device needs {bytes_text(peak)}, and {found.hardware.name} has {bytes_text(most)}: "
         f"{bytes_text(peak - most)} too much. Most of it are {largest}, {bytes_text(shares[largest])}; the largest "
         f"arguments are {arrays}",
-        remedy=_TOO_LARGE.get(largest, "Split them over more axes"),
+        remedy=SMALLER[largest],
     )
-
-
-_TOO_LARGE = {
-    "temporaries": "Make the batch smaller, split activations, or recompute them (jax.checkpoint)",
-    "outputs": "Donate the arguments that results replace (donate_argnums)",
-}
 
 
 def _unknown(found: Evidence) -> Iterator[Finding]:

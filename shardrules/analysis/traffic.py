@@ -291,7 +291,7 @@ def _behind_bitcasts(computation: Computation, name: str) -> str:
 
 
 def _bytes(types: Iterable[ArrayType]) -> int:
-    return sum(each.nbytes for each in types if not each.space)  # what stays on the chip costs no traffic
+    return sum(each.nbytes for each in types)
 
 
 def _packed(kind: ArrayType, elements: int) -> int:

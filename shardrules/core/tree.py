@@ -534,6 +534,6 @@ def spread(said: Any, tree: Any, is_said: Callable[[Any], bool], who: str) -> li
         parts = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise TreeError(
-            f"{who}: what is given has neither the structure of the tree nor that of a prefix of it: {error}"
+            f"{who}: what is given does not have the structure of the tree, nor of a prefix of it: {error}"
         ) from error
     return [one for one, part in zip(stated, parts, strict=True) for _ in jtu.tree_leaves(part)]

@@ -52,9 +52,7 @@ def test_two_for_each_product_that_is_summed(text: str, left: tuple[int, ...], r
 def brute_force(image: int, kernel: int, out: int, stride: int, hole: int, channels: tuple[int, int, int]) -> int:
     """One dimension of a convolution without padding, position by position."""
     batch, inputs, outputs = channels
-    touched = [
-        (position * stride + element * hole, element) for position in range(out) for element in range(kernel)
-    ]
+    touched = [(position * stride + element * hole, element) for position in range(out) for element in range(kernel)]
     assert all(0 <= place < image for place, _ in touched)
     return 2 * len(touched) * batch * inputs * outputs
 

@@ -24,6 +24,7 @@ PRIVATE_JAX = "mesh.jax_state"
 LAZY: dict[str, str] = {
     "orbax": "an extra; importing it takes long, and only load_orbax needs it",
     "etils": "comes with orbax, which takes paths in no other form",
+    "shardrules.analysis.audit": "what asks compilers is a third of the package, and most programs never do",
 }
 """What may be imported inside a function, and why."""
 
@@ -108,7 +109,7 @@ def lazy_imports(modules: tuple[Module, ...], allowed: dict[str, str]) -> list[s
         for node in ast.walk(module.tree)
         if isinstance(node, Function)
         for line, name in imports(module, names_of(modules), node)
-        if name.split(".")[0] not in allowed
+        if name not in allowed and name.split(".")[0] not in allowed
     ]
 
 
