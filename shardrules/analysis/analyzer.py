@@ -191,21 +191,11 @@ class ShardingAnalyzer:
         ```
         """
         from shardrules.analysis.audit import audit
+        from shardrules.analysis.question import Question
 
         found = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
-        return audit(
-            fn,
-            args,
-            self._mesh(args) if found is None else found,
-            target,
-            plan=plan,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=donate_argnums,
-            roles=roles,
-            hardware=hardware,
-            axis_types=axis_types,
-        )
+        question = Question(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
+        return audit(question, args, self._mesh(args) if found is None else found, target, hardware)
 
 
 def _issues(leaf: Leaf, spec: object) -> Iterator[str]:

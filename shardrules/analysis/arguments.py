@@ -14,7 +14,7 @@ from shardrules.core.check import check_spec
 from shardrules.core.errors import PlanError, TreeError
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.rule import MirrorShardingRule, ShardingPlan, ShardingRule
-from shardrules.core.spec import device_dtype
+from shardrules.core.spec import device_dtype, same, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths, spread
 
 _HOST = "pinned_host"
@@ -81,21 +81,45 @@ class Arguments:
     treedef: Any
     owners: tuple[int, ...]
 
-    def told(self, specs: Mapping[int, PartitionSpec]) -> "Arguments":
-        """Returns the arguments with specs for arrays of which nobody else has said where they are to be.
+    def told(self, specs: Mapping[int, PartitionSpec], mesh: AnyMesh) -> "Arguments":
+        """Returns the arguments with specs that a jitted function itself has for some of them.
 
         **Arguments:**
 
         - `specs`: for numbers of arrays their specs.
+        - `mesh`: the mesh.
 
         **Returns:**
 
         The `Arguments`.
+
+        **Raises:**
+
+        `PlanError` where somebody else has said otherwise, or the mesh has no such axis.
         """
-        arrays = [
-            attrs.evolve(one, spec=specs[number]) if one.spec is None and number in specs else one
-            for number, one in enumerate(self.arrays)
+        wrong = [
+            attrs.evolve(finding, path=self.arrays[number].path, remedy="Audit it on the mesh that it is jitted for")
+            for number, spec in specs.items()
+            for finding in check_spec("", self.arrays[number].shape, spec, mesh_sizes(mesh))
+            if finding.severity == "error"
         ]
+        wrong += [
+            Finding(
+                "error",
+                "two-specs",
+                f"it is asked to be {spec_repr(own)}, and the function, which is jitted, says {spec_repr(spec)}",
+                self.arrays[number].path,
+                "Say it in one of both places",
+                self.arrays[number].shape,
+            )
+            for number, spec in specs.items()
+            for own in [self.arrays[number].spec]
+            if own is not None and not same(own, spec)
+        ]
+        if wrong:
+            listed = merged(wrong)
+            raise PlanError(f"the function says otherwise where arguments are to be:\n{listing(listed)}", listed)
+        arrays = [attrs.evolve(one, spec=specs.get(number, one.spec)) for number, one in enumerate(self.arrays)]
         return attrs.evolve(self, arrays=tuple(arrays))
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[Any, ...]:

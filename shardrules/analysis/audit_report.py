@@ -129,8 +129,9 @@ class AuditReport:
 
     @property
     def fits(self) -> bool:
-        """Whether that is no more than the device has."""
-        return self.peak_bytes <= self.hardware.memory_bytes
+        """Whether that is no more than the device has, and the compiler has not refused it."""
+        refused = any(finding.code == "does-not-fit" for finding in self.findings)
+        return self.peak_bytes <= self.hardware.memory_bytes and not refused
 
     def step_time(self, *, overlap: bool = False) -> float:
         """Returns the modelled time of one call, in seconds. It is a floor: peaks of the hardware are never reached.

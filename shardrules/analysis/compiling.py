@@ -6,15 +6,16 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.analysis.arguments import Arguments, results_asked
@@ -29,14 +30,19 @@ from shardrules.core.tree import array_kind, leaf_paths
 REMATERIALISED = "Involuntary full rematerialization"
 """What XLA says when it gathers a whole array only to cut it in another way."""
 
-_NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds")
+_LISTENING = threading.Lock()
+_NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NOISE = re.compile(r"hlo_rematerialization\.cc.*Can't reduce memory use")
+"""What compilers say of programs that do not fit: the report says it better."""
+
 _TOLERANT: dict[str, bool | str] = {"xla_tpu_no_crash_on_oom": True}
 
 
 @final
 class DoesNotFitError(ShardRulesError, MemoryError):
-    """A program that a compiler refuses because it takes more memory than the device has. TPUs' compiler does that.
+    """A program that takes more memory than a device has: one that the compiler refuses, as that of TPUs does, or of
+    which not even the smallest batch fits.
 
     **Arguments:**
 
@@ -113,6 +119,7 @@ class Compiled:
     - `results`: the arrays that are returned.
     - `donated`: the numbers of the arrays whose memory may be used for results.
     - `messages`: what the compiler said aloud.
+    - `refusal`: what it said where it refused the program for its size, before it was asked to go on; else empty.
     - `seconds`: how long it took to lower and compile.
     """
 
@@ -123,6 +130,7 @@ class Compiled:
     results: tuple[Result, ...]
     donated: tuple[int, ...]
     messages: tuple[str, ...]
+    refusal: str
     seconds: float
 
 
@@ -134,44 +142,21 @@ class Traced:
     **Arguments:**
 
     - `fn`: the function.
-    - `jaxpr`: its program.
+    - `jaxpr`: its program; of a function that is jitted already, what is inside.
     - `result`: what it returns, with tracers for arrays.
     - `structs`: the shapes of these.
+    - `donated`: the numbers of the arguments that a function which is jitted already gives away.
+    - `said`: for numbers of arguments where it says that they are to be.
+    - `said_of_results`: the same for each result; `None` where it says nothing.
     """
 
     fn: Callable[..., Any]
     jaxpr: ClosedJaxpr
     result: Any
     structs: tuple[Any, ...]
-
-    @property
-    def inner(self) -> Any:
-        """The one equation of a function that is jitted already; `None` for all others."""
-        equations = self.jaxpr.jaxpr.eqns
-        return equations[0] if len(equations) == 1 and equations[0].primitive.name in ("jit", "pjit") else None
-
-    def donated(self) -> list[int]:
-        """Returns the numbers of the arguments that a function which is jitted already gives away."""
-        return [number for number, is_given in self._inside("donated_invars") if is_given]
-
-    def said(self) -> dict[int, PartitionSpec]:
-        """Returns, for numbers of arguments, where a function that is jitted already says that they are to be."""
-        return {number: one.spec for number, one in self._inside("in_shardings") if isinstance(one, NamedSharding)}
-
-    def said_of_results(self) -> list[PartitionSpec | None]:
-        """Returns the same for the results."""
-        nothing: list[PartitionSpec | None] = [None] * len(self.structs)
-        if self.inner is None or list(self.jaxpr.jaxpr.outvars) != list(self.inner.outvars):
-            return nothing
-        found = self.inner.params["out_shardings"]
-        return [one.spec if isinstance(one, NamedSharding) else None for one in found]
-
-    def _inside(self, name: str) -> Iterator[tuple[int, Any]]:
-        if self.inner is not None:
-            numbers = {var: number for number, var in enumerate(self.jaxpr.jaxpr.invars)}
-            for var, value in zip(self.inner.invars, self.inner.params[name], strict=True):
-                if not isinstance(var, Literal) and var in numbers:
-                    yield numbers[var], value
+    donated: tuple[int, ...]
+    said: Mapping[int, PartitionSpec]
+    said_of_results: tuple[PartitionSpec | None, ...]
 
 
 def trace(fn: Callable[..., Any], found: Arguments, mesh: Mesh) -> Traced:
@@ -200,7 +185,33 @@ def trace(fn: Callable[..., Any], found: Arguments, mesh: Mesh) -> Traced:
 
     with jax.set_mesh(mesh), naming_lines():
         traced = jax.jit(run, keep_unused=True).trace(*[one.struct(mesh) for one in found.arrays])
-    return Traced(fn, traced.jaxpr, results[-1], tuple(jtu.tree_leaves(traced.out_info)))
+    structs = tuple(jtu.tree_leaves(traced.out_info))
+    program = traced.jaxpr.jaxpr
+    inner = program.eqns[0] if len(program.eqns) == 1 and program.eqns[0].primitive.name in ("jit", "pjit") else None
+    if inner is None:
+        return Traced(fn, traced.jaxpr, results[-1], structs, (), {}, (None,) * len(structs))
+    numbers = {id(one): number for number, one in enumerate(program.invars)}
+    places = [numbers.get(id(one)) for one in inner.invars]
+    given, arguments, outputs = (inner.params[name] for name in ("donated_invars", "in_shardings", "out_shardings"))
+    said = {
+        number: one.spec
+        for number, one in zip(places, arguments, strict=True)
+        if number is not None and isinstance(one, NamedSharding)
+    }
+    returned = {
+        id(var): one.spec for var, one in zip(inner.outvars, outputs, strict=True) if isinstance(one, NamedSharding)
+    }
+    # Where it is all that there is, it is taken off: inside are the lines of code, and shardings by name.
+    is_all = [*places] == [*range(len(program.invars))] and [*map(id, inner.outvars)] == [*map(id, program.outvars)]
+    return Traced(
+        fn,
+        inner.params["jaxpr"] if is_all and not program.constvars else traced.jaxpr,
+        results[-1],
+        structs,
+        tuple(number for number, is_given in zip(places, given, strict=True) if is_given and number is not None),
+        said,
+        tuple(returned.get(id(one)) for one in program.outvars),
+    )
 
 
 def compile_for(
@@ -233,7 +244,7 @@ def compile_for(
     """
     start = time.perf_counter()
     jaxpr = on_mesh(traced.jaxpr, mesh)
-    given = tuple(sorted({*donated, *traced.donated()}))
+    given = tuple(sorted({*donated, *traced.donated}))
     with jax.set_mesh(mesh):
         paths, asked = _asked(traced, out_shardings, mesh)
         run = jax.jit(
@@ -246,7 +257,7 @@ def compile_for(
                 lowered = run.lower(*[one.struct(mesh) for one in found.arrays])
         with _listening() as said:
             try:
-                compiled = _compiled(lowered, mesh, tolerant)
+                compiled, refusal = _compiled(lowered, mesh, tolerant)
             except ValueError as error:  # newer JAX has no name for some splits that XLA may choose then
                 problems = merged(weakened(jaxpr, mesh_sizes(mesh)))
                 if not problems:
@@ -270,6 +281,7 @@ def compile_for(
         tuple(map(Result, paths, traced.structs, asked, where)),
         given,
         tuple(said),
+        refusal,
         time.perf_counter() - start,
     )
 
@@ -283,7 +295,7 @@ def _asked(traced: Traced, out_shardings: Any, mesh: Mesh) -> tuple[list[str], l
     kept = [array_kind(leaf) is not None for leaf in leaves]
     paths = [path for path, is_array in zip(leaf_paths(traced.result), kept, strict=True) if is_array]
     asked = [one for one, is_array in zip(said, kept, strict=True) if is_array]
-    own = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.said_of_results()]
+    own = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.said_of_results]
     return paths, [one or other for one, other in zip(asked, own, strict=True)]
 
 
@@ -319,21 +331,23 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)  # modules and other callables have no name of their own
 
 
-def _compiled(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> jax.stages.Compiled:
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> tuple[jax.stages.Compiled, str]:
+    """The program, and what its compiler said if it refused it first."""
     platform = mesh.devices.flat[0].platform
     try:
-        return lowered.compile()
+        return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():  # a kernel that is too large for the chip
             raise
+        first = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
         if tolerant and platform == "tpu":
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # what is too large by far is refused again
-                return lowered.compile(compiler_options=dict(_TOLERANT))
-        first = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+                return lowered.compile(compiler_options=dict(_TOLERANT)), first
         raise DoesNotFitError(
             f"the compiler for {platform} refuses a program that takes more memory than a device has: {first} Split "
             "more, make the batch smaller, or recompute activations (jax.checkpoint)",
-            _needed(str(error)),
+            _needed(text),
         ) from error
 
 
@@ -341,26 +355,38 @@ def _needed(text: str) -> int:
     found = _NEEDED.search(text)
     if found is None:
         return 0
-    return int(float(found[1]) * _UNITS[found[2]])
+    number, unit = [group for group in found.groups() if group]
+    return int(float(number) * _UNITS[unit])
 
 
 @contextlib.contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Takes what compilers write to the standard error of the process, and hands on what is not about this program."""
+    """Takes what compilers write to the standard error of the process, and hands on what is not about this program.
+
+    There is one standard error, so that threads which audit take turns in compiling.
+    """
     said: list[str] = []
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as heard:
+    with _LISTENING, tempfile.TemporaryFile() as heard:
+        _flush()
         own = os.dup(2)
         os.dup2(heard.fileno(), 2)
         try:
             yield said
         finally:
-            sys.stderr.flush()
+            _flush()
             os.dup2(own, 2)
             os.close(own)
             heard.seek(0)
             for line in heard.read().decode(errors="replace").splitlines():
-                (said.append if REMATERIALISED in line else _pass_on)(line)
+                if REMATERIALISED in line:
+                    said.append(line)
+                elif not _NOISE.search(line):
+                    _pass_on(line)
+
+
+def _flush() -> None:
+    if sys.stderr is not None:  # as in a process without a console
+        sys.stderr.flush()
 
 
 def _pass_on(line: str) -> None:

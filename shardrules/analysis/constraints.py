@@ -7,7 +7,8 @@ import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.analysis.source import equation_line
+from shardrules.analysis.hlo import Source
+from shardrules.analysis.source import called_from, equation_stack, users_line
 from shardrules.core.check import check_spec
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.spec import spec_repr
@@ -33,8 +34,8 @@ def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
                     yield from equations(one)
 
 
-def constraints(program: ClosedJaxpr) -> Iterator[tuple[tuple[int, ...], PartitionSpec, str]]:
-    """Yields shape, spec and line of every array whose sharding a function constrains.
+def constraints(program: ClosedJaxpr) -> Iterator[tuple[tuple[int, ...], PartitionSpec, list[Source]]]:
+    """Yields shape, spec and lines of every array whose sharding a function constrains.
 
     **Arguments:**
 
@@ -55,7 +56,7 @@ def constraints(program: ClosedJaxpr) -> Iterator[tuple[tuple[int, ...], Partiti
         if equation.primitive.name in ("sharding_constraint", "reshard"):
             sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
             if isinstance(sharding, NamedSharding):
-                yield equation.invars[0].aval.shape, sharding.spec, equation_line(equation)
+                yield equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)
 
 
 def weakened(program: ClosedJaxpr, sizes: Mapping[str, int]) -> Iterator[Finding]:
@@ -70,8 +71,10 @@ def weakened(program: ClosedJaxpr, sizes: Mapping[str, int]) -> Iterator[Finding
 
     An iterator.
     """
-    for shape, spec, line in constraints(program):
+    for shape, spec, stack in constraints(program):
         for one in check_spec("", shape, spec, sizes):
             if one.code == "weakened":
-                message = f"{spec_repr(spec)} on an array of shape {shape_text(shape)}: {one.message}"
-                yield attrs.evolve(one, message=message, shape=None, source=line)
+                message = (
+                    f"{spec_repr(spec)} on an array of shape {shape_text(shape)}: {one.message}{called_from(stack)}"
+                )
+                yield attrs.evolve(one, message=message, shape=None, source=users_line(stack))

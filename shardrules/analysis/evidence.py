@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final, get_args
 
 import attrs
@@ -18,8 +18,10 @@ from shardrules.analysis.flops import Matmul
 from shardrules.analysis.hardware import Hardware
 from shardrules.analysis.hlo import Program
 from shardrules.analysis.hlo_flow import Place
-from shardrules.analysis.hlo_text import Instruction
+from shardrules.analysis.hlo_text import ArrayType, Instruction
+from shardrules.analysis.likeness import Shapes, split_shapes
 from shardrules.analysis.roles import BATCH, PARAMETERS, STATE, Role
+from shardrules.analysis.source import users_line
 from shardrules.core.spec import axis_names, entries, shard_shape, spec_repr
 
 _NUMBER = re.compile(r"args\[(\d+)\]")
@@ -86,6 +88,7 @@ class Evidence:
     matmuls: tuple[Matmul, ...]
     sizes: Mapping[str, int]
     hardware: Hardware
+    _shapes: dict[tuple[str, ...], Shapes] = attrs.field(factory=dict, init=False)
 
     @functools.cached_property
     def numbers(self) -> Mapping[str, int]:
@@ -136,48 +139,81 @@ class Evidence:
         return tuple(self.arguments[self.numbers[name]].path if name in self.numbers else "" for name in arguments)
 
     @functools.cached_property
+    def idle_axes(self) -> tuple[str, ...]:
+        """The axes that split no parameter."""
+        specs = [one.spec for one, role in zip(self.arguments, self.roles, strict=True) if role == PARAMETERS]
+        used = dict.fromkeys(name for spec in specs if spec is not None for name in axis_names(spec))
+        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
+
+    @functools.cached_property
+    def has_gradients(self) -> bool:
+        """Whether JAX has made gradients in it: operations of the backward pass then say so in their names."""
+        return any("transpose(" in one.op_name for one in self.matmuls)
+
+    @functools.cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which the examples of the batch are split, or their positions, as it was compiled.
 
         The last dimension of floats is that of features, and the axes which split it are not among these.
         """
+
+        def dims(one: Argument) -> int:
+            return len(one.shape) - (jnp.issubdtype(one.dtype, jnp.floating) and len(one.shape) > 1)
+
+        return self._axes_of_batch(dims)
+
+    @functools.cached_property
+    def example_axes(self) -> tuple[str, ...]:
+        """The axes over which the examples of the batch are split: its first dimension."""
+        return self._axes_of_batch(lambda one: 1)
+
+    def _axes_of_batch(self, dims: Callable[[Argument], int]) -> tuple[str, ...]:
         names: list[str] = []
         for one, role, at in zip(self.arguments, self.roles, self.compiled.arguments, strict=True):
             if role == BATCH and isinstance(at, NamedSharding):
-                found = entries(at.spec, len(one.shape))
-                features = len(found) > 1 and jnp.issubdtype(one.dtype, jnp.floating)
-                names += [name for entry in found[: len(found) - features] for name in entry]
+                names += [name for entry in entries(at.spec, len(one.shape))[: dims(one)] for name in entry]
         return tuple(name for name in self.sizes if name in names)
 
-    @functools.cached_property
-    def parameter_sizes(self) -> frozenset[int]:
-        """How many elements a device may have of a parameter, or of its gradient: split as asked, or over fewer axes.
+    def may_be_parameter(self, one: Collective, array: ArrayType) -> bool:
+        """Tells whether what comes out of a collective may be a parameter, or the gradient of one.
 
-        Of parameters that are stacked for a loop, one layer counts too.
+        **Arguments:**
+
+        - `one`: the collective.
+        - `array`: an array of it.
+
+        **Returns:**
+
+        Whether its shape may be that of one. Where no matmul follows, it may be cut otherwise than any parameter is.
         """
-        found: list[int] = []
-        for one, role in zip(self.arguments, self.roles, strict=True):
-            if role != PARAMETERS or not one.shape:
-                continue
-            axes = () if one.spec is None else axis_names(one.spec)
-            sizes = {1}
-            for name in axes:
-                sizes |= {ways * self.sizes.get(name, 1) for ways in sizes}
-            whole = _product(one.shape)
-            found += [whole // ways // layers for ways in sizes for layers in (1, one.shape[0])]
-        return frozenset(found)
+        known = self._parameter_shapes(() if one.kind == "reduce-scatter" else one.crossed)
+        if known.has(array.shape):
+            return True
+        computation = self.program.find(one.computation)
+        uses = self.program.uses(computation, computation.by_name[one.name])
+        return known.has(array.shape, in_parts=True) and not any(each.name in self._matmuls_by_name for each in uses)
+
+    def _parameter_shapes(self, whole: tuple[str, ...]) -> Shapes:
+        """What a device may have of a parameter that the axes in `whole` do not split. Of those stacked for a loop, one
+        layer counts too."""
+        if whole not in self._shapes:
+            sizes = {name: size for name, size in self.sizes.items() if name not in whole}
+            found = [one.shape for one, role in zip(self.arguments, self.roles, strict=True) if role == PARAMETERS]
+            shapes = dict.fromkeys(shape for shape in (*found, *(shape[1:] for shape in found)) if shape)
+            self._shapes[whole] = Shapes.of(local for shape in shapes for local in split_shapes(shape, sizes))
+        return self._shapes[whole]
 
     @functools.cached_property
-    def asked_sizes(self) -> frozenset[int]:
-        """How many elements a device has of each array of which the function or its caller says how it is split."""
+    def asked_shapes(self) -> Shapes:
+        """What a device has of each array of which the function or its caller says how it is split."""
         results = [(tuple(one.struct.shape), one.asked.spec) for one in self.compiled.results if one.asked is not None]
         said = [(shape, spec) for shape, spec, _ in constraints(self.compiled.jaxpr)]
-        return frozenset(_product(shard_shape(shape, spec, self.sizes)) for shape, spec in (*results, *said))
+        return Shapes.of(shard_shape(shape, spec, self.sizes) for shape, spec in (*results, *said))
 
     @functools.cached_property
-    def argument_sizes(self) -> frozenset[int]:
-        """How many elements a device has of each argument."""
-        return frozenset(_product(one.types[0].shape) for one in self.program.entry_computation.parameters)
+    def argument_shapes(self) -> Shapes:
+        """What a device has of each argument."""
+        return Shapes.of(one.types[0].shape for one in self.program.entry_computation.parameters)
 
     def behind(self, one: Collective) -> tuple[str, ...]:
         """Finds the arguments with two or more dimensions that the matmul nearest to a collective multiplies.
@@ -191,14 +227,14 @@ class Evidence:
         Their paths; none where that cannot be told.
         """
         computation = self.program.find(one.computation)
-        moving = computation.by_name[one.name]
+        moving, line = computation.by_name[one.name], users_line(one.stack)
         if one.kind == "all-gather":  # it is for something that it is gathered
             near = itertools.chain(self.program.uses(computation, moving), self.program.around(computation, moving))
         else:
             near = self.program.around(computation, moving)
         for each in near:
             matmul = self._matmuls_by_name.get(each.name)
-            if matmul is not None:
+            if matmul is not None and users_line(matmul.stack) == line:  # a wrong name is worse than none
                 operands = self.program.find(matmul.computation).by_name[matmul.name].operands[:2]
                 numbers = [number for name in operands for number in self._sources(Place(matmul.computation, name))]
                 if numbers:
@@ -243,13 +279,6 @@ class Evidence:
         if made.op != "parameter" or place.computation != self.program.entry:
             return None
         return self.numbers.get(made.op_name)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def spec_text(at: Sharding) -> str:

@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, final
 
@@ -23,7 +22,7 @@ from shardrules.analysis.source import short_line, users_line
 from shardrules.analysis.surprises import SMALLER
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, ShardRulesError, SpecError, suggest
-from shardrules.core.fields import byte_count
+from shardrules.core.fields import read_bytes
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
@@ -33,10 +32,6 @@ from shardrules.mesh.shape import mesh_shape
 _LIMITS = ("runs", "wire_bytes", "max_runs", "max_wire_bytes")
 _SHOWN = 3
 """How many of what costs most an error lists."""
-
-_DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS = {**_DECIMAL, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 @final
@@ -306,8 +301,8 @@ def assert_fits(report: AuditReport, budget: float | str | None = None, *, reser
     ```
     """
     __tracebackhide__ = True
-    kept, has = _read_bytes("reserve", reserve), report.hardware.memory_bytes
-    most = has if budget is None else _read_bytes("budget", budget)
+    kept, has = read_bytes("reserve", reserve), report.hardware.memory_bytes
+    most = has if budget is None else read_bytes("budget", budget)
     if kept > most:
         raise SpecError(f"reserve is {bytes_text(kept)}, more than the {bytes_text(most)} that there are")
     peak, left = report.peak_bytes, most - kept
@@ -340,15 +335,6 @@ def _largest(report: AuditReport) -> Iterator[str]:
         many = f"  x{len(same)}" if len(same) > 1 else ""
         path = functools.reduce(common_path, (path for path, _ in same))
         yield f"  {bytes_text(sum(size for _, size in same))}: {path}{many}  {text}"
-
-
-def _read_bytes(name: str, value: float | str) -> int:
-    if not isinstance(value, str):
-        return byte_count(name)(value)
-    found = _BYTES.fullmatch(value)
-    if found is None or found[2] not in _UNITS:
-        raise SpecError(f"{name} is bytes, or a text like '80GB' with one of {', '.join(_UNITS)}; got {value!r}")
-    return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
 def _read(file: Path | str, accept: str) -> str:

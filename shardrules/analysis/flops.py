@@ -80,7 +80,7 @@ def find_matmuls(program: Program) -> tuple[Matmul, ...]:
     """
     found = []
     for computation, one, flops in _counted(program):
-        if flops is not None:
+        if flops:
             op, dtype, precision = _target(one) or one.op, _dtype(computation, one), _precision(one)
             times, cause = program.times(computation.name), program.cause(computation, one)
             stack = program.stack(cause)
@@ -297,9 +297,20 @@ def _find(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     return None
 
 
+def _reduced_products(computation: Computation, one: Instruction) -> int:
+    """A product with a vector, which compilers multiply element by element and then sum."""
+    if not one.op_name.endswith("/dot_general"):
+        return 0
+    made = computation.by_name[one.operands[0]]
+    while made.op in ("convert", "bitcast", "copy", "reshape", "transpose"):
+        made = computation.by_name[made.operands[0]]
+    return 2 * made.types[0].size if made.op == "multiply" else 0
+
+
 _COUNTS: dict[str, Callable[[Computation, Instruction], int]] = {
     "dot": _dot,
     "scaled-dot": _dot,
     "ragged-dot": _ragged_dot,
     "convolution": _convolution,
+    "reduce": _reduced_products,
 }

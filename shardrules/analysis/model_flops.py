@@ -10,6 +10,7 @@ from typing import Any, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
 
 
 def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
@@ -32,6 +33,25 @@ def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     ```
     """
     return sum(one.flops for one in matmul_flops(jaxpr))
+
+
+def without_dead_code(program: ClosedJaxpr) -> Jaxpr:
+    """Returns a program without what nothing depends on: gradients leave much of that behind.
+
+    **Arguments:**
+
+    - `program`: the program.
+
+    **Returns:**
+
+    What a compiler has to do.
+
+    ```python
+    program = jax.make_jaxpr(lambda a: (a @ a, 2 * a)[1])(jnp.ones((8, 8)))
+    assert model_flops(program) == 1024 and model_flops(without_dead_code(program)) == 0
+    ```
+    """
+    return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))[0]
 
 
 @final
@@ -69,12 +89,25 @@ def matmul_flops(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = 
         name = equation.primitive.name
         count = _COUNTED.get(name)
         if count is not None:
-            # Of a product in groups some backends multiply every row with every group.
-            yield AskedMatmul(equation, times * count(equation), is_certain and name != "ragged_dot_general")
+            yield AskedMatmul(equation, times * count(equation), is_certain and not _in_groups(equation))
         else:
-            rounds = equation.params["length"] if name == "scan" else 1
+            inside = times * _rounds(equation) * _devices(equation)
             for program in _programs(equation):
-                yield from matmul_flops(program, times * rounds * _devices(equation), is_certain and name != "while")
+                yield from matmul_flops(program, inside, is_certain and name not in ("while", "pallas_call"))
+
+
+def _in_groups(equation: Any) -> bool:
+    """Whether it is made of independent products, of which some backends make one large one with zeros in it."""
+    params = equation.params
+    groups = params.get("feature_group_count", 1) * params.get("batch_group_count", 1)
+    return equation.primitive.name == "ragged_dot_general" or groups > 1
+
+
+def _rounds(equation: Any) -> int:
+    """How often what is inside runs: loops go round, and a kernel has a grid."""
+    if equation.primitive.name == "pallas_call":
+        return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
+    return equation.params["length"] if equation.primitive.name == "scan" else 1
 
 
 def _programs(equation: Any) -> Iterator[Any]:

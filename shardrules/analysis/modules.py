@@ -13,7 +13,7 @@ import attrs
 from shardrules.analysis.collectives import Collective
 from shardrules.analysis.flops import Matmul
 from shardrules.analysis.hlo import Source
-from shardrules.analysis.source import is_library
+from shardrules.analysis.source import users_own
 
 _WRAPPED = re.compile(r"(?:jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp)\((.*)\)$")
 _PLUMBING = re.compile(
@@ -68,7 +68,7 @@ def module_path(op_name: str, stack: Sequence[Source]) -> str:
         scopes += [scope for scope in _parts(part) if not _PLUMBING.fullmatch(scope) and "->" not in scope]  # einsum
     if len(scopes) > 1:
         return "/".join(scopes)
-    own = [one.function.rpartition("<locals>.")[2] for one in stack if not is_library(one.file)]
+    own = [one.function.rpartition("<locals>.")[2] for one in users_own(stack)]
     named = [
         name.removesuffix(".__call__") for name in own if name and not name.startswith("<")
     ]  # lambdas and the like

@@ -4,11 +4,14 @@ Model code often closes over the mesh that it was written for, `NamedSharding(me
 `shard_map(mesh=mesh)`, and JAX refuses to compile that for the devices of another machine. So a function is traced on
 the mesh that it knows. In the traced program this mesh stands in parameters of operations, in the types of values and
 in the context of each operation, and everywhere there another one can be put in its place.
+
+A compiler for GPUs takes no calls back to Python where there is no GPU. Those that only print are left out for it.
 """
 
 from typing import Any, final
 
 import attrs
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -17,7 +20,7 @@ from shardrules.mesh.jax_state import context_on
 
 
 def on_mesh(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Puts a mesh in the place of every mesh on other devices that has the same axes.
+    """Puts a mesh in the place of every mesh on other devices that has the same axes, and silences it on GPUs.
 
     **Arguments:**
 
@@ -35,7 +38,7 @@ def on_mesh(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     assert on_mesh(program, ours).eqns[0].params["sharding"].mesh == ours
     ```
     """
-    return _Move(mesh).value(program)
+    return _Move(mesh, mesh.devices.flat[0].platform == "gpu").value(program)
 
 
 @final
@@ -44,6 +47,7 @@ class _Move:
     """Everything in a program, with `mesh` in it. What is nowhere on another mesh is handed on as it is."""
 
     mesh: Mesh
+    silent: bool
     variables: dict[Var, Any] = attrs.field(factory=dict)
 
     def value(self, value: Any) -> Any:
@@ -62,7 +66,7 @@ class _Move:
                 constvars=self._all(value.constvars),
                 invars=self._all(value.invars),
                 outvars=self._all(value.outvars),
-                eqns=[self._equation(one) for one in value.eqns],
+                eqns=[self._equation(one) for one in value.eqns if not (self.silent and _is_print(one))],
             )
         if isinstance(value, ClosedJaxpr):
             return ClosedJaxpr(self.value(value.jaxpr), value.consts)
@@ -86,8 +90,9 @@ class _Move:
         aval = self._type(one.aval)
         if aval is one.aval:
             return one
-        if isinstance(one, Literal):
-            return Literal(one.val, aval)
+        if isinstance(one, Literal):  # whose value may know a mesh, too
+            value = np.asarray(one.val)
+            return Literal(value.item() if aval.weak_type else value, aval)
         if one not in self.variables:
             self.variables[one] = Var(aval)
         return self.variables[one]
@@ -106,3 +111,7 @@ class _Move:
             params={name: self.value(value) for name, value in equation.params.items()},
             ctx=equation.ctx if there is here else context_on(equation.ctx, there),
         )
+
+
+def _is_print(equation: Any) -> bool:
+    return equation.primitive.name.startswith("debug_")

@@ -66,16 +66,18 @@ def _said(found: Arguments, roles: Any, likely: tuple[Role, ...]) -> tuple[Role,
 
 
 def _found(found: Arguments) -> tuple[Role, ...]:
+    rest = _without_optimizer(found)
     home = _homes(found)
     if home is not None:
-        return tuple(_beside(path, one.shape, *home) for path, one in zip(_paths(found), found.arrays, strict=True))
+        paths = zip(_paths(found), found.arrays, rest, strict=True)
+        return tuple(_beside(path, one.shape, *home) or other for path, one, other in paths)
     state = {owner: None for one, owner in zip(found.arrays, found.owners, strict=True) if one.mirrors and one.shape}
     if state:
         return tuple(
             STATE if owner in state else PARAMETERS if one.planned and not one.mirrors else BATCH
             for one, owner in zip(found.arrays, found.owners, strict=True)
         )
-    return _without_optimizer(found)
+    return rest
 
 
 def _homes(found: Arguments) -> tuple[_Path, list[_Path]] | None:
@@ -119,13 +121,13 @@ def _is_copy(root: _Path, home: _Path, count: int, size: int) -> bool:
     return 2 * count >= size
 
 
-def _beside(path: _Path, shape: tuple[int, ...], root: _Path, homes: list[_Path]) -> Role:
-    """The role of one array, once it is known where the parameters and their copies are."""
+def _beside(path: _Path, shape: tuple[int, ...], root: _Path, homes: list[_Path]) -> Role | None:
+    """The role of one array, once it is known where parameters and their copies are; `None` in other arguments."""
     if path[: len(root)] == root:
         return PARAMETERS
     within = [home for home in homes if home[0] == path[0]]
     if not within:
-        return BATCH
+        return None
     if root[0] != path[0] or shape == ():
         return STATE  # a count, a step, a factor of a moment
     return STATE if any(path[:2] == home[:2] for home in within) else BATCH
@@ -133,19 +135,20 @@ def _beside(path: _Path, shape: tuple[int, ...], root: _Path, homes: list[_Path]
 
 def _without_optimizer(found: Arguments) -> tuple[Role, ...]:
     """Integers and keys are data, and so is the last argument whose arrays agree in their first dimension, with others
-    that agree with it. What a plan speaks of alone is the model."""
+    that agree with it, but for the first argument of several. What a plan speaks of alone is the model."""
     parts: dict[int, list[Argument]] = {}
     for one, owner in zip(found.arrays, found.owners, strict=True):
         parts.setdefault(owner, []).append(one)
     planned = [owner for owner, part in parts.items() if any(one.planned for one in part)]
     if 0 < len(planned) < len(parts):
         data = [owner for owner in parts if owner not in planned]
+    elif len(found.arrays) == 1 and not planned:
+        data = list(parts)
     else:
-        sizes = {owner: {one.shape[:1] for one in part} for owner, part in parts.items() if len(parts) > 1}
+        sizes = {owner: {one.shape[:1] for one in parts[owner]} for owner in list(parts)[1:]}
         alike = [owner for owner, first in sizes.items() if len(first) == 1 and () not in first]
         alike = [owner for owner in alike if any(_is_number(one.dtype) for one in parts[owner])]
         data = [owner for owner in alike if sizes[owner] == sizes[alike[-1]]]
-        data = data if len(data) < len(parts) else data[-1:]
     return tuple(
         BATCH if owner in data or not _is_float(one.dtype) else PARAMETERS
         for one, owner in zip(found.arrays, found.owners, strict=True)

@@ -3,22 +3,25 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import final
+from typing import Any, final
 
 import attrs
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 
 from shardrules.analysis.collectives import Collective
-from shardrules.analysis.constraints import weakened
+from shardrules.analysis.constraints import constraints, weakened
 from shardrules.analysis.evidence import Evidence, spec_text
+from shardrules.analysis.flops import uncounted_kernels
 from shardrules.analysis.hardware import SHEETS
 from shardrules.analysis.hlo_text import ArrayType
-from shardrules.analysis.model_flops import matmul_flops
+from shardrules.analysis.model_flops import matmul_flops, without_dead_code
 from shardrules.analysis.roles import BATCH
 from shardrules.analysis.source import equation_line, short_line, users_line
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, common_path, merged, template
-from shardrules.core.spec import same, spec_repr
+from shardrules.core.spec import same, shard_shape, spec_repr
+from shardrules.core.tree import array_kind
 
 _ASKED = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "pmean", "all_gather", "all_gather_invariant", "all_to_all"),
@@ -39,8 +42,14 @@ SMALLER = {
 }
 """What to do about each category of memory, where it is too large."""
 
+_MATMULS = ("dot_general", "conv_general_dilated")
+"""How JAX calls matmuls."""
+
 _SMALL_SHARE = 0.01
 """What puts less than this part of all bytes on the wire is a note."""
+
+_LARGE = 2**20
+"""From so many bytes on an array that is closed over matters."""
 
 _TINY = 2**12
 """Fewer elements than this are statistics and biases."""
@@ -89,17 +98,19 @@ def _whole_batch(found: Evidence) -> Iterator[Finding]:
     """A batch that every device has the whole of, or of which nobody says how it is to be split."""
     devices = found.program.device_count
     inner = found.compiled.jaxpr.jaxpr
+    # Where every axis splits parameters, and no work is done twice, it is they that share the work out.
+    shared = not found.idle_axes and not any(True for _ in _replicated_compute(found))
     for number, (one, role, at) in enumerate(zip(found.arguments, found.roles, found.compiled.arguments, strict=True)):
         # Keys, masks of a few elements and the like are nobody's burden.
         if role != BATCH or devices == 1 or max(one.shape, default=0) < devices:
             continue
-        if at.is_fully_replicated:
+        if at.is_fully_replicated and not shared:
             message = f"each of the {devices} devices gets all of it"
-        elif one.spec is None:
+        elif one.spec is None and not at.is_fully_replicated:
             message = f"nobody says how it is to be split, and the compiler chose {spec_text(at)}"
         else:
             continue
-        users = [equation for equation in inner.eqns if inner.invars[number] in equation.invars]
+        line = _first_use(inner, inner.invars[number])
         free = [name for name in found.sizes if found.sizes[name] > 1 and not one.shape[0] % found.sizes[name]]
         yield Finding(
             "warning",
@@ -109,8 +120,20 @@ def _whole_batch(found: Evidence) -> Iterator[Finding]:
             f"Split it: in_shardings with P({(free or list(found.sizes))[0]!r}) for this argument. If it is no data, "
             "say so with roles",
             one.shape,
-            source=equation_line(users[0]) if users else "",
+            source=line,
         )
+
+
+def _first_use(program: Jaxpr, variable: Any) -> str:
+    """The line where a value is first used, also in functions that are jitted on their own."""
+    for equation in program.eqns:
+        if any(one is variable for one in equation.invars):
+            if equation.primitive.name in ("jit", "pjit"):
+                place = next(place for place, one in enumerate(equation.invars) if one is variable)
+                inner = equation.params["jaxpr"].jaxpr
+                return _first_use(inner, inner.invars[place])
+            return equation_line(equation)
+    return ""
 
 
 @final
@@ -128,8 +151,7 @@ def _parts(one: Collective) -> Iterator[_Part]:
     """The arrays of a collective. What an all-to-all moves may be printed in pieces, and is one array."""
     whole = max(1, sum(each.nbytes for each in one.arrays))
     if one.kind == "all-to-all" and len(one.arrays) > 1:
-        size = sum(each.size for each in one.arrays)
-        joined = attrs.evolve(one.arrays[0], shape=(size,))
+        joined = attrs.evolve(one.arrays[0], shape=(len(one.arrays), *one.arrays[0].shape))
         yield _Part(one, joined, one.arguments[0] if one.arguments else "", one.total_wire_bytes)
         return
     for each, argument in itertools.zip_longest(one.arrays, one.arguments[: len(one.arrays)], fillvalue=""):
@@ -142,7 +164,7 @@ def _moves(found: Evidence) -> Iterator[Finding]:
     total = max(1, sum(one.total_wire_bytes for one in found.collectives))
     groups: dict[tuple[str, str, str, str], list[_Part]] = {}
     for one in found.collectives:
-        if one.total_wire_bytes and one.op_name.rsplit("/", 1)[-1] not in _ASKED:
+        if one.total_wire_bytes and not _is_by_hand(one):
             for part in _parts(one):
                 code = _code(found, part)
                 line = "" if code == "fsdp" else users_line(one.stack)
@@ -168,6 +190,11 @@ def _moves(found: Evidence) -> Iterator[Finding]:
         )
 
 
+def _is_by_hand(one: Collective) -> bool:
+    """Whether a person wrote it. Several that were written may have become one, under the name of what is near."""
+    return one.op_name.rsplit("/", 1)[-1] in _ASKED or "shard_map" in one.op_name
+
+
 def _names(paths: Iterable[str]) -> str:
     """Paths as a sentence has them, those of equal layers as one."""
     groups: dict[str, str] = {}
@@ -181,24 +208,29 @@ def _names(paths: Iterable[str]) -> str:
 def _code(found: Evidence, part: _Part) -> str:
     """Which surprise it is that an array is moved; empty for none."""
     kind, crossed = part.collective.kind, part.collective.crossed
-    over_batch = bool(crossed) and all(name in found.batch_axes for name in crossed)
-    role = found.roles[found.numbers[part.argument]] if part.argument in found.numbers else None
     if kind in ("all-to-all", "ragged-all-to-all", "collective-permute"):
-        return "" if part.array.size in found.asked_sizes else "resharding"
+        return "" if _is_dealt_out_as_asked(found, part) else "resharding"
     if kind == "all-gather":
-        if role is not None:
+        over_batch = bool(crossed) and all(name in found.batch_axes for name in crossed)
+        if part.argument in found.numbers:
+            role = found.roles[found.numbers[part.argument]]
             return "fsdp" if over_batch and role != BATCH else "" if _is_asked(found, part) else "gathered"
-        if _is_parameter(found, part.array) or _is_asked(found, part):
+        if _is_parameter(found, part) or _is_asked(found, part):
             return ""  # an update that every device computed a part of, as where only the optimizer's state is split
         return "gathered-batch" if over_batch else "gathered-activation"
-    if kind in ("all-reduce", "reduce-scatter") and over_batch and not _is_parameter(found, part.array):
-        return "partial-sums"
+    if kind in ("all-reduce", "reduce-scatter") and crossed and not _is_parameter(found, part):
+        return "partial-sums" if all(name in found.example_axes for name in crossed) else ""
     return ""
 
 
-def _is_parameter(found: Evidence, array: ArrayType) -> bool:
-    """Whether an array has the size of a parameter, or is smaller than any matrix."""
-    return array.size in found.parameter_sizes or array.size < _TINY
+def _is_parameter(found: Evidence, part: _Part) -> bool:
+    """Whether an array may be a parameter or its gradient, or is smaller than any matrix."""
+    if part.array.size < _TINY:
+        return True
+    one = part.collective
+    is_sum = one.kind in ("all-reduce", "reduce-scatter") and len(one.arrays) == 1
+    is_forward = found.has_gradients and "jvp(" in one.op_name and "transpose(" not in one.op_name
+    return not (is_sum and is_forward) and found.may_be_parameter(one, part.array)
 
 
 def _is_asked(found: Evidence, part: _Part) -> bool:
@@ -206,8 +238,24 @@ def _is_asked(found: Evidence, part: _Part) -> bool:
 
     A constraint behind it alone may be what an array with a spec of its own fights with.
     """
-    before = part.array.size // max(1, part.collective.group_size)
-    return part.array.size in found.asked_sizes and (before in found.asked_sizes or before in found.argument_sizes)
+    count = part.collective.group_size
+    before = [
+        (*part.array.shape[:dim], size // count, *part.array.shape[dim + 1 :])
+        for dim, size in enumerate(part.array.shape)
+        if size % count == 0
+    ]
+    pieces = bool(part.argument)  # compilers may print what is an argument in any
+    return found.asked_shapes.has(part.array.shape, in_parts=pieces) and any(
+        known.has(shape, in_parts=pieces) for shape in before for known in (found.asked_shapes, found.argument_shapes)
+    )
+
+
+def _is_dealt_out_as_asked(found: Evidence, part: _Part) -> bool:
+    """Whether a constraint asks for what comes out of an all-to-all, of which compilers print all kinds of pieces."""
+    in_tiles = found.hardware.torus_dims > 0  # TPUs cut what they deal out into tiles, across dimensions
+    if in_tiles or part.collective.op_name.endswith("/sharding_constraint"):
+        return found.asked_shapes.has_size(part.array.shape)
+    return found.asked_shapes.has(part.array.shape, in_parts=True)
 
 
 _SPLIT_THE_BATCH = "Constrain them at this line: with_sharding_constraint(x, P(<axis of the batch>, ...))"
@@ -250,17 +298,21 @@ _FULLY = re.compile(
 
 def _rematerialised(found: Evidence) -> Iterator[Finding]:
     """Arrays that are gathered whole only to be cut in another way, which XLA says aloud."""
-    for message in dict.fromkeys(found.compiled.messages):
-        told = _FULLY.search(message)
-        frame = re.search(r"stack_frame_id=(\d+)", message)
-        stack = found.program.stacks.get(int(frame[1]), ()) if frame else ()
-        what = f"{told['type']} goes from {told['old']} to {told['new']}" if told else message
+    told = [_FULLY.search(message) for message in found.compiled.messages]
+    for kind, old, new in dict.fromkeys(one.group("type", "old", "new") for one in told if one):
+        sizes = tuple(map(int, re.findall(r"\d+", kind.partition("[")[2])))
+        lines = {
+            users_line(stack): None
+            for shape, spec, stack in constraints(found.compiled.jaxpr)
+            if shard_shape(shape, spec, found.sizes) == sizes
+        }
         yield Finding(
             "warning",
             "rematerialised",
-            f"{what}: XLA finds no other way than to gather the whole array on every device and cut it again",
+            f"{kind} goes from {old} to {new}: XLA finds no other way than to gather the whole array on every device "
+            "and cut it again",
             remedy="Go there in two steps, each of which moves one mesh axis, or keep one of both shardings",
-            source=users_line(stack),
+            source=next(iter(lines)) if len(lines) == 1 else "",
         )
 
 
@@ -269,14 +321,14 @@ def _replicated_compute(found: Evidence) -> Iterator[Finding]:
     devices = found.program.device_count
     asked: dict[str, int] = {}
     unclear: dict[str, None] = {}
-    for matmul in matmul_flops(found.compiled.jaxpr):
+    for matmul in matmul_flops(without_dead_code(found.compiled.jaxpr)):
         line = equation_line(matmul.equation)
         asked[line] = asked.get(line, 0) + matmul.flops
         unclear |= {} if matmul.is_certain else {line: None}
     done: dict[str, int] = {}
     for one in found.matmuls:
         line = users_line(one.stack)
-        if line not in unclear:
+        if line not in unclear and one.op_name.endswith(_MATMULS):  # what makes matmuls of something else is no copy
             done[line] = done.get(line, 0) + devices * one.total_flops
     own = sum(flops for line, flops in asked.items() if line not in unclear)
     ratio = sum(done.values()) / max(1, own)
@@ -300,8 +352,10 @@ def _replicated_compute(found: Evidence) -> Iterator[Finding]:
 def _too_large(found: Evidence) -> Iterator[Finding]:
     """A program that does not fit the memory of a device."""
     peak, most = found.compiled.memory.peak_bytes, found.hardware.memory_bytes
-    if peak <= most or found.hardware == SHEETS["cpu"]:
+    refusal = found.compiled.refusal
+    if (peak <= most and not refusal) or found.hardware == SHEETS["cpu"]:
         return  # the devices of a CPU share a memory of which the sheet knows nothing
+    much = f"{bytes_text(peak - most)} too much" if peak > most else f"and the compiler says: {refusal}"
     shares = found.memory.shares()
     largest = max(shares, key=lambda name: shares[name])
     heavy = sorted(zip(found.device_bytes, found.arguments, strict=True), key=lambda pair: -pair[0])[:3]
@@ -310,14 +364,38 @@ def _too_large(found: Evidence) -> Iterator[Finding]:
         "error",
         "does-not-fit",
         f"a device needs {bytes_text(peak)}, and {found.hardware.name} has {bytes_text(most)}: "
-        f"{bytes_text(peak - most)} too much. Most of it are {largest}, {bytes_text(shares[largest])}; the largest "
+        f"{much}. Most of it are {largest}, {bytes_text(shares[largest])}; the largest "
         f"arguments are {arrays}",
         remedy=SMALLER[largest],
     )
 
 
+def _closed_over(found: Evidence) -> Iterator[Finding]:
+    """Arrays that are part of the program: every device has all of them, and no compiler counts them."""
+    arrays = [one for one in found.compiled.jaxpr.consts if array_kind(one) is not None]
+    size = sum(one.nbytes for one in arrays)
+    if size >= _LARGE:
+        shapes = ", ".join(f"{one.dtype}{list(one.shape)}" for one in sorted(arrays, key=lambda one: -one.nbytes)[:3])
+        yield Finding(
+            "warning",
+            "closed-over",
+            f"the function closes over {bytes_text(size)} of arrays ({shapes}). They are built into the program, whole "
+            "on every device, and are not in its memory here",
+            remedy="Pass them as arguments",
+        )
+
+
 def _unknown(found: Evidence) -> Iterator[Finding]:
     """What cannot be counted."""
+    for one in uncounted_kernels(found.program):
+        target = one.attributes.get("custom_call_target", "").strip('"')
+        yield Finding(
+            "note",
+            "uncounted-kernel",
+            f"kernel {target!r} does not tell how many FLOPs it is; it counts as none",
+            remedy="Give pallas_call a cost_estimate",
+            source=users_line(found.program.stack(one)),
+        )
     for one in found.program.unknown_loops:
         yield Finding(
             "note",
@@ -349,6 +427,7 @@ _LOOKS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _rematerialised,
     _replicated_compute,
     _too_large,
+    _closed_over,
     _unknown,
     _kept,
 )

@@ -3,7 +3,9 @@
 import math
 import numbers
 import operator
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from shardrules.core.errors import SpecError
@@ -61,6 +63,39 @@ def byte_count(name: str) -> Callable[[Any], int]:
         return int(found)
 
     return convert
+
+
+_DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {**_DECIMAL, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+def read_bytes(name: str, value: float | str) -> int:
+    """Returns a number of bytes that may be written with a unit.
+
+    **Arguments:**
+
+    - `name`: what it is, for the message.
+    - `value`: a number, or a text such as `"80GB"` or `"40 GiB"`.
+
+    **Returns:**
+
+    A whole number.
+
+    **Raises:**
+
+    `SpecError` for anything else.
+
+    ```python
+    assert read_bytes("budget", "1.5 KiB") == read_bytes("budget", 1536) == 1536
+    ```
+    """
+    if not isinstance(value, str):
+        return byte_count(name)(value)
+    found = _BYTES.fullmatch(value)
+    if found is None or found[2] not in _UNITS:
+        raise SpecError(f"{name} is bytes, or a text like '80GB' with one of {', '.join(_UNITS)}; got {value!r}")
+    return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
 def _number(value: Any) -> int | float | None:

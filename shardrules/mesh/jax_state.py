@@ -49,7 +49,7 @@ def trace_key() -> Hashable:
 
 
 def context_on(context: Any, mesh: jax.sharding.AbstractMesh) -> Any:
-    """Returns the context of an equation, `eqn.ctx`, with another `mesh` in force."""
+    """Returns `context`, that of an equation (`eqn.ctx`), with another `mesh` in force."""
     made = object.__new__(type(context))
     for name in type(context).__slots__:
         if name not in ("configs", "__weakref__"):  # it works the former out itself

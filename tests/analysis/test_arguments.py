@@ -1,4 +1,4 @@
-"""Arguments taken apart: their names, their arrays, who says where each is to be, and all that can be wrong with that."""
+"""Arguments taken apart: their names, their arrays, who says where each is to be, and what can be wrong with it."""
 
 import functools
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.arguments import Argument, read_arguments, results_asked
 from shardrules.core.errors import TreeError
+from tests.analysis.audited import told
 
 MESH = sr.create_mesh("data:4,model:2")
 SHAPE = sr.mesh_shape("data:4,model:2")
@@ -237,11 +238,11 @@ def test_state_mirrors_a_plan_of_the_first_argument(name: str) -> None:
 
 
 def refused(*args: Any, **options: Any) -> tuple[sr.Finding, ...]:
-    with pytest.raises(sr.PlanError, match="not all arguments can be where|the plan is unsound") as caught:
+    with pytest.raises(sr.PlanError, match=r"not all arguments can be where|the plan is unsound") as caught:
         read_arguments(step, args, SHAPE, **options)
-    assert all(finding.severity == "error" for finding in caught.value.findings)
-    assert all(finding.message in str(caught.value) for finding in caught.value.findings)
-    return caught.value.findings
+    assert all(finding.severity == "error" for finding in told(caught.value))
+    assert all(finding.message in str(caught.value) for finding in told(caught.value))
+    return told(caught.value)
 
 
 def test_everything_that_is_wrong_is_told_at_once() -> None:
@@ -305,6 +306,28 @@ def test_what_does_not_fit_the_arguments_is_refused(options: dict[str, Any], mes
         read_arguments(step, (PARAMS, f32(16, 8)), SHAPE, **options)
 
 
+# ---- what a jitted function says itself ----
+
+
+def test_what_a_jitted_function_says_is_taken_where_nobody_else_speaks() -> None:
+    found = read_arguments(step, (f32(8, 8), f32(8)), SHAPE, in_shardings=(P("data"), None))
+    told_so = found.told({0: P("data", None), 1: P("model")}, SHAPE)
+    assert [one.spec for one in told_so.arrays] == [P("data", None), P("model")]
+    assert [one.spec for one in found.told({}, SHAPE).arrays] == [P("data"), None]
+
+
+def test_what_it_says_otherwise_is_refused() -> None:
+    found = read_arguments(step, (f32(8, 8), f32(10)), SHAPE, in_shardings=(P("data"), None))
+    with pytest.raises(sr.PlanError, match="the function says otherwise where arguments are to be") as caught:
+        found.told({0: P("model"), 1: P("rows")}, SHAPE)
+    assert sorted((one.path, one.code) for one in told(caught.value)) == [
+        ("params", "two-specs"),
+        ("x", "unknown-axis"),
+    ]
+    assert "P('data')" in str(caught.value)
+    assert "P('model')" in str(caught.value)
+
+
 # ---- results ----
 
 
@@ -338,7 +361,7 @@ def test_results_that_are_asked_to_be_somewhere(shaped: Any, out_shardings: Any,
 def test_results_that_cannot_be_there_are_told_at_once() -> None:
     with pytest.raises(sr.PlanError, match="not all results can be where they are asked to be") as caught:
         asked((f32(10), f32(8), {"a": f32(8)}), (P("data"), P("dta"), {"a": P("data", "model")}))
-    assert [(one.path, one.code) for one in caught.value.findings] == [
+    assert [(one.path, one.code) for one in told(caught.value)] == [
         ("result 0", "indivisible"),
         ("result 1", "unknown-axis"),
         ("result 2/a", "rank-overflow"),

@@ -1,4 +1,4 @@
-"""The report of an audit as a value: what it adds up to, how it prints, what it keeps, and what two of them differ in."""
+"""The report of an audit as a value: what it adds up to, how it prints, what it keeps, how two of them differ."""
 
 import copy
 import functools

@@ -42,7 +42,7 @@ def built(
     mesh = mesh or mesh_on(CPU, AXES)
     found = read_arguments(fn, args, mesh, in_shardings=shardings)
     traced = trace(fn, found, known or mesh)
-    return compile_for(traced, found.told(traced.said()), mesh, **options)
+    return compile_for(traced, found.told(traced.said, mesh), mesh, **options)
 
 
 def plainly(fn: Callable[..., Any], mesh: Mesh, *args: Any, shardings: Any = IN, **options: Any) -> Any:
@@ -185,6 +185,15 @@ def test_what_the_caller_says_comes_first() -> None:
     assert found.donated == (0, 1)
     assert found.results[0].asked is not None
     assert found.results[0].asked.spec == P("data")
+
+
+def test_a_jitted_function_that_holds_arrays_is_heard_too() -> None:
+    held = jnp.arange(64.0)
+    there = NamedSharding(OWN, P(None, "model"))
+    jitted = jax.jit(lambda w, x: (w + held, x.sum()), in_shardings=(there, None), donate_argnums=0)
+    found = built(jitted, W, X, shardings=(None, P("data")), out_shardings=(P(None, "model"), None))
+    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
+    assert found.donated == (0,)
 
 
 def test_donation_inside_of_a_larger_function_is_its_own_affair() -> None:

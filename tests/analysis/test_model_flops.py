@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.model_flops import matmul_flops, model_flops
+from shardrules.analysis.model_flops import matmul_flops, model_flops, without_dead_code
 
 BATCH, WIDTH, HIDDEN = 4, 8, 16
 PRODUCT = 2 * BATCH * WIDTH * HIDDEN
@@ -60,16 +60,25 @@ def brute_force(image: int, kernel: int, out: int, stride: int, hole: int, chann
 @pytest.mark.parametrize(("stride", "hole"), [(1, 1), (2, 1), (1, 2), (3, 2)])
 def test_convolutions_without_padding(stride: int, hole: int) -> None:
     image, kernel = jnp.ones((2, 3, 17)), jnp.ones((5, 3, 4))
-    fn = lambda x, k: lax.conv_general_dilated(x, k, (stride,), "VALID", rhs_dilation=(hole,))
+
+    def fn(x: Any, k: Any) -> Any:
+        return lax.conv_general_dilated(x, k, (stride,), "VALID", rhs_dilation=(hole,))
+
     out = jax.eval_shape(fn, image, kernel).shape[-1]
     assert flops(fn, image, kernel) == brute_force(17, 4, out, stride, hole, (2, 3, 5))
 
 
 def test_grouped_convolutions_multiply_within_their_group() -> None:
     image, kernel = jnp.ones((2, 6, 10)), jnp.ones((4, 3, 3))
-    grouped = lambda x, k: lax.conv_general_dilated(x, k, (1,), "VALID", feature_group_count=2)
+
+    def grouped(x: Any, k: Any) -> Any:
+        return lax.conv_general_dilated(x, k, (1,), "VALID", feature_group_count=2)
+
     assert flops(grouped, image, kernel) == brute_force(10, 3, 8, 1, 1, (2, 3, 4))
-    many = lambda x, k: lax.conv_general_dilated(x, k, (1,), "VALID", batch_group_count=2)
+
+    def many(x: Any, k: Any) -> Any:
+        return lax.conv_general_dilated(x, k, (1,), "VALID", batch_group_count=2)
+
     assert flops(many, image, jnp.ones((4, 6, 3))) == brute_force(10, 3, 8, 1, 1, (1, 6, 4))
 
 
@@ -87,7 +96,10 @@ def test_every_layout_of_a_convolution_is_alike() -> None:
 
 def test_the_gradient_of_a_kernel_is_as_dear_as_the_convolution() -> None:
     image, kernel = jnp.ones((2, 3, 16)), jnp.ones((5, 3, 4))
-    forward = lambda k, x: lax.conv_general_dilated(x, k, (2,), "VALID")
+
+    def forward(k: Any, x: Any) -> Any:
+        return lax.conv_general_dilated(x, k, (2,), "VALID")
+
     one = flops(forward, kernel, image)
     assert one == brute_force(16, 4, 7, 2, 1, (2, 3, 5))
     assert flops(lambda k, x: jax.vjp(lambda k: forward(k, x), k)[1](forward(k, x)), kernel, image) == 3 * one
@@ -96,7 +108,10 @@ def test_the_gradient_of_a_kernel_is_as_dear_as_the_convolution() -> None:
 def test_zeros_of_a_dilated_image_are_not_multiplied() -> None:
     """A transposed convolution: 4 inputs become 7 with zeros between, of which a kernel of 4 meets two each time."""
     image, kernel = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 4))
-    spread = lambda x, k: lax.conv_general_dilated(x, k, (1,), [(0, 0)], lhs_dilation=(2,))
+
+    def spread(x: Any, k: Any) -> Any:
+        return lax.conv_general_dilated(x, k, (1,), [(0, 0)], lhs_dilation=(2,))
+
     filled = [place % 2 == 0 for place in range(7)]
     met = sum(filled[start + element] for start in range(4) for element in range(4))
     assert flops(spread, image, kernel) == 2 * met
@@ -104,7 +119,10 @@ def test_zeros_of_a_dilated_image_are_not_multiplied() -> None:
 
 def test_gradients() -> None:
     """A product in `dense` has two in its gradient, but that of the input is not asked for."""
-    dense = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+
+    def dense(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w))
+
     assert flops(dense, W, X) == PRODUCT
     assert flops(jax.grad(dense), W, X) == 2 * PRODUCT
     assert flops(jax.grad(dense, argnums=(0, 1)), W, X) == 3 * PRODUCT
@@ -113,7 +131,9 @@ def test_gradients() -> None:
 
 
 def test_what_is_recomputed_is_counted_again() -> None:
-    two = lambda w, v, x: jnp.tanh(jnp.tanh(x @ w) @ v)
+    def two(w: Any, v: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ w) @ v)
+
     plain = flops(jax.grad(lambda *args: two(*args).sum(), argnums=(0, 1)), W, BACK, X)
     again = flops(jax.grad(lambda *args: jax.checkpoint(two)(*args).sum(), argnums=(0, 1)), W, BACK, X)
     assert plain == 5 * PRODUCT  # two forward, three back: nobody asks for the gradient of x
@@ -132,9 +152,14 @@ def test_jit_inside_jit_and_custom_rules() -> None:
 
 
 def test_loops() -> None:
-    scanned = lambda x: lax.scan(lambda c, _: (jnp.tanh(c @ SQUARE), None), x, None, length=12)[0]
+    def scanned(x: Any) -> Any:
+        return lax.scan(lambda c, _: (jnp.tanh(c @ SQUARE), None), x, None, length=12)[0]
+
     assert flops(scanned, X) == 12 * TURN
-    nested = lambda x: lax.fori_loop(0, 5, lambda _, c: scanned(c), x)
+
+    def nested(x: Any) -> Any:
+        return lax.fori_loop(0, 5, lambda _, c: scanned(c), x)
+
     assert flops(nested, X) == 60 * TURN
     assert flops(jax.grad(lambda x: nested(x).sum()), X) == 120 * TURN
     assert flops(jax.vmap(scanned), jnp.ones((3, BATCH, WIDTH))) == 36 * TURN
@@ -142,14 +167,21 @@ def test_loops() -> None:
 
 
 def test_a_loop_of_unknown_length_counts_once_with_its_condition() -> None:
-    loop = lambda x: lax.while_loop(lambda c: jnp.sum(c @ SQUARE) < 9, lambda c: c @ SQUARE @ SQUARE, x)
+    def loop(x: Any) -> Any:
+        return lax.while_loop(lambda c: jnp.sum(c @ SQUARE) < 9, lambda c: c @ SQUARE @ SQUARE, x)
+
     assert flops(loop, X) == 3 * TURN
 
 
 def test_all_branches_count_as_they_do_in_a_compiled_program() -> None:
-    both = lambda p, x: lax.cond(p, lambda: x @ SQUARE, lambda: jnp.tanh(x @ SQUARE @ SQUARE))
+    def both(p: Any, x: Any) -> Any:
+        return lax.cond(p, lambda: x @ SQUARE, lambda: jnp.tanh(x @ SQUARE @ SQUARE))
+
     assert flops(both, True, X) == 3 * TURN
-    many = lambda i, x: lax.switch(i, [lambda: x @ SQUARE, lambda: x, lambda: x @ SQUARE @ SQUARE @ SQUARE])
+
+    def many(i: Any, x: Any) -> Any:
+        return lax.switch(i, [lambda: x @ SQUARE, lambda: x, lambda: x @ SQUARE @ SQUARE @ SQUARE])
+
     assert flops(many, 1, X) == 4 * TURN
 
 
@@ -186,18 +218,39 @@ def test_a_model_of_many_layers() -> None:
     sizes = [(WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)]
     forward = sum(2 * BATCH * a * b for a, b in sizes)
     arrays, static = eqx.partition(mlp, eqx.is_array)
-    loss = lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x).sum()
+
+    def loss(arrays: Any, x: Any) -> Any:
+        return jax.vmap(eqx.combine(arrays, static))(x).sum()
+
     assert flops(loss, arrays, X) == forward
     assert flops(jax.grad(loss), arrays, X) == 3 * forward - 2 * BATCH * WIDTH * HIDDEN
 
 
 def test_rows_in_groups() -> None:
     """Every row is multiplied with the matrix of its own group alone, and so it is in both gradients."""
-    grouped = lambda w, x, sizes: jnp.sum(jnp.tanh(lax.ragged_dot(x, w, sizes)))
+
+    def grouped(w: Any, x: Any, sizes: Any) -> Any:
+        return jnp.sum(jnp.tanh(lax.ragged_dot(x, w, sizes)))
+
     weights = jax.ShapeDtypeStruct((3, WIDTH, HIDDEN), jnp.float32)
     sizes = np.array([1, 2, 1], np.int32)
     assert flops(grouped, weights, X, sizes) == PRODUCT
     assert flops(jax.grad(grouped, argnums=(0, 1)), weights, X, sizes) == 3 * PRODUCT
+
+
+def test_what_nothing_depends_on_is_left_out() -> None:
+    """Not in a loop either, nor in a function inside."""
+
+    def loses(x: Any) -> Any:
+        lost = x @ SQUARE @ SQUARE
+        kept, _ = lax.scan(lambda c, _: (jnp.tanh(c @ SQUARE), c @ SQUARE), x, None, length=3)
+        return jax.jit(lambda a, b: (a @ SQUARE, b @ SQUARE))(kept, lost)[0]
+
+    program = jax.make_jaxpr(loses)(X)
+    assert model_flops(program) == (2 + 2 * 3 + 2) * TURN
+    assert model_flops(without_dead_code(program)) == (3 + 1) * TURN
+    whole = jax.make_jaxpr(lambda x: jnp.tanh(x @ SQUARE))(X)
+    assert model_flops(without_dead_code(whole)) == TURN
 
 
 def test_what_cannot_be_known_beforehand_is_marked() -> None:

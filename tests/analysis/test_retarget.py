@@ -68,6 +68,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "shard_map in scan": lambda x: lax.scan(lambda c, _: (mapped(c) * 0.1, None), x, None, length=2)[0],
     "gradient of shard_map": jax.grad(lambda x: jnp.sum(mapped(x) ** 2)),
     "some axes by hand": partly,
+    "numbers inside shard_map": lambda x: jax.shard_map(
+        lambda x: lax.pmean(x * 2 + 1, ("data", "model")), mesh=HERE, in_specs=P("data", "model"), out_specs=P()
+    )(x),
     "custom rule": lambda x: jax.nn.relu(con(x, "model")),
     "keys": lambda x: x + jax.random.normal(jax.random.key(3), x.shape),
 }

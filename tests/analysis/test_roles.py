@@ -238,7 +238,7 @@ def test_without_an_optimizer(args: tuple[Any, ...], roles: tuple[str, ...]) -> 
 def test_without_an_optimizer_what_is_planned_is_the_model() -> None:
     plan = sr.ReplicateShardingRule().plan(PARAMS, MESH)
     found = read_arguments(step, (PARAMS, {"a": f32(8, 3), "b": f32(5)}), MESH, plan)
-    roles = {owner: role for owner, role in zip(found.owners, read_roles(found), strict=True)}
+    roles = dict(zip(found.owners, read_roles(found), strict=True))
     assert roles == {0: PARAMETERS, 1: BATCH}
 
 

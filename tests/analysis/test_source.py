@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.hlo import Source
-from shardrules.analysis.source import equation_line, is_library, naming_lines, short_line, users_line
+from shardrules.analysis.source import called_from, equation_line, is_library, naming_lines, short_line, users_line
+from tests.analysis.audited import told
 
 MESH = sr.create_mesh("data:4,model:2")
 X = jnp.ones((16, 32))
@@ -59,7 +60,8 @@ def test_the_innermost_line_of_the_user() -> None:
     library, inner, outer = Source(jax.__file__, 7), Source("model.py", 12), Source("train.py", 30)
     assert users_line([library, inner, outer]) == "model.py:12"
     assert users_line([outer, library, inner]) == "train.py:30"
-    assert users_line([library]) == f"{jax.__file__}:7"
+    assert users_line([library, Source(eqx.__file__, 9)]) == f"{eqx.__file__}:9"
+    assert users_line([library]) == ""
     assert users_line([]) == ""
 
 
@@ -67,6 +69,12 @@ def test_short_lines() -> None:
     assert short_line("/home/me/models/llama.py:12") == "models/llama.py:12"
     assert short_line("llama.py:12") == "llama.py:12"
     assert short_line("") == ""
+
+
+def test_the_caller_of_a_helper_is_told() -> None:
+    library, inner, outer = Source(jax.__file__, 7), Source("/me/model.py", 12, "held"), Source("/me/train.py", 30)
+    assert called_from([inner, library, outer]) == " (called at me/train.py:30)"
+    assert called_from([library, inner]) == called_from([]) == ""
 
 
 # ---- equations ----
@@ -112,9 +120,12 @@ def test_what_a_gradient_adds_is_on_the_line_of_its_cause() -> None:
 
 
 def refused(fn: Callable[..., Any]) -> sr.PlanError:
-    with pytest.raises(sr.PlanError, match="the function cannot be traced") as caught, jax.set_mesh(MESH):
-        with naming_lines():
-            jax.eval_shape(fn, X)
+    with (
+        pytest.raises(sr.PlanError, match="the function cannot be traced") as caught,
+        jax.set_mesh(MESH),
+        naming_lines(),
+    ):
+        jax.eval_shape(fn, X)
     return caught.value
 
 
@@ -140,7 +151,7 @@ def unknown_in_a_tuple(x: Any) -> Any:
 )
 def test_an_axis_that_the_mesh_lacks(fn: Callable[..., Any], marker: str, axis: str, meant: str) -> None:
     error = refused(fn)
-    (finding,) = error.findings
+    (finding,) = told(error)
     assert (finding.severity, finding.code, finding.axis, finding.source) == (
         "error",
         "unknown-axis",
@@ -150,6 +161,20 @@ def test_an_axis_that_the_mesh_lacks(fn: Callable[..., Any], marker: str, axis: 
     assert f"(did you mean {meant!r}?)" in finding.message
     assert "(data, model)" in finding.message
     assert f"at {here(marker)}" in str(error)
+
+
+def held(x: Any, *spec: Any) -> Any:
+    return lax.with_sharding_constraint(x, P(*spec))  # <held>
+
+
+def block(x: Any) -> Any:
+    return jnp.sin(held(x, "dta"))  # <block>
+
+
+def test_a_typo_that_goes_through_a_helper() -> None:
+    (finding,) = told(refused(block))
+    assert finding.source == here("held")
+    assert f"(called at {short_line(here('block'))})" in finding.message
 
 
 def twice(x: Any) -> Any:
@@ -164,7 +189,7 @@ def twice_in_a_tuple(x: Any) -> Any:
     ("fn", "marker", "axis"), [(twice, "twice", "data"), (twice_in_a_tuple, "twice-tuple", "model")]
 )
 def test_an_axis_that_is_used_twice(fn: Callable[..., Any], marker: str, axis: str) -> None:
-    (finding,) = refused(fn).findings
+    (finding,) = told(refused(fn))
     assert (finding.code, finding.axis, finding.source) == ("duplicate-axis", axis, here(marker))
     assert "more than once" in finding.message
 
@@ -191,7 +216,7 @@ def test_nothing_happens_where_nothing_fails() -> None:
 
 
 def test_interrupts_pass_by() -> None:
-    with pytest.raises(KeyboardInterrupt, match="^$") as caught, naming_lines():
+    with pytest.raises(KeyboardInterrupt, match=r"^$") as caught, naming_lines():
         raise KeyboardInterrupt
     assert not getattr(caught.value, "__notes__", [])
 

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.tree import survey
+from shardrules.core.tree import spread, survey
 from tests import zoo
 
 TREES = zoo.TREES
@@ -249,3 +250,21 @@ def test_what_is_not_json_or_numbers_stays_in_the_specs() -> None:
     carried = {"w": np.ones(8), **FOREIGN}
     specs = sr.DimShardingRule("data", 0).plan(carried, sr.mesh_shape("data:4")).specs
     assert sr.SpecTreeShardingRule(specs).plan(carried, sr.mesh_shape("data:4")).specs == specs
+
+
+def is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, P)
+
+
+def test_what_is_said_of_a_prefix_is_said_of_each_leaf_below() -> None:
+    tree_of_two = {"a": [1, (2, 3)], "b": 4}
+    assert spread({"a": P("x"), "b": None}, tree_of_two, is_spec, "me") == [P("x"), P("x"), P("x"), None]
+    assert spread(P("x"), tree_of_two, is_spec, "me") == [P("x")] * 4
+    assert spread({"a": [P("x"), P("y")], "b": P()}, tree_of_two, is_spec, "me") == [P("x"), P("y"), P("y"), P()]
+
+
+def test_what_is_no_prefix_is_refused() -> None:
+    with pytest.raises(
+        sr.TreeError, match="me: what is given does not have the structure of the tree, nor of a prefix"
+    ):
+        spread({"a": P(), "c": P()}, {"a": 1, "b": 2}, is_spec, "me")

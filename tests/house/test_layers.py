@@ -24,6 +24,7 @@ PRIVATE_JAX = "mesh.jax_state"
 LAZY: dict[str, str] = {
     "orbax": "an extra; importing it takes long, and only load_orbax needs it",
     "etils": "comes with orbax, which takes paths in no other form",
+    "shardrules.analysis.question": "as audit",
     "shardrules.analysis.audit": "what asks compilers is a third of the package, and most programs never do",
 }
 """What may be imported inside a function, and why."""
