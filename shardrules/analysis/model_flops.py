@@ -89,18 +89,19 @@ def matmul_flops(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = 
         name = equation.primitive.name
         count = _COUNTED.get(name)
         if count is not None:
-            yield AskedMatmul(equation, times * count(equation), is_certain and not _in_groups(equation))
+            yield AskedMatmul(equation, times * count(equation), is_certain and not _is_rewritten(equation))
         else:
             inside = times * _rounds(equation) * _devices(equation)
             for program in _programs(equation):
                 yield from matmul_flops(program, inside, is_certain and name not in ("while", "pallas_call"))
 
 
-def _in_groups(equation: Any) -> bool:
-    """Whether it is made of independent products, of which some backends make one large one with zeros in it."""
+def _is_rewritten(equation: Any) -> bool:
+    """Whether backends may do other work for it: for independent products one large one with zeros in it, say."""
     params = equation.params
     groups = params.get("feature_group_count", 1) * params.get("batch_group_count", 1)
-    return equation.primitive.name == "ragged_dot_general" or groups > 1
+    wide = equation.outvars[0].aval.dtype.itemsize > 4  # of which TPUs make many smaller ones
+    return equation.primitive.name == "ragged_dot_general" or groups > 1 or wide
 
 
 def _rounds(equation: Any) -> int:

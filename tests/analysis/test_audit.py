@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -456,6 +457,27 @@ def test_results_that_are_no_arrays(target: str) -> None:
     assert [one.path for one in report.arrays if one.role == "result"] == ["result/y"]
 
 
+@targets
+def test_functions_that_print(target: str) -> None:
+    """Without a GPU its compiler cannot compile what calls back to Python. What only prints is left out for it."""
+
+    def prints(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return product(w, x)
+
+    assert audit(prints, W, X, in_shardings=IN, target=target).flops == PRODUCT // 8
+
+
+def test_functions_that_need_an_answer_from_python_cannot_be_compiled_without_a_gpu() -> None:
+    def asks(w: Any, x: Any) -> Any:
+        return product(w, jax.pure_callback(lambda x: x, X, x))
+
+    with pytest.raises(RuntimeError, match="'gpu' requested") as caught:
+        audit(asks, W, X, in_shardings=IN, target=CUDA)
+    assert any("calls back to Python" in note for note in caught.value.__notes__)
+    assert audit(asks, W, X, in_shardings=IN, target=CPU).model_flops == PRODUCT
+
+
 def test_functions_without_arguments_or_results() -> None:
     assert audit(lambda: jnp.ones((8, 8)) @ jnp.ones((8, 8)), target=CPU).model_flops == 2 * 8**3
     nothing = audit(lambda x: None, X, in_shardings=P("data"), target=CPU)
@@ -669,6 +691,79 @@ def test_recomputation_is_counted(target: str) -> None:
     assert report.model_flops == 6 * 2 * 32 * 64 * 96
     assert 5 * 2 * 32 * 64 * 96 <= report.flops * 8 <= report.model_flops
     assert report.problems == ()
+
+
+# ---- laws ----
+
+
+def random_spec(rng: random.Random) -> P:
+    free = ["data", "model"]
+    rng.shuffle(free)
+    entries = [free.pop() if free and rng.random() < 0.4 else None for _ in range(2)]
+    return P(tuple(free), None) if len(free) == 2 and rng.random() < 0.2 else P(*entries)
+
+
+def random_step(rng: random.Random, x: Any, w: Any) -> Any:
+    """One of the things that people do to activations."""
+    spec, dim = random_spec(rng), rng.randrange(2)
+    steps: tuple[Callable[[], Any], ...] = (
+        lambda: jnp.tanh(x @ w),
+        lambda: con(x, *spec),
+        lambda: lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), x, None, length=3)[0],
+        lambda: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x * 2),
+        lambda: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
+        lambda: jnp.sort(x, axis=dim),
+        lambda: jnp.cumsum(x, axis=dim),
+        lambda: jax.nn.softmax(x, axis=dim),
+        lambda: x[::-1] + jnp.roll(x, 1, 1),
+        lambda: x.reshape(16, 4, 64).sum(1).repeat(4, 0),
+        lambda: lax.fori_loop(0, 2, lambda _, c: con(c, *spec) * 1.1, x),
+        lambda: x @ (w.T @ w),
+        lambda: jax.shard_map(lambda x: lax.psum(x, "model"), in_specs=P("data", "model"), out_specs=P("data"))(
+            x
+        ).repeat(2, 1),
+    )
+    return rng.choice(steps)()
+
+
+@pytest.mark.parametrize(
+    ("seed", "target"),
+    [*((seed, CPU) for seed in range(8)), *((seed, CUDA) for seed in range(8, 10)), (10, TPU)],
+)
+def test_laws_of_any_program(seed: int, target: str) -> None:
+    """Parts add up, nothing is negative, every move is along known axes, and the report is kept as it is."""
+    rng = random.Random(seed)
+    weights = [f32(64, 64)] * rng.randint(1, 4)
+    shardings = [random_spec(rng) for _ in weights], random_spec(rng)
+    choices = rng.random()
+
+    def loss(weights: Any, x: Any) -> Any:
+        again = random.Random(choices)
+        for w in weights:
+            x = random_step(again, x, w)
+        return jnp.mean(x**2)
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - g, weights, grads), value
+
+    report = audit(
+        step,
+        weights,
+        f32(64, 64),
+        in_shardings=shardings,
+        out_shardings=(shardings[0], None),
+        donate_argnums=0,
+        target=target,
+    )
+    assert min(report.memory.shares().values()) >= 0
+    assert sum(one.flops for one in report.modules) == report.flops
+    assert sum(one.wire_bytes for one in report.modules) == report.wire_bytes
+    assert all(one.crossed for one in report.collectives if one.wire_bytes)
+    assert all(one.message for one in report.findings)
+    assert all(one.asked == one.compiled or not one.asked for one in report.arrays)
+    assert AuditReport.from_json(report.to_json()) == report
+    assert report.name in str(report)
 
 
 # ---- other libraries' models ----

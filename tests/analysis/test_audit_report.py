@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -305,6 +305,31 @@ def test_a_report_that_was_edited_wrongly_is_refused(path: tuple[Any, ...], valu
         AuditReport.from_json(edited(*path, value=value))
 
 
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every text and number in a report as JSON has it, with its path, of lists that of the first item."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from fields(each, (*path, name))
+    elif isinstance(value, list):
+        for each in value[:1]:
+            yield from fields(each, (*path, 0))
+    elif value is not None:
+        yield path, value
+
+
+FIELDS = tuple((path, value) for path, value in fields(json.loads(REPORT.to_json())) if path[0] != "totals")
+
+
+@pytest.mark.parametrize("path", [path for path, _ in FIELDS], ids=lambda path: ".".join(map(str, path)))
+def test_a_field_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
+    """People edit such files: a number in quotes shows where it is read, and not where it is printed."""
+    value = dict(FIELDS)[path]
+    others = [[], {}, [3]] + ([3.5] if isinstance(value, str) else ["3"])
+    for other in others:
+        with pytest.raises(AuditError, match=r"this text is no report of an audit|this report is of format"):
+            AuditReport.from_json(edited(*path, value=other))
+
+
 def test_an_audit_error_is_a_value_error_of_this_package() -> None:
     assert issubclass(AuditError, ShardRulesError)
     assert issubclass(AuditError, ValueError)
@@ -412,6 +437,8 @@ def test_modules_that_are_not_shown_are_added_up() -> None:
         (74.9e9, "74.9 G"),
         (2e12, "2.0 T"),
         (3.2e15, "3,200 T"),
+        (999_950, "1.0 M"),
+        (99.96e3, "100 k"),
     ],
 )
 def test_counts_as_people_read_them(count: float, text: str) -> None:

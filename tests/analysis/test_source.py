@@ -71,7 +71,7 @@ def test_short_lines() -> None:
     assert short_line("") == ""
 
 
-def test_the_caller_of_a_helper_is_told() -> None:
+def test_the_caller_of_a_little_function_is_told() -> None:
     library, inner, outer = Source(jax.__file__, 7), Source("/me/model.py", 12, "held"), Source("/me/train.py", 30)
     assert called_from([inner, library, outer]) == " (called at me/train.py:30)"
     assert called_from([library, inner]) == called_from([]) == ""
@@ -171,7 +171,7 @@ def block(x: Any) -> Any:
     return jnp.sin(held(x, "dta"))  # <block>
 
 
-def test_a_typo_that_goes_through_a_helper() -> None:
+def test_a_typo_that_goes_through_a_little_function() -> None:
     (finding,) = told(refused(block))
     assert finding.source == here("held")
     assert f"(called at {short_line(here('block'))})" in finding.message

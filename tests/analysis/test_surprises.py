@@ -548,6 +548,20 @@ def test_too_much_for_the_real_chip(target: str) -> None:
     assert f"x {count * 2:,}.0 GiB" in found.message
 
 
+@targets
+def test_large_arrays_that_a_function_closes_over(target: str) -> None:
+    """They are in the program, and in no category of memory."""
+    held = jnp.ones((64, 8192))
+    options: dict[str, Any] = {"in_shardings": P(("data", "model")), "target": target}
+    found = only(audit(lambda x: jnp.tanh(x @ held), X, **options), "closed-over")
+    assert found.severity == "warning"
+    assert "2.0 MiB" in found.message
+    assert "float32[64, 8192]" in found.message
+    assert "arguments" in found.remedy
+    little = jnp.ones((64, 8))
+    assert audit(lambda x: jnp.tanh(x @ little), X, **options).findings == ()
+
+
 # ---- donation ----
 
 
@@ -636,21 +650,20 @@ def test_errors_come_first_and_lines_are_the_users(target: str) -> None:
     assert all(one.code in text for one in report.problems)
 
 
-def test_small_moves_are_notes() -> None:
-    """Less than a hundredth of all that is sent."""
-
-    def step(w: Any, s: Any, x: Any) -> Any:
-        return jnp.sum(jnp.tanh(x @ w) ** 2) + jnp.sum(con(s * 2, None, "model"))
-
-    shardings = ({"w": P(), "s": P("model")}, P("data"))
-    report = audit(
-        lambda p, x: jax.grad(lambda p: step(p["w"], p["s"], x))(p),
-        {"w": f32(512, 512), "s": f32(8, 8)},
-        f32(32, 512),
-        in_shardings=shardings,
-        target=CPU,
-    )
-    assert "resharding" not in codes(report)
+@targets
+def test_small_moves_are_notes(target: str) -> None:
+    """What is less than a hundredth of all that is sent is no reason to warn anybody."""
+    report = language(target, "both", **FIGHTING)
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    told_bytes = re.compile(r": ([\d.,]+) (B|KiB|MiB) on the wire")
+    moves = [(one, told_bytes.search(one.message)) for one in report.findings if one.code != "fsdp"]
+    shares = [
+        (one.severity, float(found[1].replace(",", "")) * units[found[2]] / report.wire_bytes)
+        for one, found in moves
+        if found is not None
+    ]
+    assert all((severity == "warning") is (share >= 0.0099) for severity, share in shares)
+    assert {severity for severity, _ in shares} == {"warning", "note"}
 
 
 def test_a_mesh_on_devices_and_its_shape_give_the_same_findings() -> None:

@@ -498,7 +498,7 @@ def tree_of_three() -> dict[str, Any]:
 def test_a_prefix_that_does_not_fit_is_refused() -> None:
     target = NamedSharding(LAST, P("half"))
     for how in ({"a": target, "c": target, "act": None}, {"a": target, "b": [target], "act": None}, [target] * 3):
-        refused(tree_of_three(), how, error=sr.TreeError, message="reshard: what says where arrays are to be does not")
+        refused(tree_of_three(), how, error=sr.TreeError, message="reshard: what is given does not have the structure")
 
 
 @pytest.mark.parametrize("what", [P(), P("half"), None, "half", jax.devices()[0]], ids=str)
