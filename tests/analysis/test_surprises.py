@@ -591,6 +591,13 @@ def test_arrays_that_are_given_away_in_vain(target: str) -> None:
 
 
 @targets
+def test_work_that_layers_of_equinox_do_alike(target: str) -> None:
+    model = eqx.filter_eval_shape(lambda: eqx.nn.Linear(64, 1536, key=jax.random.key(0)))
+    report = audit(lambda m, x: jax.vmap(m)(x), model, X, in_shardings=(P(), P("data")), target=target)
+    assert "2.00 times as many" in only(report, "replicated-compute").message
+
+
+@targets
 def test_a_loop_without_a_known_end(target: str) -> None:
     def until(w: Any, x: Any) -> Any:
         return lax.while_loop(lambda x: jnp.max(x) > 3, lambda x: jnp.sin(x @ w), x)  # <until>
