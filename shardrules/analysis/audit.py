@@ -6,12 +6,11 @@ import attrs
 
 from shardrules.analysis.audit_report import AuditedArray, AuditReport
 from shardrules.analysis.collectives import find_collectives
-from shardrules.analysis.compiling import Compiled, name_of
+from shardrules.analysis.compiling import name_of
 from shardrules.analysis.evidence import Evidence, spec_text
 from shardrules.analysis.flops import find_matmuls, flops_by_dtype
 from shardrules.analysis.hardware import Hardware, HardwareError
 from shardrules.analysis.hlo import read_program
-from shardrules.analysis.model_flops import matmul_flops, without_dead_code
 from shardrules.analysis.modules import module_costs
 from shardrules.analysis.question import Question
 from shardrules.analysis.roofline import step_time
@@ -67,6 +66,7 @@ def audit(
         sheet,
     )
     named = tuple(attrs.evolve(one, arguments=known.named(one.arguments)) for one in known.collectives)
+    asked = known.asked_matmuls
     return AuditReport(
         name_of(question.fn),
         target,
@@ -78,17 +78,12 @@ def audit(
         module_costs(known.collectives, matmuls),
         known.memory,
         tuple(flops_by_dtype(matmuls).items()),
-        _own_flops(compiled),
+        sum(one.flops for one in asked) if all(one.is_certain for one in asked) else None,
         step_time(program, known.collectives, matmuls, sheet),
         surprises(known),
         answer.seconds,
         compiled.text,
     )
-
-
-def _own_flops(compiled: Compiled) -> int | None:
-    asked = list(matmul_flops(without_dead_code(compiled.jaxpr)))
-    return sum(one.flops for one in asked) if all(one.is_certain for one in asked) else None
 
 
 def _arrays(known: Evidence) -> tuple[AuditedArray, ...]:

@@ -7,7 +7,6 @@ import re
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -19,12 +18,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.analysis.arguments import Arguments, results_asked
-from shardrules.analysis.constraints import weakened
+from shardrules.analysis.constraints import constraints, weakened
 from shardrules.analysis.retarget import on_mesh
 from shardrules.analysis.source import naming_lines
 from shardrules.core.axes import mesh_sizes
-from shardrules.core.errors import PlanError, ShardRulesError
-from shardrules.core.finding import listing, merged
+from shardrules.core.errors import ShardRulesError
+from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
 
 REMATERIALISED = "Involuntary full rematerialization"
@@ -120,7 +119,6 @@ class Compiled:
     - `donated`: the numbers of the arrays whose memory may be used for results.
     - `messages`: what the compiler said aloud.
     - `refusal`: what it said where it refused the program for its size, before it was asked to go on; else empty.
-    - `seconds`: how long it took to lower and compile.
     """
 
     jaxpr: ClosedJaxpr
@@ -131,7 +129,6 @@ class Compiled:
     donated: tuple[int, ...]
     messages: tuple[str, ...]
     refusal: str
-    seconds: float
 
 
 @final
@@ -242,7 +239,6 @@ def compile_for(
     `DoesNotFitError` where the compiler refuses a program that takes too much memory; `PlanError` where it cannot do
     with constraints that do not divide.
     """
-    start = time.perf_counter()
     jaxpr = on_mesh(traced.jaxpr, mesh)
     given = tuple(sorted({*donated, *traced.donated}))
     with jax.set_mesh(mesh):
@@ -259,10 +255,10 @@ def compile_for(
             try:
                 compiled, refusal = _compiled(lowered, mesh, tolerant)
             except ValueError as error:  # newer JAX has no name for some splits that XLA may choose then
-                problems = merged(weakened(jaxpr, mesh_sizes(mesh)))
+                problems = list(weakened(constraints(jaxpr), mesh_sizes(mesh)))
                 if not problems:
                     raise
-                raise PlanError(f"the function cannot be compiled:\n{listing(problems)}", problems) from error
+                raise plan_error("the function cannot be compiled", problems) from error
     usage, text = compiled.memory_analysis(), compiled.as_text()
     assert usage is not None, "every backend of a Target tells"
     assert text is not None, "every backend of a Target tells"
@@ -282,7 +278,6 @@ def compile_for(
         given,
         tuple(said),
         refusal,
-        time.perf_counter() - start,
     )
 
 

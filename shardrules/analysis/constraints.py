@@ -1,40 +1,24 @@
 """What a traced function says of itself: the arrays whose sharding it constrains, and where."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import attrs
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.analysis.hlo import Source
+from shardrules.analysis.jaxprs import equations
 from shardrules.analysis.source import called_from, equation_stack, users_line
 from shardrules.core.check import check_spec
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.spec import spec_repr
 
-
-def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
-    """Yields all equations of a traced program, those of programs inside of it too.
-
-    **Arguments:**
-
-    - `program`: the program.
-
-    **Returns:**
-
-    An iterator.
-    """
-    inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    for equation in inner.eqns:
-        yield equation
-        for value in equation.params.values():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(one, ClosedJaxpr | Jaxpr):
-                    yield from equations(one)
+Constraint: TypeAlias = tuple[tuple[int, ...], PartitionSpec, list[Source]]
+"""An array whose sharding a function constrains: its shape, the spec, and the lines of code, the innermost first."""
 
 
-def constraints(program: ClosedJaxpr) -> Iterator[tuple[tuple[int, ...], PartitionSpec, list[Source]]]:
+def constraints(program: ClosedJaxpr) -> Iterator[Constraint]:
     """Yields shape, spec and lines of every array whose sharding a function constrains.
 
     **Arguments:**
@@ -59,19 +43,19 @@ def constraints(program: ClosedJaxpr) -> Iterator[tuple[tuple[int, ...], Partiti
                 yield equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)
 
 
-def weakened(program: ClosedJaxpr, sizes: Mapping[str, int]) -> Iterator[Finding]:
+def weakened(said: Iterable[Constraint], sizes: Mapping[str, int]) -> Iterator[Finding]:
     """Yields a finding for each constraint that JAX weakens without a word, because it does not divide.
 
     **Arguments:**
 
-    - `program`: the traced function.
+    - `said`: the constraints of a function.
     - `sizes`: the axes of the mesh.
 
     **Returns:**
 
     An iterator.
     """
-    for shape, spec, stack in constraints(program):
+    for shape, spec, stack in said:
         for one in check_spec("", shape, spec, sizes):
             if one.code == "weakened":
                 message = (

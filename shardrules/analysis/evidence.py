@@ -13,15 +13,16 @@ from jax.sharding import NamedSharding, Sharding
 from shardrules.analysis.arguments import Argument
 from shardrules.analysis.collectives import Collective
 from shardrules.analysis.compiling import Compiled
-from shardrules.analysis.constraints import constraints
+from shardrules.analysis.constraints import Constraint, constraints
 from shardrules.analysis.flops import Matmul
 from shardrules.analysis.hardware import Hardware
 from shardrules.analysis.hlo import Program
 from shardrules.analysis.hlo_flow import Place
 from shardrules.analysis.hlo_text import ArrayType, Instruction
 from shardrules.analysis.likeness import Shapes, split_shapes
+from shardrules.analysis.model_flops import AskedMatmul, matmul_flops, without_dead_code
 from shardrules.analysis.roles import BATCH, PARAMETERS, STATE, Role
-from shardrules.analysis.source import users_line
+from shardrules.analysis.source import equation_line, users_line
 from shardrules.core.spec import axis_names, entries, shard_shape, spec_repr
 
 _NUMBER = re.compile(r"args\[(\d+)\]")
@@ -89,6 +90,41 @@ class Evidence:
     sizes: Mapping[str, int]
     hardware: Hardware
     _shapes: dict[tuple[str, ...], Shapes] = attrs.field(factory=dict, init=False)
+
+    @functools.cached_property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """The arrays whose sharding the function constrains."""
+        return tuple(constraints(self.compiled.jaxpr))
+
+    @functools.cached_property
+    def asked_matmuls(self) -> tuple[AskedMatmul, ...]:
+        """The matmuls that the function itself asks for."""
+        return tuple(matmul_flops(without_dead_code(self.compiled.jaxpr)))
+
+    @functools.cached_property
+    def flops_by_line(self) -> Mapping[str, tuple[int, int]]:
+        """For each line of code the FLOPs that it asks for, and those that all devices do for it together.
+
+        Only of lines that say how often they run, and of which compilers make nothing else.
+        """
+        asked: dict[str, int] = {}
+        unclear: dict[str, None] = {}
+        for matmul in self.asked_matmuls:
+            line = equation_line(matmul.equation)
+            asked[line] = asked.get(line, 0) + matmul.flops
+            unclear |= {} if matmul.is_certain else {line: None}
+        done = {line: 0 for line in asked if line not in unclear}
+        for one in self.matmuls:
+            line = users_line(one.stack)
+            if line in done and not one.op_name.endswith("/fft"):  # compilers make matmuls of other things, too
+                done[line] += self.program.device_count * one.total_flops
+        return {line: (asked[line], flops) for line, flops in done.items()}
+
+    @property
+    def flops_ratio(self) -> float:
+        """How many times as many FLOPs the devices do as the function asks for; 1 where it asks for none."""
+        asked = sum(own for own, _ in self.flops_by_line.values())
+        return sum(done for _, done in self.flops_by_line.values()) / asked if asked else 1.0
 
     @functools.cached_property
     def numbers(self) -> Mapping[str, int]:
@@ -207,7 +243,7 @@ class Evidence:
     def asked_shapes(self) -> Shapes:
         """What a device has of each array of which the function or its caller says how it is split."""
         results = [(tuple(one.struct.shape), one.asked.spec) for one in self.compiled.results if one.asked is not None]
-        said = [(shape, spec) for shape, spec, _ in constraints(self.compiled.jaxpr)]
+        said = [(shape, spec) for shape, spec, _ in self.constraints]
         return Shapes.of(shard_shape(shape, spec, self.sizes) for shape, spec in (*results, *said))
 
     @functools.cached_property

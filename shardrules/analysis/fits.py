@@ -18,17 +18,17 @@ from shardrules.analysis.compiling import DoesNotFitError, name_of
 from shardrules.analysis.evidence import Evidence, MemoryUse
 from shardrules.analysis.hardware import HardwareError
 from shardrules.analysis.hlo import read_program
+from shardrules.analysis.placed import mesh_for
 from shardrules.analysis.question import Question
 from shardrules.analysis.surprises import SMALLER
 from shardrules.analysis.targets import Target
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import NoMeshError, SpecError, TreeError
+from shardrules.core.errors import SpecError, TreeError
 from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
 from shardrules.core.table import aligned
-from shardrules.core.tree import array_kind, survey
-from shardrules.mesh.context import current_mesh
+from shardrules.core.tree import array_kind
 from shardrules.mesh.creation import AxisTypes
 
 _GROWTH = 16
@@ -321,15 +321,8 @@ def _budget(target: Target, budget: float | str | None, reserve: float | str) ->
 
 
 def _mesh(mesh: AnyMesh | None, plan: Any, args: Callable[[], tuple[Any, ...]]) -> AnyMesh:
-    found = mesh if mesh is not None else getattr(plan, "mesh", None)  # specs and most rules have none
-    if found is None:
-        found = survey(args(), None, in_force=current_mesh(), reads_index="no").mesh
-    if found is None:
-        raise NoMeshError(
-            "there is no mesh to compile for: pass mesh=sr.mesh_shape('data:8'), arrays that are on one, or call "
-            "inside jax.set_mesh(mesh)"
-        )
-    return found
+    named = mesh if mesh is not None else getattr(plan, "mesh", None)  # specs and most rules have none
+    return mesh_for(named, args, "there is no mesh to compile for: pass mesh=sr.mesh_shape('data:8')")
 
 
 def _fit(question: Question, args: tuple[Any, ...], mesh: AnyMesh, target: Target, room: int) -> Fit:

@@ -12,6 +12,8 @@ import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
+from shardrules.analysis.jaxprs import programs_in
+
 
 def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     """Returns the FLOPs of the matmuls and convolutions of a program: two for each product that is summed.
@@ -92,8 +94,28 @@ def matmul_flops(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = 
             yield AskedMatmul(equation, times * count(equation), is_certain and not _is_rewritten(equation))
         else:
             inside = times * _rounds(equation) * _devices(equation)
-            for program in _programs(equation):
+            for program in programs_in(equation):
                 yield from matmul_flops(program, inside, is_certain and name not in ("while", "pallas_call"))
+
+
+def equation_flops(equation: Any) -> int:
+    """Returns the FLOPs of one operation, if it is a matmul or a convolution.
+
+    **Arguments:**
+
+    - `equation`: one of the `eqns` of a jaxpr.
+
+    **Returns:**
+
+    Two for each product that is summed; 0 for any other operation.
+
+    ```python
+    (dot,) = jax.make_jaxpr(jnp.matmul)(jnp.ones((4, 8)), jnp.ones((8, 16))).eqns
+    assert equation_flops(dot) == 2 * 4 * 8 * 16
+    ```
+    """
+    count = _COUNTED.get(equation.primitive.name)
+    return 0 if count is None else count(equation)
 
 
 def _is_rewritten(equation: Any) -> bool:
@@ -109,13 +131,6 @@ def _rounds(equation: Any) -> int:
     if equation.primitive.name == "pallas_call":
         return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
     return equation.params["length"] if equation.primitive.name == "scan" else 1
-
-
-def _programs(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr | Jaxpr):
-                yield one
 
 
 def _devices(equation: Any) -> int:

@@ -2,16 +2,18 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, final
 
 import attrs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import NoMeshError, TreeError
 from shardrules.core.leaf import Leaf
 from shardrules.core.spec import array_bytes, axis_names, shard_bytes, shard_shape, ways
 from shardrules.core.tree import flatten_specs, survey
+from shardrules.mesh.context import current_mesh
 
 
 @final
@@ -134,3 +136,26 @@ def place(tree: Any, specs: Any, mesh: AnyMesh | None) -> tuple[Placed, ...]:
     if wrong:
         raise TreeError("specs must hold a spec for each array:\n" + "\n".join(wrong))
     return tuple(placed)
+
+
+def mesh_for(mesh: AnyMesh | None, tree: Callable[[], Any], needs: str) -> AnyMesh:
+    """Returns the mesh to analyse for, looked for where rules look for theirs.
+
+    **Arguments:**
+
+    - `mesh`: the one that was named, if one was.
+    - `tree`: gives the arrays, which may be on one.
+    - `needs`: what is missing and how to name it, for the message.
+
+    **Returns:**
+
+    The mesh.
+
+    **Raises:**
+
+    `NoMeshError` where there is none.
+    """
+    found = survey(tree(), None, in_force=current_mesh(), reads_index="no").mesh if mesh is None else mesh
+    if found is None:
+        raise NoMeshError(f"{needs}, arrays that are on one, or call inside jax.set_mesh(mesh)")
+    return found

@@ -13,8 +13,8 @@ import equinox
 import jax
 
 from shardrules.analysis.hlo import Source
-from shardrules.core.errors import PlanError, ShardRulesError, suggest
-from shardrules.core.finding import Finding, listing
+from shardrules.core.errors import ShardRulesError, suggest
+from shardrules.core.finding import Finding, plan_error
 
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\w+) of (.*) is not found in mesh: (\(.*?\))")
 _OTHER_MESH = re.compile(r"incompatible devices|should match the mesh passed")
@@ -182,7 +182,7 @@ def naming_lines() -> Iterator[None]:
         source = users_line(users_own(stack))
         finding = _about_axes(str(error), source, called_from(stack))
         if finding is not None and not isinstance(error, ShardRulesError):
-            raise PlanError(f"the function cannot be traced:\n{listing([finding])}", (finding,)) from error
+            raise plan_error("the function cannot be traced", [finding]) from error
         if source:
             error.add_note(f"while tracing {source}")
         if _OTHER_MESH.search(str(error)) and "pmap" not in str(error):

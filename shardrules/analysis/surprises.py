@@ -10,12 +10,11 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 
 from shardrules.analysis.collectives import Collective
-from shardrules.analysis.constraints import constraints, weakened
+from shardrules.analysis.constraints import weakened
 from shardrules.analysis.evidence import Evidence, spec_text
 from shardrules.analysis.flops import uncounted_kernels
 from shardrules.analysis.hardware import SHEETS
 from shardrules.analysis.hlo_text import ArrayType
-from shardrules.analysis.model_flops import matmul_flops, without_dead_code
 from shardrules.analysis.roles import BATCH
 from shardrules.analysis.source import equation_line, short_line, users_line
 from shardrules.core.check import bytes_text
@@ -83,7 +82,7 @@ def _weakened(found: Evidence) -> Iterator[Finding]:
                 spec_repr(one.at.spec),
                 "result",
             )
-    yield from weakened(found.compiled.jaxpr, found.sizes)
+    yield from weakened(found.constraints, found.sizes)
 
 
 def _otherwise(path: str, shape: tuple[int, ...], asked: str, at: str, what: str) -> Finding:
@@ -96,7 +95,7 @@ def _whole_batch(found: Evidence) -> Iterator[Finding]:
     devices = found.program.device_count
     inner = found.compiled.jaxpr.jaxpr
     # Where every axis splits parameters, and no work is done twice, it is they that share the work out.
-    shared = not found.idle_axes and not any(True for _ in _replicated_compute(found))
+    shared = not found.idle_axes and found.flops_ratio <= _MOST_FLOPS
     for number, (one, role, at) in enumerate(zip(found.arguments, found.roles, found.compiled.arguments, strict=True)):
         # Keys, masks of a few elements and the like are nobody's burden.
         if role != BATCH or devices == 1 or max(one.shape, default=0) < devices:
@@ -300,7 +299,7 @@ def _rematerialised(found: Evidence) -> Iterator[Finding]:
         sizes = tuple(map(int, re.findall(r"\d+", kind.partition("[")[2])))
         lines = {
             users_line(stack): None
-            for shape, spec, stack in constraints(found.compiled.jaxpr)
+            for shape, spec, stack in found.constraints
             if shard_shape(shape, spec, found.sizes) == sizes
         }
         yield Finding(
@@ -314,33 +313,26 @@ def _rematerialised(found: Evidence) -> Iterator[Finding]:
 
 
 def _replicated_compute(found: Evidence) -> Iterator[Finding]:
-    """Work that several devices do alike, line by line: compilers make matmuls of other things than matmuls, too."""
-    devices = found.program.device_count
-    asked: dict[str, int] = {}
-    unclear: dict[str, None] = {}
-    for matmul in matmul_flops(without_dead_code(found.compiled.jaxpr)):
-        line = equation_line(matmul.equation)
-        asked[line] = asked.get(line, 0) + matmul.flops
-        unclear |= {} if matmul.is_certain else {line: None}
-    done: dict[str, int] = {}
-    for one in found.matmuls:
-        line = users_line(one.stack)
-        if line in asked and line not in unclear and not one.op_name.endswith("/fft"):
-            done[line] = done.get(line, 0) + devices * one.total_flops
-    own = sum(flops for line, flops in asked.items() if line not in unclear)
-    ratio = sum(done.values()) / max(1, own)
-    if not own or ratio <= _MOST_FLOPS:
+    """Work that several devices do alike, line by line."""
+    if found.flops_ratio <= _MOST_FLOPS:
         return
+    by_line = found.flops_by_line
+    own, done = (sum(flops) for flops in zip(*by_line.values(), strict=True))
     worst = sorted(
-        (line for line, flops in done.items() if line and flops > _MOST_FLOPS * asked.get(line, 0)),
-        key=lambda line: asked.get(line, 0) - done[line],
+        (line for line, (asked, flops) in by_line.items() if line and flops > _MOST_FLOPS * asked),
+        key=lambda line: by_line[line][0] - by_line[line][1],
     )
-    lines = [f"{short_line(line)} {done[line] / asked[line]:.2f} times" for line in worst[:_SHOWN] if asked.get(line)]
+    lines = [
+        f"{short_line(line)} {flops / asked:.2f} times"
+        for line in worst[:_SHOWN]
+        for asked, flops in [by_line[line]]
+        if asked
+    ]
     yield Finding(
         "warning",
         "replicated-compute",
-        f"the matmuls of all {devices} devices are {sum(done.values()):.3g} FLOPs, those of the function "
-        f"{own:.3g}: {ratio:.2f} times as many, since devices do the same work. " + "; ".join(lines),
+        f"the matmuls of all {found.program.device_count} devices are {done:.3g} FLOPs, those of the function "
+        f"{own:.3g}: {found.flops_ratio:.2f} times as many, since devices do the same work. " + "; ".join(lines),
         remedy="Split the batch, or the activations at these lines, over every axis of the mesh",
         source=worst[0] if worst else "",
     )
@@ -348,7 +340,7 @@ def _replicated_compute(found: Evidence) -> Iterator[Finding]:
 
 def _too_large(found: Evidence) -> Iterator[Finding]:
     """A program that does not fit the memory of a device."""
-    peak, most = found.compiled.memory.peak_bytes, found.hardware.memory_bytes
+    peak, most = found.memory.peak_bytes, found.hardware.memory_bytes
     refusal = found.compiled.refusal
     if (peak <= most and not refusal) or found.hardware == SHEETS["cpu"]:
         return  # the devices of a CPU share a memory of which the sheet knows nothing

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
+from shardrules.core.errors import PlanError
+
 Severity: TypeAlias = Literal["error", "warning", "note"]
 """An error makes a plan unusable, a warning says at what price it can be used, a note says something else."""
 
@@ -164,3 +166,24 @@ def listing(findings: Iterable[Finding]) -> str:
     ```
     """
     return "\n".join(f"  {line}" for found in findings for line in str(found).splitlines())
+
+
+def plan_error(title: str, findings: Iterable[Finding]) -> PlanError:
+    """Returns the error that lists findings, those of equal layers as one.
+
+    **Arguments:**
+
+    - `title`: what is the case, in few words.
+    - `findings`: what is wrong.
+
+    **Returns:**
+
+    A `PlanError` to raise.
+
+    ```python
+    error = plan_error("the plan has an error", [sr.Finding("error", "unknown-axis", "no axis 'dat'", "w")])
+    assert str(error).splitlines() == ["the plan has an error:", "  error unknown-axis: w: no axis 'dat'"]
+    ```
+    """
+    listed = merged(findings)
+    return PlanError(f"{title}:\n{listing(listed)}", listed)

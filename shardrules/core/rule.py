@@ -38,7 +38,7 @@ from shardrules.core.errors import (
     TreeError,
     suggest,
 )
-from shardrules.core.finding import Finding, listing, merged, shape_text, template
+from shardrules.core.finding import Finding, merged, plan_error, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.mirror import Planned, homes, mirror
@@ -379,7 +379,7 @@ def _decided(rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: 
     if problems:
         count = sum(finding.count for finding in problems)
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
-        raise _plan_error(title, _with_patterns(problems, found))
+        raise plan_error(title, _with_patterns(problems, found))
     return found, verdict
 
 
@@ -444,11 +444,6 @@ def _with_patterns(findings: Iterable[Finding], found: Survey) -> Iterator[Findi
         if paths is None:
             paths = dict(zip((leaf.path for leaf in found.leaves), found.patterns(), strict=True))
         yield attrs.evolve(finding, path=paths.get(finding.path, finding.path))
-
-
-def _plan_error(title: str, problems: Iterable[Finding]) -> PlanError:
-    listed = merged(problems)
-    return PlanError(f"{title}:\n{listing(listed)}", listed)
 
 
 def derived(make: Callable[[Any], Any]) -> Any:
@@ -865,7 +860,7 @@ class ShardingPlan:
         problems = [finding for finding in self.findings if finding.severity == "error"]
         if problems:
             many = f"{len(problems)} error{'s' * (len(problems) > 1)}"
-            raise _plan_error(f"the plan has {many} (mesh {mesh_text(self.mesh)})", problems)
+            raise plan_error(f"the plan has {many} (mesh {mesh_text(self.mesh)})", problems)
         return self
 
     def memory(self) -> Totals:

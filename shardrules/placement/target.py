@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import check_spec
 from shardrules.core.errors import NoMeshError, PlanError, ShardingWarning, TreeError
-from shardrules.core.finding import Finding, listing, merged
+from shardrules.core.finding import Finding, listing, plan_error
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths, spread
@@ -256,8 +256,7 @@ def refusal(who: str, findings: Sequence[Finding]) -> PlanError:
     """
     counts = {finding.path: finding.count for finding in findings}  # an array may have several
     count = sum(counts.values())
-    listed = merged(findings)
-    return PlanError(f"{who}: {count} array{'s' * (count > 1)} cannot be placed:\n{listing(listed)}", listed)
+    return plan_error(f"{who}: {count} array{'s' * (count > 1)} cannot be placed", findings)
 
 
 def _manual(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:

@@ -138,9 +138,8 @@ def test_nothing_is_run_and_nothing_traced_twice() -> None:
         calls.append(1)
         return x @ w
 
-    found = built(counted, W, X)
+    built(counted, W, X)
     assert len(calls) == 1
-    assert found.seconds > 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
