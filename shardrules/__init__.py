@@ -192,6 +192,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "AutoPlan": "shardrules.planning.auto_plan",
+    "Candidate": "shardrules.planning.auto_plan",
+    "AutoPlanDiff": "shardrules.planning.plan_diff",
+    "Alternative": "shardrules.planning.explain",
+    "SplitDim": "shardrules.planning.explain",
+    "Use": "shardrules.planning.explain",
+    "Frontier": "shardrules.planning.frontier",
+    "FrontierPoint": "shardrules.planning.frontier",
+    "Assumptions": "shardrules.planning.machine",
+    "PlannedFunction": "shardrules.planning.replay",
+    "autoplan": "shardrules.planning.autoplan",
     "ArrayChange": "shardrules.analysis.audit_diff",
     "AuditDiff": "shardrules.analysis.audit_diff",
     "CollectivesChange": "shardrules.analysis.audit_diff",

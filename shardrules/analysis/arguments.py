@@ -169,7 +169,7 @@ def read_arguments(
     items = in_shardings if type(in_shardings) is tuple else (in_shardings,) * len(args)
     if len(items) != len(args):
         raise TreeError(f"in_shardings has {len(items)} items, and there are {len(args)} arguments")
-    names = _names(fn, len(args))
+    names = argument_names(fn, len(args))
     planned = _planned(args, plan, mesh)
     wrong: list[Finding] = []
     found: list[Argument] = []
@@ -214,8 +214,22 @@ def _argument(path: str, leaf: Any, kind: tuple[tuple[int, ...], Any], said: _Sa
     return Argument(path, shape, dtype, said.spec, said.memory, said.mirrors, said.planned, weak)
 
 
-def _names(fn: Callable[..., Any], count: int) -> list[str]:
-    """The names of positional arguments, as far as the function tells them."""
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """Returns the names of positional arguments, as far as the function tells them.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `count`: how many arguments it is called with.
+
+    **Returns:**
+
+    A name for each.
+
+    ```python
+    assert argument_names(lambda w, *rest: w, 3) == ["w", "rest/0", "rest/1"]
+    ```
+    """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some callables of C have none

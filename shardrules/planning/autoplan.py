@@ -1,0 +1,271 @@
+"""`autoplan`: finds where everything in a function is to be."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardrules.analysis.compiling import DoesNotFitError, name_of
+from shardrules.analysis.hardware import Hardware
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import MeshError, RuleTypeError
+from shardrules.core.fields import read_bytes
+from shardrules.core.finding import Finding
+from shardrules.core.rule import ShardingRule
+from shardrules.core.spec import axis_names, spec_repr
+from shardrules.core.tree import array_kind
+from shardrules.mesh.shape import mesh_shape
+from shardrules.planning.auto_plan import AutoPlan, Candidate
+from shardrules.planning.call import Call, read_call
+from shardrules.planning.machine import Machine, is_known
+from shardrules.planning.program import Program, read_jaxpr
+from shardrules.planning.search import Task
+
+_RESERVE = 0.1
+_DEAR = 2.0
+
+
+def autoplan(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: AnyMesh | int,
+    memory_limit: int | str | None = None,
+    pins: ShardingRule | None = None,
+    hardware: Hardware | None = None,
+    time_limit: float = 60,
+) -> AutoPlan:
+    """Finds where the arguments, the results and everything inside of a function are to be, so that it runs fastest.
+
+    The function is traced, and every layout of every array in it is weighed by what computing and communicating would
+    take. Nothing is run or compiled.
+
+    **Arguments:**
+
+    - `fn`: any function that JAX can trace: a whole train step, say. `eqx.filter_*` functions will do.
+    - `args`: its arguments; shapes will do. An argument that comes back as a result, as the state of training does,
+        comes back where it was.
+    - `mesh`: a mesh, with devices or without; or a number of devices, for which meshes are tried, too.
+    - `memory_limit`: the most that may lie in the memory of a device, in bytes or as text (`"60GiB"`): arguments,
+        results and everything in between. By default the device's memory less a tenth.
+    - `pins`: a rule for the tuple of arguments. What it has an opinion on stays as it says.
+    - `hardware`: what the devices can do; by default the sheet of the mesh's own devices, and that of H100s for a mesh
+        without.
+    - `time_limit`: after how many seconds the best plan known by then will do.
+
+    **Returns:**
+
+    An `AutoPlan`.
+
+    **Raises:**
+
+    `DoesNotFitError` where nothing fits, with about the smallest limit that something fits in; `PlanError` where pins
+    do not divide; whatever `fn` raises when it is traced.
+
+    ```python
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w["up"]) @ w["down"])
+
+    shape = jax.ShapeDtypeStruct
+    w = {"up": shape((1024, 4096), jnp.bfloat16), "down": shape((4096, 1024), jnp.bfloat16)}
+    planned = sr.autoplan(jax.grad(loss), w, shape((8, 1024), jnp.bfloat16), mesh=sr.mesh_shape("model:8"))
+    assert planned.plan.specs[0] == {"up": P(None, "model"), "down": P("model")}
+    ```
+    """
+    begun = time.monotonic()
+    if isinstance(mesh, int):
+        return _search(fn, args, mesh, memory_limit, pins, hardware, time_limit)
+    check_mesh(mesh)
+    call = read_call(fn, args, mesh, name_of(fn))
+    return _planned(call, args, mesh, memory_limit, pins, hardware, time_limit, begun + time_limit)
+
+
+def _planned(
+    call: Call,
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    memory_limit: int | str | None,
+    pins: ShardingRule | None,
+    hardware: Hardware | None,
+    time_limit: float,
+    deadline: float,
+) -> AutoPlan:
+    machine = Machine.of(mesh, hardware)
+    program = read_jaxpr(call.jaxpr)
+    limit = _limit(memory_limit, machine)
+    pinned = _pinned(args, pins, mesh)
+    task = Task.of(program, machine, call.paths, call.feedback, pinned)
+    found = task.within(limit, deadline)
+    free = Task.of(program, machine, call.paths, call.feedback, {}) if pinned else task
+    if found.solution is None:
+        text = _too_large(call, mesh, limit, found.peak_bytes, free, pinned, deadline)
+        raise DoesNotFitError(text, int(found.peak_bytes))
+    findings = [*_about_machine(mesh, hardware), *_about_program(program)]
+    plan = AutoPlan(call, args, mesh, limit, time_limit, task, found)
+    if pinned:
+        findings += _about_pins(plan, free, pinned, deadline)
+    if not plan.split_dims and not any(axis_names(spec) for spec in plan.specs):
+        findings.append(_nothing(plan))
+    return attrs.evolve(plan, findings=tuple(findings))
+
+
+def _limit(memory_limit: int | str | None, machine: Machine) -> int:
+    if memory_limit is None:
+        return int(machine.hardware.memory_bytes * (1 - _RESERVE))
+    return read_bytes("memory_limit", memory_limit)
+
+
+def _pinned(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
+    """For numbers of arrays the specs that they have to have."""
+    if pins is None:
+        return {}
+    if not isinstance(pins, ShardingRule):
+        raise RuleTypeError(f"pins is a rule, got {pins!r:.80}. SpecTreeShardingRule makes one of a tree of specs")
+    plan = pins.plan(args, mesh)
+    plan.check()
+    decided = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kinds]
+    arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), decided, strict=True) if array_kind(leaf) is not None]
+    return {number: spec for number, spec in enumerate(arrays) if spec is not None}
+
+
+def _too_large(
+    call: Call, mesh: AnyMesh, limit: int, least: float, free: Task, pinned: Mapping[int, Any], deadline: float
+) -> str:
+    text = f"{call.name} does not fit in {bytes_text(limit)} on {mesh_text(mesh)}: it takes about {bytes_text(least)}"
+    if pinned and free.within(limit, max(deadline, time.monotonic() + 10)).solution is not None:
+        names = [call.paths[number] for number in pinned]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return f"{text} as it is pinned, and would fit without the pins. Pinned: {shown}. Take out what splits least"
+    return f"{text} at the least. Take more devices, a smaller batch, or recompute activations (jax.checkpoint)"
+
+
+def _about_machine(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding]:
+    if hardware is None and not is_known(mesh):
+        yield Finding(
+            "note",
+            "assumed-hardware",
+            f"{mesh_text(mesh)} has no devices that there is a sheet for: it is planned for H100s",
+            remedy="Pass hardware=",
+        )
+
+
+def _about_program(program: Program) -> Iterator[Finding]:
+    for name, count in program.unknown:
+        yield Finding(
+            "warning",
+            "unknown-operation",
+            f"there is no rule for {name}, which is taken {count} time{'s' * (count > 1)}: what it takes and gives is "
+            "whole on every device",
+            remedy="Put it in jax.shard_map, where it can be split by hand",
+        )
+    opaque = sum(operation.role == "opaque" for operation in program.operations)
+    if opaque:
+        yield Finding("note", "opaque", f"{opaque} shard_map{'s' * (opaque > 1)} stay{'s' * (opaque == 1)} as written")
+    fixed = sum(operation.role == "fixed" for operation in program.operations)
+    if fixed:
+        yield Finding(
+            "note",
+            "constrained",
+            f"{fixed} constraint{'s' * (fixed > 1)} in the function {'are' if fixed > 1 else 'is'} obeyed",
+            remedy="Take them out to leave these layouts to the planner",
+        )
+
+
+def _about_pins(plan: AutoPlan, free: Task, pinned: Mapping[int, PartitionSpec], deadline: float) -> Iterator[Finding]:
+    """Pins that cost much, each by itself."""
+    best = free.within(plan.memory_limit, max(deadline, time.monotonic() + 10))
+    if best.solution is None or plan.cost < _DEAR * free.problem.cost(best.solution.choice):
+        return
+    least = free.problem.cost(best.solution.choice)
+    task = plan.task
+    groups: dict[tuple[int, Any], list[int]] = {}
+    for number, spec in pinned.items():
+        home = task.problem.homes.get(task.problem.program.arguments[number])
+        if home is not None:
+            groups.setdefault((home.node, spec_repr(spec)), []).append(number)
+    blamed = False
+    for numbers in groups.values():
+        alone = Task.of(
+            task.problem.program,
+            task.problem.machine,
+            plan.call.paths,
+            plan.call.feedback,
+            {number: pinned[number] for number in numbers},
+        )
+        found = alone.within(plan.memory_limit, time.monotonic() + 10)
+        cost = np.inf if found.solution is None else alone.problem.cost(found.solution.choice)
+        if cost >= _DEAR * least:
+            blamed = True
+            yield _dear(plan, numbers, pinned, cost, least)
+    if not blamed:
+        yield _dear(plan, list(pinned), pinned, plan.cost, least)
+
+
+def _dear(
+    plan: AutoPlan, numbers: list[int], pinned: Mapping[int, PartitionSpec], cost: float, least: float
+) -> Finding:
+    return Finding(
+        "warning",
+        "costly-pin",
+        f"pinned as {spec_repr(pinned[numbers[0]])}, a call takes {1000 * cost:.4g} ms; {1000 * least:.4g} ms without",
+        plan.call.paths[numbers[0]],
+        "Take the pin out, or say why it is so",
+        tuple(plan.call.structs[numbers[0]].shape),
+        count=len(numbers),
+    )
+
+
+def _nothing(plan: AutoPlan) -> Finding:
+    return Finding(
+        "note",
+        "nothing-split",
+        f"nothing in {plan.call.name} is worth splitting: all of it is done on every device",
+    )
+
+
+def _search(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    count: int,
+    memory_limit: int | str | None,
+    pins: ShardingRule | None,
+    hardware: Hardware | None,
+    time_limit: float,
+) -> AutoPlan:
+    """Tries meshes of a number of devices."""
+    if count < 1:
+        raise MeshError(f"mesh is a mesh or a number of devices, 1 or more; got {count}")
+    texts = _shapes(count)
+    begun = time.monotonic()
+    plans: list[AutoPlan] = []
+    candidates: list[Candidate] = []
+    refused: DoesNotFitError | None = None
+    for number, text in enumerate(texts):
+        mesh = mesh_shape(text)
+        left = max(5.0, (begun + time_limit - time.monotonic()) / (len(texts) - number))
+        call = read_call(fn, args, mesh, name_of(fn))
+        try:
+            plan = _planned(call, args, mesh, memory_limit, pins, hardware, time_limit, time.monotonic() + left)
+        except DoesNotFitError as error:
+            refused = error if refused is None or error.needed_bytes < refused.needed_bytes else refused
+            candidates.append(Candidate(text, None, error.needed_bytes))
+            continue
+        plans.append(plan)
+        candidates.append(Candidate(text, plan.cost, plan.peak_bytes))
+    if not plans:
+        assert refused is not None, "every mesh is planned or refused"
+        raise refused
+    best = min(plans, key=lambda plan: plan.cost)
+    candidates.sort(key=lambda one: (one.seconds is None, one.seconds or 0.0, one.mesh))
+    return attrs.evolve(best, candidates=tuple(candidates))
+
+
+def _shapes(count: int) -> list[str]:
+    """Meshes of one and two axes, the larger axis first and last."""
+    found = [f"data:{count}"]
+    found += [f"data:{count // size},model:{size}" for size in range(2, count) if count % size == 0]
+    return found

@@ -1,0 +1,82 @@
+"""What every choice costs at least, for problems too large to be solved at once.
+
+Costs are moved between nodes and edges without changing the cost of any choice, so that each of them alone, at its
+cheapest, is as dear as can be. The sum of these is a bound that only grows.
+"""
+
+import time
+
+import numpy as np
+
+from shardrules.planning.problem import Problem, project
+
+_SWEEPS = 400
+_STILL = 1e-5
+
+
+def lower_bound(problem: Problem, deadline: float) -> float:
+    """Returns a cost that no choice is below.
+
+    **Arguments:**
+
+    - `problem`: the problem.
+    - `deadline`: when to stop, as `time.monotonic` has it.
+
+    **Returns:**
+
+    Seconds.
+    """
+    beliefs = [np.array(node.seconds, float) for node in problem.nodes]
+    factors = _factors(problem)
+    messages = [(np.zeros(cost.shape[0]), np.zeros(cost.shape[1])) for *_, cost in factors]
+    before = -np.inf
+    for sweep in range(_SWEEPS):
+        order = range(len(factors)) if sweep % 2 == 0 else range(len(factors) - 1, -1, -1)
+        for number in order:
+            start, from_codes, end, to_codes, cost = factors[number]
+            rows, columns = messages[number]
+            first, second = beliefs[start] - rows[from_codes], beliefs[end] - columns[to_codes]
+            cheapest_rows = np.full(cost.shape[0], np.inf)
+            np.minimum.at(cheapest_rows, from_codes, first)
+            cheapest_columns = np.full(cost.shape[1], np.inf)
+            np.minimum.at(cheapest_columns, to_codes, second)
+            joint = cost + cheapest_rows[:, None] + cheapest_columns[None, :]
+            rows = joint.min(axis=1) / 2 - cheapest_rows
+            columns = joint.min(axis=0) / 2 - cheapest_columns
+            messages[number] = (rows, columns)
+            beliefs[start], beliefs[end] = first + rows[from_codes], second + columns[to_codes]
+        now = _sum(beliefs, factors, messages)
+        if time.monotonic() > deadline or now - before < _STILL * abs(now):
+            return max(now, before)
+        before = now
+    return before
+
+
+def _sum(beliefs: list[np.ndarray], factors: list[tuple], messages: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    total = sum(float(belief.min()) for belief in beliefs)
+    for (*_, cost), (rows, columns) in zip(factors, messages, strict=True):
+        total += float((cost - rows[:, None] - columns[None, :]).min())
+    return total
+
+
+def _factors(problem: Problem) -> list[tuple]:
+    """Everything that two nodes have to do with each other: the nodes, their codes, and what each pair of these costs.
+
+    What several edges share costs each of them a part: together no more than the dearest.
+    """
+    found: list[tuple] = []
+    for group, count in problem.shared:
+        for number in group:
+            edge = problem.edges[number]
+            cost = edge.seconds() * count / len(group)
+            if edge.start == edge.end:
+                continue
+            if (cost != 0).any():
+                found.append((edge.start, edge.from_codes, edge.end, edge.to_codes, cost))
+    for first, second in problem.equal:
+        rows = [project(problem.nodes[home.node].labels, home) for home in (first, second)]
+        known, codes = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
+        codes = codes.ravel()
+        cost = np.where(np.eye(len(known), dtype=bool), 0.0, np.inf)
+        found.append((first.node, codes[: len(rows[0])], second.node, codes[len(rows[0]) :], cost))
+    return found

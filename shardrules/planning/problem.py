@@ -1,0 +1,604 @@
+"""The choice that a plan makes, as a graph: nodes that take one of several layouts, edges along which arrays move.
+
+A node is an operation, or an array that comes out of one that sums. Its layouts are rows over its own dims, from which
+those of the arrays that it takes and gives follow. An edge leads from the node that gives an array to one that takes
+it, and costs what it takes to lay the array out anew. Operations alike, as those of repeated layers, are one node.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardrules.planning.alike import classes
+from shardrules.planning.clusters import Clusters, clusters
+from shardrules.planning.layouts import PARTIAL, WHOLE, Moves, layouts, moves, pieces
+from shardrules.planning.machine import Machine
+from shardrules.planning.program import Operation, Program
+
+_SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general")
+_ADDS = ("add_any", "add", "sub", "neg")
+_FUSED = ("enter", "join", "leave", "return", "fixed")
+
+
+@final
+@attrs.frozen
+class Home:
+    """Where the layout of an array is decided.
+
+    **Arguments:**
+
+    - `node`: the number of the node.
+    - `dims`: for each dim of the array the dim of the node, or `None` where it is never split.
+    - `sums`: the dims of the node over which the array is a sum.
+    """
+
+    node: int
+    dims: tuple[int | None, ...]
+    sums: tuple[int, ...] = ()
+
+
+@final
+@attrs.define(eq=False)
+class Node:
+    """A choice of one layout.
+
+    **Arguments:**
+
+    - `labels`: the layouts that there are, over its own dims.
+    - `seconds`: what each costs, all members together.
+    - `name`: what it is, for people.
+    """
+
+    labels: np.ndarray
+    seconds: np.ndarray
+    name: str
+
+
+@final
+@attrs.define(eq=False)
+class Edge:
+    """An array on its way from one node to another.
+
+    **Arguments:**
+
+    - `start`, `end`: the nodes.
+    - `nbytes`: the bytes of all of the array.
+    - `times`: how often it goes, all members together.
+    - `from_codes`, `to_codes`: for each label of the nodes the number of the layout of the array.
+    - `from_layouts`, `to_layouts`: these layouts.
+    - `moves`: what it takes to go from each to each.
+    """
+
+    start: int
+    end: int
+    nbytes: int
+    times: int
+    from_codes: np.ndarray
+    to_codes: np.ndarray
+    from_layouts: np.ndarray
+    to_layouts: np.ndarray
+    moves: Moves
+
+    def seconds(self) -> np.ndarray:
+        """What it costs each time."""
+        moving = self.moves.seconds * self.nbytes
+        return np.where(moving > 0, moving + self.moves.fixed, moving)
+
+
+@final
+@attrs.frozen(eq=False)
+class Problem:
+    """Everything that is to be chosen.
+
+    **Arguments:**
+
+    - `program`, `machine`: for what.
+    - `nodes`, `edges`: see above.
+    - `shared`: groups of edges that bring the same array to the same place, so that what goes to the same layout goes
+        once; each with the number of times that there is such a group.
+    - `equal`: pairs of places at which an array has the same layout.
+    - `homes`: for each array that has layouts to choose from, where that is decided.
+    - `owners`: for each operation its node, or `None`.
+    - `takes`: for each operation and operand what it takes.
+    - `settled`: for each operation and result that is laid out anew, what it gives before that.
+    - `reads`: for each operation and operand its edge, or `None`.
+    """
+
+    program: Program
+    machine: Machine
+    nodes: list[Node]
+    edges: list[Edge]
+    shared: list[tuple[tuple[int, ...], int]]
+    equal: list[tuple[Home, Home]]
+    homes: dict[int, Home]
+    owners: list[int | None]
+    takes: dict[tuple[int, int], Home]
+    settled: dict[tuple[int, int], Home]
+    reads: dict[tuple[int, int], int]
+
+    def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
+        """Returns the layout of an array under a choice.
+
+        **Arguments:**
+
+        - `home`: where it is decided.
+        - `choice`: for each node the number of its label.
+
+        **Returns:**
+
+        The layout.
+        """
+        row = self.nodes[home.node].labels[choice[home.node]][None]
+        return tuple(map(int, project(row, home)[0]))
+
+    def around(self, at: int, place: int) -> int:
+        """Returns the region in which an operand is brought to where an operation needs it.
+
+        **Arguments:**
+
+        - `at`: the operation.
+        - `place`: which operand.
+
+        **Returns:**
+
+        The number of the region: that around a loop for what enters it.
+        """
+        return around(self.program, at, place)
+
+    def cost(self, choice: Sequence[int]) -> float:
+        """Returns what a choice costs.
+
+        **Arguments:**
+
+        - `choice`: for each node the number of its label.
+
+        **Returns:**
+
+        Seconds.
+        """
+        total = sum(float(node.seconds[label]) for node, label in zip(self.nodes, choice, strict=True))
+        return total + sum(paid * count for paid, count, _ in self.payments(choice))
+
+    def payments(self, choice: Sequence[int]) -> list[tuple[float, float, np.ndarray]]:
+        """Returns every move under a choice.
+
+        **Arguments:**
+
+        - `choice`: for each node the number of its label.
+
+        **Returns:**
+
+        For each move its seconds, how often it happens, and the bytes that a device sends, by kind.
+        """
+        found = []
+        for group, count in self.shared:
+            seen: dict[tuple[int, ...], tuple[float, float, np.ndarray]] = {}
+            for number in group:
+                edge = self.edges[number]
+                row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+                target = tuple(edge.to_layouts[column])
+                moved = edge.moves
+                seconds = moved.seconds[row, column] * edge.nbytes
+                if not seconds:
+                    continue
+                fixed = moved.fixed[row, column] if np.isfinite(seconds) else 0.0
+                paid = (float(seconds + fixed), count, moved.sent[:, row, column] * edge.nbytes)
+                if target not in seen or paid[0] > seen[target][0]:
+                    seen[target] = paid
+            found += seen.values()
+        return found
+
+
+def around(program: Program, at: int, place: int) -> int:
+    """Returns the region in which an operand is brought to where an operation needs it; see `Problem.around`.
+
+    **Arguments:**
+
+    - `program`: the program.
+    - `at`: the operation.
+    - `place`: which operand.
+
+    **Returns:**
+
+    The number of the region.
+    """
+    operation = program.operations[at]
+    outside = program.regions[operation.region][0]
+    if outside >= 0 and (operation.role == "enter" or (operation.role == "join" and place == 0)):
+        return outside
+    return operation.region
+
+
+def project(rows: np.ndarray, home: Home) -> np.ndarray:
+    """Returns the layouts of an array that follow from those of the node where they are decided.
+
+    **Arguments:**
+
+    - `rows`: layouts of the node.
+    - `home`: the array's place there.
+
+    **Returns:**
+
+    A layout for each.
+    """
+    highest = max([*rows.ravel().tolist(), *(dim for dim in home.dims if dim is not None), 0])
+    table = np.full(highest + 3, WHOLE, np.int8)
+    for dim, own in enumerate(home.dims):
+        if own is not None:
+            table[own] = dim
+    for own in home.sums:
+        if own <= highest:
+            table[own] = PARTIAL
+    table[PARTIAL] = PARTIAL
+    return table[rows]
+
+
+@final
+class Builder:
+    """Makes the graph of a program."""
+
+    def __init__(
+        self, program: Program, machine: Machine, feedback: Mapping[int, int], pinned: Mapping[int, Any]
+    ) -> None:
+        self.program, self.machine, self.feedback, self.pinned = program, machine, feedback, pinned
+        self.nodes: list[Node] = []
+        self.homes: dict[int, Home] = {}
+        self.takes: dict[tuple[int, int], Home] = {}
+        self.owners: list[int | None] = [None] * len(program.operations)
+        self.made: dict[Any, int] = {}
+        self.known: dict[Any, Moves] = {}
+        self.anew: dict[tuple[int, int], tuple[Home, Home]] = {}
+        self.equal: list[tuple[Home, Home]] = []
+        self.users: dict[int, list[tuple[int, int]]] = {}
+        for at, operation in enumerate(program.operations):
+            for place, operand in enumerate(operation.operands):
+                if operand is not None:
+                    self.users.setdefault(operand, []).append((at, place))
+        self.sums = self.summands()
+        self.clusters = Clusters({}, {})
+        self.cluster_nodes: dict[int, int] = {}
+
+    def build(self, tie: bool, paths: Sequence[str]) -> Problem:
+        """Makes the graph.
+
+        **Arguments:**
+
+        - `tie`: whether operations alike take the same layout.
+        - `paths`: the names of the arguments.
+
+        **Returns:**
+
+        The `Problem`.
+        """
+        program = self.program
+        found = classes(program, paths, tie)
+        self.clusters = clusters(
+            program, self.users, [at for at in range(len(program.operations)) if self.is_partial(at)], tie
+        )
+        for position, number in enumerate(program.arguments):
+            self.argument(position, number, ("argument", found.arguments[position], self.pinned.get(position)))
+        for at in range(len(program.operations)):
+            self.operation(at, found.operations[at])
+        for at, operation in enumerate(program.operations):  # what goes round a loop is made after it is taken
+            if operation.role == "join" and operation.results[0] in self.homes:
+                home = self.homes[operation.results[0]]
+                where = {dim: own for dim, own in enumerate(home.dims) if own is not None}
+                self.take(at, home.node, where)
+        edges, shared, reads = self.edges(tie)
+        return Problem(
+            program,
+            self.machine,
+            self.nodes,
+            edges,
+            shared,
+            self.equal,
+            self.homes,
+            self.owners,
+            self.takes,
+            {key: own for key, (own, _) in self.anew.items()},
+            reads,
+        )
+
+    def node(self, key: Any, sizes: Sequence[int], name: str, partial: bool = False) -> tuple[int, bool]:
+        """The node of a class, and whether it is new."""
+        if key in self.made:
+            return self.made[key], False
+        rows = layouts(sizes, self.machine, partial)
+        self.nodes.append(Node(rows, np.zeros(len(rows)), name))
+        self.made[key] = len(self.nodes) - 1
+        return self.made[key], True
+
+    def argument(self, position: int, number: int, key: Any) -> None:
+        shape = self.program.arrays[number].shape
+        if not shape:
+            return
+        node, new = self.node(key, shape, f"argument {position}")
+        home = Home(node, tuple(range(len(shape))))
+        self.homes[number] = home
+        if new and position in self.pinned:
+            self.restrict(home, self.pinned[position])
+
+    def restrict(self, home: Home, spec: PartitionSpec) -> None:
+        """Leaves only the labels that a spec allows."""
+        own = self.nodes[home.node]
+        entries = (*tuple(spec), *(None,) * (len(home.dims) - len(tuple(spec))))
+        wanted = np.full(len(self.machine.axes), WHOLE, np.int8)
+        free = [dim for dim, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED]
+        for dim, entry in enumerate(entries):
+            for name in () if dim in free or entry is None else (entry,) if isinstance(entry, str) else entry:
+                if name in self.machine.axes:
+                    wanted[self.machine.axes.index(name)] = dim
+        rows = project(own.labels, home)
+        keep = ((rows == wanted) | ((wanted == WHOLE) & np.isin(rows, free))).all(axis=1)
+        if keep.any():
+            own.labels, own.seconds = own.labels[keep], own.seconds[keep]
+
+    def summands(self) -> dict[int, bool]:
+        """For each array whether it is a sum that others may be added to before devices add up their parts."""
+        found: dict[int, bool] = {}
+        for operation in self.program.operations:
+            for result in operation.results:
+                if operation.name in _SUMS and operation.factors.reduced:
+                    found[result] = True
+                elif operation.name in _ADDS and operation.role == "compute":
+                    shape = self.program.arrays[result].shape
+                    found[result] = bool(operation.operands) and all(
+                        operand is not None
+                        and found.get(operand, False)
+                        and self.program.arrays[operand].shape == shape
+                        for operand in operation.operands
+                    )
+        return found
+
+    def is_added(self, array: int) -> bool:
+        """Whether all that is done with a sum is to add others to it."""
+        users = self.users.get(array, ())
+        if len(users) != 1 or not self.sums.get(array):
+            return False
+        user = self.program.operations[users[0][0]]
+        return self.sums.get(user.results[0], False) and user.name in _ADDS
+
+    def operation(self, at: int, colour: int) -> None:
+        operation = self.program.operations[at]
+        arrays, factors = self.program.arrays, operation.factors
+        if not any(
+            arrays[one].shape for one in (*operation.results, *(o for o in operation.operands if o is not None))
+        ):
+            return
+        if operation.name in ("optimization_barrier", "pvary", "device_put") and len(operation.results) > 1:
+            self.apart(at, colour)
+            return
+        if len(operation.results) == 1 and not factors.reduced and arrays[operation.results[0]].shape:
+            self.functional(at, colour)
+        else:
+            self.general(at, colour)
+
+    def place_of(self, array: int, at: int, colour: int, slot: Any) -> Home:
+        """The node of an array that goes with others, and the array's place there."""
+        root, dims = self.clusters.roots.get(array, (array, tuple(range(len(self.program.arrays[array].shape)))))
+        if root not in self.cluster_nodes:
+            sizes = self.clusters.sizes.get(root, self.program.arrays[root].shape)
+            name = self.program.operations[at].name
+            self.cluster_nodes[root], _ = self.node(("array", colour, slot), sizes, f"result of {name}")
+        return Home(self.cluster_nodes[root], dims)
+
+    def functional(self, at: int, colour: int) -> None:
+        """What comes in follows from the layout of what comes out."""
+        operation = self.program.operations[at]
+        factors, result = operation.factors, operation.results[0]
+        array = self.program.arrays[result]
+        partial = self.is_partial(at)
+        back = self.feedback.get(result)
+        if back is not None and back in self.homes:
+            own = Home(self.homes[back].node, tuple(range(len(array.shape))))
+        elif partial:
+            sizes = [1 if f is None else factors.sizes[f] for f in factors.results[0]]
+            node, _ = self.node(("node", colour), sizes, operation.name, True)
+            own = Home(node, tuple(range(len(array.shape))))
+        else:
+            own = self.place_of(result, at, colour, 0)
+            if operation.role == "fixed":
+                self.restrict(own, operation.spec)
+        where: dict[int, int] = {
+            f: dim for f, dim in zip(factors.results[0], own.dims, strict=True) if f is not None and dim is not None
+        }
+        self.owners[at] = own.node
+        self.take(at, own.node, where)
+        self.homes[result] = self.settled(at, colour, 0, own) if partial and not self.is_added(result) else own
+        self.charge(at, own)
+
+    def is_partial(self, at: int) -> bool:
+        """Whether an operation adds sums that devices may not have added up yet."""
+        operation = self.program.operations[at]
+        return (
+            operation.name in _ADDS
+            and operation.role == "compute"
+            and self.sums.get(operation.results[0], False)
+            and all(self.is_added(operand) for operand in operation.operands if operand is not None)
+        )
+
+    def apart(self, at: int, colour: int) -> None:
+        """Every result is an operand that is handed on."""
+        operation = self.program.operations[at]
+        for place, (operand, result) in enumerate(zip(operation.operands, operation.results, strict=True)):
+            shape = self.program.arrays[result].shape
+            if not shape:
+                continue
+            home = self.place_of(result, at, colour, place)
+            self.homes[result] = home
+            if operand in self.homes:
+                self.takes[at, place] = home
+
+    def general(self, at: int, colour: int) -> None:
+        """The operation has layouts of its own, and each result may be laid out anew."""
+        operation = self.program.operations[at]
+        factors = operation.factors
+        if operation.role == "opaque":
+            self.opaque(at, colour)
+            return
+        node, _ = self.node(("node", colour), factors.sizes, operation.name)
+        self.owners[at] = node
+        self.take(at, node, {factor: factor for factor in range(len(factors.sizes))})
+        for place, result in enumerate(operation.results):
+            if not self.program.arrays[result].shape:
+                continue
+            own = Home(node, factors.results[place], factors.reduced)
+            self.homes[result] = own if self.is_added(result) else self.settled(at, colour, place, own)
+        self.charge(at, Home(node, ()))
+
+    def opaque(self, at: int, colour: int) -> None:
+        """What the operation takes and gives is laid out as it says."""
+        operation = self.program.operations[at]
+        taken, given = operation.spec
+        for place, operand in enumerate(operation.operands):
+            if operand in self.homes:
+                shape = self.program.arrays[operand].shape
+                node, new = self.node(("fixed", colour, "in", place), shape, operation.name)
+                self.takes[at, place] = Home(node, tuple(range(len(shape))))
+                if new:
+                    self.restrict(self.takes[at, place], taken[place])
+        for place, result in enumerate(operation.results):
+            shape = self.program.arrays[result].shape
+            if shape:
+                node, new = self.node(("fixed", colour, "out", place), shape, operation.name)
+                self.homes[result] = Home(node, tuple(range(len(shape))))
+                if new:
+                    self.restrict(self.homes[result], given[place])
+
+    def settled(self, at: int, colour: int, place: int, own: Home) -> Home:
+        """The node of an array that is laid out anew after the operation."""
+        home = self.place_of(self.program.operations[at].results[place], at, colour, ("sum", place))
+        self.anew[at, place] = (own, home)
+        return home
+
+    def take(self, at: int, node: int, where: Mapping[int, int]) -> None:
+        """What the operation takes of each operand."""
+        operation = self.program.operations[at]
+        for place, operand in enumerate(operation.operands):
+            if operand in self.homes:
+                dims = operation.factors.operands[place]
+                self.takes[at, place] = Home(node, tuple(None if f is None else where.get(f) for f in dims))
+
+    def charge(self, at: int, home: Home) -> None:
+        """Adds what computing takes."""
+        operation, arrays, machine = self.program.operations[at], self.program.arrays, self.machine
+        node = home.node
+        own = self.nodes[node]
+        cut = pieces(own.labels, machine)
+        busy = operation.flops / machine.flops_per_second(operation.dtype) / cut if operation.flops else 0.0
+        moved = np.zeros(len(own.labels))
+        for place, operand in enumerate(operation.operands):
+            if (at, place) in self.takes and operand is not None and self.is_read(at):
+                rows = project(own.labels, self.takes[at, place])
+                moved += arrays[operand].nbytes / pieces(rows, machine)
+        for place, result in enumerate(operation.results):
+            if arrays[result].shape and self.is_written(at, result):
+                if len(operation.results) == 1 and not operation.factors.reduced:
+                    rows = own.labels
+                else:
+                    rows = project(own.labels, Home(node, operation.factors.results[place], operation.factors.reduced))
+                moved += arrays[result].nbytes / pieces(np.where(rows == PARTIAL, WHOLE, rows), machine)
+        own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.times
+
+    def is_read(self, at: int) -> bool:
+        """Whether an operation reads its operands from memory, rather than being computed along with others."""
+        operation = self.program.operations[at]
+        return bool(operation.flops) or operation.role == "return" or not _is_fused(operation)
+
+    def is_written(self, at: int, result: int) -> bool:
+        """Whether what comes out is written to memory: others need all of it before they can begin."""
+        operation = self.program.operations[at]
+        if operation.role in ("enter", "join", "leave"):
+            return operation.role == "leave"
+        users = [self.program.operations[user] for user, _ in self.users.get(result, ())]
+        return not _is_fused(operation) or any(not _is_fused(user) for user in users) or operation.role == "return"
+
+    def edges(self, together: bool) -> tuple[list[Edge], list[tuple[tuple[int, ...], int]], dict[tuple[int, int], int]]:
+        program = self.program
+        edges: list[Edge] = []
+        numbers: dict[Any, int] = {}
+        reads: dict[tuple[int, int], int] = {}
+        groups: dict[tuple[int, int], dict[Any, list[tuple[int, int]]]] = {}
+
+        def add(array: int, start: Home, end: Home, times: int) -> int:
+            key = (start, end, program.arrays[array].nbytes, times)
+            if key not in numbers:
+                numbers[key] = len(edges)
+                edges.append(self.edge(start, end, program.arrays[array].nbytes, times))
+            return numbers[key]
+
+        for at, operation in enumerate(program.operations):
+            for place, operand in enumerate(operation.operands):
+                taken = self.takes.get((at, place))
+                if taken is None or operand is None or taken == self.homes[operand]:
+                    continue
+                same = (operation.name, place, operation.factors.operands[place]) if together else (at, place)
+                own = groups.setdefault((operand, around(program, at, place)), {})
+                own.setdefault((operation.reads[place], same), []).append((at, place))
+        counted: dict[tuple[int, ...], int] = {}
+        for (array, _), kinds in groups.items():
+            by_times: dict[int, dict[int, None]] = {}
+            for (times, _), places in kinds.items():
+                end = self.copy(places)
+                number = add(array, self.homes[array], end, times)
+                by_times.setdefault(times, {})[number] = None
+                reads.update(dict.fromkeys(places, number))
+            for times, same in by_times.items():
+                key = tuple(sorted(same))
+                counted[key] = counted.get(key, 0) + times
+        for (at, place), (own, home) in self.anew.items():
+            operation = program.operations[at]
+            number = add(operation.results[place], own, home, operation.times)
+            reads[at, -1 - place] = number
+            counted[number,] = counted.get((number,), 0) + operation.times
+        return edges, list(counted.items()), reads
+
+    def copy(self, places: Sequence[tuple[int, int]]) -> Home:
+        """Where an array is brought for operations that take it alike: all of them take the same copy."""
+        ends = [self.takes[place] for place in places]
+        if len(dict.fromkeys(ends)) == 1:
+            return ends[0]
+        key = ("copy", tuple(dict.fromkeys(ends)))
+        if key not in self.made:
+            rows = [np.unique(project(self.nodes[end.node].labels, end), axis=0) for end in ends]
+            common = [row for row in rows[0].tolist() if all((other == row).all(axis=1).any() for other in rows[1:])]
+            self.nodes.append(Node(np.array(common, np.int8), np.zeros(len(common)), "copy"))
+            self.made[key] = len(self.nodes) - 1
+            dims = tuple(range(len(ends[0].dims)))
+            self.equal += [(Home(self.made[key], dims), end) for end in dict.fromkeys(ends)]
+        return Home(self.made[key], tuple(range(len(ends[0].dims))))
+
+    def edge(self, start: Home, end: Home, nbytes: int, times: int) -> Edge:
+        first, from_codes = np.unique(project(self.nodes[start.node].labels, start), axis=0, return_inverse=True)
+        last, to_codes = np.unique(project(self.nodes[end.node].labels, end), axis=0, return_inverse=True)
+        key = (first.tobytes(), first.shape, last.tobytes(), last.shape)
+        if key not in self.known:
+            self.known[key] = moves(first, last, self.machine)
+        return Edge(
+            start.node, end.node, nbytes, times, from_codes.ravel(), to_codes.ravel(), first, last, self.known[key]
+        )
+
+
+def _is_fused(operation: Operation) -> bool:
+    """Whether an operation is computed along with those that take its result."""
+    if operation.role in ("enter", "join", "fixed"):
+        return True
+    return operation.role == "compute" and not operation.flops and operation.name not in _ALONE
+
+
+_ALONE = (
+    "gather",
+    "scatter",
+    "scatter-add",
+    "sort",
+    "top_k",
+    "cumsum",
+    "while",
+    "reduce_window",
+    "select_and_scatter_add",
+    "fft",
+    "dynamic_update_slice",
+)

@@ -1,0 +1,144 @@
+"""Running a function as it was planned."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
+import jax.tree_util as jtu
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.errors import NoMeshError, TreeError
+from shardrules.core.tree import array_kind
+from shardrules.mesh.context import current_mesh
+from shardrules.planning.call import Call, automatic, naming, read_call, struct
+from shardrules.planning.problem import Problem
+from shardrules.planning.rewrite import held, rewritten
+
+
+@final
+@attrs.frozen(eq=False)
+class PlannedFunction:
+    """A function that runs as planned. `AutoPlan.jit` makes them.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `planned`: what was planned.
+    - `mesh`: the mesh.
+    - `problem`, `choice`: where everything in it is.
+    - `specs`, `result_specs`: where arguments and results are.
+    - `donated`: the arguments whose memory may be used for results.
+    """
+
+    fn: Callable[..., Any]
+    planned: Call = attrs.field(repr=False)
+    mesh: AnyMesh
+    problem: Problem = attrs.field(repr=False)
+    choice: tuple[int, ...] = attrs.field(repr=False)
+    specs: tuple[PartitionSpec, ...] = attrs.field(repr=False)
+    result_specs: tuple[PartitionSpec, ...] = attrs.field(repr=False)
+    donated: tuple[int, ...]
+    _known: dict[Any, tuple[Call, Any, list[Any]]] = attrs.field(factory=dict, repr=False, init=False)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function, to be compiled: `planned.lower(*args).compile()`.
+
+        **Arguments:**
+
+        - `args`: its arguments; shapes will do.
+
+        **Returns:**
+
+        What `jax.jit(fn).lower(*args)` returns.
+        """
+        _, run, arrays = self._prepared(args)
+        return run.lower(*[struct(one) for one in arrays])
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function."""
+        call, run, arrays = self._prepared(args)
+        return call.rebuilt(run(*[self._there(one, at) for at, one in enumerate(arrays)]))
+
+    def _there(self, array: Any, at: int) -> Any:
+        """An array on the mesh, if it is on none yet; others JAX judges."""
+        return array
+
+    def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:
+        leaves, treedef = jtu.tree_flatten(args)
+        kinds = [array_kind(leaf) is not None for leaf in leaves]
+        arrays = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind]
+        others = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not kind]
+        structs = tuple((one.shape, one.dtype, one.weak_type) for one in map(struct, arrays))
+        key = (treedef, tuple(kinds), structs, tuple(map(id, others)))
+        if key not in self._known:
+            call, run = self._made(args)
+            self._known[key] = (call, run, others)  # whose numbers stay theirs while they are kept
+        call, run, _ = self._known[key]
+        return call, run, arrays
+
+    def _made(self, args: tuple[Any, ...]) -> tuple[Call, Any]:
+        mesh = placed(self.mesh)
+        call = read_call(self.fn, args, mesh, self.planned.name)
+        if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:
+            raise TreeError(_difference(self.planned, call))
+        there = automatic(mesh)
+        program = jaxpr_as_fun(rewritten(call.jaxpr, held(self.problem, self.choice), there))
+
+        def named(*arrays: Any) -> Any:
+            with naming(mesh):
+                return program(*arrays)
+
+        named.__name__ = call.name
+        given = [NamedSharding(there, spec) for spec in self.specs]
+        taken = [NamedSharding(there, spec) for spec in self.result_specs]
+        donated = [number for number, owner in enumerate(call.owners) if owner in self.donated]
+        run = jax.jit(named, in_shardings=given, out_shardings=taken, donate_argnums=donated, keep_unused=True)
+        return call, run
+
+
+def placed(mesh: AnyMesh) -> Mesh:
+    """Returns a mesh on devices.
+
+    **Arguments:**
+
+    - `mesh`: the mesh; if it has none, that in force is taken, if it has the same axes.
+
+    **Returns:**
+
+    A `Mesh`.
+
+    **Raises:**
+
+    `NoMeshError` where none is in force.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    here = current_mesh()
+    if isinstance(here, Mesh) and mesh_sizes(here) == mesh_sizes(mesh):
+        return here
+    raise NoMeshError(
+        f"the plan is for {mesh_text(mesh)}, which has no devices: make a mesh of these axes, and run it under "
+        "`with jax.set_mesh(mesh)`, or plan for that mesh"
+    )
+
+
+def _difference(planned: Call, called: Call) -> str:
+    """What is other than planned."""
+    then = dict(zip(planned.paths, planned.structs, strict=True))
+    now = dict(zip(called.paths, called.structs, strict=True))
+    other = [
+        f"{path} was {_kind(then[path])} and is {_kind(now[path])}"
+        for path in now
+        if path in then and (then[path].shape, then[path].dtype) != (now[path].shape, now[path].dtype)
+    ]
+    other += [f"{path} is new" for path in now if path not in then]
+    other += [f"{path} is gone" for path in then if path not in now]
+    why = "; ".join(other) if other else "its arguments are the same, but what it computes of them is not"
+    return f"{called.name} was planned otherwise: {why}. Call autoplan for this"
+
+
+def _kind(one: jax.ShapeDtypeStruct) -> str:
+    return f"{one.dtype.name}{list(one.shape)}"

@@ -1,0 +1,275 @@
+"""A traced function with the layouts of a plan written into it, as constraints that compilers obey.
+
+Every array is held where an operation makes it, and again where another one needs it in another layout. The equations
+stay as they are, so that what they say of the user's code stays true.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.core.axes import AnyMesh
+from shardrules.core.spec import spec_key
+from shardrules.planning.layouts import PARTIAL, WHOLE, spec_of
+from shardrules.planning.problem import Problem
+from shardrules.planning.program import INLINED, RECOMPUTED, inner_program, open_program
+
+
+@final
+@attrs.frozen
+class Held:
+    """The layouts at one operation.
+
+    **Arguments:**
+
+    - `operands`: for each operand the layout that it is brought to, or `None` where it stays as it is.
+    - `results`: for each result the layouts that it is held in, one after the other.
+    """
+
+    operands: tuple[PartitionSpec | None, ...]
+    results: tuple[tuple[PartitionSpec, ...], ...]
+
+
+def held(problem: Problem, choice: Sequence[int]) -> dict[tuple[int, str, int], Held]:
+    """Returns what a choice says for each operation.
+
+    **Arguments:**
+
+    - `problem`: what was to be chosen.
+    - `choice`: for each node the number of its label.
+
+    **Returns:**
+
+    For the number, role and slot of operations the layouts there.
+    """
+    program, machine = problem.program, problem.machine
+    found: dict[tuple[int, str, int], Held] = {}
+
+    def spec(layout: Sequence[int], array: int) -> PartitionSpec:
+        whole = [WHOLE if dim == PARTIAL else dim for dim in layout]
+        return spec_of(whole, len(program.arrays[array].shape), machine)
+
+    for at, operation in enumerate(program.operations):
+        operands: list[PartitionSpec | None] = []
+        for place, operand in enumerate(operation.operands):
+            taken = problem.takes.get((at, place))
+            if taken is None or operand is None or operand not in problem.homes:
+                operands.append(None)
+                continue
+            there, here = problem.layout(taken, choice), problem.layout(problem.homes[operand], choice)
+            operands.append(None if there == here else spec(there, operand))
+        results: list[tuple[PartitionSpec, ...]] = []
+        for place, result in enumerate(operation.results):
+            if result not in problem.homes:
+                results.append(())
+                continue
+            last = spec(problem.layout(problem.homes[result], choice), result)
+            made = problem.settled.get((at, place))
+            first = last if made is None else spec(problem.layout(made, choice), result)
+            results.append((last,) if spec_key(first) == spec_key(last) else (first, last))
+        if operation.number >= 0:
+            role = operation.role if operation.role in ("enter", "join", "leave") else "compute"
+            found[operation.number, role, operation.slot] = Held(tuple(operands), tuple(results))
+    return found
+
+
+def rewritten(program: ClosedJaxpr, layouts: dict[tuple[int, str, int], Held], mesh: AnyMesh) -> ClosedJaxpr:
+    """Writes layouts into a traced function.
+
+    **Arguments:**
+
+    - `program`: the function.
+    - `layouts`: what `held` returns for it.
+    - `mesh`: the mesh.
+
+    **Returns:**
+
+    A function that computes the same.
+    """
+    rewriter = _Rewriter(layouts, mesh)
+    return ClosedJaxpr(rewriter.body(program.jaxpr, (), (), _Region()), program.consts)
+
+
+@final
+@attrs.define(eq=False)
+class _Region:
+    """A part of a program whose operations can share what is made for one of them."""
+
+    copies: dict[tuple[Any, Any], Any] = attrs.field(factory=dict)
+
+
+@final
+@attrs.define(eq=False)
+class _Rewriter:
+    """The state of a walk through a program, in the order in which it was read."""
+
+    layouts: dict[tuple[int, str, int], Held]
+    mesh: AnyMesh
+    counted: int = 0
+    patterns: dict[Any, Any] = attrs.field(factory=dict)
+
+    def body(
+        self,
+        program: Jaxpr,
+        first: Sequence[PartitionSpec | None],
+        last: Sequence[PartitionSpec | None],
+        region: _Region,
+    ) -> Jaxpr:
+        """A program in which what comes in and goes out is held, too."""
+        equations: list[Any] = []
+        now: dict[Var, Var] = {}
+        for var, spec in zip(program.invars, first, strict=False):
+            if spec is not None:
+                now[var] = self.hold(var, spec, equations, None)
+        for equation in program.eqns:
+            self.equation(equation, equations, now, region)
+        results = []
+        for place, var in enumerate(program.outvars):
+            spec = last[place] if place < len(last) else None
+            own = var if isinstance(var, Literal) else now.get(var, var)
+            if spec is not None and not isinstance(var, Literal):
+                own = self.hold(own, spec, equations, None)
+            results.append(own)
+        return program.replace(eqns=equations, outvars=results)
+
+    def hold(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
+        """Adds a constraint, and returns what it makes of an array."""
+        pattern = self.pattern(var.aval, spec)
+        fresh = Var(var.aval)
+        source = {} if like is None else {"source_info": like.source_info}
+        equations.append(pattern.replace(invars=[var], outvars=[fresh], **source))
+        return fresh
+
+    def pattern(self, aval: Any, spec: PartitionSpec) -> Any:
+        key = (aval.shape, aval.dtype, aval.weak_type, spec_key(spec))
+        if key not in self.patterns:
+            there = NamedSharding(self.mesh, spec)
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, there))(
+                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            )
+            self.patterns[key] = traced.eqns[0]
+        return self.patterns[key]
+
+    def equation(self, equation: Any, equations: list[Any], now: dict[Var, Var], region: _Region) -> None:
+        number, self.counted = self.counted, self.counted + 1
+        name = equation.primitive.name
+        inner = inner_program(equation)
+        own = [one if isinstance(one, Literal) else now.get(one, one) for one in equation.invars]
+        if inner is not None:
+            inside = _Region() if name in RECOMPUTED else region
+            key = next(key for key in INLINED[name] if key in equation.params)
+            body = self.body(open_program(inner), (), (), inside)
+            equations.append(equation.replace(invars=own, params={**equation.params, key: _closed(inner, body)}))
+            return
+        nested = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
+        if nested is not None:
+            nested(equation, number, own, equations, now)
+            return
+        here = self.layouts.get((number, "compute", 0))
+        if here is None:
+            equations.append(equation.replace(invars=own))
+            return
+        taken = []
+        for var, spec in zip(own, here.operands, strict=True):
+            if spec is None or isinstance(var, Literal):
+                taken.append(var)
+                continue
+            key = (var, spec_key(spec))
+            if key not in region.copies:
+                region.copies[key] = self.hold(var, spec, equations, equation)
+            taken.append(region.copies[key])
+        equations.append(equation.replace(invars=taken))
+        self.results(equation, here.results, equations, now)
+
+    def results(
+        self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], now: dict[Var, Var]
+    ) -> None:
+        for var, chain in zip(equation.outvars, specs, strict=True):
+            if type(var) is not Var:  # nobody needs it
+                continue
+            last = var
+            for spec in chain:
+                last = self.hold(last, spec, equations, equation)
+            if chain:
+                now[var] = last
+
+    def at(
+        self, number: int, role: str, slot: int
+    ) -> tuple[PartitionSpec | None, PartitionSpec | None, PartitionSpec | None]:
+        """At the entry or exit of a loop: where the first and the last operand have to be, and where the result is."""
+        here = self.layouts.get((number, role, slot))
+        if here is None:
+            return None, None, None
+        result = here.results[0][-1] if here.results[0] else None
+        return here.operands[0], here.operands[-1], result
+
+    def entered(
+        self, number: int, role: str, own: list[Any], places: Sequence[int], first: int, equations: list[Any]
+    ) -> list[PartitionSpec | None]:
+        """Brings what enters to where it is wanted; returns where it is inside."""
+        inside = []
+        for slot, place in enumerate(places, first):
+            outer, _, result = self.at(number, role, slot)
+            if outer is not None and not isinstance(own[place], Literal):
+                own[place] = self.hold(own[place], outer, equations, None)
+            inside.append(result)
+        return inside
+
+    def scan(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
+        params = equation.params
+        fixed, carry = params["num_consts"], params["num_carry"]
+        given = self.entered(number, "enter", own, range(fixed), 0, equations)
+        rounds = self.entered(number, "join", own, range(fixed, fixed + carry), 0, equations)
+        rest = self.entered(number, "enter", own, range(fixed + carry, len(own)), fixed, equations)
+        ends = [self.at(number, "join", slot)[2] for slot in range(carry)]
+        stacked = len(equation.outvars) - carry
+        left = [self.leaving(number, slot) for slot in range(stacked)]
+        body = self.body(open_program(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left], _Region())
+        equations.append(equation.replace(invars=own, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
+        outside = [() if spec is None else (spec,) for spec in ends]
+        outside += [
+            self.layouts[number, "leave", slot].results[0] if (number, "leave", slot) in self.layouts else ()
+            for slot in range(stacked)
+        ]
+        self.results(equation, outside, equations, now)
+
+    def leaving(self, number: int, slot: int) -> PartitionSpec | None:
+        """Where a part of a stacked array is when it leaves a loop."""
+        here = self.layouts.get((number, "leave", slot))
+        if here is None or not here.results[0]:
+            return None
+        return PartitionSpec(*tuple(here.results[0][-1])[1:])
+
+    def loop(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
+        params = equation.params
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        asked = self.entered(number, "enter", own, range(first), 0, equations)
+        given = self.entered(number, "enter", own, range(first, first + second), first, equations)
+        rounds = self.entered(number, "join", own, range(first + second, len(own)), 0, equations)
+        body = self.body(open_program(params["body_jaxpr"]), [*given, *rounds], rounds, _Region())
+        condition = self.body(open_program(params["cond_jaxpr"]), [*asked, *rounds], (), _Region())
+        changed = {
+            "body_jaxpr": _closed(params["body_jaxpr"], body),
+            "cond_jaxpr": _closed(params["cond_jaxpr"], condition),
+        }
+        equations.append(equation.replace(invars=own, params={**params, **changed}))
+        self.results(equation, [() if spec is None else (spec,) for spec in rounds], equations, now)
+
+    def branches(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
+        changed = []
+        ends = [self.at(number, "join", slot)[2] for slot in range(len(equation.outvars))]
+        for index, branch in enumerate(equation.params["branches"]):
+            program = open_program(branch)
+            count = len(program.invars)
+            first = [self.at(number, "enter", index * count + slot)[2] for slot in range(count)]
+            changed.append(_closed(branch, self.body(program, first, ends, _Region())))
+        equations.append(equation.replace(invars=own, params={**equation.params, "branches": tuple(changed)}))
+        self.results(equation, [() if spec is None else (spec,) for spec in ends], equations, now)
+
+
+def _closed(like: Any, body: Jaxpr) -> Any:
+    return ClosedJaxpr(body, like.consts) if isinstance(like, ClosedJaxpr) else body

@@ -1,0 +1,231 @@
+"""Finds the best choice within a budget of memory, and what it takes at least."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from shardrules.planning.lower_bound import lower_bound
+from shardrules.planning.machine import Machine
+from shardrules.planning.memory import Occupancy
+from shardrules.planning.problem import Builder, Problem
+from shardrules.planning.program import Program
+from shardrules.planning.restrict import having, restricted, size
+from shardrules.planning.solver import Formulation, Solution, least_memory, solve
+
+_ROUNDS = 12
+_CLOSE = 1e-3
+_AT_ONCE = 250_000
+_BOUND_SECONDS = 8.0
+
+
+@final
+@attrs.frozen(eq=False)
+class Task:
+    """A program to plan on a machine, made ready to be solved.
+
+    **Arguments:**
+
+    - `problem`: what is to be chosen.
+    - `occupancy`: who lies in memory when.
+    """
+
+    problem: Problem
+    occupancy: Occupancy
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        machine: Machine,
+        paths: Sequence[str],
+        feedback: Mapping[int, int],
+        pinned: Mapping[int, Any],
+        tie: bool = True,
+    ) -> "Task":
+        """Makes a program ready.
+
+        **Arguments:**
+
+        - `program`: the program.
+        - `machine`: the mesh.
+        - `paths`: the names of its arguments.
+        - `feedback`: for numbers of results the arguments that they are to be.
+        - `pinned`: for numbers of arguments the specs that they have to have.
+        - `tie`: whether operations alike are to be laid out alike.
+
+        **Returns:**
+
+        A `Task`.
+        """
+        back = {
+            result: program.arguments[feedback[number]]
+            for number, result in enumerate(program.results)
+            if result is not None and number in feedback
+        }
+        builder = Builder(program, machine, back, pinned)
+        problem = builder.build(tie, paths)
+        return cls(problem, Occupancy.of(problem, builder))
+
+    def only(self, keep: Sequence[np.ndarray]) -> "Task":
+        """Returns the task with fewer labels to choose from.
+
+        **Arguments:**
+
+        - `keep`: for each node the numbers of the labels that stay.
+
+        **Returns:**
+
+        A `Task`.
+        """
+        problem = restricted(self.problem, keep)
+        return Task(problem, attrs.evolve(self.occupancy, problem=problem))
+
+    def within(self, limit: float, deadline: float = float("inf")) -> "Found":
+        """Finds the best choice that fits.
+
+        **Arguments:**
+
+        - `limit`: the most that may lie in memory, in bytes.
+        - `deadline`: when to stop, as `time.monotonic` has it.
+
+        **Returns:**
+
+        What was found.
+        """
+        if size(self.problem) > _AT_ONCE and len(self.problem.machine.sizes) > 2:
+            return self._by_parts(limit, deadline)
+        return self._at_once(limit, deadline, {})
+
+    def _at_once(self, limit: float, deadline: float, moments: dict[int, float]) -> "Found":
+        """Solves it exactly. `moments` are operations at which memory is watched, with the limits there."""
+        begun = time.monotonic()
+        formulation = Formulation(self.problem, _preference(self.problem))
+        bound = 0.0
+        for _ in range(_ROUNDS):
+            rows = [self.occupancy.row(at, allowed) for at, allowed in moments.items()]
+            solution = solve(formulation, rows, deadline)
+            bound = max(bound, solution.bound)
+            if not solution.choice:
+                break
+            timeline = self.occupancy.timeline(solution.choice)
+            peak = float(timeline.max())
+            if peak <= limit * (1 + _CLOSE):
+                return Found(solution, peak, bound, time.monotonic() - begun, sum(solution.prices))
+            for at in _peaks(timeline, limit):
+                moments[at] = limit if at not in moments else moments[at] - (float(timeline[at]) - limit)
+            if time.monotonic() > deadline:
+                break
+        return Found(None, self._least(formulation, moments), np.inf, time.monotonic() - begun, 0.0)
+
+    def _least(self, formulation: Formulation, moments: Mapping[int, float]) -> float:
+        """About the least memory that any choice takes, in bytes."""
+        watched = dict.fromkeys(moments)
+        needed = np.inf
+        for _ in range(_ROUNDS):
+            choice = least_memory(formulation, [self.occupancy.row(at, 0.0) for at in watched])
+            if not choice:
+                return 0.0
+            timeline = self.occupancy.timeline(choice)
+            needed = min(needed, float(timeline.max()))
+            if int(timeline.argmax()) in watched:
+                break
+            watched[int(timeline.argmax())] = None
+        return needed
+
+    def _by_parts(self, limit: float, deadline: float) -> "Found":
+        """Solves it for two axes at a time, as the others are, until that changes nothing."""
+        begun = time.monotonic()
+        axes = range(len(self.problem.machine.sizes))
+        moments: dict[int, float] = {}
+        best: Found | None = None
+        for pair in itertools.combinations(axes, 2):
+            together = having(self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]])
+            best = _better(best, self._part(together, limit, deadline, moments))
+        assert best is not None, "there are pairs of three axes and more"
+        if best.solution is None:
+            return attrs.evolve(best, seconds=time.monotonic() - begun)
+        tried: dict[tuple[int, ...], tuple[int, ...]] = {}
+        while time.monotonic() < deadline:
+            before = best
+            for pair in itertools.combinations(axes, 2):
+                choice = best.solution.choice if best.solution else ()
+                if tried.get(pair) == choice or time.monotonic() > deadline:
+                    continue
+                rest = [axis for axis in axes if axis not in pair]
+                best = _better(best, self._part(_as_chosen(self.problem, choice, rest), limit, deadline, moments))
+                tried[pair] = best.solution.choice if best.solution else ()
+            if best is before:
+                break
+        assert best.solution is not None, "it had one before"
+        floor = lower_bound(self.problem, min(deadline, time.monotonic() + _BOUND_SECONDS))
+        status = "optimal" if best.solution.cost <= floor * (1 + _CLOSE) else "feasible"
+        solution = attrs.evolve(best.solution, bound=floor, status=status)
+        return Found(solution, best.peak_bytes, floor, time.monotonic() - begun, best.price)
+
+    def _part(self, keep: Sequence[np.ndarray], limit: float, deadline: float, moments: dict[int, float]) -> "Found":
+        """Solves it for some of the labels."""
+        found = self.only(keep)._at_once(limit, deadline, moments)
+        if found.solution is None:
+            return found
+        choice = tuple(int(kept[label]) for kept, label in zip(keep, found.solution.choice, strict=True))
+        return attrs.evolve(found, solution=attrs.evolve(found.solution, choice=choice))
+
+
+def _better(first: "Found | None", second: "Found") -> "Found":
+    """That of two which costs less, or needs less where nothing fits; the first if both are alike."""
+    if first is None:
+        return second
+    if first.solution is None or second.solution is None:
+        if first.solution is second.solution:
+            return second if second.peak_bytes < first.peak_bytes else first
+        return second if first.solution is None else first
+    return second if second.solution.cost < first.solution.cost * (1 - 1e-6) else first
+
+
+def _as_chosen(problem: Problem, choice: Sequence[int], axes: Sequence[int]) -> list[np.ndarray]:
+    """The labels of each node that are as chosen along some axes."""
+    nodes = problem.nodes
+    return having(problem, lambda labels, at: (labels[:, axes] == nodes[at].labels[choice[at]][axes]).all(axis=1))
+
+
+@final
+@attrs.frozen(eq=False)
+class Found:
+    """What a search found.
+
+    **Arguments:**
+
+    - `solution`: the best choice; `None` where nothing fits.
+    - `peak_bytes`: the most that lies in memory; where nothing fits, about the least that would.
+    - `bound`: what every choice that fits costs at least.
+    - `seconds`: how long the search took.
+    - `price`: what one more byte of memory would save, in seconds.
+    """
+
+    solution: Solution | None
+    peak_bytes: float
+    bound: float
+    seconds: float
+    price: float
+
+
+def _preference(problem: Problem) -> list[np.ndarray]:
+    """Between choices that cost the same, that which splits least, and in the order of the mesh."""
+    return [1e-5 * np.arange(len(node.labels)) for node in problem.nodes]
+
+
+def _peaks(timeline: np.ndarray, limit: float) -> list[int]:
+    """The operations at which memory is fullest: the first of them, and others that are higher than all around."""
+    found = [int(timeline.argmax())]
+    size = max(1, len(timeline) // 24)
+    for start in range(0, len(timeline), size):
+        part = timeline[start : start + size]
+        at = start + int(part.argmax())
+        around = timeline[max(0, at - size) : at + size]
+        if timeline[at] > limit and timeline[at] == around.max() and at not in found:
+            found.append(at)
+    return found
