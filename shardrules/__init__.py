@@ -1,7 +1,7 @@
 """shardrules: you write rules; it turns them into a plan you can read, prove, and apply to any pytree of arrays.
 
 Everything public is importable from here, grouped by noun. Importing touches no device, flag or environment variable.
-What asks compilers, a third of the package, is loaded when it is first used.
+What asks compilers, and what plans by itself, is loaded when it is first used: that is half of the package.
 """
 
 import importlib
@@ -188,6 +188,13 @@ if TYPE_CHECKING:
     from shardrules.analysis.modules import ModuleCost
     from shardrules.analysis.roofline import StepTime
     from shardrules.analysis.targets import MissingCompilerError, Target, TargetError, UnavailableTargetError
+    from shardrules.planning.auto_plan import AutoPlan, Candidate
+    from shardrules.planning.autoplan import autoplan
+    from shardrules.planning.explain import Alternative, SplitDim, Use
+    from shardrules.planning.frontier import Frontier, FrontierPoint
+    from shardrules.planning.machine import Assumptions
+    from shardrules.planning.plan_diff import AutoPlanDiff
+    from shardrules.planning.replay import PlannedFunction
 
 __version__ = "0.1.0"
 
@@ -310,6 +317,18 @@ __all__ = [
     "largest_batch",
     "Target",
     "Hardware",
+    # Planning
+    "autoplan",
+    "AutoPlan",
+    "PlannedFunction",
+    "Candidate",
+    "SplitDim",
+    "Use",
+    "Alternative",
+    "Frontier",
+    "FrontierPoint",
+    "AutoPlanDiff",
+    "Assumptions",
     # Meshes
     "current_mesh",
     "get_incontext_mesh",

@@ -53,7 +53,7 @@ def without_dead_code(program: ClosedJaxpr) -> Jaxpr:
     assert model_flops(program) == 1024 and model_flops(without_dead_code(program)) == 0
     ```
     """
-    return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))[0]
+    return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)[0]
 
 
 @final

@@ -68,11 +68,12 @@ class AutoPlan:
 
     ```python
     def step(w, x):
-        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        gradients = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2))(w)
+        return jax.tree.map(lambda old, change: old - 0.1 * change, w, gradients)
 
-    w, x = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((8192, 512), jnp.float32)
-    planned = sr.autoplan(step, w, x, mesh=sr.create_mesh("data:8"))
-    assert planned.plan.specs == (P(), P("data"))
+    w, x = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((65536, 512), jnp.float32)
+    planned = sr.autoplan(step, (w, w), x, mesh=sr.mesh_shape("data:8"))
+    assert planned.plan.specs[1] == P("data") and planned.wire_bytes > 0 and planned.status == "optimal"
     ```
     """
 
@@ -89,8 +90,8 @@ class AutoPlan:
     @property
     def choice(self) -> tuple[int, ...]:
         """For each node of the problem the number of its label."""
-        assert self.found.solution is not None, "plans are made of solutions"
-        return self.found.solution.choice
+        solution = self.found.solution
+        return () if solution is None else solution.choice or ()
 
     @property
     def status(self) -> Status:
@@ -221,6 +222,8 @@ class AutoPlan:
         **Returns:**
 
         A `PlannedFunction`: it is called as `fn` is, and has `.lower(*args)`.
+        Both raise `TreeError` where the function or the shapes are not those that were planned, and `NoMeshError` where
+        the mesh has no devices and none like it is in force.
 
         ```python
         double = lambda x: 2 * x
@@ -281,7 +284,7 @@ class AutoPlan:
         other = self.task.only(keep).within(self.memory_limit, time.monotonic() + self.time_limit)
         if other.solution is None:
             return None
-        choice = tuple(int(kept[label]) for kept, label in zip(keep, other.solution.choice, strict=True))
+        choice = tuple(int(kept[label]) for kept, label in zip(keep, other.solution.choice or (), strict=True))
         changed = attrs.evolve(self, found=attrs.evolve(other, solution=attrs.evolve(other.solution, choice=choice)))
         return Alternative(
             changed.spec_of(array),
@@ -334,9 +337,9 @@ class AutoPlan:
         least = self.task.within(0.0, deadline)
         points = []
         for limit in np.geomspace(least.peak_bytes * 1.01, max(most.peak_bytes, least.peak_bytes * 1.02), count):
-            found = self.task.within(float(limit), time.monotonic() + self.time_limit)
+            found = self.task.within(float(limit), time.monotonic() + max(1.0, self.time_limit / count))
             if found.solution is not None:
-                cost = self.task.problem.cost(found.solution.choice)
+                cost = self.task.problem.cost(found.solution.choice or ())
                 points.append(FrontierPoint(int(limit), cost, int(found.peak_bytes), found.price))
         return Frontier(self.call.name, mesh_text(self.mesh), tuple(points))
 
@@ -368,7 +371,9 @@ class AutoPlan:
             + (", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent) or "nothing"),
         ]
         if self.price_of_memory:
-            lines.append(f"one more GiB of memory would save about {1000 * 2**30 * self.price_of_memory:.3g} ms a call")
+            part = self.memory_limit // 100
+            saved = 1000 * part * self.price_of_memory
+            lines.append(f"1 % more memory ({bytes_text(part)}) would save about {saved:.3g} ms a call")
         if self.split_dims:
             lines.append("; ".join(map(str, self.split_dims)))
         rows = [("argument", "shape", "spec")]

@@ -64,7 +64,8 @@ def autoplan(
     **Raises:**
 
     `DoesNotFitError` where nothing fits, with about the smallest limit that something fits in; `PlanError` where pins
-    do not divide; whatever `fn` raises when it is traced.
+    do not divide; `RuleTypeError` where they are no rule; `MeshError` where `mesh` is no mesh and no number of devices;
+    whatever `fn` raises when it is traced.
 
     ```python
     def loss(w, x):
@@ -178,9 +179,9 @@ def _about_program(program: Program) -> Iterator[Finding]:
 def _about_pins(plan: AutoPlan, free: Task, pinned: Mapping[int, PartitionSpec], deadline: float) -> Iterator[Finding]:
     """Pins that cost much, each by itself."""
     best = free.within(plan.memory_limit, max(deadline, time.monotonic() + 10))
-    if best.solution is None or plan.cost < _DEAR * free.problem.cost(best.solution.choice):
+    if best.solution is None or plan.cost < _DEAR * free.problem.cost(best.solution.choice or ()):
         return
-    least = free.problem.cost(best.solution.choice)
+    least = free.problem.cost(best.solution.choice or ())
     task = plan.task
     groups: dict[tuple[int, Any], list[int]] = {}
     for number, spec in pinned.items():
@@ -197,7 +198,7 @@ def _about_pins(plan: AutoPlan, free: Task, pinned: Mapping[int, PartitionSpec],
             {number: pinned[number] for number in numbers},
         )
         found = alone.within(plan.memory_limit, time.monotonic() + 10)
-        cost = np.inf if found.solution is None else alone.problem.cost(found.solution.choice)
+        cost = np.inf if found.solution is None else alone.problem.cost(found.solution.choice or ())
         if cost >= _DEAR * least:
             blamed = True
             yield _dear(plan, numbers, pinned, cost, least)

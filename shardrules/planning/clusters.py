@@ -56,7 +56,7 @@ def clusters(
         for place, result in enumerate(operation.results):
             shape = arrays[result].shape
             made[result] = operation
-            if not shape or operation.role in ("return", "fixed"):
+            if not shape or operation.role in ("return", "fixed", "exit"):
                 continue
             roots[result] = (result, tuple(range(len(shape))))
             members[result] = [result]
@@ -67,6 +67,7 @@ def clusters(
                 for factor, size in zip(dims, shape, strict=True)
             )
     skipped = dict.fromkeys(partial)
+    partial_results = dict.fromkeys(result for at in partial for result in program.operations[at].results)
     for at, operation in enumerate(program.operations):
         if operation.role != "compute" or len(operation.results) != 1 or operation.factors.reduced or at in skipped:
             continue
@@ -75,7 +76,11 @@ def clusters(
             continue
         taken = [(place, one) for place, one in enumerate(operation.operands) if one is not None and arrays[one].shape]
         for place, operand in taken:
-            if operand not in roots or (not wide and (len(users[operand]) != 1 or made[operand].role != "compute")):
+            if (
+                operand not in roots
+                or operand in partial_results
+                or (not wide and (len(users[operand]) != 1 or made[operand].role != "compute"))
+            ):
                 continue
             grows = arrays[result].nbytes > arrays[operand].nbytes and operand not in summed
             if not wide and (len(taken) > 1 or grows):

@@ -151,7 +151,7 @@ def _moved(problem: Problem, choice: Sequence[int], at: int, place: int) -> tupl
     row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
     sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.times
     kinds = tuple(kind for kind, amount in zip(KINDS, sent, strict=True) if amount)
-    return float(edge.seconds()[row, column] * edge.times), kinds, float(sent.sum())
+    return edge.price(int(row), int(column)) * edge.times, kinds, float(sent.sum())
 
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:

@@ -6,19 +6,23 @@ it in the order of the mesh, the first one coarsest.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import attrs
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.planning.machine import KINDS, Machine
+from shardrules.planning.machine import KINDS, Kind, Machine
 
 WHOLE = -1
+"""An axis that splits no dimension."""
+
 PARTIAL = -2
+"""An axis along which devices hold parts of a sum."""
 
 Layout = tuple[int, ...]
+"""For each axis a dimension, or one of these."""
 
 
 def layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -> np.ndarray:
@@ -135,12 +139,15 @@ class Moves:
 
 
 def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
-    """Models what compilers make of it when an array is to be laid out in another way.
+    """Models what compilers make of it when an array is to be laid out in another way, one step after the other:
 
-    They slice first, which is free, then add up parts of sums, each device keeping its own piece of the result where
-    the axis is to split it, gather, and then exchange pieces. Sums over several axes of which not all
-    go to the same dimension are added up everywhere and sliced after that. Where an axis comes before one that stays on
-    a dimension, pieces have to be sent around, too.
+    1. Parts of sums are added up. Each device keeps its own piece of the result if that is all that is to be done, and
+       all pieces are along one dimension; else all of them get all of it.
+    2. What is to be split further is sliced, which is free.
+    3. What is split too far is gathered.
+    4. Each axis that is to split another dimension than before has its pieces exchanged.
+
+    Where an axis comes before another one that stays on a dimension, pieces have to be sent around, too.
 
     **Arguments:**
 
@@ -152,7 +159,7 @@ def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     `Moves`, with a row for each of `start` and a column for each of `end`.
 
     ```python
-    from shardrules.planning.layouts import KINDS, moves
+    from shardrules.planning.layouts import moves
     from shardrules.planning.machine import Machine
 
     machine = Machine.of(sr.mesh_shape("data:4"))
@@ -162,56 +169,112 @@ def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     assert sent[2, 0] == 2 * 3 / 4 and sent[2, 1] == 3 / 4  # added up everywhere; only a piece of it each
     ```
     """
-    count = len(machine.sizes)
-    a, b = start[:, None, :].astype(np.int16), end[None, :, :].astype(np.int16)
+    shape = (len(start), len(end))
+    a = np.broadcast_to(start[:, None, :], (*shape, start.shape[1])).astype(np.int16)
+    b = np.broadcast_to(end[None, :, :], a.shape).astype(np.int16)
+    bill = _Bill(machine, shape)
+    local = 1.0 / bill.product(a >= 0)
     allowed = ~((b == PARTIAL) & (a != PARTIAL)).any(axis=2)
-    sliced, gathered = (a == WHOLE) & (b >= 0), (a >= 0) & (b == WHOLE)
-    moved = (a >= 0) & (b >= 0) & (a != b)
-    scattered, added = (a == PARTIAL) & (b >= 0), (a == PARTIAL) & (b == WHOLE)
-    sizes = np.array(machine.sizes, np.float64)
-    bits = 1 << np.arange(count)
+    summed = (a == PARTIAL) & (b != PARTIAL)
+    lone = _is_lone(summed, b)
+    cut = summed & lone[:, :, None]
+    bill.pay("reduce-scatter", cut, local * (1 - 1 / bill.product(cut)))
+    whole = summed & ~cut
+    bill.pay("all-reduce", whole, 2 * local * (1 - 1 / bill.product(whole)))
+    local = local / bill.product(cut)
+    now = np.where(cut, b, np.where(whole, WHOLE, a))
+    for step in _steps(now, b, start.shape[1]):
+        after = np.where(step, b, now)
+        sliced, gathered = step & (now == WHOLE), step & (b == WHOLE)
+        local = local / bill.product(sliced)
+        wrong = _wrong_order(step, now, after)
+        bill.pay("collective-permute", wrong, local)
+        bill.pay("all-gather", gathered, local * (bill.product(gathered) - 1))
+        moved = step & ~sliced & ~gathered
+        bill.pay("all-to-all", moved, local * (1 - 1 / bill.product(moved)))
+        local = local * bill.product(gathered)
+        now = after
+    return Moves(np.where(allowed, bill.seconds, np.inf), bill.fixed, bill.sent, allowed)
 
-    def mask(which: np.ndarray) -> np.ndarray:
-        return (which * bits).sum(axis=2)
 
-    def product(which: np.ndarray) -> np.ndarray:
-        return np.where(which, sizes, 1.0).prod(axis=2)
+def way(start: Layout, end: Layout) -> list[Layout]:
+    """Returns the layouts that an array goes through on its way from one to another, as `moves` has it.
 
-    seconds = np.zeros(allowed.shape)
-    fixed = np.zeros(allowed.shape)
-    sent = np.zeros((len(KINDS), *allowed.shape))
+    **Arguments:**
 
-    def pay(kind: str, group: np.ndarray, amount: np.ndarray) -> None:
-        nonlocal seconds, fixed
-        rates = machine.rates[kind]
-        seconds = seconds + rates.per_byte[group] * amount
-        fixed = fixed + rates.fixed[group]
-        sent[KINDS.index(kind)] += np.where(group > 0, amount, 0.0)  # pyright: ignore[reportArgumentType]
+    - `start`, `end`: layouts. Sums that are not added up yet count as whole where the array starts.
 
-    local = 1.0 / (np.where(a >= 0, sizes, 1.0).prod(axis=2) * product(sliced))
-    # A reduce-scatter cuts one dimension only.
-    target = np.where(scattered, b, -1).max(axis=2)
-    lone = ~(scattered & (b != target[:, :, None])).any(axis=2) & ~added.any(axis=2)
-    cut = scattered & lone[:, :, None]
-    summed = (scattered | added) & ~lone[:, :, None]
-    pay("reduce-scatter", mask(cut), local * (1 - 1 / product(cut)))
-    pay("all-reduce", mask(summed), 2 * local * (1 - 1 / product(summed)))
-    local = local / product(scattered)
-    # What is in the wrong order on a dimension is sent around, once.
-    wrong = np.zeros(allowed.shape, bool)
-    touched = np.zeros(allowed.shape, np.int64)
-    for first in range(count):
-        for second in range(first + 1, count):
-            stays = (a[:, :, second] >= 0) & (a[:, :, second] == b[:, :, second])
-            comes = (b[:, :, first] == b[:, :, second]) & (a[:, :, first] != b[:, :, first])
-            goes = (a[:, :, first] == a[:, :, second]) & (a[:, :, first] != b[:, :, first])
-            here = stays & (comes | goes)
-            wrong |= here
-            touched |= np.where(here, (1 << first) | (1 << second), 0)
-    pay("collective-permute", np.where(wrong, touched, 0), local)
-    pay("all-gather", mask(gathered), local * (product(gathered) - 1))
-    local = local * product(gathered)
+    **Returns:**
+
+    The layouts after `start`, up to `end`; none where both are the same.
+
+    ```python
+    from shardrules.planning.layouts import way
+
+    assert way((0, -1), (-1, 1)) == [(0, 1), (-1, 1)]  # sliced, then gathered
+    ```
+    """
+    a, b = (np.array(row, np.int16)[None, None, :] for row in (start, end))
+    summed = (a == PARTIAL) & (b != PARTIAL)
+    cut = summed & _is_lone(summed, b)[:, :, None]
+    now = np.where(cut, b, np.where(a == PARTIAL, WHOLE, a))
+    found = [now]
+    for step in _steps(now, np.where(b == PARTIAL, WHOLE, b), len(start)):
+        found.append(np.where(step, b, found[-1]))
+    rows = [tuple(map(int, one[0, 0])) for one in found]
+    first = tuple(WHOLE if dim == PARTIAL else int(dim) for dim in start)
+    return [row for before, row in zip([first, *rows], rows, strict=False) if row != before]
+
+
+def _is_lone(summed: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Where all axes along which parts of sums lie are to split the same dimension."""
+    target = np.where(summed, end, -1).max(axis=2)
+    return (target >= 0) & ~(summed & (end != target[:, :, None])).any(axis=2)
+
+
+def _steps(now: np.ndarray, end: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """Yields which axes change in each step: those that slice, those that gather, and each that moves."""
+    sliced, gathered = (now == WHOLE) & (end >= 0), (now >= 0) & (end == WHOLE)
+    moved = (now >= 0) & (end >= 0) & (now != end)
+    yield sliced
+    yield gathered
     for axis in range(count):
-        here = moved[:, :, axis]
-        pay("all-to-all", np.where(here, 1 << axis, 0), local * (1 - 1 / sizes[axis]))
-    return Moves(np.where(allowed, seconds, np.inf), fixed, sent, allowed)
+        yield moved & (np.arange(count) == axis)
+
+
+def _wrong_order(step: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """The axes whose pieces have to be sent around: those that change, and those after them that stay on the dim."""
+    found = np.zeros(step.shape, bool)
+    for first in range(step.shape[2]):
+        for second in range(first + 1, step.shape[2]):
+            stays = (before[:, :, second] >= 0) & ~step[:, :, second]
+            comes = after[:, :, first] == after[:, :, second]
+            goes = before[:, :, first] == before[:, :, second]
+            here = step[:, :, first] & stays & (comes | goes)
+            found[:, :, first] |= here
+            found[:, :, second] |= here
+    return found
+
+
+@final
+class _Bill:
+    """What the steps from layouts to layouts cost together."""
+
+    def __init__(self, machine: Machine, shape: tuple[int, int]) -> None:
+        self.machine = machine
+        self.sizes = np.array(machine.sizes, np.float64)
+        self.bits = 1 << np.arange(len(machine.sizes))
+        self.seconds, self.fixed = np.zeros(shape), np.zeros(shape)
+        self.sent = np.zeros((len(KINDS), *shape))
+
+    def product(self, axes: np.ndarray) -> np.ndarray:
+        """How many devices there are along some axes."""
+        return np.where(axes, self.sizes, 1.0).prod(axis=2)
+
+    def pay(self, kind: Kind, axes: np.ndarray, amount: np.ndarray) -> None:
+        """Adds a collective over some axes, in which a device sends an amount."""
+        group = (axes * self.bits).sum(axis=2)
+        rates = self.machine.rates[kind]
+        self.seconds = self.seconds + rates.per_byte[group] * amount
+        self.fixed = self.fixed + rates.fixed[group]
+        self.sent[KINDS.index(kind)] += np.where(group > 0, amount, 0.0)

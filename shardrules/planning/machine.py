@@ -46,6 +46,7 @@ class Assumptions:
     - `memory`: the part of the bandwidth of memory.
     - `links`: the part of the bandwidth of links and network.
     - `launch_seconds`: what it takes to start a collective, beside its latency.
+    - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share what each takes at least.
     - `temporaries`: how much more room intermediate results take than they would if operations ran one by one.
 
     ```python
@@ -59,6 +60,7 @@ class Assumptions:
     memory: float = 0.8
     links: float = 0.8
     launch_seconds: float = 5e-6
+    combined_bytes: int = 8 * 2**20
     temporaries: float = 1.4
 
 
@@ -87,6 +89,8 @@ class Machine:
     - `mesh`: the mesh.
     - `hardware`: what its devices can do.
     - `assumptions`: how much of that is reached.
+    - `axes`, `sizes`: the axes that split anything, in the order of the mesh.
+    - `rates`: what each kind of collective costs.
 
     ```python
     from shardrules.analysis.hardware import SHEETS

@@ -154,7 +154,16 @@ class Occupancy:
         return cls(problem, tuple(stays), tuple(copies), fixed)
 
     def room(self, stay: Stay) -> float:
-        """How much more room an array takes than its bytes: what is temporary overlaps with what comes next."""
+        """How much more room an array takes than its bytes: what is temporary overlaps with what comes next.
+
+        **Arguments:**
+
+        - `stay`: the array.
+
+        **Returns:**
+
+        A factor.
+        """
         lasting = stay.first == 0 and stay.last == len(self.problem.program.operations)
         return 1.0 if lasting else self.problem.machine.assumptions.temporaries
 
@@ -197,19 +206,22 @@ class Occupancy:
             found[key] = (min(first, copy.at), max(last, copy.last), amount)
         return [((first, last), amount) for first, last, amount in found.values()]
 
-    def row(self, at: int, limit: float) -> Row:
+    def row(self, at: int, limit: float, sure: bool = False) -> Row:
         """Returns a bound on what lies in memory at an operation.
 
         **Arguments:**
 
         - `at`: the operation.
         - `limit`: the most there may be.
+        - `sure`: whether only what is there in any case counts, of copies of an array one; otherwise copies count that
+            may be kept for others, too.
 
         **Returns:**
 
         A `Row`.
         """
         problem = self.problem
+        seen: dict[tuple[int, int], None] = {}
         labels: dict[int, np.ndarray] = {}
         for stay in self.stays:
             if stay.first <= at <= stay.last:
@@ -219,7 +231,10 @@ class Occupancy:
                 labels[node] = labels.get(node, np.zeros(len(sizes))) + sizes
         copies: dict[int, np.ndarray] = {}
         for copy in self.copies:
-            if copy.at <= at <= copy.until and not (copy.edge in copies and copy.at != at):
+            if copy.at <= at <= (copy.last if sure else copy.until) and not (copy.edge in copies and copy.at != at):
+                if sure and copy.array in seen:
+                    continue
+                seen[copy.array] = None
                 edge = problem.edges[copy.edge]
                 sizes = edge.nbytes / pieces(edge.to_layouts, problem.machine)
                 sizes = sizes * problem.machine.assumptions.temporaries

@@ -17,9 +17,14 @@ from shardrules.planning.clusters import Clusters, clusters
 from shardrules.planning.layouts import PARTIAL, WHOLE, Moves, layouts, moves, pieces
 from shardrules.planning.machine import Machine
 from shardrules.planning.program import Operation, Program
+from shardrules.planning.sums import Sums
 
-_SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general")
-_ADDS = ("add_any", "add", "sub", "neg")
+_SLICE = 1e-9
+"""What it takes to slice, in seconds: next to nothing, but an array had better be where it is wanted."""
+
+_IN_LOOPS = 16
+"""How many times fewer bytes compilers combine in a loop."""
+
 _FUSED = ("enter", "join", "leave", "return", "fixed")
 
 
@@ -70,6 +75,7 @@ class Edge:
     - `from_codes`, `to_codes`: for each label of the nodes the number of the layout of the array.
     - `from_layouts`, `to_layouts`: these layouts.
     - `moves`: what it takes to go from each to each.
+    - `combined`: collectives that send fewer bytes share what each takes at least with others.
     """
 
     start: int
@@ -81,11 +87,32 @@ class Edge:
     from_layouts: np.ndarray
     to_layouts: np.ndarray
     moves: Moves
+    combined: int
 
     def seconds(self) -> np.ndarray:
-        """What it costs each time."""
-        moving = self.moves.seconds * self.nbytes
-        return np.where(moving > 0, moving + self.moves.fixed, moving)
+        """What it costs each time. Compilers combine small collectives, so that they share what each takes at least."""
+        moved = self.moves
+        share = np.minimum(1.0, moved.sent.sum(axis=0) * self.nbytes / self.combined)
+        differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
+        return np.where(moved.allowed, moved.seconds * self.nbytes + moved.fixed * share + _SLICE * differs, np.inf)
+
+    def price(self, row: int, column: int) -> float:
+        """What it costs each time to go from one layout to another.
+
+        **Arguments:**
+
+        - `row`, `column`: their numbers.
+
+        **Returns:**
+
+        Seconds.
+        """
+        moved = self.moves
+        if not moved.allowed[row, column]:
+            return np.inf
+        share = min(1.0, float(moved.sent[:, row, column].sum()) * self.nbytes / self.combined)
+        differs = bool((self.from_layouts[row] != self.to_layouts[column]).any())
+        return float(moved.seconds[row, column] * self.nbytes + moved.fixed[row, column] * share) + _SLICE * differs
 
 
 @final
@@ -180,12 +207,10 @@ class Problem:
                 edge = self.edges[number]
                 row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
                 target = tuple(edge.to_layouts[column])
-                moved = edge.moves
-                seconds = moved.seconds[row, column] * edge.nbytes
+                seconds = edge.price(row, column)
                 if not seconds:
                     continue
-                fixed = moved.fixed[row, column] if np.isfinite(seconds) else 0.0
-                paid = (float(seconds + fixed), count, moved.sent[:, row, column] * edge.nbytes)
+                paid = (seconds, count, edge.moves.sent[:, row, column] * edge.nbytes)
                 if target not in seen or paid[0] > seen[target][0]:
                     seen[target] = paid
             found += seen.values()
@@ -238,7 +263,15 @@ def project(rows: np.ndarray, home: Home) -> np.ndarray:
 
 @final
 class Builder:
-    """Makes the graph of a program."""
+    """Makes the graph of a program.
+
+    **Arguments:**
+
+    - `program`: the program.
+    - `machine`: the mesh.
+    - `feedback`: for numbers of arrays that are returned those of the arguments that they are to be.
+    - `pinned`: for numbers of arguments the specs that they have to have.
+    """
 
     def __init__(
         self, program: Program, machine: Machine, feedback: Mapping[int, int], pinned: Mapping[int, Any]
@@ -257,7 +290,7 @@ class Builder:
             for place, operand in enumerate(operation.operands):
                 if operand is not None:
                     self.users.setdefault(operand, []).append((at, place))
-        self.sums = self.summands()
+        self.sums = Sums.of(program, self.users)
         self.clusters = Clusters({}, {})
         self.cluster_nodes: dict[int, int] = {}
 
@@ -276,7 +309,7 @@ class Builder:
         program = self.program
         found = classes(program, paths, tie)
         self.clusters = clusters(
-            program, self.users, [at for at in range(len(program.operations)) if self.is_partial(at)], tie
+            program, self.users, [at for at in range(len(program.operations)) if self.sums.is_partial(at)], tie
         )
         for position, number in enumerate(program.arguments):
             self.argument(position, number, ("argument", found.arguments[position], self.pinned.get(position)))
@@ -303,7 +336,19 @@ class Builder:
         )
 
     def node(self, key: Any, sizes: Sequence[int], name: str, partial: bool = False) -> tuple[int, bool]:
-        """The node of a class, and whether it is new."""
+        """Returns the node of a class, and makes it if there is none yet.
+
+        **Arguments:**
+
+        - `key`: what tells the class from others.
+        - `sizes`: of each dim of the node what splits have to divide.
+        - `name`: what it is, for people.
+        - `partial`: whether it may be a sum that is not added up yet.
+
+        **Returns:**
+
+        Its number, and whether it is new.
+        """
         if key in self.made:
             return self.made[key], False
         rows = layouts(sizes, self.machine, partial)
@@ -312,6 +357,14 @@ class Builder:
         return self.made[key], True
 
     def argument(self, position: int, number: int, key: Any) -> None:
+        """Makes the node of an argument.
+
+        **Arguments:**
+
+        - `position`: which argument.
+        - `number`: of its array.
+        - `key`: what tells its class from others.
+        """
         shape = self.program.arrays[number].shape
         if not shape:
             return
@@ -322,7 +375,13 @@ class Builder:
             self.restrict(home, self.pinned[position])
 
     def restrict(self, home: Home, spec: PartitionSpec) -> None:
-        """Leaves only the labels that a spec allows."""
+        """Leaves only the labels that a spec allows.
+
+        **Arguments:**
+
+        - `home`: the array.
+        - `spec`: the spec. Where it is `UNCONSTRAINED`, all stay.
+        """
         own = self.nodes[home.node]
         entries = (*tuple(spec), *(None,) * (len(home.dims) - len(tuple(spec))))
         wanted = np.full(len(self.machine.axes), WHOLE, np.int8)
@@ -336,32 +395,14 @@ class Builder:
         if keep.any():
             own.labels, own.seconds = own.labels[keep], own.seconds[keep]
 
-    def summands(self) -> dict[int, bool]:
-        """For each array whether it is a sum that others may be added to before devices add up their parts."""
-        found: dict[int, bool] = {}
-        for operation in self.program.operations:
-            for result in operation.results:
-                if operation.name in _SUMS and operation.factors.reduced:
-                    found[result] = True
-                elif operation.name in _ADDS and operation.role == "compute":
-                    shape = self.program.arrays[result].shape
-                    found[result] = bool(operation.operands) and all(
-                        operand is not None
-                        and found.get(operand, False)
-                        and self.program.arrays[operand].shape == shape
-                        for operand in operation.operands
-                    )
-        return found
-
-    def is_added(self, array: int) -> bool:
-        """Whether all that is done with a sum is to add others to it."""
-        users = self.users.get(array, ())
-        if len(users) != 1 or not self.sums.get(array):
-            return False
-        user = self.program.operations[users[0][0]]
-        return self.sums.get(user.results[0], False) and user.name in _ADDS
-
     def operation(self, at: int, colour: int) -> None:
+        """Makes the nodes of an operation.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class: operations alike have the same.
+        """
         operation = self.program.operations[at]
         arrays, factors = self.program.arrays, operation.factors
         if not any(
@@ -377,7 +418,19 @@ class Builder:
             self.general(at, colour)
 
     def place_of(self, array: int, at: int, colour: int, slot: Any) -> Home:
-        """The node of an array that goes with others, and the array's place there."""
+        """Returns the node of an array that goes with others, and the array's place there.
+
+        **Arguments:**
+
+        - `array`: its number.
+        - `at`: the operation that makes it.
+        - `colour`: the number of its class: operations alike have the same.
+        - `slot`: which of its results it is.
+
+        **Returns:**
+
+        A `Home`.
+        """
         root, dims = self.clusters.roots.get(array, (array, tuple(range(len(self.program.arrays[array].shape)))))
         if root not in self.cluster_nodes:
             sizes = self.clusters.sizes.get(root, self.program.arrays[root].shape)
@@ -386,18 +439,25 @@ class Builder:
         return Home(self.cluster_nodes[root], dims)
 
     def functional(self, at: int, colour: int) -> None:
-        """What comes in follows from the layout of what comes out."""
+        """Makes an operation of which what comes in follows from the layout of what comes out.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class: operations alike have the same.
+        """
         operation = self.program.operations[at]
         factors, result = operation.factors, operation.results[0]
         array = self.program.arrays[result]
-        partial = self.is_partial(at)
+        partial = self.sums.is_partial(at)
         back = self.feedback.get(result)
         if back is not None and back in self.homes:
             own = Home(self.homes[back].node, tuple(range(len(array.shape))))
+        elif operation.role == "exit" and operation.operands[0] not in self.sums.rounds:
+            self.homes[result] = self.homes[operation.operands[0] or 0]
+            return
         elif partial:
-            sizes = [1 if f is None else factors.sizes[f] for f in factors.results[0]]
-            node, _ = self.node(("node", colour), sizes, operation.name, True)
-            own = Home(node, tuple(range(len(array.shape))))
+            own = self.part(at, colour)
         else:
             own = self.place_of(result, at, colour, 0)
             if operation.role == "fixed":
@@ -407,21 +467,38 @@ class Builder:
         }
         self.owners[at] = own.node
         self.take(at, own.node, where)
-        self.homes[result] = self.settled(at, colour, 0, own) if partial and not self.is_added(result) else own
+        self.homes[result] = self.settled(at, colour, 0, own) if partial and not self.sums.is_added(result) else own
         self.charge(at, own)
 
-    def is_partial(self, at: int) -> bool:
-        """Whether an operation adds sums that devices may not have added up yet."""
+    def part(self, at: int, colour: int) -> Home:
+        """Makes the node of a sum that devices may hold in parts; what goes round in a loop has one.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class.
+
+        **Returns:**
+
+        The `Home` of its result.
+        """
         operation = self.program.operations[at]
-        return (
-            operation.name in _ADDS
-            and operation.role == "compute"
-            and self.sums.get(operation.results[0], False)
-            and all(self.is_added(operand) for operand in operation.operands if operand is not None)
-        )
+        factors = operation.factors
+        for array, adding in self.sums.rounds.items():
+            if adding == at and array in self.homes:
+                return self.homes[array]
+        sizes = [1 if f is None else factors.sizes[f] for f in factors.results[0]]
+        node, _ = self.node(("node", colour), sizes, operation.name, True)
+        return Home(node, tuple(range(len(factors.results[0]))))
 
     def apart(self, at: int, colour: int) -> None:
-        """Every result is an operand that is handed on."""
+        """Makes an operation of which every result is an operand that is handed on.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class: operations alike have the same.
+        """
         operation = self.program.operations[at]
         for place, (operand, result) in enumerate(zip(operation.operands, operation.results, strict=True)):
             shape = self.program.arrays[result].shape
@@ -433,7 +510,13 @@ class Builder:
                 self.takes[at, place] = home
 
     def general(self, at: int, colour: int) -> None:
-        """The operation has layouts of its own, and each result may be laid out anew."""
+        """Makes an operation that has layouts of its own, and each result of which may be laid out anew.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class: operations alike have the same.
+        """
         operation = self.program.operations[at]
         factors = operation.factors
         if operation.role == "opaque":
@@ -446,11 +529,17 @@ class Builder:
             if not self.program.arrays[result].shape:
                 continue
             own = Home(node, factors.results[place], factors.reduced)
-            self.homes[result] = own if self.is_added(result) else self.settled(at, colour, place, own)
+            self.homes[result] = own if self.sums.is_added(result) else self.settled(at, colour, place, own)
         self.charge(at, Home(node, ()))
 
     def opaque(self, at: int, colour: int) -> None:
-        """What the operation takes and gives is laid out as it says."""
+        """Makes an operation of which what it takes and gives is laid out as it says.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class: operations alike have the same.
+        """
         operation = self.program.operations[at]
         taken, given = operation.spec
         for place, operand in enumerate(operation.operands):
@@ -469,21 +558,49 @@ class Builder:
                     self.restrict(self.homes[result], given[place])
 
     def settled(self, at: int, colour: int, place: int, own: Home) -> Home:
-        """The node of an array that is laid out anew after the operation."""
+        """Returns where an array is that is laid out anew after the operation.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `colour`: the number of its class: operations alike have the same.
+        - `place`: which result.
+        - `own`: where it is before that.
+
+        **Returns:**
+
+        A `Home`.
+        """
         home = self.place_of(self.program.operations[at].results[place], at, colour, ("sum", place))
         self.anew[at, place] = (own, home)
         return home
 
     def take(self, at: int, node: int, where: Mapping[int, int]) -> None:
-        """What the operation takes of each operand."""
+        """Notes what the operation takes of each operand.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `node`: its node.
+        - `where`: for factors of the operation the dims of the node.
+        """
         operation = self.program.operations[at]
+        zeros = operation.role == "join" and operation.results[0] in self.sums.rounds
         for place, operand in enumerate(operation.operands):
+            if zeros and place == 0:  # which are made wherever they are wanted
+                continue
             if operand in self.homes:
                 dims = operation.factors.operands[place]
                 self.takes[at, place] = Home(node, tuple(None if f is None else where.get(f) for f in dims))
 
     def charge(self, at: int, home: Home) -> None:
-        """Adds what computing takes."""
+        """Adds what computing takes.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `home`: its node.
+        """
         operation, arrays, machine = self.program.operations[at], self.program.arrays, self.machine
         node = home.node
         own = self.nodes[node]
@@ -504,12 +621,31 @@ class Builder:
         own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.times
 
     def is_read(self, at: int) -> bool:
-        """Whether an operation reads its operands from memory, rather than being computed along with others."""
+        """Whether an operation reads its operands from memory, rather than being computed along with others.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+
+        **Returns:**
+
+        Whether it does.
+        """
         operation = self.program.operations[at]
         return bool(operation.flops) or operation.role == "return" or not _is_fused(operation)
 
     def is_written(self, at: int, result: int) -> bool:
-        """Whether what comes out is written to memory: others need all of it before they can begin."""
+        """Whether what comes out is written to memory: others need all of it before they can begin.
+
+        **Arguments:**
+
+        - `at`: the number of the operation.
+        - `result`: the number of the array that comes out.
+
+        **Returns:**
+
+        Whether it is.
+        """
         operation = self.program.operations[at]
         if operation.role in ("enter", "join", "leave"):
             return operation.role == "leave"
@@ -517,17 +653,28 @@ class Builder:
         return not _is_fused(operation) or any(not _is_fused(user) for user in users) or operation.role == "return"
 
     def edges(self, together: bool) -> tuple[list[Edge], list[tuple[tuple[int, ...], int]], dict[tuple[int, int], int]]:
+        """Makes the edges.
+
+        **Arguments:**
+
+        - `together`: whether operations of one name that take an array alike take the same copy of it.
+
+        **Returns:**
+
+        The edges; groups of them with what they share, as `Problem.shared` has them; and `Problem.reads`.
+        """
         program = self.program
         edges: list[Edge] = []
         numbers: dict[Any, int] = {}
         reads: dict[tuple[int, int], int] = {}
         groups: dict[tuple[int, int], dict[Any, list[tuple[int, int]]]] = {}
 
-        def add(array: int, start: Home, end: Home, times: int) -> int:
-            key = (start, end, program.arrays[array].nbytes, times)
+        def add(array: int, start: Home, end: Home, times: int, region: int) -> int:
+            in_loop = program.regions[region][1] > 1
+            key = (start, end, program.arrays[array].nbytes, times, in_loop)
             if key not in numbers:
                 numbers[key] = len(edges)
-                edges.append(self.edge(start, end, program.arrays[array].nbytes, times))
+                edges.append(self.edge(start, end, program.arrays[array].nbytes, times, in_loop))
             return numbers[key]
 
         for at, operation in enumerate(program.operations):
@@ -539,11 +686,11 @@ class Builder:
                 own = groups.setdefault((operand, around(program, at, place)), {})
                 own.setdefault((operation.reads[place], same), []).append((at, place))
         counted: dict[tuple[int, ...], int] = {}
-        for (array, _), kinds in groups.items():
+        for (array, region), kinds in groups.items():
             by_times: dict[int, dict[int, None]] = {}
             for (times, _), places in kinds.items():
                 end = self.copy(places)
-                number = add(array, self.homes[array], end, times)
+                number = add(array, self.homes[array], end, times, region)
                 by_times.setdefault(times, {})[number] = None
                 reads.update(dict.fromkeys(places, number))
             for times, same in by_times.items():
@@ -551,13 +698,22 @@ class Builder:
                 counted[key] = counted.get(key, 0) + times
         for (at, place), (own, home) in self.anew.items():
             operation = program.operations[at]
-            number = add(operation.results[place], own, home, operation.times)
+            number = add(operation.results[place], own, home, operation.times, operation.region)
             reads[at, -1 - place] = number
             counted[number,] = counted.get((number,), 0) + operation.times
         return edges, list(counted.items()), reads
 
     def copy(self, places: Sequence[tuple[int, int]]) -> Home:
-        """Where an array is brought for operations that take it alike: all of them take the same copy."""
+        """Returns where an array is brought for operations that take it alike: all of them take the same copy.
+
+        **Arguments:**
+
+        - `places`: the operations, and as which operand each takes it.
+
+        **Returns:**
+
+        A `Home`.
+        """
         ends = [self.takes[place] for place in places]
         if len(dict.fromkeys(ends)) == 1:
             return ends[0]
@@ -571,14 +727,36 @@ class Builder:
             self.equal += [(Home(self.made[key], dims), end) for end in dict.fromkeys(ends)]
         return Home(self.made[key], tuple(range(len(ends[0].dims))))
 
-    def edge(self, start: Home, end: Home, nbytes: int, times: int) -> Edge:
+    def edge(self, start: Home, end: Home, nbytes: int, times: int, in_loop: bool) -> Edge:
+        """Makes an edge.
+
+        **Arguments:**
+
+        - `start`, `end`: where the array is given, and where it is taken.
+        - `nbytes`: the bytes of all of it.
+        - `times`: how often it goes.
+        - `in_loop`: whether that is in a loop, where fewer collectives can be combined.
+
+        **Returns:**
+
+        An `Edge`.
+        """
         first, from_codes = np.unique(project(self.nodes[start.node].labels, start), axis=0, return_inverse=True)
         last, to_codes = np.unique(project(self.nodes[end.node].labels, end), axis=0, return_inverse=True)
         key = (first.tobytes(), first.shape, last.tobytes(), last.shape)
         if key not in self.known:
             self.known[key] = moves(first, last, self.machine)
         return Edge(
-            start.node, end.node, nbytes, times, from_codes.ravel(), to_codes.ravel(), first, last, self.known[key]
+            start.node,
+            end.node,
+            nbytes,
+            times,
+            from_codes.ravel(),
+            to_codes.ravel(),
+            first,
+            last,
+            self.known[key],
+            self.machine.assumptions.combined_bytes // (_IN_LOOPS if in_loop else 1),
         )
 
 

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.analysis.model_flops import equation_flops
 from shardrules.planning.factors import Factors, op_factors
 
-Role: TypeAlias = Literal["compute", "enter", "join", "leave", "fixed", "opaque", "return"]
-"""What an operation is: one of the function, the entry to a loop, a value that goes round in it, an exit that stacks,
-a constraint of the user's, something that stays as it is, or a result of the function."""
+Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
+"""What an operation is: one of the function; the entry to a loop, a value that goes round in it, what that is in the
+end, what is stacked on leaving; a constraint of the user's, something that stays as it is, a result of the function."""
 
 INLINED: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
@@ -328,7 +328,7 @@ class _Reader:
         rest: list[int | None],
         region: int,
         times: int,
-    ) -> tuple[list[int | None], list[int | None]]:
+    ) -> tuple[list[int | None], list[int | None], list[int | None]]:
         """Reads the body of a loop, of which some arrays go round."""
         inside = self.regions[region][1]
         jaxpr = open_program(program)
@@ -345,7 +345,13 @@ class _Reader:
             self.operations[place] = Operation(
                 "join", "join", number, slot, (first, last), (array,), factors, inside, region, (times, inside)
             )
-        return [*rounds], ends[len(start) :]
+        around = self.regions[region][0]
+        exits: list[int | None] = []
+        for slot, array in enumerate(rounds):
+            exits.append(self.like(array))
+            if self.arrays[array].shape:
+                self.identity("exit", (number, slot), array, exits[-1] or 0, around, times)
+        return [*rounds], exits, ends[len(start) :]
 
     def scan(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
         params = equation.params
@@ -355,7 +361,7 @@ class _Reader:
         jaxpr = open_program(params["jaxpr"])
         given = self.enter((number, 0), operands[:fixed], jaxpr.invars[:fixed], inside, outside)
         rest = self.enter((number, fixed), operands[fixed + carry :], jaxpr.invars[fixed + carry :], inside, outside)
-        rounds, stacked = self.carried(
+        _, exits, stacked = self.carried(
             number, params["jaxpr"], given, operands[fixed : fixed + carry], rest, inside, outside
         )
         left: list[int | None] = []
@@ -364,7 +370,7 @@ class _Reader:
             left.append(result)
             if one is not None:
                 self.identity("leave", (number, slot), one, result, inside, self.regions[inside][1], -1)
-        return [*rounds, *left]
+        return [*exits, *left]
 
     def loop(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
         params = equation.params
@@ -375,9 +381,11 @@ class _Reader:
         body = open_program(params["body_jaxpr"])
         asked = self.enter((number, 0), operands[:first], condition.invars[:first], inside, outside)
         given = self.enter((number, first), operands[first : first + second], body.invars[:second], inside, outside)
-        rounds, _ = self.carried(number, params["body_jaxpr"], given, operands[first + second :], [], inside, outside)
+        rounds, exits, _ = self.carried(
+            number, params["body_jaxpr"], given, operands[first + second :], [], inside, outside
+        )
         self.body(params["cond_jaxpr"], [*asked, *rounds], inside)
-        return rounds
+        return exits
 
     def branches(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
         outside = self.regions[region][1]

@@ -43,6 +43,11 @@ class PlannedFunction:
     donated: tuple[int, ...]
     _known: dict[Any, tuple[Call, Any, list[Any]]] = attrs.field(factory=dict, repr=False, init=False)
 
+    @property
+    def __name__(self) -> str:
+        """The name of the function."""
+        return self.planned.name
+
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the function, to be compiled: `planned.lower(*args).compile()`.
 

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
-from shardrules.planning.layouts import PARTIAL, WHOLE, spec_of
+from shardrules.planning.layouts import PARTIAL, WHOLE, spec_of, way
 from shardrules.planning.problem import Problem
-from shardrules.planning.program import INLINED, RECOMPUTED, inner_program, open_program
+from shardrules.planning.program import INLINED, inner_program, open_program
 
 
 @final
@@ -26,11 +26,11 @@ class Held:
 
     **Arguments:**
 
-    - `operands`: for each operand the layout that it is brought to, or `None` where it stays as it is.
+    - `operands`: for each operand the layouts that it is brought through; none where it stays as it is.
     - `results`: for each result the layouts that it is held in, one after the other.
     """
 
-    operands: tuple[PartitionSpec | None, ...]
+    operands: tuple[tuple[PartitionSpec, ...], ...]
     results: tuple[tuple[PartitionSpec, ...], ...]
 
 
@@ -54,25 +54,26 @@ def held(problem: Problem, choice: Sequence[int]) -> dict[tuple[int, str, int], 
         return spec_of(whole, len(program.arrays[array].shape), machine)
 
     for at, operation in enumerate(program.operations):
-        operands: list[PartitionSpec | None] = []
+        operands: list[tuple[PartitionSpec, ...]] = []
         for place, operand in enumerate(operation.operands):
             taken = problem.takes.get((at, place))
             if taken is None or operand is None or operand not in problem.homes:
-                operands.append(None)
+                operands.append(())
                 continue
             there, here = problem.layout(taken, choice), problem.layout(problem.homes[operand], choice)
-            operands.append(None if there == here else spec(there, operand))
+            operands.append(tuple(spec(row, operand) for row in way(here, there)))
         results: list[tuple[PartitionSpec, ...]] = []
         for place, result in enumerate(operation.results):
             if result not in problem.homes:
                 results.append(())
                 continue
-            last = spec(problem.layout(problem.homes[result], choice), result)
-            made = problem.settled.get((at, place))
-            first = last if made is None else spec(problem.layout(made, choice), result)
-            results.append((last,) if spec_key(first) == spec_key(last) else (first, last))
+            last = problem.layout(problem.homes[result], choice)
+            made = problem.layout(problem.settled.get((at, place), problem.homes[result]), choice)
+            if operation.role == "exit":  # or else compilers carry it as it is to be after the loop
+                made = problem.layout(problem.homes[operation.operands[0] or 0], choice)
+            results.append((spec(made, result), *(spec(row, result) for row in way(made, last))))
         if operation.number >= 0:
-            role = operation.role if operation.role in ("enter", "join", "leave") else "compute"
+            role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
             found[operation.number, role, operation.slot] = Held(tuple(operands), tuple(results))
     return found
 
@@ -97,7 +98,7 @@ def rewritten(program: ClosedJaxpr, layouts: dict[tuple[int, str, int], Held], m
 @final
 @attrs.define(eq=False)
 class _Region:
-    """A part of a program whose operations can share what is made for one of them."""
+    """A body whose operations share what is made for one of them; bodies inside it know none of its variables."""
 
     copies: dict[tuple[Any, Any], Any] = attrs.field(factory=dict)
 
@@ -160,9 +161,8 @@ class _Rewriter:
         inner = inner_program(equation)
         own = [one if isinstance(one, Literal) else now.get(one, one) for one in equation.invars]
         if inner is not None:
-            inside = _Region() if name in RECOMPUTED else region
             key = next(key for key in INLINED[name] if key in equation.params)
-            body = self.body(open_program(inner), (), (), inside)
+            body = self.body(open_program(inner), (), (), _Region())
             equations.append(equation.replace(invars=own, params={**equation.params, key: _closed(inner, body)}))
             return
         nested = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
@@ -174,14 +174,14 @@ class _Rewriter:
             equations.append(equation.replace(invars=own))
             return
         taken = []
-        for var, spec in zip(own, here.operands, strict=True):
-            if spec is None or isinstance(var, Literal):
-                taken.append(var)
-                continue
-            key = (var, spec_key(spec))
-            if key not in region.copies:
-                region.copies[key] = self.hold(var, spec, equations, equation)
-            taken.append(region.copies[key])
+        for var, chain in zip(own, here.operands, strict=True):
+            last = var
+            for spec in () if isinstance(var, Literal) else chain:
+                key = (last, spec_key(spec))
+                if key not in region.copies:
+                    region.copies[key] = self.hold(last, spec, equations, equation)
+                last = region.copies[key]
+            taken.append(last)
         equations.append(equation.replace(invars=taken))
         self.results(equation, here.results, equations, now)
 
@@ -197,27 +197,23 @@ class _Rewriter:
             if chain:
                 now[var] = last
 
-    def at(
-        self, number: int, role: str, slot: int
-    ) -> tuple[PartitionSpec | None, PartitionSpec | None, PartitionSpec | None]:
-        """At the entry or exit of a loop: where the first and the last operand have to be, and where the result is."""
+    def inside(self, number: int, role: str, slot: int) -> PartitionSpec | None:
+        """Where an array is that enters a loop, goes round in it or leaves it."""
         here = self.layouts.get((number, role, slot))
-        if here is None:
-            return None, None, None
-        result = here.results[0][-1] if here.results[0] else None
-        return here.operands[0], here.operands[-1], result
+        return None if here is None or not here.results[0] else here.results[0][-1]
 
     def entered(
         self, number: int, role: str, own: list[Any], places: Sequence[int], first: int, equations: list[Any]
     ) -> list[PartitionSpec | None]:
         """Brings what enters to where it is wanted; returns where it is inside."""
-        inside = []
         for slot, place in enumerate(places, first):
-            outer, _, result = self.at(number, role, slot)
-            if outer is not None and not isinstance(own[place], Literal):
-                own[place] = self.hold(own[place], outer, equations, None)
-            inside.append(result)
-        return inside
+            here = self.layouts.get((number, role, slot))
+            if here is None or isinstance(own[place], Literal):
+                continue
+            chain = here.operands[0] or (here.results[0] if role == "join" else ())
+            for spec in chain:
+                own[place] = self.hold(own[place], spec, equations, None)
+        return [self.inside(number, role, slot) for slot in range(first, first + len(places))]
 
     def scan(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
         params = equation.params
@@ -225,17 +221,22 @@ class _Rewriter:
         given = self.entered(number, "enter", own, range(fixed), 0, equations)
         rounds = self.entered(number, "join", own, range(fixed, fixed + carry), 0, equations)
         rest = self.entered(number, "enter", own, range(fixed + carry, len(own)), fixed, equations)
-        ends = [self.at(number, "join", slot)[2] for slot in range(carry)]
+        ends = [self.inside(number, "join", slot) for slot in range(carry)]
         stacked = len(equation.outvars) - carry
         left = [self.leaving(number, slot) for slot in range(stacked)]
         body = self.body(open_program(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left], _Region())
         equations.append(equation.replace(invars=own, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
-        outside = [() if spec is None else (spec,) for spec in ends]
+        outside = self.exits(number, carry)
         outside += [
             self.layouts[number, "leave", slot].results[0] if (number, "leave", slot) in self.layouts else ()
             for slot in range(stacked)
         ]
         self.results(equation, outside, equations, now)
+
+    def exits(self, number: int, count: int) -> list[tuple[PartitionSpec, ...]]:
+        """Where what went round in a loop is after it."""
+        found = [self.layouts.get((number, "exit", slot)) for slot in range(count)]
+        return [() if here is None else here.results[0] for here in found]
 
     def leaving(self, number: int, slot: int) -> PartitionSpec | None:
         """Where a part of a stacked array is when it leaves a loop."""
@@ -257,15 +258,15 @@ class _Rewriter:
             "cond_jaxpr": _closed(params["cond_jaxpr"], condition),
         }
         equations.append(equation.replace(invars=own, params={**params, **changed}))
-        self.results(equation, [() if spec is None else (spec,) for spec in rounds], equations, now)
+        self.results(equation, self.exits(number, len(rounds)), equations, now)
 
     def branches(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
         changed = []
-        ends = [self.at(number, "join", slot)[2] for slot in range(len(equation.outvars))]
+        ends = [self.inside(number, "join", slot) for slot in range(len(equation.outvars))]
         for index, branch in enumerate(equation.params["branches"]):
             program = open_program(branch)
             count = len(program.invars)
-            first = [self.at(number, "enter", index * count + slot)[2] for slot in range(count)]
+            first = [self.inside(number, "enter", index * count + slot) for slot in range(count)]
             changed.append(_closed(branch, self.body(program, first, ends, _Region())))
         equations.append(equation.replace(invars=own, params={**equation.params, "branches": tuple(changed)}))
         self.results(equation, [() if spec is None else (spec,) for spec in ends], equations, now)

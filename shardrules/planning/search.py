@@ -14,7 +14,7 @@ from shardrules.planning.memory import Occupancy
 from shardrules.planning.problem import Builder, Problem
 from shardrules.planning.program import Program
 from shardrules.planning.restrict import having, restricted, size
-from shardrules.planning.solver import Formulation, Solution, least_memory, solve
+from shardrules.planning.solver import Formulation, Solution, floor, least_memory, solve
 
 _ROUNDS = 12
 _CLOSE = 1e-3
@@ -96,32 +96,38 @@ class Task:
 
         What was found.
         """
-        if size(self.problem) > _AT_ONCE and len(self.problem.machine.sizes) > 2:
+        if size(self.problem) > _AT_ONCE and len(self.problem.machine.sizes) > 1:
             return self._by_parts(limit, deadline)
         return self._at_once(limit, deadline, {})
 
-    def _at_once(self, limit: float, deadline: float, moments: dict[int, float]) -> "Found":
-        """Solves it exactly. `moments` are operations at which memory is watched, with the limits there."""
+    def _at_once(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+        """Solves it exactly. `moments` are operations at which memory is watched."""
         begun = time.monotonic()
+        limits = dict.fromkeys(moments, limit)
         formulation = Formulation(self.problem, _preference(self.problem))
-        bound = 0.0
+        bound = free = 0.0
         for _ in range(_ROUNDS):
-            rows = [self.occupancy.row(at, allowed) for at, allowed in moments.items()]
+            rows = [self.occupancy.row(at, allowed) for at, allowed in limits.items()]
             solution = solve(formulation, rows, deadline)
-            bound = max(bound, solution.bound)
-            if not solution.choice:
+            bound = solution.bound
+            free = bound if not rows else free
+            if solution.choice is None:
                 break
             timeline = self.occupancy.timeline(solution.choice)
             peak = float(timeline.max())
             if peak <= limit * (1 + _CLOSE):
+                if limits:  # these watch for more than must be, so that the bound under them is none
+                    sure = [self.occupancy.row(at, limit * (1 + _CLOSE), sure=True) for at in limits]
+                    bound = max(free, floor(formulation, sure, deadline))
                 return Found(solution, peak, bound, time.monotonic() - begun, sum(solution.prices))
             for at in _peaks(timeline, limit):
-                moments[at] = limit if at not in moments else moments[at] - (float(timeline[at]) - limit)
+                limits[at] = limit if at not in limits else limits[at] - (float(timeline[at]) - limit)
+                moments[at] = None
             if time.monotonic() > deadline:
                 break
         return Found(None, self._least(formulation, moments), np.inf, time.monotonic() - begun, 0.0)
 
-    def _least(self, formulation: Formulation, moments: Mapping[int, float]) -> float:
+    def _least(self, formulation: Formulation, moments: Mapping[int, None]) -> float:
         """About the least memory that any choice takes, in bytes."""
         watched = dict.fromkeys(moments)
         needed = np.inf
@@ -137,42 +143,47 @@ class Task:
         return needed
 
     def _by_parts(self, limit: float, deadline: float) -> "Found":
-        """Solves it for two axes at a time, as the others are, until that changes nothing."""
+        """Solves it for two axes of three at a time, or one of two, as the others are, until that changes nothing."""
         begun = time.monotonic()
         axes = range(len(self.problem.machine.sizes))
-        moments: dict[int, float] = {}
+        moments: dict[int, None] = {}
         best: Found | None = None
         for pair in itertools.combinations(axes, 2):
             together = having(self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]])
             best = _better(best, self._part(together, limit, deadline, moments))
-        assert best is not None, "there are pairs of three axes and more"
+        assert best is not None, "there are two axes and more"
         if best.solution is None:
             return attrs.evolve(best, seconds=time.monotonic() - begun)
         tried: dict[tuple[int, ...], tuple[int, ...]] = {}
         while time.monotonic() < deadline:
             before = best
-            for pair in itertools.combinations(axes, 2):
-                choice = best.solution.choice if best.solution else ()
+            for pair in itertools.combinations(axes, min(2, len(axes) - 1)):
+                choice = _choice(best)
                 if tried.get(pair) == choice or time.monotonic() > deadline:
                     continue
                 rest = [axis for axis in axes if axis not in pair]
                 best = _better(best, self._part(_as_chosen(self.problem, choice, rest), limit, deadline, moments))
-                tried[pair] = best.solution.choice if best.solution else ()
+                tried[pair] = _choice(best)
             if best is before:
                 break
         assert best.solution is not None, "it had one before"
-        floor = lower_bound(self.problem, min(deadline, time.monotonic() + _BOUND_SECONDS))
-        status = "optimal" if best.solution.cost <= floor * (1 + _CLOSE) else "feasible"
-        solution = attrs.evolve(best.solution, bound=floor, status=status)
-        return Found(solution, best.peak_bytes, floor, time.monotonic() - begun, best.price)
+        least = lower_bound(self.problem, min(deadline, time.monotonic() + _BOUND_SECONDS))
+        status = "optimal" if best.solution.cost <= least * (1 + _CLOSE) else "feasible"
+        solution = attrs.evolve(best.solution, bound=least, status=status)
+        return Found(solution, best.peak_bytes, least, time.monotonic() - begun, best.price)
 
-    def _part(self, keep: Sequence[np.ndarray], limit: float, deadline: float, moments: dict[int, float]) -> "Found":
+    def _part(self, keep: Sequence[np.ndarray], limit: float, deadline: float, moments: dict[int, None]) -> "Found":
         """Solves it for some of the labels."""
         found = self.only(keep)._at_once(limit, deadline, moments)
         if found.solution is None:
             return found
-        choice = tuple(int(kept[label]) for kept, label in zip(keep, found.solution.choice, strict=True))
+        choice = tuple(int(kept[label]) for kept, label in zip(keep, _choice(found), strict=True))
         return attrs.evolve(found, solution=attrs.evolve(found.solution, choice=choice))
+
+
+def _choice(found: "Found") -> tuple[int, ...]:
+    """For each node the number of its label; nothing where nothing fits."""
+    return () if found.solution is None else found.solution.choice or ()
 
 
 def _better(first: "Found | None", second: "Found") -> "Found":
@@ -215,7 +226,7 @@ class Found:
 
 def _preference(problem: Problem) -> list[np.ndarray]:
     """Between choices that cost the same, that which splits least, and in the order of the mesh."""
-    return [1e-5 * np.arange(len(node.labels)) for node in problem.nodes]
+    return [1e-6 * np.arange(len(node.labels)) for node in problem.nodes]
 
 
 def _peaks(timeline: np.ndarray, limit: float) -> list[int]:

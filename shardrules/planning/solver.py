@@ -17,9 +17,13 @@ from scipy.sparse import coo_array, csr_array, vstack
 from shardrules.planning.problem import Home, Problem, project
 
 Status: TypeAlias = Literal["optimal", "feasible", "infeasible"]
+"""What is known of a choice: that none is better, that one may be, or that there is none."""
 
 _MICRO = 1e6
 _WHOLE = 1e-5
+_NEAR = 1e-3
+_FEW = 20_000
+_INFEASIBLE = 2
 
 
 @final
@@ -48,14 +52,14 @@ class Solution:
 
     **Arguments:**
 
-    - `choice`: for each node the number of its label; empty if there is none.
+    - `choice`: for each node the number of its label; `None` where there is none.
     - `cost`, `bound`: what it costs, and what every choice costs at least.
     - `status`: what is known of it.
     - `prices`: for each row what one more byte would save.
     - `seconds`: how long it took.
     """
 
-    choice: tuple[int, ...]
+    choice: tuple[int, ...] | None
     cost: float
     bound: float
     status: Status
@@ -65,7 +69,14 @@ class Solution:
 
 @final
 class Formulation:
-    """The linear program of a problem."""
+    """The linear program of a problem.
+
+    **Arguments:**
+
+    - `problem`: what is to be chosen.
+    - `preference`: for each node what its labels cost beyond their time, in millionths of a second. It decides between
+        choices that take the same time.
+    """
 
     def __init__(self, problem: Problem, preference: Sequence[np.ndarray]) -> None:
         self.problem = problem
@@ -76,6 +87,7 @@ class Formulation:
             np.asarray(node.seconds, float) * _MICRO + extra
             for node, extra in zip(problem.nodes, preference, strict=True)
         ]
+        self.slack = float(sum(np.max(extra, initial=0.0) for extra in preference))
         self.equal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.equal_count = 0
         self.right: list[np.ndarray] = []
@@ -93,7 +105,12 @@ class Formulation:
             self.group(group, count)
 
     def same(self, first: Home, second: Home) -> None:
-        """Two nodes give an array the same layout."""
+        """Makes two nodes give an array the same layout.
+
+        **Arguments:**
+
+        - `first`, `second`: the array at either node.
+        """
         rows = [project(self.problem.nodes[home.node].labels, home) for home in (first, second)]
         known, codes = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
         codes = codes.ravel()
@@ -107,13 +124,29 @@ class Formulation:
         self.right.append(np.zeros(len(known)))
 
     def fresh(self, costs: np.ndarray) -> int:
-        """Adds variables."""
+        """Adds variables.
+
+        **Arguments:**
+
+        - `costs`: what each of them costs.
+
+        **Returns:**
+
+        The number of the first.
+        """
         at = self.count
         self.costs.append(costs)
         self.count += len(costs)
         return at
 
     def group(self, group: tuple[int, ...], count: int) -> None:
+        """Adds edges that bring the same array to the same place.
+
+        **Arguments:**
+
+        - `group`: the numbers of the edges.
+        - `count`: how many such groups there are.
+        """
         edges = [self.problem.edges[number] for number in group]
         priced = [edge.seconds() * _MICRO * count for edge in edges]
         if len(group) == 1:
@@ -126,7 +159,13 @@ class Formulation:
         self.together([group[at] for at in keep], [priced[at] for at in keep])
 
     def lone(self, number: int, cost: np.ndarray) -> None:
-        """An edge that pays for itself."""
+        """Adds an edge that pays for itself.
+
+        **Arguments:**
+
+        - `number`: of the edge.
+        - `cost`: what it costs from each layout to each.
+        """
         edge = self.problem.edges[number]
         if not (cost != 0).any():
             return
@@ -138,7 +177,17 @@ class Formulation:
             self.pair(number, cost)
 
     def pair(self, number: int, cost: np.ndarray) -> int:
-        """The variables of an edge, one for each way to go."""
+        """Returns the variables of an edge, one for each way to go, and makes them if there are none yet.
+
+        **Arguments:**
+
+        - `number`: of the edge.
+        - `cost`: what it costs from each layout to each.
+
+        **Returns:**
+
+        The number of the first.
+        """
         if number in self.pairs:
             block, at = self.pairs[number]
             self.costs[block] = self.costs[block] + cost.ravel()
@@ -159,7 +208,17 @@ class Formulation:
         return at
 
     def flow(self, number: int, row: int, column: int) -> tuple[np.ndarray, np.ndarray]:
-        """What says whether an edge goes from one layout to another: variables that are added up."""
+        """Returns what says whether an edge goes from one layout to another: variables that are added up.
+
+        **Arguments:**
+
+        - `number`: of the edge.
+        - `row`, `column`: the two layouts.
+
+        **Returns:**
+
+        The variables, and what each counts.
+        """
         edge = self.problem.edges[number]
         if len(edge.from_layouts) == 1:
             columns = np.flatnonzero(edge.to_codes == column) + self.offsets[edge.end]
@@ -170,7 +229,13 @@ class Formulation:
         return columns, np.ones(len(columns))
 
     def together(self, group: list[int], priced: list[np.ndarray]) -> None:
-        """Edges that bring the same array somewhere: whatever goes to the same layout goes once."""
+        """Adds edges that bring the same array somewhere: whatever goes to the same layout goes once.
+
+        **Arguments:**
+
+        - `group`: the numbers of the edges.
+        - `priced`: what each costs from each layout to each.
+        """
         edges = [self.problem.edges[number] for number in group]
         wanted: dict[tuple[int, bytes], tuple[float, list[tuple[int, int, int]]]] = {}
         for number, edge, cost in zip(group, edges, priced, strict=True):
@@ -195,14 +260,28 @@ class Formulation:
                 self.above_count += 1
 
     def matrices(self) -> tuple[np.ndarray, csr_array, np.ndarray, csr_array]:
-        """Everything as arrays."""
+        """Returns everything as arrays.
+
+        **Returns:**
+
+        What variables cost; equations and their right sides; what is at most 0.
+        """
         cost = np.concatenate(self.costs)
         equal = _sparse(self.equal, self.equal_count, self.count)
         above = _sparse(self.above, self.above_count, self.count)
         return cost, equal, np.concatenate(self.right), above
 
     def memory(self, row: Row) -> tuple[np.ndarray, np.ndarray, float]:
-        """A bound on memory, over the variables: columns, bytes of each, and the limit."""
+        """Returns a bound on memory, over the variables.
+
+        **Arguments:**
+
+        - `row`: the bound.
+
+        **Returns:**
+
+        The variables, the bytes of each, and the limit.
+        """
         columns: list[np.ndarray] = []
         values: list[np.ndarray] = []
         for node, sizes in row.labels.items():
@@ -236,11 +315,7 @@ def _sparse(parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], rows: in
     return csr_array(coo_array((v, (r, c)), shape=(rows, columns)))
 
 
-def solve(
-    formulation: Formulation,
-    rows: Sequence[Row] = (),
-    deadline: float = float("inf"),
-) -> Solution:
+def solve(formulation: Formulation, rows: Sequence[Row] = (), deadline: float = float("inf")) -> Solution:
     """Finds the choice with the least cost.
 
     **Arguments:**
@@ -254,54 +329,97 @@ def solve(
     A `Solution`.
     """
     begun = time.monotonic()
+    if not formulation.problem.nodes:
+        return Solution((), 0.0, 0.0, "optimal", (), 0.0)
+    program = _program(formulation, rows)
+    relaxed = _relaxed(program, deadline)
+    if relaxed.x is None:
+        infeasible = relaxed.status == _INFEASIBLE
+        bound, status = (np.inf, "infeasible") if infeasible else (0.0, "feasible")
+        return Solution(None, np.inf, bound, status, (), time.monotonic() - begun)
+    prices = tuple(
+        -float(price) / scale / _MICRO
+        for price, scale in zip(relaxed.ineqlin.marginals[formulation.above_count :], program.scales, strict=True)
+    )
+    bound = (float(relaxed.fun) - formulation.slack) / _MICRO
+    chosen, loose = _whole(formulation, relaxed.x)
+    if loose:
+        everything = [*range(len(chosen))]
+        few = formulation.count <= _FEW
+        found, least = _search(formulation, program, chosen, everything if few else loose, deadline)
+        if few and least is not None:
+            bound = max(bound, (least - formulation.slack) / _MICRO)
+        if found is None and not few:
+            found, _ = _search(formulation, program, chosen, everything, deadline)
+        if found is None:
+            return Solution(None, np.inf, bound, "infeasible", prices, time.monotonic() - begun)
+        chosen = found
+    cost = formulation.problem.cost(chosen)
+    status = "optimal" if cost <= bound * (1 + _NEAR) + 1e-9 else "feasible"
+    return Solution(tuple(chosen), cost, min(bound, cost), status, prices, time.monotonic() - begun)
+
+
+def floor(formulation: Formulation, rows: Sequence[Row], deadline: float = float("inf")) -> float:
+    """Returns what every choice costs at least.
+
+    **Arguments:**
+
+    - `formulation`: the problem.
+    - `rows`: bounds on memory.
+    - `deadline`: when to stop, as `time.monotonic` has it.
+
+    **Returns:**
+
+    Seconds; 0 where there was no time to find out.
+    """
+    relaxed = _relaxed(_program(formulation, rows), deadline)
+    return 0.0 if relaxed.x is None else (float(relaxed.fun) - formulation.slack) / _MICRO
+
+
+@final
+@attrs.frozen(eq=False)
+class _Program:
+    """A linear program: costs, equations, inequalities, and how much each variable may be."""
+
+    cost: np.ndarray
+    equal: csr_array
+    right: np.ndarray
+    above: csr_array
+    limits: np.ndarray
+    upper: np.ndarray
+    scales: list[float]
+
+
+def _program(formulation: Formulation, rows: Sequence[Row]) -> _Program:
     cost, equal, right, above = formulation.matrices()
     cost, upper = _bounded(formulation, cost)
     limits = np.zeros(formulation.above_count)
-    scales: list[float] = []
-    if rows:
-        bounds = [formulation.memory(row) for row in rows]
-        scales = [max(1.0, float(np.max(values, initial=1.0))) for _, values, _ in bounds]
-        extra = _sparse(
-            [
-                (np.full(len(columns), at), columns, values / scale)
-                for at, ((columns, values, _), scale) in enumerate(zip(bounds, scales, strict=True))
-            ],
-            len(rows),
-            formulation.count,
-        )
-        above = csr_array(vstack([above, extra]))
-        limits = np.concatenate([limits, [limit / scale for (_, _, limit), scale in zip(bounds, scales, strict=True)]])
-    left = max(0.1, deadline - begun)
-    relaxed = linprog(
-        cost,
-        A_ub=above if len(limits) else None,
-        b_ub=limits if len(limits) else None,
-        A_eq=equal,
-        b_eq=right,
-        bounds=np.stack([np.zeros(len(upper)), upper], axis=1),
+    if not rows:
+        return _Program(cost, equal, right, above, limits, upper, [])
+    bounds = [formulation.memory(row) for row in rows]
+    scales = [max(1.0, float(np.max(values, initial=1.0))) for _, values, _ in bounds]
+    parts = [
+        (np.full(len(columns), at), columns, values / scale)
+        for at, ((columns, values, _), scale) in enumerate(zip(bounds, scales, strict=True))
+    ]
+    above = csr_array(vstack([above, _sparse(parts, len(rows), formulation.count)]))
+    extra = [limit / scale for (_, _, limit), scale in zip(bounds, scales, strict=True)]
+    return _Program(cost, equal, right, above, np.concatenate([limits, extra]), upper, scales)
+
+
+def _relaxed(program: _Program, deadline: float) -> Any:
+    """The program without asking for whole numbers."""
+    left = max(0.1, deadline - time.monotonic())
+    return linprog(
+        program.cost,
+        A_ub=program.above if len(program.limits) else None,
+        b_ub=program.limits if len(program.limits) else None,
+        A_eq=program.equal,
+        b_eq=program.right,
+        bounds=np.stack([np.zeros(len(program.upper)), program.upper], axis=1),
         method="highs",
         options={"time_limit": left} if np.isfinite(left) else {},
     )
-    if relaxed.status == 2:
-        return Solution((), np.inf, np.inf, "infeasible", (), time.monotonic() - begun)
-    if relaxed.x is None:
-        return Solution((), np.inf, 0.0, "feasible", (), time.monotonic() - begun)
-    prices = tuple(
-        -float(price) / scale / _MICRO
-        for price, scale in zip(relaxed.ineqlin.marginals[formulation.above_count :], scales, strict=True)
-    )
-    bound = float(relaxed.fun) / _MICRO
-    chosen, loose = _whole(formulation, relaxed.x)
-    if not loose:
-        return _solution(formulation, chosen, bound, prices, begun)
-    found = _search(formulation, (cost, equal, right, above, limits, upper), chosen, loose, deadline)
-    if found is None:
-        found = _search(
-            formulation, (cost, equal, right, above, limits, upper), chosen, [*range(len(chosen))], deadline
-        )
-    if found is None:
-        return Solution((), np.inf, bound, "infeasible", prices, time.monotonic() - begun)
-    return _solution(formulation, found, bound, prices, begun)
 
 
 def _bounded(formulation: Formulation, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -371,11 +489,11 @@ def _whole(formulation: Formulation, x: np.ndarray) -> tuple[list[int], list[int
 
 
 def _search(
-    formulation: Formulation, program: tuple[Any, ...], chosen: Sequence[int], loose: Sequence[int], deadline: float
-) -> list[int] | None:
-    """Whole numbers for the nodes that have none, with all others as they are."""
-    cost, equal, right, above, limits, upper = program
-    lower, upper = np.zeros(len(upper)), upper.copy()
+    formulation: Formulation, program: _Program, chosen: Sequence[int], loose: Sequence[int], deadline: float
+) -> tuple[list[int] | None, float | None]:
+    """Whole numbers for some nodes, with all others as they are; and what these cost at least."""
+    lower: Any = np.zeros(len(program.upper))
+    upper: Any = program.upper.copy()
     whole = np.zeros(len(upper))
     free = dict.fromkeys(loose)
     for number, label in enumerate(chosen):
@@ -385,23 +503,17 @@ def _search(
         else:
             upper[start:end] = 0
             upper[start + label] = lower[start + label] = 1
-    constraints = [LinearConstraint(equal, right, right)]
+    right: Any = program.right
+    constraints = [LinearConstraint(program.equal, right, right)]
+    limits: Any = program.limits
     if len(limits):
-        constraints.append(LinearConstraint(above, -np.inf, limits))
+        constraints.append(LinearConstraint(program.above, -np.inf, limits))
     left = max(0.5, deadline - time.monotonic())
-    options: dict[str, Any] = {"mip_rel_gap": 1e-4}
+    options: dict[str, Any] = {"mip_rel_gap": 1e-6 if formulation.count <= _FEW else 1e-4}
     if np.isfinite(left):
         options["time_limit"] = left
-    bounds = Bounds(lower, upper)  # pyright: ignore[reportArgumentType]  arrays are meant, as the documentation says
-    found = milp(cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
-    return None if found.x is None else _whole(formulation, found.x)[0]
-
-
-def _solution(
-    formulation: Formulation, chosen: Sequence[int], bound: float, prices: tuple[float, ...], begun: float
-) -> Solution:
-    cost = formulation.problem.cost(chosen)
-    near = cost <= bound * (1 + 1e-3) + 1e-9
-    return Solution(
-        tuple(chosen), cost, min(bound, cost), "optimal" if near else "feasible", prices, time.monotonic() - begun
-    )
+    bounds = Bounds(lower, upper)
+    found = milp(program.cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
+    if found.x is None:
+        return None, None
+    return _whole(formulation, found.x)[0], found.mip_dual_bound
