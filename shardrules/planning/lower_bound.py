@@ -5,7 +5,9 @@ cheapest, is as dear as can be. The sum of these is a bound that only grows.
 """
 
 import time
+from typing import final
 
+import attrs
 import numpy as np
 
 from shardrules.planning.problem import Problem, project
@@ -14,8 +16,23 @@ _SWEEPS = 400
 _STILL = 1e-5
 
 
-def lower_bound(problem: Problem, deadline: float) -> float:
-    """Returns a cost that no choice is below.
+@final
+@attrs.frozen(eq=False)
+class Bound:
+    """What choices cost at least.
+
+    **Arguments:**
+
+    - `seconds`: every one of them.
+    - `labels`: for each node, and each of its labels, those that take it.
+    """
+
+    seconds: float
+    labels: tuple[np.ndarray, ...]
+
+
+def lower_bound(problem: Problem, deadline: float) -> Bound:
+    """Finds a cost that no choice is below.
 
     **Arguments:**
 
@@ -24,7 +41,7 @@ def lower_bound(problem: Problem, deadline: float) -> float:
 
     **Returns:**
 
-    Seconds.
+    A `Bound`.
     """
     beliefs = [np.array(node.seconds, float) for node in problem.nodes]
     factors = _factors(problem)
@@ -46,10 +63,12 @@ def lower_bound(problem: Problem, deadline: float) -> float:
             messages[number] = (rows, columns)
             beliefs[start], beliefs[end] = first + rows[from_codes], second + columns[to_codes]
         now = _sum(beliefs, factors, messages)
-        if time.monotonic() > deadline or now - before < _STILL * abs(now):
-            return max(now, before)
-        before = now
-    return before
+        still = now - before < _STILL * abs(now)
+        before = max(now, before)
+        if still or time.monotonic() > deadline:
+            break
+    total = _sum(beliefs, factors, messages)
+    return Bound(max(0.0, before, total), tuple(total - belief.min() + belief for belief in beliefs))
 
 
 def _sum(beliefs: list[np.ndarray], factors: list[tuple], messages: list[tuple[np.ndarray, np.ndarray]]) -> float:

@@ -617,7 +617,9 @@ class Builder:
                     rows = own.labels
                 else:
                     rows = project(own.labels, Home(node, operation.factors.results[place], operation.factors.reduced))
-                moved += arrays[result].nbytes / pieces(np.where(rows == PARTIAL, WHOLE, rows), machine)
+                # What leaves a loop is written piece by piece, one in each round.
+                written = operation.operands[0] if operation.role == "leave" else result
+                moved += arrays[written or 0].nbytes / pieces(np.where(rows == PARTIAL, WHOLE, rows), machine)
         own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.times
 
     def is_read(self, at: int) -> bool:

@@ -18,7 +18,8 @@ from shardrules.planning.solver import Formulation, Solution, floor, least_memor
 
 _ROUNDS = 12
 _CLOSE = 1e-3
-_AT_ONCE = 250_000
+_SAME = 1e-9
+_AT_ONCE = 100_000
 _BOUND_SECONDS = 8.0
 
 
@@ -166,11 +167,23 @@ class Task:
                 tried[pair] = _choice(best)
             if best is before:
                 break
+        return attrs.evolve(self._proven(best, limit, deadline, moments), seconds=time.monotonic() - begun)
+
+    def _proven(self, best: "Found", limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+        """Leaves out every label with which nothing is as good as the best so far, and solves what is left exactly."""
+        bound = lower_bound(self.problem, min(deadline, time.monotonic() + _BOUND_SECONDS))
+        assert best.solution is not None, "there is something to prove"
+        cost, least = best.solution.cost, bound.seconds
+        keep = [np.flatnonzero(labels <= cost * (1 + _SAME) + _SAME) for labels in bound.labels]
+        keep = [np.union1d(kept, [own]) for kept, own in zip(keep, _choice(best), strict=True)]
+        if size(restricted(self.problem, keep)) <= _AT_ONCE and time.monotonic() < deadline:
+            found = self._part(keep, limit, deadline, moments)
+            best = _better(best, found)
+            if found.solution is not None:
+                least = max(least, min(cost, found.bound))
         assert best.solution is not None, "it had one before"
-        least = lower_bound(self.problem, min(deadline, time.monotonic() + _BOUND_SECONDS))
         status = "optimal" if best.solution.cost <= least * (1 + _CLOSE) else "feasible"
-        solution = attrs.evolve(best.solution, bound=least, status=status)
-        return Found(solution, best.peak_bytes, least, time.monotonic() - begun, best.price)
+        return attrs.evolve(best, solution=attrs.evolve(best.solution, bound=least, status=status), bound=least)
 
     def _part(self, keep: Sequence[np.ndarray], limit: float, deadline: float, moments: dict[int, None]) -> "Found":
         """Solves it for some of the labels."""

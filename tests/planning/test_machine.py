@@ -1,0 +1,83 @@
+"""Meshes as the planner sees them: groups of axes, and what collectives over them cost."""
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.hardware import SHEETS, Hardware
+from shardrules.planning.machine import KINDS, Assumptions, Machine, hardware_of, is_known
+from tests.analysis.programs import CUDA, TPU, mesh_on
+
+H100 = SHEETS["cuda:h100"]
+PERFECT = Assumptions(compute=1.0, memory=1.0, links=1.0, launch_seconds=0.0)
+
+
+def machine(axes: str, sheet: Hardware = H100, assumptions: Assumptions = PERFECT) -> Machine:
+    return Machine.of(sr.mesh_shape(axes), sheet, assumptions)
+
+
+def test_axes_of_one_device_are_left_out() -> None:
+    found = machine("a:1,b:4,c:1,d:2")
+    assert (found.axes, found.sizes) == (("b", "d"), (4, 2))
+    assert [found.group_size(mask) for mask in range(4)] == [1, 4, 2, 8]
+
+
+def test_nothing_to_split_over() -> None:
+    found = machine("a:1")
+    assert (found.axes, found.sizes) == ((), ())
+    assert all(rates.per_byte.tolist() == rates.fixed.tolist() == [0.0] for rates in found.rates.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_a_host_a_byte_takes_what_links_take(kind: str) -> None:
+    rates = machine("data:4,model:2").rates[kind]
+    assert rates.per_byte.shape == rates.fixed.shape == (4,)
+    assert rates.per_byte[0] == rates.fixed[0] == 0
+    np.testing.assert_allclose(rates.per_byte[1:], 1 / H100.link_bytes_per_second, rtol=1e-6)
+    assert (rates.fixed[1:] > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_hosts_bytes_are_dearer(kind: str) -> None:
+    """The first axis crosses hosts of eight, the last does not."""
+    rates = machine("data:4,model:8").rates[kind]
+    data, model, both = rates.per_byte[1:]
+    assert data > model and both > model
+    assert data == pytest.approx(1 / H100.network_bytes_per_second, rel=0.1)
+
+
+def test_assumptions_make_everything_slower() -> None:
+    sure, careful = machine("x:8"), machine("x:8", assumptions=Assumptions())
+    assert careful.flops_per_second(jnp.bfloat16) == sure.flops_per_second(jnp.bfloat16) / 2
+    assert careful.memory_rate == pytest.approx(0.8 * sure.memory_rate)
+    for kind in KINDS:
+        assert careful.rates[kind].per_byte[1] == pytest.approx(sure.rates[kind].per_byte[1] / 0.8)
+        assert careful.rates[kind].fixed[1] == pytest.approx(sure.rates[kind].fixed[1] + 5e-6)
+
+
+def test_what_costs_what() -> None:
+    assert machine("x:8").flops_per_second(jnp.bfloat16) == H100.flops_per_second(jnp.bfloat16)
+    assert machine("x:8").memory_rate == H100.memory_bytes_per_second
+    slow = attrs.evolve(H100, link_bytes_per_second=H100.link_bytes_per_second / 2)
+    ratio = machine("x:8", slow).rates["all-gather"].per_byte[1] / machine("x:8").rates["all-gather"].per_byte[1]
+    assert ratio == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("target", "sheet"), [(CUDA, "cuda:h100"), (TPU, "tpu:v5e")])
+def test_sheets_of_targets(target: str, sheet: str) -> None:
+    mesh = mesh_on(target, "data:4,model:2")
+    assert is_known(mesh) and hardware_of(mesh) == SHEETS[sheet]
+
+
+def test_meshes_without_devices_are_taken_for_h100s() -> None:
+    mesh = sr.mesh_shape("data:8")
+    assert not is_known(mesh) and hardware_of(mesh) == H100
+    assert is_known(sr.create_mesh("data:8")) and hardware_of(sr.create_mesh("data:8")) == SHEETS["cpu"]
+
+
+def test_in_a_torus_an_axis_along_one_dimension_has_a_part_of_the_links() -> None:
+    found = Machine.of(mesh_on(TPU, "data:4,model:2"), assumptions=PERFECT)
+    data, model, both = found.rates["all-gather"].per_byte[1:]
+    assert both < data == pytest.approx(model)
