@@ -17,7 +17,7 @@ from shardrules.core.errors import MeshError, RuleTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingRule
-from shardrules.core.spec import axis_names, spec_repr
+from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.auto_plan import AutoPlan, Candidate
@@ -109,7 +109,8 @@ def _planned(
     plan = AutoPlan(call, args, mesh, limit, time_limit, task, found)
     if pinned:
         findings += _about_pins(plan, free, pinned, deadline)
-    if not plan.split_dims and not any(axis_names(spec) for spec in plan.specs):
+    labels = zip(task.problem.nodes, plan.choice, strict=True)
+    if not any((node.labels[label] >= 0).any() for node, label in labels):
         findings.append(_nothing(plan))
     return attrs.evolve(plan, findings=tuple(findings))
 

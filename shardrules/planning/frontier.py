@@ -1,5 +1,6 @@
 """What memory is worth: the best plans over a range of budgets."""
 
+import html
 from typing import final
 
 import attrs
@@ -98,7 +99,9 @@ class Frontier:
             ((left + right) / 2, height - 8, "middle", "memory of a device"),
             ((left + right) / 2, 16, "middle", f"{self.name} on {self.mesh}: time of a call"),
         ]
-        words = "".join(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in ends)
+        words = "".join(
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>' for x, y, anchor, text in ends
+        )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             f'role="img" aria-label="time of a call over memory" font-family="sans-serif" font-size="11" '

@@ -141,11 +141,12 @@ class Moves:
 def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     """Models what compilers make of it when an array is to be laid out in another way, one step after the other:
 
-    1. Parts of sums are added up. Each device keeps its own piece of the result if that is all that is to be done, and
-       all pieces are along one dimension; else all of them get all of it.
+    1. Parts of sums are added up. Each device keeps its own piece of the result if all pieces are along one dimension,
+       and nothing else is to be sliced; else all of them get all of it.
     2. What is to be split further is sliced, which is free.
     3. What is split too far is gathered.
-    4. Each axis that is to split another dimension than before has its pieces exchanged.
+    4. Axes that are to split another dimension than before have their pieces exchanged, those together that go from
+       the same dimension to the same.
 
     Where an axis comes before another one that stays on a dimension, pieces have to be sent around, too.
 
@@ -176,8 +177,7 @@ def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     local = 1.0 / bill.product(a >= 0)
     allowed = ~((b == PARTIAL) & (a != PARTIAL)).any(axis=2)
     summed = (a == PARTIAL) & (b != PARTIAL)
-    lone = _is_lone(summed, b)
-    cut = summed & lone[:, :, None]
+    cut = summed & _is_lone(a, b)[:, :, None]
     bill.pay("reduce-scatter", cut, local * (1 - 1 / bill.product(cut)))
     whole = summed & ~cut
     bill.pay("all-reduce", whole, 2 * local * (1 - 1 / bill.product(whole)))
@@ -216,7 +216,7 @@ def way(start: Layout, end: Layout) -> list[Layout]:
     """
     a, b = (np.array(row, np.int16)[None, None, :] for row in (start, end))
     summed = (a == PARTIAL) & (b != PARTIAL)
-    cut = summed & _is_lone(summed, b)[:, :, None]
+    cut = summed & _is_lone(a, b)[:, :, None]
     now = np.where(cut, b, np.where(a == PARTIAL, WHOLE, a))
     found = [now]
     for step in _steps(now, np.where(b == PARTIAL, WHOLE, b), len(start)):
@@ -226,20 +226,25 @@ def way(start: Layout, end: Layout) -> list[Layout]:
     return [row for before, row in zip([first, *rows], rows, strict=False) if row != before]
 
 
-def _is_lone(summed: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Where all axes along which parts of sums lie are to split the same dimension."""
+def _is_lone(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Where all axes along which parts of sums lie are to split the same dimension, and no other axis slices."""
+    summed = (start == PARTIAL) & (end != PARTIAL)
     target = np.where(summed, end, -1).max(axis=2)
-    return (target >= 0) & ~(summed & (end != target[:, :, None])).any(axis=2)
+    apart = (summed & (end != target[:, :, None])) | ((start == WHOLE) & (end >= 0))
+    return (target >= 0) & ~apart.any(axis=2)
 
 
 def _steps(now: np.ndarray, end: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    """Yields which axes change in each step: those that slice, those that gather, and each that moves."""
+    """Yields which axes change in each step: those that slice, those that gather, those that move together."""
     sliced, gathered = (now == WHOLE) & (end >= 0), (now >= 0) & (end == WHOLE)
     moved = (now >= 0) & (end >= 0) & (now != end)
     yield sliced
     yield gathered
     for axis in range(count):
-        yield moved & (np.arange(count) == axis)
+        first = slice(axis, axis + 1)
+        alike = moved & moved[:, :, first] & (now == now[:, :, first]) & (end == end[:, :, first])
+        moved = moved & ~alike
+        yield alike
 
 
 def _wrong_order(step: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:

@@ -131,7 +131,7 @@ class Occupancy:
                     stays.append(Stay(own, nbytes, at, at))
                 begun = at if own is None else at + 1
                 if operation.role == "return":
-                    stays.append(Stay(home, nbytes, begun, end))
+                    stays.append(Stay(home, nbytes, at + 1, end))  # till then what is returned is there
                 elif operation.role in ("leave", "join") or builder.is_written(at, result):
                     first = _starts(problem, at) if operation.role == "leave" else begun
                     stays.append(Stay(home, nbytes, first, max(first, last.get(result, at))))

@@ -22,7 +22,10 @@ from shardrules.planning.sums import Sums
 _SLICE = 1e-9
 """What it takes to slice, in seconds: next to nothing, but an array had better be where it is wanted."""
 
-_IN_LOOPS = 16
+_SOON = 48
+"""Within how many operations compilers compute something anew rather than keep it."""
+
+_IN_LOOPS = 128
 """How many times fewer bytes compilers combine in a loop."""
 
 _FUSED = ("enter", "join", "leave", "return", "fixed")
@@ -651,8 +654,11 @@ class Builder:
         operation = self.program.operations[at]
         if operation.role in ("enter", "join", "leave"):
             return operation.role == "leave"
-        users = [self.program.operations[user] for user, _ in self.users.get(result, ())]
-        return not _is_fused(operation) or any(not _is_fused(user) for user in users) or operation.role == "return"
+        if not _is_fused(operation) or operation.role == "return":
+            return True
+        users = self.users.get(result, ())
+        # What is needed again much later is kept, rather than what it is computed from.
+        return any(not _is_fused(self.program.operations[user]) or user - at > _SOON for user, _ in users)
 
     def edges(self, together: bool) -> tuple[list[Edge], list[tuple[tuple[int, ...], int]], dict[tuple[int, int], int]]:
         """Makes the edges.

@@ -163,6 +163,23 @@ def inner_program(equation: Any) -> Any:
     return None
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many arrays a scan takes as they are, and how many go round in it.
+
+    **Arguments:**
+
+    - `params`: those of the equation.
+
+    **Returns:**
+
+    Both numbers.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    fixed, carry, _ = params["ft_in"].elts  # from JAX 0.11 on
+    return len(tuple(fixed)), len(tuple(carry))
+
+
 def open_program(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
     """Returns a program without its constants.
 
@@ -281,7 +298,7 @@ class _Reader:
             factors = _opaque(equation)
         else:
             found = op_factors(equation)
-            if found is None:
+            if found is None and not name.startswith("debug_"):  # these print what they get, which has to be whole
                 self.unknown[name] = self.unknown.get(name, 0) + 1
             factors = _opaque(equation) if found is None else found
         flops, dtype = _flops(equation)
@@ -355,7 +372,7 @@ class _Reader:
 
     def scan(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
         params = equation.params
-        fixed, carry = params["num_consts"], params["num_carry"]
+        fixed, carry = scan_counts(params)
         outside = self.regions[region][1]
         inside = self.region(region, params["length"])
         jaxpr = open_program(params["jaxpr"])

@@ -1,16 +1,18 @@
 """Running a function as it was planned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import attrs
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import NoMeshError, TreeError
+from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.context import current_mesh
 from shardrules.planning.call import Call, automatic, naming, read_call, struct
@@ -65,11 +67,32 @@ class PlannedFunction:
     def __call__(self, *args: Any) -> Any:
         """Runs the function."""
         call, run, arrays = self._prepared(args)
-        return call.rebuilt(run(*[self._there(one, at) for at, one in enumerate(arrays)]))
+        return call.rebuilt(run(*self._there(arrays)))
 
-    def _there(self, array: Any, at: int) -> Any:
-        """An array on the mesh, if it is on none yet; others JAX judges."""
-        return array
+    def _there(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays where they are to be. Those that lie whole everywhere, or nowhere yet, are put there for nothing."""
+        where = automatic(placed(self.mesh))
+        found, wrong = [], []
+        for path, array, spec in zip(self.planned.paths, arrays, self.specs, strict=True):
+            own = getattr(array, "sharding", None)
+            if not isinstance(array, jax.Array) or not isinstance(own, NamedSharding):
+                found.append(array)
+                continue
+            there = NamedSharding(where, spec)
+            if isinstance(array, Tracer):
+                explicit = AxisType.Explicit in own.mesh.axis_types
+                found.append(jax.device_put(array, there) if explicit else array)
+            elif own.is_fully_replicated or own.is_equivalent_to(there, array.ndim):
+                found.append(jax.device_put(array, there))
+            else:
+                wrong.append(f"{path} is {spec_repr(own.spec)} and was planned as {spec_repr(spec)}")
+        if wrong:
+            raise TreeError(
+                f"{self.planned.name}: {len(wrong)} arrays lie elsewhere than planned:\n  "
+                + "\n  ".join(wrong)
+                + "\nPut them there first: sr.filter_shard(args, planned.plan)"
+            )
+        return found
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:
         leaves, treedef = jtu.tree_flatten(args)

@@ -16,7 +16,7 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
 from shardrules.planning.layouts import PARTIAL, WHOLE, spec_of, way
 from shardrules.planning.problem import Problem
-from shardrules.planning.program import INLINED, inner_program, open_program
+from shardrules.planning.program import INLINED, inner_program, open_program, scan_counts
 
 
 @final
@@ -217,7 +217,7 @@ class _Rewriter:
 
     def scan(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
         params = equation.params
-        fixed, carry = params["num_consts"], params["num_carry"]
+        fixed, carry = scan_counts(params)
         given = self.entered(number, "enter", own, range(fixed), 0, equations)
         rounds = self.entered(number, "join", own, range(fixed, fixed + carry), 0, equations)
         rest = self.entered(number, "enter", own, range(fixed + carry, len(own)), fixed, equations)

@@ -14,12 +14,13 @@ from shardrules.planning.memory import Occupancy
 from shardrules.planning.problem import Builder, Problem
 from shardrules.planning.program import Program
 from shardrules.planning.restrict import having, restricted, size
-from shardrules.planning.solver import Formulation, Solution, floor, least_memory, solve
+from shardrules.planning.solver import Formulation, Solution, least_memory, solve
 
 _ROUNDS = 12
 _CLOSE = 1e-3
 _SAME = 1e-9
 _AT_ONCE = 100_000
+_PROVABLE = 300_000
 _BOUND_SECONDS = 8.0
 
 
@@ -106,23 +107,25 @@ class Task:
         begun = time.monotonic()
         limits = dict.fromkeys(moments, limit)
         formulation = Formulation(self.problem, _preference(self.problem))
-        bound = free = 0.0
+        bound = 0.0
+        wary: dict[int, None] = {}
         for _ in range(_ROUNDS):
-            rows = [self.occupancy.row(at, allowed) for at, allowed in limits.items()]
+            rows = [self.occupancy.row(at, allowed, sure=at not in wary) for at, allowed in limits.items()]
             solution = solve(formulation, rows, deadline)
-            bound = solution.bound
-            free = bound if not rows else free
+            if not wary:  # only then do rows watch for no more than there is
+                bound = max(bound, solution.bound)
             if solution.choice is None:
                 break
             timeline = self.occupancy.timeline(solution.choice)
             peak = float(timeline.max())
             if peak <= limit * (1 + _CLOSE):
-                if limits:  # these watch for more than must be, so that the bound under them is none
-                    sure = [self.occupancy.row(at, limit * (1 + _CLOSE), sure=True) for at in limits]
-                    bound = max(free, floor(formulation, sure, deadline))
                 return Found(solution, peak, bound, time.monotonic() - begun, sum(solution.prices))
             for at in _peaks(timeline, limit):
-                limits[at] = limit if at not in limits else limits[at] - (float(timeline[at]) - limit)
+                if at in wary:
+                    limits[at] -= float(timeline[at]) - limit
+                elif at in limits:
+                    wary[at] = None
+                limits.setdefault(at, limit)
                 moments[at] = None
             if time.monotonic() > deadline:
                 break
@@ -133,7 +136,7 @@ class Task:
         watched = dict.fromkeys(moments)
         needed = np.inf
         for _ in range(_ROUNDS):
-            choice = least_memory(formulation, [self.occupancy.row(at, 0.0) for at in watched])
+            choice = least_memory(formulation, [self.occupancy.row(at, 0.0, sure=True) for at in watched])
             if not choice:
                 return 0.0
             timeline = self.occupancy.timeline(choice)
@@ -176,7 +179,7 @@ class Task:
         cost, least = best.solution.cost, bound.seconds
         keep = [np.flatnonzero(labels <= cost * (1 + _SAME) + _SAME) for labels in bound.labels]
         keep = [np.union1d(kept, [own]) for kept, own in zip(keep, _choice(best), strict=True)]
-        if size(restricted(self.problem, keep)) <= _AT_ONCE and time.monotonic() < deadline:
+        if size(restricted(self.problem, keep)) <= _PROVABLE and time.monotonic() < deadline:
             found = self._part(keep, limit, deadline, moments)
             best = _better(best, found)
             if found.solution is not None:

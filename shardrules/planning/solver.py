@@ -359,23 +359,6 @@ def solve(formulation: Formulation, rows: Sequence[Row] = (), deadline: float = 
     return Solution(tuple(chosen), cost, min(bound, cost), status, prices, time.monotonic() - begun)
 
 
-def floor(formulation: Formulation, rows: Sequence[Row], deadline: float = float("inf")) -> float:
-    """Returns what every choice costs at least.
-
-    **Arguments:**
-
-    - `formulation`: the problem.
-    - `rows`: bounds on memory.
-    - `deadline`: when to stop, as `time.monotonic` has it.
-
-    **Returns:**
-
-    Seconds; 0 where there was no time to find out.
-    """
-    relaxed = _relaxed(_program(formulation, rows), deadline)
-    return 0.0 if relaxed.x is None else (float(relaxed.fun) - formulation.slack) / _MICRO
-
-
 @final
 @attrs.frozen(eq=False)
 class _Program:
@@ -417,7 +400,7 @@ def _relaxed(program: _Program, deadline: float) -> Any:
         A_eq=program.equal,
         b_eq=program.right,
         bounds=np.stack([np.zeros(len(program.upper)), program.upper], axis=1),
-        method="highs",
+        method="highs-ds",
         options={"time_limit": left} if np.isfinite(left) else {},
     )
 

@@ -157,6 +157,20 @@ def test_budgets_are_kept() -> None:
         assert planned.bound <= planned.cost
 
 
+def test_a_plan_that_fits_is_found_within_less() -> None:
+    """What is found within a large budget, and takes little, is no slower within a small one that it fits in."""
+    args = mlp(4096, 16384, 2**15)
+    wide = sr.autoplan(train, *args, mesh=DATA, memory_limit=2_000_000_000)
+    narrow = sr.autoplan(train, *args, mesh=DATA, memory_limit=int(wide.peak_bytes * 1.01))
+    assert narrow.cost <= wide.cost * 1.01
+
+
+def test_what_is_said_to_be_needed_is_no_more_than_what_is_enough() -> None:
+    args = mlp(4096, 16384, 2**15)
+    enough = sr.autoplan(train, *args, mesh=DATA, memory_limit=2_000_000_000).peak_bytes
+    assert least(train, *args, mesh=DATA) <= enough * 1.1  # about the least
+
+
 # ---- pins ----
 
 

@@ -52,7 +52,8 @@ def check(program: Program) -> None:
                 later = one.role == "join" and place == len(one.operands) - 1
                 assert made[number] < at or later, f"{one.name} takes what is made after it"
     for around, times in program.regions[1:]:
-        assert around >= 0 and times >= 0
+        assert around >= 0
+        assert times >= 0
     keys = [(one.number, one.role, one.slot) for one in program.operations if one.number >= 0]
     assert len(keys) == len(set(keys)), "an operation is found by number, role and slot"
 
@@ -90,8 +91,11 @@ def test_operations_in_order_and_results_last() -> None:
     ]
     dot, tanh, first, second = program.operations
     assert dot.operands == (program.arguments[1], program.arguments[0])
-    assert dot.flops == 2 * 8 * 16 * 16 and dot.dtype == jnp.float32 and tanh.flops == 0
-    assert tanh.operands == dot.results and first.operands == tanh.results
+    assert dot.flops == 2 * 8 * 16 * 16
+    assert dot.dtype == jnp.float32
+    assert tanh.flops == 0
+    assert tanh.operands == dot.results
+    assert first.operands == tanh.results
     assert second.operands == (program.arguments[1],)
     assert program.results == (*first.results, *second.results)
     assert program.regions == ((-1, 1),)
@@ -99,7 +103,8 @@ def test_operations_in_order_and_results_last() -> None:
 
 def test_scalars_and_constants_that_are_returned_have_no_layout() -> None:
     program = read(lambda x: (x.sum(), 3.0, x), X)
-    assert program.results[:2] == (None, None) and program.results[2] is not None
+    assert program.results[:2] == (None, None)
+    assert program.results[2] is not None
 
 
 def test_arrays_know_their_bytes() -> None:
@@ -158,7 +163,8 @@ def test_gradients_of_checkpoints_are_recomputed_elsewhere() -> None:
 @pytest.mark.parametrize(("fn", "found"), [(clipped, ["mul"]), (bent, ["gt", "mul", "select_n"])])
 def test_functions_with_derivatives_of_their_own(fn: Any, found: list[str]) -> None:
     program = read(fn, X)
-    assert names(program) == [*found, "return"] and program.unknown == ()
+    assert names(program) == [*found, "return"]
+    assert program.unknown == ()
 
 
 def test_a_scan() -> None:
@@ -180,14 +186,17 @@ def test_a_scan() -> None:
     assert program.regions == ((-1, 1), (0, 5))
     assert {one.region for one in of(program, "compute")} == {1}
     assert {one.times for one in of(program, "compute")} == {5}
-    assert fixed.factors == Factors(((0, 1),), ((0, 1),), (16, 16)) and fixed.reads == (1,)
+    assert fixed.factors == Factors(((0, 1),), ((0, 1),), (16, 16))
+    assert fixed.reads == (1,)
     assert row.factors == Factors(((None, 0),), ((0,),), (16,))
-    assert rounds.factors == Factors(((0, 1), (0, 1)), ((0, 1),), (8, 16)) and rounds.reads == (1, 5)
+    assert rounds.factors == Factors(((0, 1), (0, 1)), ((0, 1),), (8, 16))
+    assert rounds.reads == (1, 5)
     assert stacked.factors == Factors(((0, 1),), ((None, 0, 1),), (8, 16))
     assert rounds.operands[0] == program.arguments[1]
     (tanh,) = of(program, "tanh")
     assert rounds.operands[1] == tanh.results[0]
-    assert last.factors == Factors(((0, 1),), ((0, 1),), (8, 16)) and last.times == 1
+    assert last.factors == Factors(((0, 1),), ((0, 1),), (8, 16))
+    assert last.times == 1
     assert {one.number for one in (fixed, row, rounds, last, stacked)} == {0}
     assert [program.arrays[one.results[0]].shape for one in (fixed, row, rounds, last, stacked)] == [
         (16, 16),
@@ -257,7 +266,8 @@ def test_constraints_are_fixed_and_say_what_they_ask_for() -> None:
     mesh = sr.create_mesh("data:4,model:2")
     program = read(lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "model"))) + 1, X)
     (one,) = of(program, "fixed")
-    assert one.name == "sharding_constraint" and one.spec == P(None, "model")
+    assert one.name == "sharding_constraint"
+    assert one.spec == P(None, "model")
     assert one.factors == Factors(((0, 1),), ((0, 1),), (8, 16))
 
 
@@ -269,7 +279,8 @@ def test_shard_maps_are_opaque() -> None:
     taken, given = one.spec
     assert (tuple(taken), tuple(given)) == ((P("data"),), (P(),))
     assert one.factors == Factors(((None, None),), ((None, None),), ())
-    assert program.unknown == () and names(program) == ["shard_map", "sin", "return"]
+    assert program.unknown == ()
+    assert names(program) == ["shard_map", "sin", "return"]
 
 
 def test_what_is_not_known_is_whole_and_named() -> None:
@@ -279,14 +290,16 @@ def test_what_is_not_known_is_whole_and_named() -> None:
     check(program)
     assert program.unknown == (("fold_in_half", 2),)
     outer, inner = of(program, "fold_in_half")
-    assert outer.factors == Factors(((None, None),), ((None, None),), ()) and outer.role == "compute"
+    assert outer.factors == Factors(((None, None),), ((None, None),), ())
+    assert outer.role == "compute"
     assert (outer.times, inner.times) == (1, 3)
 
 
 def test_programs_inside_and_open() -> None:
     (call,) = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns
     inner = inner_program(call)
-    assert isinstance(inner, ClosedJaxpr) and open_program(inner) is inner.jaxpr
+    assert isinstance(inner, ClosedJaxpr)
+    assert open_program(inner) is inner.jaxpr
     assert open_program(inner.jaxpr) is inner.jaxpr
     (sin,) = inner.jaxpr.eqns
     assert inner_program(sin) is None

@@ -29,12 +29,11 @@ LOOSE = (1, 7, 9, 22)
 
 THREE = "x:2,y:2,z:2"
 
-UNSOUND = "rows count more than lies in memory: the bound is above the best plan, and the plan found by 63 %"
 
 CASES = [
     *((seed, part) for seed in (*TIGHT, *LOOSE) for part in PARTS),
     *((3, 0.02), (53, 0.3), (53, 0.7), (57, 0.3), (57, 0.7), (71, 0.7), (76, 0.02), (76, 0.3)),
-    pytest.param(76, 0.7, marks=pytest.mark.xfail(strict=True, reason=UNSOUND)),
+    (76, 0.7),
 ]
 
 
