@@ -176,8 +176,8 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    fixed, carry, _ = params["ft_in"].elts  # from JAX 0.11 on
-    return len(tuple(fixed)), len(tuple(carry))
+    fixed, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
+    return len(list(fixed)), len(list(carry))
 
 
 def open_program(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
