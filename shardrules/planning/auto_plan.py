@@ -233,6 +233,9 @@ class AutoPlan:
         ```
         """
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        wrong = [number for number in donated if not -len(self.args) <= number < len(self.args)]
+        if wrong:
+            raise TreeError(f"donate_argnums names argument {wrong[0]}, and there are {len(self.args)}, counted from 0")
         return PlannedFunction(
             fn,
             self.call,

@@ -1,5 +1,6 @@
 """`autoplan`: finds where everything in a function is to be."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,11 +12,11 @@ from jax.sharding import PartitionSpec
 
 from shardrules.analysis.compiling import DoesNotFitError, name_of
 from shardrules.analysis.hardware import Hardware
-from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import MeshError, RuleTypeError
+from shardrules.core.errors import MeshError, PlanError, RuleTypeError, ShardRulesError, UnknownAxisError
 from shardrules.core.fields import read_bytes
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, plan_error
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
@@ -28,6 +29,7 @@ from shardrules.planning.search import Task
 
 _RESERVE = 0.1
 _DEAR = 2.0
+_LARGE = 2**20
 
 
 def autoplan(
@@ -103,9 +105,14 @@ def _planned(
     found = task.within(limit, deadline)
     free = Task.of(program, machine, call.paths, call.feedback, {}) if pinned else task
     if found.solution is None:
+        if found.is_late:
+            raise PlanError(
+                f"{call.name}: nothing that fits in {bytes_text(limit)} was found on {mesh_text(mesh)} before the time "
+                f"was up, {time_limit:.3g} s. Raise time_limit, or pin what you know"
+            )
         text = _too_large(call, mesh, limit, found.peak_bytes, free, pinned, deadline)
         raise DoesNotFitError(text, int(found.peak_bytes))
-    findings = [*_about_machine(mesh, hardware), *_about_program(program)]
+    findings = [*_about_machine(mesh, hardware), *_about_program(program, task)]
     plan = AutoPlan(call, args, mesh, limit, time_limit, task, found)
     if pinned:
         findings += _about_pins(plan, free, pinned, deadline)
@@ -129,6 +136,22 @@ def _pinned(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> 
         raise RuleTypeError(f"pins is a rule, got {pins!r:.80}. SpecTreeShardingRule makes one of a tree of specs")
     plan = pins.plan(args, mesh)
     plan.check()
+    order = list(mesh_sizes(mesh))
+    wrong = [
+        Finding(
+            "error",
+            "axis-order",
+            f"it is pinned as {spec_repr(spec)}, and several axes on one dim stand in the order of the mesh",
+            path,
+            "Name them in that order, or make the mesh the other way round",
+        )
+        for path, spec in zip(plan.paths, (spec for spec in map(plan.decision, plan.paths)), strict=True)
+        for spec in [spec.spec]
+        if spec is not None
+        and any(isinstance(one, tuple) and sorted(one, key=order.index) != list(one) for one in spec)
+    ]
+    if wrong:
+        raise plan_error("pins that the planner cannot keep", wrong)
     decided = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kinds]
     arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), decided, strict=True) if array_kind(leaf) is not None]
     return {number: spec for number, spec in enumerate(arrays) if spec is not None}
@@ -139,7 +162,8 @@ def _too_large(
 ) -> str:
     text = f"{call.name} does not fit in {bytes_text(limit)} on {mesh_text(mesh)}: it takes about {bytes_text(least)}"
     if pinned and free.within(limit, max(deadline, time.monotonic() + 10)).solution is not None:
-        names = [call.paths[number] for number in pinned]
+        largest = sorted(pinned, key=lambda number: -math.prod(call.structs[number].shape))
+        names = [call.paths[number] for number in largest]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return f"{text} as it is pinned, and would fit without the pins. Pinned: {shown}. Take out what splits least"
     return f"{text} at the least. Take more devices, a smaller batch, or recompute activations (jax.checkpoint)"
@@ -155,7 +179,7 @@ def _about_machine(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding
         )
 
 
-def _about_program(program: Program) -> Iterator[Finding]:
+def _about_program(program: Program, task: Task) -> Iterator[Finding]:
     for name, count in program.unknown:
         yield Finding(
             "warning",
@@ -166,7 +190,24 @@ def _about_program(program: Program) -> Iterator[Finding]:
         )
     opaque = sum(operation.role == "opaque" for operation in program.operations)
     if opaque:
-        yield Finding("note", "opaque", f"{opaque} shard_map{'s' * (opaque > 1)} stay{'s' * (opaque == 1)} as written")
+        stay = "shard_maps stay" if opaque > 1 else "shard_map stays"
+        yield Finding("note", "opaque", f"{opaque} {stay} as written; what is computed inside is in no figure")
+    for spec in task.ignored:
+        yield Finding(
+            "warning",
+            "constraint-ignored",
+            f"a constraint in the function asks for {spec}, which does not divide, or is no layout of this mesh: it is "
+            "not planned for, and the compiler makes of it what it can",
+            remedy="Correct it, or take it out",
+        )
+    held_whole = sum(program.arrays[number].nbytes for number in program.constants)
+    if held_whole >= _LARGE:
+        yield Finding(
+            "warning",
+            "whole-constant",
+            f"the function holds {bytes_text(held_whole)} in arrays that are no arguments: it is on every device",
+            remedy="Make them arguments",
+        )
     fixed = sum(operation.role == "fixed" for operation in program.operations)
     if fixed:
         yield Finding(
@@ -242,26 +283,30 @@ def _search(
     if count < 1:
         raise MeshError(f"mesh is a mesh or a number of devices, 1 or more; got {count}")
     texts = _shapes(count)
-    begun = time.monotonic()
     plans: list[AutoPlan] = []
     candidates: list[Candidate] = []
-    refused: DoesNotFitError | None = None
-    for number, text in enumerate(texts):
+    refused: ShardRulesError | None = None
+    for text in texts:
         mesh = mesh_shape(text)
-        left = max(5.0, (begun + time_limit - time.monotonic()) / (len(texts) - number))
-        call = read_call(fn, args, mesh, name_of(fn))
+        left = max(5.0, time_limit / len(texts))
         try:
+            call = read_call(fn, args, mesh, name_of(fn))
             plan = _planned(call, args, mesh, memory_limit, pins, hardware, time_limit, time.monotonic() + left)
         except DoesNotFitError as error:
-            refused = error if refused is None or error.needed_bytes < refused.needed_bytes else refused
+            smaller = not isinstance(refused, DoesNotFitError) or error.needed_bytes < refused.needed_bytes
+            refused = error if smaller else refused
             candidates.append(Candidate(text, None, error.needed_bytes))
+            continue
+        except (PlanError, UnknownAxisError) as error:  # pins and constraints may name axes that not all meshes have
+            refused = error if refused is None else refused
+            candidates.append(Candidate(text, None, 0))
             continue
         plans.append(plan)
         candidates.append(Candidate(text, plan.cost, plan.peak_bytes))
     if not plans:
         assert refused is not None, "every mesh is planned or refused"
         raise refused
-    best = min(plans, key=lambda plan: plan.cost)
+    best = min(plans, key=lambda plan: (plan.cost, mesh_text(plan.mesh)))
     candidates.sort(key=lambda one: (one.seconds is None, one.seconds or 0.0, one.mesh))
     return attrs.evolve(best, candidates=tuple(candidates))
 

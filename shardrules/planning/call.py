@@ -55,7 +55,7 @@ class Call:
         """
         kinds = [None if one is not None else (tuple(s.shape), s.dtype) for one, s in self._results()]
         whole = self.treedef
-        items = whole.children() if whole.node_data() is not None and whole.node_data()[0] in (tuple, list) else []
+        items = whole.children()
         found: dict[int, int] = {}
         places: list[tuple[Any, int, int]] = []
         start = 0
@@ -229,5 +229,13 @@ def fingerprint(program: ClosedJaxpr) -> str:
             for one in equation.outvars
             if isinstance(one.aval, ShapedArray)
         ]
-        digest.update(f"{equation.primitive.name}{shapes}".encode())
+        params = sorted((name, repr(value)) for name, value in equation.params.items() if _is_plain(value))
+        digest.update(f"{equation.primitive.name}{shapes}{params}".encode())
     return digest.hexdigest()[:16]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a parameter is written alike wherever it means the same."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

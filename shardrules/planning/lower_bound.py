@@ -12,8 +12,13 @@ import numpy as np
 
 from shardrules.planning.problem import Problem, project
 
-_SWEEPS = 400
+_WORK = 4e7
+"""How many entries of cost tables are looked at: a number rather than a time, so that all hosts find the same."""
+
+_SWEEPS = (20, 400)
 _STILL = 1e-5
+_NEVER = 1e3
+"""What costs as much, in seconds, is not to be had: infinity cannot be moved around."""
 
 
 @final
@@ -47,15 +52,17 @@ def lower_bound(problem: Problem, deadline: float) -> Bound:
     factors = _factors(problem)
     messages = [(np.zeros(cost.shape[0]), np.zeros(cost.shape[1])) for *_, cost in factors]
     before = -np.inf
-    for sweep in range(_SWEEPS):
+    entries = sum(cost.size for *_, cost in factors)
+    least, most = _SWEEPS
+    for sweep in range(int(min(most, max(least, _WORK / max(1, entries))))):
         order = range(len(factors)) if sweep % 2 == 0 else range(len(factors) - 1, -1, -1)
         for number in order:
             start, from_codes, end, to_codes, cost = factors[number]
             rows, columns = messages[number]
             first, second = beliefs[start] - rows[from_codes], beliefs[end] - columns[to_codes]
-            cheapest_rows = np.full(cost.shape[0], np.inf)
+            cheapest_rows = np.full(cost.shape[0], _NEVER)
             np.minimum.at(cheapest_rows, from_codes, first)
-            cheapest_columns = np.full(cost.shape[1], np.inf)
+            cheapest_columns = np.full(cost.shape[1], _NEVER)
             np.minimum.at(cheapest_columns, to_codes, second)
             joint = cost + cheapest_rows[:, None] + cheapest_columns[None, :]
             rows = joint.min(axis=1) / 2 - cheapest_rows
@@ -87,7 +94,7 @@ def _factors(problem: Problem) -> list[tuple]:
     for group, count in problem.shared:
         for number in group:
             edge = problem.edges[number]
-            cost = edge.seconds() * count / len(group)
+            cost = np.minimum(edge.seconds() * count / len(group), _NEVER)
             if edge.start == edge.end:
                 continue
             if (cost != 0).any():
@@ -96,6 +103,6 @@ def _factors(problem: Problem) -> list[tuple]:
         rows = [project(problem.nodes[home.node].labels, home) for home in (first, second)]
         known, codes = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
         codes = codes.ravel()
-        cost = np.where(np.eye(len(known), dtype=bool), 0.0, np.inf)
+        cost = np.where(np.eye(len(known), dtype=bool), 0.0, _NEVER)
         found.append((first.node, codes[: len(rows[0])], second.node, codes[len(rows[0]) :], cost))
     return found

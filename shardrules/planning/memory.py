@@ -11,9 +11,10 @@ from typing import final
 import attrs
 import numpy as np
 
+from shardrules.planning.build import Builder
+from shardrules.planning.formulation import Row
 from shardrules.planning.layouts import PARTIAL, WHOLE, pieces
-from shardrules.planning.problem import Builder, Home, Problem, project
-from shardrules.planning.solver import Row
+from shardrules.planning.problem import Home, Problem, project
 
 _IN_PLACE = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
 """What writes its result over its first operand, if nobody else needs that."""

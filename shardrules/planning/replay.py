@@ -100,7 +100,7 @@ class PlannedFunction:
         arrays = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind]
         others = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not kind]
         structs = tuple((one.shape, one.dtype, one.weak_type) for one in map(struct, arrays))
-        key = (treedef, tuple(kinds), structs, tuple(map(id, others)))
+        key = (treedef, tuple(kinds), structs, tuple(map(_static, others)))
         if key not in self._known:
             call, run = self._made(args)
             self._known[key] = (call, run, others)  # whose numbers stay theirs while they are kept
@@ -125,6 +125,12 @@ class PlannedFunction:
         donated = [number for number, owner in enumerate(call.owners) if owner in self.donated]
         run = jax.jit(named, in_shardings=given, out_shardings=taken, donate_argnums=donated, keep_unused=True)
         return call, run
+
+
+def _static(leaf: Any) -> Any:
+    """What tells one leaf that is no array from another: its value if it is a number or a text, else the object."""
+    plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
+    return (type(leaf), leaf) if plain else id(leaf)
 
 
 def placed(mesh: AnyMesh) -> Mesh:

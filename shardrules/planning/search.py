@@ -8,20 +8,21 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.planning.build import Builder
+from shardrules.planning.formulation import Formulation
 from shardrules.planning.lower_bound import lower_bound
 from shardrules.planning.machine import Machine
 from shardrules.planning.memory import Occupancy
-from shardrules.planning.problem import Builder, Problem
+from shardrules.planning.problem import Problem
 from shardrules.planning.program import Program
 from shardrules.planning.restrict import having, restricted, size
-from shardrules.planning.solver import Formulation, Solution, least_memory, solve
+from shardrules.planning.solver import Solution, least_memory, solve
 
 _ROUNDS = 12
 _CLOSE = 1e-3
 _SAME = 1e-9
 _AT_ONCE = 100_000
 _PROVABLE = 300_000
-_BOUND_SECONDS = 8.0
 
 
 @final
@@ -33,10 +34,12 @@ class Task:
 
     - `problem`: what is to be chosen.
     - `occupancy`: who lies in memory when.
+    - `ignored`: specs of constraints in the function that are no layouts of the mesh.
     """
 
     problem: Problem
     occupancy: Occupancy
+    ignored: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -70,7 +73,7 @@ class Task:
         }
         builder = Builder(program, machine, back, pinned)
         problem = builder.build(tie, paths)
-        return cls(problem, Occupancy.of(problem, builder))
+        return cls(problem, Occupancy.of(problem, builder), tuple(builder.ignored))
 
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
         """Returns the task with fewer labels to choose from.
@@ -84,7 +87,7 @@ class Task:
         A `Task`.
         """
         problem = restricted(self.problem, keep)
-        return Task(problem, attrs.evolve(self.occupancy, problem=problem))
+        return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
     def within(self, limit: float, deadline: float = float("inf")) -> "Found":
         """Finds the best choice that fits.
@@ -109,12 +112,14 @@ class Task:
         formulation = Formulation(self.problem, _preference(self.problem))
         bound = 0.0
         wary: dict[int, None] = {}
+        late = False
         for _ in range(_ROUNDS):
             rows = [self.occupancy.row(at, allowed, sure=at not in wary) for at, allowed in limits.items()]
             solution = solve(formulation, rows, deadline)
             if not wary:  # only then do rows watch for no more than there is
                 bound = max(bound, solution.bound)
             if solution.choice is None:
+                late = late or solution.status != "infeasible"
                 break
             timeline = self.occupancy.timeline(solution.choice)
             peak = float(timeline.max())
@@ -128,17 +133,30 @@ class Task:
                 limits.setdefault(at, limit)
                 moments[at] = None
             if time.monotonic() > deadline:
+                late = True
                 break
-        return Found(None, self._least(formulation, moments), np.inf, time.monotonic() - begun, 0.0)
+        if late:
+            return self._whole(limit, bound, begun)
+        return Found(None, self._least(formulation, moments, deadline), np.inf, time.monotonic() - begun, 0.0)
 
-    def _least(self, formulation: Formulation, moments: Mapping[int, None]) -> float:
+    def _whole(self, limit: float, bound: float, begun: float) -> "Found":
+        """What is known without any search: everything whole, if that fits."""
+        choice = (0,) * len(self.problem.nodes)
+        peak, cost = float(self.occupancy.timeline(choice).max()), self.problem.cost(choice)
+        fits = peak <= limit and np.isfinite(cost)
+        solution = Solution(choice, cost, bound, "feasible", (), 0.0) if fits else None
+        return Found(solution, peak, bound, time.monotonic() - begun, 0.0, is_late=not fits)
+
+    def _least(self, formulation: Formulation, moments: Mapping[int, None], deadline: float) -> float:
         """About the least memory that any choice takes, in bytes."""
         watched = dict.fromkeys(moments)
         needed = np.inf
         for _ in range(_ROUNDS):
+            if time.monotonic() > deadline and np.isfinite(needed):
+                break
             choice = least_memory(formulation, [self.occupancy.row(at, 0.0, sure=True) for at in watched])
             if not choice:
-                return 0.0
+                break
             timeline = self.occupancy.timeline(choice)
             needed = min(needed, float(timeline.max()))
             if int(timeline.argmax()) in watched:
@@ -156,8 +174,8 @@ class Task:
             together = having(self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]])
             best = _better(best, self._part(together, limit, deadline, moments))
         assert best is not None, "there are two axes and more"
-        if best.solution is None:
-            return attrs.evolve(best, seconds=time.monotonic() - begun)
+        if best.solution is None:  # what divides by each axis need not divide by two of them
+            return self._at_once(limit, deadline, moments)
         tried: dict[tuple[int, ...], tuple[int, ...]] = {}
         while time.monotonic() < deadline:
             before = best
@@ -174,9 +192,10 @@ class Task:
 
     def _proven(self, best: "Found", limit: float, deadline: float, moments: dict[int, None]) -> "Found":
         """Leaves out every label with which nothing is as good as the best so far, and solves what is left exactly."""
-        bound = lower_bound(self.problem, min(deadline, time.monotonic() + _BOUND_SECONDS))
+        bound = lower_bound(self.problem, deadline)
         assert best.solution is not None, "there is something to prove"
         cost, least = best.solution.cost, bound.seconds
+        assert np.isfinite(least), "costs are moved, and none of them is infinite"
         keep = [np.flatnonzero(labels <= cost * (1 + _SAME) + _SAME) for labels in bound.labels]
         keep = [np.union1d(kept, [own]) for kept, own in zip(keep, _choice(best), strict=True)]
         if size(restricted(self.problem, keep)) <= _PROVABLE and time.monotonic() < deadline:
@@ -231,6 +250,7 @@ class Found:
     - `bound`: what every choice that fits costs at least.
     - `seconds`: how long the search took.
     - `price`: what one more byte of memory would save, in seconds.
+    - `is_late`: whether the time was up before anything was found that fits.
     """
 
     solution: Solution | None
@@ -238,6 +258,7 @@ class Found:
     bound: float
     seconds: float
     price: float
+    is_late: bool = False
 
 
 def _preference(problem: Problem) -> list[np.ndarray]:

@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.hardware import SHEETS, Hardware
-from shardrules.planning import problem as problems
+from shardrules.planning import build as problems
 from shardrules.planning.clusters import Clusters
+from shardrules.planning.formulation import Formulation
 from shardrules.planning.machine import Machine
 from shardrules.planning.problem import Edge, Problem
 from shardrules.planning.program import Program, read_jaxpr
 from shardrules.planning.search import Task, _preference
-from shardrules.planning.solver import Formulation, Solution, solve
+from shardrules.planning.solver import Solution, solve
 
 COUNT = 72
 """How many random programs: for each, one mesh of one axis or of two."""

@@ -1,0 +1,65 @@
+"""What a plan says is sent, against what the compiler for GPUs makes of it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.collectives import find_collectives
+from shardrules.analysis.hlo import read_program
+from tests.analysis.programs import CUDA, mesh_on
+
+D, F, HEADS, VOCAB, LAYERS = 1024, 4096, 8, 8192, 3
+bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+
+
+def block(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    q, k, v = (jnp.einsum("bsd,dhe->bshe", x, w[name]) for name in ("q", "k", "v"))
+    scores = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k).astype(jnp.float32), -1).astype(x.dtype)
+    x = x + jnp.einsum("bhqk,bkhe,hed->bqd", scores, v, w["out"])
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def loss(w: dict[str, Any], tokens: jax.Array, scanned: bool) -> jax.Array:
+    x = w["embed"][tokens[:, :-1]]
+    if scanned:
+        x, _ = jax.lax.scan(lambda x, layer: (jax.checkpoint(block)(layer, x), None), x, w["layers"])
+    else:
+        for layer in w["layers"]:
+            x = jax.checkpoint(block)(layer, x)
+    logits = jax.nn.log_softmax((x @ w["head"]).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
+
+
+def step(state: Any, tokens: jax.Array, scanned: bool) -> tuple[Any, jax.Array]:
+    w, m = state
+    value, slope = jax.value_and_grad(loss)(w, tokens, scanned)
+    m = jax.tree.map(lambda m, g: 0.9 * m + g.astype(m.dtype), m, slope)
+    return (jax.tree.map(lambda w, m: w - (1e-3 * m).astype(w.dtype), w, m), m), value
+
+
+def arguments(scanned: bool, batch: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    shapes = dict.fromkeys(("q", "k", "v"), (D, HEADS, D // HEADS))
+    shapes |= {"out": (HEADS, D // HEADS, D), "up": (D, F), "down": (F, D)}
+    one = {name: bf16((LAYERS, *shape) if scanned else shape) for name, shape in shapes.items()}
+    w = {"embed": bf16((VOCAB, D)), "head": bf16((D, VOCAB)), "layers": one if scanned else [one] * LAYERS}
+    moments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), w)
+    return (w, moments), jax.ShapeDtypeStruct((batch, 257), jnp.int32)
+
+
+@pytest.mark.parametrize("axes", ["data:8", "data:4,model:2", "data:2,model:4"])
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("limit", [None, "800 MB"])
+def test_the_wire_is_as_planned(axes: str, scanned: bool, limit: str | None) -> None:
+    mesh = mesh_on(CUDA, axes)
+    run = functools.partial(step, scanned=scanned)
+    args = arguments(scanned, 64)
+    planned = sr.autoplan(run, *args, mesh=mesh, memory_limit=limit)
+    text = planned.jit(run, donate_argnums=0).lower(*args).compile().as_text()
+    assert text is not None
+    sent = sum(one.total_wire_bytes for one in find_collectives(read_program(text), mesh))
+    assert sent > 2**20
+    assert abs(planned.wire_bytes / sent - 1) < 0.1
