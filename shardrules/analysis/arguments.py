@@ -239,6 +239,33 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names + [f"{rest}/{number}" for number in range(count - len(names))]
 
 
+def donated_arguments(donate_argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """Reads which arguments are given away.
+
+    **Arguments:**
+
+    - `donate_argnums`: their numbers, as in `jax.jit`; below 0 they count from the end.
+    - `count`: how many arguments there are.
+
+    **Returns:**
+
+    Their numbers, counted from 0.
+
+    **Raises:**
+
+    `TreeError` where there is no such argument.
+
+    ```python
+    assert donated_arguments((0, -1), 3) == (0, 2)
+    ```
+    """
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    wrong = [number for number in numbers if not -count <= number < count]
+    if wrong:
+        raise TreeError(f"donate_argnums names argument {wrong[0]}, and there are {count}, counted from 0")
+    return tuple(number % count for number in numbers)
+
+
 def _planned(args: tuple[Any, ...], plan: Any, mesh: AnyMesh) -> list[list[_Said | None]]:
     """What the plan says of each leaf of each argument."""
     nothing: list[list[_Said | None]] = [[None] * len(jtu.tree_leaves(arg)) for arg in args]

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import final
 
 import attrs
 
@@ -67,6 +68,26 @@ def axes_table(collectives: Sequence[Collective]) -> list[str]:
     return aligned([("mesh axis", "runs", "payload", "wire", "kinds"), *rows], (1, 2, 3)) if rows else []
 
 
+def by_cost(modules: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
+    """Returns modules in the order of what they cost: their parts of all FLOPs and of all bytes on the wire.
+
+    **Arguments:**
+
+    - `modules`: those of a program.
+
+    **Returns:**
+
+    The same, the dearest first.
+    """
+    flops, wire = _sums(modules)
+    return tuple(sorted(modules, key=lambda one: -(one.flops / flops + one.wire_bytes / wire)))
+
+
+def _sums(modules: Sequence[ModuleCost]) -> tuple[int, int]:
+    """All FLOPs and all bytes on the wire, to divide by."""
+    return max(1, sum(one.flops for one in modules)), max(1, sum(one.wire_bytes for one in modules))
+
+
 def modules_table(modules: Sequence[ModuleCost]) -> list[str]:
     """Returns what the modules cost that cost most, as lines.
 
@@ -78,12 +99,8 @@ def modules_table(modules: Sequence[ModuleCost]) -> list[str]:
 
     The lines; none where there are no modules.
     """
-    flops, wire = (
-        (max(1, sum(sizes)) for sizes in zip(*((one.flops, one.wire_bytes) for one in modules), strict=True))
-        if modules
-        else (1, 1)
-    )
-    order = sorted(modules, key=lambda one: -(one.flops / flops + one.wire_bytes / wire))
+    flops, wire = _sums(modules)
+    order = by_cost(modules)
     rows = [
         (
             one.path,
@@ -109,6 +126,56 @@ def modules_table(modules: Sequence[ModuleCost]) -> list[str]:
     return aligned([("module", "FLOPs", "", "wire", ""), *rows], (1, 2, 3, 4)) if rows else []
 
 
+@final
+@attrs.frozen
+class Moved:
+    """What collectives of one line of code and one kind of array add up to.
+
+    **Arguments:**
+
+    - `kind`, `axes`: the kind, and the mesh axes as text.
+    - `array`: what they move, as text.
+    - `line`: the line of the user's own code; empty where none is known.
+    - `run_count`, `wire_bytes`: how often they run in one call, and what a device sends in all of them.
+    """
+
+    kind: str
+    axes: str
+    array: str
+    line: str
+    run_count: int
+    wire_bytes: int
+
+
+def dearest(collectives: Sequence[Collective]) -> tuple[Moved, ...]:
+    """Adds collectives up by line of code and array.
+
+    **Arguments:**
+
+    - `collectives`: those of a program; `arguments` are paths that people know.
+
+    **Returns:**
+
+    What they add up to, the dearest first; nothing for those that move nothing.
+    """
+    groups: dict[tuple[str, str, str, str], list[Collective]] = {}
+    for one in collectives:
+        if one.wire_bytes:
+            groups.setdefault((one.kind, one.axes_text, array_text(one), users_line(one.stack)), []).append(one)
+    found = [
+        Moved(
+            kind,
+            axes,
+            what,
+            short_line(line),
+            sum(one.times.count for one in same),
+            sum(one.total_wire_bytes for one in same),
+        )
+        for (kind, axes, what, line), same in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.wire_bytes))
+
+
 def dearest_table(collectives: Sequence[Collective]) -> list[str]:
     """Returns the collectives that cost most, as lines: those of one line of code and one kind of array are one row.
 
@@ -120,21 +187,9 @@ def dearest_table(collectives: Sequence[Collective]) -> list[str]:
 
     The lines; none where nothing is sent.
     """
-    groups: dict[tuple[str, ...], list[Collective]] = {}
-    for one in collectives:
-        if one.wire_bytes:
-            groups.setdefault((one.kind, one.axes_text, array_text(one), users_line(one.stack)), []).append(one)
-    order = sorted(groups.items(), key=lambda item: -sum(one.total_wire_bytes for one in item[1]))
     rows = [
-        (
-            bytes_text(sum(one.total_wire_bytes for one in same)),
-            f"{sum(one.times.count for one in same):,}",
-            kind,
-            axes,
-            what,
-            short_line(line),
-        )
-        for (kind, axes, what, line), same in order[:_DEAREST]
+        (bytes_text(one.wire_bytes), f"{one.run_count:,}", one.kind, one.axes, one.array, one.line)
+        for one in dearest(collectives)[:_DEAREST]
     ]
     return aligned([("wire", "runs", "collective", "over", "array", "line"), *rows], (0, 1)) if rows else []
 

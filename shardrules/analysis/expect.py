@@ -8,7 +8,6 @@ import json
 import numbers
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +22,7 @@ from shardrules.analysis.surprises import SMALLER
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, ShardRulesError, SpecError, suggest
 from shardrules.core.fields import read_bytes
+from shardrules.core.files import write_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
@@ -62,7 +62,7 @@ def assert_plan_matches(plan: ShardingPlan, file: Path | str, *, update: bool = 
     """
     __tracebackhide__ = True  # a failed test shows its own line, not these
     if update:
-        _write(file, plan.to_json())
+        write_text(file, f"{plan.to_json()}\n")
         return
     accept = f"assert_plan_matches(plan, {str(file)!r}, update=True)"
     text = _read(file, accept)
@@ -137,7 +137,7 @@ def assert_collectives(
         raise AuditError("update=True writes a file: give its path for what is expected, not a mapping")
     moving = [one for one in report.collectives if one.wire_bytes]
     if in_file and update:
-        _write(expected, json.dumps(_present(moving), indent=1, sort_keys=True))
+        write_text(expected, f"{json.dumps(_present(moving), indent=1, sort_keys=True)}\n")
         return
     if in_file:
         accept = f"assert_collectives(report, {str(expected)!r}, update=True)"
@@ -362,15 +362,3 @@ def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"there are two of {', '.join(map(repr, twice))}")
     return dict(pairs)
-
-
-def _write(file: Path | str, text: str) -> None:
-    """Puts a text into a file that others may be reading meanwhile, if it is not there yet."""
-    there, data = Path(file).resolve(), f"{text}\n".encode()  # resolved, so that a link stays one
-    if there.exists() and there.read_bytes() == data:
-        return
-    there.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{there.name}-", dir=there.parent) as folder:
-        made = Path(folder, there.name)
-        made.write_bytes(data)
-        made.replace(there)

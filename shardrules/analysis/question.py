@@ -7,12 +7,11 @@ from typing import Any, final
 import attrs
 from jax.sharding import Mesh
 
-from shardrules.analysis.arguments import Arguments, read_arguments
+from shardrules.analysis.arguments import Arguments, donated_arguments, read_arguments
 from shardrules.analysis.compiling import Compiled, compile_for, trace
 from shardrules.analysis.roles import Role, read_roles
 from shardrules.analysis.targets import Target
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import TreeError
 from shardrules.mesh.creation import AxisTypes, normalize_axis_types
 
 
@@ -77,7 +76,7 @@ class Question:
         there = self._typed(target.mesh(mesh))
         known = self._typed(mesh) if isinstance(mesh, Mesh) else there
         found = read_arguments(self.fn, args, there, self.plan, self.in_shardings)
-        given = self._given(len(args))
+        given = donated_arguments(self.donate_argnums, len(args))
         roles = read_roles(found, self.roles)
         traced = trace(self.fn, found, known)
         found = found.told(traced.said, there)
@@ -89,11 +88,3 @@ class Question:
         if self.axis_types is None:
             return mesh
         return Mesh(mesh.devices, mesh.axis_names, axis_types=normalize_axis_types(self.axis_types, mesh.axis_names))
-
-    def _given(self, count: int) -> tuple[int, ...]:
-        """The numbers of the arguments that are given away."""
-        numbers = (self.donate_argnums,) if isinstance(self.donate_argnums, int) else tuple(self.donate_argnums)
-        wrong = [number for number in numbers if not -count <= number < count]
-        if wrong:
-            raise TreeError(f"donate_argnums names argument {wrong[0]}, and there are {count}, counted from 0")
-        return tuple(number % count for number in numbers)

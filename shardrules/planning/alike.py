@@ -70,17 +70,15 @@ def classes(program: Program, paths: Sequence[str], tie: bool = True) -> Classes
     ]
     start = dict(arrays)
     colours = own
-    users: dict[int, list[tuple[int, int]]] = {}
-    for at, operation in enumerate(program.operations):
-        for place, operand in enumerate(operation.operands):
-            if operand is not None:
-                users.setdefault(operand, []).append((at, place))
     for _ in range(_ROUNDS):
         known = dict(start)
         for at, operation in enumerate(program.operations):
             for place, result in enumerate(operation.results):
                 known[result] = number(("array", colours[at], place))
-        used = {array: tuple(sorted({(colours[at], place) for at, place in places})) for array, places in users.items()}
+        used = {
+            array: tuple(sorted({(colours[at], place) for at, place in places}))
+            for array, places in program.users.items()
+        }
         colours = [
             number(
                 (

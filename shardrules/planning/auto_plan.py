@@ -10,11 +10,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardrules.analysis.arguments import donated_arguments
 from shardrules.analysis.roofline import StepTime
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
+from shardrules.core.diff import Placements
 from shardrules.core.errors import TreeError, suggest
-from shardrules.core.finding import Finding, listing
+from shardrules.core.finding import Finding, listing, template
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.table import aligned
@@ -22,7 +24,7 @@ from shardrules.core.tree import array_kind
 from shardrules.planning.call import Call
 from shardrules.planning.explain import Alternative, SplitDim, Use, alternatives_text, split_dims, uses
 from shardrules.planning.frontier import Frontier, FrontierPoint
-from shardrules.planning.layouts import WHOLE, spec_of
+from shardrules.planning.layouts import spec_of
 from shardrules.planning.machine import KINDS
 from shardrules.planning.plan_diff import AutoPlanDiff, difference
 from shardrules.planning.replay import PlannedFunction
@@ -90,13 +92,13 @@ class AutoPlan:
     @property
     def choice(self) -> tuple[int, ...]:
         """For each node of the problem the number of its label."""
-        solution = self.found.solution
-        return () if solution is None else solution.choice or ()
+        return self.found.choice
 
     @property
     def status(self) -> Status:
-        """`"optimal"` where no plan of the model is better, `"feasible"` where one may be, by `gap` at the most."""
-        return "optimal" if self.gap < 2e-3 else "feasible"
+        """`"optimal"` where no plan of the model is better by 0.2 % and a nanosecond; else `"feasible"`: one may be, by
+        `gap` at the most."""
+        return "optimal" if self.cost - self.bound < 2e-3 * self.cost + 1e-9 else "feasible"
 
     @functools.cached_property
     def cost(self) -> float:
@@ -172,16 +174,12 @@ class AutoPlan:
         home = None if array is None else problem.homes.get(array)
         if home is None or array is None:
             return PartitionSpec()
-        layout = [max(dim, WHOLE) for dim in problem.layout(home, self.choice)]
-        return spec_of(layout, len(problem.program.arrays[array].shape), problem.machine)
+        return spec_of(problem.layout(home, self.choice), len(problem.program.arrays[array].shape), problem.machine)
 
     @functools.cached_property
     def plan(self) -> ShardingPlan:
         """The plan of all arguments, which are a tuple."""
-        leaves, treedef = jtu.tree_flatten(self.args)
-        rest = iter(self.specs)
-        specs = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
-        return SpecTreeShardingRule(treedef.unflatten(specs)).plan(self.args, self.mesh)
+        return self._plan_of(self.args, self.specs)
 
     def argument_plan(self, number: int) -> ShardingPlan:
         """Returns the plan of one argument: for `filter_init`, checkpoints and everything else that takes plans.
@@ -194,11 +192,15 @@ class AutoPlan:
 
         A `ShardingPlan`.
         """
-        counts = [sum(array_kind(leaf) is not None for leaf in jtu.tree_leaves(arg)) for arg in self.args]
-        rest = iter(self.specs[sum(counts[:number]) :])
-        leaves, treedef = jtu.tree_flatten(self.args[number])
-        specs = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
-        return SpecTreeShardingRule(treedef.unflatten(specs)).plan(self.args[number], self.mesh)
+        own = [spec for spec, owner in zip(self.specs, self.call.owners, strict=True) if owner == number]
+        return self._plan_of(self.args[number], own)
+
+    def _plan_of(self, tree: Any, specs: Sequence[PartitionSpec]) -> ShardingPlan:
+        """The plan of a tree, from the specs of its arrays."""
+        leaves, treedef = jtu.tree_flatten(tree)
+        rest = iter(specs)
+        every = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
+        return SpecTreeShardingRule(treedef.unflatten(every)).plan(tree, self.mesh)
 
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns a rule for the tuple of arguments that decides as the plan does.
@@ -232,10 +234,7 @@ class AutoPlan:
         assert (planned.jit(double)(x) == 2 * x).all()
         ```
         """
-        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-        wrong = [number for number in donated if not -len(self.args) <= number < len(self.args)]
-        if wrong:
-            raise TreeError(f"donate_argnums names argument {wrong[0]}, and there are {len(self.args)}, counted from 0")
+        donated = donated_arguments(donate_argnums, len(self.args))
         return PlannedFunction(
             fn,
             self.call,
@@ -244,7 +243,9 @@ class AutoPlan:
             self.choice,
             self.specs,
             self.result_specs,
-            tuple(number % max(1, len(self.args)) for number in donated),
+            donated,
+            self.memory_limit,
+            self.peak_bytes,
         )
 
     @functools.cached_property
@@ -287,8 +288,7 @@ class AutoPlan:
         other = self.task.only(keep).within(self.memory_limit, time.monotonic() + self.time_limit)
         if other.solution is None:
             return None
-        choice = tuple(int(kept[label]) for kept, label in zip(keep, other.solution.choice or (), strict=True))
-        changed = attrs.evolve(self, found=attrs.evolve(other, solution=attrs.evolve(other.solution, choice=choice)))
+        changed = attrs.evolve(self, found=other.among(keep))
         return Alternative(
             changed.spec_of(array),
             changed.cost - self.cost,
@@ -338,12 +338,15 @@ class AutoPlan:
         deadline = time.monotonic() + self.time_limit
         most = self.task.within(float("inf"), deadline)
         least = self.task.within(0.0, deadline)
-        points = []
-        for limit in np.geomspace(least.peak_bytes * 1.01, max(most.peak_bytes, least.peak_bytes * 1.02), count):
+        points: list[FrontierPoint] = []
+        best = least.choice  # what fits in less fits in more
+        first = max(1.0, least.peak_bytes * 1.01)
+        for limit in np.geomspace(first, max(most.peak_bytes, first * 1.01), count):
             found = self.task.within(float(limit), time.monotonic() + max(1.0, self.time_limit / count))
             if found.solution is not None:
-                cost = self.task.problem.cost(found.solution.choice or ())
-                points.append(FrontierPoint(int(limit), cost, int(found.peak_bytes), found.price))
+                best = min(best, found.choice, key=self.task.problem.cost)
+            cost, peak = self.task.problem.cost(best), self.task.occupancy.timeline(best).max()
+            points.append(FrontierPoint(int(limit), cost, int(peak), found.price))
         return Frontier(self.call.name, mesh_text(self.mesh), tuple(points))
 
     def diff(self, other: "AutoPlan") -> AutoPlanDiff:
@@ -358,9 +361,16 @@ class AutoPlan:
         An `AutoPlanDiff`, from this one to the other.
         """
         return difference(
-            (self.plan, self.cost, self.wire_bytes, self.peak_bytes),
-            (other.plan, other.cost, other.wire_bytes, other.peak_bytes),
+            (self._placements(), self.cost, self.wire_bytes, self.peak_bytes),
+            (other._placements(), other.cost, other.wire_bytes, other.peak_bytes),
         )
+
+    def _placements(self) -> Placements:
+        """How all arguments are placed, under their names."""
+        own = self.plan.placements()
+        parts = [path.partition("/") for path in own.leaves]
+        named = [f"{self.call.names[int(number)]}{slash}{rest}" for number, slash, rest in parts]
+        return attrs.evolve(own, leaves=dict(zip(named, own.leaves.values(), strict=True)))
 
     def __str__(self) -> str:
         time = self.step_time
@@ -379,11 +389,13 @@ class AutoPlan:
             lines.append(f"1 % more memory ({bytes_text(part)}) would save about {saved:.3g} ms a call")
         if self.split_dims:
             lines.append("; ".join(map(str, self.split_dims)))
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for path, one, spec in zip(self.call.paths, self.call.structs, self.specs, strict=True):
+            row = (template(path), f"{one.dtype.name}{list(one.shape)}", spec_repr(spec))
+            alike.setdefault(row, []).append(path)
         rows = [("argument", "shape", "spec")]
-        rows += [
-            (path, f"{one.dtype.name}{list(one.shape)}", spec_repr(spec))
-            for path, one, spec in zip(self.call.paths, self.call.structs, self.specs, strict=True)
-        ]
+        for (pattern, shape, spec), paths in alike.items():
+            rows.append((paths[0] if len(paths) == 1 else f"{pattern}  x{len(paths)}", shape, spec))
         lines += ["", *aligned(rows)]
         if self.candidates:
             tried = [("mesh", "time", "memory")]

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import attrs
 import jax.tree_util as jtu
@@ -23,7 +23,7 @@ from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.auto_plan import AutoPlan, Candidate
 from shardrules.planning.call import Call, read_call
-from shardrules.planning.machine import Machine, is_known
+from shardrules.planning.machine import Assumptions, Machine, is_known
 from shardrules.planning.program import Program, read_jaxpr
 from shardrules.planning.search import Task
 
@@ -39,6 +39,7 @@ def autoplan(
     memory_limit: int | str | None = None,
     pins: ShardingRule | None = None,
     hardware: Hardware | None = None,
+    assumptions: Assumptions | None = None,
     time_limit: float = 60,
 ) -> AutoPlan:
     """Finds where the arguments, the results and everything inside of a function are to be, so that it runs fastest.
@@ -57,6 +58,7 @@ def autoplan(
     - `pins`: a rule for the tuple of arguments. What it has an opinion on stays as it says.
     - `hardware`: what the devices can do; by default the sheet of the mesh's own devices, and that of H100s for a mesh
         without.
+    - `assumptions`: which part of what they can do they reach; by default `Assumptions()`.
     - `time_limit`: after how many seconds the best plan known by then will do.
 
     **Returns:**
@@ -80,27 +82,36 @@ def autoplan(
     ```
     """
     begun = time.monotonic()
+    wishes = _Wishes(memory_limit, pins, hardware, assumptions, time_limit)
     if isinstance(mesh, int):
-        return _search(fn, args, mesh, memory_limit, pins, hardware, time_limit)
+        return _search(fn, args, mesh, wishes)
     check_mesh(mesh)
-    call = read_call(fn, args, mesh, name_of(fn))
-    return _planned(call, args, mesh, memory_limit, pins, hardware, time_limit, begun + time_limit)
+    return _planned(read_call(fn, args, mesh, name_of(fn)), args, mesh, wishes, begun + time_limit)
 
 
-def _planned(
-    call: Call,
-    args: tuple[Any, ...],
-    mesh: AnyMesh,
-    memory_limit: int | str | None,
-    pins: ShardingRule | None,
-    hardware: Hardware | None,
-    time_limit: float,
-    deadline: float,
-) -> AutoPlan:
-    machine = Machine.of(mesh, hardware)
+@final
+@attrs.frozen
+class _Wishes:
+    """What is asked for, beside the function and the mesh."""
+
+    memory_limit: int | str | None
+    pins: ShardingRule | None
+    hardware: Hardware | None
+    assumptions: Assumptions | None
+    time_limit: float
+
+    def limit(self, machine: Machine) -> int:
+        """The most that may lie in memory, in bytes."""
+        if self.memory_limit is None:
+            return int(machine.hardware.memory_bytes * (1 - _RESERVE))
+        return read_bytes("memory_limit", self.memory_limit)
+
+
+def _planned(call: Call, args: tuple[Any, ...], mesh: AnyMesh, wishes: _Wishes, deadline: float) -> AutoPlan:
+    machine = Machine.of(mesh, wishes.hardware, wishes.assumptions)
     program = read_jaxpr(call.jaxpr)
-    limit = _limit(memory_limit, machine)
-    pinned = _pinned(args, pins, mesh)
+    limit = wishes.limit(machine)
+    pinned = _pinned(args, wishes.pins, mesh)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
     found = task.within(limit, deadline)
     free = Task.of(program, machine, call.paths, call.feedback, {}) if pinned else task
@@ -108,24 +119,19 @@ def _planned(
         if found.is_late:
             raise PlanError(
                 f"{call.name}: nothing that fits in {bytes_text(limit)} was found on {mesh_text(mesh)} before the time "
-                f"was up, {time_limit:.3g} s. Raise time_limit, or pin what you know"
+                f"was up, {wishes.time_limit:.3g} s; the least that was met takes {bytes_text(found.peak_bytes)}. "
+                "Raise time_limit, or pin what you know"
             )
         text = _too_large(call, mesh, limit, found.peak_bytes, free, pinned, deadline)
         raise DoesNotFitError(text, int(found.peak_bytes))
-    findings = [*_about_machine(mesh, hardware), *_about_program(program, task)]
-    plan = AutoPlan(call, args, mesh, limit, time_limit, task, found)
+    findings = [*_about_machine(mesh, wishes.hardware), *_about_program(call, program, task)]
+    plan = AutoPlan(call, args, mesh, limit, wishes.time_limit, task, found)
     if pinned:
         findings += _about_pins(plan, free, pinned, deadline)
     labels = zip(task.problem.nodes, plan.choice, strict=True)
     if not any((node.labels[label] >= 0).any() for node, label in labels):
         findings.append(_nothing(plan))
     return attrs.evolve(plan, findings=tuple(findings))
-
-
-def _limit(memory_limit: int | str | None, machine: Machine) -> int:
-    if memory_limit is None:
-        return int(machine.hardware.memory_bytes * (1 - _RESERVE))
-    return read_bytes("memory_limit", memory_limit)
 
 
 def _pinned(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
@@ -145,8 +151,8 @@ def _pinned(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> 
             path,
             "Name them in that order, or make the mesh the other way round",
         )
-        for path, spec in zip(plan.paths, (spec for spec in map(plan.decision, plan.paths)), strict=True)
-        for spec in [spec.spec]
+        for path in plan.paths
+        for spec in [plan.decision(path).spec]
         if spec is not None
         and any(isinstance(one, tuple) and sorted(one, key=order.index) != list(one) for one in spec)
     ]
@@ -179,7 +185,15 @@ def _about_machine(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding
         )
 
 
-def _about_program(program: Program, task: Task) -> Iterator[Finding]:
+def _about_program(call: Call, program: Program, task: Task) -> Iterator[Finding]:
+    back = dict.fromkeys(call.names[call.owners[number]] for number in call.feedback.values())
+    if back:
+        yield Finding(
+            "note",
+            "fed-back",
+            f"{', '.join(back)} {'come' if len(back) > 1 else 'comes'} back as results of the same structure: in the "
+            "same layout, and over the same memory if it is donated",
+        )
     for name, count in program.unknown:
         yield Finding(
             "warning",
@@ -187,6 +201,14 @@ def _about_program(program: Program, task: Task) -> Iterator[Finding]:
             f"there is no rule for {name}, which is taken {count} time{'s' * (count > 1)}: what it takes and gives is "
             "whole on every device",
             remedy="Put it in jax.shard_map, where it can be split by hand",
+        )
+    printed = sum(operation.name.startswith("debug_") for operation in program.operations)
+    if printed:
+        yield Finding(
+            "note",
+            "debug-callback",
+            f"{printed} debug callback{'s gather what they get' if printed > 1 else ' gathers what it gets'}, whole",
+            remedy="Take them out, or give them less",
         )
     opaque = sum(operation.role == "opaque" for operation in program.operations)
     if opaque:
@@ -221,9 +243,11 @@ def _about_program(program: Program, task: Task) -> Iterator[Finding]:
 def _about_pins(plan: AutoPlan, free: Task, pinned: Mapping[int, PartitionSpec], deadline: float) -> Iterator[Finding]:
     """Pins that cost much, each by itself."""
     best = free.within(plan.memory_limit, max(deadline, time.monotonic() + 10))
-    if best.solution is None or plan.cost < _DEAR * free.problem.cost(best.solution.choice or ()):
+    if best.solution is None:
         return
-    least = free.problem.cost(best.solution.choice or ())
+    least = free.problem.cost(best.choice)
+    if plan.cost < _DEAR * least:
+        return
     task = plan.task
     groups: dict[tuple[int, Any], list[int]] = {}
     for number, spec in pinned.items():
@@ -240,7 +264,7 @@ def _about_pins(plan: AutoPlan, free: Task, pinned: Mapping[int, PartitionSpec],
             {number: pinned[number] for number in numbers},
         )
         found = alone.within(plan.memory_limit, time.monotonic() + 10)
-        cost = np.inf if found.solution is None else alone.problem.cost(found.solution.choice or ())
+        cost = np.inf if found.solution is None else alone.problem.cost(found.choice)
         if cost >= _DEAR * least:
             blamed = True
             yield _dear(plan, numbers, pinned, cost, least)
@@ -270,15 +294,7 @@ def _nothing(plan: AutoPlan) -> Finding:
     )
 
 
-def _search(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    count: int,
-    memory_limit: int | str | None,
-    pins: ShardingRule | None,
-    hardware: Hardware | None,
-    time_limit: float,
-) -> AutoPlan:
+def _search(fn: Callable[..., Any], args: tuple[Any, ...], count: int, wishes: _Wishes) -> AutoPlan:
     """Tries meshes of a number of devices."""
     if count < 1:
         raise MeshError(f"mesh is a mesh or a number of devices, 1 or more; got {count}")
@@ -288,10 +304,10 @@ def _search(
     refused: ShardRulesError | None = None
     for text in texts:
         mesh = mesh_shape(text)
-        left = max(5.0, time_limit / len(texts))
+        left = max(5.0, wishes.time_limit / len(texts))
         try:
             call = read_call(fn, args, mesh, name_of(fn))
-            plan = _planned(call, args, mesh, memory_limit, pins, hardware, time_limit, time.monotonic() + left)
+            plan = _planned(call, args, mesh, wishes, time.monotonic() + left)
         except DoesNotFitError as error:
             smaller = not isinstance(refused, DoesNotFitError) or error.needed_bytes < refused.needed_bytes
             refused = error if smaller else refused

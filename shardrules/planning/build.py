@@ -10,7 +10,7 @@ from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import axis_names, spec_repr
 from shardrules.planning.alike import classes
 from shardrules.planning.clusters import Clusters, clusters
-from shardrules.planning.layouts import PARTIAL, WHOLE, Moves, layouts, moves, pieces
+from shardrules.planning.layouts import WHOLE, Moves, layouts, moves, pieces
 from shardrules.planning.machine import Machine
 from shardrules.planning.problem import Edge, Home, Node, Problem, around, project
 from shardrules.planning.program import Operation, Program
@@ -21,8 +21,6 @@ _SOON = 48
 
 _IN_LOOPS = 128
 """How many times fewer bytes compilers combine in a loop."""
-
-_FUSED = ("enter", "join", "leave", "return", "fixed")
 
 
 @final
@@ -44,18 +42,12 @@ class Builder:
         self.nodes: list[Node] = []
         self.homes: dict[int, Home] = {}
         self.takes: dict[tuple[int, int], Home] = {}
-        self.owners: list[int | None] = [None] * len(program.operations)
         self.made: dict[Any, int] = {}
         self.known: dict[Any, Moves] = {}
         self.anew: dict[tuple[int, int], tuple[Home, Home]] = {}
         self.equal: list[tuple[Home, Home]] = []
         self.ignored: dict[str, None] = {}
-        self.users: dict[int, list[tuple[int, int]]] = {}
-        for at, operation in enumerate(program.operations):
-            for place, operand in enumerate(operation.operands):
-                if operand is not None:
-                    self.users.setdefault(operand, []).append((at, place))
-        self.sums = Sums.of(program, self.users)
+        self.sums = Sums.of(program)
         self.clusters = Clusters({}, {})
         self.cluster_nodes: dict[int, int] = {}
 
@@ -73,9 +65,7 @@ class Builder:
         """
         program = self.program
         found = classes(program, paths, tie)
-        self.clusters = clusters(
-            program, self.users, [at for at in range(len(program.operations)) if self.sums.is_partial(at)], tie
-        )
+        self.clusters = clusters(program, filter(self.sums.is_partial, range(len(program.operations))), tie)
         for position, number in enumerate(program.arguments):
             self.argument(position, number, ("argument", found.arguments[position], self.pinned.get(position)))
         for at in range(len(program.operations)):
@@ -94,7 +84,6 @@ class Builder:
             shared,
             self.equal,
             self.homes,
-            self.owners,
             self.takes,
             {key: own for key, (own, _) in self.anew.items()},
             reads,
@@ -236,7 +225,6 @@ class Builder:
         where: dict[int, int] = {
             f: dim for f, dim in zip(factors.results[0], own.dims, strict=True) if f is not None and dim is not None
         }
-        self.owners[at] = own.node
         self.take(at, own.node, where)
         self.homes[result] = self.settled(at, colour, 0, own) if partial and not self.sums.is_added(result) else own
         self.charge(at, own)
@@ -291,7 +279,6 @@ class Builder:
         operation = self.program.operations[at]
         factors = operation.factors
         node, _ = self.node(("node", colour), factors.sizes, operation.name)
-        self.owners[at] = node
         self.take(at, node, {factor: factor for factor in range(len(factors.sizes))})
         for place, result in enumerate(operation.results):
             if not self.program.arrays[result].shape:
@@ -387,7 +374,7 @@ class Builder:
                     rows = project(own.labels, Home(node, operation.factors.results[place], operation.factors.reduced))
                 # What leaves a loop is written piece by piece, one in each round.
                 written = operation.operands[0] if operation.role == "leave" else result
-                moved += arrays[written or 0].nbytes / pieces(np.where(rows == PARTIAL, WHOLE, rows), machine)
+                moved += arrays[written or 0].nbytes / pieces(rows, machine)
         own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.times
 
     def is_read(self, at: int) -> bool:
@@ -421,7 +408,7 @@ class Builder:
             return operation.role == "leave"
         if not _is_fused(operation) or operation.role == "return":
             return True
-        users = self.users.get(result, ())
+        users = self.program.users.get(result, ())
         # What is needed again much later is kept, rather than what it is computed from.
         return any(not _is_fused(self.program.operations[user]) or user - at > _SOON for user, _ in users)
 

@@ -16,6 +16,7 @@ from shardrules.analysis.arguments import argument_names
 from shardrules.analysis.jaxprs import equations
 from shardrules.analysis.model_flops import without_dead_code
 from shardrules.core.axes import AnyMesh
+from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 
 
@@ -29,8 +30,9 @@ class Call:
     - `name`: of the function.
     - `jaxpr`: its program, without what nothing depends on.
     - `structs`: shape and dtype of each array of the arguments.
-    - `paths`: their names.
-    - `owners`: the number of the argument that each is in.
+    - `paths`: what they are called.
+    - `names`: those of the arguments.
+    - `owners`: the number of the argument that each array is in.
     - `returned`: the leaves of what it returns; those that are no arrays are there, for others `None`.
     - `treedef`: the structure of what it returns.
     - `fingerprint`: the same for two programs only if they are the same.
@@ -41,6 +43,7 @@ class Call:
     jaxpr: ClosedJaxpr
     structs: tuple[jax.ShapeDtypeStruct, ...]
     paths: tuple[str, ...]
+    names: tuple[str, ...]
     owners: tuple[int, ...]
     returned: tuple[Any, ...]
     treedef: Any
@@ -148,6 +151,7 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
         program,
         structs,
         tuple(paths),
+        tuple(names),
         tuple(owners),
         tuple(None if array_kind(leaf) is not None else leaf for leaf in returned),
         whole,
@@ -169,7 +173,7 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """
     shape, dtype = array_kind(leaf) or ((), None)
     weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True), weak_type=weak)
+    return jax.ShapeDtypeStruct(shape, device_dtype(dtype), weak_type=weak)
 
 
 def _kind(leaf: Any) -> Any:

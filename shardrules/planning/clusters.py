@@ -1,7 +1,7 @@
 """Arrays that are laid out alike, because each is computed from the other place by place and needed nowhere else."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import attrs
@@ -24,15 +24,12 @@ class Clusters:
     sizes: dict[int, tuple[int, ...]]
 
 
-def clusters(
-    program: Program, users: Mapping[int, Sequence[tuple[int, int]]], partial: Sequence[int], wide: bool
-) -> Clusters:
+def clusters(program: Program, partial: Iterable[int], wide: bool) -> Clusters:
     """Finds arrays that are laid out alike.
 
     **Arguments:**
 
     - `program`: the program.
-    - `users`: for each array the operations that take it, and as which operand.
     - `partial`: operations that add parts of sums.
     - `wide`: whether operations that take several arrays are laid out as all of them that only they need; otherwise
         only those that take one, which costs nothing.
@@ -45,17 +42,16 @@ def clusters(
     roots: dict[int, tuple[int, tuple[int | None, ...]]] = {}
     sizes: dict[int, tuple[int, ...]] = {}
     members: dict[int, list[int]] = {}
-    made: dict[int, Operation] = {}
+    skipped = dict.fromkeys(partial)
     summed: dict[int, None] = dict.fromkeys(
         result
         for at, operation in enumerate(program.operations)
         for result in operation.results
-        if operation.factors.reduced or at in dict.fromkeys(partial) or len(operation.results) > 1
+        if operation.factors.reduced or at in skipped or len(operation.results) > 1
     )
     for operation in program.operations:
         for place, result in enumerate(operation.results):
             shape = arrays[result].shape
-            made[result] = operation
             if not shape or operation.role in ("return", "fixed", "exit"):
                 continue
             roots[result] = (result, tuple(range(len(shape))))
@@ -66,8 +62,7 @@ def clusters(
                 size if free else 1 if factor is None else operation.factors.sizes[factor]
                 for factor, size in zip(dims, shape, strict=True)
             )
-    skipped = dict.fromkeys(partial)
-    partial_results = dict.fromkeys(result for at in partial for result in program.operations[at].results)
+    partial_results = dict.fromkeys(result for at in skipped for result in program.operations[at].results)
     for at, operation in enumerate(program.operations):
         if operation.role != "compute" or len(operation.results) != 1 or operation.factors.reduced or at in skipped:
             continue
@@ -79,7 +74,13 @@ def clusters(
             if (
                 operand not in roots
                 or operand in partial_results
-                or (not wide and (len(users[operand]) != 1 or made[operand].role != "compute"))
+                or (
+                    not wide
+                    and (
+                        len(program.users[operand]) != 1
+                        or program.operations[program.makers[operand]].role != "compute"
+                    )
+                )
             ):
                 continue
             grows = arrays[result].nbytes > arrays[operand].nbytes and operand not in summed

@@ -8,10 +8,12 @@ from jax.sharding import PartitionSpec
 
 from shardrules.analysis.source import equation_line, short_line
 from shardrules.core.check import bytes_text
+from shardrules.core.finding import template
 from shardrules.core.spec import spec_repr
 from shardrules.planning.layouts import spec_of
 from shardrules.planning.machine import KINDS
 from shardrules.planning.problem import Problem
+from shardrules.planning.program import Program
 
 _SHOWN = 3
 
@@ -151,7 +153,7 @@ def _moved(problem: Problem, choice: Sequence[int], at: int, place: int) -> tupl
     row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
     sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.times
     kinds = tuple(kind for kind, amount in zip(KINDS, sent, strict=True) if amount)
-    return edge.price(int(row), int(column)) * edge.times, kinds, float(sent.sum())
+    return float(edge.seconds[row, column]) * edge.times, kinds, float(sent.sum())
 
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
@@ -166,65 +168,71 @@ def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) ->
 
     Those that any axis splits, the most computed with first.
     """
-    program, axes = problem.program, problem.machine.axes
-    family = _Families()
-    for operation in program.operations:
-        groups: dict[int, list[tuple[int, int]]] = {}
-        sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
-        sides += [*zip(operation.results, operation.factors.results, strict=True)]
-        for array, dims in sides:
-            if array is None:
-                continue
-            for dim, factor in enumerate(dims):
-                if factor is not None and program.arrays[array].shape[dim] > 1:
-                    groups.setdefault(factor, []).append((array, dim))
-        for members in groups.values():
-            for one in members[1:]:
-                family.join(members[0], one)
-    work: dict[tuple[int, int], dict[tuple[str, ...], float]] = {}
+    family = _Families(problem.program)
+    work = _work(problem, choice, family)
+    names, stored = _stored(problem, choice, paths, family)
+    rows = []
+    for root in dict.fromkeys([*work, *stored]):
+        on = max(work[root].items(), key=lambda item: item[1])[0] if root in work else ()
+        beyond = tuple(name for name in problem.machine.axes if name in stored.get(root, ()) and name not in on)
+        if on or beyond:
+            size = problem.program.arrays[root[0]].shape[root[1]]
+            weight = sum(work.get(root, {}).values())
+            rows.append((weight, SplitDim(_label(names.get(root, [])), size, on, beyond)))
+    rows.sort(key=lambda row: (not row[1].axes, -row[0], row[1].name))
+    alike: dict[SplitDim, list[SplitDim]] = {}
+    for _, row in rows:
+        alike.setdefault(attrs.evolve(row, name=template(row.name)), []).append(row)
+    return tuple(own[0] if len(own) == 1 else whole for whole, own in alike.items())
+
+
+def _work(
+    problem: Problem, choice: Sequence[int], family: "_Families"
+) -> dict[tuple[int, int], dict[tuple[str, ...], float]]:
+    """For dims the FLOPs that are done with them split over some axes."""
+    program = problem.program
+    found: dict[tuple[int, int], dict[tuple[str, ...], float]] = {}
     for at, operation in enumerate(program.operations):
         if not operation.flops:
             continue
-        counted: dict[tuple[int, int], None] = {}
+        on: dict[tuple[int, int], tuple[str, ...]] = {}
         for place, operand in enumerate(operation.operands):
             if operand is None or (at, place) not in problem.takes:
                 continue
             layout = problem.layout(problem.takes[at, place], choice)
             for dim, factor in enumerate(operation.factors.operands[place]):
-                if factor is None or program.arrays[operand].shape[dim] < 2:
-                    continue
-                root = family.root((operand, dim))
-                if root in counted:
-                    continue
-                counted[root] = None
-                on = tuple(name for name, own in zip(axes, layout, strict=True) if own == dim)
-                weights = work.setdefault(root, {})
-                weights[on] = weights.get(on, 0.0) + operation.flops * operation.times
+                if factor is not None and program.arrays[operand].shape[dim] > 1:
+                    on.setdefault(family.root((operand, dim)), _splitting(problem, layout, dim))
+        for root, names in on.items():
+            weights = found.setdefault(root, {})
+            weights[names] = weights.get(names, 0.0) + operation.flops * operation.times
+    return found
+
+
+def _stored(
+    problem: Problem, choice: Sequence[int], paths: Sequence[str], family: "_Families"
+) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[int, int], dict[str, None]]]:
+    """For dims the arguments that have them, and the axes that split them there."""
     names: dict[tuple[int, int], list[str]] = {}
-    stored: dict[tuple[int, int], dict[str, float]] = {}
-    for path, array in zip(paths, program.arguments, strict=True):
+    stored: dict[tuple[int, int], dict[str, None]] = {}
+    for path, array in zip(paths, problem.program.arguments, strict=True):
         home = problem.homes.get(array)
         if home is None:
             continue
         layout = problem.layout(home, choice)
-        for dim, size in enumerate(program.arrays[array].shape):
+        for dim, size in enumerate(problem.program.arrays[array].shape):
             if size > 1:
                 root = family.root((array, dim))
                 names.setdefault(root, []).append(f"{path}[{dim}]")
-                for name, own in zip(axes, layout, strict=True):
-                    if own == dim:
-                        kept = stored.setdefault(root, {})
-                        kept[name] = kept.get(name, 0.0) + program.arrays[array].nbytes
-    rows = []
-    for root in dict.fromkeys([*work, *stored]):
-        on = max(work[root].items(), key=lambda item: item[1])[0] if root in work else ()
-        beyond = tuple(name for name in axes if name in stored.get(root, {}) and name not in on)
-        if on or beyond:
-            label = _label(names.get(root, []))
-            weight = sum(work.get(root, {}).values())
-            rows.append((weight, SplitDim(label, program.arrays[root[0]].shape[root[1]], on, beyond)))
-    rows.sort(key=lambda row: (not row[1].axes, -row[0], row[1].name))
-    return tuple(dict.fromkeys(row for _, row in rows))
+                on = _splitting(problem, layout, dim)
+                if on:
+                    stored.setdefault(root, {}).update(dict.fromkeys(on))
+    return names, stored
+
+
+def _splitting(problem: Problem, layout: Sequence[int], dim: int) -> tuple[str, ...]:
+    """The axes that split a dim."""
+    return tuple(name for name, own in zip(problem.machine.axes, layout, strict=True) if own == dim)
 
 
 def _label(names: list[str]) -> str:
@@ -239,8 +247,19 @@ def _label(names: list[str]) -> str:
 class _Families:
     """Which dims of arrays go together."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         self.above: dict[tuple[int, int], tuple[int, int]] = {}
+        for operation in program.operations:
+            groups: dict[int, list[tuple[int, int]]] = {}
+            sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
+            sides += [*zip(operation.results, operation.factors.results, strict=True)]
+            for array, dims in sides:
+                for dim, factor in enumerate(() if array is None else dims):
+                    if factor is not None and program.arrays[array or 0].shape[dim] > 1:
+                        groups.setdefault(factor, []).append((array or 0, dim))
+            for first, *others in groups.values():
+                for other in others:
+                    self.join(first, other)
 
     def root(self, one: tuple[int, int]) -> tuple[int, int]:
         """The dim that stands for all that go with one."""

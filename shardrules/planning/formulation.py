@@ -1,5 +1,6 @@
 """A problem as a linear program: variables for the labels of nodes, and for the ways that arrays go along edges."""
 
+import functools
 from collections.abc import Sequence
 from typing import final
 
@@ -30,6 +31,26 @@ class Row:
     copies: dict[int, np.ndarray]
     constant: float
     limit: float
+
+    def taken(self, problem: Problem, choice: Sequence[int]) -> float:
+        """Returns what lies in memory under a choice.
+
+        **Arguments:**
+
+        - `problem`: what was to be chosen.
+        - `choice`: for each node the number of its label.
+
+        **Returns:**
+
+        Bytes.
+        """
+        total = self.constant + sum(float(sizes[choice[node]]) for node, sizes in self.labels.items())
+        for number, sizes in self.copies.items():
+            edge = problem.edges[number]
+            row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+            if (edge.from_layouts[row] != edge.to_layouts[column]).any():
+                total += float(sizes[column])
+        return total
 
 
 @final
@@ -113,7 +134,7 @@ class Formulation:
         - `count`: how many such groups there are.
         """
         edges = [self.problem.edges[number] for number in group]
-        priced = [edge.seconds() * MICRO * count for edge in edges]
+        priced = [edge.seconds * MICRO * count for edge in edges]
         if len(group) == 1:
             self.lone(group[0], priced[0])
             return
@@ -224,13 +245,9 @@ class Formulation:
                 self.above.append((r, np.append(columns, at + place), np.append(values, -1.0)))
                 self.above_count += 1
 
+    @functools.cached_property
     def matrices(self) -> tuple[np.ndarray, csr_array, np.ndarray, csr_array]:
-        """Returns everything as arrays.
-
-        **Returns:**
-
-        What variables cost; equations and their right sides; what is at most 0.
-        """
+        """Everything as arrays: what variables cost; equations and their right sides; what is at most 0."""
         cost = np.concatenate(self.costs)
         equal = sparse(self.equal, self.equal_count, self.count)
         above = sparse(self.above, self.above_count, self.count)

@@ -1,12 +1,12 @@
 """What memory is worth: the best plans over a range of budgets."""
 
-import html
 from typing import final
 
 import attrs
 
 from shardrules.core.check import bytes_text
 from shardrules.core.table import aligned
+from shardrules.drawing.picture import Line, Picture, Words, label_width
 
 
 @final
@@ -63,8 +63,43 @@ class Frontier:
         ]
         return "\n".join([f"{self.name} on {self.mesh}", "", *aligned(rows, (0, 1, 2, 3))])
 
-    def to_svg(self, width: int = 560, height: int = 320) -> str:
+    def picture(self, width: float = 560, height: float = 320) -> Picture:
         """Draws it: memory to the right, time upwards.
+
+        **Arguments:**
+
+        - `width`, `height`: the size of the picture.
+
+        **Returns:**
+
+        A `Picture`; `.to_figure()` draws it with matplotlib.
+        """
+        peaks = [one.peak_bytes for one in self.points] or [0, 1]
+        times = [one.seconds for one in self.points] or [0.0, 1.0]
+        left = max(72.0, *(label_width(f"{1000 * one:.4g} ms") for one in (min(times), max(times))))
+        low, top, right = height - 44, 28.0, width - 24
+        places = tuple(
+            (
+                left + (right - left) * _part(one.peak_bytes, peaks),
+                low - (low - top) * _part(one.seconds, times),
+            )
+            for one in self.points
+        )
+        said = tuple(f"{bytes_text(one.peak_bytes)}: {1000 * one.seconds:.4g} ms" for one in self.points)
+        marks = (
+            Line(((left, top), (left, low), (right, low))),
+            Line(places, 2, said),
+            Words(left, low + 18, bytes_text(min(peaks))),
+            Words(right, low + 18, bytes_text(max(peaks)), "end"),
+            Words(left - 6, low, f"{1000 * min(times):.4g} ms", "end"),
+            Words(left - 6, top + 4, f"{1000 * max(times):.4g} ms", "end"),
+            Words((left + right) / 2, height - 8, "memory of a device", "middle"),
+            Words((left + right) / 2, 16, f"{self.name} on {self.mesh}: time of a call", "middle"),
+        )
+        return Picture(width, height, marks, "time of a call over memory")
+
+    def to_svg(self, width: float = 560, height: float = 320) -> str:
+        """Draws it as SVG.
 
         **Arguments:**
 
@@ -74,40 +109,7 @@ class Frontier:
 
         The picture, as text.
         """
-        left, low, top, right = 64, height - 44, 28, width - 24
-        peaks = [one.peak_bytes for one in self.points] or [0, 1]
-        times = [one.seconds for one in self.points] or [0.0, 1.0]
-
-        def place(one: FrontierPoint) -> tuple[float, float]:
-            return (
-                left + (right - left) * _part(one.peak_bytes, peaks),
-                low - (low - top) * _part(one.seconds, times),
-            )
-
-        places = [place(one) for one in self.points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        dots = "".join(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="currentColor"><title>{bytes_text(one.peak_bytes)}: '
-            f"{1000 * one.seconds:.4g} ms</title></circle>"
-            for one, (x, y) in zip(self.points, places, strict=True)
-        )
-        ends = [
-            (left, low + 18, "start", bytes_text(min(peaks))),
-            (right, low + 18, "end", bytes_text(max(peaks))),
-            (left - 6, low, "end", f"{1000 * min(times):.4g} ms"),
-            (left - 6, top + 4, "end", f"{1000 * max(times):.4g} ms"),
-            ((left + right) / 2, height - 8, "middle", "memory of a device"),
-            ((left + right) / 2, 16, "middle", f"{self.name} on {self.mesh}: time of a call"),
-        ]
-        words = "".join(
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>' for x, y, anchor, text in ends
-        )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            f'role="img" aria-label="time of a call over memory" font-family="sans-serif" font-size="11" '
-            f'fill="currentColor"><path d="M{left} {top}V{low}H{right}" fill="none" stroke="currentColor"/>'
-            f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="2"/>{dots}{words}</svg>'
-        )
+        return self.picture(width, height).to_svg()
 
     def _repr_html_(self) -> str:
         return self.to_svg()

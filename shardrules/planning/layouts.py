@@ -229,7 +229,7 @@ def way(start: Layout, end: Layout) -> list[Layout]:
 def _is_lone(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Where all axes along which parts of sums lie are to split the same dimension, and no other axis slices."""
     summed = (start == PARTIAL) & (end != PARTIAL)
-    target = np.where(summed, end, -1).max(axis=2)
+    target = np.where(summed, end, -1).max(axis=2, initial=-1)
     apart = (summed & (end != target[:, :, None])) | ((start == WHOLE) & (end >= 0))
     return (target >= 0) & ~apart.any(axis=2)
 

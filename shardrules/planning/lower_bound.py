@@ -51,7 +51,7 @@ def lower_bound(problem: Problem, deadline: float) -> Bound:
     beliefs = [np.array(node.seconds, float) for node in problem.nodes]
     factors = _factors(problem)
     messages = [(np.zeros(cost.shape[0]), np.zeros(cost.shape[1])) for *_, cost in factors]
-    before = -np.inf
+    total = best = -np.inf
     entries = sum(cost.size for *_, cost in factors)
     least, most = _SWEEPS
     for sweep in range(int(min(most, max(least, _WORK / max(1, entries))))):
@@ -69,13 +69,12 @@ def lower_bound(problem: Problem, deadline: float) -> Bound:
             columns = joint.min(axis=0) / 2 - cheapest_columns
             messages[number] = (rows, columns)
             beliefs[start], beliefs[end] = first + rows[from_codes], second + columns[to_codes]
-        now = _sum(beliefs, factors, messages)
-        still = now - before < _STILL * abs(now)
-        before = max(now, before)
+        total = _sum(beliefs, factors, messages)
+        still = total - best < _STILL * abs(total)
+        best = max(total, best)
         if still or time.monotonic() > deadline:
             break
-    total = _sum(beliefs, factors, messages)
-    return Bound(max(0.0, before, total), tuple(total - belief.min() + belief for belief in beliefs))
+    return Bound(max(0.0, best), tuple(total - belief.min() + belief for belief in beliefs))
 
 
 def _sum(beliefs: list[np.ndarray], factors: list[tuple], messages: list[tuple[np.ndarray, np.ndarray]]) -> float:
@@ -94,7 +93,7 @@ def _factors(problem: Problem) -> list[tuple]:
     for group, count in problem.shared:
         for number in group:
             edge = problem.edges[number]
-            cost = np.minimum(edge.seconds() * count / len(group), _NEVER)
+            cost = np.minimum(edge.seconds * count / len(group), _NEVER)
             if edge.start == edge.end:
                 continue
             if (cost != 0).any():

@@ -1,7 +1,7 @@
 """What communication and computation cost on a mesh: the figures of a sheet, made less by what nothing reaches."""
 
 import math
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import attrs
 import numpy as np
@@ -16,7 +16,7 @@ from shardrules.core.axes import AnyMesh, mesh_sizes
 Kind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 """The collectives that a plan may need."""
 
-KINDS: tuple[Kind, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """All of them, in the order in which tables have them."""
 
 _PROBE = 10**9
@@ -97,7 +97,7 @@ class Machine:
     from shardrules.planning.machine import Machine
 
     machine = Machine.of(sr.mesh_shape("data:4,model:2"), SHEETS["cuda:h100"])
-    assert machine.sizes == (4, 2) and machine.group_size(0b11) == 8
+    assert machine.sizes == (4, 2)
     ```
     """
 
@@ -130,19 +130,6 @@ class Machine:
         groups = [_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
         rates = {kind: _rates(kind, groups, sheet, taken) for kind in KINDS}
         return cls(mesh, sheet, taken, axes, sizes, rates)
-
-    def group_size(self, mask: int) -> int:
-        """How many devices a collective over some axes joins.
-
-        **Arguments:**
-
-        - `mask`: the axes, a bit for each.
-
-        **Returns:**
-
-        The product of their sizes.
-        """
-        return math.prod(size for number, size in enumerate(self.sizes) if mask >> number & 1)
 
     def flops_per_second(self, dtype: Any) -> float:
         """How fast products of a dtype are made.
@@ -252,27 +239,27 @@ def _rates(kind: Kind, groups: list[_Group], sheet: Hardware, assumptions: Assum
             fixed.append(0.0)
             slopes.append(0.0)
             continue
-        hosts = min(2, group.host_count) if kind == "collective-permute" else group.host_count
-        empty, full = (
-            collective_seconds(
-                Collective(
-                    kind,
-                    (),
-                    (),
-                    group.size,
-                    (),
-                    0,
-                    sent,
-                    Times(1),
-                    "",
-                    "",
-                    host_count=hosts,
-                    torus_dims=group.torus_dims,
-                ),
-                sheet,
-            )
-            for sent in (0, _PROBE)
-        )
-        fixed.append(empty + assumptions.launch_seconds)
-        slopes.append((full - empty) / _PROBE / assumptions.links)
+        slopes.append(_per_byte(kind, group, sheet) / assumptions.links)
+        fixed.append(_waiting(kind, group, sheet) + assumptions.launch_seconds)
     return Rates(np.array(slopes), np.array(fixed))
+
+
+def _per_byte(kind: Kind, group: _Group, sheet: Hardware) -> float:
+    """What it takes to send a byte, beyond waiting."""
+    hosts = min(2, group.host_count) if kind == "collective-permute" else group.host_count
+    empty = Collective(
+        kind, (), (), group.size, (), 0, 0, Times(1), "", "", host_count=hosts, torus_dims=group.torus_dims
+    )
+    full = attrs.evolve(empty, wire_bytes=_PROBE)
+    return (collective_seconds(full, sheet) - collective_seconds(empty, sheet)) / _PROBE
+
+
+def _waiting(kind: Kind, group: _Group, sheet: Hardware) -> float:
+    """What it takes however little is sent: a step inside hosts or slices for each doubling of the devices there, and
+    one between them for each doubling of these, since for little trees are quicker than rings."""
+    if kind == "collective-permute":
+        return sheet.network_latency_seconds if group.host_count > 1 else sheet.link_latency_seconds
+    near = math.ceil(math.log2(math.ceil(group.size / group.host_count)))
+    far = math.ceil(math.log2(group.host_count))
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * (near * sheet.link_latency_seconds + far * sheet.network_latency_seconds)

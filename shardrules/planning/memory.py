@@ -5,19 +5,22 @@ has to stay until then. Arrays that come into a loop stay until its end. Argumen
 back as arguments are written over these.
 """
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, final
 
 import attrs
 import numpy as np
 
 from shardrules.planning.build import Builder
 from shardrules.planning.formulation import Row
-from shardrules.planning.layouts import PARTIAL, WHOLE, pieces
-from shardrules.planning.problem import Home, Problem, project
+from shardrules.planning.layouts import pieces
+from shardrules.planning.problem import Home, Problem, around, project
+from shardrules.planning.program import Program
 
 _IN_PLACE = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
 """What writes its result over its first operand, if nobody else needs that."""
+
+_Spans: TypeAlias = Mapping[int, tuple[int, int]]
 
 
 @final
@@ -89,70 +92,12 @@ class Occupancy:
 
         An `Occupancy`.
         """
-        program = problem.program
-        end = len(program.operations)
-        ends = _ends(problem)
-        made: dict[int, int] = {}
-        for at, operation in enumerate(program.operations):
-            for result in operation.results:
-                made.setdefault(result, at)
-        last: dict[int, int] = {}
-        for at in range(end - 1, -1, -1):
-            operation = program.operations[at]
-            until = at
-            for result in operation.results:
-                if not builder.is_written(at, result):  # computed only where it is taken
-                    until = max(until, last.get(result, at))
-            for place, operand in enumerate(operation.operands):
-                if operand is not None:
-                    if place == 0 and operation.name in _IN_PLACE and until == at:
-                        last[operand] = max(last.get(operand, 0), at - 1)
-                        continue
-                    born = program.operations[made[operand]].region if operand in made else 0
-                    until_then = max(until, _leaves(program.regions, ends, operation.region, born))
-                    last[operand] = max(last.get(operand, 0), until_then)
-        stays: list[Stay] = []
-        fixed = 0
-        given = dict.fromkeys(builder.feedback)
-        for number in program.arguments:
-            home = problem.homes.get(number)
-            if home is None:
-                fixed += program.arrays[number].nbytes
-            else:
-                stays.append(Stay(home, program.arrays[number].nbytes, 0, end))
-        fixed += sum(program.arrays[number].nbytes for number in program.constants)
-        for at, operation in enumerate(program.operations):
-            for place, result in enumerate(operation.results):
-                home = problem.homes.get(result)
-                if home is None or result in given:
-                    continue
-                nbytes = program.arrays[result].nbytes
-                own = problem.settled.get((at, place))
-                if own is not None:
-                    stays.append(Stay(own, nbytes, at, at))
-                begun = at if own is None else at + 1
-                if operation.role == "return":
-                    stays.append(Stay(home, nbytes, at + 1, end))  # till then what is returned is there
-                elif operation.role in ("leave", "join") or builder.is_written(at, result):
-                    first = _starts(problem, at) if operation.role == "leave" else begun
-                    stays.append(Stay(home, nbytes, first, max(first, last.get(result, at))))
-        copies = []
-        for at, operation in enumerate(program.operations):
-            for place in range(len(operation.operands)):
-                if (at, place) not in problem.reads or not (builder.is_read(at) or operation.role == "enter"):
-                    continue
-                around = problem.around(at, place)
-                until = end if operation.role == "return" else at
-                if around != operation.region:
-                    until = max(until, ends[operation.region])
-                copies.append(
-                    Copy((operation.operands[place] or 0, around), problem.reads[at, place], at, until, until)
-                )
-        kept: dict[tuple[int, int], int] = {}
-        for copy in copies:
-            kept[copy.array] = max(kept.get(copy.array, 0), copy.last)
-        copies = [attrs.evolve(copy, until=kept[copy.array]) for copy in copies]
-        return cls(problem, tuple(stays), tuple(copies), fixed)
+        spans = _spans(problem.program)
+        last = _last_uses(problem.program, builder, spans)
+        lying = [number for number in problem.program.arguments if number not in problem.homes]
+        fixed = sum(problem.program.arrays[number].nbytes for number in (*lying, *problem.program.constants))
+        stays = (*_arguments(problem), *_results(problem, builder, spans, last))
+        return cls(problem, stays, _copies(problem, builder, spans), fixed)
 
     def room(self, stay: Stay) -> float:
         """How much more room an array takes than its bytes: what is temporary overlaps with what comes next.
@@ -228,7 +173,7 @@ class Occupancy:
             if stay.first <= at <= stay.last:
                 node = stay.home.node
                 rows = project(problem.nodes[node].labels, stay.home)
-                sizes = stay.nbytes * self.room(stay) / pieces(np.where(rows == PARTIAL, WHOLE, rows), problem.machine)
+                sizes = stay.nbytes * self.room(stay) / pieces(rows, problem.machine)
                 labels[node] = labels.get(node, np.zeros(len(sizes))) + sizes
         copies: dict[int, np.ndarray] = {}
         for copy in self.copies:
@@ -243,41 +188,118 @@ class Occupancy:
         return Row(labels, copies, self.fixed, limit)
 
 
+def peaks(timeline: np.ndarray, limit: float) -> list[int]:
+    """Returns the operations at which memory is fullest: the first of them, and others that are higher than all around.
+
+    **Arguments:**
+
+    - `timeline`: what lies in memory, for each operation.
+    - `limit`: only the first may be below that.
+
+    **Returns:**
+
+    Their numbers.
+    """
+    found = [int(timeline.argmax())]
+    size = max(1, len(timeline) // 24)
+    for start in range(0, len(timeline), size):
+        part = timeline[start : start + size]
+        at = start + int(part.argmax())
+        nearby = timeline[max(0, at - size) : at + size]
+        if timeline[at] > limit and timeline[at] == nearby.max() and at not in found:
+            found.append(at)
+    return found
+
+
 def _pieces(layout: Sequence[int], problem: Problem) -> float:
     return float(pieces(np.array([layout], np.int8), problem.machine)[0])
 
 
-def _ends(problem: Problem) -> dict[int, int]:
-    """The last operation of each region, those inside of it too."""
-    found: dict[int, int] = {}
-    for at, operation in enumerate(problem.program.operations):
+def _spans(program: Program) -> dict[int, tuple[int, int]]:
+    """The first and the last operation of each region, those inside of it too."""
+    found: dict[int, tuple[int, int]] = {}
+    for at, operation in enumerate(program.operations):
         region = operation.region
         while region >= 0:
-            found[region] = at
-            region = problem.program.regions[region][0]
+            found[region] = (found.get(region, (at, at))[0], at)
+            region = program.regions[region][0]
     return found
 
 
-def _leaves(regions: Sequence[tuple[int, int]], ends: dict[int, int], region: int, born: int) -> int:
+def _last_uses(program: Program, builder: Builder, spans: _Spans) -> dict[int, int]:
+    """For each array that anything takes, the last operation at which it has to be there."""
+    last: dict[int, int] = {}
+    for at in range(len(program.operations) - 1, -1, -1):
+        operation = program.operations[at]
+        until = at
+        for result in operation.results:
+            if not builder.is_written(at, result):  # computed only where it is taken
+                until = max(until, last.get(result, at))
+        for place, operand in enumerate(operation.operands):
+            if operand is None:
+                continue
+            if place == 0 and operation.name in _IN_PLACE and until == at:
+                last[operand] = max(last.get(operand, 0), at - 1)
+                continue
+            maker = program.makers.get(operand)
+            born = 0 if maker is None else program.operations[maker].region
+            last[operand] = max(last.get(operand, 0), until, _leaves(program, spans, operation.region, born))
+    return last
+
+
+def _arguments(problem: Problem) -> Iterator[Stay]:
+    """Arguments, which are there throughout."""
+    for number in problem.program.arguments:
+        if number in problem.homes:
+            nbytes = problem.program.arrays[number].nbytes
+            yield Stay(problem.homes[number], nbytes, 0, len(problem.program.operations))
+
+
+def _results(problem: Problem, builder: Builder, spans: _Spans, last: Mapping[int, int]) -> Iterator[Stay]:
+    """What operations write, from then to the last that takes it."""
+    program = problem.program
+    for at, operation in enumerate(program.operations):
+        for place, result in enumerate(operation.results):
+            home = problem.homes.get(result)
+            if home is None or result in builder.feedback:
+                continue
+            nbytes = program.arrays[result].nbytes
+            own = problem.settled.get((at, place))
+            if own is not None:
+                yield Stay(own, nbytes, at, at)
+            begun = at if own is None else at + 1
+            if operation.role == "return":
+                yield Stay(home, nbytes, at + 1, len(program.operations))  # till then what is returned is there
+            elif operation.role in ("leave", "join") or builder.is_written(at, result):
+                first = spans[operation.region][0] if operation.role == "leave" else begun
+                yield Stay(home, nbytes, first, max(first, last.get(result, at)))
+
+
+def _copies(problem: Problem, builder: Builder, spans: _Spans) -> tuple[Copy, ...]:
+    """Arrays that are brought to another layout; those that come into a loop stay to its end."""
+    program = problem.program
+    found: list[Copy] = []
+    kept: dict[tuple[int, int], int] = {}
+    for at, operation in enumerate(program.operations):
+        for place, operand in enumerate(operation.operands):
+            if (at, place) not in problem.reads or not (builder.is_read(at) or operation.role == "enter"):
+                continue
+            region = around(program, at, place)
+            until = len(program.operations) if operation.role == "return" else at
+            if region != operation.region:
+                until = max(until, spans[operation.region][1])
+            array = (operand or 0, region)
+            found.append(Copy(array, problem.reads[at, place], at, until, until))
+            kept[array] = max(kept.get(array, 0), until)
+    return tuple(attrs.evolve(copy, until=kept[copy.array]) for copy in found)
+
+
+def _leaves(program: Program, spans: _Spans, region: int, born: int) -> int:
     """When the outermost loop ends that an operation is in and an array is not."""
     found = 0
     while region >= 0 and region != born:
-        around, times = regions[region]
-        if around >= 0 and times != regions[around][1]:
-            found = max(found, ends[region])
-        region = around
+        outside, times = program.regions[region]
+        if outside >= 0 and times != program.regions[outside][1]:
+            found = max(found, spans[region][1])
+        region = outside
     return found
-
-
-def _starts(problem: Problem, at: int) -> int:
-    """The first operation of the loop that an operation is in."""
-    region = problem.program.operations[at].region
-    return next(i for i, one in enumerate(problem.program.operations) if _inside(problem, one.region, region))
-
-
-def _inside(problem: Problem, region: int, loop: int) -> bool:
-    while region >= 0:
-        if region == loop:
-            return True
-        region = problem.program.regions[region][0]
-    return False

@@ -5,11 +5,10 @@ from typing import TypeAlias, final
 import attrs
 
 from shardrules.core.check import bytes_text
-from shardrules.core.diff import PlanDiff
-from shardrules.core.rule import ShardingPlan
+from shardrules.core.diff import Placements, PlanDiff
 
-Side: TypeAlias = tuple[ShardingPlan, float, int, int]
-"""A plan of arguments, and what a call costs: seconds, bytes on the wire, bytes of memory."""
+Side: TypeAlias = tuple[Placements, float, int, int]
+"""Where arguments are, and what a call costs: seconds, bytes on the wire, bytes of memory."""
 
 
 @final
@@ -48,4 +47,6 @@ def difference(before: Side, after: Side) -> AutoPlanDiff:
 
     An `AutoPlanDiff`.
     """
-    return AutoPlanDiff(before[0].diff(after[0]), (before[1], after[1]), (before[2], after[2]), (before[3], after[3]))
+    return AutoPlanDiff(
+        PlanDiff.between(before[0], after[0]), (before[1], after[1]), (before[2], after[2]), (before[3], after[3])
+    )

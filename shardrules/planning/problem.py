@@ -5,6 +5,7 @@ those of the arrays that it takes and gives follow. An edge leads from the node 
 it, and costs what it takes to lay the array out anew. Operations alike, as those of repeated layers, are one node.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import final
 
@@ -54,7 +55,7 @@ class Node:
 
 
 @final
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Edge:
     """An array on its way from one node to another.
 
@@ -80,30 +81,16 @@ class Edge:
     moves: Moves
     combined: int
 
+    @functools.cached_property
     def seconds(self) -> np.ndarray:
-        """What it costs each time. Compilers combine small collectives, so that they share what each takes at least."""
+        """What it costs each time to go from each layout to each.
+
+        Compilers combine small collectives, so that they share what each takes at least.
+        """
         moved = self.moves
         share = np.minimum(1.0, moved.sent.sum(axis=0) * self.nbytes / self.combined)
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         return np.where(moved.allowed, moved.seconds * self.nbytes + moved.fixed * share + _SLICE * differs, np.inf)
-
-    def price(self, row: int, column: int) -> float:
-        """What it costs each time to go from one layout to another.
-
-        **Arguments:**
-
-        - `row`, `column`: their numbers.
-
-        **Returns:**
-
-        Seconds.
-        """
-        moved = self.moves
-        if not moved.allowed[row, column]:
-            return np.inf
-        share = min(1.0, float(moved.sent[:, row, column].sum()) * self.nbytes / self.combined)
-        differs = bool((self.from_layouts[row] != self.to_layouts[column]).any())
-        return float(moved.seconds[row, column] * self.nbytes + moved.fixed[row, column] * share) + _SLICE * differs
 
 
 @final
@@ -119,7 +106,6 @@ class Problem:
         once; each with the number of times that there is such a group.
     - `equal`: pairs of places at which an array has the same layout.
     - `homes`: for each array that has layouts to choose from, where that is decided.
-    - `owners`: for each operation its node, or `None`.
     - `takes`: for each operation and operand what it takes.
     - `settled`: for each operation and result that is laid out anew, what it gives before that.
     - `reads`: for each operation and operand its edge, or `None`.
@@ -132,7 +118,6 @@ class Problem:
     shared: list[tuple[tuple[int, ...], int]]
     equal: list[tuple[Home, Home]]
     homes: dict[int, Home]
-    owners: list[int | None]
     takes: dict[tuple[int, int], Home]
     settled: dict[tuple[int, int], Home]
     reads: dict[tuple[int, int], int]
@@ -152,19 +137,18 @@ class Problem:
         row = self.nodes[home.node].labels[choice[home.node]][None]
         return tuple(map(int, project(row, home)[0]))
 
-    def around(self, at: int, place: int) -> int:
-        """Returns the region in which an operand is brought to where an operation needs it.
-
-        **Arguments:**
-
-        - `at`: the operation.
-        - `place`: which operand.
+    def dearest(self) -> float:
+        """Returns what no choice costs more than.
 
         **Returns:**
 
-        The number of the region: that around a loop for what enters it.
+        Seconds.
         """
-        return around(self.program, at, place)
+        total = sum(float(node.seconds.max()) for node in self.nodes)
+        for group, count in self.shared:
+            for edge in (self.edges[number] for number in group):
+                total += count * float(np.max(edge.seconds, initial=0.0, where=np.isfinite(edge.seconds)))
+        return total
 
     def cost(self, choice: Sequence[int]) -> float:
         """Returns what a choice costs.
@@ -175,8 +159,10 @@ class Problem:
 
         **Returns:**
 
-        Seconds.
+        Seconds; infinitely many where arrays that have the same layout do not.
         """
+        if any(self.layout(first, choice) != self.layout(second, choice) for first, second in self.equal):
+            return np.inf
         total = sum(float(node.seconds[label]) for node, label in zip(self.nodes, choice, strict=True))
         return total + sum(paid * count for paid, count, _ in self.payments(choice))
 
@@ -198,7 +184,7 @@ class Problem:
                 edge = self.edges[number]
                 row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
                 target = tuple(edge.to_layouts[column])
-                seconds = edge.price(row, column)
+                seconds = float(edge.seconds[row, column])
                 if not seconds:
                     continue
                 paid = (seconds, count, edge.moves.sent[:, row, column] * edge.nbytes)
@@ -209,7 +195,7 @@ class Problem:
 
 
 def around(program: Program, at: int, place: int) -> int:
-    """Returns the region in which an operand is brought to where an operation needs it; see `Problem.around`.
+    """Returns the region in which an operand is brought to where an operation needs it.
 
     **Arguments:**
 
@@ -219,11 +205,13 @@ def around(program: Program, at: int, place: int) -> int:
 
     **Returns:**
 
-    The number of the region.
+    The number of the region: that around a loop for what enters it.
     """
     operation = program.operations[at]
     outside = program.regions[operation.region][0]
-    if outside >= 0 and (operation.role == "enter" or (operation.role == "join" and place == 0)):
+    if outside >= 0 and (
+        operation.role == "enter" or (operation.role == "join" and operation.name != "cond" and place == 0)
+    ):
         return outside
     return operation.region
 

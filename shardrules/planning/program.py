@@ -7,6 +7,7 @@ out of it stands an operation that computes nothing, so that every array can be 
 Operations that a replay meets in the same order have the same number here and there: that is how it knows them.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeAlias, final
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.analysis.model_flops import equation_flops
 from shardrules.planning.factors import Factors, op_factors
@@ -22,6 +23,9 @@ from shardrules.planning.factors import Factors, op_factors
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
 """What an operation is: one of the function; the entry to a loop, a value that goes round in it, what that is in the
 end, what is stacked on leaving; a constraint of the user's, something that stays as it is, a result of the function."""
+
+Users: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
+"""For arrays the operations that take them, and as which operand."""
 
 INLINED: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
@@ -121,6 +125,21 @@ class Program:
     results: tuple[int | None, ...]
     regions: tuple[tuple[int, int], ...]
     unknown: tuple[tuple[str, int], ...]
+
+    @functools.cached_property
+    def makers(self) -> Mapping[int, int]:
+        """For each array that any operation gives, which does."""
+        return {result: at for at, operation in enumerate(self.operations) for result in operation.results}
+
+    @functools.cached_property
+    def users(self) -> Users:
+        """For each array that any operation takes, who does."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for at, operation in enumerate(self.operations):
+            for place, operand in enumerate(operation.operands):
+                if operand is not None:
+                    found.setdefault(operand, []).append((at, place))
+        return found
 
 
 def read_jaxpr(jaxpr: ClosedJaxpr) -> Program:
@@ -242,7 +261,15 @@ class _Reader:
         return self.constants[-1]
 
     def identity(
-        self, role: Role, place: tuple[int, int], operand: int, result: int, region: int, times: int, lead: int = 0
+        self,
+        role: Role,
+        place: tuple[int, int],
+        operand: int,
+        result: int,
+        region: int,
+        times: int,
+        lead: int = 0,
+        spec: PartitionSpec | None = None,
     ) -> None:
         """An operation that hands an array on; of its operand `lead` dims come before those of the result."""
         shape = self.arrays[result].shape if lead >= 0 else self.arrays[operand].shape
@@ -252,7 +279,9 @@ class _Reader:
             ((*first, *dims) if lead > 0 else dims,), ((*first, *dims) if lead < 0 else dims,), tuple(shape)
         )
         inside = self.regions[region][1]
-        self.operations.append(Operation(role, role, *place, (operand,), (result,), factors, inside, region, (times,)))
+        self.operations.append(
+            Operation(role, role, *place, (operand,), (result,), factors, inside, region, (times,), spec=spec)
+        )
 
     def body(self, program: Any, given: Sequence[int | None], region: int) -> list[int | None]:
         jaxpr = open_program(program)
@@ -273,11 +302,22 @@ class _Reader:
         inner = inner_program(equation)
         if inner is not None:
             inside = self.region(region, 1) if name in RECOMPUTED else region
-            return self.body(inner, operands, inside)
+            asked, given = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
+            return self.asked(given, self.body(inner, self.asked(asked, operands, region), inside), region)
         special = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
         if special is not None:
             return special(equation, number, operands, region)
         return self.compute(equation, number, operands, region)
+
+    def asked(self, shardings: Sequence[Any], arrays: list[int | None], region: int) -> list[int | None]:
+        """Arrays that go into a jitted function or come out of it, for which it may have shardings of its own."""
+        found = list(arrays)
+        for place, (array, one) in enumerate(zip(arrays, shardings, strict=False)):
+            if array is not None and self.arrays[array].shape and isinstance(one, Sharding):
+                found[place] = self.like(array)
+                times = self.regions[region][1]
+                self.identity("fixed", (-1, place), array, found[place] or 0, region, times, spec=_spec(one))
+        return found
 
     def region(self, around: int, times: int) -> int:
         self.regions.append((around, self.regions[around][1] * times))
@@ -289,8 +329,7 @@ class _Reader:
         role: Role = "compute"
         spec: Any = None
         if name == "sharding_constraint":
-            role, spec = "fixed", equation.params["sharding"]
-            spec = spec.spec if isinstance(spec, NamedSharding) else PartitionSpec()
+            role, spec = "fixed", _spec(equation.params["sharding"])
             shape = self.arrays[results[0]].shape
             factors = Factors((tuple(range(len(shape))),), (tuple(range(len(shape))),), shape)
         elif name == "shard_map":
@@ -421,13 +460,17 @@ class _Reader:
             factors = Factors((dims,) * len(taken), (dims,), self.arrays[result].shape)
             self.operations.append(
                 Operation(
-                    "join", "join", number, slot, taken, (result,), factors, outside, region, (outside,) * len(taken)
+                    "join", "cond", number, slot, taken, (result,), factors, outside, region, (outside,) * len(taken)
                 )
             )
         return results
 
 
 _LATER = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0, ())
+
+
+def _spec(sharding: Sharding) -> PartitionSpec:
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _opaque(equation: Any) -> Factors:

@@ -1,5 +1,6 @@
 """Running a function as it was planned."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -12,12 +13,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import NoMeshError, TreeError
-from shardrules.core.spec import spec_repr
+from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.context import current_mesh
+from shardrules.mesh.jax_state import under_trace
 from shardrules.planning.call import Call, automatic, naming, read_call, struct
 from shardrules.planning.problem import Problem
 from shardrules.planning.rewrite import held, rewritten
+
+_XLA_TAKES = 0.8
+"""The part of a GPU's memory that XLA reckons with."""
+
+_XLA_LEAVES = 95
+"""How many per cent of that it fills by default."""
+
+_SURE, _ENOUGH = 0.98, 0.95
 
 
 @final
@@ -33,6 +43,7 @@ class PlannedFunction:
     - `problem`, `choice`: where everything in it is.
     - `specs`, `result_specs`: where arguments and results are.
     - `donated`: the arguments whose memory may be used for results.
+    - `memory_limit`, `peak_bytes`: the most that may lie in the memory of a device, and that does, as modelled.
     """
 
     fn: Callable[..., Any]
@@ -43,6 +54,8 @@ class PlannedFunction:
     specs: tuple[PartitionSpec, ...] = attrs.field(repr=False)
     result_specs: tuple[PartitionSpec, ...] = attrs.field(repr=False)
     donated: tuple[int, ...]
+    memory_limit: int
+    peak_bytes: int
     _known: dict[Any, tuple[Call, Any, list[Any]]] = attrs.field(factory=dict, repr=False, init=False)
 
     @property
@@ -100,7 +113,7 @@ class PlannedFunction:
         arrays = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind]
         others = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not kind]
         structs = tuple((one.shape, one.dtype, one.weak_type) for one in map(struct, arrays))
-        key = (treedef, tuple(kinds), structs, tuple(map(_static, others)))
+        key = (placed(self.mesh), under_trace(), treedef, tuple(kinds), structs, tuple(map(_static, others)))
         if key not in self._known:
             call, run = self._made(args)
             self._known[key] = (call, run, others)  # whose numbers stay theirs while they are kept
@@ -123,8 +136,43 @@ class PlannedFunction:
         given = [NamedSharding(there, spec) for spec in self.specs]
         taken = [NamedSharding(there, spec) for spec in self.result_specs]
         donated = [number for number, owner in enumerate(call.owners) if owner in self.donated]
-        run = jax.jit(named, in_shardings=given, out_shardings=taken, donate_argnums=donated, keep_unused=True)
+        run = jax.jit(
+            named,
+            in_shardings=given,
+            out_shardings=taken,
+            donate_argnums=donated,
+            keep_unused=True,
+            compiler_options=self._told(mesh) or None,
+        )
         return call, run
+
+    def _told(self, mesh: Mesh) -> dict[str, Any]:
+        """What the compiler is told of the limit.
+
+        XLA fills what a GPU has, so as to overlap more, if it is told nothing. It takes a part, in whole per cent, of
+        what arguments and results leave; told too little, it computes things twice and needs more after all.
+        """
+        if mesh.devices.flat[0].platform != "gpu" or under_trace():
+            return {}
+        program, owners, sizes = self.problem.program, self.planned.owners, mesh_sizes(mesh)
+        over = dict.fromkeys(at for at, number in self.planned.feedback.items() if owners[number] in self.donated)
+        given = [*zip(program.arguments, self.specs, strict=True)]
+        made = [pair for at, pair in enumerate(zip(program.results, self.result_specs, strict=True)) if at not in over]
+        held, new = (
+            sum(
+                shard_bytes(program.arrays[array].shape, program.arrays[array].dtype, spec, sizes)
+                for array, spec in pairs
+                if array is not None
+            )
+            for pairs in (given, made)  # others are written over arguments
+        )
+        hundredth = (_XLA_TAKES * self.problem.machine.hardware.memory_bytes - held - new) / 100
+        if hundredth <= 0:
+            return {}
+        most = math.floor(_SURE * (self.memory_limit - held) / hundredth)
+        least = math.ceil(_ENOUGH * (self.peak_bytes - held) / hundredth)
+        part = max(1, most, least)
+        return {"xla_gpu_memory_limit_slop_factor": part} if part < _XLA_LEAVES else {}
 
 
 def _static(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
-from shardrules.planning.layouts import PARTIAL, WHOLE, spec_of, way
+from shardrules.planning.layouts import spec_of, way
 from shardrules.planning.problem import Problem
 from shardrules.planning.program import INLINED, inner_program, open_program, scan_counts
 
@@ -50,8 +50,7 @@ def held(problem: Problem, choice: Sequence[int]) -> dict[tuple[int, str, int], 
     found: dict[tuple[int, str, int], Held] = {}
 
     def spec(layout: Sequence[int], array: int) -> PartitionSpec:
-        whole = [WHOLE if dim == PARTIAL else dim for dim in layout]
-        return spec_of(whole, len(program.arrays[array].shape), machine)
+        return spec_of(layout, len(program.arrays[array].shape), machine)
 
     for at, operation in enumerate(program.operations):
         operands: list[tuple[PartitionSpec, ...]] = []
@@ -92,15 +91,7 @@ def rewritten(program: ClosedJaxpr, layouts: dict[tuple[int, str, int], Held], m
     A function that computes the same.
     """
     rewriter = _Rewriter(layouts, mesh)
-    return ClosedJaxpr(rewriter.body(program.jaxpr, (), (), _Region()), program.consts)
-
-
-@final
-@attrs.define(eq=False)
-class _Region:
-    """A body whose operations share what is made for one of them; bodies inside it know none of its variables."""
-
-    copies: dict[tuple[Any, Any], Any] = attrs.field(factory=dict)
+    return ClosedJaxpr(rewriter.body(program.jaxpr, (), ()), program.consts)
 
 
 @final
@@ -118,16 +109,16 @@ class _Rewriter:
         program: Jaxpr,
         first: Sequence[PartitionSpec | None],
         last: Sequence[PartitionSpec | None],
-        region: _Region,
     ) -> Jaxpr:
         """A program in which what comes in and goes out is held, too."""
         equations: list[Any] = []
+        copies: dict[tuple[Any, Any], Any] = {}  # which its operations share; bodies inside know none of its variables
         now: dict[Var, Var] = {}
         for var, spec in zip(program.invars, first, strict=False):
             if spec is not None:
                 now[var] = self.hold(var, spec, equations, None)
         for equation in program.eqns:
-            self.equation(equation, equations, now, region)
+            self.equation(equation, equations, now, copies)
         results = []
         for place, var in enumerate(program.outvars):
             spec = last[place] if place < len(last) else None
@@ -155,14 +146,14 @@ class _Rewriter:
             self.patterns[key] = traced.eqns[0]
         return self.patterns[key]
 
-    def equation(self, equation: Any, equations: list[Any], now: dict[Var, Var], region: _Region) -> None:
+    def equation(self, equation: Any, equations: list[Any], now: dict[Var, Var], copies: dict[Any, Any]) -> None:
         number, self.counted = self.counted, self.counted + 1
         name = equation.primitive.name
         inner = inner_program(equation)
         own = [one if isinstance(one, Literal) else now.get(one, one) for one in equation.invars]
         if inner is not None:
             key = next(key for key in INLINED[name] if key in equation.params)
-            body = self.body(open_program(inner), (), (), _Region())
+            body = self.body(open_program(inner), (), ())
             equations.append(equation.replace(invars=own, params={**equation.params, key: _closed(inner, body)}))
             return
         nested = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
@@ -178,9 +169,9 @@ class _Rewriter:
             last = var
             for spec in () if isinstance(var, Literal) else chain:
                 key = (last, spec_key(spec))
-                if key not in region.copies:
-                    region.copies[key] = self.hold(last, spec, equations, equation)
-                last = region.copies[key]
+                if key not in copies:
+                    copies[key] = self.hold(last, spec, equations, equation)
+                last = copies[key]
             taken.append(last)
         equations.append(equation.replace(invars=taken))
         self.results(equation, here.results, equations, now)
@@ -224,7 +215,7 @@ class _Rewriter:
         ends = [self.inside(number, "join", slot) for slot in range(carry)]
         stacked = len(equation.outvars) - carry
         left = [self.leaving(number, slot) for slot in range(stacked)]
-        body = self.body(open_program(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left], _Region())
+        body = self.body(open_program(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left])
         equations.append(equation.replace(invars=own, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
         outside = self.exits(number, carry)
         outside += [
@@ -251,8 +242,8 @@ class _Rewriter:
         asked = self.entered(number, "enter", own, range(first), 0, equations)
         given = self.entered(number, "enter", own, range(first, first + second), first, equations)
         rounds = self.entered(number, "join", own, range(first + second, len(own)), 0, equations)
-        body = self.body(open_program(params["body_jaxpr"]), [*given, *rounds], rounds, _Region())
-        condition = self.body(open_program(params["cond_jaxpr"]), [*asked, *rounds], (), _Region())
+        body = self.body(open_program(params["body_jaxpr"]), [*given, *rounds], rounds)
+        condition = self.body(open_program(params["cond_jaxpr"]), [*asked, *rounds], ())
         changed = {
             "body_jaxpr": _closed(params["body_jaxpr"], body),
             "cond_jaxpr": _closed(params["cond_jaxpr"], condition),
@@ -267,7 +258,7 @@ class _Rewriter:
             program = open_program(branch)
             count = len(program.invars)
             first = [self.inside(number, "enter", index * count + slot) for slot in range(count)]
-            changed.append(_closed(branch, self.body(program, first, ends, _Region())))
+            changed.append(_closed(branch, self.body(program, first, ends)))
         equations.append(equation.replace(invars=own, params={**equation.params, "branches": tuple(changed)}))
         self.results(equation, [() if spec is None else (spec,) for spec in ends], equations, now)
 

@@ -1,5 +1,6 @@
 """Finds the best choice within a budget of memory, and what it takes at least."""
 
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -8,18 +9,19 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.planning.budget import within_budget
 from shardrules.planning.build import Builder
 from shardrules.planning.formulation import Formulation
 from shardrules.planning.lower_bound import lower_bound
 from shardrules.planning.machine import Machine
-from shardrules.planning.memory import Occupancy
+from shardrules.planning.memory import Occupancy, peaks
 from shardrules.planning.problem import Problem
 from shardrules.planning.program import Program
 from shardrules.planning.restrict import having, restricted, size
-from shardrules.planning.solver import Solution, least_memory, solve
+from shardrules.planning.solver import CLOSE, SMALL, Solution, Status, least_memory, solve
 
 _ROUNDS = 12
-_CLOSE = 1e-3
+_EXACT = 1e-6
 _SAME = 1e-9
 _AT_ONCE = 100_000
 _PROVABLE = 300_000
@@ -40,6 +42,11 @@ class Task:
     problem: Problem
     occupancy: Occupancy
     ignored: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def formulation(self) -> Formulation:
+        """The problem as a linear program."""
+        return Formulation(self.problem, _preference(self.problem))
 
     @classmethod
     def of(
@@ -106,26 +113,59 @@ class Task:
         return self._at_once(limit, deadline, {})
 
     def _at_once(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
-        """Solves it exactly. `moments` are operations at which memory is watched."""
+        """Solves it for all axes together. `moments` are operations at which memory is watched."""
         begun = time.monotonic()
+        if not self.problem.nodes:
+            held = float(self.occupancy.timeline(()).max())
+            solution = Solution((), 0.0, 0.0, "optimal", ()) if held <= limit else None
+            return Found(solution, held, 0.0)
+        found = self._priced(limit, deadline, moments)
+        if found.solution is None and self.formulation.count <= SMALL:
+            found = self._emptiest(found, limit, deadline, moments)
+        return attrs.evolve(found, seconds=time.monotonic() - begun)
+
+    def _priced(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+        """Puts a price on memory, and solves exactly what that leaves open."""
+        known = within_budget(self.occupancy, self.formulation, limit, deadline, moments)
+        if known.choice is None:
+            nothing = Found(None, known.peak_bytes, known.bound, emptiest=known.emptiest)
+            if known.is_hopeless:
+                return nothing
+            found = self._exactly(limit, deadline, moments)
+            return attrs.evolve(nothing, is_late=found.is_late) if found.solution is None else found
+        solution = Solution(known.choice, known.cost, known.bound, "feasible", (known.price,))
+        best = _proven(Found(solution, known.peak_bytes, known.bound), known.bound)
+        if known.cost <= known.bound * (1 + CLOSE) or time.monotonic() > deadline:
+            return best
+        left = self._worthwhile(best, known.bound, known.extra)
+        found = self.only(left)._exactly(limit, deadline, moments)
+        if found.solution is not None:
+            best = _better(best, found.among(left))
+        return _proven(best, max(known.bound, min(known.cost, found.bound)))
+
+    def _worthwhile(self, best: "Found", bound: float, extra: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The labels of each node with which something may be better than the best so far."""
+        cost = _cost(best) * (1 + _SAME) + _SAME
+        keep = [np.flatnonzero(bound + more <= cost) for more in extra]
+        return [np.union1d(kept, [own]) for kept, own in zip(keep, best.choice, strict=True)]
+
+    def _exactly(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+        """Solves it with bounds on what lies in memory."""
         limits = dict.fromkeys(moments, limit)
-        formulation = Formulation(self.problem, _preference(self.problem))
         bound = 0.0
         wary: dict[int, None] = {}
-        late = False
         for _ in range(_ROUNDS):
             rows = [self.occupancy.row(at, allowed, sure=at not in wary) for at, allowed in limits.items()]
-            solution = solve(formulation, rows, deadline)
+            solution = solve(self.formulation, rows, deadline)
             if not wary:  # only then do rows watch for no more than there is
                 bound = max(bound, solution.bound)
             if solution.choice is None:
-                late = late or solution.status != "infeasible"
-                break
+                return Found(None, np.inf, bound, is_late=solution.status != "infeasible")
             timeline = self.occupancy.timeline(solution.choice)
             peak = float(timeline.max())
-            if peak <= limit * (1 + _CLOSE):
-                return Found(solution, peak, bound, time.monotonic() - begun, sum(solution.prices))
-            for at in _peaks(timeline, limit):
+            if peak <= limit * (1 + _EXACT):
+                return Found(solution, peak, bound)
+            for at in peaks(timeline, limit):
                 if at in wary:
                     limits[at] -= float(timeline[at]) - limit
                 elif at in limits:
@@ -133,36 +173,37 @@ class Task:
                 limits.setdefault(at, limit)
                 moments[at] = None
             if time.monotonic() > deadline:
-                late = True
                 break
-        if late:
-            return self._whole(limit, bound, begun)
-        return Found(None, self._least(formulation, moments, deadline), np.inf, time.monotonic() - begun, 0.0)
+        return Found(None, np.inf, bound, is_late=time.monotonic() > deadline)
 
-    def _whole(self, limit: float, bound: float, begun: float) -> "Found":
-        """What is known without any search: everything whole, if that fits."""
-        choice = (0,) * len(self.problem.nodes)
-        peak, cost = float(self.occupancy.timeline(choice).max()), self.problem.cost(choice)
-        fits = peak <= limit and np.isfinite(cost)
-        solution = Solution(choice, cost, bound, "feasible", (), 0.0) if fits else None
-        return Found(solution, peak, bound, time.monotonic() - begun, 0.0, is_late=not fits)
-
-    def _least(self, formulation: Formulation, moments: Mapping[int, None], deadline: float) -> float:
-        """About the least memory that any choice takes, in bytes."""
-        watched = dict.fromkeys(moments)
-        needed = np.inf
+    def _emptiest(self, found: "Found", limit: float, deadline: float, moments: Mapping[int, None]) -> "Found":
+        """Finds what takes the least memory, where nothing was found that fits."""
+        best = found.emptiest
+        timeline = self.occupancy.timeline(best)
+        least = float(timeline.max())
+        watched = dict.fromkeys([*moments, int(timeline.argmax())])
+        wary: dict[int, None] = {}
+        bound = 0.0
         for _ in range(_ROUNDS):
-            if time.monotonic() > deadline and np.isfinite(needed):
+            rows = [self.occupancy.row(at, 0.0, sure=at not in wary) for at in watched]
+            choice, needed = least_memory(self.formulation, rows, deadline)
+            if choice is None:
                 break
-            choice = least_memory(formulation, [self.occupancy.row(at, 0.0, sure=True) for at in watched])
-            if not choice:
-                break
+            if not wary:
+                bound = needed
             timeline = self.occupancy.timeline(choice)
-            needed = min(needed, float(timeline.max()))
-            if int(timeline.argmax()) in watched:
+            if timeline.max() < least:
+                best, least = choice, float(timeline.max())
+            at = int(timeline.argmax())
+            if least <= bound * (1 + CLOSE) or at in wary or time.monotonic() > deadline:
                 break
-            watched[int(timeline.argmax())] = None
-        return needed
+            if at in watched:
+                wary[at] = None
+            watched[at] = None
+        cost = self.problem.cost(best)
+        if least > limit or not np.isfinite(cost):
+            return attrs.evolve(found, peak_bytes=least, emptiest=best)
+        return Found(Solution(best, cost, found.bound, "feasible", ()), least, found.bound)
 
     def _by_parts(self, limit: float, deadline: float) -> "Found":
         """Solves it for two axes of three at a time, or one of two, as the others are, until that changes nothing."""
@@ -174,51 +215,54 @@ class Task:
             together = having(self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]])
             best = _better(best, self._part(together, limit, deadline, moments))
         assert best is not None, "there are two axes and more"
-        if best.solution is None:  # what divides by each axis need not divide by two of them
-            return self._at_once(limit, deadline, moments)
         tried: dict[tuple[int, ...], tuple[int, ...]] = {}
         while time.monotonic() < deadline:
             before = best
             for pair in itertools.combinations(axes, min(2, len(axes) - 1)):
-                choice = _choice(best)
+                choice = best.choice
                 if tried.get(pair) == choice or time.monotonic() > deadline:
                     continue
                 rest = [axis for axis in axes if axis not in pair]
                 best = _better(best, self._part(_as_chosen(self.problem, choice, rest), limit, deadline, moments))
-                tried[pair] = _choice(best)
+                tried[pair] = best.choice
             if best is before:
                 break
-        return attrs.evolve(self._proven(best, limit, deadline, moments), seconds=time.monotonic() - begun)
+        if best.solution is None:  # only all labels together can tell that nothing fits
+            everything = self._at_once(limit, deadline, moments)
+            best = attrs.evolve(_better(best, everything), is_late=everything.is_late)
+        else:
+            best = self._reduced(best, limit, deadline, moments)
+        return attrs.evolve(best, seconds=time.monotonic() - begun)
 
-    def _proven(self, best: "Found", limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+    def _reduced(self, best: "Found", limit: float, deadline: float, moments: dict[int, None]) -> "Found":
         """Leaves out every label with which nothing is as good as the best so far, and solves what is left exactly."""
         bound = lower_bound(self.problem, deadline)
-        assert best.solution is not None, "there is something to prove"
-        cost, least = best.solution.cost, bound.seconds
-        assert np.isfinite(least), "costs are moved, and none of them is infinite"
-        keep = [np.flatnonzero(labels <= cost * (1 + _SAME) + _SAME) for labels in bound.labels]
-        keep = [np.union1d(kept, [own]) for kept, own in zip(keep, _choice(best), strict=True)]
-        if size(restricted(self.problem, keep)) <= _PROVABLE and time.monotonic() < deadline:
-            found = self._part(keep, limit, deadline, moments)
-            best = _better(best, found)
-            if found.solution is not None:
-                least = max(least, min(cost, found.bound))
-        assert best.solution is not None, "it had one before"
-        status = "optimal" if best.solution.cost <= least * (1 + _CLOSE) else "feasible"
-        return attrs.evolve(best, solution=attrs.evolve(best.solution, bound=least, status=status), bound=least)
+        assert np.isfinite(bound.seconds), "costs are moved, and none of them is infinite"
+        keep = self._worthwhile(best, 0.0, bound.labels)
+        if size(restricted(self.problem, keep)) > _PROVABLE or time.monotonic() > deadline:
+            return _proven(best, bound.seconds)
+        found = self._part(keep, limit, deadline, moments)
+        least = bound.seconds if found.solution is None else max(bound.seconds, min(_cost(best), found.bound))
+        return _proven(_better(best, found), least)
 
     def _part(self, keep: Sequence[np.ndarray], limit: float, deadline: float, moments: dict[int, None]) -> "Found":
         """Solves it for some of the labels."""
-        found = self.only(keep)._at_once(limit, deadline, moments)
-        if found.solution is None:
-            return found
-        choice = tuple(int(kept[label]) for kept, label in zip(keep, _choice(found), strict=True))
-        return attrs.evolve(found, solution=attrs.evolve(found.solution, choice=choice))
+        return self.only(keep)._at_once(limit, deadline, moments).among(keep)
 
 
-def _choice(found: "Found") -> tuple[int, ...]:
-    """For each node the number of its label; nothing where nothing fits."""
-    return () if found.solution is None else found.solution.choice or ()
+def _cost(found: "Found") -> float:
+    """What it costs; infinitely much where nothing fits."""
+    return np.inf if found.solution is None else found.solution.cost
+
+
+def _proven(found: "Found", bound: float) -> "Found":
+    """What was found, where it is known what every choice costs at least."""
+    if found.solution is None:
+        return found
+    cost, bound = found.solution.cost, max(0.0, bound)
+    status: Status = "optimal" if cost <= bound * (1 + CLOSE) else "feasible"
+    solution = attrs.evolve(found.solution, bound=min(bound, cost), status=status)
+    return attrs.evolve(found, solution=solution, bound=min(bound, cost))
 
 
 def _better(first: "Found | None", second: "Found") -> "Found":
@@ -249,31 +293,44 @@ class Found:
     - `peak_bytes`: the most that lies in memory; where nothing fits, about the least that would.
     - `bound`: what every choice that fits costs at least.
     - `seconds`: how long the search took.
-    - `price`: what one more byte of memory would save, in seconds.
     - `is_late`: whether the time was up before anything was found that fits.
+    - `emptiest`: where nothing fits, the choice that takes `peak_bytes`.
     """
 
     solution: Solution | None
     peak_bytes: float
     bound: float
-    seconds: float
-    price: float
+    seconds: float = 0.0
     is_late: bool = False
+    emptiest: tuple[int, ...] = ()
+
+    @property
+    def price(self) -> float:
+        """What one more byte of memory would save, in seconds."""
+        return 0.0 if self.solution is None else sum(self.solution.prices, start=0.0)
+
+    @property
+    def choice(self) -> tuple[int, ...]:
+        """For each node the number of its label; where nothing fits, those with which memory is emptiest."""
+        return self.emptiest if self.solution is None else self.solution.choice or ()
+
+    def among(self, keep: Sequence[np.ndarray]) -> "Found":
+        """Returns what was found for some of the labels, in the numbers that all of them have.
+
+        **Arguments:**
+
+        - `keep`: for each node the numbers of these labels.
+
+        **Returns:**
+
+        A `Found`.
+        """
+        choice = tuple(int(kept[label]) for kept, label in zip(keep, self.choice, strict=True))
+        if self.solution is None:
+            return attrs.evolve(self, emptiest=choice)
+        return attrs.evolve(self, solution=attrs.evolve(self.solution, choice=choice))
 
 
 def _preference(problem: Problem) -> list[np.ndarray]:
     """Between choices that cost the same, that which splits least, and in the order of the mesh."""
     return [1e-6 * np.arange(len(node.labels)) for node in problem.nodes]
-
-
-def _peaks(timeline: np.ndarray, limit: float) -> list[int]:
-    """The operations at which memory is fullest: the first of them, and others that are higher than all around."""
-    found = [int(timeline.argmax())]
-    size = max(1, len(timeline) // 24)
-    for start in range(0, len(timeline), size):
-        part = timeline[start : start + size]
-        at = start + int(part.argmax())
-        around = timeline[max(0, at - size) : at + size]
-        if timeline[at] > limit and timeline[at] == around.max() and at not in found:
-            found.append(at)
-    return found

@@ -19,9 +19,13 @@ from shardrules.planning.formulation import MICRO, Formulation, Row, sparse
 Status: TypeAlias = Literal["optimal", "feasible", "infeasible"]
 """What is known of a choice: that none is better, that one may be, or that there is none."""
 
+SMALL = 20_000
+"""With fewer variables, whole numbers are searched for all of them."""
+
+CLOSE = 1e-3
+"""By what part a choice may cost more than every choice does at least, and count as the best."""
+
 _WHOLE = 1e-5
-_NEAR = 1e-3
-_FEW = 20_000
 _INFEASIBLE = 2
 
 
@@ -36,7 +40,6 @@ class Solution:
     - `cost`, `bound`: what it costs, and what every choice costs at least.
     - `status`: what is known of it.
     - `prices`: for each row what one more byte would save.
-    - `seconds`: how long it took.
     """
 
     choice: tuple[int, ...] | None
@@ -44,7 +47,6 @@ class Solution:
     bound: float
     status: Status
     prices: tuple[float, ...]
-    seconds: float
 
 
 def solve(formulation: Formulation, rows: Sequence[Row] = (), deadline: float = float("inf")) -> Solution:
@@ -60,36 +62,118 @@ def solve(formulation: Formulation, rows: Sequence[Row] = (), deadline: float = 
 
     A `Solution`.
     """
-    begun = time.monotonic()
     if not formulation.problem.nodes:
-        return Solution((), 0.0, 0.0, "optimal", (), 0.0)
+        return Solution((), 0.0, 0.0, "optimal", ())
     program = _program(formulation, rows)
+    answer = _answer(formulation, program, deadline)
+    bound = (answer.bound - formulation.slack) / MICRO
+    prices = tuple(-price / scale / MICRO for price, scale in zip(answer.prices, program.scales, strict=False))
+    if answer.choice is None:
+        return Solution(None, np.inf, max(0.0, bound), "infeasible" if answer.is_infeasible else "feasible", prices)
+    cost = formulation.problem.cost(answer.choice)
+    status = "optimal" if cost <= bound * (1 + CLOSE) + 1e-9 else "feasible"
+    return Solution(answer.choice, cost, min(bound, cost), status, prices)
+
+
+def least_memory(
+    formulation: Formulation, rows: Sequence[Row], deadline: float = float("inf")
+) -> tuple[tuple[int, ...] | None, float]:
+    """Finds a choice of which the fullest of some moments is as empty as can be.
+
+    **Arguments:**
+
+    - `formulation`: the problem.
+    - `rows`: the moments; their limits do not matter.
+    - `deadline`: when to stop, as `time.monotonic` has it.
+
+    **Returns:**
+
+    For each node the number of its label, or `None` where the time was up before any was found; and the bytes that the
+    fullest moment takes at the least.
+    """
+    program = _emptiest(formulation, rows)
+    answer = _answer(formulation, program, deadline)
+    return answer.choice, max(0.0, answer.bound * program.scales[0])
+
+
+@final
+@attrs.frozen(eq=False)
+class Cheapest:
+    """What is cheapest at some prices of memory.
+
+    **Arguments:**
+
+    - `choice`: for each node the number of its label; `None` where the time was up before any was found.
+    - `bound`: what every choice costs at least that keeps all bounds on memory.
+    - `extra`: for each node and label how much above `bound` each of them is that takes it.
+    """
+
+    choice: tuple[int, ...] | None
+    bound: float
+    extra: tuple[np.ndarray, ...]
+
+
+def cheapest(
+    formulation: Formulation, rows: Sequence[Row], prices: Sequence[float], deadline: float = float("inf")
+) -> Cheapest:
+    """Finds the choice that costs least where memory has a price.
+
+    **Arguments:**
+
+    - `formulation`: the problem.
+    - `rows`: bounds on memory.
+    - `prices`: for each of them what a byte costs, in seconds.
+    - `deadline`: when to stop, as `time.monotonic` has it.
+
+    **Returns:**
+
+    What was found.
+    """
+    program = _program(formulation, ())
+    cost = program.cost.copy()
+    spare = 0.0
+    for row, price in zip(rows, prices, strict=True):
+        columns, sizes, left = formulation.memory(row)
+        np.add.at(cost, columns, sizes * price * MICRO)
+        spare += left * price
+    answer = _answer(formulation, attrs.evolve(program, cost=cost), deadline)
+    bound = (answer.bound - formulation.slack) / MICRO - spare
+    edges = formulation.offsets[1:-1]
+    return Cheapest(answer.choice, bound, tuple(np.split(answer.extra[: formulation.offsets[-1]] / MICRO, edges)))
+
+
+@final
+@attrs.frozen(eq=False)
+class _Answer:
+    """What is known of a program: whole numbers, what all of them cost at least, what each row is worth, and how much
+    above the bound everything is that takes each variable."""
+
+    choice: tuple[int, ...] | None
+    bound: float
+    prices: tuple[float, ...] = ()
+    extra: np.ndarray = attrs.field(factory=lambda: np.zeros(0))
+    is_infeasible: bool = False
+
+
+def _answer(formulation: Formulation, program: "_Program", deadline: float) -> _Answer:
     relaxed = _relaxed(program, deadline)
     if relaxed.x is None:
         infeasible = relaxed.status == _INFEASIBLE
-        bound, status = (np.inf, "infeasible") if infeasible else (0.0, "feasible")
-        return Solution(None, np.inf, bound, status, (), time.monotonic() - begun)
-    prices = tuple(
-        -float(price) / scale / MICRO
-        for price, scale in zip(relaxed.ineqlin.marginals[formulation.above_count :], program.scales, strict=True)
-    )
-    bound = (float(relaxed.fun) - formulation.slack) / MICRO
+        return _Answer(None, np.inf if infeasible else -np.inf, is_infeasible=infeasible)
+    bound, prices = float(relaxed.fun), tuple(map(float, relaxed.ineqlin.marginals[formulation.above_count :]))
     chosen, loose = _whole(formulation, relaxed.x)
     if loose:
         everything = [*range(len(chosen))]
-        few = formulation.count <= _FEW
+        few = formulation.count <= SMALL
         found, least = _search(formulation, program, chosen, everything if few else loose, deadline)
         if few and least is not None:
-            bound = max(bound, (least - formulation.slack) / MICRO)
+            bound = max(bound, least)
         if found is None and not few:
             found, _ = _search(formulation, program, chosen, everything, deadline)
         if found is None:
-            late = time.monotonic() > deadline
-            return Solution(None, np.inf, bound, "feasible" if late else "infeasible", prices, time.monotonic() - begun)
+            return _Answer(None, bound, prices, is_infeasible=time.monotonic() <= deadline)
         chosen = found
-    cost = formulation.problem.cost(chosen)
-    status = "optimal" if cost <= bound * (1 + _NEAR) + 1e-9 else "feasible"
-    return Solution(tuple(chosen), cost, min(bound, cost), status, prices, time.monotonic() - begun)
+    return _Answer(tuple(chosen), bound, prices, relaxed.lower.marginals - (bound - relaxed.fun))
 
 
 @final
@@ -107,7 +191,7 @@ class _Program:
 
 
 def _program(formulation: Formulation, rows: Sequence[Row]) -> _Program:
-    cost, equal, right, above = formulation.matrices()
+    cost, equal, right, above = formulation.matrices
     cost, upper = _bounded(formulation, cost)
     limits = np.zeros(formulation.above_count)
     if not rows:
@@ -145,51 +229,29 @@ def _bounded(formulation: Formulation, cost: np.ndarray) -> tuple[np.ndarray, np
     return np.where(np.isfinite(cost), cost, 0.0), upper
 
 
-def least_memory(formulation: Formulation, rows: Sequence[Row]) -> list[int]:
-    """Finds a choice of which the fullest moment is as empty as can be.
-
-    **Arguments:**
-
-    - `formulation`: the problem.
-    - `rows`: the moments.
-
-    **Returns:**
-
-    For each node the number of its label; nothing without rows.
-    """
-    if not rows:
-        return []
-    cost, equal, right, above = formulation.matrices()
+def _emptiest(formulation: Formulation, rows: Sequence[Row]) -> _Program:
+    """The program of which one more variable says how full the fullest moment is."""
+    cost, equal, right, above = formulation.matrices
     _, upper = _bounded(formulation, cost)
-    parts = []
-    limits = np.zeros(formulation.above_count + len(rows))
-    scale = max(
-        1.0, *(row.constant for row in rows), *(float(sizes.max()) for row in rows for sizes in row.labels.values())
-    )
-    for at, row in enumerate(rows):
-        columns, values, _ = formulation.memory(row)
-        parts.append(
-            (
-                np.full(len(columns) + 1, at),
-                np.append(columns, formulation.count),
-                np.append(values / scale, -1.0),
-            )
-        )
-        limits[formulation.above_count + at] = -row.constant / scale
-    wider = csr_array((above.data, above.indices, above.indptr), shape=(formulation.above_count, formulation.count + 1))
-    equal = csr_array((equal.data, equal.indices, equal.indptr), shape=(formulation.equal_count, formulation.count + 1))
-    target = np.zeros(formulation.count + 1)
+    count = formulation.count + 1
+    bounds = [formulation.memory(row) for row in rows]
+    scale = max([1.0, *(float(np.max(values, initial=1.0)) for _, values, _ in bounds)])
+    parts = [
+        (np.full(len(columns) + 1, at), np.append(columns, count - 1), np.append(values / scale, -1.0))
+        for at, (columns, values, _) in enumerate(bounds)
+    ]
+    wider = csr_array((above.data, above.indices, above.indptr), shape=(formulation.above_count, count))
+    target = np.zeros(count)
     target[-1] = 1.0
-    relaxed = linprog(
+    return _Program(
         target,
-        A_ub=csr_array(vstack([wider, sparse(parts, len(rows), formulation.count + 1)])),
-        b_ub=limits,
-        A_eq=equal,
-        b_eq=right,
-        bounds=np.stack([np.zeros(len(target)), np.append(upper, np.inf)], axis=1),
-        method="highs",
+        csr_array((equal.data, equal.indices, equal.indptr), shape=(formulation.equal_count, count)),
+        right,
+        csr_array(vstack([wider, sparse(parts, len(rows), count)])),
+        np.append(np.zeros(formulation.above_count), [-row.constant / scale for row in rows]),
+        np.append(upper, np.inf),
+        [scale],
     )
-    return [] if relaxed.x is None else _whole(formulation, relaxed.x)[0]
 
 
 def _whole(formulation: Formulation, x: np.ndarray) -> tuple[list[int], list[int]]:
@@ -225,7 +287,7 @@ def _search(
     if len(limits):
         constraints.append(LinearConstraint(program.above, -np.inf, limits))
     left = max(0.5, deadline - time.monotonic())
-    options: dict[str, Any] = {"mip_rel_gap": 1e-6 if formulation.count <= _FEW else 1e-4}
+    options: dict[str, Any] = {"mip_rel_gap": 1e-6 if formulation.count <= SMALL else 1e-4}
     if np.isfinite(left):
         options["time_limit"] = left
     bounds = Bounds(lower, upper)

@@ -4,7 +4,6 @@ A matmul whose summed dim is split leaves such parts. Where its result is only a
 add up first, and let devices exchange the total once: in a row of additions, or over all rounds of a loop from 0.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -17,9 +16,6 @@ _SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ra
 _ADDS = ("add_any", "add", "sub")
 _LINEAR = ("neg", "transpose", "convert_element_type", "copy")
 
-Users = Mapping[int, Sequence[tuple[int, int]]]
-"""For each array the operations that take it, and as which operand."""
-
 
 @final
 @attrs.frozen(eq=False)
@@ -28,34 +24,31 @@ class Sums:
 
     **Arguments:**
 
-    - `program`, `users`: the program.
+    - `program`: the program.
     - `known`: arrays that are such sums.
     - `rounds`: for arrays that go round in a loop, and to which such sums are added there, the operation that adds.
     """
 
     program: Program
-    users: Users
     known: dict[int, None]
     rounds: dict[int, int]
 
     @classmethod
-    def of(cls, program: Program, users: Users) -> "Sums":
+    def of(cls, program: Program) -> "Sums":
         """Finds them.
 
         **Arguments:**
 
         - `program`: the program.
-        - `users`: for each array the operations that take it.
 
         **Returns:**
 
         The `Sums`.
         """
-        found = cls(program, users, {}, {})
+        found = cls(program, {}, {})
         found._find()
-        made = {result: one for one in program.operations for result in one.results}
         for operation in program.operations:
-            added = found._adds_up(operation, made)
+            added = found._adds_up(operation)
             if added is not None:
                 found.rounds[operation.results[0]] = added
                 found.known[operation.results[0]] = None
@@ -75,19 +68,23 @@ class Sums:
                     if adds and all(one in self.known for one in taken):
                         self.known[result] = None
 
-    def _adds_up(self, operation: Operation, made: Mapping[int, Operation]) -> int | None:
+    def _adds_up(self, operation: Operation) -> int | None:
         """The operation in a loop that adds a sum to an array which goes round, starts at 0, and is not looked at."""
         if operation.role != "join" or len(operation.operands) != 2 or operation.results[0] in self.rounds:
             return None
         (first, last), array = operation.operands, operation.results[0]
-        inside = [at for at, _ in self.users.get(array, ()) if self.program.operations[at].role != "exit"]
-        if len(inside) != 1 or last is None or not _is_zero(None if first is None else made.get(first)):
+        inside = [at for at, _ in self.program.users.get(array, ()) if self.program.operations[at].role != "exit"]
+        if len(inside) != 1 or last is None or first is None or not self._is_zero(first):
             return None
         adding = self.program.operations[inside[0]]
         others = [one for one in adding.operands if one != array]
         if adding.name not in ("add_any", "add") or adding.results[0] != last or len(others) != 1:
             return None
-        alone = len(self.users.get(last, ())) == 1 and others[0] is not None and len(self.users[others[0]]) == 1
+        alone = (
+            len(self.program.users.get(last, ())) == 1
+            and others[0] is not None
+            and len(self.program.users[others[0]]) == 1
+        )
         return inside[0] if alone and others[0] in self.known else None
 
     def is_added(self, array: int) -> bool:
@@ -105,7 +102,7 @@ class Sums:
             return False
         if array in self.rounds:
             return True
-        users = self.users.get(array, ())
+        users = self.program.users.get(array, ())
         if len(users) != 1:
             return False
         user = self.program.operations[users[0][0]]
@@ -135,10 +132,11 @@ class Sums:
             return False
         return all(one is not None and self.is_added(one) for one in operation.operands)
 
-
-def _is_zero(operation: Operation | None) -> bool:
-    """Whether an operation makes an array of zeros."""
-    if operation is None or operation.name != "broadcast_in_dim" or operation.equation is None:
-        return False
-    value: Any = operation.equation.invars[0]
-    return isinstance(value, Literal) and not np.any(np.asarray(value.val))
+    def _is_zero(self, array: int) -> bool:
+        """Whether an array is made as one of zeros."""
+        maker = self.program.makers.get(array)
+        equation = None if maker is None else self.program.operations[maker].equation
+        if equation is None or equation.primitive.name != "broadcast_in_dim":
+            return False
+        value: Any = equation.invars[0]
+        return isinstance(value, Literal) and not np.any(np.asarray(value.val))

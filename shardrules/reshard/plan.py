@@ -11,6 +11,7 @@ from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, spec_repr
+from shardrules.drawing.blocks import ranges
 from shardrules.placement.traced import host_memory
 from shardrules.reshard.assemble import adopts
 from shardrules.reshard.pieces import staging_bytes
@@ -335,23 +336,3 @@ def _place_text(sharding: Sharding | None) -> str:
         f"{spec_repr(sharding.spec)} on {mesh_text(sharding.mesh)}" if isinstance(sharding, NamedSharding) else "split"
     )
     return f"{what} (devices {ranges(ids)}){kind}"
-
-
-def ranges(ids: Sequence[int]) -> str:
-    """Returns numbers as a person writes them, `0-3,6` for 0, 1, 2, 3, 6.
-
-    **Arguments:**
-
-    - `ids`: numbers in order.
-
-    **Returns:**
-
-    A text.
-    """
-    runs: list[list[int]] = []
-    for one in ids:
-        if runs and one == runs[-1][-1] + 1:
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

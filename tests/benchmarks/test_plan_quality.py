@@ -15,6 +15,8 @@ import pytest
 
 import shardrules as sr
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -92,3 +94,15 @@ def test_experts_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         found, same = jax.jit(whole, out_shardings=(shardings[0], None))(*placed)
     np.testing.assert_allclose(same, loss, rtol=1e-2)
     assert any(not one.sharding.is_fully_replicated for one in jax.tree.leaves(found))
+
+
+def test_limits_are_for_plans_within_the_device() -> None:
+    names = runpy.run_path(str(BENCHMARKS / "plan_quality.py"))
+    row = names["Row"]("autoplan", 1, 100, 10, 1.0, 1.0, 1.0, 0.0)
+    within = names["Found"]("llama", "data:8", "device", 20, row, "FSDP", 1.0, 100, 10, 1.0)
+    failed = names["Found"]("llama", "data:8", "tight", 5, None, "FSDP", 1.0, error="does not fit")
+    totals = names["summary"]([within, failed])
+    assert (totals["share"], totals["worst"], totals["tight_fits"]) == (1.0, 1.0, 0.0)
+    assert names["missed"](totals) == []
+    late = names["summary"]([names["attrs"].evolve(within, best_ms=0.5), failed])
+    assert [line.split()[0] for line in names["missed"](late)] == ["share", "worst"]

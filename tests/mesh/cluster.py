@@ -13,8 +13,8 @@ import attrs
 from tests.house.source import REPOSITORY
 
 PRELUDE = """
-import os, sys, time
-import jax
+import jax, os, sys, time
+sys.stdout, _ = os.fdopen(os.dup(1), "w", buffering=1, closefd=False), os.dup2(2, 1)  # what XLA prints goes elsewhere
 process, processes, port = map(int, sys.argv[1:4])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=30)

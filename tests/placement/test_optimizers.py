@@ -1,7 +1,7 @@
 """Optimizer states: every moment lies where its parameter lies, from the start, after a step and after a restore."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ MESHES: dict[str, Callable[[], Mesh]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast() -> Iterator[None]:
-    """LLVM's passes take more of the time than all that is tested here, and know nothing of shardings."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 
 def _is_matrix(params: Any) -> Any:

@@ -31,7 +31,7 @@ def test_each_process_places_what_it_owns_and_gathers_the_whole(processes: int, 
                 assert placed[name].sharding == NamedSharding(mesh, P("data", "model")), name
                 for shard in placed[name].addressable_shards:
                     np.testing.assert_array_equal(shard.data, whole[shard.index])
-            print(">", len(asked), sum((i[0].stop - i[0].start) * (i[1].stop - i[1].start) for i in asked))
+            print(len(asked), sum((i[0].stop - i[0].start) * (i[1].stop - i[1].start) for i in asked))
             again = sr.filter_shard(placed, rule, mesh)
             assert all(again[name] is placed[name] for name in ("numpy", "local", "source", "small"))
             back = sr.filter_gather(placed)
@@ -85,7 +85,7 @@ def test_models_and_states_are_made_over_processes(processes: int, devices: int)
                 model, state, loss = step(model, state, sr.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh))
                 losses.append(round(float(loss), 6))
             assert losses[0] > losses[1] > losses[2]
-            print(">", losses)
+            print(losses)
             """,
             processes=processes,
             devices=devices,
@@ -100,16 +100,16 @@ def test_batches_on_the_host_and_meshes_that_leave_a_process_out() -> None:
             """
             mesh = sr.create_mesh("data:4,model:2")
             run = sr.filter_jit(lambda x: x.sum(), mesh=mesh, in_shardings=P("data"), out_shardings=P())
-            print(">", float(run(np.ones((8, 2), np.float32))))
+            print(float(run(np.ones((8, 2), np.float32))))
             first = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
             source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
             placed = sr.filter_shard({"w": np.ones(8, np.float32), "s": source}, P("data"), first)
-            print(">", [len(array.addressable_shards) for array in placed.values()])
+            print([len(array.addressable_shards) for array in placed.values()])
             across = sr.filter_shard(np.ones(8, np.float32), P("data"), mesh)
             try:
                 sr.filter_shard(across, P("data"), first)
             except sr.MeshError as error:
-                print(">", "Gather it first" in str(error))
+                print("Gather it first" in str(error))
             """,
             processes=2,
             devices=4,

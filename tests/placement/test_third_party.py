@@ -3,7 +3,7 @@
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import attrs
@@ -18,13 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.placement.models import FSDP
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast() -> Iterator[None]:
-    """LLVM's passes take more of the time than all that is tested here, and know nothing of shardings."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 
 def package(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Training under a plan is training: the losses are those of one device, and everything stays where it was put."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -35,12 +35,7 @@ SPLITS = {"fsdp": ("data",), "tensor_parallel": ("model",), "both": ("data", "mo
 """The axes that a plan must use at all: one that replicates everything trains as well."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast() -> Iterator[None]:
-    """LLVM's passes take more of the time than all that is tested here, and know nothing of shardings."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 
 def params(made: Any) -> Any:

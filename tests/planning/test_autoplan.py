@@ -90,7 +90,7 @@ def test_tight_budgets_store_everything_split() -> None:
     w, moments, x = planned.plan.specs
     assert x == P("data")
     assert all("data" in tuple(spec) for spec in jax.tree.leaves((moments[0].mu, moments[0].nu)))
-    assert planned.peak_bytes <= tight * 1.001
+    assert planned.peak_bytes <= tight * (1 + 1e-6)
     assert sum("data" in tuple(spec) for spec in jax.tree.leaves(w)) >= 1
     assert planned.sent_bytes["all-gather"] > 0
     assert planned.sent_bytes["reduce-scatter"] > 0
@@ -152,7 +152,7 @@ def test_budgets_are_kept() -> None:
     for part in (0.2, 0.5, 0.8):
         limit = int(needed + part * (free.peak_bytes - needed))
         planned = sr.autoplan(train, *args, mesh=GRID, memory_limit=limit)
-        assert planned.peak_bytes <= limit * 1.001
+        assert planned.peak_bytes <= limit * (1 + 1e-6)
         assert planned.cost >= free.cost * (1 - 1e-6)
         assert planned.bound <= planned.cost
 

@@ -13,12 +13,7 @@ from shardrules.planning.program import Program, read_jaxpr
 
 def found(fn: Callable[..., Any], *shapes: tuple[int, ...], wide: bool = False) -> tuple[Program, Clusters]:
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]))
-    users: dict[int, list[tuple[int, int]]] = {}
-    for at, operation in enumerate(program.operations):
-        for place, operand in enumerate(operation.operands):
-            if operand is not None:
-                users.setdefault(operand, []).append((at, place))
-    return program, clusters(program, users, [], wide)
+    return program, clusters(program, [], wide)
 
 
 def result(program: Program, name: str) -> int:

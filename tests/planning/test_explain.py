@@ -138,6 +138,7 @@ def test_differences(planned: sr.AutoPlan, pinned: sr.AutoPlan) -> None:
     assert diff.wire_bytes == (planned.wire_bytes, pinned.wire_bytes)
     assert diff.peak_bytes == (planned.peak_bytes, pinned.peak_bytes)
     assert "(8192, 1024)" in str(diff)
+    assert "x" in [change.path for change in diff.arguments.changes]
     assert str(diff).startswith("time ")
     assert "no difference" in str(planned.diff(planned))
     assert pinned.cost >= planned.cost * (1 - 1e-6)

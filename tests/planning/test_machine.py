@@ -21,7 +21,6 @@ def machine(axes: str, sheet: Hardware = H100, assumptions: Assumptions = PERFEC
 def test_axes_of_one_device_are_left_out() -> None:
     found = machine("a:1,b:4,c:1,d:2")
     assert (found.axes, found.sizes) == (("b", "d"), (4, 2))
-    assert [found.group_size(mask) for mask in range(4)] == [1, 4, 2, 8]
 
 
 def test_nothing_to_split_over() -> None:
@@ -90,3 +89,14 @@ def test_in_a_torus_an_axis_has_the_links_along_which_it_lies() -> None:
     whole = 1 / SHEETS["tpu:v5e"].link_bytes_per_second
     rates = Machine.of(mesh, assumptions=PERFECT).rates["all-gather"]
     assert rates.per_byte[1:] == pytest.approx([whole, 2 * whole, whole])
+
+
+def test_waiting_grows_with_doublings() -> None:
+    sheet = attrs.evolve(H100, devices_per_host=8)
+    inside, across = machine("a:8", sheet), machine("a:64", sheet)
+    link, network = sheet.link_latency_seconds, sheet.network_latency_seconds
+    for rates, steps in ((inside.rates, 3 * link), (across.rates, 3 * link + 3 * network)):
+        assert rates["all-gather"].fixed[1] == pytest.approx(steps)
+        assert rates["all-reduce"].fixed[1] == pytest.approx(2 * steps)
+    assert inside.rates["collective-permute"].fixed[1] == link
+    assert across.rates["collective-permute"].fixed[1] == network

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.planning.problem import around
 
 X = jax.ShapeDtypeStruct((512, 256), jnp.float32)
 BOTH = "data:4,model:2"
@@ -95,3 +96,115 @@ def test_numbers_among_the_arguments_are_traced_once() -> None:
     for _ in range(3):
         run(x, float("0.25"))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_shardings_of_jitted_functions_inside_are_obeyed(types: str) -> None:
+    mesh = sr.create_mesh(BOTH, axis_types="auto")
+
+    def matmul(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    rows, columns = (NamedSharding(mesh, spec) for spec in (P("data"), P(None, "model")))
+    inside = jax.jit(matmul, in_shardings=(rows, None), out_shardings=columns)
+
+    def whole(x: Any, w: Any) -> Any:
+        return 2 * inside(x, w)
+
+    x, w = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((64, 32), (32, 16)))
+    planned = sr.autoplan(whole, x, w, mesh=sr.create_mesh(BOTH, axis_types=types))
+    assert [finding.message for finding in planned.findings if finding.code == "constrained"] == [
+        "2 constraints in the function are obeyed"
+    ]
+    asked = [planned.task.problem.layout(home, planned.choice) for home in fixed(planned)]
+    assert asked == [(0, -1), (-1, 1)]
+    np.testing.assert_allclose(planned.jit(whole)(x, w), 2 * np.tanh(x @ w), rtol=1e-4, atol=1e-5)
+
+
+def fixed(planned: sr.AutoPlan) -> list[Any]:
+    """Where arrays are that the function itself says the layout of."""
+    problem = planned.task.problem
+    return [problem.homes[one.results[0]] for one in problem.program.operations if one.role == "fixed"]
+
+
+def test_what_is_fed_back_is_told() -> None:
+    planned = sr.autoplan(lambda state, x: (state + x.sum(), x.mean()), X, X, mesh=sr.mesh_shape(BOTH))
+    (told,) = [finding for finding in planned.findings if finding.code == "fed-back"]
+    assert told.message.startswith("state comes back as results")
+
+
+def test_debug_callbacks_are_told() -> None:
+    def printing(x: Any) -> Any:
+        jax.debug.print("{x}", x=x)
+        return jnp.tanh(x)
+
+    (told,) = [
+        finding
+        for finding in sr.autoplan(printing, X, mesh=sr.mesh_shape(BOTH)).findings
+        if finding.code == "debug-callback"
+    ]
+    assert "1 debug callback gathers what it gets" in told.message
+
+
+def test_assumptions_change_what_a_call_takes() -> None:
+    args = (jax.ShapeDtypeStruct((4096, 4096), jnp.float32),) * 2
+    slow, fast = (
+        sr.autoplan(jnp.matmul, *args, mesh=sr.mesh_shape(BOTH), assumptions=sr.Assumptions(compute=part))
+        for part in (0.25, 0.5)
+    )
+    assert slow.step_time.compute_seconds == pytest.approx(2 * fast.step_time.compute_seconds, rel=0.05)
+
+
+def test_a_plan_without_devices_runs_on_each_mesh_in_force() -> None:
+    x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    planned = sr.autoplan(double, x, mesh=sr.mesh_shape("data:4"), pins=sr.SpecTreeShardingRule((P("data"),)))
+    run = planned.jit(double)
+    for devices in (jax.devices()[:4], jax.devices()[4:]):
+        with jax.set_mesh(jax.sharding.Mesh(np.array(devices), ("data",))):
+            assert run(x).devices() == {*devices}
+
+
+def test_branches_in_loops_are_brought_together_inside() -> None:
+    def looped(w: Any, x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            return jax.lax.cond(carry.sum() > 0, lambda y: jnp.tanh(y @ w), lambda y: y * 2, carry), None
+
+        return jax.lax.scan(body, x, None, length=4)[0]
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    program = sr.autoplan(looped, w, X, mesh=sr.mesh_shape(BOTH)).task.problem.program
+    (at,) = [
+        number
+        for number, one in enumerate(program.operations)
+        if one.name == "cond" and program.arrays[one.results[0]].shape
+    ]
+    region = program.operations[at].region
+    assert program.regions[region][1] == 4
+    assert [around(program, at, place) for place in range(2)] == [region, region]
+    (loop,) = [
+        number
+        for number, one in enumerate(program.operations)
+        if one.name == "join" and program.arrays[one.results[0]].shape
+    ]
+    assert around(program, loop, 0) == 0
+
+
+@pytest.mark.parametrize("mesh", ["data:1", "data:1,model:1"])
+@pytest.mark.parametrize("fn", [lambda x: x + x, lambda x: x @ x, jax.grad(lambda x: (x @ x).sum())])
+def test_one_device(mesh: str, fn: Any) -> None:
+    x = np.arange(16.0, dtype=np.float32).reshape(4, 4)
+    planned = sr.autoplan(fn, x, mesh=sr.create_mesh(mesh, devices=jax.devices()[:1]))
+    assert (planned.wire_bytes, planned.status) == (0, "optimal")
+    assert planned.explain("x").startswith("x float32[4, 4]: P()")
+    assert planned.frontier(2).points
+    np.testing.assert_allclose(planned.jit(fn)(x), fn(x))
+
+
+def test_next_to_nothing() -> None:
+    mesh = sr.mesh_shape("a:2,b:2,c:2")
+    for shape, dtype in (((2, 2, 2), jnp.int8), ((), jnp.float32), ((0, 8), jnp.float32)):
+        planned = sr.autoplan(double, jax.ShapeDtypeStruct(shape, dtype), mesh=mesh)
+        assert planned.status == "optimal"
+        assert planned.frontier(2).points
+    with pytest.raises(sr.DoesNotFitError, match="it takes about 4 B at the least"):
+        sr.autoplan(double, jax.ShapeDtypeStruct((), jnp.float32), mesh=mesh, memory_limit=1)

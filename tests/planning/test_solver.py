@@ -222,7 +222,7 @@ class Table:
 
 def edge_costs(edge: Edge) -> np.ndarray:
     """What an edge costs for each pair of labels; with one node at both ends, for each of its labels."""
-    cost = edge.seconds()[edge.from_codes[:, None], edge.to_codes[None, :]]
+    cost = edge.seconds[edge.from_codes[:, None], edge.to_codes[None, :]]
     return cost.diagonal() if edge.start == edge.end else cost
 
 

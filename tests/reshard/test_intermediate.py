@@ -56,9 +56,9 @@ def devices_of(sharding: Any) -> Any:
 
 
 def told(ended: Ended) -> list[str]:
-    """What a process printed after the mark "> "; XLA prints to the same place."""
+    """The lines that a process printed."""
     assert ended.code == 0, ended.out + ended.err
-    return [line[2:] for line in ended.out.splitlines() if line.startswith("> ")]
+    return ended.out.splitlines()
 
 
 # Which one is found. These run where the destination can be on devices of its own.
@@ -84,7 +84,7 @@ for name, (sizes, spec, new_sizes, new_spec) in json.loads(CASES).items():
         result[name] = [dict(found.mesh.shape), list(found.spec.partitions), axes, groups]
     except NoIntermediateShardingError as error:
         result[name] = [type(error).__name__, str(error)]
-print(">", json.dumps(result))
+print(json.dumps(result))
 """
 
 FSDP = {"fsdp": 8, "tp": 1}
@@ -601,9 +601,9 @@ def test_the_whole_way_to_devices_of_its_own() -> None:
             reshard_with_intermediate_sharding(x, here, there),
             reshard_with_intermediate_sharding_generic(x, here, there, jax_array_reshard_fn=send),
         ):
-            print(">", moved.sharding == there, np.array_equal(moved, values), np.array_equal(x, values))
-            print(">", [[shard.device.id, shard.data.shape] for shard in moved.addressable_shards])
-        print(">", sent)
+            print(moved.sharding == there, np.array_equal(moved, values), np.array_equal(x, values))
+            print([[shard.device.id, shard.data.shape] for shard in moved.addressable_shards])
+        print(sent)
         """,
         processes=1,
         devices=12,

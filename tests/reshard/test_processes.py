@@ -79,7 +79,7 @@ def test_there_and_back_between_all_devices_some_of_each_and_those_of_one_proces
                 check(moved, station, whole)
                 check(array, stations[number], whole)
                 array = moved
-            print(">", len(stations))
+            print(len(stations))
         """,
         processes,
         devices,
@@ -128,7 +128,7 @@ def test_trees_of_keys_scalars_and_small_dtypes_move_together_and_are_given_up(p
                     check(moved[name], goal[name], known)
                     assert arrays[name].is_deleted() == (name not in stay), name
                 arrays = moved
-            print(">", len(arrays))
+            print(len(arrays))
         """,
         processes,
         devices,
@@ -148,11 +148,11 @@ def test_whole_copies_in_the_other_process_cross_once(processes: int, devices: i
                 far = [piece for piece in pieces if piece.sender.process_index != piece.receiver.process_index]
                 crossing = sum(plan.moves[0].schedule.box_bytes(piece.box) for piece in far)
                 check(sr.reshard(array, target), target, whole)
-                print(">", plan.moves[0].route, crossing == whole.nbytes)
+                print(plan.moves[0].route, crossing == whole.nbytes)
             spread = NamedSharding(everywhere, P())
             one = placed(whole, SingleDeviceSharding(devices[0]))
             check(sr.reshard(one, spread), spread, whole)
-            print(">", sr.plan_reshard(one, spread).moves[0].route)
+            print(sr.plan_reshard(one, spread).moves[0].route)
         """,
         processes,
         devices,
@@ -170,7 +170,7 @@ def test_large_arrays_go_in_parts_and_in_batches() -> None:
                 many = sr.reshard(many, goal, donate=True, max_bytes_in_flight=13 * 2**20)
                 for number, array in enumerate(many):
                     check(array, goal, large + number)
-            print(">", len(many))
+            print(len(many))
         """
     )
     assert found == [["6"]] * 2
@@ -185,7 +185,7 @@ def test_many_arrays_move_without_a_deadlock() -> None:
             moved = sr.reshard(arrays, target)
             for number, array in enumerate(moved):
                 check(array, target, whole + number)
-            print(">", len(moved))
+            print(len(moved))
         """
     )
     assert found == [["300"]] * 2
@@ -205,7 +205,7 @@ def test_a_process_that_holds_nothing_before_or_after_takes_part() -> None:
                     given_up = sr.reshard(moved, goal, donate=True, may_alias=False)
                     check(given_up, goal, np.asarray(values))
                     assert moved.is_deleted()
-            print("> done")
+            print("done")
         """
     )
     assert found == [["done"]] * 2
@@ -218,7 +218,7 @@ def test_what_each_process_has_on_its_host_goes_where_its_devices_are() -> None:
                 goal = NamedSharding(mesh, P())
                 check(sr.reshard({"w": whole}, goal)["w"], goal, whole)
                 check(sr.reshard(np.float32(3), goal), goal, np.float32(3))
-            print("> done")
+            print("done")
         """
     )
     assert found == [["done"]] * 2
@@ -233,7 +233,7 @@ def test_what_each_process_made_on_a_device_of_its_own_goes_where_its_devices_ar
                 goal = NamedSharding(mesh, P())
                 wanted = {values} if isinstance({values}, jax.Array) else np.int32(3)
                 check(sr.reshard({{"x": {values}}}, goal)["x"], goal, wanted)
-            print("> done")
+            print("done")
         """,
         timeout=60,
     )
@@ -248,7 +248,7 @@ def test_all_processes_refuse_what_cannot_be_moved_and_can_go_on() -> None:
             try:
                 sr.reshard(tree, NamedSharding(last, P("h")), donate=True)
             except sr.PlanError as error:
-                print(">", [finding.path for finding in error.findings])
+                print([finding.path for finding in error.findings])
             for name, rows in (("a", 16), ("b", 6)):
                 check(tree[name], tree[name].sharding, whole[:rows])
             goal = NamedSharding(last, P(None, "h"))
@@ -269,7 +269,7 @@ def test_training_goes_on_after_each_move(processes: int, devices: int) -> None:
                 array = step(sr.reshard(array, goal, donate=True))
                 expected = 2 * expected + 1
                 check(array, array.sharding, expected)
-            print("> done")
+            print("done")
         """,
         processes,
         devices,

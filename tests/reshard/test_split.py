@@ -634,7 +634,7 @@ def test_each_process_cuts_what_it_holds(processes: int, devices: int) -> None:
             tree = sr.filter_shard(tree, {"w": P("data", "model"), "k": P("data"), "b": P()}, mesh)
             for axis in ("data", "model"):
                 parts = split_by_mesh_axis(tree, axis)
-                print(">", axis, [len(part["w"].addressable_shards) for part in parts])
+                print(axis, [len(part["w"].addressable_shards) for part in parts])
                 for number, part in enumerate(parts):
                     expected = np.split(whole, len(parts), 0 if axis == "data" else 1)[number]
                     assert part["w"].shape == expected.shape
