@@ -118,7 +118,7 @@ class PlanDiff:
             many = f"  x{len(same)}" if len(same) > 1 else ""
             path = functools.reduce(common_path, (one.path for one in same))
             lines.append(
-                f"{path}{many}  {shape_text(shape)}  {old or 'absent'} -> "
+                f"{path or '(the tree)'}{many}  {shape_text(shape)}  {old or 'absent'} -> "
                 f"{new or 'absent'}  {bytes_text(sum(one.old_bytes for one in same))} -> "
                 f"{bytes_text(sum(one.new_bytes for one in same))} per device"
             )

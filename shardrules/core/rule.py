@@ -42,9 +42,12 @@ from shardrules.core.finding import Finding, merged, plan_error, shape_text, tem
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.mirror import Planned, homes, mirror
+from shardrules.core.pictures import blocks_of, plan_picture
 from shardrules.core.spec import canonical, checked_spec, code, spec_key, spec_repr
-from shardrules.core.table import Totals, device_bytes, placement_text, rows, rule_text, table_html, table_text
+from shardrules.core.table import Row, Totals, device_bytes, placement_text, rows, rule_text, table_html, table_text
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest
+from shardrules.drawing.blocks import Blocks
+from shardrules.drawing.picture import Picture
 from shardrules.mesh.context import current_mesh
 
 
@@ -784,8 +787,13 @@ class ShardingPlan:
         return self.survey.paths()
 
     @functools.cached_property
+    def path_kinds(self) -> tuple[int, ...]:
+        """The number of the kind of every array, in the order of `paths`."""
+        return tuple([kind for kind in self.survey.kinds if kind >= 0])
+
+    @functools.cached_property
     def _by_path(self) -> dict[str, int]:
-        return dict(zip(self.paths, (kind for kind in self.survey.kinds if kind >= 0), strict=True))
+        return dict(zip(self.paths, self.path_kinds, strict=True))
 
     @property
     def specs(self) -> Any:
@@ -947,7 +955,8 @@ class ShardingPlan:
     def _explained(self, kind: int, path: str) -> Iterator[str]:
         leaf, decision = self.leaves[kind], self.decisions[kind]
         share = device_bytes(leaf, decision, mesh_sizes(self.mesh))
-        yield f"{path}  {shape_text(leaf.shape)} {leaf.dtype}  ({self.counts[kind]} of this kind)"
+        name = path or "(the tree)"
+        yield f"{name}  {shape_text(leaf.shape)} {leaf.dtype}  ({self.counts[kind]} of this kind)"
         yield f"  {spec_repr(decision.spec)}, {bytes_text(share)} of {bytes_text(leaf.nbytes)} per device"
         yield f"  decided by {rule_text(decision.rule)}: {decision.reason}"
         if self.rule is not None:
@@ -960,6 +969,57 @@ class ShardingPlan:
         if self.rule is not None:
             decide(self.rule, attrs.evolve(_all_leaves(self.survey), heard=heard))
         return heard
+
+    def blocks(self, path: str) -> Blocks:
+        """Returns which device holds which block of a leaf. Notebooks draw it.
+
+        **Arguments:**
+
+        - `path`: its path, as the table and `plan.paths` write it.
+
+        **Returns:**
+
+        `Blocks`; `.picture()` draws them as SVG or with matplotlib.
+
+        **Raises:**
+
+        `TreeError` when there is no such leaf, `NoMeshError` for a plan without a mesh, `PlanError` where its spec is
+        unsound.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
+        assert plan.blocks("w").block((3, 0)).bounds == ((6, 8), (0, 4))
+        ```
+        """
+        decision = self.decision(path)
+        return blocks_of(path, self.leaves[self._by_path[path]], decision, mesh_sizes(self.mesh))
+
+    def placed_blocks(self) -> Iterator[Blocks]:
+        """Yields which device holds which block, for each leaf in order.
+
+        **Raises:**
+
+        As `blocks`.
+        """
+        own = [
+            blocks_of(leaf.path, leaf, one, mesh_sizes(self.mesh))
+            for leaf, one in zip(self.leaves, self.decisions, strict=True)
+        ]
+        yield from (own[kind] for kind in self.path_kinds)
+
+    def treemap(self) -> Picture:
+        """Draws what each leaf takes on one device as an area, those of a module together, coloured by spec.
+
+        **Returns:**
+
+        A `Picture`, which notebooks show. `.to_svg()` and `.to_figure()` give it as SVG and with matplotlib.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
+        assert "P(&#x27;data&#x27;, None)" in plan.treemap().to_svg()
+        ```
+        """
+        return plan_picture(self.paths, self.path_kinds, self.leaves, self.decisions, mesh_sizes(self.mesh))
 
     def tally(self) -> dict[str, int]:
         """Returns how many leaves each reason decided, so that a pattern that takes too many is seen.
@@ -1028,7 +1088,7 @@ class ShardingPlan:
     def _by_name(self) -> Iterator[tuple[str, int]]:
         """The path of every leaf, fields of named tuples by name, and the number of its kind."""
         paths = self.survey.by_name().paths()
-        return zip(paths, (kind for kind in self.survey.kinds if kind >= 0), strict=True)
+        return zip(paths, self.path_kinds, strict=True)
 
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns the plan as a rule: it has an opinion on every leaf on which a rule had one.
@@ -1230,21 +1290,20 @@ class ShardingPlan:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def _table(self) -> tuple[Any, Totals, tuple[Finding, ...]]:
-        return (
-            rows(self.survey.patterns(), self.leaves, self.decisions, self.counts, self.mesh),
-            self.memory(),
-            self.findings,
-        )
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of the table: leaves that differ in nothing but the indices in their paths are one."""
+        return rows(self.survey.patterns(), self.leaves, self.decisions, self.counts, self.mesh)
 
     def __str__(self) -> str:
-        return table_text(*self._table())
+        return table_text(self.rows, self.memory(), self.findings)
 
     def __repr__(self) -> str:
         return f"<ShardingPlan {self.memory()}, {len(self.findings)} findings, {self.fingerprint[:12]}>"
 
     def _repr_html_(self) -> str:
-        return table_html(*self._table())
+        picture = self.treemap().to_svg() if self.memory().device_bytes else ""
+        return picture + table_html(self.rows, self.memory(), self.findings)
 
 
 def _moved(decision: Decision, path: str) -> Decision:

@@ -12,8 +12,11 @@ from shardrules.core.finding import Finding, common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import canonical, shard_bytes, spec_repr
 
-_HEAD = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
-_RIGHT = 4
+HEAD = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
+"""The columns of the table of a plan."""
+
+RIGHT = 4
+"""The column with numbers."""
 
 
 @final
@@ -27,6 +30,7 @@ class Row:
     - `count`: how many leaves.
     - `leaf`, `decision`: those of the first of them.
     - `device_bytes`: what all of them take on one device.
+    - `kinds`: the numbers of their kinds in the plan.
     """
 
     path: str
@@ -34,6 +38,7 @@ class Row:
     leaf: Leaf
     decision: Decision
     device_bytes: int
+    kinds: tuple[int, ...]
 
     def cells(self) -> tuple[str, ...]:
         """Returns the texts of the row, one for each column."""
@@ -102,16 +107,22 @@ def rows(
     """
     sizes = mesh_sizes(mesh)
     groups: dict[Any, Row] = {}
-    for path, leaf, decision, count in zip(paths, leaves, decisions, counts, strict=True):
+    for kind, (path, leaf, decision, count) in enumerate(zip(paths, leaves, decisions, counts, strict=True)):
         spec = spec_repr(decision.spec)
         key = (template(path), leaf.shape, str(leaf.dtype), spec, rule_text(decision.rule), decision.reason)
         amount = count * device_bytes(leaf, decision, sizes)
         old = groups.get(key)
         if old is None:
-            groups[key] = Row(path, count, leaf, decision, amount)
+            groups[key] = Row(path, count, leaf, decision, amount, (kind,))
         else:
-            both = common_path(old.path, path)
-            groups[key] = attrs.evolve(old, path=both, count=old.count + count, device_bytes=old.device_bytes + amount)
+            groups[key] = Row(
+                common_path(old.path, path),
+                old.count + count,
+                old.leaf,
+                old.decision,
+                old.device_bytes + amount,
+                (*old.kinds, kind),
+            )
     return tuple(groups.values())
 
 
@@ -154,7 +165,7 @@ def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
     Lines joined by newlines.
     """
-    lines = [*aligned([_HEAD, *(row.cells() for row in table)], (_RIGHT,)), str(totals)]
+    lines = [*aligned([HEAD, *(row.cells() for row in table)], (RIGHT,)), str(totals)]
     if findings:
         kinds = [found.severity for found in findings]
         counted = [f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) > 1)}" for kind in dict.fromkeys(kinds)]
@@ -205,7 +216,7 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
     HTML without scripts; every text in it is escaped.
     """
-    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEAD)
+    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in HEAD)
     body = "".join(
         "<tr>"
         + "".join(
@@ -222,7 +233,7 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
 
 def _side(column: int) -> str:
-    return "right" if column == _RIGHT else "left"
+    return "right" if column == RIGHT else "left"
 
 
 def placement_text(decision: Decision) -> str:

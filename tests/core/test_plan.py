@@ -174,7 +174,7 @@ def test_html_says_what_the_table_says_and_escapes_it() -> None:
     reader.feed(text)
     assert reader.open == []
     assert sorted(dict.fromkeys(reader.tags)) == sorted(
-        ["table", "caption", "thead", "tbody", "tr", "th", "td", "ul", "li", "pre"]
+        ["svg", "g", "rect", "title", "text", "table", "caption", "thead", "tbody", "tr", "th", "td", "ul", "li", "pre"]
     )
     assert "script" not in reader.tags
     assert reader.tags.count("tr") == 1 + 2
@@ -184,8 +184,10 @@ def test_html_says_what_the_table_says_and_escapes_it() -> None:
     assert [str(finding) for finding in plan.findings] == reader.texts[-len(plan.findings) :]
 
 
-def test_html_without_findings_has_no_list() -> None:
-    assert "<ul>" not in sr.ReplicateShardingRule().plan({})._repr_html_()
+def test_html_without_findings_has_no_list_and_without_arrays_no_picture() -> None:
+    text = sr.ReplicateShardingRule().plan({})._repr_html_()
+    assert "<ul>" not in text
+    assert "<svg" not in text
 
 
 # ---- specs and shardings ----

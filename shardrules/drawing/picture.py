@@ -1,0 +1,222 @@
+"""A picture as a value: boxes, lines and words, which become SVG or a figure of matplotlib."""
+
+import html
+from typing import Any, TypeAlias, final
+
+import attrs
+
+PALETTE = ("#8ecae6", "#f6bd60", "#90be6d", "#cdb4db", "#f28482", "#84dcc6", "#e9d8a6", "#a3b18a")
+"""Fills on which black text can be read; neighbours differ in lightness too, for those who see few colours."""
+
+PLAIN = "#d9d9d9"
+"""The fill of what is not split."""
+
+_FONT = 11
+
+
+def label_width(text: str) -> float:
+    """Returns the width that a text needs in a box.
+
+    **Arguments:**
+
+    - `text`: the text.
+
+    **Returns:**
+
+    About so much; letters differ.
+    """
+    return 0.58 * _FONT * len(text) + 8
+
+
+@final
+@attrs.frozen
+class Box:
+    """A rectangle.
+
+    **Arguments:**
+
+    - `x`, `y`, `width`, `height`: where it is.
+    - `colour`: its place in the palette; `None` for what is not split.
+    - `label`: what stands in it; left out where it has no room.
+    - `title`: what is said when one points at it.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: int | None = None
+    label: str = ""
+    title: str = ""
+
+    @property
+    def shown_label(self) -> str:
+        """The label, if there is room for it."""
+        return self.label if self.height >= _FONT + 3 and self.width >= label_width(self.label) else ""
+
+
+@final
+@attrs.frozen
+class Words:
+    """A line of text outside of boxes.
+
+    **Arguments:**
+
+    - `x`, `y`: where it begins, is centred, or ends.
+    - `text`: what it says.
+    - `anchor`: `"start"`, `"middle"` or `"end"`.
+    - `upright`: whether it goes upwards.
+    """
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    upright: bool = False
+
+
+@final
+@attrs.frozen
+class Line:
+    """A line through points.
+
+    **Arguments:**
+
+    - `points`: the points.
+    - `width`: how thick it is.
+    - `dots`: what is said of each point when one points at it; without, points have no dots.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    width: float = 1.0
+    dots: tuple[str, ...] = ()
+
+
+Mark: TypeAlias = Box | Words | Line
+"""What pictures are made of."""
+
+
+@final
+@attrs.frozen
+class Picture:
+    """A picture. Notebooks show it.
+
+    **Arguments:**
+
+    - `width`, `height`: its size.
+    - `marks`: what is in it, the lowest first.
+    - `label`: what it shows, for those who do not see it.
+
+    ```python
+    picture = Picture(100, 40, (Box(0, 0, 100, 40, 0, "device 0"),), "one block")
+    assert picture.to_svg().startswith("<svg") and "device 0" in picture.to_svg()
+    ```
+    """
+
+    width: float
+    height: float
+    marks: tuple[Mark, ...]
+    label: str
+
+    def to_svg(self) -> str:
+        """Returns it as SVG, in which every text is escaped. Colours give way to those of a page's own style.
+
+        **Returns:**
+
+        An `<svg>` element.
+        """
+        inner = "".join(map(_svg, self.marks))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(self.width)} {_n(self.height)}" '
+            f'width="{_n(self.width)}" height="{_n(self.height)}" role="img" aria-label="{html.escape(self.label)}" '
+            f'font-family="system-ui, sans-serif" font-size="{_FONT}">{inner}</svg>'
+        )
+
+    def to_figure(self, ax: Any = None) -> Any:
+        """Draws it with matplotlib. It needs matplotlib: `pip install "shardrules[plot]"`.
+
+        **Arguments:**
+
+        - `ax`: where to draw; by default a figure of its own.
+
+        **Returns:**
+
+        The figure.
+
+        **Raises:**
+
+        `ImportError` where matplotlib is not installed.
+        """
+        from matplotlib import pyplot
+        from matplotlib.patches import Rectangle
+
+        if ax is None:
+            _, ax = pyplot.subplots(figsize=(self.width / 72, self.height / 72), layout="constrained")
+        ax.set(xlim=(0, self.width), ylim=(self.height, 0), aspect="equal")
+        ax.set_axis_off()
+        for mark in self.marks:
+            if isinstance(mark, Box):
+                corner = (mark.x, mark.y)
+                ax.add_patch(Rectangle(corner, mark.width, mark.height, fc=_fill(mark), ec="white", lw=0.8))
+                middle = mark.x + mark.width / 2, mark.y + mark.height / 2
+                ax.text(
+                    *middle,
+                    mark.shown_label,
+                    ha="center",
+                    va="center",
+                    size=7,
+                    color="#1a1a1a",
+                    clip_on=True,
+                    parse_math=False,
+                )
+            elif isinstance(mark, Words):
+                side = {"start": "left", "middle": "center", "end": "right"}[mark.anchor]
+                ax.text(
+                    mark.x,
+                    mark.y,
+                    mark.text,
+                    ha=side,
+                    va="baseline",
+                    size=7,
+                    rotation=90 * mark.upright,
+                    parse_math=False,
+                )
+            else:
+                ax.plot(
+                    *zip(*mark.points, strict=True), lw=mark.width, color="#333333", marker="o" if mark.dots else ""
+                )
+        return ax.figure
+
+    def _repr_html_(self) -> str:
+        return self.to_svg()
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _fill(box: Box) -> str:
+    return PLAIN if box.colour is None else PALETTE[box.colour % len(PALETTE)]
+
+
+def _svg(mark: Mark) -> str:
+    if isinstance(mark, Words):
+        turned = f' transform="rotate(-90 {_n(mark.x)} {_n(mark.y)})"' if mark.upright else ""
+        where = f'x="{_n(mark.x)}" y="{_n(mark.y)}" text-anchor="{mark.anchor}"{turned}'
+        return f'<text {where} fill="currentColor">{html.escape(mark.text)}</text>'
+    if isinstance(mark, Line):
+        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
+        dots = "".join(
+            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="4" fill="currentColor"><title>{html.escape(text)}</title></circle>'
+            for (x, y), text in zip(mark.points, mark.dots, strict=False)
+        )
+        return f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="{_n(mark.width)}"/>{dots}'
+    kind = "plain" if mark.colour is None else f"b{mark.colour % len(PALETTE)}"
+    where = f'x="{_n(mark.x)}" y="{_n(mark.y)}" width="{_n(mark.width)}" height="{_n(mark.height)}"'
+    title = f"<title>{html.escape(mark.title)}</title>" if mark.title else ""
+    label = ""
+    if mark.shown_label:
+        middle = f'x="{_n(mark.x + mark.width / 2)}" y="{_n(mark.y + mark.height / 2 + 4)}"'
+        label = f'<text class="label" {middle} text-anchor="middle" fill="#1a1a1a">{html.escape(mark.label)}</text>'
+    box = f'<rect class="block {kind}" {where} fill="{_fill(mark)}" stroke="#ffffff" stroke-width="0.8">{title}</rect>'
+    return f"<g>{box}{label}</g>"

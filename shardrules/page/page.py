@@ -1,0 +1,54 @@
+"""The page as one file: a template, its style and its script, and the data that they show."""
+
+import html
+import json
+import re
+from importlib.metadata import version
+from importlib.resources import files
+
+from shardrules.analysis.audit_report import AuditReport
+from shardrules.core.axes import mesh_text
+from shardrules.core.rule import ShardingPlan
+from shardrules.page.data import Part, page_data
+from shardrules.planning.auto_report import AutoPlanReport
+
+
+def report_page(
+    plan: ShardingPlan,
+    *,
+    state: ShardingPlan | None = None,
+    audit: AuditReport | None = None,
+    planned: AutoPlanReport | None = None,
+    title: str = "",
+) -> str:
+    """Returns a page that shows a plan: bytes by module, every array, who holds which block, and the findings.
+
+    It is one file, and asks no network for anything.
+
+    **Arguments:**
+
+    - `plan`: the plan.
+    - `state`: the plan of an optimizer's state, to be shown beside it.
+    - `audit`: what a compiler made of a step, to be shown below.
+    - `planned`: what autoplan found.
+    - `title`: the heading; by default the mesh.
+
+    **Returns:**
+
+    HTML.
+
+    ```python
+    plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
+    assert "One matrix" in sr.report_page(plan, title="One matrix")
+    ```
+    """
+    parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
+    heading = title or f"A plan for {mesh_text(plan.mesh)}"
+    data = page_data(heading, parts, audit, planned, version("shardrules"))
+    # In a script of HTML nothing but "</" and "<!--" would end or change it.
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    assets = files("shardrules.page") / "assets"
+    page, style, script = ((assets / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
+    # All marks at once: data may hold what looks like one of them.
+    inside = {"<!--TITLE-->": html.escape(heading), "/*CSS*/": style, "/*DATA*/": text, "/*JS*/": script}
+    return re.sub("|".join(map(re.escape, inside)), lambda found: inside[found[0]], page)

@@ -1,0 +1,102 @@
+"""Pictures as SVG, as figures, and in notebooks."""
+
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules.drawing.picture import PALETTE, PLAIN, Box, Line, Picture, Words
+
+PICTURE = Picture(
+    120,
+    80,
+    (
+        Box(0, 0, 60, 40, 3, "w & <b>", 'a title\'s "<end>"'),
+        Box(60, 0, 10, 40, None, "too long"),
+        Words(4, 60, "dim 0", "end", upright=True),
+        Line(((0, 0), (10.25, 20)), 2, ("first", "second")),
+    ),
+    'a "picture" & more',
+)
+NAMES = {"svg": "http://www.w3.org/2000/svg"}
+
+
+def test_svg_is_xml_in_which_every_text_is_escaped() -> None:
+    root = ET.fromstring(PICTURE.to_svg())
+    assert root.attrib["aria-label"] == 'a "picture" & more'
+    assert [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")] == [
+        'a title\'s "<end>"',
+        "first",
+        "second",
+    ]
+    assert [one.text for one in root.findall(".//svg:text", NAMES)] == ["w & <b>", "dim 0"]  # the other has no room
+    boxes = root.findall(".//svg:rect", NAMES)
+    assert [one.attrib["fill"] for one in boxes] == [PALETTE[3], PLAIN]
+    assert [one.attrib["class"] for one in boxes] == ["block b3", "block plain"]
+    assert [one.attrib["points"] for one in root.findall(".//svg:polyline", NAMES)] == ["0,0 10.2,20"]
+    assert PICTURE._repr_html_() == PICTURE.to_svg()
+
+
+def test_black_text_can_be_read_on_every_fill() -> None:
+    def light(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for fill in (*PALETTE, PLAIN):
+        assert (light(fill) + 0.05) / (light("#1a1a1a") + 0.05) > 4.5
+
+
+def test_figures_hold_the_same() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    figure = PICTURE.to_figure()
+    (ax,) = figure.axes
+    assert [one.get_width() for one in ax.patches] == [60, 10]
+    assert {one.get_text() for one in ax.texts} == {"w & <b>", "dim 0", ""}
+    assert len(ax.lines) == 1
+    again = PICTURE.to_figure(figure.add_subplot())
+    assert again is figure
+    figure.canvas.draw()
+
+
+def plan() -> sr.ShardingPlan:
+    tree = {"layers": [{"up": jax.ShapeDtypeStruct((64, 32), jnp.float32)} for _ in range(3)], "bias": np.ones(32)}
+    rule = sr.DimShardingRule("model", 1, ignore_ndim_error=True) | sr.DimShardingRule("data", 0)
+    return rule.plan(tree, sr.mesh_shape("data:4,model:2"))
+
+
+def test_a_plan_in_a_notebook_is_a_treemap_and_a_table() -> None:
+    text = plan()._repr_html_()
+    svg, rest = text[: text.index("</svg>") + 6], text[text.index("</svg>") + 6 :]
+    assert len(ET.fromstring(svg).findall(".//svg:rect", NAMES)) == 4
+    assert "layers/1/up: P('data', 'model'), 1.0 KiB per device" in [
+        one.text for one in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")
+    ]
+    assert rest.startswith("<table>")
+
+
+def test_leaves_of_one_spec_have_one_colour_and_whole_ones_none() -> None:
+    tree = {"a": np.ones((8, 8)), "b": np.ones((8, 4)), "c": np.ones(4), "d": np.ones(3)}
+    rule = sr.SpecTreeShardingRule({"a": jax.P("data"), "b": jax.P("data"), "c": jax.P("model"), "d": jax.P()})
+    boxes = {
+        mark.title[0]: mark.colour
+        for mark in rule.plan(tree, sr.mesh_shape("data:4,model:2")).treemap().marks
+        if isinstance(mark, Box)
+    }
+    assert boxes["a"] == boxes["b"] == 0
+    assert boxes["c"] == 1
+    assert boxes["d"] is None
+
+
+def test_a_frontier_is_a_picture_too() -> None:
+    pytest.importorskip("matplotlib")
+    frontier = sr.Frontier(
+        "step", "data:8", (sr.FrontierPoint(2**30, 0.2, 2**30, 0.0), sr.FrontierPoint(2**31, 0.1, 2**31, 0.0))
+    )
+    root = ET.fromstring(frontier.to_svg())
+    assert len(root.findall(".//svg:circle", NAMES)) == 2
+    assert frontier.picture().to_figure().axes

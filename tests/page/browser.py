@@ -1,0 +1,55 @@
+"""A real browser without a window: Chromium, driven through playwright."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def launched() -> Iterator[Any]:
+    """Yields a browser. Where there is none the test is skipped; in CI it fails."""
+    missing = pytest.fail if "CI" in os.environ else pytest.skip
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing('the page is driven with playwright, which is not installed: pip install -e ".[browser]"')
+    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
+    if program is None:
+        missing(f"the page needs Chromium: install one of {', '.join(_NAMES)}, or name it in CHROMIUM")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(
+    browser: Any, file: Path, *, at: str = "", width: int = 1440, height: int = 900, scheme: str = "light"
+) -> Iterator[Any]:
+    """Yields a page in a window of its own; the console must stay silent, and nothing may be asked of the network."""
+    view = {"width": width, "height": height}
+    context = browser.new_context(viewport=view, color_scheme=scheme, reduced_motion="reduce")
+    page = context.new_page()
+    said: list[str] = []
+    page.on("console", lambda one: said.append(one.text) if one.type in ("error", "warning") else None)
+    page.on("pageerror", lambda one: said.append(str(one)))
+    page.on("request", lambda one: None if one.url.startswith(("file:", "data:")) else said.append(one.url))
+    page.goto(file.as_uri() + at)
+    page.wait_for_function("document.querySelector('#match-count').textContent")
+    yield page
+    context.close()
+    assert said == []
+
+
+def axe_faults(page: Any) -> list[tuple[str, str]]:
+    """What axe-core finds wrong with the page as it is."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [(one["id"], one["nodes"][0]["html"][:200]) for one in found]
