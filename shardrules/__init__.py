@@ -57,6 +57,8 @@ from shardrules.core.spec_trees import (
 )
 from shardrules.core.table import Totals
 from shardrules.core.tree import leaf_paths
+from shardrules.drawing.blocks import Block, Blocks
+from shardrules.drawing.picture import Picture
 from shardrules.mesh.axes import (
     get_axes_size_in_mesh,
     get_mesh_axis_names,
@@ -188,7 +190,9 @@ if TYPE_CHECKING:
     from shardrules.analysis.modules import ModuleCost
     from shardrules.analysis.roofline import StepTime
     from shardrules.analysis.targets import MissingCompilerError, Target, TargetError, UnavailableTargetError
+    from shardrules.page.page import report_page
     from shardrules.planning.auto_plan import AutoPlan, Candidate
+    from shardrules.planning.auto_report import AutoPlanReport, AutoPlanReportError
     from shardrules.planning.autoplan import autoplan
     from shardrules.planning.explain import Alternative, SplitDim, Use
     from shardrules.planning.frontier import Frontier, FrontierPoint
@@ -201,6 +205,9 @@ __version__ = "0.1.0"
 _LATER = {
     "AutoPlan": "shardrules.planning.auto_plan",
     "Candidate": "shardrules.planning.auto_plan",
+    "AutoPlanReport": "shardrules.planning.auto_report",
+    "AutoPlanReportError": "shardrules.planning.auto_report",
+    "report_page": "shardrules.page.page",
     "AutoPlanDiff": "shardrules.planning.plan_diff",
     "Alternative": "shardrules.planning.explain",
     "SplitDim": "shardrules.planning.explain",
@@ -328,7 +335,13 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "AutoPlanDiff",
+    "AutoPlanReport",
     "Assumptions",
+    # Pictures
+    "report_page",
+    "Blocks",
+    "Block",
+    "Picture",
     # Meshes
     "current_mesh",
     "get_incontext_mesh",
@@ -458,6 +471,7 @@ __all__ = [
     # Errors
     "ExpectationError",
     "AuditError",
+    "AutoPlanReportError",
     "DoesNotFitError",
     "HardwareError",
     "MissingCompilerError",

@@ -1,6 +1,7 @@
 """Every test process holds 8 virtual CPU devices. With fewer the run ends at once: a skipped law is a law unproven."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,3 +33,13 @@ def pytest_sessionstart() -> None:
             "something started its backend before tests/conftest.py could ask for them",
             returncode=3,
         )
+
+
+@pytest.fixture(scope="module")
+def compiled_fast() -> Iterator[None]:
+    """LLVM's passes take more of the time than what many tests are about, and know nothing of shardings."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

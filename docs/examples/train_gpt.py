@@ -113,6 +113,17 @@ def train_step(optim: optax.GradientTransformation, state: State, text: Array) -
     return State(eqx.apply_updates(state.model, updates), optimizer, state.step + 1, key), loss
 
 
+def training() -> tuple[Any, ...]:
+    """Returns the step and what it takes, as `shardrules audit` and `shardrules autoplan` want it."""
+    optim = optax.adamw(4e-3)
+
+    def step(state: State, text: Array) -> tuple[State, Array]:
+        with sr.logical_axes(AXES):
+            return train_step(optim, state, text)
+
+    return step, make_state(optim, 0), jnp.zeros(1_000_000, jnp.uint8)
+
+
 class Trainer:
     """Training on one mesh: the plan, and what is compiled for it."""
 

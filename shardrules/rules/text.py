@@ -90,12 +90,7 @@ def parse_rule(text: str, ops: Ops = DEFAULT_OPS) -> ShardingRule:
     assert rule == sr.DimShardingRule("model", -1) | sr.FSDPShardingRule(axis="data")
     ```
     """
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        where = f" at column {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
-        raise SpecError(f"rule text {text!r} cannot be read{where}: {_FORM}") from error
-    return functools.reduce(lambda one, two: one | two, [_rule(call, text, ops) for call in _calls(tree)])
+    return functools.reduce(lambda one, two: one | two, [_rule(call, text, ops) for call in _calls(_parsed(text))])
 
 
 _FORM = "write op|op(args), for instance \"shard_dim('model', -1)|fsdp(axis='data')\""
@@ -137,6 +132,36 @@ def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any
     if len(named) < len(node.keywords):
         raise SpecError(f"rule text {text!r}: the arguments of {node.func.id} must be literals, not **mappings")
     return node.func.id, args, named
+
+
+def parse_op(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Returns name and arguments of one op, `"adamw(b1=0.9)"` for instance.
+
+    **Arguments:**
+
+    - `text`: `name` or `name(literals)`.
+
+    **Returns:**
+
+    The name, the positional and the named arguments.
+
+    **Raises:**
+
+    `SpecError` for any other text.
+
+    ```python
+    assert parse_op("fsdp(axis='data')") == ("fsdp", [], {"axis": "data"})
+    ```
+    """
+    return parse_call(_parsed(text), text)
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        where = f" at column {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
+        raise SpecError(f"rule text {text!r} cannot be read{where}: {_FORM}") from error
 
 
 def _rule(node: ast.expr, text: str, ops: Ops) -> ShardingRule:

@@ -1,11 +1,13 @@
-"""Runs the Python of a page, and puts what it prints into the `text` block below it.
+"""Runs the Python of a page, and puts what it prints into the `text` block below it; and the commands of a `console`.
 
 `python -m tests.house.pages` refreshes every page; the tests run the same and compare.
 """
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -59,6 +61,27 @@ def misfits(text: str) -> list[str]:
     ]
 
 
+def run_console(text: str) -> str:
+    """Runs the commands of a `console` block, the lines after `$`, and returns the block with what they print.
+
+    They are run in the folder that is the current one, with the documentation in it, and may find something (exit 1).
+    """
+    parts: list[str] = []
+    for command in re.findall(r"^\$ ((?:[^\n]*\\\n)*[^\n]*)$", text, re.MULTILINE):
+        forgotten = ("XLA_FLAGS", "JAX_PLATFORMS", "FORCE_COLOR")
+        known = {name: value for name, value in os.environ.items() if name not in forgotten}
+        found = {"PATH": f"{Path(sys.executable).parent}:{known['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+        with contextlib.suppress(FileExistsError):
+            Path("docs").symlink_to(REPOSITORY / "docs")
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, env={**known, **found}, check=False, timeout=240
+        )
+        if done.returncode not in (0, 1):
+            raise ValueError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
+        parts.append(f"$ {command}\n{done.stdout}")
+    return "\n".join(parts)
+
+
 def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 1) -> list[str]:
     """Runs the Python blocks of `text` in order, in one namespace, and returns what each block of `text` printed.
 
@@ -76,7 +99,8 @@ def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 
                 padding = "\n" * (first_line + block.line - 2)
                 with contextlib.redirect_stdout(output):
                     exec(compile(padding + block.text, source, "exec", dont_inherit=True), vars(module))
-            printed.append("".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines()))
+            written = run_console(block.text) if block.language == "console" else output.getvalue()
+            printed.append("".join(f"{line.rstrip()}\n" for line in written.splitlines()))
     finally:
         if saved is None:
             del sys.modules["example"]
@@ -92,6 +116,10 @@ def filled(text: str, printed: list[str]) -> str:
         if block.runs and pending:
             raise ValueError(f"line {block.line}: what the block above prints is shown nowhere: {pending[:80]!r}")
         parts.append(text[end : fence.start("text")])
+        if block.language == "console":
+            parts.append(textwrap.indent(output, fence["indent"]))
+            end = fence.end("text")
+            continue
         takes = block.language == "text" and pending
         parts.append(textwrap.indent(pending, fence["indent"]) if takes else fence["text"])
         pending = "" if takes else pending or output

@@ -9,7 +9,7 @@ import pytest
 
 from tests.house.source import Function, Module, plant, shardrules_source
 
-LAYERS = ("core", "rules", "analysis", "placement", "reshard", "planning", "cli")
+LAYERS = ("drawing", "core", "rules", "analysis", "placement", "reshard", "planning", "page", "cli", "__main__")
 """Each may import itself and what stands before it. `mesh` stands beside `core`: see `BESIDE`."""
 
 BESIDE = {
@@ -24,6 +24,8 @@ PRIVATE_JAX = "mesh.jax_state"
 LAZY: dict[str, str] = {
     "orbax": "an extra; importing it takes long, and only load_orbax needs it",
     "etils": "comes with orbax, which takes paths in no other form",
+    "matplotlib": "an extra, and slow to import; only figures need it",
+    "shardrules.cli.main": "it needs an extra, and whoever lacks that is to be told in one line",
     "shardrules.analysis.question": "as audit",
     "shardrules.analysis.audit": "what asks compilers is a third of the package, and most programs never do",
 }
@@ -67,7 +69,7 @@ def upward_imports(modules: tuple[Module, ...]) -> list[str]:
             target = name.partition(".")[2]
             layer = target.split(".")[0]
             if package in BESIDE:
-                fine = layer == package or target in BESIDE[package]
+                fine = layer == package or target in BESIDE[package] or layer in below
             else:
                 fine = layer in below or layer == "mesh"
             if not fine:

@@ -103,6 +103,31 @@ def load_orbax(
     return with_values(found, wants, values)
 
 
+def read_orbax_metadata(path: Any) -> dict[str, Held]:
+    """Returns what a checkpoint says of its arrays. None of them is read.
+
+    **Arguments:**
+
+    - `path`: as for `load_orbax`.
+
+    **Returns:**
+
+    What each of them is, by its path, in the order of the tree.
+
+    **Raises:**
+
+    `CheckpointError` where there is none, or where orbax is not installed.
+    """
+    orbax, folder = _orbax(path)
+    # Unless it is told whether to use host memory, it starts a backend of JAX to find out.
+    handler = orbax.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
+    try:
+        saved = _saved(handler, folder, str(folder))
+    finally:
+        handler.close()
+    return {name: _held(leaf) for name, leaf in zip(leaf_paths(saved), jax.tree.leaves(saved), strict=True)}
+
+
 def _orbax(path: Any) -> tuple[ModuleType, Any]:
     """Returns orbax, and the path as it wants it: it takes those of cloud stores too, and absolute ones only."""
     try:
@@ -110,7 +135,7 @@ def _orbax(path: Any) -> tuple[ModuleType, Any]:
         from etils import epath
     except ImportError as error:
         raise CheckpointError(
-            'load_orbax needs orbax, which is not installed: pip install "shardrules[orbax]"'
+            'checkpoints of orbax need orbax, which is not installed: pip install "shardrules[orbax]"'
         ) from error
     text = os.fspath(path)
     return ocp, epath.Path(text if "://" in text else os.path.abspath(text))

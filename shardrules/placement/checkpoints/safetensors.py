@@ -132,12 +132,13 @@ class Safetensors:
     wrong: list[Finding]
 
 
-def read_headers(path: Path) -> Safetensors:
+def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
     """Reads the headers, and nothing else.
 
     **Arguments:**
 
     - `path`: a file, an index, or a folder with an index or with files.
+    - `whole`: whether what headers speak of has to be there. Who only plans needs no more than the headers.
 
     **Returns:**
 
@@ -152,7 +153,7 @@ def read_headers(path: Path) -> Safetensors:
 
     files, index = _files(path, say)
     for file in files:
-        for name, (one, tensor) in _read_header(file, say).items():
+        for name, (one, tensor) in _read_header(file, say, whole).items():
             if name in index and index[name] != file:
                 continue
             if name in held:
@@ -188,18 +189,19 @@ def _files(path: Path, say: Callable[..., None]) -> tuple[list[Path], dict[str, 
         return [path], {}
     try:
         table = json.loads(path.read_text())["weight_map"]
-        index = {name: path.parent / file for name, file in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        paths = {file: path.parent / file for file in dict.fromkeys(table.values())}
+        index = {name: paths[file] for name, file in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         say(path, f"it is no index of safetensors: {error!r:.120}", 'an index holds {"weight_map": {name: file}}')
         return [], {}
-    files = list(dict.fromkeys(index.values()))
+    files = list(paths.values())
     for file in files:
         if not file.is_file():
             say(file, f"the index {path.name} names it, and it is not there", "load the missing file, or index again")
     return [file for file in files if file.is_file()], index
 
 
-def _read_header(path: Path, say: Callable[..., None]) -> dict[str, tuple[Held, FileTensor | None]]:
+def _read_header(path: Path, say: Callable[..., None], whole: bool) -> dict[str, tuple[Held, FileTensor | None]]:
     again = "copy or load the file again"
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -215,7 +217,7 @@ def _read_header(path: Path, say: Callable[..., None]) -> dict[str, tuple[Held, 
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         say(path, f"its header cannot be read: {error!r:.160}", again)
         return {}
-    for problem in _misfits(entries, size - begin):
+    for problem in _misfits(entries, size - begin if whole else None):
         say(path, problem, again)
     result: dict[str, tuple[Held, FileTensor | None]] = {}
     for name, (said, shape, first, after) in entries.items():
@@ -250,7 +252,7 @@ def _entry(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     return entry["dtype"], tuple(shape), first, after
 
 
-def _misfits(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int) -> Iterator[str]:
+def _misfits(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int | None) -> Iterator[str]:
     """What is wrong with where tensors are: they are to fill the bytes after the header, without holes."""
     end, last = 0, ""
     for first, after, name in sorted((first, after, name) for name, (_, _, first, after) in entries.items()):
@@ -259,6 +261,8 @@ def _misfits(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], size:
         elif first > end:
             yield f"bytes {end} to {first} of the data, before {name!r}, belong to no tensor"
         end, last = max(end, after), name
+    if size is None:
+        return
     if end > size:
         yield f"it ends at byte {size} of the data, and {last!r} would end at byte {end}"
     elif end < size:

@@ -1,0 +1,8 @@
+"""`python -m shardrules`, which is the `shardrules` command."""
+
+import sys
+
+from shardrules.cli.start import start
+
+if __name__ == "__main__":
+    sys.exit(start())

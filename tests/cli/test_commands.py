@@ -1,0 +1,470 @@
+"""Each command as a process: what it prints, what it writes, how it ends, and that no backend of JAX is started."""
+
+import json
+import os
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import shardrules as sr
+from shardrules.cli.known import COMMANDS, load_command
+from shardrules.core.check import bytes_text
+from shardrules.core.spec import spec_repr
+from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, Forks, shardrules
+from tests.house.source import REPOSITORY
+
+GOLDEN = Path(__file__).parent / "golden"
+ON_EIGHT = ("--rules", GPT_RULES, "--mesh", "data:4,model:2")
+LLAMA = (f"{EXAMPLES}/llama_405b.py:shapes", "--rules", f"{EXAMPLES}/llama_405b.toml")
+
+
+def golden(name: str, text: str) -> None:
+    """Holds a text to the one in a file; SHARDRULES_UPDATE=1 writes it."""
+    file = GOLDEN / f"{name}.txt"
+    if "SHARDRULES_UPDATE" in os.environ:
+        file.write_text(text)
+    assert text == file.read_text(), f"SHARDRULES_UPDATE=1 pytest {__file__} accepts it"
+
+
+def write_safetensors(folder: Path, tensors: dict[str, tuple[str, list[int]]], files: int) -> Path:
+    """Writes headers, and nothing of what they speak of."""
+    sizes = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+    names = list(tensors)
+    per = -(-len(names) // files)
+    index: dict[str, str] = {}
+    for number in range(files):
+        header: dict[str, Any] = {}
+        at = 0
+        for name in names[number * per : (number + 1) * per]:
+            dtype, shape = tensors[name]
+            size = sizes[dtype]
+            for dim in shape:
+                size *= dim
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            index[name] = f"model-{number:05}.safetensors"
+            at += size
+        text = json.dumps(header).encode()
+        (folder / f"model-{number:05}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    file = folder / "model.safetensors.index.json"
+    file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return file
+
+
+EXPERT = {"gate_proj": [2048, 7168], "up_proj": [2048, 7168], "down_proj": [7168, 2048]}
+ATTENTION = {"q_a_proj": [1536, 7168], "q_b_proj": [24576, 1536], "kv_b_proj": [32768, 512], "o_proj": [7168, 16384]}
+MIXTURE_RULES = """\
+[[rules]]
+path = "experts"
+spec = [["data", "model"], "-"]
+
+[[rules]]
+rule = "shard_dim('model', 0)|fsdp('data')"
+"""
+
+
+def mixture(layers: int, experts: int) -> dict[str, tuple[str, list[int]]]:
+    found: dict[str, tuple[str, list[int]]] = {"model.embed_tokens.weight": ("BF16", [129280, 7168])}
+    for layer in range(layers):
+        for name, shape in ATTENTION.items():
+            found[f"model.layers.{layer}.self_attn.{name}.weight"] = ("BF16", shape)
+        for expert in range(experts):
+            for name, shape in EXPERT.items():
+                found[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = ("F8_E4M3", shape)
+    return found
+
+
+@pytest.fixture(scope="module")
+def large_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "rules.toml").write_text(MIXTURE_RULES)
+    return write_safetensors(folder, mixture(58, 258), 163)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("orbax") / "saved"
+    layers = [{"up": jnp.ones((64, 32)), "down": jnp.ones((32, 64), jnp.bfloat16)} for _ in range(12)]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, {"params": {"layers": layers, "embed": jnp.ones((128, 32))}, "step": 7})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two plans of the GPT as JSON."""
+    folder = tmp_path_factory.mktemp("plans")
+    before, after = folder / "before.json", folder / "after.json"
+    other = "shard_dim('model', -1, ignore_ndim_error=True)"
+    assert shardrules("plan", GPT, *ON_EIGHT, "-o", str(before)).returncode == 0
+    assert shardrules("plan", GPT, "--rules", other, "--mesh", "data:4,model:2", "-o", str(after)).returncode == 0
+    return before, after
+
+
+def fine(*words: str, code: int = 0, forks: Forks | None = None, **options: Any) -> str:
+    """What a command prints that ends with `code`, and complains of nothing."""
+    done = shardrules(*words, **options) if forks is None else forks.run(*words, **options)
+    assert (done.returncode, done.stderr) == (code, ""), done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    found = Forks()
+    yield found
+    found.close()
+
+
+def test_plan_of_the_example() -> None:
+    golden("plan-gpt", fine("plan", GPT, *ON_EIGHT, "--optimizer", "adamw", env=NO_BACKEND))
+
+
+def test_plan_of_405_billion_parameters_is_quick() -> None:
+    start = time.perf_counter()
+    text = fine("plan", *LLAMA, env=NO_BACKEND)
+    seconds = time.perf_counter() - start
+    golden("plan-llama", text)
+    reference = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import jax"], check=True, capture_output=True)
+    assert seconds < 3 * max(1.0, time.perf_counter() - reference)  # where importing JAX takes a second or less
+
+
+def test_plan_of_a_large_index_is_quick(large_index: Path) -> None:
+    rules = str(large_index.parent / "rules.toml")
+    start = time.perf_counter()
+    text = fine("plan", str(large_index), "--rules", rules, "--mesh", "data:32,model:16", env=NO_BACKEND)
+    seconds = time.perf_counter() - start
+    golden("plan-index", text)
+    assert "45,125 arrays" in text
+    reference = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import jax"], check=True, capture_output=True)
+    assert seconds < 5 * max(1.0, time.perf_counter() - reference)
+
+
+def test_plan_of_an_orbax_checkpoint(checkpoint: Path) -> None:
+    rules = "shard_dim('model', 0, ignore_ndim_error=True)"
+    text = fine("plan", str(checkpoint), "--rules", rules, "--mesh", "data:4,model:2", env=NO_BACKEND)
+    golden("plan-orbax", text)
+    golden(
+        "explain-orbax",
+        fine("explain", str(checkpoint), "layers/3/up", "--rules", rules, "--mesh", "data:4,model:2", env=NO_BACKEND),
+    )
+
+
+def test_explain(large_index: Path) -> None:
+    golden("explain-gpt", fine("explain", GPT, "blocks/0/up/weight", *ON_EIGHT, env=NO_BACKEND))
+    golden("explain-llama", fine("explain", LLAMA[0], "layers/7/mlp/down", *LLAMA[1:], env=NO_BACKEND))
+    rules = ("--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")
+    golden("explain-index", fine("explain", str(large_index), "experts/7/up", *rules, env=NO_BACKEND))
+    state = fine("explain", GPT, "optimizer/0/mu/head/weight", *ON_EIGHT, "--optimizer", "adamw", env=NO_BACKEND)
+    assert "mirrors" in state
+
+
+def test_check_passes_and_fails(plans: tuple[Path, Path], large_index: Path, checkpoint: Path) -> None:
+    before, after = plans
+    text = fine(
+        "check", GPT, *ON_EIGHT, "--golden", str(before), "--budget", "1 MiB", "--optimizer", "adamw", env=NO_BACKEND
+    )
+    golden("check-gpt", text)
+    over = fine("check", *LLAMA, "--budget", "512 MiB", code=1, env=NO_BACKEND)
+    golden("check-llama", over)
+    changed = fine("check", GPT, *ON_EIGHT, "--golden", str(after), code=1, env=NO_BACKEND)
+    golden("check-changed", changed.replace(str(after.parent), ""))
+    rules = ("--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")
+    golden("check-index", fine("check", str(large_index), *rules, env=NO_BACKEND))
+    few = ("--rules", "replicate", "--mesh", "data:4,model:2")
+    golden("check-orbax", fine("check", str(checkpoint), *few, code=1, env=NO_BACKEND))
+    assert "unused-axis" not in fine("check", str(checkpoint), *few, "--level", "error", env=NO_BACKEND)
+
+
+def test_check_as_json_and_for_github(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def make():\n    return {'w': jnp.ones((6, 8)), 'layers': [jnp.ones((10, 3)) for _ in range(3)]}\n"
+    )
+    (tmp_path / "rules.toml").write_text('[[rules]]\npath = "."\nspec = ["data"]\n')
+    words = ("check", "model.py:make", "--rules", "rules.toml", "--mesh", "data:4", "--format")
+    lines = fine(*words, "github", code=1, cwd=tmp_path, env=NO_BACKEND).splitlines()
+    assert lines[0].startswith("::error file=rules.toml,title=indivisible::error indivisible: ")
+    assert any("layers/* (10, 3) x3" in line for line in lines)
+    assert all(line.startswith(("::error ", "::warning ")) for line in lines[:-1])
+    found = json.loads(fine(*words, "json", code=1, cwd=tmp_path, env=NO_BACKEND))
+    assert {one["code"] for one in found["findings"]} == {"indivisible", "weakened"}
+    assert found["arrays"] == 4
+    assert found["total_bytes"] == 4 * (48 + 90)
+
+
+def test_golden_plans_are_written_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "golden" / "plan.json"
+    words = ("check", GPT, *ON_EIGHT, "--golden", str(file))
+    assert shardrules(*words).returncode == 2
+    fine(*words, "--update")
+    assert sr.ShardingPlan.from_json(file.read_text()).paths[0] == "embedding/weight"
+    fine(*words)
+    data = file.read_text()
+    file.write_text(data.replace("embedding/weight", "embedding/w"))
+    done = shardrules(*words)
+    assert done.returncode == 2
+    assert "was changed after it was written" in done.stderr
+
+
+def test_diff(plans: tuple[Path, Path], tmp_path: Path) -> None:
+    before, after = map(str, plans)
+    text = fine("diff", before, after, env=NO_BACKEND)
+    golden("diff-gpt", text)
+    assert fine("diff", before, before, "--exit-code", env=NO_BACKEND) == "no difference\n"
+    assert fine("diff", before, after, "--exit-code", code=1, env=NO_BACKEND) == text
+    other = tmp_path / "other.json"
+    fine("plan", before, "--rules", "fsdp('data')", "--mesh", "data:8", "-o", str(other), env=NO_BACKEND)
+    assert "to go from one to the other devices are sent" in fine("diff", before, str(other), env=NO_BACKEND)
+
+
+def test_the_bill_of_a_diff_is_what_the_compiler_sends(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import jax.numpy as jnp\ndef make():\n    return {'w': jnp.ones((64, 32))}\n")
+    for name, rule in (("a", "shard_dim('data', 0)"), ("b", "shard_dim('data', 1)"), ("c", "replicate")):
+        words = ("plan", "model.py:make", "--rules", rule, "--mesh", "data:4", "-o", f"{name}.json")
+        fine(*words, cwd=tmp_path, forks=forks)
+    share = 64 * 32 * 4 // 4
+    told = fine("diff", "a.json", "b.json", cwd=tmp_path, forks=forks)
+    assert f"each device sends 1 x all-to-all {bytes_text(share * 3 // 4)}" in told
+    told = fine("diff", "a.json", "c.json", cwd=tmp_path, forks=forks)
+    assert f"each device sends 1 x all-gather {bytes_text(share * 3)}" in told
+    assert "no device has to send anything" in fine("diff", "c.json", "a.json", cwd=tmp_path, forks=forks)
+
+
+def test_the_bill_between_meshes_is_that_of_reshard(forks: Forks, tmp_path: Path) -> None:
+    """For dtypes of any width. The devices of one mesh are the first of the other."""
+    code = "import jax, jax.numpy as jnp\ndef make():\n    return {'w': jax.ShapeDtypeStruct((64, 32), jnp.%s)}\n"
+    for dtype in ("float32", "int4"):
+        (tmp_path / "model.py").write_text(code % dtype)
+        for name, mesh, dim in (("a", "data:8", 0), ("b", "data:4", 1), ("c", "x:2,y:4", 0)):
+            rule = f"shard_dim({mesh.partition(':')[0]!r}, {dim})"
+            fine(
+                "plan",
+                "model.py:make",
+                "--rules",
+                rule,
+                "--mesh",
+                mesh,
+                "-o",
+                f"{name}.json",
+                cwd=tmp_path,
+                env=NO_BACKEND,
+            )
+        plans = {name: sr.ShardingPlan.from_json((tmp_path / f"{name}.json").read_text()) for name in "abc"}
+        for old, new in ("ab", "ba", "bc", "ca"):
+            text = fine("diff", f"{old}.json", f"{new}.json", cwd=tmp_path, forks=forks).splitlines()[-1]
+            held, wanted = (dict(zip("w", plans[name].placed_blocks(), strict=True))["w"] for name in (old, new))
+            there = {device: block.bounds for block in held.all() for device in block.devices}
+            lacking = 0
+            for block in wanted.all():
+                for device in block.devices:
+                    box = np.zeros((64, 32), bool)
+                    box[tuple(slice(*one) for one in block.bounds)] = True
+                    if device in there:
+                        box[tuple(slice(*one) for one in there[device])] = False
+                    lacking += int(box.sum())
+            total = lacking * (4 if dtype == "float32" else 1) // (1 if dtype == "float32" else 2)
+            assert (f"devices are sent {bytes_text(total)} in all" if total else "nothing has to be sent") in text
+
+
+def test_what_the_model_prints_is_no_part_of_json(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import jax.numpy as jnp\nprint('loading')\n"
+        "def make():\n    print('making')\n    return {'w': jnp.ones((8, 8))}\n"
+    )
+    words = ("--rules", "fsdp('data', 0)", "--mesh", "data:4", "--format", "json")
+    done = shardrules("check", "model.py:make", *words, cwd=tmp_path, env=NO_BACKEND)
+    assert json.loads(done.stdout)["arrays"] == 1
+    assert done.stderr == "loading\nmaking\n"
+
+
+def test_models_that_can_be_called_keys_of_all_kinds_and_odd_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "my models (1), @home"
+    folder.mkdir()
+    (folder / "a b.py").write_text(
+        "import equinox as eqx, jax, jax.numpy as jnp\n"
+        "MODEL = eqx.nn.Linear(4, 4, key=jax.random.key(0))\n"
+        "def only(key, /):\n    return jax.random.normal(key, (4, 4))\n"
+        "def maybe(width, key=None):\n    return jax.random.normal(key, (width, 4))\n"
+    )
+    for name in ("MODEL", "only", "maybe(4)"):
+        text = fine("plan", f"{folder}/a b.py:{name}", "--rules", "replicate", "--mesh", "data:4", cwd=tmp_path)
+        assert "(4, 4)" in text
+
+
+def test_names_that_differ_in_a_dot_stay_two_tensors(tmp_path: Path) -> None:
+    write_safetensors(tmp_path, {"a.b": ("F32", [4]), "a/b": ("F32", [8])}, 1)
+    text = fine("plan", str(tmp_path), "--rules", "replicate", "--mesh", "data:1", env=NO_BACKEND)
+    assert "2 arrays, 48 B in all" in text
+
+
+def test_devices_are_written_to_and_stay(tmp_path: Path) -> None:
+    fine("plan", GPT, *ON_EIGHT, "-o", "/dev/null", env=NO_BACKEND)
+    assert not Path("/dev/null").is_file()
+
+
+def test_the_page_of_each_subject(
+    plans: tuple[Path, Path], large_index: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    rules = ("--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")
+    small = ("--rules", "shard_dim('model', 0, ignore_ndim_error=True)", "--mesh", "data:4,model:2")
+    for words, said in (
+        ((str(plans[0]),), "41 arrays"),
+        (LLAMA, "1,137 arrays"),
+        ((str(large_index), *rules), "45,125 arrays"),
+        ((str(checkpoint), *small), "26 arrays"),
+    ):
+        text = fine("report", *words, "-o", "page.html", cwd=tmp_path, env=NO_BACKEND)
+        assert text.startswith(f"page.html: {said}")
+        page = (tmp_path / "page.html").read_text()
+        data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
+        assert data["totals"]["arrays"] == len(data["paths"]) == int(said.split()[0].replace(",", ""))
+
+
+def test_diffs_of_each_subject(forks: Forks, large_index: Path, checkpoint: Path, tmp_path: Path) -> None:
+    rules = str(large_index.parent / "rules.toml")
+    for name, model, old, mesh in (
+        ("index", str(large_index), rules, "data:32,model:16"),
+        ("orbax", str(checkpoint), "shard_dim('model', 0, ignore_ndim_error=True)", "data:4,model:2"),
+        ("llama", LLAMA[0], LLAMA[2], "data:64,model:16"),
+    ):
+        for file, rule in (("old.json", old), ("new.json", "fsdp('data', 0)")):
+            done = forks.run("plan", model, "--rules", rule, "--mesh", mesh, "-o", file, cwd=tmp_path)
+            assert done.returncode == 0
+        golden(f"diff-{name}", fine("diff", "old.json", "new.json", cwd=tmp_path, forks=forks))
+
+
+def test_an_autoplan_is_rules_for_its_step_and_nothing_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def make():\n"
+        "    def step(w, x):\n        return jax.tree.map(lambda a: a - 1, w), jnp.mean((x @ w['up']) @ w['down'])\n"
+        "    return step, {'up': jnp.ones((64, 256)), 'down': jnp.ones((256, 64))}, jnp.ones((512, 64))\n"
+    )
+    words = ("steps.py:make", "--mesh", "data:4,model:2")
+    text = fine("autoplan", *words, "--frontier", "2", "-o", "auto.json", cwd=tmp_path, env=NO_BACKEND)
+    assert "one more GiB saves" in text
+    found = sr.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
+    fine("audit", *words, "--rules", "auto.json", "-o", "audit.json", cwd=tmp_path)
+    assert len(found.frontier) == 2
+    asked = [one.asked for one in sr.AuditReport.from_json((tmp_path / "audit.json").read_text()).arrays[:3]]
+    assert asked == [str(spec_repr(found.plan.decision(path).spec)) for path in ("0/down", "0/up", "1")]
+    (tmp_path / "r.toml").write_text(
+        '[[rules]]\npath = "up"\nspec = ["data"]\n[[rules]]\npath = "nowhere"\nspec = []\n'
+    )
+    done = shardrules("audit", *words, "--rules", "r.toml", "--batch", "data", cwd=tmp_path)
+    assert "'nowhere'" in done.stderr
+    (tmp_path / "pins.toml").write_text('[[rules]]\npath = "^0/up"\nspec = ["-", "model"]\n')
+    text = fine("autoplan", *words, "--pins", "pins.toml", cwd=tmp_path, env=NO_BACKEND)
+    assert re.search(r"^w/up +float32\[64, 256\] +P\(None, 'model'\)", text, re.MULTILINE)
+
+
+def test_golden_plans_are_sound_plans_and_nothing_else(tmp_path: Path, plans: tuple[Path, Path]) -> None:
+    odd = ("check", GPT, "--rules", "shard_dim('data', 0)", "--mesh", "data:3", "--golden", "g.json", "--update")
+    assert shardrules(*odd, cwd=tmp_path).returncode == 1
+    assert not (tmp_path / "g.json").exists()
+    (tmp_path / "other.json").write_text("{}")
+    done = shardrules("check", GPT, *ON_EIGHT, "--golden", "other.json", "--update", cwd=tmp_path)
+    assert done.returncode == 2
+    assert (tmp_path / "other.json").read_text() == "{}"
+
+
+def test_audit_autoplan_and_the_page_of_all(tmp_path: Path) -> None:
+    step = f"{EXAMPLES}/train_gpt.py:training"
+    words = ("--mesh", "data:4,model:2")
+    done = shardrules(
+        "audit", step, *words, "--rules", GPT_RULES, "--params", "state/model", "-o", "audit.json", cwd=tmp_path
+    )
+    assert done.returncode == 0
+    assert done.stderr == "shardrules: warning: text: whole on every device; --batch AXES splits the first dimension\n"
+    report = sr.AuditReport.from_json((tmp_path / "audit.json").read_text())
+    assert done.stdout == f"{report}\n"
+    asked = {one.path: one.asked for one in report.arrays}
+    assert (
+        asked["state/model/blocks/0/up/weight"]
+        == asked["state/optimizer/0/mu/blocks/0/up/weight"]
+        == "P('model', 'data')"
+    )
+    text = fine("autoplan", step, *words, "-o", "auto.json", cwd=tmp_path)
+    assert text.startswith("step on data:4,model:2: ")
+    found = sr.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
+    assert f"{found.status}, found in" in text
+    assert fine("diff", "auto.json", "auto.json", cwd=tmp_path) == "no difference\n"
+    assert "state/model" not in fine("diff", "audit.json", "audit.json", cwd=tmp_path)
+    table = fine("plan", "auto.json", cwd=tmp_path, env=NO_BACKEND)
+    assert "0/model/blocks/*/up/weight" in table
+    both = ("--audit", "audit.json", "--autoplan", "auto.json", "--optimizer", "adamw", "-o", "page.html")
+    fine("report", GPT, *ON_EIGHT, *both, cwd=tmp_path, env=NO_BACKEND)
+    page = (tmp_path / "page.html").read_text()
+    assert '"hardware":"CPU (nominal)"' in page
+    assert '"status":"optimal"' in page
+
+
+def test_a_plan_is_a_model_too(plans: tuple[Path, Path], tmp_path: Path) -> None:
+    before = str(plans[0])
+    same = fine("plan", before, env=NO_BACKEND)
+    assert same == fine("plan", GPT, *ON_EIGHT, env=NO_BACKEND)
+    moved = fine("plan", before, "--mesh", "data:2,model:2", env=NO_BACKEND)
+    assert "mesh data:2,model:2" in moved
+    assert "pinned" in moved
+    text = fine("plan", before, "--rules", "replicate", "--format", "json", env=NO_BACKEND)
+    again = sr.ShardingPlan.from_json(text)
+    assert again.paths == sr.ShardingPlan.from_json(plans[0].read_text()).paths
+    with_state = json.loads(fine("plan", before, "--optimizer", "adafactor", "--format", "json", env=NO_BACKEND))
+    assert with_state.keys() == {"model", "optimizer"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_screen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        lines = load_command(name).parser().format_help().splitlines()
+        assert len(lines) <= 30 if name != "plan" else len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert "examples:" in lines
+
+
+def test_help_is_what_is_printed() -> None:
+    assert fine("plan", "--help", env=NO_BACKEND) == load_command("plan").parser().format_help()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_of_the_help_run(name: str, plans: tuple[Path, Path], tmp_path: Path) -> None:
+    """As they stand there, from the folder of the project."""
+    for example in load_command(name).examples:
+        words = shlex.split(example.replace("\\\n", " "))
+        words = [str(plans[word == "after.json"]) if word in ("before.json", "after.json") else word for word in words]
+        words = [str(tmp_path / word) if words[at - 1] == "-o" else word for at, word in enumerate(words)]
+        done = shardrules(*words)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_without_words_it_shows_what_there_is() -> None:
+    text = fine(env=NO_BACKEND)
+    assert text == fine("--help", env=NO_BACKEND)
+    assert all(f"\n  {name:<12}{summary}\n" in text for name, summary in COMMANDS.items())
+    assert fine("--version", env=NO_BACKEND) == f"shardrules {sr.__version__}\n"
+
+
+def test_the_command_and_the_module_are_one(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("shardrules")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == fine("--help")
+
+
+def test_the_hook_for_pre_commit_is_a_command() -> None:
+    text = (REPOSITORY / ".pre-commit-hooks.yaml").read_text()
+    assert re.findall(r"entry: shardrules (\w+)$", text, re.MULTILINE) == ["check"]
+    assert "additional_dependencies: [rich]" in text  # of the extra `cli`, which a hook cannot ask for

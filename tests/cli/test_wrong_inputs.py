@@ -1,0 +1,406 @@
+"""What cannot be meant: one line that says what is wrong, where, and how to mend it; exit code 2; no traceback."""
+
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.cli.command import GPT, NO_BACKEND, Forks, shardrules
+
+MODEL = """\
+import sys
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+import shardrules as sr
+
+WIDTH = 8
+TREE = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+PAIRS = [("w", "fsdp('data')", 3)]
+
+def make(depth=2):
+    return [jnp.ones((WIDTH, 8)) for _ in range(depth)]
+
+def raises():
+    weights = make()
+    raise RuntimeError("no such width:\\n  9")
+
+def nothing():
+    return {}
+
+def needs(width, key):
+    return jnp.ones(width)
+
+def forgets():
+    make()
+
+def leaves():
+    raise SystemExit(0)
+
+@attrs.frozen
+class Broken(sr.LeafShardingRule):
+    def decide(self, leaf):
+        return {}[leaf.path]
+
+BROKEN = Broken()
+
+def leaving_step():
+    return (lambda w: sys.exit(0)), jnp.ones((8, 8))
+
+def step():
+    return make(), 3
+
+def bad_step():
+    return (lambda w: w @ jnp.ones(9)), jnp.ones((8, 8))
+"""
+
+MESH = ("--mesh", "data:4,model:2")
+AUTO = ("--rules", "auto", *MESH)
+
+
+@attrs.frozen
+class Wrong:
+    """Words that cannot be meant, and what is to be said of them."""
+
+    words: tuple[str, ...]
+    said: str
+    prepare: Callable[[Path], object] = lambda folder: None
+
+
+def large(folder: Path) -> None:
+    with (folder / "large.json").open("wb") as file:
+        file.truncate(2**40)  # a hole: it takes no room
+
+
+def truncated(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 10**9) + b"{}")
+
+
+def index_without_files(folder: Path) -> None:
+    (folder / "m.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
+
+
+def strange_dtype(folder: Path) -> None:
+    header = b'{"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}'
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def text_of(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def bytes_of(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+WRONG = {
+    "a command that is none": Wrong(("plna",), "there is no command 'plna' (did you mean 'plan'?); there are plan"),
+    "an option before it": Wrong(
+        ("--rules", "auto", "plan"), "--rules stands before a command: write shardrules COMMAND --rules"
+    ),
+    "no model": Wrong(
+        ("plan",), "the following arguments are required: MODEL; shardrules plan --help shows what it takes"
+    ),
+    "an option that is none": Wrong(
+        ("plan", "model.py:make", "--rulse", "auto"), "unrecognized arguments: --rulse auto (did you mean '--rules'?)"
+    ),
+    "a format that is none": Wrong(("plan", "model.py:make", "--format", "yaml"), "invalid choice: 'yaml'"),
+    "a missing file": Wrong(("plan", "modle.py:make", *AUTO), "there is no file modle.py (did you mean 'model.py'?)"),
+    "a missing module": Wrong(("plan", "modle:make", *AUTO), "there is no module 'modle'"),
+    "a missing name": Wrong(("plan", "model.py:mkae", *AUTO), "model.py has no 'mkae' (did you mean 'make'?)"),
+    "an empty name": Wrong(("plan", "", *AUTO), "the name of the model is empty: a model is module:function"),
+    "a missing model": Wrong(("plan", "model.sft", *AUTO), "there is no model.sft: a model is module:function"),
+    "a file without a name": Wrong(
+        ("plan", "model.py", *AUTO), "name a function in it that makes the model, model.py:make"
+    ),
+    "not a factory": Wrong(
+        ("plan", "model.py:WIDTH", *AUTO), "model.py:WIDTH is a value of type int, with no array in it"
+    ),
+    "a factory that returns nothing": Wrong(
+        ("plan", "model.py:forgets", *AUTO), "model.py:forgets returns None, with no array"
+    ),
+    "an empty model": Wrong(
+        ("plan", "model.py:nothing", *AUTO), "model.py:nothing returns a value of type dict, with no array"
+    ),
+    "a factory that raises": Wrong(
+        ("plan", "model.py:raises", *AUTO), "model.py:raises raised RuntimeError: no such width: 9 (at model.py:18)"
+    ),
+    "a factory that ends the process": Wrong(
+        ("check", "model.py:leaves", *AUTO), "model.py:leaves raised SystemExit: 0"
+    ),
+    "rules that end the process": Wrong(
+        ("check", "model.py:make", "--rules", "model.py:leaves", *MESH), "model.py:leaves raised SystemExit: 0"
+    ),
+    "a step that ends the process": Wrong(("audit", "model.py:leaving_step", *MESH), "the step raised SystemExit: 0"),
+    "a rule that raises": Wrong(
+        ("check", "model.py:make", "--rules", "model.py:BROKEN", *MESH), "--rules: a rule raised KeyError: "
+    ),
+    "a factory that takes arguments": Wrong(
+        ("plan", "model.py:needs", *AUTO), "takes arguments that nobody gave: write model.py:needs(width=...)"
+    ),
+    "arguments that it does not take": Wrong(
+        ("plan", "model.py:make(width=3)", *AUTO),
+        "model.py:make(width=3) cannot be called so: got an unexpected keyword",
+    ),
+    "arguments that are no literals": Wrong(("plan", "model.py:make(WIDTH)", *AUTO), "the arguments cannot be read"),
+    "a module that raises": Wrong(
+        ("plan", "bad.py:make", *AUTO),
+        "importing bad.py raised ZeroDivisionError: division by zero (at bad.py:1)",
+        text_of("bad.py", "1 / 0"),
+    ),
+    "a module that is no Python": Wrong(
+        ("plan", "bad.py:make", *AUTO),
+        "importing bad.py raised SyntaxError: '(' was never closed (at bad.py:2)",
+        text_of("bad.py", "\nx = ("),
+    ),
+    "a module that ends the process": Wrong(
+        ("plan", "bad.py:make", *AUTO),
+        "importing bad.py raised SystemExit: 3",
+        text_of("bad.py", "raise SystemExit(3)"),
+    ),
+    "no rules": Wrong(("plan", "model.py:make", *MESH), "rules are needed: --rules file.toml"),
+    "no mesh": Wrong(("plan", "model.py:make", "--rules", "auto"), "a mesh is needed: --mesh data:16,model:4"),
+    "a bad mesh": Wrong(
+        ("plan", "model.py:make", "--rules", "auto", "--mesh", "data4"),
+        "--mesh: mesh shape 'data4': 'data4' is not name:size",
+    ),
+    "an empty mesh": Wrong(
+        ("plan", "model.py:make", "--rules", "auto", "--mesh", ""), "--mesh is empty: write axes and sizes"
+    ),
+    "an unknown rule": Wrong(
+        ("plan", "model.py:make", "--rules", "fdsp", *MESH),
+        "--rules: rule text 'fdsp': there is no op 'fdsp' (did you mean 'fsdp'?)",
+    ),
+    "a rule that is called wrongly": Wrong(
+        ("plan", "model.py:make", "--rules", "fsdp()", *MESH), "missing 1 required positional argument: 'axis'"
+    ),
+    "an unknown axis in a text": Wrong(
+        ("plan", "model.py:make", "--rules", "fsdp('modle')", *MESH),
+        "no axis 'modle' (did you mean 'model'?): the rules ask for it for 2 arrays, * first",
+    ),
+    "an unknown axis in a file": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml:3: the mesh data:4,model:2 has no axis 'dta' (did you mean 'data'?)",
+        text_of("r.toml", '[[rules]]\npath = "."\nspec = ["dta"]\n'),
+    ),
+    "rules that are none": Wrong(
+        ("plan", "model.py:make", "--rules", "model.py:WIDTH", *MESH), "is a int, not a ShardingRule"
+    ),
+    "pairs that are none": Wrong(
+        ("plan", "model.py:make", "--rules", "model.py:PAIRS", *MESH), "is a list, not a ShardingRule"
+    ),
+    "a class of rules": Wrong(
+        ("plan", "model.py:make", "--rules", "shardrules:FSDPShardingRule", *MESH),
+        "is a class of rules: name a rule made of it",
+    ),
+    "a missing file of rules": Wrong(
+        ("plan", "model.py:make", "--rules", "rule.toml", *MESH),
+        "there is no file rule.toml (did you mean 'rules.toml'?)",
+        text_of("rules.toml", ""),
+    ),
+    "bad TOML": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml:2: this is no TOML: ",
+        text_of("r.toml", "[[rules]]\npath = norm\n"),
+    ),
+    "TOML that nests too deeply": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml: this is no TOML",
+        text_of("r.toml", f"rule = {'[' * 5000}"),
+    ),
+    "an index that nests too deeply": Wrong(
+        ("plan", "m.safetensors.index.json", *AUTO),
+        "it is no index of safetensors",
+        text_of("m.safetensors.index.json", "[" * 100_000),
+    ),
+    "a name that no file can have": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml:1: file: 'a\\x00b' cannot be read: embedded null byte",
+        text_of("r.toml", 'rule = {type = "plan", file = "a\\u0000b"}'),
+    ),
+    "a mesh without axes in a file": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml"),
+        "r.toml:1: mesh: it is empty",
+        text_of("r.toml", 'mesh = ""\nrule = "auto"'),
+    ),
+    "an unknown axis in a text in a file": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml:3: the mesh data:4,model:2 has no axis 'dta'",
+        text_of("r.toml", "[[rules]]\npath = '.'\nrule = \"auto|shard_dim('dta', 0)\"\n"),
+    ),
+    "TOML that is not UTF-8": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml is no text in UTF-8 (byte 2 is 0xff)",
+        bytes_of("r.toml", b"# \xff"),
+    ),
+    "a folder for a file": Wrong(
+        ("plan", "model.py:make", "--rules", "r.toml", *MESH),
+        "r.toml is a folder, where a file is wanted",
+        lambda folder: (folder / "r.toml").mkdir(),
+    ),
+    "a folder that holds nothing": Wrong(
+        ("plan", "empty", *AUTO),
+        "empty is a folder that is empty: it holds no .safetensors and no checkpoint of orbax",
+        lambda folder: (folder / "empty").mkdir(),
+    ),
+    "a huge file": Wrong(
+        ("plan", "large.json", *AUTO), "large.json has 1.0 TiB: that is no text that somebody wrote", large
+    ),
+    "JSON that is no plan": Wrong(
+        ("plan", "p.json", *AUTO), "p.json: this text is not a plan: KeyError: 'shardrules'", text_of("p.json", "{}")
+    ),
+    "an index of another name": Wrong(
+        ("plan", "i.json", *AUTO),
+        "an index of safetensors ends in .safetensors.index.json",
+        text_of("i.json", '{"weight_map": {}}'),
+    ),
+    "a truncated header": Wrong(
+        ("plan", "model.safetensors", *AUTO), "model.safetensors: it has 10 bytes, and its header alone", truncated
+    ),
+    "an index without files": Wrong(
+        ("plan", "m.safetensors.index.json", *AUTO), "gone.safetensors: the index m.safetensors", index_without_files
+    ),
+    "a dtype that JAX lacks": Wrong(
+        ("plan", "model.safetensors", *AUTO),
+        "holds tensors of dtypes that cannot be loaded as arrays of JAX: F4 (w)",
+        strange_dtype,
+    ),
+    "an unknown optimizer": Wrong(
+        ("plan", "model.py:make", *AUTO, "--optimizer", "adamm"),
+        "--optimizer adamm: there is no optimizer 'adamm' (did you mean 'adam",
+    ),
+    "an optimizer with wrong arguments": Wrong(
+        ("plan", "model.py:make", *AUTO, "--optimizer", "adamw(beta=1)"), "--optimizer adamw(beta=1) raised TypeError: "
+    ),
+    "a path that is none": Wrong(
+        ("explain", "model.py:make", "7", *AUTO), "no leaf of the plan is at, or matches, '7'"
+    ),
+    "a pattern that is none": Wrong(
+        ("explain", "model.py:make", "(7", *AUTO), "no leaf of the plan is at '(7', and it is no pattern"
+    ),
+    "a budget that is none": Wrong(
+        ("check", "model.py:make", *AUTO, "--budget", "lots"), "--budget is bytes, or a text like '80GB'"
+    ),
+    "a golden plan that is not there": Wrong(
+        ("check", "model.py:make", *AUTO, "--golden", "g.json"), "there is no file g.json; --update"
+    ),
+    "an update of nothing": Wrong(
+        ("check", "model.py:make", *AUTO, "--update"), "--update writes the golden plan: name it"
+    ),
+    "a diff of unlike things": Wrong(
+        ("diff", "a.json", "b.json"),
+        "a.json is an audit and b.json is not",
+        lambda folder: (text_of("a.json", '{"shardrules_audit": 1}')(folder), text_of("b.json", "{}")(folder)),
+    ),
+    "a diff of no JSON": Wrong(("diff", "model.py", "model.py"), "model.py is no JSON: "),
+    "no step": Wrong(("audit", "model.py:make", *MESH), "returns a list, where a step and its arguments are wanted"),
+    "a step that is no function": Wrong(("audit", "model.py:step", *MESH), "where a step and its arguments are wanted"),
+    "a step that is a value": Wrong(
+        ("audit", "model.py:WIDTH", *MESH), "name a function that returns (step, *arguments)"
+    ),
+    "a target that is none": Wrong(
+        ("audit", "model.py:bad_step", *MESH, "--target", "cuda:h10:8"), "there is no GPU 'h10' (did you mean 'h100'?)"
+    ),
+    "parameters that are not there": Wrong(
+        ("audit", "model.py:bad_step", *AUTO, "--params", "v"), "--params v: there is no argument 'v'; there are w"
+    ),
+    "a batch over no axis": Wrong(
+        ("audit", "model.py:bad_step", *AUTO, "--batch", "dat"), "the mesh has no axis 'dat' (did you mean 'data'?)"
+    ),
+    "pins over no axis": Wrong(
+        ("autoplan", "model.py:bad_step", *MESH, "--pins", "fsdp('dta', 0)"), "has no axis 'dta' (did you mean 'data'?)"
+    ),
+    "pins of nothing": Wrong(
+        ("autoplan", "model.py:bad_step", *MESH, "--pins", "r.toml"),
+        "--pins r.toml pins nothing: no path begins with",
+        text_of("r.toml", '[[rules]]\npath = "^w"\nspec = ["data"]\n'),
+    ),
+    "a file that is none": Wrong(
+        ("plan", "model.py:make", *AUTO, "-o", "-"), "- is no file: --format json prints to the standard output"
+    ),
+    "hardware that is none": Wrong(
+        ("autoplan", "model.py:bad_step", *MESH, "--hardware", "cuda:h1000"),
+        "there is no sheet of it (did you mean 'cuda:h100'?)",
+    ),
+    "no time": Wrong(
+        ("autoplan", "model.py:bad_step", *MESH, "--time-limit", "nan"), "--time-limit is a number of seconds above 0"
+    ),
+    "a step that raises": Wrong(
+        ("autoplan", "model.py:bad_step", *MESH), "model.py:bad_step: the step raised TypeError: "
+    ),
+    "an audit that is none": Wrong(
+        ("report", "model.py:make", *AUTO, "--audit", "a.json"),
+        "--audit a.json: this text is no report of an audit",
+        text_of("a.json", "{}"),
+    ),
+    "a page into nowhere": Wrong(("report", "model.py:make", *AUTO, "-o", "."), ". is a folder: name a file in it"),
+    "a shell that is none": Wrong(("completion", "tcsh"), "invalid choice: 'tcsh'"),
+}
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    found = Forks()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_one_line_that_says_what_and_where(name: str, forks: Forks, tmp_path: Path) -> None:
+    wrong = WRONG[name]
+    (tmp_path / "model.py").write_text(MODEL)
+    wrong.prepare(tmp_path)
+    if wrong.words[0] == "audit":  # which may start a backend
+        done = shardrules(*wrong.words, cwd=tmp_path)
+    else:
+        done = forks.run(*wrong.words, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("shardrules: error: ")
+    assert wrong.said in line
+
+
+def test_a_traceback_is_there_for_those_who_ask() -> None:
+    done = shardrules("plan", "no_such:thing", "--rules", "auto", "--mesh", "data:2", "--traceback", env=NO_BACKEND)
+    assert done.returncode == 2
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("shardrules: error: there is no module 'no_such'")
+
+
+def test_a_plan_that_cannot_be_is_told_in_full(tmp_path: Path) -> None:
+    """Nothing is wrong with the command then: the exit code is 1, and every array is named."""
+    (tmp_path / "model.py").write_text(MODEL)
+    done = shardrules("plan", "model.py:make", "--rules", "shard_dim('data', 5)", *MESH, cwd=tmp_path, env=NO_BACKEND)
+    assert done.returncode == 1
+    assert "2 leaves cannot be decided" in done.stderr
+    odd = ("--rules", "shard_dim('data', 0)", "--mesh", "data:3")
+    done = shardrules("plan", "model.py:make", *odd, cwd=tmp_path, env=NO_BACKEND)
+    assert done.returncode == 1
+    assert "indivisible" in done.stdout
+
+
+def test_without_rich_it_says_how_to_install_it(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['rich'] = None; from shardrules.cli.start import start; sys.exit(start())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-1] == 'shardrules: error: the command line needs rich: pip install "shardrules[cli]"'
+    )
+
+
+def test_who_has_read_enough_may_close_the_pipe(tmp_path: Path) -> None:
+    for command, code in (("plan", 0), ("check --budget 1B", 1)):  # and the exit code is what it would have been
+        words = (
+            f"{sys.executable} -m shardrules {command} {GPT} --rules auto --mesh data:4 | true; exit ${{PIPESTATUS[0]}}"
+        )
+        done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False)
+        assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
