@@ -226,7 +226,7 @@ def test_themes_are_switched_and_kept(browser: Any, small: Path) -> None:
         page.click("#theme label:nth-of-type(1)")
         assert page.evaluate(theme) == "light"
         page.emulate_media(color_scheme="dark")
-        page.wait_for_function(f"{theme} === 'dark'")
+        page.wait_for_selector("html[data-theme=dark]")
 
 
 def test_the_map_is_painted_zoomed_and_leads_to_arrays(browser: Any, small: Path) -> None:
@@ -243,10 +243,10 @@ def test_the_map_is_painted_zoomed_and_leads_to_arrays(browser: Any, small: Path
         page.locator(".map-labels button", has_text="blocks").focus()
         assert page.locator(".map-tip").is_visible()
         page.keyboard.press("Enter")
-        page.wait_for_function("[...document.querySelectorAll('.crumbs > *')].at(-1).textContent === 'blocks'")
+        page.wait_for_selector(".crumbs > :last-child:text-is('blocks')")
         assert page.evaluate("document.activeElement.closest('.map-labels') !== null")
         page.keyboard.press("Escape")
-        page.wait_for_function("document.querySelectorAll('.crumbs > *').length === 1")
+        page.wait_for_selector(".crumbs > :only-child")
         box = page.locator(".map canvas").bounding_box()
         page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.5 * box["height"])
         assert "big" in page.inner_text(".map-tip")
@@ -311,10 +311,8 @@ def test_45000_arrays_are_painted_and_filtered_without_lag(browser: Any, large: 
             page.click("#view label:nth-of-type(2)")
             rows(page).nth(2).click()
             page.keyboard.press("End")
-            page.wait_for_function(
-                "document.activeElement.getAttribute('aria-rowindex') === "
-                "document.getElementById('leaves').getAttribute('aria-rowcount')"
-            )
+            last = page.get_attribute("#leaves", "aria-rowcount")
+            page.wait_for_selector(f":focus[aria-rowindex='{last}']")
         if min(paints) < 1500 and min(worst) < 80:
             break
     assert min(paints) < 2000
