@@ -11,6 +11,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from plan_models_experts import Expert, Splits, constrained, megatron, plain, vocabularies
 from plan_models_mixture import experts as mixture_experts
 from plan_models_mixture import mixture
@@ -44,20 +45,22 @@ class Model:
     build: Callable[[int, bool], tuple[Callable[[Any, Any], Any], tuple[Any, Any]]]
     experts: tuple[Expert, ...]
 
-    def arrays(self, key: jax.Array, devices: int = 8) -> tuple[Any, Any]:
+    def arrays(self, seed: int, devices: int = 8) -> tuple[Any, Any]:
         """Returns small random arrays that the step of the toy takes; moments are zero."""
         _, args = self.build(devices, True)
+        random = np.random.default_rng(seed)
 
         def made(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             text = jtu.keystr(path, simple=True, separator="/")
-            own = jax.random.fold_in(key, sum(text.encode()) + len(text))
             if jnp.issubdtype(leaf.dtype, jnp.integer):
-                return jax.random.randint(own, leaf.shape, 0, 8 if leaf.ndim else 1, leaf.dtype)
-            if "/mu" in text or "/nu" in text:
-                return jnp.zeros(leaf.shape, leaf.dtype)
-            return jax.random.normal(own, leaf.shape, leaf.dtype) / 4
+                values = random.integers(0, 8 if leaf.ndim else 1, leaf.shape)
+            elif "/mu" in text or "/nu" in text:
+                values = np.zeros(leaf.shape)
+            else:
+                values = random.normal(size=leaf.shape) / 4
+            return jnp.asarray(np.asarray(values, leaf.dtype))
 
         return jtu.tree_map_with_path(made, args)
 

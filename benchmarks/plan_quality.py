@@ -414,7 +414,7 @@ def main(arguments: list[str] | None = None) -> int:
         where = {"python": platform.python_version(), "jax": jax.__version__}
         listed = [{**attrs.asdict(one), "ratio": finite(one.ratio)} for one in found]
         counted = {name: finite(value) for name, value in totals.items()}
-        print(json.dumps({**where, "cases": everything, "found": listed, **counted, "missed": over}, indent=1))
+        print(json.dumps({**where, "cases": everything, "found": listed, "summary": counted, "missed": over}, indent=1))
     return 1 if options.check and over else 0
 
 

@@ -1,7 +1,6 @@
 """Every test process holds 8 virtual CPU devices. With fewer the run ends at once: a skipped law is a law unproven."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +10,8 @@ DEVICES = 8
 # Before JAX starts its backend, which reads both once. Set rather than defaulted: what the shell holds is for other
 # programs. The processes that tests start inherit them.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# LLVM's passes would take more time than what most tests are about, and know nothing of shardings.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
 
 settings.register_profile(
@@ -33,13 +34,3 @@ def pytest_sessionstart() -> None:
             "something started its backend before tests/conftest.py could ask for them",
             returncode=3,
         )
-
-
-@pytest.fixture(scope="module")
-def compiled_fast() -> Iterator[None]:
-    """LLVM's passes take more of the time than what many tests are about, and know nothing of shardings."""
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

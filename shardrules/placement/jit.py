@@ -65,7 +65,8 @@ def filter_jit(
     """Compiles a function of any pytrees. Arrays are traced; everything else in them is static and must have a hash.
 
     Where arguments and results are to be follows from rules, plans or specs, anew for every structure, shape and dtype:
-    another tree never meets the shardings of an earlier one, and the same tree is compiled once.
+    another tree never meets the shardings of an earlier one, and the same tree is compiled once: the first step of a
+    training, whose arrays nobody has placed yet, is compiled for all that follow, where `jax.jit` compiles two.
 
     **Arguments:**
 
@@ -238,17 +239,31 @@ class FilterJit:
         if any(isinstance(leaf, ArraySource) for leaf in static.values()):
             raise TreeError("filter_jit: an ArraySource is no array yet; place it with filter_shard first")
         said = tuple((number, static_key(leaf)) for number, leaf in static.items())
-        key = (treedef, tuple(map(array_key, arrays)), said, meshes, trace_key())
+        kind = (treedef, said, meshes, trace_key())
+        key = (kind, tuple(map(array_key, arrays)))
         try:
             compiled = self._known.get(key)
         except TypeError as error:
             raise TreeError(f"filter_jit: an argument that is no array must have a hash: {error}") from error
-        if compiled is None:
-            compiled = self._known[key] = self._compile(call, treedef, static, arrays, meshes)
-        return compiled, _placed(arrays, compiled.shardings), lambda: tuple(_array_paths(call))
+        if compiled is not None:
+            arrays = _placed(arrays, compiled.shardings)
+        else:
+            shardings = [_under(one, meshes.outside, meshes.inside) for one in self._arguments(*call)]
+            arrays = _placed(arrays, shardings)
+            there = (kind, tuple(map(array_key, arrays)), tuple(shardings))
+            if there not in self._known:  # else they lay elsewhere when it was compiled
+                self._known[there] = self._compile(call, treedef, static, arrays, shardings, meshes)
+            compiled = self._known[key] = self._known[there]
+        return compiled, arrays, lambda: tuple(_array_paths(call))
 
     def _compile(
-        self, call: Any, treedef: Any, static: dict[int, Any], arrays: list[Any], meshes: "_Meshes"
+        self,
+        call: Any,
+        treedef: Any,
+        static: dict[int, Any],
+        arrays: list[Any],
+        shardings: list[Sharding | None],
+        meshes: "_Meshes",
     ) -> _Compiled:
         fn, args, kwargs = call
         result = _Result()
@@ -264,17 +279,16 @@ class FilterJit:
             result.static = tuple((n, value) for n, value in enumerate(values) if not _is_array(value))
             return [value for value in values if _is_array(value)]
 
-        placed = [_under(one, meshes.outside, meshes.inside) for one in self._arguments(fn, args, kwargs)]
-        wanted = _split(placed, donated)
+        wanted = _split(shardings, donated)
         with self._in_force(meshes):
             try:
-                shaped = jax.jit(run, in_shardings=wanted).eval_shape(*_split(_placed(arrays, placed), donated))
+                shaped = jax.jit(run, in_shardings=wanted).eval_shape(*_split(arrays, donated))
             except Exception as error:  # JAX has no public name for those that are about shardings
                 _hint(error, meshes)
                 raise
         outputs = self._results(result.tree(shaped))
         compiled = jax.jit(run, in_shardings=wanted, out_shardings=outputs, donate_argnums=(0,))
-        return _Compiled(compiled, donated, placed, result)
+        return _Compiled(compiled, donated, shardings, result)
 
     def _arguments(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharding | None]:
         """Where each array of a call is to be; `None`: where it is."""
@@ -328,7 +342,11 @@ def _renamed(values: list[Any], old: AnyMesh | None, new: AnyMesh | None) -> lis
 
 
 def _placed(values: list[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
-    """What lies nowhere yet, put where it is to be. On Explicit axes jit would place it, but call its type whole."""
+    """What lies nowhere yet, put where it is to be.
+
+    To jit an array that it has to place is of another type than one that is there already: it would compile the first
+    step of a training twice.
+    """
     if under_trace():
         return values
     return _with_shardings(
@@ -336,14 +354,9 @@ def _placed(values: list[Any], shardings: Sequence[Sharding | None]) -> list[Any
         {
             number: wanted
             for number, (value, wanted) in enumerate(zip(values, shardings, strict=True))
-            if isinstance(wanted, NamedSharding) and _is_ours_to_place(wanted) and not _lies(value)
+            if isinstance(wanted, NamedSharding) and not _lies(value)
         },
     )
-
-
-def _is_ours_to_place(wanted: NamedSharding) -> bool:
-    """Whether jit would not place an array there, or not rightly: over several processes it refuses to."""
-    return AxisType.Explicit in wanted.mesh.axis_types or not wanted.is_fully_addressable
 
 
 def _lies(value: Any) -> bool:

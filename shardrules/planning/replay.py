@@ -83,20 +83,26 @@ class PlannedFunction:
         return call.rebuilt(run(*self._there(arrays)))
 
     def _there(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays where they are to be. Those that lie whole everywhere, or nowhere yet, are put there for nothing."""
+        """Arrays where they are to be. Those that lie whole everywhere, or nowhere yet, are put there.
+
+        To jit an array that it has to place is of another type than one that is there already: it would compile twice.
+        """
         where = automatic(placed(self.mesh))
-        found, wrong = [], []
-        for path, array, spec in zip(self.planned.paths, arrays, self.specs, strict=True):
+        found, wrong = list(arrays), []
+        to_put: dict[int, NamedSharding] = {}
+        for at, (path, array, spec) in enumerate(zip(self.planned.paths, arrays, self.specs, strict=True)):
             own = getattr(array, "sharding", None)
-            if not isinstance(array, jax.Array) or not isinstance(own, NamedSharding):
-                found.append(array)
-                continue
             there = NamedSharding(where, spec)
             if isinstance(array, Tracer):
-                explicit = AxisType.Explicit in own.mesh.axis_types
-                found.append(jax.device_put(array, there) if explicit else array)
+                if isinstance(own, NamedSharding) and AxisType.Explicit in own.mesh.axis_types:
+                    to_put[at] = there
+            elif not isinstance(array, jax.Array) or not array.committed:
+                if not under_trace():
+                    to_put[at] = there
+            elif not isinstance(own, NamedSharding):
+                continue  # JAX says why not
             elif own.is_fully_replicated or own.is_equivalent_to(there, array.ndim):
-                found.append(jax.device_put(array, there))
+                to_put[at] = there
             else:
                 wrong.append(f"{path} is {spec_repr(own.spec)} and was planned as {spec_repr(spec)}")
         if wrong:
@@ -105,6 +111,10 @@ class PlannedFunction:
                 + "\n  ".join(wrong)
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
+        if to_put:  # a trace would note an empty one
+            put = jax.device_put([arrays[at] for at in to_put], [*to_put.values()])
+            for at, array in zip(to_put, put, strict=True):
+                found[at] = array
         return found
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:

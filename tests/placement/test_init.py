@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.compiles import compiles
 
 MESH = sr.create_mesh("data:4,model:2")
 MESHES = [
@@ -111,22 +112,6 @@ class Stack(eqx.Module):
         self.layers = [eqx.nn.Linear(16, 16, key=one) for one in jax.random.split(key, depth)]
 
 
-def compiled_modules(run: Any) -> list[str]:
-    """The names of the programs that are compiled while `run` runs."""
-    events: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        run()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return events
-
-
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     jit = jax.jit
@@ -154,7 +139,7 @@ def test_a_second_call_compiles_nothing() -> None:
     init = sr.filter_init(functools.partial(Stack, 4), RULE, MESH)
     made = [init(jax.random.key(0))]
     key = jax.block_until_ready(jax.random.key(1))
-    assert compiled_modules(lambda: made.append(init(key))) == []
+    assert compiles(lambda: made.append(init(key))) == 0
     assert not np.array_equal(made[0].layers[0].weight, made[1].layers[0].weight)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.compiles import compiles
 
 EXPLICIT = (AxisType.Explicit,) * 2
 MESH = sr.create_mesh("data:4,model:2")
@@ -74,6 +75,21 @@ def test_another_structure_shape_dtype_or_static_value_is_compiled_anew_and_the_
     for tree, scale in calls:
         run(tree, scale)
     assert counter.traces == len(calls)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", None])
+@pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit"])
+def test_the_first_step_compiles_for_those_that_follow(mesh: Mesh, axis_types: Any) -> None:
+    """Arrays that nobody has placed yet, and those that come back."""
+    counter = Counter()
+    run = sr.filter_jit(counter, mesh=mesh, in_shardings=(RULE, P()), out_shardings=RULE, axis_types=axis_types)
+    fresh = {"w": jnp.ones((8, 4)), "b": np.ones(8, np.float32)}
+    there = jax.block_until_ready(run(fresh, jnp.float32(2)))
+    assert compiles(lambda: run(there, np.float32(2))) == 0
+    assert compiles(lambda: run(sr.filter_shard(fresh, RULE, mesh), jnp.float32(2))) == 0
+    assert counter.traces == 1
+    lowered = run.lower(jax.eval_shape(lambda: jax.tree.map(jnp.asarray, fresh)), jnp.float32(2))
+    assert lowered.as_text() == run.lower(there, jnp.float32(2)).as_text()
 
 
 def test_a_tree_never_meets_the_shardings_of_an_earlier_one() -> None:

@@ -30,9 +30,6 @@ MESHES: dict[str, Callable[[], Mesh]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
-
 def _is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 

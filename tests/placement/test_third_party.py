@@ -18,8 +18,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.placement.models import FSDP
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
 
 def package(name: str) -> Any:
     """Imports a package that only these tests need. On a laptop it may be absent, not where everything is tested."""

@@ -35,9 +35,6 @@ SPLITS = {"fsdp": ("data",), "tensor_parallel": ("model",), "both": ("data", "mo
 """The axes that a plan must use at all: one that replicates everything trains as well."""
 
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
-
 def params(made: Any) -> Any:
     return eqx.filter(made[0], eqx.is_inexact_array)
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import shardrules as sr
 from shardrules.core.errors import NoMeshError, TreeError
+from tests.compiles import compiles
 from tests.planning import models
 from tests.planning.models import FAST, SMALL, TRAINED, WRITTEN, Case, compare, mlp_loss, mlp_weights, pairs, real
 
@@ -117,6 +118,18 @@ def test_step_after_step() -> None:
     expected, other = STEP.fn(expected, x, y)
     compare((w, loss), (expected, other))
     assert jax.tree.map(lambda one: one.sharding, w) == jax.tree.map(lambda one: one.sharding, first)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_the_first_step_compiles_for_those_that_follow(types: str) -> None:
+    """Arrays that nobody has placed yet, and those that come back."""
+    mesh = mesh_of("data:4,model:2", types)
+    plan = sr.autoplan(STEP.fn, *STEP.args, mesh=mesh, hardware=FAST)
+    run, (w, x, y) = plan.jit(STEP.fn), STEP.args
+    back, _ = jax.block_until_ready(run(w, x, np.asarray(y)))
+    assert compiles(lambda: run(back, x, y)) == 0
+    there = jax.block_until_ready(placed(plan, mesh, STEP.args))
+    assert compiles(lambda: run(*there)) == 0
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])

@@ -2,31 +2,19 @@
 
 import importlib.util
 import json
-import os
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-import shardrules as sr
+from benchmarks.tests.smoke import BENCHMARKS, run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEERS = all(importlib.util.find_spec(name) is not None for name in ("eformer", "scalax"))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "plan_time.py"), *arguments]
-    # The shardrules of this test, whether it is installed or lies beside the tests.
-    environment = {**os.environ, "PYTHONPATH": str(Path(sr.__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-
-
 def test_smoke_run_gives_every_contestant_on_every_tree() -> None:
-    done = run("--smoke", "--json", *([] if PEERS else ["--no-peers"]))
+    done = run("plan_time.py", "--smoke", "--json", *([] if PEERS else ["--no-peers"]))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert {"date", "processor", "python", "jax", "rows", "missed"} <= set(result)
@@ -50,18 +38,12 @@ def test_smoke_run_gives_every_contestant_on_every_tree() -> None:
 
 
 def test_only_runs_one_part_and_prints_a_table() -> None:
-    done = run("--smoke", "--no-peers", "--only", "gpt2")
+    done = run("plan_time.py", "--smoke", "--no-peers", "--only", "gpt2")
     assert done.returncode == 0, done.stderr
     assert "gpt2" in done.stdout
     assert "apply" in done.stdout
     assert "llama_405b" not in done.stdout
     assert "devices" not in done.stdout
-
-
-def test_targets_are_refused_at_toy_sizes() -> None:
-    done = run("--smoke", "--check")
-    assert done.returncode == 2
-    assert "use --check without --smoke" in done.stderr
 
 
 def test_trees_have_the_published_number_of_leaves() -> None:

@@ -1,0 +1,56 @@
+"""The models of the planning benchmark compute under a plan what they compute without, and they learn."""
+
+import runpy
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import shardrules as sr
+from tests.house.source import REPOSITORY
+
+BENCHMARKS = str(REPOSITORY / "benchmarks")
+
+
+def toy(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Any, Any, Any]:
+    """What the file of models has, one of its models, its step, and arrays for that."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    names = runpy.run_path(f"{BENCHMARKS}/plan_models.py")
+    model: Any = names["MODELS"][name]
+    step, _ = model.build(8, True)
+    return names, model, step, model.arrays(0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixture", "vit", "encoder_decoder", "conv_net", "lstm"])
+def test_planned_models_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step, args = toy(name, monkeypatch)
+    planned = sr.autoplan(step, *args, mesh=sr.create_mesh("data:4,model:2"))
+    _, loss = eqx.filter_jit(step)(*args)
+    run = planned.jit(step)
+    state, same = run(*args)
+    np.testing.assert_allclose(same, loss, rtol=1e-2)
+    assert run(state, args[1])[1] < loss  # it learns
+
+
+@pytest.mark.parametrize("name", ["mixture", "vit"])
+def test_experts_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, model, step, args = toy(name, monkeypatch)
+    arrays, rest = eqx.partition(args, eqx.is_array)
+
+    def whole(*given: Any) -> Any:
+        state, loss = step(*eqx.combine(given, rest))
+        return eqx.filter(state, eqx.is_array), loss
+
+    loss = jax.jit(whole)(*arrays)[1]
+    mesh = sr.create_mesh("data:4,model:2", axis_types="auto")
+    suiting = [one for one in model.experts if one.suits(mesh)]
+    assert len({one.name for one in suiting}) == len(suiting)
+    expert = suiting[-1]
+    shardings = expert.shardings(args, mesh)
+    placed = jax.tree.map(jax.device_put, arrays, shardings)
+    with names["constrained"](mesh, expert):
+        found, same = jax.jit(whole, out_shardings=(shardings[0], None))(*placed)
+    np.testing.assert_allclose(same, loss, rtol=1e-2)
+    assert any(not one.sharding.is_fully_replicated for one in jax.tree.leaves(found))
