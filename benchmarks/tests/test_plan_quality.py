@@ -8,8 +8,8 @@ from benchmarks.tests.smoke import BENCHMARKS, run
 
 
 def test_smoke_run_compiles_what_experts_write_and_what_autoplan_finds(tmp_path: Path) -> None:
-    kept = ("--smoke", "--json", "--cache", str(tmp_path))
-    done = run("plan_quality.py", *kept)
+    kept = ("--json", "--cache", str(tmp_path))
+    done = run("plan_quality.py", "--smoke", *kept)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [one["model"] for one in found["cases"]] == ["llama", "lstm"]
@@ -20,8 +20,12 @@ def test_smoke_run_compiles_what_experts_write_and_what_autoplan_finds(tmp_path:
         assert all(row["wire_bytes"] > 0 and row["flops"] > 0 for row in (first, last))
     planned = [(one["model"], one["case"], one["error"]) for one in found["found"]]
     assert planned == [(model, case, "") for model in ("llama", "lstm") for case in ("device", "tight")]
-    again = run("plan_quality.py", *kept, "--experts-only", "--models", "lstm")
-    assert json.loads(again.stdout)["cases"] == found["cases"][1:]  # seconds too: nothing was compiled
+    again = run("plan_quality.py", "--smoke", *kept, "--experts-only", "--models", "lstm", "mixture")
+    assert again.returncode == 0, again.stderr
+    lstm, mixture = json.loads(again.stdout)["cases"]
+    assert lstm == found["cases"][1]  # seconds too: nothing was compiled
+    assert len({one["wire_bytes"] for one in mixture["experts"]}) == 2
+    assert again.stderr.count("data parallel") == 2
 
 
 def test_unknown_models_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import runpy
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from benchmarks.tests.smoke import BENCHMARKS, run
 
-PEERS = all(importlib.util.find_spec(name) is not None for name in ("eformer", "scalax"))
+# In CI they may not be missing: there the script says so.
+PEERS = "CI" in os.environ or all(importlib.util.find_spec(name) is not None for name in ("eformer", "scalax"))
 
 
 def test_smoke_run_gives_every_contestant_on_every_tree() -> None:

@@ -10,12 +10,13 @@ from typing import Any, Literal, TypeAlias, final, overload
 import attrs
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.errors import PlanError, RuleTypeError, TreeError
 from shardrules.core.finding import shape_text
-from shardrules.core.spec import spec_repr
+from shardrules.core.spec import device_dtype, spec_repr
 from shardrules.core.tree import leaf_paths
 from shardrules.mesh.context import current_mesh, holding
 from shardrules.mesh.creation import AxisTypes, normalize_axis_types
@@ -65,8 +66,9 @@ def filter_jit(
     """Compiles a function of any pytrees. Arrays are traced; everything else in them is static and must have a hash.
 
     Where arguments and results are to be follows from rules, plans or specs, anew for every structure, shape and dtype:
-    another tree never meets the shardings of an earlier one, and the same tree is compiled once: the first step of a
-    training, whose arrays nobody has placed yet, is compiled for all that follow, where `jax.jit` compiles two.
+    another tree never meets the shardings of an earlier one, and the same tree is compiled once. What
+    `in_shardings` speaks of and nobody has placed yet is placed first, so that a training's first step is compiled for
+    all that follow, where `jax.jit` compiles two; to `jax.transfer_guard` such a transfer is one that was asked for.
 
     **Arguments:**
 
@@ -203,6 +205,7 @@ class FilterJit:
         ```
         """
         meshes = self._meshes()
+        args, kwargs = jax.tree.map(_shape_of, (args, kwargs))  # lowering moves nothing
         compiled, arrays, _ = self._ready(args, kwargs, meshes)
         with self._in_force(meshes):
             return compiled.run.lower(*_split(arrays, compiled.donated))
@@ -357,6 +360,15 @@ def _placed(values: list[Any], shardings: Sequence[Sharding | None]) -> list[Any
             if isinstance(wanted, NamedSharding) and not _lies(value)
         },
     )
+
+
+def _shape_of(value: Any) -> Any:
+    """What stands for an array where its values do not matter: where it lies, if it does, is part of it."""
+    if not _is_array(value) or isinstance(value, jax.ShapeDtypeStruct | Tracer):
+        return value
+    own = value.sharding if _lies(value) else None
+    weak = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, device_dtype(value.dtype), sharding=own, weak_type=weak)
 
 
 def _lies(value: Any) -> bool:

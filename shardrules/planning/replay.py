@@ -17,6 +17,7 @@ from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.context import current_mesh
 from shardrules.mesh.jax_state import under_trace
+from shardrules.placement.transfer import put
 from shardrules.planning.call import Call, automatic, naming, read_call, struct
 from shardrules.planning.problem import Problem
 from shardrules.planning.rewrite import held, rewritten
@@ -91,30 +92,28 @@ class PlannedFunction:
         found, wrong = list(arrays), []
         to_put: dict[int, NamedSharding] = {}
         for at, (path, array, spec) in enumerate(zip(self.planned.paths, arrays, self.specs, strict=True)):
-            own = getattr(array, "sharding", None)
             there = NamedSharding(where, spec)
             if isinstance(array, Tracer):
-                if isinstance(own, NamedSharding) and AxisType.Explicit in own.mesh.axis_types:
+                own = jax.typeof(array).sharding
+                if AxisType.Explicit in own.mesh.axis_types:
+                    found[at] = jax.device_put(array, there)
+            elif isinstance(array, jax.Array) and array.committed:
+                own = array.sharding
+                named = own if isinstance(own, NamedSharding) else None
+                if own.is_equivalent_to(there, array.ndim) or (named is not None and named.is_fully_replicated):
                     to_put[at] = there
-            elif not isinstance(array, jax.Array) or not array.committed:
-                if not under_trace():
-                    to_put[at] = there
-            elif not isinstance(own, NamedSharding):
-                continue  # JAX says why not
-            elif own.is_fully_replicated or own.is_equivalent_to(there, array.ndim):
+                elif named is not None:  # of others JAX says why not
+                    wrong.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(spec)}")
+            elif not under_trace():
                 to_put[at] = there
-            else:
-                wrong.append(f"{path} is {spec_repr(own.spec)} and was planned as {spec_repr(spec)}")
         if wrong:
             raise TreeError(
                 f"{self.planned.name}: {len(wrong)} arrays lie elsewhere than planned:\n  "
                 + "\n  ".join(wrong)
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
-        if to_put:  # a trace would note an empty one
-            put = jax.device_put([arrays[at] for at in to_put], [*to_put.values()])
-            for at, array in zip(to_put, put, strict=True):
-                found[at] = array
+        for at, array in zip(to_put, put([arrays[at] for at in to_put], [*to_put.values()]), strict=True):
+            found[at] = array
         return found
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:

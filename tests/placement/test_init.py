@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.compiles import compiles
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MESH = sr.create_mesh("data:4,model:2")
 MESHES = [
     MESH,

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.placement.models import FSDP, TASKS, Gpt
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MESHES: tuple[Callable[[], Mesh], ...] = (
     functools.cache(lambda: sr.create_mesh("data:4,model:2")),
     functools.cache(lambda: jax.make_mesh((4, 2), ("data", "model"))),

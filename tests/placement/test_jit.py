@@ -92,6 +92,22 @@ def test_the_first_step_compiles_for_those_that_follow(mesh: Mesh, axis_types: A
     assert lowered.as_text() == run.lower(there, jnp.float32(2)).as_text()
 
 
+def test_lowering_moves_nothing() -> None:
+    run = sr.filter_jit(lambda w, x: w @ x, mesh=MESH, in_shardings=(P("data"), P()), out_shardings=P("data"))
+    with jax.transfer_guard("disallow_explicit"):
+        lowered = run.lower(np.ones((8, 4)), np.ones(4))
+    assert lowered.as_text() == run.lower(jax.ShapeDtypeStruct((8, 4), np.float32), np.ones(4, np.float32)).as_text()
+
+
+def test_fresh_arrays_go_to_the_memory_that_is_said() -> None:
+    there = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
+    seen: list[Any] = []
+    run = sr.filter_jit(lambda x: seen.append(jax.typeof(x).memory_space) or x, mesh=MESH, in_shardings=there)
+    found = [run(x) for x in (np.ones(8), jax.device_put(np.ones(8), there))]
+    assert {one.sharding.memory_kind for one in found} == {"pinned_host"}
+    assert seen == [jax.memory.Space.Host]
+
+
 def test_a_tree_never_meets_the_shardings_of_an_earlier_one() -> None:
     run = sr.filter_jit(lambda x: x, mesh=MESH, out_shardings=RULE)
     assert run({"w": np.ones((8, 12))})["w"].sharding.spec == P(None, "data")

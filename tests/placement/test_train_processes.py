@@ -71,7 +71,6 @@ def test_two_processes_train_as_one_does() -> None:
         """
         import json
         from tests.placement.test_train_processes import trained
-        jax.config.update("jax_disable_most_optimizations", True)  # of LLVM, which takes most of the time
         for types in ("auto", "explicit"):
             print(json.dumps(trained(types)))
         sr.barrier_sync(timeout=60)

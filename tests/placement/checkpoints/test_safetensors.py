@@ -82,6 +82,7 @@ def test_a_model_is_loaded(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
         assert not eqx.is_array(old) or new.sharding == old.sharding
     x = jnp.arange(8.0)
     np.testing.assert_array_equal(loaded(x), expected(x))
+    np.testing.assert_allclose(loaded(x), model(x), rtol=1e-5)
 
 
 DTYPES = {

@@ -1,0 +1,45 @@
+"""Planned functions over real processes: each gives its own whole arrays, and those that come back."""
+
+from tests.mesh.cluster import run_processes
+from tests.mesh.test_processes import SHAPES, told
+
+
+@SHAPES
+def test_processes_run_what_was_planned(processes: int, devices: int) -> None:
+    found = told(
+        run_processes(
+            """
+            from tests.compiles import compiles
+
+            def step(w, key, x):
+                grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+                return w - grad + 1e-3 * jax.random.normal(key, w.shape), jax.random.fold_in(key, 1)
+
+            mesh = sr.create_mesh("data:4,model:2")
+            rng = np.random.default_rng(0)
+            w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 64), (256, 64)))
+            key = jax.random.key(3)
+            plan = sr.autoplan(step, w, key, x, mesh=mesh)
+            run = plan.jit(step)
+            wanted, expected = w, key
+            made = (jnp.asarray(w), key)
+            for turn in range(3):
+                if turn == 1:
+                    made = jax.block_until_ready(made)
+                again = []
+                more = compiles(lambda: again.append(run(*made, x)))
+                assert turn == 0 or more == 0, (turn, more)
+                (made,) = again
+                wanted, expected = jax.jit(step)(wanted, expected, x)
+            assert made[0].sharding.is_equivalent_to(NamedSharding(mesh, plan.result_specs[0]), 2)
+            np.testing.assert_allclose(sr.filter_gather(made[0]), wanted, rtol=1e-4, atol=1e-6)
+            holes = np.where(x > 2, np.nan, x).astype(np.float32)  # NaN is no difference between processes
+            jax.block_until_ready(run(*made, holes))
+            print("ran", plan.result_specs[0])
+            """,
+            processes=processes,
+            devices=devices,
+        )
+    )
+    assert found[0][0].startswith("ran")
+    assert all(lines == found[0] for lines in found)
