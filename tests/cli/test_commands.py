@@ -21,7 +21,7 @@ import shardrules as sr
 from shardrules.cli.known import COMMANDS, load_command
 from shardrules.core.check import bytes_text
 from shardrules.core.spec import spec_repr
-from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, Forks, shardrules
+from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, Forks, environment, shardrules
 from tests.house.source import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -129,26 +129,36 @@ def test_plan_of_the_example() -> None:
     golden("plan-gpt", fine("plan", GPT, *ON_EIGHT, "--optimizer", "adamw", env=NO_BACKEND))
 
 
-def test_plan_of_405_billion_parameters_is_quick() -> None:
+def seconds_of(*command: str) -> float:
+    """How long a process takes."""
     start = time.perf_counter()
-    text = fine("plan", *LLAMA, env=NO_BACKEND)
-    seconds = time.perf_counter() - start
-    golden("plan-llama", text)
-    reference = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import jax"], check=True, capture_output=True)
-    assert seconds < 3 * max(1.0, time.perf_counter() - reference)  # where importing JAX takes a second or less
+    subprocess.run(command, check=True, capture_output=True, env=environment(**NO_BACKEND), cwd=REPOSITORY)
+    return time.perf_counter() - start
+
+
+def is_quick(limit: float, *words: str) -> bool:
+    """Whether a command takes at most so many seconds where importing JAX takes one or less; more where that does.
+
+    The best of three, since other tests run on this machine meanwhile.
+    """
+    for _ in range(3):
+        taken = seconds_of(sys.executable, "-m", "shardrules", *words)
+        if taken < limit * max(1.0, seconds_of(sys.executable, "-c", "import jax")):
+            return True
+    return False
+
+
+def test_plan_of_405_billion_parameters_is_quick() -> None:
+    golden("plan-llama", fine("plan", *LLAMA, env=NO_BACKEND))
+    assert is_quick(3, "plan", *LLAMA)
 
 
 def test_plan_of_a_large_index_is_quick(large_index: Path) -> None:
-    rules = str(large_index.parent / "rules.toml")
-    start = time.perf_counter()
-    text = fine("plan", str(large_index), "--rules", rules, "--mesh", "data:32,model:16", env=NO_BACKEND)
-    seconds = time.perf_counter() - start
+    words = ("plan", str(large_index), "--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")
+    text = fine(*words, env=NO_BACKEND)
     golden("plan-index", text)
     assert "45,125 arrays" in text
-    reference = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import jax"], check=True, capture_output=True)
-    assert seconds < 5 * max(1.0, time.perf_counter() - reference)
+    assert is_quick(5, *words)
 
 
 def test_plan_of_an_orbax_checkpoint(checkpoint: Path) -> None:
