@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -31,48 +30,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headers import MIXTURE_RULES, experts, write_headers
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
 LIMITS = {"plan Llama 3 405B": 3.0, "plan an index of 45,066 tensors": 5.0}
 """Seconds."""
-
-RULES = """\
-[[rules]]
-path = "experts"
-spec = [["data", "model"], "-"]
-
-[[rules]]
-rule = "shard_dim('model', 0)|fsdp('data')"
-"""
-
-
-def write_index(folder: Path, layers: int, experts: int, files: int) -> Path:
-    """Writes the headers of a mixture of experts in FP8, and nothing of what they speak of."""
-    shapes = {"gate_proj": [2048, 7168], "up_proj": [2048, 7168], "down_proj": [7168, 2048]}
-    names = [
-        f"model.layers.{layer}.mlp.experts.{one}.{name}.weight"
-        for layer in range(layers)
-        for one in range(experts)
-        for name in shapes
-    ]
-    per = -(-len(names) // files)
-    index: dict[str, str] = {}
-    for number in range(files):
-        header: dict[str, Any] = {}
-        at = 0
-        for name in names[number * per : (number + 1) * per]:
-            header[name] = {
-                "dtype": "F8_E4M3",
-                "shape": shapes[name.split(".")[-2]],
-                "data_offsets": [at, at := at + 2048 * 7168],
-            }
-            index[name] = f"model-{number}.safetensors"
-        text = json.dumps(header).encode()
-        (folder / f"model-{number}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    file = folder / "model.safetensors.index.json"
-    file.write_text(json.dumps({"weight_map": index}))
-    (folder / "rules.toml").write_text(RULES)
-    return file
 
 
 def commands(folder: Path, smoke: bool) -> dict[str, list[str]]:
@@ -83,7 +46,8 @@ def commands(folder: Path, smoke: bool) -> dict[str, list[str]]:
     found = {"import jax": [sys.executable, "-c", "import jax"], "plan Llama 3 405B": [*shardrules, "plan", *llama]}
     if smoke:
         return found
-    index = write_index(folder, 58, 259, 163)
+    index = write_headers(folder, {name: one for layer in range(58) for name, one in experts(layer, 259).items()}, 163)
+    (folder / "rules.toml").write_text(MIXTURE_RULES)
     mixture = [str(index), "--rules", str(folder / "rules.toml"), "--mesh", "data:32,model:16"]
     return {
         **found,

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import struct
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import shardrules as sr
+from benchmarks.headers import MIXTURE_RULES, experts, write_headers
 from shardrules.cli.known import COMMANDS, load_command
 from shardrules.core.check import bytes_text
 from shardrules.core.spec import spec_repr
@@ -37,50 +37,15 @@ def golden(name: str, text: str) -> None:
     assert text == file.read_text(), f"SHARDRULES_UPDATE=1 pytest {__file__} accepts it"
 
 
-def write_safetensors(folder: Path, tensors: dict[str, tuple[str, list[int]]], files: int) -> Path:
-    """Writes headers, and nothing of what they speak of."""
-    sizes = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
-    names = list(tensors)
-    per = -(-len(names) // files)
-    index: dict[str, str] = {}
-    for number in range(files):
-        header: dict[str, Any] = {}
-        at = 0
-        for name in names[number * per : (number + 1) * per]:
-            dtype, shape = tensors[name]
-            size = sizes[dtype]
-            for dim in shape:
-                size *= dim
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-            index[name] = f"model-{number:05}.safetensors"
-            at += size
-        text = json.dumps(header).encode()
-        (folder / f"model-{number:05}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    file = folder / "model.safetensors.index.json"
-    file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return file
-
-
-EXPERT = {"gate_proj": [2048, 7168], "up_proj": [2048, 7168], "down_proj": [7168, 2048]}
 ATTENTION = {"q_a_proj": [1536, 7168], "q_b_proj": [24576, 1536], "kv_b_proj": [32768, 512], "o_proj": [7168, 16384]}
-MIXTURE_RULES = """\
-[[rules]]
-path = "experts"
-spec = [["data", "model"], "-"]
-
-[[rules]]
-rule = "shard_dim('model', 0)|fsdp('data')"
-"""
 
 
-def mixture(layers: int, experts: int) -> dict[str, tuple[str, list[int]]]:
+def mixture(layers: int, count: int) -> dict[str, tuple[str, list[int]]]:
     found: dict[str, tuple[str, list[int]]] = {"model.embed_tokens.weight": ("BF16", [129280, 7168])}
     for layer in range(layers):
         for name, shape in ATTENTION.items():
             found[f"model.layers.{layer}.self_attn.{name}.weight"] = ("BF16", shape)
-        for expert in range(experts):
-            for name, shape in EXPERT.items():
-                found[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = ("F8_E4M3", shape)
+        found |= experts(layer, count)
     return found
 
 
@@ -88,7 +53,7 @@ def mixture(layers: int, experts: int) -> dict[str, tuple[str, list[int]]]:
 def large_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")
     (folder / "rules.toml").write_text(MIXTURE_RULES)
-    return write_safetensors(folder, mixture(58, 258), 163)
+    return write_headers(folder, mixture(58, 258), 163)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +279,7 @@ def test_models_that_can_be_called_keys_of_all_kinds_and_odd_paths(tmp_path: Pat
 
 
 def test_names_that_differ_in_a_dot_stay_two_tensors(tmp_path: Path) -> None:
-    write_safetensors(tmp_path, {"a.b": ("F32", [4]), "a/b": ("F32", [8])}, 1)
+    write_headers(tmp_path, {"a.b": ("F32", [4]), "a/b": ("F32", [8])}, 1)
     text = fine("plan", str(tmp_path), "--rules", "replicate", "--mesh", "data:1", env=NO_BACKEND)
     assert "2 arrays, 48 B in all" in text
 
