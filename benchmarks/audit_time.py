@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in SMOKE if options.smoke else CASES:
         try:
             sr.Target.parse(case.target).devices()
-        except sr.MissingCompilerError as error:
+        except sr.errors.MissingCompilerError as error:
             skipped.append(f"{case.name}: {error}")
             continue
         rows.append(measure(case, 1 if options.smoke else options.rounds))

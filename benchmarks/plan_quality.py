@@ -1,6 +1,6 @@
 """Is what `autoplan` finds as good as what an expert writes by hand?
 
-**Method.** Train steps of seven models (`plan_models.py`: GPT-2, a Llama, a mixture of experts, a vision transformer,
+**Method.** Train steps of seven models (`plan_models/`: GPT-2, a Llama, a mixture of experts, a vision transformer,
 an encoder-decoder, a convolution net, an LSTM) are compiled for 8 and for 64 H100s, of which none has to be there:
 under plans that experts write by hand, specs and activation constraints both, and under the plan that `autoplan` finds
 for the same function without any constraint. Figures are read from the programs that were compiled. `ms` is the
@@ -160,7 +160,7 @@ class Question:
         import jax
 
         import shardrules as sr
-        from shardrules.analysis.model_flops import matmul_flops, without_dead_code
+        from shardrules.analysis.compiling.model_flops import matmul_flops, without_dead_code
 
         shape = sr.mesh_shape(mesh)
         target = sr.Target.parse(f"cpu:{shape.size}" if smoke else f"cuda:h100:{shape.size}")
@@ -177,11 +177,11 @@ class Question:
 
     def read(self, name: str, compiled: Any, seconds: float) -> Row:
         """Reads what was compiled."""
-        from shardrules.analysis.collectives import find_collectives
-        from shardrules.analysis.compiling import CompilerMemory
-        from shardrules.analysis.flops import find_matmuls, total_flops
-        from shardrules.analysis.hlo import read_program
-        from shardrules.analysis.roofline import step_time
+        from shardrules.analysis.audits.roofline import step_time
+        from shardrules.analysis.compiling.compile import CompilerMemory
+        from shardrules.analysis.program.collectives import find_collectives
+        from shardrules.analysis.program.flops import find_matmuls, total_flops
+        from shardrules.analysis.program.program import read_program
 
         told = compiled.memory_analysis()
         memory = CompilerMemory(
@@ -272,7 +272,7 @@ class Cache:
     @classmethod
     def of(cls, folder: Path | None) -> "Cache":
         """Reads the code."""
-        return cls(folder, {file.name: file.read_text() for file in Path(__file__).parent.glob("plan_models*.py")})
+        return cls(folder, {file.name: file.read_text() for file in Path(__file__).parent.glob("plan_models/*.py")})
 
     def row(self, question: Question, expert: Any, smoke: bool) -> Row:
         """Returns the figures of an expert, compiled unless they are known."""
@@ -281,7 +281,7 @@ class Cache:
         if self.folder is None:
             return question.by_hand(expert)
         own = Path(inspect.getsourcefile(question.model.build) or "").name
-        sources = [self.sources[one] for one in (own, "plan_models_experts.py", "plan_models_parts.py")]
+        sources = [self.sources[one] for one in (own, "experts.py", "parts.py")]
         sources += READING
         key = json.dumps([question.model.name, question.mesh, repr(expert), smoke, jax.__version__, *sources])
         file = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

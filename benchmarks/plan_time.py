@@ -169,7 +169,7 @@ def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:
     for other in others:
         found, _ = tree_flatten_with_path(runs[other]())
         for (path, spec), (other_path, other_spec) in zip(expected, found, strict=True):
-            if path != other_path or not sr.same(spec, other_spec):
+            if path != other_path or not sr.specs.same(spec, other_spec):
                 sys.exit(f"{first} gives {spec} to {keystr(path)}, {other} {other_spec} to {keystr(other_path)}")
 
 

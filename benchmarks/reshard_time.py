@@ -19,7 +19,7 @@ rounds. What arrived is compared with what was sent, all of it and bit by bit, a
 - `reshard`: `sr.reshard(tree, shardings)`;
 - `reshard, by pieces`: the same as it is where devices have memory of their own, as GPUs and TPUs do: arrays are cut
     on devices, sent and joined. On CPU devices it does not have to;
-- `intermediate`: `sr.reshard_with_intermediate_sharding`, where `sr.find_intermediate_sharding` finds one.
+- `intermediate`: `pathways.reshard_with_intermediate_sharding`, where `pathways.find_intermediate_sharding` finds one.
 
 With `--donate` the 1,000 arrays, and 62 of 4 MiB, are moved once more and given up as they go, with 64 MiB under way at
 once (`max_bytes_in_flight`): what that adds at its highest is to be about that much, however many there are. malloc is
@@ -154,8 +154,8 @@ def work(case: Case, contestant: str, in_flight_bytes: int | None) -> dict[str, 
     target = NamedSharding(mesh, P(None, "y"))
     if contestant == "intermediate":
         try:
-            sr.find_intermediate_sharding(source, target)
-        except sr.NoIntermediateShardingError:
+            sr.presets.pathways.find_intermediate_sharding(source, target)
+        except sr.errors.NoIntermediateShardingError:
             return None
     if contestant == PIECES:
         move_as_between_accelerators()
@@ -229,7 +229,8 @@ def way(
         case "jit, in hundreds":
             return in_hundreds
         case "intermediate":
-            return lambda tree, shardings: sr.reshard_with_intermediate_sharding(tree, source, shardings)
+            by_way_of = sr.presets.pathways.reshard_with_intermediate_sharding
+            return lambda tree, shardings: by_way_of(tree, source, shardings)
     if in_flight_bytes is None:
         return sr.reshard
     return lambda tree, shardings: sr.reshard(tree, shardings, donate=True, max_bytes_in_flight=in_flight_bytes)

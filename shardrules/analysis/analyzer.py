@@ -7,17 +7,16 @@ import attrs
 
 from shardrules.analysis.placed import as_spec, mesh_for, pair, place
 from shardrules.analysis.report import ShardingReport, report
-from shardrules.core.axes import AnyMesh, mesh_repr, mesh_sizes
+from shardrules.core.axes import AnyMesh, mesh_key, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
 from shardrules.core.errors import SpecError, TreeError
 from shardrules.core.leaf import Leaf
 from shardrules.mesh.creation import AxisTypes
-from shardrules.rules.auto import mesh_key
 
 if TYPE_CHECKING:  # what asks compilers is a third of the package: it is loaded when somebody asks
-    from shardrules.analysis.audit_report import AuditReport
-    from shardrules.analysis.hardware import Hardware
-    from shardrules.analysis.targets import Target
+    from shardrules.analysis.audits.report import AuditReport
+    from shardrules.analysis.machine.hardware import Hardware
+    from shardrules.analysis.machine.targets import Target
 
 
 @final
@@ -179,8 +178,8 @@ class ShardingAnalyzer:
         assert [one.kind for one in report.collectives] == ["all-reduce"] and not report.problems
         ```
         """
-        from shardrules.analysis.audit import audit
-        from shardrules.analysis.question import Question
+        from shardrules.analysis.audits.audit import audit
+        from shardrules.analysis.compiling.question import Question
 
         found = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
         question = Question(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
@@ -212,8 +211,10 @@ def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None
     (the bytes that a device receives when every split array is gathered once).
 
     ```python
+    from shardrules.presets import eformer
+
     tree = {"a": np.ones((8, 16), np.float32), "s": np.ones(3, np.float32)}
-    found = sr.analyze_sharding_strategy(tree, {"a": P("dp", "tp"), "s": P()}, sr.mesh_shape("dp:2,tp:4"))
+    found = eformer.analyze_sharding_strategy(tree, {"a": P("dp", "tp"), "s": P()}, sr.mesh_shape("dp:2,tp:4"))
     assert (found["total_parameters"], found["sharded_parameters"], found["memory_per_device"]) == (131, 128, 76)
     ```
     """

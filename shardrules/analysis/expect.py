@@ -14,29 +14,24 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.analysis.audit_report import AuditError, AuditReport
-from shardrules.analysis.audit_text import array_text
-from shardrules.analysis.collectives import KINDS, Collective
-from shardrules.analysis.source import short_line, users_line
-from shardrules.analysis.surprises import SMALLER
+from shardrules.analysis.audits.report import AuditReport
+from shardrules.analysis.audits.surprises import SMALLER
+from shardrules.analysis.audits.text import array_text
+from shardrules.analysis.compiling.source import short_line, users_line
+from shardrules.analysis.program.collectives import KINDS, Collective
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import PlanError, ShardRulesError, SpecError, suggest
+from shardrules.core.errors import ExpectationError, PlanError, ReportError, SpecError, suggest
 from shardrules.core.fields import read_bytes
-from shardrules.core.files import write_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
-from shardrules.core.table import rule_text
+from shardrules.core.storage.files import write_text
+from shardrules.core.views.table import rule_text
 from shardrules.mesh.shape import mesh_shape
 
 _LIMITS = ("runs", "wire_bytes", "max_runs", "max_wire_bytes")
 _SHOWN = 3
 """How many of what costs most an error lists."""
-
-
-@final
-class ExpectationError(ShardRulesError, AssertionError):
-    """A plan or an audit that is not what a test expects of it: it lists all that differs, and how to accept it."""
 
 
 def assert_plan_matches(plan: ShardingPlan, file: Path | str, *, update: bool = False, strict: bool = False) -> None:
@@ -122,7 +117,7 @@ def assert_collectives(
     **Raises:**
 
     `ExpectationError`, which lists all that differs with the dearest arrays and lines behind what is too much, or when
-    there is no such file; `AuditError`, which lists all keys and values that cannot be meant.
+    there is no such file; `ReportError`, which lists all keys and values that cannot be meant.
 
     ```python
     mesh, x = sr.mesh_shape("data:8"), jax.ShapeDtypeStruct((64, 16), jnp.float32)
@@ -134,7 +129,7 @@ def assert_collectives(
     __tracebackhide__ = True
     in_file = isinstance(expected, str | os.PathLike)
     if update and not in_file:
-        raise AuditError("update=True writes a file: give its path for what is expected, not a mapping")
+        raise ReportError("update=True writes a file: give its path for what is expected, not a mapping")
     moving = [one for one in report.collectives if one.wire_bytes]
     if in_file and update:
         write_text(expected, f"{json.dumps(_present(moving), indent=1, sort_keys=True)}\n")
@@ -229,7 +224,7 @@ def _dearest(collectives: Iterable[Collective]) -> Iterator[str]:
 def _limits(expected: Any, axes: Sequence[str], source: str) -> dict[tuple[str, str], _Limit]:
     """What is expected, by kind and axes; all that cannot be meant is one error."""
     if not isinstance(expected, Mapping):
-        raise AuditError(f"the expected collectives{source} are a mapping from text to numbers, got {expected!r:.80}")
+        raise ReportError(f"the expected collectives{source} are a mapping from text to numbers, got {expected!r:.80}")
     problems: list[str] = []
     limits: dict[tuple[str, str], _Limit] = {}
     for key, value in expected.items():
@@ -240,7 +235,7 @@ def _limits(expected: Any, axes: Sequence[str], source: str) -> dict[tuple[str, 
         limits.setdefault((kind, over), _Limit(str(key), tuple(_numbers(value, wrong))))
         problems += [f"  {key!r}: {text}" for text in wrong]
     if problems:
-        raise AuditError("\n".join([f"the expected collectives{source} cannot be meant:", *problems]))
+        raise ReportError("\n".join([f"the expected collectives{source} cannot be meant:", *problems]))
     return limits
 
 
@@ -353,7 +348,7 @@ def _loaded(text: str, file: str, accept: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_once_each)
     except ValueError as error:
-        raise AuditError(f"{file} cannot be read as JSON: {error}\n    -> Write it anew: {accept}") from error
+        raise ReportError(f"{file} cannot be read as JSON: {error}\n    -> Write it anew: {accept}") from error
 
 
 def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

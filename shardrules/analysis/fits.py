@@ -13,22 +13,21 @@ from typing import Any, final
 import attrs
 import jax.tree_util as jtu
 
-from shardrules.analysis.arguments import read_arguments
-from shardrules.analysis.compiling import DoesNotFitError, name_of
-from shardrules.analysis.evidence import Evidence, MemoryUse
-from shardrules.analysis.hardware import HardwareError
-from shardrules.analysis.hlo import read_program
+from shardrules.analysis.audits.evidence import Evidence, MemoryUse
+from shardrules.analysis.audits.surprises import SMALLER
+from shardrules.analysis.compiling.arguments import read_arguments
+from shardrules.analysis.compiling.compile import name_of
+from shardrules.analysis.compiling.question import Question
+from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.placed import mesh_for
-from shardrules.analysis.question import Question
-from shardrules.analysis.surprises import SMALLER
-from shardrules.analysis.targets import Target
+from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import SpecError, TreeError
+from shardrules.core.errors import DoesNotFitError, HardwareError, SpecError, TreeError
 from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
-from shardrules.core.table import aligned
 from shardrules.core.tree import array_kind
+from shardrules.core.views.table import aligned
 from shardrules.mesh.creation import AxisTypes
 
 _GROWTH = 16

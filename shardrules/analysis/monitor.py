@@ -37,8 +37,10 @@ def create_monitored_function(
     `TreeError`, from the function that is returned, when it is called without its first argument.
 
     ```python
+    from shardrules.presets import eformer
+
     analyzer = sr.ShardingAnalyzer(sr.mesh_shape("data:4"))
-    double = sr.create_monitored_function(lambda x: 2 * x, P("data"), analyzer)
+    double = eformer.create_monitored_function(lambda x: 2 * x, P("data"), analyzer)
     result, metrics = double(jnp.ones(8))
     assert metrics["memory_usage"]["size_per_device"] == 8
     ```

@@ -9,11 +9,11 @@ import attrs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.core.context import current_mesh
 from shardrules.core.errors import NoMeshError, TreeError
 from shardrules.core.leaf import Leaf
 from shardrules.core.spec import array_bytes, axis_names, shard_bytes, shard_shape, ways
 from shardrules.core.tree import flatten_specs, survey
-from shardrules.mesh.context import current_mesh
 
 
 @final

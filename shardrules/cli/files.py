@@ -5,7 +5,7 @@ from pathlib import Path
 from shardrules.cli.errors import UsageError
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
-from shardrules.core.files import write_text
+from shardrules.core.storage.files import write_text
 
 _MOST = 2**29
 """More than any text that is meant for reading; a checkpoint given in its place is larger."""

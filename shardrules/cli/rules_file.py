@@ -51,7 +51,7 @@ from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.fitted import FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.logical import LogicalShardingRule
+from shardrules.rules.logical.rule import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule

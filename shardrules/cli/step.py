@@ -15,12 +15,11 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardrules.analysis.compiling import DoesNotFitError
 from shardrules.cli.errors import UsageError
 from shardrules.cli.objects import has_arrays, load_named, raised
 from shardrules.cli.rules_file import RulesFile
 from shardrules.cli.subject import planned
-from shardrules.core.errors import PlanError, ShardRulesError, suggest
+from shardrules.core.errors import DoesNotFitError, PlanError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.tree import array_kind
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardrules.core.finding import Finding, Severity
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.table import HEAD, RIGHT, Row, aligned
+from shardrules.core.views.table import HEAD, RIGHT, Row, aligned
 
 LEVELS: tuple[str, ...] = get_args(Severity)
 """How bad findings are, the worst first."""

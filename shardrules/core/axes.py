@@ -152,3 +152,17 @@ def mesh_repr(mesh: AnyMesh | None) -> str:
     ```
     """
     return f"mesh_shape({mesh_text(mesh)!r})" if isinstance(mesh, AbstractMesh) else repr(mesh)
+
+
+def mesh_key(mesh: AnyMesh | None) -> tuple[tuple[str, int], ...]:
+    """Returns by what meshes of rules are compared: names and sizes.
+
+    **Arguments:**
+
+    - `mesh`: a mesh, or `None`.
+
+    **Returns:**
+
+    Pairs of name and size.
+    """
+    return tuple(mesh_sizes(mesh).items())

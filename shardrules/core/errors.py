@@ -167,6 +167,96 @@ class CheckpointError(ShardRulesError, ValueError):
     """A checkpoint that does not hold what a tree asks for: it lists all that is missing, surplus or different."""
 
 
+class NoIntermediateShardingError(ShardRulesError, ValueError):
+    """There is no intermediate sharding between two shardings. Catch it, and `reshard` directly instead."""
+
+
+@final
+class NoIntermediateShardingNeededError(NoIntermediateShardingError):
+    """There is no need of an intermediate sharding: each part of the source goes to some of the destination only.
+
+    Whoever catches `NoIntermediateShardingError` catches this too, and does the same: `reshard` directly.
+    """
+
+
+@final
+class TargetError(ShardRulesError, ValueError):
+    """A target that cannot be read or does not exist, or a mesh of another size than the target."""
+
+
+@final
+class MissingCompilerError(ShardRulesError, ImportError):
+    """A target whose compiler is not installed."""
+
+
+@final
+class UnavailableTargetError(ShardRulesError, RuntimeError):
+    """A target that this process cannot compile for as it was started, although what it takes is installed."""
+
+
+@final
+class DoesNotFitError(ShardRulesError, MemoryError):
+    """A program that takes more memory than a device has: one that the compiler refuses, as that of TPUs does, or of
+    which not even the smallest batch fits.
+
+    **Arguments:**
+
+    - `message`: what is the case, and what to do.
+    - `needed_bytes`: what the program needs as far as the compiler says; else 0.
+    """
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message, needed_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the program needs as far as the compiler says; else 0."""
+        return self.args[1]
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+@final
+class ProgramTextError(ShardRulesError, ValueError):
+    """Text that is no program as XLA prints them."""
+
+
+@final
+class ExpectationError(ShardRulesError, AssertionError):
+    """A plan or an audit that is not what a test expects of it: it lists all that differs, and how to accept it."""
+
+
+@final
+class ReportError(ShardRulesError, ValueError):
+    """Text that is not a saved report of an audit or of autoplan."""
+
+
+@final
+class HardwareError(ShardRulesError, ValueError):
+    """A sheet of hardware that cannot be meant, or a question that it has no answer to."""
+
+
+@final
+class NoSpecError(ShardRulesError, AttributeError):
+    """An array whose sharding has no PartitionSpec, such as one that lies on a single device."""
+
+
+@final
+class ConfigError(ShardRulesError, ValueError):
+    """An argument with a value that is not accepted."""
+
+
+@final
+class ConfigTypeError(ShardRulesError, TypeError):
+    """An argument of a type that is not accepted."""
+
+
+@final
+class MeshWarning(UserWarning):
+    """A mesh that works, and will be slow."""
+
+
 @final
 class ShardingWarning(UserWarning):
     """Something about sharding that one should know, where work goes on nevertheless."""

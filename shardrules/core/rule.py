@@ -23,10 +23,9 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardrules.core import codec
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text, check_leaves
-from shardrules.core.diff import Placement, Placements, PlanDiff
+from shardrules.core.context import current_mesh
 from shardrules.core.errors import (
     NoMeshError,
     PatternError,
@@ -42,13 +41,23 @@ from shardrules.core.finding import Finding, merged, plan_error, shape_text, tem
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.mirror import Planned, homes, mirror
-from shardrules.core.pictures import blocks_of, plan_picture
 from shardrules.core.spec import canonical, checked_spec, code, spec_key, spec_repr
-from shardrules.core.table import Row, Totals, device_bytes, placement_text, rows, rule_text, table_html, table_text
+from shardrules.core.storage import codec
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest
+from shardrules.core.views.diff import Placement, Placements, PlanDiff
+from shardrules.core.views.pictures import blocks_of, plan_picture
+from shardrules.core.views.table import (
+    Row,
+    Totals,
+    device_bytes,
+    placement_text,
+    rows,
+    rule_text,
+    table_html,
+    table_text,
+)
 from shardrules.drawing.blocks import Blocks
 from shardrules.drawing.picture import Picture
-from shardrules.mesh.context import current_mesh
 
 
 class ShardingRule(abc.ABC):
@@ -861,7 +870,7 @@ class ShardingPlan:
         ```python
         try:
             sr.DimShardingRule("data", 0).plan({"w": np.ones(6)}, sr.mesh_shape("data:4")).check()
-        except sr.PlanError as error:
+        except sr.errors.PlanError as error:
             assert [finding.code for finding in error.findings] == ["indivisible"]
         ```
         """

@@ -1,7 +1,7 @@
 """Questions about specs and shardings that code around a model asks: which axes, which spec, which sharding."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.tree_util as jtu
@@ -9,14 +9,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, check_mesh
-from shardrules.core.errors import NoMeshError, ShardRulesError, SpecError
+from shardrules.core.context import current_mesh
+from shardrules.core.errors import NoMeshError, NoSpecError, SpecError
 from shardrules.core.spec import axis_names
-from shardrules.mesh.context import current_mesh
-
-
-@final
-class NoSpecError(ShardRulesError, AttributeError):
-    """An array whose sharding has no PartitionSpec, such as one that lies on a single device."""
 
 
 @runtime_checkable
@@ -44,8 +39,8 @@ def get_names_from_partition_spec(tree: Any) -> list[str]:
     `SpecError` for a leaf that is no spec.
 
     ```python
-    assert sr.get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
-    assert sr.get_names_from_partition_spec({"w": P("tp"), "b": P(None, ("dp", "tp"))}) == ["tp", "dp"]
+    assert sr.specs.get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
+    assert sr.specs.get_names_from_partition_spec({"w": P("tp"), "b": P(None, ("dp", "tp"))}) == ["tp", "dp"]
     ```
     """
     return list(dict.fromkeys(_names(tree)))
@@ -89,7 +84,7 @@ def get_partition_spec(tree: Any) -> Any:
     ```python
     mesh = jax.make_mesh((8,), ("dp",))
     rows = jax.device_put(jnp.zeros(16), jax.sharding.NamedSharding(mesh, P("dp")))
-    assert sr.get_partition_spec({"rows": rows, "step": 3}) == {"rows": P("dp"), "step": P()}
+    assert sr.specs.get_partition_spec({"rows": rows, "step": 3}) == {"rows": P("dp"), "step": P()}
     ```
     """
     named, treedef = jtu.tree_flatten_with_path(tree)
@@ -141,7 +136,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     ```python
     mesh = jax.make_mesh((8,), ("dp",))
     rows = jax.device_put(jnp.zeros(16), jax.sharding.NamedSharding(mesh, P("dp")))
-    assert sr.extract_shardings({"rows": rows, "step": 3}) == {"rows": rows.sharding, "step": None}
+    assert sr.specs.extract_shardings({"rows": rows, "step": 3}) == {"rows": rows.sharding, "step": None}
     ```
     """
     check_mesh(mesh)
@@ -160,7 +155,7 @@ def extract_sharding_structure(tree: Any) -> Any:
     The same structure. An array that lies on a single device counts as one without.
 
     ```python
-    assert sr.extract_sharding_structure({"w": jnp.zeros(4), "step": 3}) == {"w": None, "step": None}
+    assert sr.specs.extract_sharding_structure({"w": jnp.zeros(4), "step": 3}) == {"w": None, "step": None}
     ```
     """
 

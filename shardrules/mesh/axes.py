@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
+from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import AxisTypeError, UnboundAxisError, UnknownAxisError, suggest
-from shardrules.mesh.context import get_incontext_mesh
 
 
 def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None = None) -> int:

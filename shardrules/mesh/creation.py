@@ -5,13 +5,13 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from shardrules.core.errors import AxisTypeError, MeshError, SpecError, suggest
+from shardrules.core.errors import AxisTypeError, MeshError, MeshWarning, SpecError, suggest
 from shardrules.mesh.layout import DeviceInfo, Layout, lay_out, layout_of, outer_shapes
 from shardrules.mesh.shape import integers, read_axes, resolve_sizes
 
@@ -29,11 +29,6 @@ FAST_AXES = ("tp", "tensor", "tensor_parallel", "model", "mp")
 
 _TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 _NETWORKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "Ethernet or InfiniBand")}
-
-
-@final
-class MeshWarning(UserWarning):
-    """A mesh that works, and will be slow."""
 
 
 def create_mesh(
@@ -327,7 +322,7 @@ def create_device_mesh(
     `MeshError` for what is no list of such pairs; else as `create_mesh`.
 
     ```python
-    assert dict(sr.create_device_mesh([("data", -1), ("model", 4)]).shape) == {"data": 2, "model": 4}
+    assert dict(sr.meshes.create_device_mesh([("data", -1), ("model", 4)]).shape) == {"data": 2, "model": 4}
     ```
     """
     try:
@@ -401,7 +396,7 @@ def create_cpu_mesh(
     A `Mesh`.
 
     ```python
-    assert sr.create_cpu_mesh("data:-1").devices.flat[0].platform == "cpu"
+    assert sr.meshes.create_cpu_mesh("data:-1").devices.flat[0].platform == "cpu"
     ```
     """
     mesh, slow = _build(axis_dims, axis_names, backend="cpu")
@@ -418,7 +413,7 @@ def force_cpu() -> Iterator[Any]:
     A context manager that gives the device.
 
     ```python
-    with sr.force_cpu() as cpu:
+    with sr.meshes.force_cpu() as cpu:
         assert jnp.ones(2).devices() == {cpu}
     ```
     """
@@ -442,7 +437,7 @@ def cpu_context(
     A context manager that gives the mesh.
 
     ```python
-    with sr.cpu_context("data:8") as mesh:
+    with sr.meshes.cpu_context("data:8") as mesh:
         assert sr.current_mesh() is mesh
     ```
     """
@@ -475,7 +470,7 @@ def calculate_host_mesh_shape(
     `MeshError` when the mesh and the devices differ in number.
 
     ```python
-    assert sr.calculate_host_mesh_shape((3, 4), 6, 2) == (3, 2)
+    assert sr.meshes.calculate_host_mesh_shape((3, 4), 6, 2) == (3, 2)
     ```
     """
     local = jax.local_device_count() if total_devices is None else total_devices

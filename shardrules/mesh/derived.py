@@ -37,7 +37,7 @@ def fold_axes(mesh: _M, names: Sequence[str], into: str) -> _M:
 
     ```python
     mesh = sr.create_mesh("data:2,fsdp:2,model:2")
-    assert dict(sr.fold_axes(mesh, ("data", "fsdp"), "batch").shape) == {"batch": 4, "model": 2}
+    assert dict(sr.meshes.fold_axes(mesh, ("data", "fsdp"), "batch").shape) == {"batch": 4, "model": 2}
     ```
     """
     folded = (names,) if isinstance(names, str) else tuple(names)
@@ -77,7 +77,7 @@ def split_axis(mesh: _M, name: str, into: Mapping[str, int]) -> _M:
     a name is taken.
 
     ```python
-    mesh = sr.split_axis(sr.create_mesh("data:8"), "data", {"replica": 2, "fsdp": -1})
+    mesh = sr.meshes.split_axis(sr.create_mesh("data:8"), "data", {"replica": 2, "fsdp": -1})
     assert dict(mesh.shape) == {"replica": 2, "fsdp": 4}
     ```
     """
@@ -125,7 +125,7 @@ def rename_axes(mesh: _M, names: Mapping[str, str]) -> _M:
     `UnknownAxisError` for an axis that is not there, `MeshError` when two axes would have one name.
 
     ```python
-    mesh = sr.rename_axes(sr.create_mesh("data:4,model:2"), {"data": "dp", "model": "tp"})
+    mesh = sr.meshes.rename_axes(sr.create_mesh("data:4,model:2"), {"data": "dp", "model": "tp"})
     assert mesh.axis_names == ("dp", "tp")
     ```
     """
@@ -153,7 +153,7 @@ def submesh(mesh: Mesh, devices: Iterable[Any]) -> Mesh:
 
     ```python
     mesh = sr.create_mesh("data:4,model:2")
-    assert dict(sr.submesh(mesh, mesh.devices[:, :1].flat).shape) == {"data": 4, "model": 1}
+    assert dict(sr.meshes.submesh(mesh, mesh.devices[:, :1].flat).shape) == {"data": 4, "model": 1}
     ```
     """
     if not isinstance(mesh, Mesh):

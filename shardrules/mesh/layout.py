@@ -36,7 +36,7 @@ class DeviceInfo:
     - `platform`, `device_kind`: as JAX names them, `"tpu"` and `"TPU v4"`.
 
     ```python
-    assert sr.DeviceInfo.of(jax.devices()[3]).id == 3
+    assert sr.meshes.DeviceInfo.of(jax.devices()[3]).id == 3
     ```
     """
 

@@ -20,7 +20,7 @@ import attrs
 import jax
 
 from shardrules.core.errors import BarrierError, BarrierTimeoutError
-from shardrules.mesh.jax_state import coordination_client, process_count, process_id
+from shardrules.core.jax_state import coordination_client, process_count, process_id
 
 _NOTES = "shardrules/notes/"
 _OUTCOMES = "shardrules/outcomes/"
@@ -55,7 +55,7 @@ def is_primary() -> bool:
     `True` where there is one process.
 
     ```python
-    assert sr.is_primary()
+    assert sr.meshes.is_primary()
     ```
     """
     return (process_id() if coordination_client() is not None else jax.process_index()) == 0

@@ -6,22 +6,22 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.analysis.audit_report import AuditReport
-from shardrules.analysis.audit_text import by_cost, count_text, dearest
-from shardrules.analysis.collectives import totals_by_kind
+from shardrules.analysis.audits.report import AuditReport
+from shardrules.analysis.audits.text import by_cost, count_text, dearest
+from shardrules.analysis.program.collectives import totals_by_kind
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.check import bytes_text
-from shardrules.core.codec import finding_to_json
 from shardrules.core.errors import NoMeshError, PlanError
 from shardrules.core.finding import Finding
-from shardrules.core.pictures import blocks_of, split_dims
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
-from shardrules.core.table import Row, device_bytes, rule_text
+from shardrules.core.storage.codec import finding_to_json
+from shardrules.core.views.pictures import blocks_of, split_dims
+from shardrules.core.views.table import Row, device_bytes, rule_text
 from shardrules.drawing.blocks import Blocks
 from shardrules.drawing.treemap import Treemap, treemap
-from shardrules.planning.auto_report import AutoPlanReport
-from shardrules.planning.frontier import Frontier
+from shardrules.planning.answer.frontier import Frontier
+from shardrules.planning.answer.report import AutoPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
 """The size of the treemap, which the page scales."""

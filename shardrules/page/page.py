@@ -6,11 +6,11 @@ import re
 from importlib.metadata import version
 from importlib.resources import files
 
-from shardrules.analysis.audit_report import AuditReport
+from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
 from shardrules.core.rule import ShardingPlan
 from shardrules.page.data import Part, page_data
-from shardrules.planning.auto_report import AutoPlanReport
+from shardrules.planning.answer.report import AutoPlanReport
 
 
 def report_page(

@@ -8,8 +8,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import DisagreementError, RuleTypeError
+from shardrules.core.jax_state import process_id
 from shardrules.core.rule import ShardingPlan
-from shardrules.mesh.jax_state import process_id
 from shardrules.mesh.processes import exchange
 
 _AGREE, _DIFFER = "the plan of every process", "how the plans differ"

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, Axis, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.check import check_spec
+from shardrules.core.context import current_mesh
 from shardrules.core.errors import (
     IndivisibleError,
     NoMeshError,
@@ -29,15 +30,14 @@ from shardrules.core.errors import (
 )
 from shardrules.core.fields import one_of
 from shardrules.core.finding import Finding, shape_text
+from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import UNCONSTRAINED, axis_names, divisible_prefix, entries, make_spec, spec_repr
 from shardrules.core.tree import leaf_paths
-from shardrules.mesh.context import current_mesh
-from shardrules.mesh.jax_state import under_trace
 from shardrules.placement.traced import axis_types, constrain_traced, host_memory
 from shardrules.placement.transfer import put
-from shardrules.rules.logical import LogicalPairs, as_pairs
-from shardrules.rules.logical_axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
-from shardrules.rules.partition_axis import PartitionAxis
+from shardrules.rules.logical.axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
+from shardrules.rules.logical.partition_axis import PartitionAxis
+from shardrules.rules.logical.rule import LogicalPairs, as_pairs
 
 Missing: TypeAlias = Literal["skip", "drop", "error"]
 """What becomes of a constraint on an axis that is not to be had here: nothing of it, the rest of it, or an error."""

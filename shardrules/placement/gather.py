@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import TreeError
-from shardrules.mesh.context import get_incontext_mesh
 from shardrules.placement.shard import filter_shard
 
 
@@ -98,7 +98,9 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     `NoMeshError`, which is also an `AssertionError`; `TreeError` for something else than a spec.
 
     ```python
-    shard, gather = sr.make_shard_and_gather_fns({"w": P("data")}, sr.create_mesh("data:8"))
+    from shardrules.presets import eformer
+
+    shard, gather = eformer.make_shard_and_gather_fns({"w": P("data")}, sr.create_mesh("data:8"))
     assert (gather["w"](shard["w"](np.arange(8))) == np.arange(8)).all()
     ```
     """

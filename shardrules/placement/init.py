@@ -12,14 +12,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.context import current_mesh, holding
+from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import array_bytes, device_dtype
-from shardrules.mesh.context import current_mesh, holding
-from shardrules.mesh.jax_state import trace_key, under_trace
+from shardrules.placement.destination import How, Target, target
 from shardrules.placement.keys import array_key, static_key
 from shardrules.placement.outline import SEED_SIZE, Outline, outline
 from shardrules.placement.shard import filter_shard
-from shardrules.placement.target import How, Target, target
 from shardrules.placement.traced import note_closure
 from shardrules.placement.transfer import put
 

@@ -14,16 +14,16 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.context import current_mesh, holding
 from shardrules.core.errors import PlanError, RuleTypeError, TreeError
 from shardrules.core.finding import shape_text
+from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.spec import device_dtype, spec_repr
 from shardrules.core.tree import leaf_paths
-from shardrules.mesh.context import current_mesh, holding
 from shardrules.mesh.creation import AxisTypes, normalize_axis_types
-from shardrules.mesh.jax_state import trace_key, under_trace
+from shardrules.placement.destination import How, target
 from shardrules.placement.keys import array_key, static_key
 from shardrules.placement.source import ArraySource
-from shardrules.placement.target import How, target
 from shardrules.placement.traced import note_closure
 from shardrules.placement.transfer import put
 

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import TreeError
-from shardrules.mesh.jax_state import under_trace
+from shardrules.core.jax_state import under_trace
+from shardrules.placement.destination import How, check_placeable, target
 from shardrules.placement.source import ArraySource
-from shardrules.placement.target import How, check_placeable, target
 from shardrules.placement.traced import constrain_traced, host_memory
 from shardrules.placement.transfer import put
 

@@ -10,22 +10,29 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.analysis.compiling import DoesNotFitError, name_of
-from shardrules.analysis.hardware import Hardware
+from shardrules.analysis.compiling.compile import name_of
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import MeshError, PlanError, RuleTypeError, ShardRulesError, UnknownAxisError
+from shardrules.core.errors import (
+    DoesNotFitError,
+    MeshError,
+    PlanError,
+    RuleTypeError,
+    ShardRulesError,
+    UnknownAxisError,
+)
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, plan_error
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
-from shardrules.planning.auto_plan import AutoPlan, Candidate
-from shardrules.planning.call import Call, read_call
-from shardrules.planning.machine import Assumptions, Machine, is_known
-from shardrules.planning.program import Program, read_jaxpr
-from shardrules.planning.search import Task
+from shardrules.planning.answer.plan import AutoPlan, Candidate
+from shardrules.planning.graph.machine import Assumptions, Machine, is_known
+from shardrules.planning.run.call import Call, read_call
+from shardrules.planning.solve.search import Task
+from shardrules.planning.traced.program import Program, read_jaxpr
 
 _RESERVE = 0.1
 _DEAR = 2.0

@@ -13,10 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
-from shardrules.core.errors import MeshError, suggest
+from shardrules.core.errors import MeshError, MeshWarning, suggest
 from shardrules.core.fields import integer
-from shardrules.mesh.creation import MeshWarning
-from shardrules.placement.target import How
+from shardrules.placement.destination import How
 from shardrules.reshard.move import moved
 from shardrules.reshard.prepare import prepare
 from shardrules.reshard.schedule import networks
@@ -34,7 +33,7 @@ def group_devices(devices: Iterable[Any]) -> dict[int, tuple[Any, ...]]:
     A dict from the number of the slice or process to its devices, both in order.
 
     ```python
-    assert sr.group_devices(jax.devices()) == {0: tuple(jax.devices())}
+    assert sr.meshes.group_devices(jax.devices()) == {0: tuple(jax.devices())}
     ```
     """
     groups: dict[int, list[Any]] = {}
@@ -67,8 +66,8 @@ def surviving_mesh(mesh: Mesh, alive: Iterable[Any], axis: str, *, divides: int 
     ```python
     mesh = sr.create_mesh("data:4,model:2")
     alive = [device for device in jax.devices() if device.id != 5]
-    assert dict(sr.surviving_mesh(mesh, alive, "data").shape) == {"data": 3, "model": 2}
-    assert dict(sr.surviving_mesh(mesh, alive, "data", divides=64).shape) == {"data": 2, "model": 2}
+    assert dict(sr.meshes.surviving_mesh(mesh, alive, "data").shape) == {"data": 3, "model": 2}
+    assert dict(sr.meshes.surviving_mesh(mesh, alive, "data", divides=64).shape) == {"data": 2, "model": 2}
     ```
     """
     if axis not in mesh.axis_names:
@@ -138,7 +137,7 @@ def scale_batch(batch_size: int, before: AnyMesh, after: AnyMesh, axis: Axis) ->
 
     ```python
     before, after = sr.mesh_shape("data:8"), sr.mesh_shape("data:6")
-    assert sr.scale_batch(512, before, after, "data") == 384
+    assert sr.meshes.scale_batch(512, before, after, "data") == 384
     ```
     """
     size = integer("batch_size", 1)(batch_size)
@@ -182,7 +181,7 @@ def recover(tree: Any, shardings: How, alive: Iterable[Any], *, max_bytes_in_fli
     mesh = sr.create_mesh("replica:2,data:4")
     x = sr.filter_shard(np.arange(64.0).reshape(8, 8), P("data"), mesh)
     alive = jax.devices()[:6]
-    after = sr.surviving_mesh(mesh, alive, "replica")
+    after = sr.meshes.surviving_mesh(mesh, alive, "replica")
     y = sr.recover({"w": x}, jax.NamedSharding(after, P("data")), alive)["w"]
     assert y.sharding.mesh.shape["replica"] == 1 and (np.asarray(y) == np.arange(64.0).reshape(8, 8)).all()
     ```

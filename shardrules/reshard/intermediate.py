@@ -28,7 +28,12 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_sizes, mesh_text
-from shardrules.core.errors import MeshError, ShardRulesError, TreeError
+from shardrules.core.errors import (
+    MeshError,
+    NoIntermediateShardingError,
+    NoIntermediateShardingNeededError,
+    TreeError,
+)
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.spec import UNCONSTRAINED, Entries, Entry, entries, make_spec, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths
@@ -45,18 +50,6 @@ _NUMBERS = (int, float, complex)
 
 _TOGETHER = 100
 """How many arrays are gathered by one program. Many more take long to compile; one program for each would flood XLA."""
-
-
-class NoIntermediateShardingError(ShardRulesError, ValueError):
-    """There is no intermediate sharding between two shardings. Catch it, and `reshard` directly instead."""
-
-
-@final
-class NoIntermediateShardingNeededError(NoIntermediateShardingError):
-    """There is no need of an intermediate sharding: each part of the source goes to some of the destination only.
-
-    Whoever catches `NoIntermediateShardingError` catches this too, and does the same: `reshard` directly.
-    """
 
 
 def find_intermediate_sharding(

@@ -13,10 +13,10 @@ from jax.extend.backend import register_backend_cache
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardrules.core.errors import DisagreementError, MeshError
-from shardrules.mesh.jax_state import process_count, process_id, under_trace
+from shardrules.core.jax_state import process_count, process_id, under_trace
 from shardrules.mesh.processes import exchange
+from shardrules.placement.destination import How
 from shardrules.placement.shard import filter_shard
-from shardrules.placement.target import How
 from shardrules.placement.traced import host_memory
 from shardrules.placement.transfer import put
 from shardrules.reshard.assemble import Recipe, adopts, assembled, give_back, recipe

@@ -19,7 +19,7 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.drawing.blocks import ranges
-from shardrules.placement.target import How, Target, not_placeable, refusal, refuse_leaves, target
+from shardrules.placement.destination import How, Target, not_placeable, refusal, refuse_leaves, target
 from shardrules.placement.traced import host_memory
 from shardrules.reshard.assemble import adopts
 from shardrules.reshard.bits import held_by, physical

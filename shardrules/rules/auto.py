@@ -7,7 +7,7 @@ from typing import final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_axis, as_mesh, axis_tuple, mesh_repr, mesh_sizes
+from shardrules.core.axes import AnyMesh, Axis, as_axis, as_mesh, axis_tuple, mesh_key, mesh_repr
 from shardrules.core.fields import integer
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.rule import LeafShardingRule
@@ -26,20 +26,6 @@ def as_axes(axes: Sequence[Axis] | str | None) -> tuple[Axis, ...] | None:
     A tuple.
     """
     return None if axes is None else tuple(map(as_axis, (axes,) if isinstance(axes, str) else axes))
-
-
-def mesh_key(mesh: AnyMesh | None) -> tuple[tuple[str, int], ...]:
-    """Returns by what meshes of rules are compared: names and sizes.
-
-    **Arguments:**
-
-    - `mesh`: a mesh, or `None`.
-
-    **Returns:**
-
-    Pairs of name and size.
-    """
-    return tuple(mesh_sizes(mesh).items())
 
 
 def auto_entries(

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_mesh, axis_tuple, mesh_repr
+from shardrules.core.axes import AnyMesh, Axis, as_mesh, axis_tuple, mesh_key, mesh_repr
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError
 from shardrules.core.fields import byte_count, one_of
@@ -18,7 +18,7 @@ from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, derived
 from shardrules.core.spec import Entries, axis_names, make_spec, pad, shard_bytes
 from shardrules.core.tree import ReadsIndex
-from shardrules.rules.auto import as_axes, mesh_key
+from shardrules.rules.auto import as_axes
 from shardrules.rules.budget import Group, Option, choose, smallest_budget
 
 Scope: TypeAlias = Literal["array", "tree"]

@@ -16,7 +16,7 @@ from shardrules.core.rule import ShardingRule
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.logical import LogicalShardingRule
+from shardrules.rules.logical.rule import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
 

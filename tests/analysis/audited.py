@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.audit_report import AuditReport
-from shardrules.analysis.targets import Target
+from shardrules.analysis.audits.report import AuditReport
+from shardrules.analysis.machine.targets import Target
 from tests.analysis.programs import CLOSED, mesh_on
 
 AXES = "data:4,model:2"
@@ -54,7 +54,7 @@ def codes(report: AuditReport, *severities: str) -> list[str]:
     return sorted(dict.fromkeys(found))
 
 
-def told(error: sr.PlanError) -> tuple[sr.Finding, ...]:
+def told(error: sr.errors.PlanError) -> tuple[sr.Finding, ...]:
     """The findings of an error."""
     return tuple(one for one in error.findings if isinstance(one, sr.Finding))
 

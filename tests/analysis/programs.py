@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.collectives import Collective
-from shardrules.analysis.hlo import Program, read_program
-from shardrules.analysis.targets import MissingCompilerError, Target
+from shardrules.analysis.machine.targets import Target
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.program import Program, read_program
+from shardrules.core.errors import MissingCompilerError
 
 CPU, CUDA, TPU = "cpu:8", "cuda:h100:8", "tpu:v5e:4x2"
 TARGETS = (CPU, CUDA, TPU)

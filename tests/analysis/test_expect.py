@@ -16,12 +16,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.audit_report import AuditError, AuditReport
-from shardrules.analysis.collectives import Collective
-from shardrules.analysis.expect import ExpectationError, assert_collectives, assert_fits, assert_plan_matches
-from shardrules.analysis.hardware import SHEETS
-from shardrules.analysis.hlo_flow import Times
-from shardrules.core.errors import PlanError, ShardRulesError, SpecError
+from shardrules.analysis.audits.report import AuditReport
+from shardrules.analysis.expect import assert_collectives, assert_fits, assert_plan_matches
+from shardrules.analysis.machine.hardware import SHEETS
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.flow import Times
+from shardrules.core.errors import ExpectationError, PlanError, ReportError, ShardRulesError, SpecError
 from tests.house.pages import blocks
 from tests.house.source import REPOSITORY
 
@@ -392,7 +392,7 @@ def test_all_that_cannot_be_meant_is_listed(mixed: AuditReport) -> None:
         "collective-broadcast"
     )
     limits = "the limits are runs, wire_bytes, max_runs, max_wire_bytes"
-    with pytest.raises(AuditError, match="the expected collectives cannot be meant") as error:
+    with pytest.raises(ReportError, match="the expected collectives cannot be meant") as error:
         assert_collectives(mixed, expected)
     assert text_of(error).splitlines()[1:] == [
         f"  'all-gahter': there is no kind 'all-gahter' (did you mean 'all-gather'?): {kinds}",
@@ -412,10 +412,10 @@ def test_all_that_cannot_be_meant_is_listed(mixed: AuditReport) -> None:
 
 def test_what_is_no_mapping_is_refused(mixed: AuditReport, here: Path) -> None:
     not_a_mapping: Any = 6
-    with pytest.raises(AuditError, match="the expected collectives are a mapping from text to numbers, got 6"):
+    with pytest.raises(ReportError, match="the expected collectives are a mapping from text to numbers, got 6"):
         assert_collectives(mixed, not_a_mapping)
     (here / "c.json").write_text("[1]")
-    with pytest.raises(AuditError, match=r"the expected collectives in c\.json are a mapping .* got \[1\]"):
+    with pytest.raises(ReportError, match=r"the expected collectives in c\.json are a mapping .* got \[1\]"):
         assert_collectives(mixed, "c.json")
 
 
@@ -464,7 +464,7 @@ def test_missing_collectives_are_not_written(mixed: AuditReport, here: Path) -> 
 
 def test_a_mapping_is_not_updated(mixed: AuditReport) -> None:
     with pytest.raises(
-        AuditError, match="update=True writes a file: give its path for what is expected, not a mapping"
+        ReportError, match="update=True writes a file: give its path for what is expected, not a mapping"
     ):
         assert_collectives(mixed, MIXED, update=True)
 
@@ -482,7 +482,7 @@ def test_what_is_no_json_is_named_and_can_be_written_anew(
 ) -> None:
     (here / "c.json").write_text(text)
     remedy = r"-> Write it anew: assert_collectives\(report, 'c.json', update=True\)$"
-    with pytest.raises(AuditError, match=rf"^c\.json cannot be read as JSON: {complaint}(?s:.*){remedy}"):
+    with pytest.raises(ReportError, match=rf"^c\.json cannot be read as JSON: {complaint}(?s:.*){remedy}"):
         assert_collectives(mixed, "c.json")
     assert_collectives(mixed, "c.json", update=True)
     assert_collectives(mixed, "c.json")

@@ -17,12 +17,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.compiling import DoesNotFitError
-from shardrules.analysis.evidence import MemoryUse
+from shardrules.analysis.audits.evidence import MemoryUse
 from shardrules.analysis.fits import BatchSearch, Fit, fits, largest_batch
-from shardrules.analysis.hardware import HardwareError
-from shardrules.analysis.targets import SHEETS, Target, TargetError
-from shardrules.core.errors import NoMeshError, PlanError, SpecError, TreeError
+from shardrules.analysis.machine.targets import SHEETS, Target
+from shardrules.core.errors import (
+    DoesNotFitError,
+    HardwareError,
+    NoMeshError,
+    PlanError,
+    SpecError,
+    TargetError,
+    TreeError,
+)
 from tests.analysis.programs import CPU, CUDA, TARGETS, TPU, mesh_on
 
 MESH = sr.mesh_shape("data:8")

@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.presets import eformer
 
 ANALYZER = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
 TREE = {"a": np.ones((8, 16), np.float32)}
 
 
 def test_result_and_metrics() -> None:
-    step = sr.create_monitored_function(lambda tree, scale: tree["a"] * scale, {"a": P("dp", "tp")}, ANALYZER)
+    step = eformer.create_monitored_function(lambda tree, scale: tree["a"] * scale, {"a": P("dp", "tp")}, ANALYZER)
     result, metrics = step(TREE, scale=3)
     np.testing.assert_array_equal(result, 3 * TREE["a"])
     assert list(metrics) == ["execution_time", "memory_usage", "validation_issues"]
@@ -31,7 +32,7 @@ def test_the_clock_stops_when_the_result_is_there() -> None:
     def slow(x: Any) -> Any:
         return jax.pure_callback(lambda one: (time.sleep(0.3), one)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
 
-    _, metrics = sr.create_monitored_function(jax.jit(slow), P(), ANALYZER)(jnp.float32(1))
+    _, metrics = eformer.create_monitored_function(jax.jit(slow), P(), ANALYZER)(jnp.float32(1))
     assert 0.3 <= metrics["execution_time"] < 30
 
 
@@ -39,7 +40,7 @@ def test_what_is_not_computed_yet_is_not_counted() -> None:
     pending = jax.jit(
         lambda x: jax.pure_callback(lambda one: (time.sleep(0.5), one)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
     )(jnp.float32(1))
-    _, metrics = sr.create_monitored_function(lambda x: x, P(), ANALYZER)(pending)
+    _, metrics = eformer.create_monitored_function(lambda x: x, P(), ANALYZER)(pending)
     assert metrics["execution_time"] < 0.3
 
 
@@ -52,13 +53,13 @@ def test_what_is_not_computed_yet_is_not_counted() -> None:
     ],
 )
 def test_issues_are_told_and_work_goes_on(spec: P, issue: str | None, per_device: int | None) -> None:
-    step = sr.create_monitored_function(lambda tree: tree["a"].sum(), {"a": spec}, ANALYZER)
+    step = eformer.create_monitored_function(lambda tree: tree["a"].sum(), {"a": spec}, ANALYZER)
     if issue is None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             result, metrics = step(TREE)
     else:
-        with pytest.warns(sr.ShardingWarning, match=f"unsound:\n  {issue}"):
+        with pytest.warns(sr.errors.ShardingWarning, match=f"unsound:\n  {issue}"):
             result, metrics = step(TREE)
         assert issue in metrics["validation_issues"][0]
     assert result == 128
@@ -70,7 +71,7 @@ def test_it_is_known_by_the_name_of_the_function() -> None:
     def train_step(tree: Any) -> Any:
         return tree
 
-    assert sr.create_monitored_function(train_step, P(), ANALYZER).__name__ == "train_step"
+    assert eformer.create_monitored_function(train_step, P(), ANALYZER).__name__ == "train_step"
 
 
 def test_the_tree_can_be_given_by_name() -> None:
@@ -80,25 +81,25 @@ def test_the_tree_can_be_given_by_name() -> None:
     def by_name(*, tree: Any) -> Any:
         return tree["a"].sum()
 
-    monitored = sr.create_monitored_function(step, {"a": P("dp")}, ANALYZER)
+    monitored = eformer.create_monitored_function(step, {"a": P("dp")}, ANALYZER)
     for result, metrics in (monitored(scale=3, tree=TREE), monitored(tree=TREE, scale=3)):
         assert (result, metrics["memory_usage"]["size_per_device"]) == (384, 256)
-    assert sr.create_monitored_function(by_name, {"a": P("dp")}, ANALYZER)(tree=TREE)[0] == 128
+    assert eformer.create_monitored_function(by_name, {"a": P("dp")}, ANALYZER)(tree=TREE)[0] == 128
     for fn in (step, jnp.sum, max):
-        with pytest.raises(sr.TreeError, match="called without its first argument, which is the tree"):
-            sr.create_monitored_function(fn, P(), ANALYZER)(scale=3)
+        with pytest.raises(sr.errors.TreeError, match="called without its first argument, which is the tree"):
+            eformer.create_monitored_function(fn, P(), ANALYZER)(scale=3)
 
 
 def test_the_mesh_is_the_one_of_the_arrays() -> None:
     mesh = sr.create_mesh("dp:8")
     placed = {"a": jax.device_put(TREE["a"], NamedSharding(mesh, P("dp")))}
-    step = sr.create_monitored_function(lambda tree: tree["a"].sum(), {"a": P("dp")}, sr.ShardingAnalyzer())
+    step = eformer.create_monitored_function(lambda tree: tree["a"].sum(), {"a": P("dp")}, sr.ShardingAnalyzer())
     with jax.set_mesh(sr.create_mesh("other:8")):
         assert step(placed)[1]["memory_usage"]["size_per_device"] == 64
 
 
 def test_without_a_mesh_it_warns_and_goes_on() -> None:
-    step = sr.create_monitored_function(lambda tree: tree["a"].sum(), {"a": P("dp")}, sr.ShardingAnalyzer())
-    with pytest.warns(sr.ShardingWarning, match=r"(?s)cannot be checked:.*the analysis needs a mesh"):
+    step = eformer.create_monitored_function(lambda tree: tree["a"].sum(), {"a": P("dp")}, sr.ShardingAnalyzer())
+    with pytest.warns(sr.errors.ShardingWarning, match=r"(?s)cannot be checked:.*the analysis needs a mesh"):
         result, metrics = step(TREE)
     assert (result, metrics["memory_usage"], len(metrics["validation_issues"])) == (128, None, 1)

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.presets import big_vision, eformer, pathways
 from tests.mesh.cluster import run_processes
 
 Case = dict[str, Any]
@@ -153,7 +154,7 @@ def names_all(*parts: object) -> str:
 @check("E01")
 def _e01(case: Case) -> None:
     rules = [(pattern, decode(spec)) for pattern, spec in case["inputs"]["rules"]]
-    specs = sr.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))
+    specs = eformer.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))
     assert encode(specs) == case["expected"]
 
 
@@ -161,30 +162,31 @@ def _e01(case: Case) -> None:
 def _e02(case: Case) -> None:
     (rules, _), _ = arguments(case, "match_partition_rules")
     tree = tree_of(case["inputs"]["tree"])
-    assert encode(sr.match_partition_rules(rules, tree)) == case["expected"]
+    assert encode(eformer.match_partition_rules(rules, tree)) == case["expected"]
     assert (
-        encode(sr.match_partition_rules(rules, tree, min_size=case["inputs"]["MIN_SHARDING_SIZE"])) == case["expected"]
+        encode(eformer.match_partition_rules(rules, tree, min_size=case["inputs"]["MIN_SHARDING_SIZE"]))
+        == case["expected"]
     )
 
 
 @check("E03", "E05", "E06")
 def _e03(case: Case) -> None:
     (rules, _), _ = arguments(case, "match_partition_rules")
-    assert encode(sr.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))) == case["expected"]
+    assert encode(eformer.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))) == case["expected"]
 
 
 @check("E04")
 def _e04(case: Case) -> None:
     (rules, _), _ = arguments(case, "match_partition_rules")
     with pytest.raises(ValueError, match=re.escape(case["expected"]["message_contains"])):
-        sr.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))
+        eformer.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))
 
 
 @check("E09")
 def _e09(case: Case) -> None:
     (rules, *_), _ = arguments(case, "match_partition_rules")
     leaf = f32(*case["inputs"]["shapes"])
-    assert encode(sr.match_partition_rules(rules, {"layers": [{"w": leaf}, {"w": leaf}]})) == case["expected"]
+    assert encode(eformer.match_partition_rules(rules, {"layers": [{"w": leaf}, {"w": leaf}]})) == case["expected"]
 
 
 @check("E10")
@@ -210,10 +212,10 @@ def _e23(case: Case) -> None:
 def _e24(case: Case) -> None:
     given = jnp.ones((8, 8))
     with jax.set_mesh(devices_of(case)):
-        with pytest.warns(sr.ShardingWarning, match="skipped as a whole"):
+        with pytest.warns(sr.errors.ShardingWarning, match="skipped as a whole"):
             found = sr.with_sharding_constraint(given, P("zz", "tp"))
         assert found is given
-        with pytest.warns(sr.ShardingWarning, match="dropped"):
+        with pytest.warns(sr.errors.ShardingWarning, match="dropped"):
             found = sr.with_sharding_constraint(given, P("zz", "tp"), missing="drop")
         assert found.sharding.spec == P(None, "tp")
         with pytest.raises(ValueError, match="no axis 'zz'"):
@@ -233,7 +235,7 @@ def _e25(case: Case) -> None:
 @check("E27")
 def _e27(case: Case) -> None:
     mesh = devices_of(case)
-    shard_fns, _ = sr.make_shard_and_gather_fns({"a": P("dp", "tp")}, mesh)
+    shard_fns, _ = eformer.make_shard_and_gather_fns({"a": P("dp", "tp")}, mesh)
     placed = shard_fns["a"](np.ones((8, 8)))
     assert isinstance(placed, jax.Array)
     assert placed.sharding == NamedSharding(mesh, P("dp", "tp"))
@@ -251,7 +253,7 @@ def _u01(case: Case) -> None:
     with jax.set_mesh(devices_of(case)):
         found = []
         for shape, spec in asked:
-            with pytest.warns(sr.ShardingWarning, match="dropped|which fits"):
+            with pytest.warns(sr.errors.ShardingWarning, match="dropped|which fits"):
                 found.append(sr.with_sharding_constraint(jnp.ones(shape), spec, missing="drop", indivisible="drop"))
     assert [encode(array.sharding.spec) for array in found] == [*first, ["dp", "tp"]]
 
@@ -291,19 +293,19 @@ def _b31(case: Case) -> None:
 def _e11(case: Case) -> None:
     (spec,), _ = arguments(case, "get_names_from_partition_spec")
     # Desired: in the order of first appearance, so nothing is sorted here.
-    assert list(sr.get_names_from_partition_spec(spec)) == case["expected"]
+    assert list(sr.specs.get_names_from_partition_spec(spec)) == case["expected"]
 
 
 @check("E12")
 def _e12(case: Case) -> None:
     (specs,), _ = arguments(case, "get_names_from_partition_spec")
-    assert sorted(sr.get_names_from_partition_spec(specs)) == case["expected"]
+    assert sorted(sr.specs.get_names_from_partition_spec(specs)) == case["expected"]
 
 
 @check("E30")
 def _e30(case: Case) -> None:
     (text, _), _ = arguments(case, "create_pattern_based_partition_spec")
-    spec = sr.create_pattern_based_partition_spec(text, mesh_of(case))("hidden", f32(8, 8))
+    spec = eformer.create_pattern_based_partition_spec(text, mesh_of(case))("hidden", f32(8, 8))
     assert encode(spec) == case["expected"]
 
 
@@ -311,7 +313,7 @@ def _e30(case: Case) -> None:
 def _e31(case: Case) -> None:
     tree = {"a": f32(8, 16), "s": f32(3)}
     (_, specs, _), _ = arguments(case, "analyze_sharding_strategy")
-    analysis = sr.analyze_sharding_strategy(tree, specs, mesh_of(case))
+    analysis = eformer.analyze_sharding_strategy(tree, specs, mesh_of(case))
     assert {key: analysis[key] for key in case["expected"]} == case["expected"]
     # The original left these two at 0.0 and {} whatever it was given.
     assert 0 < analysis["balance_score"] <= 1
@@ -323,7 +325,7 @@ def _e34(case: Case) -> None:
     class Carrier:
         sharding = P("dp")
 
-    result = sr.extract_shardings({"a": Carrier()}, mesh_of(case))["a"]
+    result = sr.specs.extract_shardings({"a": Carrier()}, mesh_of(case))["a"]
     assert isinstance(result, NamedSharding)
     assert {"mesh": dict(result.mesh.shape), "spec": encode(result.spec)} == case["expected"]["a"]
 
@@ -331,13 +333,13 @@ def _e34(case: Case) -> None:
 @check("E36")
 def _e36(case: Case) -> None:
     with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.get_partition_spec({"b": np.zeros(3)})
+        sr.specs.get_partition_spec({"b": np.zeros(3)})
 
 
 @check("E38")
 def _e38(case: Case) -> None:
     _, fields = arguments(case, "PartitionAxis")
-    axes = sr.PartitionAxis(**fields)
+    axes = eformer.PartitionAxis(**fields)
     assert {name: encode(getattr(axes, name)) for name in case["expected"]} == case["expected"]
 
 
@@ -463,21 +465,21 @@ def _tokens(text: str) -> list[Any]:
 def _u04(case: Case) -> None:
     axes = _tokens(re.findall(r"\[.*?\]", case["call"])[0])
     mode = getattr(sr, re.findall(r"MODE_\w+", case["call"])[0])
-    assert encode(sr.PartitionAxis().resolve_spec(axes, mode)) == case["expected"]
+    assert encode(eformer.PartitionAxis().resolve_spec(axes, mode)) == case["expected"]
 
 
 @check("U06")
 def _u06(case: Case) -> None:
     _, fields = arguments(case, "PartitionAxis")
-    manager = sr.PartitionManager(sr.PartitionAxis(**fields))
+    manager = eformer.PartitionManager(eformer.PartitionAxis(**fields))
     shapes = [ast.literal_eval(text) for text in re.findall(r"\(\d[\d,]*\)", case["call"])]
-    specs = [manager.resolve(sr.HiddenStateSharding, shape=shape) for shape in shapes]
+    specs = [manager.resolve(eformer.HiddenStateSharding, shape=shape) for shape in shapes]
     assert encode(specs) == case["expected"]
 
 
 @check("U07")
 def _u07(case: Case) -> None:
-    manager = sr.PartitionManager(sr.PartitionAxis())
+    manager = eformer.PartitionManager(eformer.PartitionAxis())
     names = case["call"].rpartition("(")[2].rstrip(")").split("|")
     assert encode([manager.resolve(getattr(sr, name)) for name in names]) == case["expected"]
 
@@ -487,38 +489,40 @@ def _u08(case: Case) -> None:
     axes = _tokens(re.findall(r"\[.*?\]", case["call"])[0])
     # Desired: an error that names both logical axes and the mesh axis they share.
     with pytest.raises(ValueError, match=names_all("HEAD", "EMBED", "'tp'")):
-        sr.PartitionAxis().resolve_spec(axes, sr.MODE_TRAIN)
+        eformer.PartitionAxis().resolve_spec(axes, eformer.MODE_TRAIN)
 
 
 @check("U11")
 def _u11(case: Case) -> None:
     pairs = re.findall(r"register\('(\w+)','(\w+)'\)", case["call"])
-    axes = sr.PartitionAxis()
+    axes = eformer.PartitionAxis()
     # Registering gives a new value here: nothing of the process changes.
     for name, rule in pairs:
         axes = axes.register(name, rule)
     with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        axes.resolve_spec(["__A__"], sr.MODE_TRAIN)
+        axes.resolve_spec(["__A__"], eformer.MODE_TRAIN)
 
 
 @check("U12")
 def _u12(case: Case) -> None:
     shapes = [ast.literal_eval(text) for text in re.findall(r"\(\d[\d,]*\)", case["call"])]
-    assert encode([sr.auto_partition_spec(f32(*shape), mesh_of(case)) for shape in shapes]) == case["expected"]
+    assert encode([eformer.auto_partition_spec(f32(*shape), mesh_of(case)) for shape in shapes]) == case["expected"]
 
 
 @check("U13")
 def _u13(case: Case) -> None:
     shape = ast.literal_eval(re.findall(r"\(\d[\d,]*\)", case["call"])[0])
     choices = case["call"].partition("names=")[2].removesuffix(")").split(" | ")
-    specs = [sr.auto_partition_spec(f32(*shape), mesh_of(case), names=ast.literal_eval(names)) for names in choices]
+    specs = [
+        eformer.auto_partition_spec(f32(*shape), mesh_of(case), names=ast.literal_eval(names)) for names in choices
+    ]
     assert encode(specs) == case["expected"]
 
 
 @check("U14")
 def _u14(case: Case) -> None:
     (shape,), fields = arguments(case, "auto_partition_spec")
-    assert encode(sr.auto_partition_spec(f32(*shape), mesh_of(case), **fields)) == case["expected"]
+    assert encode(eformer.auto_partition_spec(f32(*shape), mesh_of(case), **fields)) == case["expected"]
 
 
 # ---- B: strategies of (pattern, ops) ----
@@ -535,14 +539,14 @@ def _strategy(case: Case) -> list[tuple[str, str]]:
 
 @check("B01", "B03", "B04", "B06", "B07", "B09", "B11", "B12")
 def _b01(case: Case) -> None:
-    shardings = sr.infer_sharding(_params(case), _strategy(case), mesh_of(case))
+    shardings = big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
     assert all(isinstance(leaf, NamedSharding) for leaf in jax.tree.leaves(shardings))
     assert encode(shardings) == case["expected"]
 
 
 @check("B05")
 def _b05(case: Case) -> None:
-    assert encode(sr.infer_sharding(_params(case), _strategy(case), mesh_of(case))) == case["expected"]
+    assert encode(big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))) == case["expected"]
     # Desired: the same spec, and an entry in the report.
     plan = sr.RegexShardingRule(_strategy(case), match="fullmatch").plan(_params(case), mesh_of(case))
     assert any(finding.path == "a" for finding in plan.findings)
@@ -552,14 +556,14 @@ def _b05(case: Case) -> None:
 @check("B08")
 def _b08(case: Case) -> None:
     with pytest.raises(ValueError, match=re.escape(case["expected"]["message_contains"])):
-        sr.infer_sharding(_params(case), _strategy(case), mesh_of(case))
+        big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
 
 
 @check("B13")
 def _b13(case: Case) -> None:
     # Desired: refused when the rule runs, with the leaf's name.
     with pytest.raises(ValueError, match=names_all("block/kernel", "(4, 7)", "7", "model", "4")):
-        sr.infer_sharding({"block": {"kernel": _params(case)["a"]}}, _strategy(case), mesh_of(case))
+        big_vision.infer_sharding({"block": {"kernel": _params(case)["a"]}}, _strategy(case), mesh_of(case))
 
 
 @check("B15")
@@ -567,29 +571,29 @@ def _b15(case: Case) -> None:
     # Desired: a ValueError that names leaf, op and axis. JAX's own error names only the axis.
     op = "DimShardingRule(axis='model', dim=1"
     with pytest.raises(ValueError, match=names_all("block/kernel", "(4, 8)", op, "axis 'model'")):
-        sr.infer_sharding({"block": {"kernel": _params(case)["a"]}}, _strategy(case), mesh_of(case))
+        big_vision.infer_sharding({"block": {"kernel": _params(case)["a"]}}, _strategy(case), mesh_of(case))
 
 
 @check("B16")
 def _b16(case: Case) -> None:
     params = {"a": {"k": f32(4, 8), "b": f32(8)}}
-    assert encode(sr.infer_sharding(params, _strategy(case), mesh_of(case))) == case["expected"]
+    assert encode(big_vision.infer_sharding(params, _strategy(case), mesh_of(case))) == case["expected"]
 
 
 @check("B18")
 def _b18(case: Case) -> None:
     known = ("replicate", "fsdp", "shard_dim", "logical_partitioning")
     with pytest.raises(KeyError, match=names_all(case["expected"]["message_contains"], *known)):
-        sr.infer_sharding(_params(case), _strategy(case), mesh_of(case))
+        big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
     # Desired: close matches too. "foo" is close to nothing.
     with pytest.raises(KeyError, match=r"did you mean 'shard_dim'\?"):
-        sr.infer_sharding(_params(case), [("zzz", "shard_dims('model', 0)")], mesh_of(case))
+        big_vision.infer_sharding(_params(case), [("zzz", "shard_dims('model', 0)")], mesh_of(case))
 
 
 @check("B20")
 def _b20(case: Case) -> None:
     with pytest.raises(AssertionError, match=case["expected"]["message_contains"]):
-        sr.infer_sharding(_params(case), _strategy(case), mesh_of(case))
+        big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
 
 
 def _boxed(*names: str) -> nn.LogicallyPartitioned:
@@ -600,9 +604,9 @@ def _boxed(*names: str) -> nn.LogicallyPartitioned:
 def _b23(case: Case) -> None:
     params = {"a": _boxed("embed", "mlp"), "b": f32(4, 4)}
     with nn.logical_axis_rules([("embed", "data"), ("mlp", "model")]):
-        shardings = sr.infer_sharding(params, [(".*", "logical_partitioning")], mesh_of(case))
+        shardings = big_vision.infer_sharding(params, [(".*", "logical_partitioning")], mesh_of(case))
     assert encode(shardings) == case["expected"]
-    without_rules = sr.infer_sharding(params, [(".*", "logical_partitioning")], mesh_of(case))
+    without_rules = big_vision.infer_sharding(params, [(".*", "logical_partitioning")], mesh_of(case))
     assert encode(without_rules) == {"a": [None, None], "b": [None, None]}
 
 
@@ -611,20 +615,20 @@ def _b23b(case: Case) -> None:
     tactic = 'logical_partitioning|fsdp(axis="data",min_size_to_shard_mb=0)'
     assert tactic in case["call"]
     with nn.logical_axis_rules([("mlp", "model")]):
-        shardings = sr.infer_sharding({"a": _boxed("embed", "mlp")}, [(".*", tactic)], mesh_of(case))
+        shardings = big_vision.infer_sharding({"a": _boxed("embed", "mlp")}, [(".*", tactic)], mesh_of(case))
     assert encode(shardings) == case["expected"]
 
 
 @check("B23c")
 def _b23c(case: Case) -> None:
-    shardings = sr.infer_sharding({"a": _boxed("embed", "mlp")}, [(".*", "replicate")], mesh_of(case))
+    shardings = big_vision.infer_sharding({"a": _boxed("embed", "mlp")}, [(".*", "replicate")], mesh_of(case))
     assert encode(shardings) == case["expected"]
 
 
 @check("B24")
 def _b24(case: Case) -> None:
     state = jax.eval_shape(optax.adam(1e-3).init, {"w": {"kernel": f32(1024, 2048)}})
-    assert [name for name, _ in sr.tree_flatten_with_names(state)[0]] == case["expected"]
+    assert [name for name, _ in big_vision.tree_flatten_with_names(state)[0]] == case["expected"]
     # Desired: both styles can be chosen.
     assert list(sr.leaf_paths(state, "index")) == case["expected"]
     assert list(sr.leaf_paths(state, "attr")) == CASES["E10"]["expected"]
@@ -633,7 +637,10 @@ def _b24(case: Case) -> None:
 @check("B28")
 def _b28(case: Case) -> None:
     (prefix, target), _ = arguments(case, "tree_broadcast")
-    assert [sr.tree_broadcast(prefix, target), sr.tree_broadcast(100, target)] == case["expected"]
+    assert [
+        big_vision.tree_broadcast(prefix, target),
+        big_vision.tree_broadcast(100, target),
+    ] == case["expected"]
 
 
 @check("B29")
@@ -641,37 +648,37 @@ def _b29(case: Case) -> None:
     (prefix, target), _ = arguments(case, "tree_broadcast")
     assert case["expected"]["error"] == "ValueError"
     with pytest.raises(ValueError, match=r"(?s)no prefix.*\by\b"):
-        sr.tree_broadcast(prefix, target)
+        big_vision.tree_broadcast(prefix, target)
 
 
 @check("B33")
 def _b33(case: Case) -> None:
     texts = [ast.literal_eval(text) for text in re.findall(r"parse_name\(('.*?')\)", case["call"])]
-    assert encode([sr.parse_name(text) for text in texts]) == case["expected"]
+    assert encode([big_vision.parse_name(text) for text in texts]) == case["expected"]
 
 
 @check("B34")
 def _b34(case: Case) -> None:
     layer = eqx.filter_eval_shape(eqx.nn.Linear, 8, 8, key=jax.random.key(0))
-    shardings = sr.infer_sharding(layer, _strategy(case), mesh_of(case))
+    shardings = big_vision.infer_sharding(layer, _strategy(case), mesh_of(case))
     assert encode({"weight": shardings.weight, "bias": shardings.bias}) == case["expected"]
 
 
 # ---- meshes: the axes of one, and how it is made ----
 
 
-def _pod(case: Case) -> list[sr.DeviceInfo]:
+def _pod(case: Case) -> list[sr.meshes.DeviceInfo]:
     """The devices of "16 fake devices, 2 slices": numbered through, slice after slice."""
     count, slices = map(int, re.findall(r"[0-9]+", case["mesh"]))
     assert "slice" in case["mesh"]
-    return [sr.DeviceInfo(number, slice_index=number // (count // slices)) for number in range(count)]
+    return [sr.meshes.DeviceInfo(number, slice_index=number // (count // slices)) for number in range(count)]
 
 
-def _laid_out(case: Case, dcn_mesh_dims: tuple[int, ...] | None = None) -> sr.Layout:
+def _laid_out(case: Case, dcn_mesh_dims: tuple[int, ...] | None = None) -> sr.meshes.Layout:
     found = re.search(r"create_mesh\(\(([0-9,]+)\)", case["call"])
     assert found
     sizes = tuple(map(int, found[1].split(",")))
-    return sr.lay_out(sizes, ("dp", "tp", "sp")[: len(sizes)], _pod(case), dcn_mesh_dims=dcn_mesh_dims)
+    return sr.meshes.lay_out(sizes, ("dp", "tp", "sp")[: len(sizes)], _pod(case), dcn_mesh_dims=dcn_mesh_dims)
 
 
 def _shape(mesh: Mesh) -> dict[str, Any]:
@@ -681,46 +688,50 @@ def _shape(mesh: Mesh) -> dict[str, Any]:
 @check("E13")
 def _e13(case: Case) -> None:
     with jax.set_mesh(devices_of(case)):
-        found = [sr.names_in_current_mesh("dp"), sr.names_in_current_mesh("dp", "zz"), sr.names_in_current_mesh()]
+        found = [
+            sr.meshes.names_in_current_mesh("dp"),
+            sr.meshes.names_in_current_mesh("dp", "zz"),
+            sr.meshes.names_in_current_mesh(),
+        ]
     assert found == case["expected"]
 
 
 @check("E14")
 def _e14(case: Case) -> None:
     with pytest.raises(AssertionError, match=names_all(case["expected"]["message_contains"], "jax.set_mesh")):
-        sr.get_incontext_mesh()
+        sr.meshes.get_incontext_mesh()
     # Desired: whatever way a mesh is set is seen.
     mesh = sr.create_mesh("dp:2,tp:4")
     with jax.set_mesh(mesh):
-        assert sr.get_incontext_mesh() is mesh
+        assert sr.meshes.get_incontext_mesh() is mesh
     with pytest.warns(DeprecationWarning, match="with mesh"), mesh:
-        assert sr.get_incontext_mesh() is mesh
+        assert sr.meshes.get_incontext_mesh() is mesh
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert sr.get_incontext_mesh() == mesh.abstract_mesh
+        assert sr.meshes.get_incontext_mesh() == mesh.abstract_mesh
 
 
 @check("E15")
 def _e15(case: Case) -> None:
     names: tuple[Any, ...] = ("dp", ("dp", "tp"), [])
-    assert [sr.get_axes_size_in_mesh(one, devices_of(case)) for one in names] == case["expected"]
+    assert [sr.meshes.get_axes_size_in_mesh(one, devices_of(case)) for one in names] == case["expected"]
 
 
 @check("E16")
 def _e16(case: Case) -> None:
     with pytest.raises(KeyError, match=names_all(case["expected"]["message_contains"], "dp:2,tp:4")):
-        sr.get_axes_size_in_mesh("zz", devices_of(case))
+        sr.meshes.get_axes_size_in_mesh("zz", devices_of(case))
 
 
 @check("E18")
 def _e18(case: Case) -> None:
-    assert sr.get_mesh_axis_names(devices_of(case)) == case["expected"]
+    assert sr.meshes.get_mesh_axis_names(devices_of(case)) == case["expected"]
 
 
 @check("E19", "E20")
 def _e19(case: Case) -> None:
     (names,), _ = arguments(case, "get_submesh_device_index")
     index = jax.shard_map(
-        lambda x: x + sr.get_submesh_device_index(names),
+        lambda x: x + sr.meshes.get_submesh_device_index(names),
         mesh=devices_of(case),
         in_specs=P(("dp", "tp")),
         out_specs=P(("dp", "tp")),
@@ -731,9 +742,9 @@ def _e19(case: Case) -> None:
 @check("E21")
 def _e21(case: Case) -> None:
     size = jax.shard_map(
-        lambda x: x + sr.get_mesh_axis_size(("dp", "tp")), mesh=devices_of(case), in_specs=P(), out_specs=P()
+        lambda x: x + sr.meshes.get_mesh_axis_size(("dp", "tp")), mesh=devices_of(case), in_specs=P(), out_specs=P()
     )
-    found = [float(size(np.zeros(()))), sr.get_mesh_axis_size(()), sr.get_submesh_device_index(())]
+    found = [float(size(np.zeros(()))), sr.meshes.get_mesh_axis_size(()), sr.meshes.get_submesh_device_index(())]
     assert found == case["expected"]
 
 
@@ -770,20 +781,20 @@ def _m05(case: Case) -> None:
 def _m06(case: Case) -> None:
     (text, names), _ = arguments(case, "parse_mesh_from_string")
     if "error" not in case["expected"]:
-        assert _shape(sr.parse_mesh_from_string(text, names)) == case["expected"]
+        assert _shape(sr.meshes.parse_mesh_from_string(text, names)) == case["expected"]
         return
     with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.parse_mesh_from_string(text, names)
+        sr.meshes.parse_mesh_from_string(text, names)
 
 
 @check("M14", "M15")
 def _m14(case: Case) -> None:
     given, _ = arguments(case, "calculate_host_mesh_shape")
     if isinstance(case["expected"], list):
-        assert encode(sr.calculate_host_mesh_shape(*given)) == case["expected"]
+        assert encode(sr.meshes.calculate_host_mesh_shape(*given)) == case["expected"]
         return
     with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.calculate_host_mesh_shape(*given)
+        sr.meshes.calculate_host_mesh_shape(*given)
 
 
 @check("M17")
@@ -804,7 +815,7 @@ def _m20(case: Case) -> None:
     layout = _laid_out(case, ast.literal_eval(asked[1]) if asked else None)
     assert {"shape": list(layout.ids.shape), "ids": layout.ids.ravel().tolist()} == case["expected"]
     if case["id"] == "M21":  # desired: a warning, where a tensor-parallel axis crosses the slow network
-        with pytest.warns(sr.MeshWarning, match=r"axis 'tp' of size 12 spans 3 slices: .* \(slow\) .* \(fast\)"):
+        with pytest.warns(sr.errors.MeshWarning, match=r"axis 'tp' of size 12 spans 3 slices: .* \(slow\) .* \(fast\)"):
             mesh = sr.create_mesh((2, 12), ("dp", "tp"), devices=_pod(case))
         assert [device.id for device in mesh.devices.flat] == case["expected"]["ids"]
 
@@ -848,7 +859,7 @@ for name, (before, source, after, target) in json.loads(QUESTIONS).items():
     first = math.prod(before.values())
     try:
         here, there = placed(before, eval(source), 0), placed(after, eval(target), first)
-        between, axes = sr.find_intermediate_sharding(here, there)
+        between, axes = pathways.find_intermediate_sharding(here, there)
         spec = list(between.spec.partitions)
         found[name] = {"mesh": dict(between.mesh.shape), "spec": spec, "replicated_axes": axes}
     except ValueError as error:
@@ -904,7 +915,7 @@ def _r10(case: Case) -> None:
 def _r14(case: Case) -> None:
     source = jax.make_mesh(tuple(case["mesh"].values()), tuple(case["mesh"]), axis_types=(AxisType.Explicit,) * 2)
     target = sr.create_mesh("tp:4", devices=jax.devices()[:4])
-    found, _ = sr.find_intermediate_sharding(
+    found, _ = pathways.find_intermediate_sharding(
         NamedSharding(source, P("fsdp", "tp")), NamedSharding(target, P(None, "tp"))
     )
     assert [kind.name for kind in found.mesh.axis_types] == case["expected"]
@@ -933,16 +944,16 @@ def _told(array: jax.Array) -> list[Any]:
 @check("R20")
 def _r20(case: Case) -> None:
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(devices_of(case), P("fsdp", None)))
-    assert [_told(part) for part in sr.split_by_mesh_axis(x, "fsdp", 2)] == case["expected"]
+    assert [_told(part) for part in pathways.split_by_mesh_axis(x, "fsdp", 2)] == case["expected"]
 
 
 @check("R22")
 def _r22(case: Case) -> None:
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(devices_of(case), P("fsdp", None)))
     boundaries = [1]
-    parts = sr.split_by_mesh_axis(x, "fsdp", boundaries)
+    parts = pathways.split_by_mesh_axis(x, "fsdp", boundaries)
     assert [[_told(part) for part in parts], boundaries] == case["expected"]
-    assert [_told(part) for part in sr.split_by_mesh_axis(x, "fsdp", (1,))] == case["expected"][0]
+    assert [_told(part) for part in pathways.split_by_mesh_axis(x, "fsdp", (1,))] == case["expected"][0]
 
 
 @check("R23")
@@ -952,13 +963,13 @@ def _r23(case: Case) -> None:
     for (axis, sections), error in zip(asked, case["expected"], strict=True):
         assert error == "ValueError"
         with pytest.raises(ValueError, match=r"split_by_mesh_axis"):
-            sr.split_by_mesh_axis(x, axis, sections)
+            pathways.split_by_mesh_axis(x, axis, sections)
 
 
 @check("R24")
 def _r24(case: Case) -> None:
     where, equal = case["expected"]
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(devices_of(case), P("fsdp", None)))
-    joined = sr.concatenate_by_mesh_axis(sr.split_by_mesh_axis(x, "fsdp", 4), "fsdp")
+    joined = pathways.concatenate_by_mesh_axis(pathways.split_by_mesh_axis(x, "fsdp", 4), "fsdp")
     assert {"mesh": dict(joined.sharding.mesh.shape), "spec": encode(joined.sharding.spec)} == where
     assert np.array_equal(joined, x) == equal

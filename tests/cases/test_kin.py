@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.spec import same
+from shardrules.presets import big_vision, eformer
 
 DP_TP = "dp:2,tp:4"
 DATA_MODEL = "data:2,model:4"
@@ -52,14 +53,14 @@ def messages(plan: sr.ShardingPlan, path_or_pattern: str) -> list[str]:
 
 def test_e07_patterns_are_searched_not_anchored() -> None:
     tree = {"mlp": {"down": f32(128, 128)}, "up": f32(128, 128)}
-    specs = sr.match_partition_rules([("w", P("dp")), (".*", P())], tree)
+    specs = eformer.match_partition_rules([("w", P("dp")), (".*", P())], tree)
     assert specs == {"mlp": {"down": P("dp")}, "up": P()}
 
 
 def test_e08_first_rule_wins_and_the_shadowed_one_is_reported() -> None:
     rules = [("a", P("dp")), ("a/b", P("tp"))]
     tree = {"a": {"b": f32(256, 256)}}
-    assert sr.match_partition_rules(rules, tree) == {"a": {"b": P("dp")}}
+    assert eformer.match_partition_rules(rules, tree) == {"a": {"b": P("dp")}}
     plan = sr.RegexShardingRule(rules).plan(tree, sr.mesh_shape(DP_TP))
     assert plan.specs == {"a": {"b": P("dp")}}
     assert any("shadow" in message for message in messages(plan, "a/b"))
@@ -82,23 +83,25 @@ def test_e08_a_pattern_that_matches_nothing_is_reported_as_dead() -> None:
     ],
 )
 def test_e28_pattern_text_gives_a_function_of_the_name(name: str, spec: P) -> None:
-    spec_of = sr.create_pattern_based_partition_spec("attention|mlp->data,hidden->model", sr.mesh_shape(DATA_MODEL))
+    spec_of = eformer.create_pattern_based_partition_spec(
+        "attention|mlp->data,hidden->model", sr.mesh_shape(DATA_MODEL)
+    )
     assert spec_of(name, f32(8, 8)) == spec
 
 
 def test_e29_pattern_text_needs_no_mesh_and_dots_separate_dimensions() -> None:
-    spec_of = sr.create_pattern_based_partition_spec("mlp->data.model", default_spec=P("data"))
+    spec_of = eformer.create_pattern_based_partition_spec("mlp->data.model", default_spec=P("data"))
     assert spec_of("mlp", f32(8, 8)) == P("data", "model")
     assert spec_of("other", f32(8, 8)) == P("data")
 
 
 def test_e29_a_rule_without_an_arrow_is_refused() -> None:
     with pytest.raises(ValueError, match="attention"):
-        sr.create_pattern_based_partition_spec("attention,mlp->data", sr.mesh_shape(DATA_MODEL))
+        eformer.create_pattern_based_partition_spec("attention,mlp->data", sr.mesh_shape(DATA_MODEL))
 
 
 def test_e32_an_entry_of_two_axes_divides_by_both(dp_tp: AbstractMesh) -> None:
-    analysis = sr.analyze_sharding_strategy({"a": f32(8, 16)}, {"a": P(("dp", "tp"))}, dp_tp)
+    analysis = eformer.analyze_sharding_strategy({"a": f32(8, 16)}, {"a": P(("dp", "tp"))}, dp_tp)
     assert analysis["memory_per_device"] == 64
     assert (analysis["total_parameters"], analysis["sharded_parameters"]) == (128, 128)
 
@@ -113,11 +116,11 @@ def test_e33_named_shardings_are_kept_and_all_else_is_none(extract: str) -> None
 def test_e35_specs_are_read_from_arrays_and_numbers_are_replicated() -> None:
     sharding = NamedSharding(on_devices(), P("dp", "tp"))
     tree = {"a": jax.device_put(np.zeros((8, 16)), sharding), "b": 1, "c": 2.0, "d": True}
-    assert sr.get_partition_spec(tree) == {"a": P("dp", "tp"), "b": P(), "c": P(), "d": P()}
+    assert sr.specs.get_partition_spec(tree) == {"a": P("dp", "tp"), "b": P(), "c": P(), "d": P()}
 
 
 def test_e37_partition_axis_defaults_follow_the_mesh_dimensions() -> None:
-    axes = sr.PartitionAxis()
+    axes = eformer.PartitionAxis()
     assert axes.batch_axis == ("fsdp", "dp")
     for name in ("sequence_axis", "query_sequence_axis", "key_sequence_axis", "generation_key_sequence_axis"):
         assert getattr(axes, name) == "sp", name
@@ -132,14 +135,14 @@ def test_e37_partition_axis_defaults_follow_the_mesh_dimensions() -> None:
 
 
 def test_e37_the_generation_batch_is_not_split_by_default() -> None:
-    assert sr.PartitionAxis().generation_batch_axis is None
+    assert eformer.PartitionAxis().generation_batch_axis is None
 
 
 @pytest.mark.parametrize("name", ["data_parallel_axis", "bias_key_sequence_axis"])
 def test_e39_a_field_left_open_with_no_default_to_take_is_refused(name: str) -> None:
     fields: dict[str, Any] = {name: ...}
     with pytest.raises(ValueError, match=name):
-        sr.PartitionAxis(**fields)
+        eformer.PartitionAxis(**fields)
 
 
 # ---- H ----
@@ -178,31 +181,38 @@ def test_h09_a_limit_that_cannot_be_met_gives_the_best_there_is_and_a_finding(dp
 
 def test_u09_an_unknown_logical_axis_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="__NOPE__"):
-        sr.PartitionAxis().resolve_spec(["__NOPE__"], sr.MODE_TRAIN)
+        eformer.PartitionAxis().resolve_spec(["__NOPE__"], eformer.MODE_TRAIN)
 
 
 def test_u09_none_and_the_empty_token_leave_a_dimension_whole() -> None:
-    assert sr.PartitionAxis().resolve_spec([None, sr.EMPTY, sr.HEAD], sr.MODE_TRAIN) == P(None, None, "tp")
+    assert eformer.PartitionAxis().resolve_spec([None, eformer.EMPTY, eformer.HEAD], eformer.MODE_TRAIN) == P(
+        None, None, "tp"
+    )
 
 
 def test_u10_a_composite_of_a_tuple_and_a_name_is_flat() -> None:
-    assert sr.PartitionAxis().resolve_spec([[sr.BATCH, sr.SP]], sr.MODE_TRAIN) == P(("fsdp", "dp", "sp"))
+    assert eformer.PartitionAxis().resolve_spec([[eformer.BATCH, eformer.SP]], eformer.MODE_TRAIN) == P(
+        ("fsdp", "dp", "sp")
+    )
 
 
 def test_u10_the_empty_token_inside_a_composite_adds_no_axis() -> None:
-    spec = sr.PartitionAxis().resolve_spec([[sr.DP, sr.EMPTY]], sr.MODE_TRAIN)
+    spec = eformer.PartitionAxis().resolve_spec([[eformer.DP, eformer.EMPTY]], eformer.MODE_TRAIN)
     assert same(spec, P("dp"))
 
 
 def test_u15_not_strict_means_no_test_of_shapes_at_all() -> None:
     tree = {"a": f32(2, 2), "s": f32()}
-    assert sr.match_partition_rules([(".*", P("tp"))], tree, strict=False) == {"a": P("tp"), "s": P("tp")}
+    assert eformer.match_partition_rules([(".*", P("tp"))], tree, strict=False) == {
+        "a": P("tp"),
+        "s": P("tp"),
+    }
     with pytest.raises(ValueError, match="Partition rule not found for param: a"):
-        sr.match_partition_rules([("x", P("tp"))], {"a": f32()}, strict=False)
+        eformer.match_partition_rules([("x", P("tp"))], {"a": f32()}, strict=False)
 
 
 def test_u15_not_strict_means_python_numbers_too() -> None:
-    assert sr.match_partition_rules([(".*", P("tp"))], {"n": 3}, strict=False) == {"n": P("tp")}
+    assert eformer.match_partition_rules([(".*", P("tp"))], {"n": 3}, strict=False) == {"n": P("tp")}
 
 
 # ---- B ----
@@ -217,60 +227,62 @@ def test_u15_not_strict_means_python_numbers_too() -> None:
     ],
 )
 def test_b02_fsdp_leaves_four_mebibytes_alone(shape: tuple[int, int], spec: P, data_model: AbstractMesh) -> None:
-    shardings = sr.infer_sharding({"a": f32(*shape)}, [(".*", 'fsdp(axis="data")')], data_model)
+    shardings = big_vision.infer_sharding({"a": f32(*shape)}, [(".*", 'fsdp(axis="data")')], data_model)
     assert specs_of(shardings) == {"a": spec}
 
 
 def test_b10_a_dimension_out_of_range_is_an_error(data_model: AbstractMesh) -> None:
     for dim in (2, -3):
         with pytest.raises(ValueError, match=r"kernel(?s:.*)\(4, 8\)"):
-            sr.infer_sharding({"kernel": f32(4, 8)}, [(".*", f'shard_dim("model", {dim})')], data_model)
+            big_vision.infer_sharding({"kernel": f32(4, 8)}, [(".*", f'shard_dim("model", {dim})')], data_model)
 
 
 def test_b14_replicate_after_a_split_is_an_error(data_model: AbstractMesh) -> None:
     with pytest.raises(ValueError, match="kernel"):
-        sr.infer_sharding({"kernel": f32(4, 8)}, [(".*", 'shard_dim("model", 0)|replicate')], data_model)
+        big_vision.infer_sharding({"kernel": f32(4, 8)}, [(".*", 'shard_dim("model", 0)|replicate')], data_model)
 
 
 def test_b17_patterns_match_whole_paths_and_the_rest_is_replicated(data_model: AbstractMesh) -> None:
-    shardings = sr.infer_sharding({"a": {"k": f32(4, 8)}}, [("k", 'shard_dim("model", 0)')], data_model)
+    shardings = big_vision.infer_sharding({"a": {"k": f32(4, 8)}}, [("k", 'shard_dim("model", 0)')], data_model)
     assert specs_of(shardings) == {"a": {"k": P(None, None)}}
 
 
 def test_b19_an_op_of_ones_own_is_passed_in_and_nothing_global_changes(data_model: AbstractMesh) -> None:
     ops = sr.register_op(sr.DEFAULT_OPS, "first_dim", lambda axis: sr.DimShardingRule(axis, 0))
     strategy = [(".*", 'first_dim("model")')]
-    shardings = sr.infer_sharding({"a": f32(4, 8)}, strategy, data_model, ops=ops)
+    shardings = big_vision.infer_sharding({"a": f32(4, 8)}, strategy, data_model, ops=ops)
     assert specs_of(shardings) == {"a": P("model", None)}
     with pytest.raises(KeyError, match="first_dim"):
-        sr.infer_sharding({"a": f32(4, 8)}, strategy, data_model)
+        big_vision.infer_sharding({"a": f32(4, 8)}, strategy, data_model)
 
 
 def test_b19_arguments_of_ops_are_literals(data_model: AbstractMesh) -> None:
     with pytest.raises(ValueError, match=r"shard_dim\(axis_name, 0\)"):
-        sr.infer_sharding({"a": f32(4, 8)}, [(".*", "shard_dim(axis_name, 0)")], data_model)
+        big_vision.infer_sharding({"a": f32(4, 8)}, [(".*", "shard_dim(axis_name, 0)")], data_model)
 
 
 def test_b21_an_empty_strategy_is_refused_with_the_one_that_may_have_been_meant(data_model: AbstractMesh) -> None:
     with pytest.raises(ValueError, match=r"strategy(?s:.*)replicate"):
-        sr.infer_sharding({"a": f32(4, 8)}, [], data_model)
+        big_vision.infer_sharding({"a": f32(4, 8)}, [], data_model)
 
 
 def test_b22_a_text_that_does_not_parse_is_quoted_in_the_error(data_model: AbstractMesh) -> None:
     text = 'shard_dim("model", 0'
     with pytest.raises(ValueError, match=re.escape(text)):
-        sr.infer_sharding({"a": f32(4, 8)}, [("kernel", text)], data_model)
+        big_vision.infer_sharding({"a": f32(4, 8)}, [("kernel", text)], data_model)
 
 
 def test_b22_a_bar_inside_quotes_is_no_separator(data_model: AbstractMesh) -> None:
     ops = sr.register_op(sr.DEFAULT_OPS, "note", lambda text: sr.ReplicateShardingRule())
-    shardings = sr.infer_sharding({"a": f32(4, 8)}, [(".*", 'note("a|b")|shard_dim("model", 0)')], data_model, ops=ops)
+    shardings = big_vision.infer_sharding(
+        {"a": f32(4, 8)}, [(".*", 'note("a|b")|shard_dim("model", 0)')], data_model, ops=ops
+    )
     assert specs_of(shardings) == {"a": P("model", None)}
 
 
 def test_b25_fsdp_splits_the_moments_of_an_optimizer(data_model: AbstractMesh) -> None:
     state = jax.eval_shape(optax.adam(1e-3).init, {"w": {"kernel": f32(1024, 2048)}})
-    specs = specs_of(sr.infer_sharding(state, [(".*", 'fsdp(axis="data")')], data_model))
+    specs = specs_of(big_vision.infer_sharding(state, [(".*", 'fsdp(axis="data")')], data_model))
     assert specs[0].count == P()
     assert specs[0].mu == {"w": {"kernel": P(None, "data")}}
     assert specs[0].nu == {"w": {"kernel": P(None, "data")}}
@@ -287,18 +299,18 @@ class Block:
 
 def test_b26_names_are_fields_keys_and_positions_and_none_is_skipped() -> None:
     tree = {"layers": [Block(kernel=1, bias=2), None, (3, None)], "head": None}
-    named, treedef = sr.tree_flatten_with_names(tree)
+    named, treedef = big_vision.tree_flatten_with_names(tree)
     assert [(name, leaf) for name, leaf in named] == [("layers/0/kernel", 1), ("layers/0/bias", 2), ("layers/2/0", 3)]
     assert jax.tree.unflatten(treedef, [leaf for _, leaf in named]) == tree
 
 
 def test_b27_each_leaf_is_in_the_mask_of_the_first_pattern_that_matches_it_whole() -> None:
     tree = {"a": {"k": 1, "b": 2}, "c": 3}
-    first, second = sr.make_mask_trees(tree, ["a/k", "a/.*"])
+    first, second = big_vision.make_mask_trees(tree, ["a/k", "a/.*"])
     assert first == {"a": {"k": True, "b": False}, "c": False}
     assert second == {"a": {"k": False, "b": True}, "c": False}
 
 
 def test_b27_a_pattern_with_a_leading_slash_is_refused() -> None:
     with pytest.raises(AssertionError, match="never start with '/'"):
-        sr.make_mask_trees({"a": 1}, ["/a"])
+        big_vision.make_mask_trees({"a": 1}, ["/a"])

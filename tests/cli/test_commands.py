@@ -330,10 +330,10 @@ def test_an_autoplan_is_rules_for_its_step_and_nothing_is_ignored(tmp_path: Path
     words = ("steps.py:make", "--mesh", "data:4,model:2")
     text = fine("autoplan", *words, "--frontier", "2", "-o", "auto.json", cwd=tmp_path, env=NO_BACKEND)
     assert "one more GiB saves" in text
-    found = sr.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
+    found = sr.reports.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
     fine("audit", *words, "--rules", "auto.json", "-o", "audit.json", cwd=tmp_path)
     assert len(found.frontier) == 2
-    asked = [one.asked for one in sr.AuditReport.from_json((tmp_path / "audit.json").read_text()).arrays[:3]]
+    asked = [one.asked for one in sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text()).arrays[:3]]
     assert asked == [str(spec_repr(found.plan.decision(path).spec)) for path in ("0/down", "0/up", "1")]
     (tmp_path / "r.toml").write_text(
         '[[rules]]\npath = "up"\nspec = ["data"]\n[[rules]]\npath = "nowhere"\nspec = []\n'
@@ -363,7 +363,7 @@ def test_audit_autoplan_and_the_page_of_all(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert done.stderr == "shardrules: warning: text: whole on every device; --batch AXES splits the first dimension\n"
-    report = sr.AuditReport.from_json((tmp_path / "audit.json").read_text())
+    report = sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text())
     assert done.stdout == f"{report}\n"
     asked = {one.path: one.asked for one in report.arrays}
     assert (
@@ -373,7 +373,7 @@ def test_audit_autoplan_and_the_page_of_all(tmp_path: Path) -> None:
     )
     text = fine("autoplan", step, *words, "-o", "auto.json", cwd=tmp_path)
     assert text.startswith("step on data:4,model:2: ")
-    found = sr.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
+    found = sr.reports.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
     assert f"{found.status}, found in" in text
     assert fine("diff", "auto.json", "auto.json", cwd=tmp_path) == "no difference\n"
     assert "state/model" not in fine("diff", "audit.json", "audit.json", cwd=tmp_path)

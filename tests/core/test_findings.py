@@ -421,7 +421,7 @@ def test_a_finding_has_code_path_and_remedy(case: Case) -> None:
     if case.code != "unconstrained":  # a mesh in JSON has no types of axes
         assert text in map(str, sr.ShardingPlan.from_json(plan.to_json()).findings)
     if case.severity == "error":
-        with pytest.raises(sr.PlanError, match=re.escape(text.splitlines()[0])):
+        with pytest.raises(sr.errors.PlanError, match=re.escape(text.splitlines()[0])):
             plan.check()
 
 
@@ -447,7 +447,7 @@ def test_check_raises_once_and_lists_all() -> None:
     tree = {name: f32(*shape) for name, shape, *_ in pairs} | {"fine": f32(8)} | layers(7)
     specs = {name: spec for name, _, spec, _ in pairs} | {"fine": P("data"), "layers": P("data")}
     plan = sr.CompositeShardingRule(sr.SpecTreeShardingRule(specs), REGEX([("dead", P())])).plan(tree, MESH)
-    with pytest.raises(sr.PlanError, match=r"^the plan has 5 errors \(mesh data:4,model:2\):\n") as caught:
+    with pytest.raises(sr.errors.PlanError, match=r"^the plan has 5 errors \(mesh data:4,model:2\):\n") as caught:
         plan.check()
     found = [one for one in caught.value.findings if isinstance(one, sr.Finding)]
     expected = [*((code, name, 1) for name, _, _, code in pairs), ("indivisible", "layers/*/w", 5)]

@@ -430,7 +430,9 @@ def test_in_a_chain_the_mirror_refines_and_may_conflict() -> None:
     both = sr.DimShardingRule("b", 1) | sr.MirrorShardingRule(plan)
     assert both.plan({"mu": {"w": f32(8, 8)}}, MESH).specs == {"mu": {"w": P("a", "b")}}
     clash = sr.DimShardingRule("b", 0) | sr.MirrorShardingRule(plan)
-    with pytest.raises(sr.PlanError, match=r"mu/w \(8, 8\): P\('a'\) and P\('b', None\), decided before, disagree"):
+    with pytest.raises(
+        sr.errors.PlanError, match=r"mu/w \(8, 8\): P\('a'\) and P\('b', None\), decided before, disagree"
+    ):
         clash.plan({"mu": {"w": f32(8, 8)}}, MESH)
 
 
@@ -468,5 +470,5 @@ def test_a_factor_is_known_by_the_name_of_its_field_in_plans_of_either_style() -
 
 @pytest.mark.parametrize("plan", [{"w": P()}, None, "w", (("w", P()),)], ids=str)
 def test_what_is_no_plan_is_not_mirrored(plan: Any) -> None:
-    with pytest.raises(sr.RuleTypeError, match=r"takes a plan, or its \(path, shape, spec\) triples; got"):
+    with pytest.raises(sr.errors.RuleTypeError, match=r"takes a plan, or its \(path, shape, spec\) triples; got"):
         sr.MirrorShardingRule(plan)

@@ -221,11 +221,13 @@ def test_shardings_are_for_the_mesh_of_the_plan_or_another() -> None:
 def test_shardings_that_cannot_be_are_refused() -> None:
     plan = sr.DimShardingRule("data", 0).plan({"w": f32(8, 4), "v": f32(12)}, SMALL)
     for mesh in ("data:4", 8, ["data"]):
-        with pytest.raises(sr.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
+        with pytest.raises(sr.errors.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
             plan.shardings(mesh)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(sr.PlanError, match=r"(?s)2 errors.*mesh data:5.*v \(12,\).*w \(8, 4\)"):
+    with pytest.raises(sr.errors.PlanError, match=r"(?s)2 errors.*mesh data:5.*v \(12,\).*w \(8, 4\)"):
         plan.shardings(sr.mesh_shape("data:5"))
-    with pytest.raises(sr.PlanError, match=r"(?s)2 errors.*the mesh has no axis 'data'.*the mesh has no axis 'data'"):
+    with pytest.raises(
+        sr.errors.PlanError, match=r"(?s)2 errors.*the mesh has no axis 'data'.*the mesh has no axis 'data'"
+    ):
         plan.shardings(sr.mesh_shape("rows:4"))
     assert plan.mesh == SMALL
     with pytest.raises(NoMeshError, match=r"shardings need a mesh: pass one, plan.shardings\(mesh\)"):
@@ -270,9 +272,9 @@ def test_explain_shows_what_a_later_rule_of_a_chain_was_shown() -> None:
 
 def test_explain_of_what_is_not_there_is_an_error_that_helps() -> None:
     plan = RULE.plan(llama(2), MESH)
-    with pytest.raises(sr.TreeError, match=r"'layers/0/mlp/upp' \(did you mean 'layers/0/mlp/up'\?\)"):
+    with pytest.raises(sr.errors.TreeError, match=r"'layers/0/mlp/upp' \(did you mean 'layers/0/mlp/up'\?\)"):
         plan.explain("layers/0/mlp/upp")
-    with pytest.raises(sr.TreeError, match=r"no leaf at 'embod' \(did you mean 'embed'\?\)"):
+    with pytest.raises(sr.errors.TreeError, match=r"no leaf at 'embod' \(did you mean 'embed'\?\)"):
         plan.decision("embod")
     with pytest.raises(PatternError, match="layers/\\[0"):
         plan.explain("layers/[0")
@@ -311,7 +313,7 @@ def test_check_returns_the_plan_or_raises_once_with_all_errors() -> None:
     wrong = sr.SpecTreeShardingRule(
         {"a": P("data", "data"), "b": P("dta"), "c": P("model"), "d": P(None, "data"), "e": P("data")}
     ).plan({"a": f32(8, 8), "b": f32(8), "c": f32(7), "d": f32(8), "e": f32(8)}, SMALL)
-    with pytest.raises(sr.PlanError, match=r"the plan has 4 errors \(mesh data:4,model:2\)") as caught:
+    with pytest.raises(sr.errors.PlanError, match=r"the plan has 4 errors \(mesh data:4,model:2\)") as caught:
         wrong.check()
     found = caught.value.findings
     assert [(one.code, one.path) for one in found if isinstance(one, sr.Finding)] == [
@@ -560,15 +562,15 @@ def test_paths_of_both_styles_come_back_from_json(style: Any) -> None:
         assert sorted(without.planned(), key=str) == sorted(plan.planned(), key=str)
         return
     for use in (without.planned, without.as_rule, lambda: without.mirror(state)):
-        with pytest.raises(sr.TreeError, match=r"by position, and without the tree.*from_json\(text, tree\)"):
+        with pytest.raises(sr.errors.TreeError, match=r"by position, and without the tree.*from_json\(text, tree\)"):
             use()
 
 
 def test_a_plan_read_without_its_tree_says_how_to_get_one() -> None:
     plan = sr.ShardingPlan.from_json(one_leaf().to_json())
-    with pytest.raises(sr.PlanError, match=r"from_json\(text, tree\).*plan.as_rule\(\).plan\(tree, mesh\)"):
+    with pytest.raises(sr.errors.PlanError, match=r"from_json\(text, tree\).*plan.as_rule\(\).plan\(tree, mesh\)"):
         _ = plan.specs
-    with pytest.raises(sr.PlanError, match=r"from_json\(text, tree\)"):
+    with pytest.raises(sr.errors.PlanError, match=r"from_json\(text, tree\)"):
         plan.shardings()
     assert plan.as_rule().plan({"w": f32(8, 8)}, SMALL).specs == {"w": P("data")}
     assert plan.mirror({"mu": {"w": f32(8, 8)}}).specs == {"mu": {"w": P("data")}}
@@ -577,7 +579,7 @@ def test_a_plan_read_without_its_tree_says_how_to_get_one() -> None:
 def test_another_tree_is_refused_and_every_difference_listed() -> None:
     text = RULE.plan(llama(3), MESH).to_json()
     tree = {**llama(2), "embed": jax.ShapeDtypeStruct((32768, 1024), jnp.float32), "more": f32(5), "step": f32(2)}
-    with pytest.raises(sr.TreeError, match="the tree is not the one that was planned") as caught:
+    with pytest.raises(sr.errors.TreeError, match="the tree is not the one that was planned") as caught:
         sr.ShardingPlan.from_json(text, tree)
     assert str(caught.value).splitlines()[1:] == [
         "  embed: (32768, 1024) float32 in the tree, (32768, 1024) bfloat16 in the plan",
@@ -621,39 +623,39 @@ def test_a_plan_as_a_rule_composes() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        sr.ShardRulesError("plain"),
-        sr.SpecError("a spec"),
-        sr.RuleError("Rule()", "layers/0/w", (8, 4), "why", "hint"),
-        sr.RuleError("", "", (), "why"),
-        sr.PlanError("text", (sr.Finding("error", "code", "message", "w", shape=(8,)),)),
-        sr.PlanError("text"),
+        sr.errors.ShardRulesError("plain"),
+        sr.errors.SpecError("a spec"),
+        sr.errors.RuleError("Rule()", "layers/0/w", (8, 4), "why", "hint"),
+        sr.errors.RuleError("", "", (), "why"),
+        sr.errors.PlanError("text", (sr.Finding("error", "code", "message", "w", shape=(8,)),)),
+        sr.errors.PlanError("text"),
         RuleTypeError("a type"),
-        sr.TreeError("a tree"),
+        sr.errors.TreeError("a tree"),
         PatternError("a pattern"),
         UnknownOpError("an op\nin two lines"),
-        sr.UnknownAxisError("an axis"),
+        sr.errors.UnknownAxisError("an axis"),
         NoMeshError("no mesh"),
-        sr.NoSpecError("no spec"),
+        sr.errors.NoSpecError("no spec"),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_survive_pickling(error: sr.ShardRulesError) -> None:
+def test_errors_survive_pickling(error: sr.errors.ShardRulesError) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         again = pickle.loads(pickle.dumps(error, protocol))
         assert type(again) is type(error)
         assert again.args == error.args
         assert str(again) == str(error)
-    assert isinstance(error, sr.ShardRulesError)
+    assert isinstance(error, sr.errors.ShardRulesError)
 
 
 def test_errors_that_were_raised_survive_pickling() -> None:
-    with pytest.raises(sr.PlanError, match="indivisible") as caught:
+    with pytest.raises(sr.errors.PlanError, match="indivisible") as caught:
         unsound().check()
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.findings == caught.value.findings
     assert str(again) == str(caught.value)
     leaf = sr.Leaf("w", (8, 4), jnp.float32, SMALL)
-    with pytest.raises(sr.RuleError, match="there is no dimension 5") as refused:
+    with pytest.raises(sr.errors.RuleError, match="there is no dimension 5") as refused:
         leaf.shard(5, "data")
     again = pickle.loads(pickle.dumps(refused.value))
     assert (again.path, again.shape, again.why) == ("w", (8, 4), refused.value.why)
@@ -668,7 +670,7 @@ def test_findings_and_decisions_survive_pickling() -> None:
 
 def test_rules_that_cannot_decide_are_listed_at_once() -> None:
     tree = {"layers": [{"w": f32(8, 8), "b": f32(8)} for _ in range(3)], "s": f32()}
-    with pytest.raises(sr.PlanError, match="4 leaves cannot be decided") as caught:
+    with pytest.raises(sr.errors.PlanError, match="4 leaves cannot be decided") as caught:
         sr.DimShardingRule("data", 1).plan(tree, SMALL)
     assert "layers/*/b (8,) x3: Cannot shard_dim(data, 1)" in str(caught.value)
     assert "s (): Cannot shard_dim(data, 1)" in str(caught.value)

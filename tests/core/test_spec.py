@@ -46,32 +46,32 @@ def test_specs_are_the_same_where_jax_places_arrays_alike(mesh: jax.sharding.Mes
     bare = [
         P(*(tuple(axis for axis in entry if axis != "one") for entry in algebra.entries(spec))) for spec in (one, other)
     ]
-    assert sr.same(*bare) == alike
-    assert sr.same(one, other) == (sr.canonical(one) == sr.canonical(other))
+    assert sr.specs.same(*bare) == alike
+    assert sr.specs.same(one, other) == (sr.specs.canonical(one) == sr.specs.canonical(other))
 
 
 @given(specs())
 def test_the_canonical_form_is_one_and_means_the_same(mesh: jax.sharding.Mesh, spec: P) -> None:
-    short = sr.canonical(spec)
-    assert sr.canonical(short) == short
+    short = sr.specs.canonical(spec)
+    assert sr.specs.canonical(short) == short
     assert NamedSharding(mesh, short).is_equivalent_to(NamedSharding(mesh, spec), 4)
     assert not short.partitions or short.partitions[-1] is not None
     assert all(not isinstance(part, tuple) or len(part) > 1 for part in short.partitions)
-    assert sr.same(spec, algebra.make_spec(algebra.entries(spec)))
-    assert sr.same(spec, algebra.pad(spec, 4))
+    assert sr.specs.same(spec, algebra.make_spec(algebra.entries(spec)))
+    assert sr.specs.same(spec, algebra.pad(spec, 4))
     assert len(algebra.pad(spec, 4).partitions) == 4
     assert algebra.spec_from_json(algebra.spec_to_json(spec)) == spec
-    assert sr.same(eval(algebra.spec_repr(spec)), spec)
+    assert sr.specs.same(eval(algebra.spec_repr(spec)), spec)
 
 
 @given(specs(), SHAPES)
 def test_shards_are_those_of_jax(mesh: jax.sharding.Mesh, spec: P, shape: tuple[int, ...]) -> None:
     assume(all(size % algebra.ways(P(part), SIZES) == 0 for size, part in zip(shape, spec.partitions, strict=False)))
     sharding = NamedSharding(mesh, spec)
-    assert sr.shard_shape(shape, spec, mesh_sizes(mesh)) == sharding.shard_shape(shape)
+    assert sr.specs.shard_shape(shape, spec, mesh_sizes(mesh)) == sharding.shard_shape(shape)
     distinct = {str(index) for index in sharding.devices_indices_map(shape).values()}
     assert algebra.ways(spec, SIZES) == len(distinct)
-    held = sr.shard_bytes(shape, jnp.bfloat16, spec, SIZES)
+    held = sr.specs.shard_bytes(shape, jnp.bfloat16, spec, SIZES)
     assert held == 2 * math.prod(sharding.shard_shape(shape))
     assert list(algebra.axis_names(spec)) == [
         axis for part in spec.partitions if part for axis in axis_tuple(as_axis(part))
@@ -100,14 +100,14 @@ def test_the_prefix_that_divides(entry: tuple[str, ...], size: int, prefix: tupl
     [((7,), P("a"), (4,)), ((1, 3), P(None, ("a", "b")), (1, 1)), ((0, 4), P("a", "b"), (0, 2)), ((), P(), ())],
 )
 def test_of_uneven_shards_the_largest_counts(shape: tuple[int, ...], spec: P, largest: tuple[int, ...]) -> None:
-    assert sr.shard_shape(shape, spec, SIZES) == largest
+    assert sr.specs.shard_shape(shape, spec, SIZES) == largest
 
 
 def test_unconstrained_is_kept_and_splits_nothing() -> None:
     spec = P(P.UNCONSTRAINED, ("a",), None)
-    assert sr.canonical(spec) == P(P.UNCONSTRAINED, "a")
-    assert not sr.same(spec, P(None, "a"))
-    assert sr.canonical(P(None, P.UNCONSTRAINED)) == P(None, P.UNCONSTRAINED)
+    assert sr.specs.canonical(spec) == P(P.UNCONSTRAINED, "a")
+    assert not sr.specs.same(spec, P(None, "a"))
+    assert sr.specs.canonical(P(None, P.UNCONSTRAINED)) == P(None, P.UNCONSTRAINED)
     assert algebra.ways(spec, SIZES) == 2
     assert algebra.axis_names(spec) == ("a",)
     assert algebra.spec_from_json(algebra.spec_to_json(spec)) == spec
@@ -118,7 +118,7 @@ def test_padding_and_trimming() -> None:
     assert algebra.trim(P("a", "b"), 1) == P("a")
     assert algebra.trim(P(None, "b"), 1) == P(None)
     assert algebra.trim(P("a"), 3) == P("a")
-    with pytest.raises(sr.SpecError, match="2 entries"):
+    with pytest.raises(sr.errors.SpecError, match="2 entries"):
         algebra.pad(P("a", "b"), 1)
 
 
@@ -141,5 +141,5 @@ def test_bytes_are_those_that_xla_takes(dtype: Any, shape: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("axis", [(), "", ["a", "a"], 3, ("a", 3), None, ("a", "")], ids=str)
 def test_what_is_no_axis_is_refused(axis: Any) -> None:
-    with pytest.raises(sr.SpecError, match="mesh axis"):
+    with pytest.raises(sr.errors.SpecError, match="mesh axis"):
         as_axis(axis)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules.core.errors import NoMeshError, ShardRulesError, SpecError
+from shardrules.core.errors import NoMeshError, NoSpecError, ShardRulesError, SpecError
 from shardrules.core.spec_trees import (
-    NoSpecError,
     extract_sharding_structure,
     extract_shardings,
     get_names_from_partition_spec,

@@ -152,9 +152,9 @@ def test_a_node_without_keys_counts_its_children() -> None:
 
 @pytest.mark.parametrize("style", ["atr", "", None])
 def test_a_style_of_paths_that_there_is_not(style: Any) -> None:
-    with pytest.raises(sr.SpecError, match="path_style is one of 'attr', 'index'; got"):
+    with pytest.raises(sr.errors.SpecError, match="path_style is one of 'attr', 'index'; got"):
         sr.ReplicateShardingRule().plan({"w": np.ones(2)}, path_style=style)
-    with pytest.raises(sr.SpecError, match="path_style is one of"):
+    with pytest.raises(sr.errors.SpecError, match="path_style is one of"):
         sr.leaf_paths({"w": np.ones(2)}, style)
 
 
@@ -265,6 +265,6 @@ def test_what_is_said_of_a_prefix_is_said_of_each_leaf_below() -> None:
 
 def test_what_is_no_prefix_is_refused() -> None:
     with pytest.raises(
-        sr.TreeError, match="me: what is given does not have the structure of the tree, nor of a prefix"
+        sr.errors.TreeError, match="me: what is given does not have the structure of the tree, nor of a prefix"
     ):
         spread({"a": P(), "c": P()}, {"a": 1, "b": 2}, is_spec, "me")

@@ -94,8 +94,10 @@ def test_leaves_of_one_spec_have_one_colour_and_whole_ones_none() -> None:
 
 def test_a_frontier_is_a_picture_too() -> None:
     pytest.importorskip("matplotlib")
-    frontier = sr.Frontier(
-        "step", "data:8", (sr.FrontierPoint(2**30, 0.2, 2**30, 0.0), sr.FrontierPoint(2**31, 0.1, 2**31, 0.0))
+    frontier = sr.reports.Frontier(
+        "step",
+        "data:8",
+        (sr.reports.FrontierPoint(2**30, 0.2, 2**30, 0.0), sr.reports.FrontierPoint(2**31, 0.1, 2**31, 0.0)),
     )
     root = ET.fromstring(frontier.to_svg())
     assert len(root.findall(".//svg:circle", NAMES)) == 2

@@ -11,8 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, final, is_typeddict
 import attrs
 import pytest
 
-from shardrules.core.errors import ShardRulesError
-from shardrules.reshard.intermediate import NoIntermediateShardingError
+from shardrules.core.errors import NoIntermediateShardingError, ShardRulesError
 from tests.house.source import shardrules_source
 
 ERROR_BASES = (ShardRulesError, NoIntermediateShardingError)

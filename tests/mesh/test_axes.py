@@ -33,45 +33,51 @@ def mapped(ask: Callable[[], Any]) -> list[float]:
     ids=str,
 )
 def test_sizes_and_places(names: Any, size: int, index: list[int]) -> None:
-    assert sr.get_axes_size_in_mesh(names, sr.mesh_shape(MESH)) == size
-    assert mapped(lambda: sr.get_mesh_axis_size(names)) == [size] * 8
-    assert mapped(lambda: sr.get_submesh_device_index(names)) == index
+    assert sr.meshes.get_axes_size_in_mesh(names, sr.mesh_shape(MESH)) == size
+    assert mapped(lambda: sr.meshes.get_mesh_axis_size(names)) == [size] * 8
+    assert mapped(lambda: sr.meshes.get_submesh_device_index(names)) == index
 
 
 def test_the_size_of_an_axis_is_known_while_tracing() -> None:
-    assert mapped(lambda: np.ones(sr.get_mesh_axis_size("data")).sum()) == [2] * 8
+    assert mapped(lambda: np.ones(sr.meshes.get_mesh_axis_size("data")).sum()) == [2] * 8
 
 
 @pytest.mark.parametrize("names", [None, 3, {"data"}, ("data", None), [["data"]]], ids=str)
-@pytest.mark.parametrize("ask", [sr.get_axes_size_in_mesh, sr.get_mesh_axis_size, sr.get_submesh_device_index])
+@pytest.mark.parametrize(
+    "ask", [sr.meshes.get_axes_size_in_mesh, sr.meshes.get_mesh_axis_size, sr.meshes.get_submesh_device_index]
+)
 def test_what_is_no_name_is_refused(ask: Callable[[Any], Any], names: Any) -> None:
-    with pytest.raises(sr.AxisTypeError, match="given by name"):
+    with pytest.raises(sr.errors.AxisTypeError, match="given by name"):
         ask(names)
 
 
 def test_no_axes_make_an_array_too() -> None:
     for names in ((), ("data",)):
         found: list[Any] = []
-        mapped(lambda names=names, found=found: found.append(sr.get_submesh_device_index(names)) or 0)
+        mapped(lambda names=names, found=found: found.append(sr.meshes.get_submesh_device_index(names)) or 0)
         assert (found[0].shape, found[0].dtype) == ((), np.int32)
 
 
-@pytest.mark.parametrize("ask", [sr.get_mesh_axis_names, lambda mesh: sr.get_axes_size_in_mesh("a", mesh)])
+@pytest.mark.parametrize(
+    "ask", [sr.meshes.get_mesh_axis_names, lambda mesh: sr.meshes.get_axes_size_in_mesh("a", mesh)]
+)
 def test_what_is_no_mesh_is_refused(ask: Callable[[Any], Any]) -> None:
-    with pytest.raises(sr.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got 'a:8'; sr\.mesh_shape"):
+    with pytest.raises(
+        sr.errors.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got 'a:8'; sr\.mesh_shape"
+    ):
         ask("a:8")
 
 
-@pytest.mark.parametrize("ask", [sr.get_mesh_axis_size, sr.get_submesh_device_index])
+@pytest.mark.parametrize("ask", [sr.meshes.get_mesh_axis_size, sr.meshes.get_submesh_device_index])
 @pytest.mark.parametrize("names", ["data", ("data", "model")], ids=str)
 def test_outside_a_device_has_no_place(ask: Callable[[Any], Any], names: Any) -> None:
-    with pytest.raises(sr.UnboundAxisError, match=r"inside jax\.shard_map") as caught:
+    with pytest.raises(sr.errors.UnboundAxisError, match=r"inside jax\.shard_map") as caught:
         ask(names)
     assert isinstance(caught.value, NameError)
 
 
 def test_an_axis_that_the_mesh_has_not_is_refused() -> None:
     with pytest.raises(
-        sr.UnknownAxisError, match=r"mesh data:2,model:2,expert:2 has no axis 'modle' \(did you mean 'model'"
+        sr.errors.UnknownAxisError, match=r"mesh data:2,model:2,expert:2 has no axis 'modle' \(did you mean 'model'"
     ):
-        sr.get_axes_size_in_mesh(("data", "modle"), sr.mesh_shape(MESH))
+        sr.meshes.get_axes_size_in_mesh(("data", "modle"), sr.mesh_shape(MESH))

@@ -62,7 +62,7 @@ def test_sizes_and_names_in_every_form(given: Any, sizes: dict[str, int]) -> Non
     ids=str,
 )
 def test_what_does_not_fit_is_refused(given: Any, match: str) -> None:
-    with pytest.raises(sr.MeshError, match=match):
+    with pytest.raises(sr.errors.MeshError, match=match):
         sr.create_mesh(*given)
 
 
@@ -98,7 +98,7 @@ def test_axis_types_do_not_depend_on_the_path(given: Any, types: tuple[AxisType,
     ids=str,
 )
 def test_axis_types_that_are_none_are_refused(given: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(sr.ShardRulesError, match=match) as caught:
+    with pytest.raises(sr.errors.ShardRulesError, match=match) as caught:
         sr.create_mesh("a:2,b:4", axis_types=given)
     assert isinstance(caught.value, error)
 
@@ -113,7 +113,7 @@ def test_a_part_of_the_devices() -> None:
 def test_an_order_of_ones_own() -> None:
     turned = np.array(jax.devices())[::-1].reshape(2, 4)
     assert ids(sr.create_mesh("a:2,b:4", devices=turned)) == [7, 6, 5, 4, 3, 2, 1, 0]
-    with pytest.raises(sr.MeshError, match="dcn_mesh_dims cannot say so too"):
+    with pytest.raises(sr.errors.MeshError, match="dcn_mesh_dims cannot say so too"):
         sr.create_mesh("a:2,b:4", devices=turned, dcn_mesh_dims=(1, 1))
 
 
@@ -126,27 +126,27 @@ def test_a_list_in_an_order_of_ones_own_is_kept() -> None:
         assert ids(sr.create_mesh("a:2,b:4", devices=one)) == order
     assert ids(sr.create_mesh("a:4", devices=devices[:4][::-1])) == [3, 2, 1, 0]
     assert ids(sr.create_mesh("a:8", devices=[*devices])) == list(range(8))
-    hosts = [sr.DeviceInfo(number, process_index=number // 4) for number in order]
+    hosts = [sr.meshes.DeviceInfo(number, process_index=number // 4) for number in order]
     assert ids(sr.create_mesh("a:2,b:4", devices=hosts)) == order
 
 
 @pytest.mark.parametrize(("option", "value"), [("dcn_mesh_dims", (1, 1)), ("use_jax", True)])
 def test_what_lays_devices_out_does_not_go_with_an_order_of_ones_own(option: str, value: Any) -> None:
-    with pytest.raises(sr.MeshError, match=f"{option} cannot say so too"):
+    with pytest.raises(sr.errors.MeshError, match=f"{option} cannot say so too"):
         sr.create_mesh("a:2,b:4", devices=jax.devices()[::-1], **{option: value})
 
 
 def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
     # TPUs are listed by hosts of two by two chips, and their ids go row by row through all of them.
     torus = [
-        sr.DeviceInfo(x + 4 * y, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0), platform="tpu")
+        sr.meshes.DeviceInfo(x + 4 * y, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0), platform="tpu")
         for y in range(4)
         for x in range(4)
     ]
     by_host = sorted(torus, key=lambda chip: (chip.process_index, chip.id))
     for listed in (torus, by_host):
         mesh = sr.create_mesh("a:4,b:4", devices=listed)
-        assert ids(mesh) == sr.lay_out((4, 4), "ab", torus).ids.ravel().tolist()
+        assert ids(mesh) == sr.meshes.lay_out((4, 4), "ab", torus).ids.ravel().tolist()
     assert ids(sr.create_mesh("a:4,b:4", devices=torus[::-1])) == list(range(15, -1, -1))
 
 
@@ -163,38 +163,38 @@ def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
     ],
 )
 def test_devices_in_no_shape_of_the_mesh_are_refused(devices: Any, match: str) -> None:
-    with pytest.raises(sr.MeshError, match=match):
+    with pytest.raises(sr.errors.MeshError, match=match):
         sr.create_mesh("a:2,b:4", devices=devices(jax.devices()))
 
 
 def test_what_an_error_names_works() -> None:
-    pairs = [sr.DeviceInfo(number, process_index=number // 4) for number in range(8)]
-    slices = [sr.DeviceInfo(number, slice_index=number // 4) for number in range(8)]
-    chips = [sr.DeviceInfo(number, coords=(number % 2, number // 2, 0), platform="tpu") for number in range(8)]
+    pairs = [sr.meshes.DeviceInfo(number, process_index=number // 4) for number in range(8)]
+    slices = [sr.meshes.DeviceInfo(number, slice_index=number // 4) for number in range(8)]
+    chips = [sr.meshes.DeviceInfo(number, coords=(number % 2, number // 2, 0), platform="tpu") for number in range(8)]
     for devices in (pairs, slices, chips, np.array(pairs).reshape(2, 4), jax.devices(), None):
-        with pytest.raises(sr.MeshError, match="uses 6 of them") as caught:
+        with pytest.raises(sr.errors.MeshError, match="uses 6 of them") as caught:
             sr.create_mesh("a:2,b:3", devices=devices)
         named = eval(str(caught.value).rpartition("devices=")[2].removesuffix(" uses 6 of them"))
         assert ids(sr.create_mesh("a:2,b:3", devices=named)) == list(range(6))
-    with pytest.raises(sr.MeshError, match=r"jax\.devices\('cpu'\)\[:6\] uses 6"):
+    with pytest.raises(sr.errors.MeshError, match=r"jax\.devices\('cpu'\)\[:6\] uses 6"):
         sr.create_mesh("a:6", backend="cpu")
-    with pytest.raises(sr.MeshError, match=r"devices=np.array\(devices\).reshape\(2, 3\)"):
+    with pytest.raises(sr.errors.MeshError, match=r"devices=np.array\(devices\).reshape\(2, 3\)"):
         sr.create_mesh("a:2,b:3", devices=slices[:6])
-    with pytest.warns(sr.MeshWarning, match="'tp' of size 6 spans 2 processes"):
+    with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 6 spans 2 processes"):
         sr.create_mesh("tp:6", devices=pairs[:6])
 
 
 def test_devices_that_are_not_one_of_each_are_refused() -> None:
-    with pytest.raises(sr.MeshError, match="8 devices and only 4 different ones"):
+    with pytest.raises(sr.errors.MeshError, match="8 devices and only 4 different ones"):
         sr.create_mesh("a:8", devices=jax.devices()[:4] * 2)
-    with pytest.raises(sr.MeshError, match="devices or a backend, not both"):
+    with pytest.raises(sr.errors.MeshError, match="devices or a backend, not both"):
         sr.create_mesh("a:8", devices=jax.devices(), backend="cpu")
 
 
-def pod(slices: int, platform: str = "gpu") -> list[sr.DeviceInfo]:
+def pod(slices: int, platform: str = "gpu") -> list[sr.meshes.DeviceInfo]:
     size = 16 // slices
     return [
-        sr.DeviceInfo(
+        sr.meshes.DeviceInfo(
             number,
             process_index=number // 4,
             slice_index=number // size,
@@ -210,34 +210,34 @@ def pod(slices: int, platform: str = "gpu") -> list[sr.DeviceInfo]:
     [("tpu", "ICI", "DCN"), ("gpu", "NVLink", "Ethernet or InfiniBand"), ("cpu", "shared memory", "the network")],
 )
 def test_a_tensor_parallel_axis_on_the_slow_network_is_a_warning(platform: str, fast: str, slow: str) -> None:
-    with pytest.warns(sr.MeshWarning, match=f"'tp' of size 16 spans 2 slices: .*{slow}.*slow.*{fast}.*fast"):
+    with pytest.warns(sr.errors.MeshWarning, match=f"'tp' of size 16 spans 2 slices: .*{slow}.*slow.*{fast}.*fast"):
         sr.create_mesh("dp:1,tp:16", devices=pod(2, platform))
 
 
 def test_any_axis_can_be_said_to_need_the_fast_network() -> None:
-    with pytest.warns(sr.MeshWarning, match="'experts'"):
+    with pytest.warns(sr.errors.MeshWarning, match="'experts'"):
         sr.create_mesh("experts:16", devices=pod(2), fast_axes=("experts",))
     sr.create_mesh("tp:16", devices=pod(2), fast_axes=())
-    with pytest.warns(sr.MeshWarning, match="'experts'"):
+    with pytest.warns(sr.errors.MeshWarning, match="'experts'"):
         sr.create_mesh("experts:16", devices=pod(2), fast_axes="experts")
     sr.create_mesh("exp:16", devices=pod(2), fast_axes="experts")
 
 
 def test_an_axis_that_crosses_slices_where_devices_are_put_is_a_warning() -> None:
     put = np.array(pod(2))
-    with pytest.warns(sr.MeshWarning, match="'tp' of size 2 spans 2 slices"):
+    with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 2 spans 2 slices"):
         sr.create_mesh("dp:8,tp:2", devices=put.reshape(2, 8).T)
-    with pytest.warns(sr.MeshWarning, match="'tp' of size 8 spans 2 slices"):  # its first row only
+    with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 8 spans 2 slices"):  # its first row only
         sr.create_mesh("dp:2,tp:8", devices=put[[0, 8, *range(1, 8), *range(9, 16)]])
     sr.create_mesh("dp:2,tp:8", devices=put.reshape(2, 8))
 
 
 def test_gpus_of_several_hosts_are_joined_by_a_slow_network_whatever_coordinates_they_have() -> None:
     gpus = [
-        sr.DeviceInfo(number, process_index=number // 4, slice_index=0, coords=(number % 4,), platform="gpu")
+        sr.meshes.DeviceInfo(number, process_index=number // 4, slice_index=0, coords=(number % 4,), platform="gpu")
         for number in range(8)
     ]
-    with pytest.warns(sr.MeshWarning, match="'model' of size 8 spans 2 processes: .*Ethernet or InfiniBand"):
+    with pytest.warns(sr.errors.MeshWarning, match="'model' of size 8 spans 2 processes: .*Ethernet or InfiniBand"):
         sr.create_mesh("model:8", devices=gpus)
 
 
@@ -245,18 +245,18 @@ def test_a_warning_points_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(jax, "devices", lambda backend=None: pod(2))
 
     def within() -> None:
-        with sr.cpu_context("tp:16"):
+        with sr.meshes.cpu_context("tp:16"):
             pass
 
     calls: list[Callable[[], object]] = [
         lambda: sr.create_mesh("tp:16"),
-        lambda: sr.create_device_mesh([("tp", 16)]),
-        lambda: sr.parse_mesh_from_string("tp:16", ["tp"]),
-        lambda: sr.create_cpu_mesh("tp:16"),
+        lambda: sr.meshes.create_device_mesh([("tp", 16)]),
+        lambda: sr.meshes.parse_mesh_from_string("tp:16", ["tp"]),
+        lambda: sr.meshes.create_cpu_mesh("tp:16"),
         within,
     ]
     for call in calls:
-        with pytest.warns(sr.MeshWarning, match="'tp'") as caught, contextlib.suppress(AttributeError):
+        with pytest.warns(sr.errors.MeshWarning, match="'tp'") as caught, contextlib.suppress(AttributeError):
             call()  # no context takes descriptions for devices
         assert [one.filename for one in caught] == [__file__]
 
@@ -267,21 +267,21 @@ def test_nothing_is_said_where_the_fast_axes_stay_inside() -> None:
 
 
 def test_processes_of_one_device_each_tell_nothing_of_the_network() -> None:
-    each = [sr.DeviceInfo(number, process_index=number) for number in range(8)]
+    each = [sr.meshes.DeviceInfo(number, process_index=number) for number in range(8)]
     assert sr.create_mesh("tp:8", devices=each).size == 8
-    pairs = [sr.DeviceInfo(number, process_index=number // 2) for number in range(8)]
-    with pytest.warns(sr.MeshWarning, match="spans 4 processes"):
+    pairs = [sr.meshes.DeviceInfo(number, process_index=number // 2) for number in range(8)]
+    with pytest.warns(sr.errors.MeshWarning, match="spans 4 processes"):
         sr.create_mesh("tp:8", devices=pairs)
 
 
 def test_slices_that_were_announced_and_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sr.create_mesh("a:8")
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    with pytest.raises(sr.MeshError, match="MEGASCALE_NUM_SLICES is 2, and the 8 devices are of 1 slice"):
+    with pytest.raises(sr.errors.MeshError, match="MEGASCALE_NUM_SLICES is 2, and the 8 devices are of 1 slice"):
         sr.create_mesh("a:8")
     assert sr.create_mesh("a:8", devices=jax.devices()) is before
-    assert sr.create_cpu_mesh("a:8") is before
-    with sr.cpu_context("a:8") as mesh:
+    assert sr.meshes.create_cpu_mesh("a:8") is before
+    with sr.meshes.cpu_context("a:8") as mesh:
         assert mesh is before
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
     assert sr.create_mesh("a:8") is before
@@ -293,13 +293,13 @@ def test_jax_lays_out_one_torus_over_all_its_processes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "make_mesh", lambda *args, devices, **_: said.append((args, devices)))
         sr.create_mesh("a:16", devices=torus, use_jax=True)
-        with pytest.raises(sr.MeshError, match="or the processes of one torus"):
+        with pytest.raises(sr.errors.MeshError, match="or the processes of one torus"):
             sr.create_mesh("a:16", devices=pod(1), use_jax=True)
     assert said == [(((16,), ("a",)), torus)]
 
 
 def test_jax_lays_out_one_slice_only() -> None:
-    with pytest.raises(sr.MeshError, match="use_jax=True is for one slice and one process"):
+    with pytest.raises(sr.errors.MeshError, match="use_jax=True is for one slice and one process"):
         sr.create_mesh("dp:16", devices=pod(2), use_jax=True)
 
 
@@ -314,7 +314,7 @@ def test_jax_lays_out_one_slice_only() -> None:
     ],
 )
 def test_a_text_is_read_against_names(text: str, names: Any, sizes: dict[str, int]) -> None:
-    assert list(sr.parse_mesh_from_string(text, names).shape.items()) == list(sizes.items())
+    assert list(sr.meshes.parse_mesh_from_string(text, names).shape.items()) == list(sizes.items())
 
 
 @pytest.mark.parametrize(
@@ -334,28 +334,28 @@ def test_a_text_is_read_against_names(text: str, names: Any, sizes: dict[str, in
     ],
 )
 def test_a_text_that_does_not_fit_the_names_is_refused(text: str, match: str) -> None:
-    with pytest.raises(sr.MeshError, match=match):
-        sr.parse_mesh_from_string(text, ["dp", "tp"])
+    with pytest.raises(sr.errors.MeshError, match=match):
+        sr.meshes.parse_mesh_from_string(text, ["dp", "tp"])
 
 
 @pytest.mark.parametrize("given", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
 def test_what_is_no_list_of_pairs_is_refused(given: Any) -> None:
-    with pytest.raises(sr.MeshError, match="config_mesh is a list of pairs"):
-        sr.create_device_mesh(given)
-    with pytest.raises(sr.MeshError, match="axis_dims is a text such as"):
-        sr.parse_mesh_from_string(given, ["a"])
+    with pytest.raises(sr.errors.MeshError, match="config_mesh is a list of pairs"):
+        sr.meshes.create_device_mesh(given)
+    with pytest.raises(sr.errors.MeshError, match="axis_dims is a text such as"):
+        sr.meshes.parse_mesh_from_string(given, ["a"])
 
 
 def test_pairs_of_name_and_size() -> None:
-    mesh = sr.create_device_mesh([("data", -1), ("model", 4)], axis_types="explicit")
+    mesh = sr.meshes.create_device_mesh([("data", -1), ("model", 4)], axis_types="explicit")
     assert (dict(mesh.shape), mesh.axis_types) == ({"data": 2, "model": 4}, (EXPLICIT, EXPLICIT))
 
 
 def test_on_the_cpu() -> None:
-    assert sr.create_cpu_mesh() is sr.create_mesh(backend="cpu")
-    with sr.force_cpu() as cpu:
+    assert sr.meshes.create_cpu_mesh() is sr.create_mesh(backend="cpu")
+    with sr.meshes.force_cpu() as cpu:
         assert jnp.ones(3).devices() == {cpu} == {jax.devices("cpu")[0]}
-    with sr.cpu_context("data:2,model:4") as mesh:
+    with sr.meshes.cpu_context("data:2,model:4") as mesh:
         assert sr.current_mesh() is mesh
         assert jax.jit(lambda x: x)(jnp.ones(3)).sum() == 3
     assert sr.current_mesh() is None
@@ -383,7 +383,7 @@ def test_rules_plan_alike_whatever_the_axis_types_and_arrays_go_where_they_say(r
         warnings.simplefilter("error")
         placed = jax.device_put(tree, plan.shardings(mesh))
     for name, array in placed.items():
-        assert sr.same(array.sharding.spec, plan.specs[name])
+        assert sr.specs.same(array.sharding.spec, plan.specs[name])
         np.testing.assert_array_equal(array, tree[name])
         assert array.addressable_shards[0].data.nbytes == array.sharding.shard_shape(array.shape)[0] * (
             array.sharding.shard_shape(array.shape)[1] * 4

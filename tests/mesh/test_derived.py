@@ -36,45 +36,45 @@ def ids(mesh: Mesh) -> Any:
     ids=str,
 )
 def test_folded_axes_are_one_the_first_most_major(names: tuple[str, ...], sizes: Any, order: Any) -> None:
-    mesh = sr.fold_axes(sr.create_mesh(MESH), names, "x")
+    mesh = sr.meshes.fold_axes(sr.create_mesh(MESH), names, "x")
     assert list(mesh.shape.items()) == list(sizes.items())
     assert ids(mesh) == order
-    assert sr.fold_axes(sr.create_mesh(MESH).abstract_mesh, names, "x") == mesh.abstract_mesh
-    assert dict(sr.fold_axes(sr.mesh_shape(MESH), names, "x").shape) == sizes
+    assert sr.meshes.fold_axes(sr.create_mesh(MESH).abstract_mesh, names, "x") == mesh.abstract_mesh
+    assert dict(sr.meshes.fold_axes(sr.mesh_shape(MESH), names, "x").shape) == sizes
 
 
 def test_an_array_on_folded_axes_is_where_it_was_on_the_axes_together() -> None:
     mesh = sr.create_mesh(MESH)
     for names in itertools.permutations("abc", 2):
-        folded = sr.fold_axes(mesh, names, "x")
+        folded = sr.meshes.fold_axes(mesh, names, "x")
         here, there = (NamedSharding(folded, P("x")), NamedSharding(mesh, P(names)))
         assert here.devices_indices_map((8,)) == there.devices_indices_map((8,))
 
 
 def test_splitting_undoes_folding() -> None:
     mesh = sr.create_mesh(MESH)
-    assert sr.split_axis(sr.fold_axes(mesh, ("a", "b"), "x"), "x", {"a": 2, "b": -1}) is mesh
-    assert sr.split_axis(mesh, "c", {"d": 2, "e": 1}).axis_names == ("a", "b", "d", "e")
+    assert sr.meshes.split_axis(sr.meshes.fold_axes(mesh, ("a", "b"), "x"), "x", {"a": 2, "b": -1}) is mesh
+    assert sr.meshes.split_axis(mesh, "c", {"d": 2, "e": 1}).axis_names == ("a", "b", "d", "e")
 
 
 def test_names_can_be_swapped() -> None:
     mesh = sr.create_mesh(MESH)
-    swapped = sr.rename_axes(mesh, {"a": "c", "c": "a"})
+    swapped = sr.meshes.rename_axes(mesh, {"a": "c", "c": "a"})
     assert swapped.axis_names == ("c", "b", "a")
     assert ids(swapped) == ids(mesh)
-    assert sr.rename_axes(swapped, {"a": "c", "c": "a"}) is mesh
+    assert sr.meshes.rename_axes(swapped, {"a": "c", "c": "a"}) is mesh
 
 
 def test_axis_types_are_kept() -> None:
     mesh = sr.create_mesh(MESH, axis_types=("auto", "auto", "explicit"))
     auto, explicit = mesh.axis_types[0], mesh.axis_types[2]
-    assert sr.fold_axes(mesh, ("a", "b"), "x").axis_types == (auto, explicit)
-    assert sr.split_axis(mesh, "c", {"d": 2, "e": 1}).axis_types == (auto, auto, explicit, explicit)
-    assert sr.rename_axes(mesh, {"c": "z"}).axis_types == mesh.axis_types
-    assert sr.submesh(mesh, mesh.devices[0].flat).axis_types == mesh.axis_types
-    assert isinstance(sr.split_axis(mesh.abstract_mesh, "c", {"d": -1}), AbstractMesh)
-    with pytest.raises(sr.MeshError, match="'b' is Auto, 'c' is Explicit; only axes of one type make one axis"):
-        sr.fold_axes(mesh, ("b", "c"), "x")
+    assert sr.meshes.fold_axes(mesh, ("a", "b"), "x").axis_types == (auto, explicit)
+    assert sr.meshes.split_axis(mesh, "c", {"d": 2, "e": 1}).axis_types == (auto, auto, explicit, explicit)
+    assert sr.meshes.rename_axes(mesh, {"c": "z"}).axis_types == mesh.axis_types
+    assert sr.meshes.submesh(mesh, mesh.devices[0].flat).axis_types == mesh.axis_types
+    assert isinstance(sr.meshes.split_axis(mesh.abstract_mesh, "c", {"d": -1}), AbstractMesh)
+    with pytest.raises(sr.errors.MeshError, match="'b' is Auto, 'c' is Explicit; only axes of one type make one axis"):
+        sr.meshes.fold_axes(mesh, ("b", "c"), "x")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_axis_types_are_kept() -> None:
 )
 def test_a_box_of_devices_is_a_mesh(part: Any, sizes: dict[str, int]) -> None:
     mesh = sr.create_mesh(MESH)
-    found = sr.submesh(mesh, mesh.devices[part].flat)
+    found = sr.meshes.submesh(mesh, mesh.devices[part].flat)
     assert dict(found.shape) == sizes
     assert sorted(np.ravel(ids(found))) == sorted(device.id for device in mesh.devices[part].flat)
     assert list(np.ravel(ids(found))) == sorted(np.ravel(ids(found)))  # in the order of the mesh, whatever was given
@@ -97,41 +97,57 @@ def test_a_box_of_devices_is_a_mesh(part: Any, sizes: dict[str, int]) -> None:
 
 def test_a_box_may_have_gaps() -> None:
     mesh = sr.create_mesh("a:8")
-    assert ids(sr.submesh(mesh, mesh.devices[::3])) == [0, 3, 6]
+    assert ids(sr.meshes.submesh(mesh, mesh.devices[::3])) == [0, 3, 6]
 
 
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda m: sr.fold_axes(m, ("a", "z"), "x"), sr.UnknownAxisError, "mesh a:2,b:2,c:2 has no axis 'z'"),
-        (lambda m: sr.fold_axes(m, (), "x"), sr.MeshError, "one axis or more, each once"),
-        (lambda m: sr.fold_axes(m, ("a", "a"), "x"), sr.MeshError, "each once; got"),
-        (lambda m: sr.fold_axes(m, ("a", "b"), "c"), sr.MeshError, "'c' is taken"),
-        (lambda m: sr.split_axis(m, "z", {"x": 2}), sr.UnknownAxisError, "no axis 'z'"),
-        (lambda m: sr.split_axis(m, "a", {"x": 3}), sr.MeshError, "axis 'a' of size 2 is not x:3"),
-        (lambda m: sr.split_axis(m, "a", {"x": -1, "y": -1}), sr.MeshError, "is not x:-1,y:-1"),
-        (lambda m: sr.split_axis(m, "a", {"x": -1, "y": 3}), sr.MeshError, "is not x:-1,y:3"),
-        (lambda m: sr.split_axis(m, "a", {"x": 0, "y": -1}), sr.MeshError, "is not x:0,y:-1"),
-        (lambda m: sr.split_axis(m, "a", {}), sr.MeshError, "is not nothing"),
-        (lambda m: sr.split_axis(m, "a", {"b": 2}), sr.MeshError, "'b' is taken"),
-        (lambda m: sr.split_axis(m, "a", untyped({"x": "2", "y": -1})), sr.MeshError, "a tuple of integers is wanted"),
-        (lambda m: sr.split_axis(m, "a", untyped([("x", 3)])), sr.MeshError, "axis 'a' of size 2 is not x:3"),
         (
-            lambda m: sr.split_axis(m, "a", untyped(2)),
-            sr.MeshError,
+            lambda m: sr.meshes.fold_axes(m, ("a", "z"), "x"),
+            sr.errors.UnknownAxisError,
+            "mesh a:2,b:2,c:2 has no axis 'z'",
+        ),
+        (lambda m: sr.meshes.fold_axes(m, (), "x"), sr.errors.MeshError, "one axis or more, each once"),
+        (lambda m: sr.meshes.fold_axes(m, ("a", "a"), "x"), sr.errors.MeshError, "each once; got"),
+        (lambda m: sr.meshes.fold_axes(m, ("a", "b"), "c"), sr.errors.MeshError, "'c' is taken"),
+        (lambda m: sr.meshes.split_axis(m, "z", {"x": 2}), sr.errors.UnknownAxisError, "no axis 'z'"),
+        (lambda m: sr.meshes.split_axis(m, "a", {"x": 3}), sr.errors.MeshError, "axis 'a' of size 2 is not x:3"),
+        (lambda m: sr.meshes.split_axis(m, "a", {"x": -1, "y": -1}), sr.errors.MeshError, "is not x:-1,y:-1"),
+        (lambda m: sr.meshes.split_axis(m, "a", {"x": -1, "y": 3}), sr.errors.MeshError, "is not x:-1,y:3"),
+        (lambda m: sr.meshes.split_axis(m, "a", {"x": 0, "y": -1}), sr.errors.MeshError, "is not x:0,y:-1"),
+        (lambda m: sr.meshes.split_axis(m, "a", {}), sr.errors.MeshError, "is not nothing"),
+        (lambda m: sr.meshes.split_axis(m, "a", {"b": 2}), sr.errors.MeshError, "'b' is taken"),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", untyped({"x": "2", "y": -1})),
+            sr.errors.MeshError,
+            "a tuple of integers is wanted",
+        ),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", untyped([("x", 3)])),
+            sr.errors.MeshError,
+            "axis 'a' of size 2 is not x:3",
+        ),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", untyped(2)),
+            sr.errors.MeshError,
             "the name and the size of each new axis, .*; got 2",
         ),
-        (lambda m: sr.submesh(m, m.devices.flat[0]), sr.MeshError, "devices is a list of devices, got"),
-        (lambda m: sr.rename_axes(m, {"a": "b"}), sr.MeshError, "'b' is taken"),
-        (lambda m: sr.rename_axes(m, {"z": "b"}), sr.UnknownAxisError, "no axis 'z'"),
-        (lambda m: sr.submesh(m, []), sr.MeshError, "no devices were given"),
-        (lambda m: sr.submesh(m, m.devices.flat[1:4]), sr.MeshError, "3 devices are not a mesh: .* which is 4 places"),
+        (lambda m: sr.meshes.submesh(m, m.devices.flat[0]), sr.errors.MeshError, "devices is a list of devices, got"),
+        (lambda m: sr.meshes.rename_axes(m, {"a": "b"}), sr.errors.MeshError, "'b' is taken"),
+        (lambda m: sr.meshes.rename_axes(m, {"z": "b"}), sr.errors.UnknownAxisError, "no axis 'z'"),
+        (lambda m: sr.meshes.submesh(m, []), sr.errors.MeshError, "no devices were given"),
         (
-            lambda m: sr.submesh(sr.submesh(m, m.devices[0].flat), m.devices[1].flat),
-            sr.MeshError,
+            lambda m: sr.meshes.submesh(m, m.devices.flat[1:4]),
+            sr.errors.MeshError,
+            "3 devices are not a mesh: .* which is 4 places",
+        ),
+        (
+            lambda m: sr.meshes.submesh(sr.meshes.submesh(m, m.devices[0].flat), m.devices[1].flat),
+            sr.errors.MeshError,
             "none of its devices",
         ),
-        (lambda m: sr.submesh(m.abstract_mesh, jax.devices()), sr.MeshError, "without devices"),
+        (lambda m: sr.meshes.submesh(m.abstract_mesh, jax.devices()), sr.errors.MeshError, "without devices"),
     ],
 )
 def test_what_cannot_be_made_is_refused(call: Any, error: type[Exception], match: str) -> None:

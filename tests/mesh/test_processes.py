@@ -29,7 +29,7 @@ def test_a_mesh_a_plan_an_array_and_a_barrier(processes: int, devices: int) -> N
             mesh = sr.create_mesh("data:4,model:2")
             owners = [[device.process_index for device in row] for row in mesh.devices]
             print(owners)
-            print(sr.calculate_host_mesh_shape((4, 2)))
+            print(sr.meshes.calculate_host_mesh_shape((4, 2)))
             tree = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
             rule = sr.DimShardingRule("data", 0, ignore_ndim_error=True) | sr.FSDPShardingRule("model", 0)
             plan = sr.check_same_plan(rule.plan(tree, mesh).check(), timeout=60)
@@ -38,7 +38,7 @@ def test_a_mesh_a_plan_an_array_and_a_barrier(processes: int, devices: int) -> N
             array = jax.make_array_from_callback((16, 8), plan.shardings(mesh)["w"], lambda index: whole[index])
             print(float(jax.jit(jnp.sum)(array)), [shard.data.shape for shard in array.addressable_shards][0])
             sr.barrier_sync(timeout=60, name="done")
-            print(sr.is_primary())
+            print(sr.meshes.is_primary())
             """,
             processes=processes,
             devices=devices,
@@ -61,7 +61,7 @@ def test_the_sizes_asked_for_are_kept_however_processes_are_spread() -> None:
                 print(dict(mesh.shape), [device.process_index for device in mesh.devices.flat])
             try:
                 sr.create_mesh("a:4,b:2", dcn_mesh_dims=(3, 1))
-            except sr.MeshError as error:
+            except sr.errors.MeshError as error:
                 print(error)
             """,
             processes=2,
@@ -104,7 +104,7 @@ def test_one_that_never_comes_is_named_in_the_time_asked_for() -> None:
         start = time.monotonic()
         try:
             sr.barrier_sync(timeout=2, name="checkpoint written")
-        except sr.BarrierTimeoutError as error:
+        except sr.errors.BarrierTimeoutError as error:
             print(isinstance(error, TimeoutError), 2 <= round(time.monotonic() - start, 1) <= 6)
             print(error, flush=True)
         time.sleep(8)  # the service lives in this process, and the other one cannot do without
@@ -130,7 +130,7 @@ def test_each_keeps_its_own_timeout_and_one_that_tries_again_meets_a_late_one() 
                 start = time.monotonic()
                 try:
                     sr.barrier_sync(timeout, name="x")
-                except sr.BarrierTimeoutError as error:
+                except sr.errors.BarrierTimeoutError as error:
                     print(timeout <= time.monotonic() - start + 0.1 < timeout + 1.5)
                     print(str(error).splitlines()[process + 1].strip())
                     meet(60)
@@ -203,7 +203,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
                 try:
                     sr.barrier_sync(timeout, name=name)
                     heard[process].append("met")
-                except sr.ShardRulesError as error:
+                except sr.errors.ShardRulesError as error:
                     heard[process].append(f"{type(error).__name__} {error}")
 
         begin = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_process_waits_at_one_barrier_at_a_time(threads: Callable[..., list[li
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, None, "2"])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
-    with pytest.raises(sr.BarrierError, match="a timeout is a number of seconds, 0 or more; got"):
+    with pytest.raises(sr.errors.BarrierError, match="a timeout is a number of seconds, 0 or more; got"):
         sr.barrier_sync(timeout)
 
 
@@ -279,7 +279,7 @@ def test_processes_at_different_barriers_are_told_at_once() -> None:
             start = time.monotonic()
             try:
                 sr.barrier_sync(timeout=60, name="even" if process % 2 == 0 else "odd")
-            except sr.BarrierError as error:
+            except sr.errors.BarrierError as error:
                 print(time.monotonic() - start < 30)
                 print(error)
             sr.barrier_sync(timeout=60)  # and can meet again
@@ -309,7 +309,7 @@ def test_one_that_holds_another_plan_is_shown_to_all(processes: int, devices: in
             other = sr.DimShardingRule("data", 0).plan(tree, mesh)
             try:
                 sr.check_same_plan(other if process == 1 else same, timeout=60)
-            except sr.DisagreementError as error:
+            except sr.errors.DisagreementError as error:
                 print(error)
             sr.check_same_plan(same, timeout=60)
             """,
@@ -339,7 +339,7 @@ def test_plans_for_different_meshes_and_what_is_no_plan_are_shown_to_all() -> No
                 plan = tree if mesh is None else rule.plan(tree, mesh)
                 try:
                     print("same", sr.check_same_plan(plan, timeout=60) is plan)
-                except (sr.DisagreementError, sr.RuleTypeError) as error:
+                except (sr.errors.DisagreementError, sr.errors.RuleTypeError) as error:
                     print(type(error).__name__, " ".join(str(error).split()))
             """,
             processes=2,
@@ -359,7 +359,7 @@ def test_plans_for_different_meshes_and_what_is_no_plan_are_shown_to_all() -> No
 
 def test_several_processes_without_a_service_cannot_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardrules.mesh.processes.process_count", lambda: 2)
-    with pytest.raises(sr.BarrierError, match=r"there are 2 processes .*jax\.distributed\.initialize") as caught:
+    with pytest.raises(sr.errors.BarrierError, match=r"there are 2 processes .*jax\.distributed\.initialize") as caught:
         sr.barrier_sync(name="lonely")
     assert isinstance(caught.value, RuntimeError)
 
@@ -367,8 +367,8 @@ def test_several_processes_without_a_service_cannot_wait(monkeypatch: pytest.Mon
 def test_one_process_waits_for_nobody() -> None:
     sr.barrier_sync()
     sr.barrier_sync(0, name="any")
-    assert sr.is_primary()
+    assert sr.meshes.is_primary()
     plan = sr.ReplicateShardingRule().plan({})
     assert sr.check_same_plan(plan) is plan
-    with pytest.raises(sr.RuleTypeError, match="process 0 came with a dict, which is no plan"):
+    with pytest.raises(sr.errors.RuleTypeError, match="process 0 came with a dict, which is no plan"):
         sr.check_same_plan({})  # pyright: ignore[reportArgumentType]

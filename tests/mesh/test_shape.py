@@ -44,18 +44,18 @@ def test_a_shape_is_read_as_it_is_written(names: list[str], data: st.DataObject)
     ],
 )
 def test_what_is_no_shape_is_refused(text: str, match: str) -> None:
-    with pytest.raises(sr.SpecError, match=match):
+    with pytest.raises(sr.errors.SpecError, match=match):
         sr.mesh_shape(text)
 
 
 def test_a_shape_is_a_text() -> None:
-    with pytest.raises(sr.SpecError, match="a mesh shape is a text such as 'data:64,model:16', got 8"):
+    with pytest.raises(sr.errors.SpecError, match="a mesh shape is a text such as 'data:64,model:16', got 8"):
         sr.mesh_shape(8)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_size_may_be_left_open_where_devices_fill_it() -> None:
     assert read_axes("data:-1,model:2", least=-1) == (("data", "model"), (-1, 2))
-    with pytest.raises(sr.SpecError, match="or -1 for what is left"):
+    with pytest.raises(sr.errors.SpecError, match="or -1 for what is left"):
         read_axes("data:-2", least=-1)
 
 
@@ -84,10 +84,10 @@ def test_an_open_size_is_what_is_left(sizes: list[int], data: st.DataObject) -> 
     ],
 )
 def test_sizes_that_devices_do_not_have_are_refused(sizes: Any, names: Any, match: str) -> None:
-    with pytest.raises(sr.MeshError, match=match):
+    with pytest.raises(sr.errors.MeshError, match=match):
         resolve_sizes(sizes, names, 8)
 
 
 def test_without_devices_there_is_no_mesh() -> None:
-    with pytest.raises(sr.MeshError, match="mesh a:-1: there are no devices"):
+    with pytest.raises(sr.errors.MeshError, match="mesh a:-1: there are no devices"):
         resolve_sizes((-1,), ("a",), 0)

@@ -60,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     columns = {"up": P(None, "model"), "down": P(None, "model")}
     audit = sr.ShardingAnalyzer(MESH).audit(forward, w, x, in_shardings=(columns, P("data")))
     gradient = jax.grad(lambda w, x: forward(w, x).mean())
-    planned = sr.AutoPlanReport.of(sr.autoplan(gradient, w, x, mesh=MESH), frontier=3)
+    planned = sr.reports.AutoPlanReport.of(sr.autoplan(gradient, w, x, mesh=MESH), frontier=3)
     plan = small_plan()
     params = {path.replace("/", "."): leaf for path, leaf in (("embed", shapes((512, 64))),)}
     state = plan.mirror({"mu": params, "count": shapes(())})

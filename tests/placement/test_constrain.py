@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.presets import eformer
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 TYPES = [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)]
@@ -64,9 +65,9 @@ def test_trees_and_prefixes_are_taken_and_other_leaves_stay() -> None:
         assert [x.sharding.spec for x in (*found["a"], found["b"])] == [P("dp"), P("dp"), P("tp")]
         assert (found["n"], found["f"]) == (3, jax.nn.relu)
         assert sr.with_sharding_constraint("text", P("dp")) == "text"
-        with pytest.raises(sr.TreeError, match="do not have the structure of the tree"):
+        with pytest.raises(sr.errors.TreeError, match="do not have the structure of the tree"):
             sr.with_sharding_constraint(given, {"a": P()})
-        with pytest.raises(sr.SpecError, match="takes a PartitionSpec or a sharding, got 'dp'"):
+        with pytest.raises(sr.errors.SpecError, match="takes a PartitionSpec or a sharding, got 'dp'"):
             sr.with_sharding_constraint(ONES, "dp")
 
 
@@ -103,7 +104,7 @@ def test_another_mesh_than_the_one_in_force_is_refused_inside_of_jit() -> None:
         assert jax.jit(shard)(ONES).sharding.is_equivalent_to(NamedSharding(other, P("dp")), 2)
         with jax.set_mesh(MESH):
             assert shard(ONES).sharding.is_equivalent_to(NamedSharding(other, P("dp")), 2)
-            with pytest.raises(sr.MeshError, match="on the mesh dp:4,tp:2, while dp:2,tp:4 is in force"):
+            with pytest.raises(sr.errors.MeshError, match="on the mesh dp:4,tp:2, while dp:2,tp:4 is in force"):
                 jax.jit(shard)(ONES)
 
 
@@ -113,22 +114,22 @@ def test_another_mesh_than_the_one_in_force_is_refused_inside_of_jit() -> None:
 def test_an_axis_that_the_mesh_lacks_skips_the_constraint_aloud() -> None:
     with jax.set_mesh(MESH):
         with pytest.warns(
-            sr.ShardingWarning, match=r"x \(8, 8\): P\('zz', 'tp'\) was skipped as a whole.*no axis 'zz'"
+            sr.errors.ShardingWarning, match=r"x \(8, 8\): P\('zz', 'tp'\) was skipped as a whole.*no axis 'zz'"
         ):
             assert sr.with_sharding_constraint(ONES, P("zz", "tp")) is ONES
-        with pytest.warns(sr.ShardingWarning, match="skipped as a whole"):
+        with pytest.warns(sr.errors.ShardingWarning, match="skipped as a whole"):
             inside = jax.jit(lambda x: sr.with_sharding_constraint(x, P("zz", "tp")))(ONES)
         assert inside.sharding.is_fully_replicated
 
 
 def test_the_warning_points_at_the_caller() -> None:
-    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match="skipped") as caught:
+    with jax.set_mesh(MESH), pytest.warns(sr.errors.ShardingWarning, match="skipped") as caught:
         sr.with_sharding_constraint(ONES, P("zz"))
     assert caught[0].filename == __file__
 
 
 def test_dropping_leaves_out_that_axis_only() -> None:
-    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match=r"\(did you mean 'tp'\?\)"):
+    with jax.set_mesh(MESH), pytest.warns(sr.errors.ShardingWarning, match=r"\(did you mean 'tp'\?\)"):
         found = sr.with_sharding_constraint(ONES, P(("dp", "tpp"), "tp"), missing="drop")
     assert found.sharding.spec == P("dp", "tp")
 
@@ -136,7 +137,7 @@ def test_dropping_leaves_out_that_axis_only() -> None:
 def test_an_axis_that_is_missing_can_be_an_error_that_lists_all_arrays() -> None:
     with (
         jax.set_mesh(MESH),
-        pytest.raises(sr.UnknownAxisError, match=r"(?s)a \(8, 8\).*no axis 'xx'.*b \(8, 8\).*no axis 'xx'"),
+        pytest.raises(sr.errors.UnknownAxisError, match=r"(?s)a \(8, 8\).*no axis 'xx'.*b \(8, 8\).*no axis 'xx'"),
     ):
         sr.with_sharding_constraint({"a": ONES, "b": ONES}, P("xx"), missing="error")
 
@@ -148,7 +149,7 @@ def test_a_manual_axis_is_not_to_be_had_inside_shard_map(missing: Any, spec: P) 
 
     with jax.set_mesh(MESH):
         mapped = jax.jit(jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
-        with pytest.warns(sr.ShardingWarning, match="axis 'dp' is Manual here, inside shard_map"):
+        with pytest.warns(sr.errors.ShardingWarning, match="axis 'dp' is Manual here, inside shard_map"):
             found = mapped(ONES)
     assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
 
@@ -157,7 +158,7 @@ def test_a_manual_axis_can_be_an_error() -> None:
     def inner(x: Any) -> Any:
         return sr.with_sharding_constraint(x, P("dp"), missing="error")
 
-    with jax.set_mesh(MESH), pytest.raises(sr.UnknownAxisError, match="axis 'dp' is Manual here"):
+    with jax.set_mesh(MESH), pytest.raises(sr.errors.UnknownAxisError, match="axis 'dp' is Manual here"):
         jax.jit(jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp")))(ONES)
 
 
@@ -187,7 +188,7 @@ def test_a_dimension_that_does_not_divide_is_an_error(types: tuple[AxisType, Axi
     with (
         jax.set_mesh(mesh_of(types)),
         pytest.raises(
-            sr.IndivisibleError,
+            sr.errors.IndivisibleError,
             match=r"h \(10, 8\): array axis 0 is partitioned 8 times, but the dimension size is 10 \(mesh axis dp x",
         ),
     ):
@@ -211,7 +212,7 @@ def test_jax_itself_would_weaken_it() -> None:
     ids=str,
 )
 def test_dropping_keeps_what_divides_aloud(shape: tuple[int, ...], spec: P, becomes: P) -> None:
-    with jax.set_mesh(MESH), pytest.warns(sr.ShardingWarning, match="which fits"):
+    with jax.set_mesh(MESH), pytest.warns(sr.errors.ShardingWarning, match="which fits"):
         found = sr.with_sharding_constraint(jnp.ones(shape), spec, indivisible="drop")
     assert found.sharding.is_equivalent_to(NamedSharding(MESH, becomes), len(shape))
 
@@ -221,13 +222,13 @@ def test_dropping_keeps_what_divides_aloud(shape: tuple[int, ...], spec: P, beco
     [(P("dp", None, "tp"), "has 3 entries, the array has 2 dimensions"), (P("dp", "dp"), "uses axis 'dp' twice")],
 )
 def test_other_unsound_specs_are_errors(spec: P, message: str) -> None:
-    with jax.set_mesh(MESH), pytest.raises(sr.SpecError, match=message):
+    with jax.set_mesh(MESH), pytest.raises(sr.errors.SpecError, match=message):
         sr.with_sharding_constraint(ONES, spec)
 
 
 @pytest.mark.parametrize("word", [{"missing": "ignore"}, {"indivisible": "skip"}])
 def test_a_policy_that_there_is_not_is_refused(word: Any) -> None:
-    with jax.set_mesh(MESH), pytest.raises(sr.SpecError, match="is one of"):
+    with jax.set_mesh(MESH), pytest.raises(sr.errors.SpecError, match="is one of"):
         sr.with_sharding_constraint(ONES, P("dp"), **word)
 
 
@@ -268,7 +269,7 @@ def test_a_compiled_function_is_traced_anew_under_another_meaning() -> None:
 
 
 def test_a_partition_axis_gives_meaning_by_mode() -> None:
-    axes = sr.PartitionAxis(
+    axes = eformer.PartitionAxis(
         data_parallel_axis="dp",
         batch_axis="dp",
         hidden_state_axis="tp",
@@ -279,10 +280,12 @@ def test_a_partition_axis_gives_meaning_by_mode() -> None:
     hidden = jnp.ones((8, 4, 8))
     with jax.set_mesh(MESH):
         with sr.logical_axes(axes):
-            assert sr.constrain(hidden, sr.BATCH, sr.LENGTH, sr.EMBED).sharding.spec == P("dp", None, "tp")
-            assert sr.constrain(hidden, sr.HiddenStateSharding).sharding.spec == P("dp", None, "tp")
-        with sr.logical_axes(axes, mode=sr.MODE_DECODE):
-            assert sr.constrain(hidden, sr.BATCH, sr.LENGTH, None).sharding.is_fully_replicated
+            assert sr.constrain(hidden, eformer.BATCH, eformer.LENGTH, eformer.EMBED).sharding.spec == P(
+                "dp", None, "tp"
+            )
+            assert sr.constrain(hidden, eformer.HiddenStateSharding).sharding.spec == P("dp", None, "tp")
+        with sr.logical_axes(axes, mode=eformer.MODE_DECODE):
+            assert sr.constrain(hidden, eformer.BATCH, eformer.LENGTH, None).sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize(
@@ -290,11 +293,11 @@ def test_a_partition_axis_gives_meaning_by_mode() -> None:
     [
         (
             ("bacth", "embed"),
-            sr.UnknownAxisError,
+            sr.errors.UnknownAxisError,
             r"dimension 0 of \(8, 8\) is called 'bacth' \(did you mean 'batch'\?\)",
         ),
-        (("batch",), sr.SpecError, r"1 logical axes \('batch',\) for an array of shape \(8, 8\)"),
-        (("batch", "rows"), sr.SpecError, "'dp' would split both 'batch' and 'rows'"),
+        (("batch",), sr.errors.SpecError, r"1 logical axes \('batch',\) for an array of shape \(8, 8\)"),
+        (("batch", "rows"), sr.errors.SpecError, "'dp' would split both 'batch' and 'rows'"),
     ],
 )
 def test_names_that_cannot_be_meant_are_refused(names: Any, error: Any, message: str) -> None:
@@ -308,7 +311,7 @@ def test_names_that_cannot_be_meant_are_refused(names: Any, error: Any, message:
 
 def test_policies_hold_for_logical_names_too() -> None:
     with jax.set_mesh(MESH), sr.logical_axes({"batch": "dp", "seq": "sp"}):
-        with pytest.warns(sr.ShardingWarning, match=r"constrain: .* no axis 'sp'"):
+        with pytest.warns(sr.errors.ShardingWarning, match=r"constrain: .* no axis 'sp'"):
             assert sr.constrain(ONES, "batch", "seq", missing="drop").sharding.spec[0] == "dp"
-        with pytest.raises(sr.IndivisibleError, match=r"constrain: .*dimension size is 7"):
+        with pytest.raises(sr.errors.IndivisibleError, match=r"constrain: .*dimension size is 7"):
             sr.constrain(jnp.ones((7, 8)), "batch", None)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.presets import eformer
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"))
 
@@ -34,7 +35,7 @@ def test_keys_stay_keys_and_other_leaves_as_they_are() -> None:
 
 
 def test_the_pair_of_functions_goes_there_and_back() -> None:
-    shard, gather = sr.make_shard_and_gather_fns({"w": P("dp", "tp"), "b": None, "n": P()}, MESH)
+    shard, gather = eformer.make_shard_and_gather_fns({"w": P("dp", "tp"), "b": None, "n": P()}, MESH)
     assert shard["b"] is gather["b"] is None
     for given in (np.arange(64.0, dtype=np.float32).reshape(8, 8), jnp.arange(64.0).reshape(8, 8)):
         placed = shard["w"](given)
@@ -47,16 +48,16 @@ def test_the_pair_of_functions_goes_there_and_back() -> None:
 
 
 def test_the_pair_is_refused_as_filter_shard_refuses() -> None:
-    shard, _ = sr.make_shard_and_gather_fns(P("dp"), MESH)
-    with pytest.raises(sr.PlanError, match="not divisible by mesh axis dp size 2"):
+    shard, _ = eformer.make_shard_and_gather_fns(P("dp"), MESH)
+    with pytest.raises(sr.errors.PlanError, match="not divisible by mesh axis dp size 2"):
         shard(np.ones(7))
     with pytest.raises(AssertionError, match="No mesh found"):
-        sr.make_shard_and_gather_fns(P("dp"))
-    with pytest.raises(sr.TreeError, match="takes PartitionSpecs, got 'dp'"):
-        sr.make_shard_and_gather_fns({"w": "dp"}, MESH)
+        eformer.make_shard_and_gather_fns(P("dp"))
+    with pytest.raises(sr.errors.TreeError, match="takes PartitionSpecs, got 'dp'"):
+        eformer.make_shard_and_gather_fns({"w": "dp"}, MESH)
 
 
 def test_the_mesh_in_force_will_do() -> None:
     with jax.set_mesh(MESH):
-        shard, _ = sr.make_shard_and_gather_fns({"w": P("dp")})
+        shard, _ = eformer.make_shard_and_gather_fns({"w": P("dp")})
     assert shard["w"](np.ones(8)).sharding.mesh == MESH

@@ -164,13 +164,13 @@ def test_what_cannot_be_placed_is_refused_before_anything_is_made() -> None:
         jax.debug.callback(lambda: ran.append(1))
         return {"a": jax.random.normal(key, (7,)), "b": jax.random.normal(key, (6,))}
 
-    with pytest.raises(sr.PlanError, match=r"(?s)filter_init: 2 arrays cannot be placed:.*a \(7,\).*b \(6,\)"):
+    with pytest.raises(sr.errors.PlanError, match=r"(?s)filter_init: 2 arrays cannot be placed:.*a \(7,\).*b \(6,\)"):
         sr.filter_init(make, P("data"), MESH)(jax.random.key(0))
     jax.effects_barrier()
     assert ran == []
-    with pytest.raises(sr.NoMeshError, match="filter_init needs a mesh"):
+    with pytest.raises(sr.errors.NoMeshError, match="filter_init needs a mesh"):
         sr.filter_init(make, P("data"))(jax.random.key(0))
-    with pytest.raises(sr.AxisTypeError, match="a mesh is a Mesh"):
+    with pytest.raises(sr.errors.AxisTypeError, match="a mesh is a Mesh"):
         sr.filter_init(make, P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 

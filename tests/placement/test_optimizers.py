@@ -123,7 +123,7 @@ def assert_follows(state: Any, params: Any, mesh: Mesh, count: int) -> None:
         followed += spec is not None
         assert isinstance(leaf.sharding, NamedSharding), jtu.keystr(path)
         assert leaf.sharding.mesh == mesh, jtu.keystr(path)
-        assert sr.same(leaf.sharding.spec, spec or P()), (jtu.keystr(path), leaf.sharding.spec, spec)
+        assert sr.specs.same(leaf.sharding.spec, spec or P()), (jtu.keystr(path), leaf.sharding.spec, spec)
         assert (spec is None) == leaf.sharding.is_fully_replicated, jtu.keystr(path)
     assert followed == count
 

@@ -108,7 +108,7 @@ def test_batches_on_the_host_and_meshes_that_leave_a_process_out() -> None:
             across = sr.filter_shard(np.ones(8, np.float32), P("data"), mesh)
             try:
                 sr.filter_shard(across, P("data"), first)
-            except sr.MeshError as error:
+            except sr.errors.MeshError as error:
                 print("Gather it first" in str(error))
             """,
             processes=2,

@@ -220,10 +220,10 @@ def test_nothing_is_compiled_per_leaf() -> None:
 
 def test_every_array_that_does_not_fit_is_listed_and_nothing_is_moved() -> None:
     given = {"a": np.ones((7, 8)), "b": [np.ones(6), np.ones(16)], "c": np.ones(3)}
-    with pytest.raises(sr.PlanError, match="filter_shard: 3 arrays cannot be placed") as caught:
+    with pytest.raises(sr.errors.PlanError, match="filter_shard: 3 arrays cannot be placed") as caught:
         sr.filter_shard(given, P("data"), MESH)
     assert [finding.path for finding in caught.value.findings] == ["a", "b/0", "c"]  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(sr.PlanError, match=r"(?s)indivisible: a \(7, 8\).*indivisible: b/0.*indivisible: c"):
+    with pytest.raises(sr.errors.PlanError, match=r"(?s)indivisible: a \(7, 8\).*indivisible: b/0.*indivisible: c"):
         sr.filter_shard(given, sr.DimShardingRule("data", 0), MESH)
 
 
@@ -237,24 +237,24 @@ def test_every_array_that_does_not_fit_is_listed_and_nothing_is_moved() -> None:
     ],
 )
 def test_specs_that_no_mesh_could_honour_are_refused(how: Any, message: str) -> None:
-    with pytest.raises(sr.PlanError, match=message):
+    with pytest.raises(sr.errors.PlanError, match=message):
         sr.filter_shard(np.ones((8, 8)), how, MESH)
 
 
 def test_an_unsound_spec_inside_jit_is_refused_where_jax_would_weaken_it() -> None:
-    with pytest.raises(sr.PlanError, match="not divisible by mesh axis data x model size 8"):
+    with pytest.raises(sr.errors.PlanError, match="not divisible by mesh axis data x model size 8"):
         jax.jit(lambda x: sr.filter_shard(x, P(("data", "model")), MESH))(jnp.ones((10, 8)))
 
 
 def test_a_tree_of_specs_for_another_tree_is_refused() -> None:
-    with pytest.raises(sr.TreeError, match="does not have the structure of the tree"):
+    with pytest.raises(sr.errors.TreeError, match="does not have the structure of the tree"):
         sr.filter_shard(tree(), {"w": P(), "c": P()}, MESH)
 
 
 def test_a_plan_for_another_tree_is_refused_with_all_differences() -> None:
     plan = RULE.plan({**tree(), "extra": np.ones(8)}, MESH)
     with pytest.raises(
-        sr.TreeError, match=r"(?s)w: \(4, 4\) float64 in the tree, \(8, 8\).*extra: in the plan, not in"
+        sr.errors.TreeError, match=r"(?s)w: \(4, 4\) float64 in the tree, \(8, 8\).*extra: in the plan, not in"
     ):
         sr.filter_shard({"w": np.ones((4, 4)), "b": np.ones(8)}, plan, MESH)
 
@@ -266,31 +266,33 @@ def test_a_plan_serves_other_dtypes() -> None:
 
 
 def test_without_a_mesh_or_devices_it_says_what_to_pass() -> None:
-    with pytest.raises(sr.NoMeshError, match="filter_shard needs a mesh and there is none"):
+    with pytest.raises(sr.errors.NoMeshError, match="filter_shard needs a mesh and there is none"):
         sr.filter_shard(tree(), P("data"))
-    with pytest.raises(sr.NoMeshError, match=r"data:4,model:2 is only the shape of a mesh.*sr.create_mesh"):
+    with pytest.raises(sr.errors.NoMeshError, match=r"data:4,model:2 is only the shape of a mesh.*sr.create_mesh"):
         sr.filter_shard(tree(), RULE.plan(tree(), sr.mesh_shape("data:4,model:2")))
-    with pytest.raises(sr.AxisTypeError, match="a mesh is a Mesh or an AbstractMesh"):
+    with pytest.raises(sr.errors.AxisTypeError, match="a mesh is a Mesh or an AbstractMesh"):
         sr.filter_shard(tree(), P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_large_array_that_no_rule_speaks_of_is_told() -> None:
     large = np.zeros((4096, 1024), np.float32)
-    with pytest.warns(sr.ShardingWarning, match=r"(?s)filter_shard:.*large-replicated: w .*16.0 MiB on every device"):
+    with pytest.warns(
+        sr.errors.ShardingWarning, match=r"(?s)filter_shard:.*large-replicated: w .*16.0 MiB on every device"
+    ):
         sr.filter_shard({"w": large}, sr.RegexShardingRule([("bias", P())]), MESH)
 
 
 def test_a_mesh_that_the_rule_overrules_is_told() -> None:
     rule = sr.AutoShardingRule(MESH, min_shard_size=0)
     other = Mesh(np.array(jax.devices()), ("data",))
-    with pytest.warns(sr.ShardingWarning, match="the rule's own mesh"):
+    with pytest.warns(sr.errors.ShardingWarning, match="the rule's own mesh"):
         assert sr.filter_shard(tree(), rule, other)["w"].sharding.mesh == MESH
 
 
 def test_an_auto_axis_before_an_explicit_one_cannot_be_said_inside_jit() -> None:
     mesh = mesh_of((AUTO, EXPLICIT))
     given = jax.device_put(np.ones((8, 8)), NamedSharding(mesh, P()))
-    with pytest.raises(sr.SpecError, match="the Auto axis 'data' cannot come before an Explicit one"):
+    with pytest.raises(sr.errors.SpecError, match="the Auto axis 'data' cannot come before an Explicit one"):
         jax.jit(lambda x: sr.filter_shard(x, P(("data", "model")), mesh))(given)
     assert sr.filter_shard(given, P(("data", "model")), mesh).sharding.spec == P(("data", "model"))
 
@@ -299,7 +301,7 @@ def test_an_auto_axis_before_an_explicit_one_cannot_be_said_inside_jit() -> None
 @pytest.mark.parametrize("rows", [16, 8])
 def test_inside_shard_map_an_axis_that_is_mapped_cannot_be_had(how: Any, rows: int) -> None:
     mapped = jax.shard_map(lambda x: sr.filter_shard(2 * x, how, MESH), in_specs=P("data"), out_specs=P("data"))
-    with jax.set_mesh(MESH), pytest.raises(sr.PlanError, match=r"axis 'data' of .* is Manual here"):
+    with jax.set_mesh(MESH), pytest.raises(sr.errors.PlanError, match=r"axis 'data' of .* is Manual here"):
         jax.jit(mapped)(jnp.ones((rows, 8)))
 
 
@@ -315,14 +317,14 @@ def test_what_no_device_can_take_is_refused_with_its_path(value: Any, how: Any, 
     for place in (sr.filter_shard, sr.reshard) if isinstance(how, NamedSharding) else (sr.filter_shard,):
         with (
             jax.set_mesh(MESH),
-            pytest.raises(sr.PlanError, match=f"1 array cannot be placed:\n.*not-placeable: w .*{message}"),
+            pytest.raises(sr.errors.PlanError, match=f"1 array cannot be placed:\n.*not-placeable: w .*{message}"),
         ):
             place({"w": value}, how)
 
 
 def test_a_source_is_not_read_inside_of_jit() -> None:
     source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
-    with pytest.raises(sr.TreeError, match="an ArraySource is read outside of jit"):
+    with pytest.raises(sr.errors.TreeError, match="an ArraySource is read outside of jit"):
         jax.jit(lambda: sr.filter_shard(source, P("data"), MESH))()
 
 

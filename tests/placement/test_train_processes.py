@@ -59,7 +59,7 @@ def trained(axis_types: AxisTypes) -> tuple[list[float], dict[str, float], float
     arrays = jax.tree.leaves(params(made))
     for path, array in zip(plan.paths, arrays, strict=True):
         assert array.sharding.mesh == mesh, path
-        assert sr.same(array.sharding.spec, plan.decision(path).spec or P()), path
+        assert sr.specs.same(array.sharding.spec, plan.decision(path).spec or P()), path
         assert len(array.addressable_shards) == jax.local_device_count(), path
     share = sum(array.addressable_shards[0].data.nbytes for array in arrays) / sum(array.nbytes for array in arrays)
     whole = jax.tree.leaves(sr.filter_gather(params(made)))

@@ -72,8 +72,8 @@ def assert_lies_as(tree: Any, plan: sr.ShardingPlan, mesh: Mesh) -> int:
     for path, array, spec in zip(plan.paths, arrays, wanted, strict=True):
         assert isinstance(array.sharding, NamedSharding), path
         assert array.sharding.mesh == mesh, path
-        assert sr.same(array.sharding.spec, spec), (path, array.sharding.spec, spec)
-        assert array.sharding.shard_shape(array.shape) == sr.shard_shape(array.shape, spec, mesh.shape), path
+        assert sr.specs.same(array.sharding.spec, spec), (path, array.sharding.spec, spec)
+        assert array.sharding.shard_shape(array.shape) == sr.specs.shard_shape(array.shape, spec, mesh.shape), path
         split += not array.sharding.is_fully_replicated
     return split
 
@@ -237,7 +237,7 @@ def test_an_argument_that_lies_elsewhere_is_told_in_the_words_of_its_mesh() -> N
     run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")))
     whole = sr.filter_shard(mlp(explicit()), P(), explicit())
     with pytest.raises(
-        sr.PlanError, match=r"argument 0, .*lies as P\(\) on data:4,model:2, is to be P\('data', None\)"
+        sr.errors.PlanError, match=r"argument 0, .*lies as P\(\) on data:4,model:2, is to be P\('data', None\)"
     ):
         run(whole, np.ones((8, 8), np.float32))
 

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardrules.analysis.hardware import SHEETS
+from shardrules.analysis.machine.hardware import SHEETS
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS, WORDS, EXPERTS, CLASSES = 16, 8, 16, 32, 4, 3, 32, 4, 8
 

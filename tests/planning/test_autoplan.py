@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.hardware import SHEETS
+from shardrules.analysis.machine.hardware import SHEETS
 
 DATA = sr.mesh_shape("data:8")
 GRID = sr.mesh_shape("data:4,model:2")
@@ -43,17 +43,17 @@ def mlp(width: int, hidden: int, rows: int) -> tuple[Any, Any, Any]:
     return w, jax.eval_shape(OPTIM.init, w), real(rows, width)
 
 
-def codes(planned: sr.AutoPlan) -> list[str]:
+def codes(planned: sr.reports.AutoPlan) -> list[str]:
     return [finding.code for finding in planned.findings]
 
 
-def in_products(planned: sr.AutoPlan, path: str) -> list[P]:
+def in_products(planned: sr.reports.AutoPlan, path: str) -> list[P]:
     """The layouts in which products take an argument."""
     return [use.spec for use in planned.uses(path) if use.operation == "dot_general"]
 
 
 def least(fn: Callable[..., Any], *args: Any, **how: Any) -> int:
-    with pytest.raises(sr.DoesNotFitError, match="does not fit") as caught:
+    with pytest.raises(sr.errors.DoesNotFitError, match="does not fit") as caught:
         sr.autoplan(fn, *args, memory_limit=1, **how)
     return caught.value.needed_bytes
 
@@ -141,7 +141,7 @@ def test_the_least_limit_that_is_named_works(mesh: Any) -> None:
     needed = least(train, *args, mesh=mesh)
     planned = sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 1.02))
     assert planned.peak_bytes <= needed * 1.021
-    with pytest.raises(sr.DoesNotFitError, match=r"at the least\. Take more devices"):
+    with pytest.raises(sr.errors.DoesNotFitError, match=r"at the least\. Take more devices"):
         sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 0.8))
 
 
@@ -183,12 +183,12 @@ def test_pins_are_obeyed() -> None:
 
 def test_pins_that_do_not_divide_are_refused() -> None:
     pins = sr.RegexShardingRule([(r"up$", P("data"))])
-    with pytest.raises(sr.PlanError, match="up"):
+    with pytest.raises(sr.errors.PlanError, match="up"):
         sr.autoplan(loss, {"up": real(6, 16), "down": real(16, 6)}, real(8, 6), mesh=DATA, pins=pins)
 
 
 def test_pins_are_rules() -> None:
-    with pytest.raises(sr.RuleTypeError, match="pins is a rule"):
+    with pytest.raises(sr.errors.RuleTypeError, match="pins is a rule"):
         sr.autoplan(loss, {"up": real(8, 16), "down": real(16, 8)}, real(8, 8), mesh=DATA, pins=P("data"))  # pyright: ignore[reportArgumentType]
 
 
@@ -210,7 +210,7 @@ def test_pins_that_do_not_fit_are_named() -> None:
     args = mlp(2048, 8192, 2**12)
     limit = int(least(train, *args, mesh=DATA) * 1.2)
     pins = sr.RegexShardingRule([(r"up|down", P())])
-    with pytest.raises(sr.DoesNotFitError, match=r"would fit without the pins\. Pinned: w/down, w/up"):
+    with pytest.raises(sr.errors.DoesNotFitError, match=r"would fit without the pins\. Pinned: w/down, w/up"):
         sr.autoplan(train, *args, mesh=DATA, memory_limit=limit, pins=pins)
 
 
@@ -233,7 +233,7 @@ def test_where_no_mesh_fits_the_least_is_named() -> None:
 
 
 def test_no_devices_are_refused() -> None:
-    with pytest.raises(sr.MeshError, match="1 or more; got 0"):
+    with pytest.raises(sr.errors.MeshError, match="1 or more; got 0"):
         sr.autoplan(loss, *mlp(8, 8, 8)[::2], mesh=0)
 
 
@@ -383,7 +383,7 @@ def test_planned_steps_compute_the_same(kind: AxisType) -> None:
 
 def test_what_was_planned_otherwise_is_refused() -> None:
     planned = sr.autoplan(loss, *mlp(64, 128, 64)[::2], mesh=sr.create_mesh("data:8"))
-    with pytest.raises(sr.TreeError, match=r"x was float32\[64, 64\] and is float32\[32, 64\]"):
+    with pytest.raises(sr.errors.TreeError, match=r"x was float32\[64, 64\] and is float32\[32, 64\]"):
         planned.jit(loss).lower(*mlp(64, 128, 32)[::2])
 
 

@@ -1,6 +1,6 @@
 """The models of the planning benchmark compute under a plan what they compute without, and they learn."""
 
-import runpy
+import importlib
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +18,7 @@ BENCHMARKS = str(REPOSITORY / "benchmarks")
 def toy(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Any, Any, Any]:
     """What the file of models has, one of its models, its step, and arrays for that."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    names = runpy.run_path(f"{BENCHMARKS}/plan_models.py")
+    names = vars(importlib.import_module("plan_models"))
     model: Any = names["MODELS"][name]
     step, _ = model.build(8, True)
     return names, model, step, model.arrays(0)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.planning.problem import around
+from shardrules.planning.graph.problem import around
 
 X = jax.ShapeDtypeStruct((512, 256), jnp.float32)
 BOTH = "data:4,model:2"
@@ -35,7 +35,7 @@ def test_a_shard_map_with_one_result_stays_as_it_is() -> None:
 
 
 def test_pins_with_axes_in_another_order_are_refused() -> None:
-    with pytest.raises(sr.PlanError, match="in the order of the mesh"):
+    with pytest.raises(sr.errors.PlanError, match="in the order of the mesh"):
         sr.autoplan(double, X, mesh=sr.mesh_shape(BOTH), pins=sr.SpecTreeShardingRule((P(("model", "data")),)))
 
 
@@ -70,7 +70,7 @@ def test_a_pin_on_an_axis_that_not_all_meshes_have() -> None:
 @pytest.mark.parametrize("number", [1, -2])
 def test_donating_what_is_no_argument_is_refused(number: int) -> None:
     planned = sr.autoplan(double, X, mesh=sr.mesh_shape("data:8"))
-    with pytest.raises(sr.TreeError, match=f"donate_argnums names argument {number}, and there are 1"):
+    with pytest.raises(sr.errors.TreeError, match=f"donate_argnums names argument {number}, and there are 1"):
         planned.jit(double, donate_argnums=number)
 
 
@@ -121,7 +121,7 @@ def test_shardings_of_jitted_functions_inside_are_obeyed(types: str) -> None:
     np.testing.assert_allclose(planned.jit(whole)(x, w), 2 * np.tanh(x @ w), rtol=1e-4, atol=1e-5)
 
 
-def fixed(planned: sr.AutoPlan) -> list[Any]:
+def fixed(planned: sr.reports.AutoPlan) -> list[Any]:
     """Where arrays are that the function itself says the layout of."""
     problem = planned.task.problem
     return [problem.homes[one.results[0]] for one in problem.program.operations if one.role == "fixed"]
@@ -206,5 +206,5 @@ def test_next_to_nothing() -> None:
         planned = sr.autoplan(double, jax.ShapeDtypeStruct(shape, dtype), mesh=mesh)
         assert planned.status == "optimal"
         assert planned.frontier(2).points
-    with pytest.raises(sr.DoesNotFitError, match="it takes about 4 B at the least"):
+    with pytest.raises(sr.errors.DoesNotFitError, match="it takes about 4 B at the least"):
         sr.autoplan(double, jax.ShapeDtypeStruct((), jnp.float32), mesh=mesh, memory_limit=1)

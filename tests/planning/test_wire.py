@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules.analysis.collectives import find_collectives
-from shardrules.analysis.hlo import read_program
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.program import read_program
 from tests.analysis.programs import CUDA, mesh_on
 
 D, F, HEADS, VOCAB, LAYERS = 1024, 4096, 8, 8192, 3
@@ -69,7 +69,7 @@ def test_the_wire_is_as_planned(axes: str, scanned: bool, part: float | None) ->
     assert abs(planned.wire_bytes / sent - 1) < 0.1
 
 
-def peak_bytes(planned: sr.AutoPlan, run: Any, args: Any) -> int:
+def peak_bytes(planned: sr.reports.AutoPlan, run: Any, args: Any) -> int:
     told = planned.jit(run, donate_argnums=0).lower(*args).compile().memory_analysis()
     assert told is not None
     return told.argument_size_in_bytes + told.output_size_in_bytes + told.temp_size_in_bytes - told.alias_size_in_bytes

@@ -76,25 +76,27 @@ def ids(mesh: Mesh) -> list[Any]:
 )
 def test_one_axis_gives_way(axes: str, axis: str, lost: list[int], left: list[Any]) -> None:
     mesh = sr.create_mesh(axes)
-    found = sr.surviving_mesh(mesh, without(*lost), axis)
+    found = sr.meshes.surviving_mesh(mesh, without(*lost), axis)
     assert ids(found) == left
     assert found.axis_names == mesh.axis_names
 
 
 def test_axis_types_are_kept() -> None:
     mesh = sr.create_mesh("data:4,model:2", axis_types=("auto", "explicit"))
-    assert sr.surviving_mesh(mesh, without(0), "data").axis_types == (AxisType.Auto, AxisType.Explicit)
+    assert sr.meshes.surviving_mesh(mesh, without(0), "data").axis_types == (AxisType.Auto, AxisType.Explicit)
 
 
 def test_the_size_divides_what_it_has_to() -> None:
     mesh = sr.create_mesh("data:8")
-    sizes = [sr.surviving_mesh(mesh, without(0), "data", divides=number).shape["data"] for number in (64, 12, 7, 11)]
+    sizes = [
+        sr.meshes.surviving_mesh(mesh, without(0), "data", divides=number).shape["data"] for number in (64, 12, 7, 11)
+    ]
     assert sizes == [4, 6, 7, 1]
 
 
 def test_devices_that_come_back_and_spare_ones_make_it_larger() -> None:
     small = sr.create_mesh("data:2,model:2", devices=DEVICES[2:6])
-    assert ids(sr.surviving_mesh(small, DEVICES, "data")) == [[2, 3], [4, 5], [0, 1], [6, 7]]
+    assert ids(sr.meshes.surviving_mesh(small, DEVICES, "data")) == [[2, 3], [4, 5], [0, 1], [6, 7]]
 
 
 @given(st.data())
@@ -106,10 +108,12 @@ def test_it_is_the_largest_and_moves_nothing_that_it_need_not(data: st.DataObjec
     lost = data.draw(st.sets(st.integers(0, 7), max_size=7))
     row = math.prod(size for name, size in mesh.shape.items() if name != axis)
     if (8 - len(lost)) // row == 0:
-        with pytest.raises(sr.MeshError, match=rf"{8 - len(lost)} devices are alive, and one row of .* takes {row} "):
-            sr.surviving_mesh(mesh, without(*lost), axis)
+        with pytest.raises(
+            sr.errors.MeshError, match=rf"{8 - len(lost)} devices are alive, and one row of .* takes {row} "
+        ):
+            sr.meshes.surviving_mesh(mesh, without(*lost), axis)
         return
-    found = sr.surviving_mesh(mesh, without(*lost), axis)
+    found = sr.meshes.surviving_mesh(mesh, without(*lost), axis)
     assert found.shape[axis] == (8 - len(lost)) // row
     assert not lost & {device.id for device in found.devices.flat}
     assert len({device.id for device in found.devices.flat}) == found.size
@@ -139,31 +143,35 @@ def test_rows_are_made_inside_a_process_first_and_across_with_a_warning() -> Non
     alive = [device for device in pod if device.id not in (0, 2, 5, 8)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        near = sr.surviving_mesh(mesh, [device for device in alive if device.id not in (4, 9)], "data")
+        near = sr.meshes.surviving_mesh(mesh, [device for device in alive if device.id not in (4, 9)], "data")
     assert ids(near) == [[1, 3], [6, 7], [10, 11]]
-    with pytest.warns(sr.MeshWarning, match="1 of 4 rows of 'data' are made of devices of several slices or processes"):
-        far = sr.surviving_mesh(mesh, alive, "data")
+    with pytest.warns(
+        sr.errors.MeshWarning, match="1 of 4 rows of 'data' are made of devices of several slices or processes"
+    ):
+        far = sr.meshes.surviving_mesh(mesh, alive, "data")
     assert ids(far) == [[1, 3], [4, 9], [6, 7], [10, 11]]
 
 
 def test_numbers_are_no_devices() -> None:
     mesh = sr.create_mesh("data:8")
-    with pytest.raises(sr.MeshError, match=r"alive is a list of devices, such as jax.devices\(\)\[:4\]; got 0, 1, 2"):
-        sr.surviving_mesh(mesh, range(4), "data")
-    with pytest.raises(sr.MeshError, match="alive is a list of devices"):
+    with pytest.raises(
+        sr.errors.MeshError, match=r"alive is a list of devices, such as jax.devices\(\)\[:4\]; got 0, 1, 2"
+    ):
+        sr.meshes.surviving_mesh(mesh, range(4), "data")
+    with pytest.raises(sr.errors.MeshError, match="alive is a list of devices"):
         sr.recover(np.ones(8), NamedSharding(mesh, P()), [0])
 
 
 def test_what_is_no_axis() -> None:
-    with pytest.raises(sr.MeshError, match=r"'date' is no axis of data:8 \(did you mean 'data'\?\)"):
-        sr.surviving_mesh(sr.create_mesh("data:8"), DEVICES, "date")
+    with pytest.raises(sr.errors.MeshError, match=r"'date' is no axis of data:8 \(did you mean 'data'\?\)"):
+        sr.meshes.surviving_mesh(sr.create_mesh("data:8"), DEVICES, "date")
 
 
 def test_groups_are_what_fails_together() -> None:
     pod = [Fake(number, number // 2) for number in range(6)]
-    assert sr.group_devices(reversed(pod)) == {0: tuple(pod[:2]), 1: tuple(pod[2:4]), 2: tuple(pod[4:])}
+    assert sr.meshes.group_devices(reversed(pod)) == {0: tuple(pod[:2]), 1: tuple(pod[2:4]), 2: tuple(pod[4:])}
     slices = [Fake(number, number, number // 3) for number in range(6)]
-    assert sr.group_devices(slices) == {0: tuple(slices[:3]), 1: tuple(slices[3:])}
+    assert sr.meshes.group_devices(slices) == {0: tuple(slices[:3]), 1: tuple(slices[3:])}
 
 
 # ---- the batch ----
@@ -179,16 +187,16 @@ def test_groups_are_what_fails_together() -> None:
     ],
 )
 def test_every_device_gets_as_much_as_before(batch: int, before: str, after: str, axis: Any, scaled: int) -> None:
-    assert sr.scale_batch(batch, sr.mesh_shape(before), sr.mesh_shape(after), axis) == scaled
+    assert sr.meshes.scale_batch(batch, sr.mesh_shape(before), sr.mesh_shape(after), axis) == scaled
 
 
 def test_a_batch_that_was_not_even() -> None:
     with pytest.raises(ValueError, match=r"100 over 8 devices is 12\.50 for each.* 96 and 104 would have one"):
-        sr.scale_batch(100, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
-    with pytest.raises(sr.MeshError, match=r"'dta' is no axis of data:8 \(did you mean 'data'\?\)"):
-        sr.scale_batch(96, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "dta")
-    with pytest.raises(sr.SpecError, match="batch_size"):
-        sr.scale_batch(0, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
+        sr.meshes.scale_batch(100, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
+    with pytest.raises(sr.errors.MeshError, match=r"'dta' is no axis of data:8 \(did you mean 'data'\?\)"):
+        sr.meshes.scale_batch(96, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "dta")
+    with pytest.raises(sr.errors.SpecError, match="batch_size"):
+        sr.meshes.scale_batch(0, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
 
 
 # ---- the state ----
@@ -216,7 +224,7 @@ def states() -> Iterator[tuple[Any, Mesh, sr.ShardingRule]]:
 def test_a_state_goes_on_without_lost_devices(lost: tuple[int, ...], way: str) -> None:
     for state, mesh, rules in states():
         alive = without(*lost)
-        after = sr.surviving_mesh(mesh, alive, "replica")
+        after = sr.meshes.surviving_mesh(mesh, alive, "replica")
         plan = rules.plan(state, after)
         with moving(way):
             recovered = sr.recover(lose(state, *lost), plan, alive)
@@ -238,8 +246,8 @@ def test_what_no_living_device_holds_is_told_for_every_array_and_nothing_moves()
         "columns": sr.filter_shard(np.ones((2, 8)), P(None, "data"), mesh),
     }
     alive = without(2, 5)
-    after = sr.surviving_mesh(mesh, alive, "data", divides=2)
-    with pytest.raises(sr.PlanError, match="recover") as caught:
+    after = sr.meshes.surviving_mesh(mesh, alive, "data", divides=2)
+    with pytest.raises(sr.errors.PlanError, match="recover") as caught:
         sr.recover(tree, NamedSharding(after, P()), alive)
     assert str(caught.value).splitlines() == [
         "recover: 2 arrays cannot be placed:",
@@ -255,7 +263,7 @@ def test_what_no_living_device_holds_is_told_for_every_array_and_nothing_moves()
 def test_a_target_that_is_not_alive() -> None:
     x = sr.filter_shard(np.ones((8, 8)), P(), sr.create_mesh("data:8"))
     there = NamedSharding(sr.create_mesh("data:4", devices=DEVICES[4:]), P("data"))
-    with pytest.raises(sr.PlanError, match=r"dead-device: w \(8, 8\): it is to go to devices 5-6, not alive"):
+    with pytest.raises(sr.errors.PlanError, match=r"dead-device: w \(8, 8\): it is to go to devices 5-6, not alive"):
         sr.recover({"w": x}, there, without(5, 6))
 
 
@@ -274,5 +282,5 @@ def test_losses_are_found_by_brute_force() -> None:
             if seen.all():
                 np.testing.assert_array_equal(sr.recover(x, there, alive), values)
             else:
-                with pytest.raises(sr.PlanError, match=f"{1 - seen.mean():.1%} of it"):
+                with pytest.raises(sr.errors.PlanError, match=f"{1 - seen.mean():.1%} of it"):
                     sr.recover(x, there, alive)

@@ -15,12 +15,17 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules.core.errors import MeshError, PlanError, ShardRulesError, TreeError
+from shardrules.core.errors import (
+    MeshError,
+    NoIntermediateShardingError,
+    NoIntermediateShardingNeededError,
+    PlanError,
+    ShardRulesError,
+    TreeError,
+)
 from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.shape import mesh_shape
 from shardrules.reshard.intermediate import (
-    NoIntermediateShardingError,
-    NoIntermediateShardingNeededError,
     find_intermediate_sharding,
     reshard_with_intermediate_sharding,
     reshard_with_intermediate_sharding_generic,
@@ -67,7 +72,6 @@ FOUND = """
 import json, math
 from jax.sharding import Mesh
 from shardrules.reshard.intermediate import *
-from shardrules.reshard.intermediate import NoIntermediateShardingError, NoIntermediateShardingNeededError
 
 def placed(sizes, spec, first):
     devices = jax.devices()[first:first + math.prod(sizes.values())]

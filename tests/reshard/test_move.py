@@ -476,7 +476,7 @@ def test_what_shares_memory_outlives_the_array_it_was_made_from(way: str) -> Non
 # ---- refusals ----
 
 
-def refused(tree: Any, shardings: Any, *, message: str, error: type[Exception] = sr.PlanError) -> list[str]:
+def refused(tree: Any, shardings: Any, *, message: str, error: type[Exception] = sr.errors.PlanError) -> list[str]:
     """The paths of the arrays that are told of, by `reshard` and by `plan_reshard` alike; all that lived lives on."""
     alive = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
     before = [np.asarray(leaf) for leaf in alive]
@@ -498,14 +498,19 @@ def tree_of_three() -> dict[str, Any]:
 def test_a_prefix_that_does_not_fit_is_refused() -> None:
     target = NamedSharding(LAST, P("half"))
     for how in ({"a": target, "c": target, "act": None}, {"a": target, "b": [target], "act": None}, [target] * 3):
-        refused(tree_of_three(), how, error=sr.TreeError, message="reshard: what is given does not have the structure")
+        refused(
+            tree_of_three(),
+            how,
+            error=sr.errors.TreeError,
+            message="reshard: what is given does not have the structure",
+        )
 
 
 @pytest.mark.parametrize("what", [P(), P("half"), None, "half", jax.devices()[0]], ids=str)
 def test_what_is_no_sharding_is_refused_with_its_place(what: Any) -> None:
     target = NamedSharding(LAST, P("half"))
     text = r"must contain only `jax\.sharding\.Sharding`, got .*"
-    refused(tree_of_three(), what, error=sr.TreeError, message=text)
+    refused(tree_of_three(), what, error=sr.errors.TreeError, message=text)
     refused(
         tree_of_three(), {"a": what, "b": [target, what], "act": None}, error=ValueError, message=f"{text}at a.*b/1"
     )
@@ -587,7 +592,7 @@ def test_sums_that_are_not_done_are_refused() -> None:
 def test_a_limit_is_a_number_of_bytes(limit: Any) -> None:
     given_array = counted(NamedSharding(LINE, P("d")))
     for act in (sr.reshard, sr.plan_reshard):
-        with pytest.raises(sr.SpecError, match="max_bytes_in_flight is a number of bytes, 0 or more; got"):
+        with pytest.raises(sr.errors.SpecError, match="max_bytes_in_flight is a number of bytes, 0 or more; got"):
             act(given_array, NamedSharding(LAST, P()), donate=True, max_bytes_in_flight=limit)
     assert not given_array.is_deleted()
 

@@ -193,7 +193,7 @@ def test_what_goes_to_another_network_crosses_once_and_is_passed_on_there() -> N
     there = [FakeDevice(number, process_index=1) for number in range(4, 8)]
     rows = {device: ((2 * number, 2 * number + 2), (0, 16)) for number, device in enumerate(here)}
     move = schedule((8, 16), np.dtype(np.float32), rows, dict.fromkeys(there, ((0, 8), (0, 16))))
-    planned = sr.LeafMove("w", (8, 16), np.dtype(np.float32), ROWS, ROWS, move)
+    planned = sr.reports.LeafMove("w", (8, 16), np.dtype(np.float32), ROWS, ROWS, move)
     assert planned.route == "intermediate"
     assert planned.reason == "16 pieces; 512 B come from afar, 1.5 KiB are passed on nearby"
     crossing = [piece for piece in move.pieces if piece.sender.process_index != piece.receiver.process_index]
@@ -247,7 +247,7 @@ def test_what_is_donated_batch_by_batch_lowers_the_peak() -> None:
     assert _peak(one) == mib // 8 + 4 * mib
 
 
-def _peak(plan: sr.ReshardPlan) -> int:
+def _peak(plan: sr.reports.ReshardPlan) -> int:
     """The peak, which is that of every device."""
     (peak,) = dict.fromkeys(plan.peak_bytes.values())
     assert len(plan.peak_bytes) == 8

@@ -247,7 +247,7 @@ def test_all_processes_refuse_what_cannot_be_moved_and_can_go_on() -> None:
             tree = {"a": a, "b": b}
             try:
                 sr.reshard(tree, NamedSharding(last, P("h")), donate=True)
-            except sr.PlanError as error:
+            except sr.errors.PlanError as error:
                 print([finding.path for finding in error.findings])
             for name, rows in (("a", 16), ("b", 6)):
                 check(tree[name], tree[name].sharding, whole[:rows])

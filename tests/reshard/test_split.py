@@ -345,9 +345,11 @@ def test_an_array_that_lost_some_of_its_shards_is_refused() -> None:
     x = counted(FSDP, P("fsdp"))
     one, two = split_by_mesh_axis({"x": x}, "fsdp", 2)
     two["x"].delete()
-    with pytest.raises(sr.TreeError, match=r"deleted: x \(8, 8\): it has been deleted or donated, or something has"):
+    with pytest.raises(
+        sr.errors.TreeError, match=r"deleted: x \(8, 8\): it has been deleted or donated, or something has"
+    ):
         split_by_mesh_axis({"x": x}, "fsdp", 2)
-    with pytest.raises(sr.TreeError, match=r"deleted: 1/x \(4, 8\): it has been deleted"):
+    with pytest.raises(sr.errors.TreeError, match=r"deleted: 1/x \(4, 8\): it has been deleted"):
         concatenate_by_mesh_axis([one, two], "fsdp")
 
 
@@ -378,29 +380,29 @@ def test_an_array_that_lost_some_of_its_shards_is_refused() -> None:
 )
 def test_sections_that_are_none(sections: Any, message: str) -> None:
     x = counted(FSDP, P("fsdp"))
-    with pytest.raises(sr.MeshError, match=message) as caught:
+    with pytest.raises(sr.errors.MeshError, match=message) as caught:
         split_by_mesh_axis(x, "fsdp", sections)
     assert isinstance(caught.value, ValueError)
 
 
 def test_an_axis_of_one_has_no_inner_index() -> None:
     x = counted(mesh_of((1, 8), ("one", "fsdp")), P("fsdp"))
-    with pytest.raises(sr.MeshError, match=r"the indices \[1\] are not rising numbers above 0 and below 1"):
+    with pytest.raises(sr.errors.MeshError, match=r"the indices \[1\] are not rising numbers above 0 and below 1"):
         split_by_mesh_axis(x, "one", [1])
 
 
 @pytest.mark.parametrize("axis", ["fspd", "", None, ("fsdp",), ["fsdp"], 0])
 def test_an_axis_that_is_not_there(axis: Any) -> None:
     x = counted(FSDP, P("fsdp"))
-    with pytest.raises(sr.UnknownAxisError, match=r"the mesh fsdp:8 has no axis") as caught:
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"the mesh fsdp:8 has no axis") as caught:
         split_by_mesh_axis(x, axis)
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(sr.UnknownAxisError, match=r"unknown-axis: 0: the mesh fsdp:8 has no axis"):
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"unknown-axis: 0: the mesh fsdp:8 has no axis"):
         concatenate_by_mesh_axis([x], axis)
 
 
 def test_the_nearest_axis_is_suggested() -> None:
-    with pytest.raises(sr.UnknownAxisError, match=r"'fspd' \(did you mean 'fsdp'\?\)"):
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"'fspd' \(did you mean 'fsdp'\?\)"):
         split_by_mesh_axis(counted(FSDP, P("fsdp")), "fspd")
 
 
@@ -416,7 +418,7 @@ def test_one_error_lists_everything() -> None:
         "single": jnp.ones(5),
         "types": counted(mesh_of((8,), ("fsdp",), (EXPLICIT,)), P("fsdp")),
     }
-    with pytest.raises(sr.MeshError, match="split_by_mesh_axis:") as caught:
+    with pytest.raises(sr.errors.MeshError, match="split_by_mesh_axis:") as caught:
         split_by_mesh_axis(tree, "fsdp", 3)
     lines = str(caught.value).splitlines()
     all_devices = "devices 0, 1, 2, 3, 4, 5, 6, 7"
@@ -432,34 +434,34 @@ def test_one_error_lists_everything() -> None:
         f"  error other-mesh: types (8, 8): it lies on the mesh fsdp:8 (Explicit) of {all_devices}{others}",
     ]
     assert sum(line.startswith("      ->") for line in lines) == 7
-    with pytest.raises(sr.UnknownAxisError, match=r"no axis 'dp'(.|\n)*rising numbers above 0\n(.|\n)*gone"):
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"no axis 'dp'(.|\n)*rising numbers above 0\n(.|\n)*gone"):
         split_by_mesh_axis(tree, "dp", [2, 1])
-    with pytest.raises(sr.TreeError, match="deleted: gone"):
+    with pytest.raises(sr.errors.TreeError, match="deleted: gone"):
         split_by_mesh_axis({"gone": gone}, "fsdp")
 
 
 def test_keys_that_are_deleted() -> None:
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(FSDP, P("fsdp")))
     keys.delete()
-    with pytest.raises(sr.TreeError, match=r"deleted: the tree \(8,\): it has been deleted"):
+    with pytest.raises(sr.errors.TreeError, match=r"deleted: the tree \(8,\): it has been deleted"):
         split_by_mesh_axis(keys, "fsdp")
 
 
 @pytest.mark.parametrize("tree", [{}, [], None, {"a": None}])
 def test_a_tree_without_arrays(tree: Any) -> None:
-    with pytest.raises(sr.TreeError, match="there is no array in it, and so no mesh"):
+    with pytest.raises(sr.errors.TreeError, match="there is no array in it, and so no mesh"):
         split_by_mesh_axis(tree, "fsdp", 2)
-    with pytest.raises(sr.TreeError, match="there is no array in it, and so no mesh"):
+    with pytest.raises(sr.errors.TreeError, match="there is no array in it, and so no mesh"):
         concatenate_by_mesh_axis([tree, tree], "fsdp")
 
 
 def test_inside_jit_there_are_no_shards() -> None:
     x = counted(FSDP, P("fsdp"))
     with pytest.raises(
-        sr.TreeError, match=r"traced: the tree \(8, 8\): it is being traced\n *-> Call it outside of jit"
+        sr.errors.TreeError, match=r"traced: the tree \(8, 8\): it is being traced\n *-> Call it outside of jit"
     ):
         jax.jit(lambda x: split_by_mesh_axis(x, "fsdp", 2))(x)
-    with pytest.raises(sr.TreeError, match=r"traced: 0 \(8, 8\): it is being traced"):
+    with pytest.raises(sr.errors.TreeError, match=r"traced: 0 \(8, 8\): it is being traced"):
         jax.jit(lambda x: concatenate_by_mesh_axis([x], "fsdp"))(x)
 
 
@@ -472,15 +474,17 @@ def unreduced(mesh: Mesh) -> jax.Array:
 def test_sums_that_have_not_been_taken() -> None:
     x = unreduced(mesh_of((2, 4), ("rep", "fsdp"), (EXPLICIT, EXPLICIT)))
     assert spec_on(x).unreduced == {"fsdp"}
-    with pytest.raises(sr.TreeError, match=r"unreduced: x \(8, 8\): it is a sum over 'fsdp' that has not been taken"):
+    with pytest.raises(
+        sr.errors.TreeError, match=r"unreduced: x \(8, 8\): it is a sum over 'fsdp' that has not been taken"
+    ):
         split_by_mesh_axis({"x": x}, "fsdp")
     parts = split_by_mesh_axis({"x": x}, "rep")
     assert spec_on(parts[0]["x"]).unreduced == {"fsdp"}
     assert concatenate_by_mesh_axis(parts, "rep")["x"].sharding == x.sharding
     other = counted(mesh_on(parts[1]["x"]), P(None, None))
-    with pytest.raises(sr.TreeError, match=r"misfit: 1/x \(8, 8\): its spec is .*, and in tree 0 .*unreduced"):
+    with pytest.raises(sr.errors.TreeError, match=r"misfit: 1/x \(8, 8\): its spec is .*, and in tree 0 .*unreduced"):
         concatenate_by_mesh_axis([parts[0], {"x": other}], "rep")
-    with pytest.raises(sr.TreeError, match=r"unreduced: \*/x \(8, 8\) x2: it is a sum over 'fsdp'"):
+    with pytest.raises(sr.errors.TreeError, match=r"unreduced: \*/x \(8, 8\) x2: it is a sum over 'fsdp'"):
         concatenate_by_mesh_axis(parts, "fsdp")
 
 
@@ -489,12 +493,14 @@ LEFT, RIGHT = mesh_of((4,), ("fsdp",)), mesh_of((4,), ("fsdp",), at=4)
 
 @pytest.mark.parametrize("trees", [[], (), "", None, 3, {"a": 1}, np.ones(3), iter([1])])
 def test_what_is_no_list_of_trees(trees: Any) -> None:
-    with pytest.raises(sr.TreeError, match="concatenate_by_mesh_axis takes a list or tuple of one tree or more, got"):
+    with pytest.raises(
+        sr.errors.TreeError, match="concatenate_by_mesh_axis takes a list or tuple of one tree or more, got"
+    ):
         concatenate_by_mesh_axis(trees, "fsdp")
 
 
 def test_an_array_is_no_list_of_trees() -> None:
-    with pytest.raises(sr.TreeError, match="takes a list or tuple"):
+    with pytest.raises(sr.errors.TreeError, match="takes a list or tuple"):
         concatenate_by_mesh_axis(counted(FSDP, P("fsdp")), "fsdp")  # pyright: ignore[reportArgumentType]
 
 
@@ -514,21 +520,23 @@ def test_an_array_is_no_list_of_trees() -> None:
 )
 def test_meshes_that_cannot_be_joined(mesh: Mesh, message: str) -> None:
     x, y = counted(LEFT, P(), (4,)), counted(mesh, P(), (4,))
-    with pytest.raises(sr.ShardRulesError, match=rf"other-mesh: 1: the mesh .* {message}"):
+    with pytest.raises(sr.errors.ShardRulesError, match=rf"other-mesh: 1: the mesh .* {message}"):
         concatenate_by_mesh_axis([x, y], "fsdp")
 
 
 def test_meshes_of_other_sizes_elsewhere() -> None:
     x = counted(mesh_of((2, 1), ("tp", "fsdp")), P("fsdp"))
     y = counted(mesh_of((3, 1), ("tp", "fsdp"), at=2), P("fsdp"))
-    with pytest.raises(sr.MeshError, match=r"differs from tp:2,fsdp:1 in more than the size of 'fsdp'"):
+    with pytest.raises(sr.errors.MeshError, match=r"differs from tp:2,fsdp:1 in more than the size of 'fsdp'"):
         concatenate_by_mesh_axis([x, y], "fsdp")
 
 
 def test_a_third_mesh_may_overlap_the_second() -> None:
     meshes = [mesh_of((2,), ("fsdp",), at=at) for at in (0, 2, 3)]
     trees = [counted(mesh, P("fsdp"), (4,)) for mesh in meshes]
-    with pytest.raises(sr.MeshError, match=r"other-mesh: 2: the mesh fsdp:2 .* shares devices 3 with one before it"):
+    with pytest.raises(
+        sr.errors.MeshError, match=r"other-mesh: 2: the mesh fsdp:2 .* shares devices 3 with one before it"
+    ):
         concatenate_by_mesh_axis(trees, "fsdp")
 
 
@@ -556,17 +564,17 @@ def place(x: Any, spec: P, mesh: Mesh = RIGHT, kind: str = "device") -> jax.Arra
 )
 def test_arrays_that_cannot_be_joined(other: jax.Array, message: str) -> None:
     first = {"w": place(np.ones((8, 4), np.float32), P("fsdp"), LEFT)}
-    with pytest.raises(sr.TreeError, match=rf"misfit: 1/w \({other.shape[0]},.*: {message}"):
+    with pytest.raises(sr.errors.TreeError, match=rf"misfit: 1/w \({other.shape[0]},.*: {message}"):
         concatenate_by_mesh_axis([first, {"w": other}], "fsdp")
 
 
 def test_copies_of_different_shapes_and_keys_of_different_kinds() -> None:
     with pytest.raises(
-        sr.TreeError, match=r"1 \(8,\): its shape is not \(4,\), as in tree 0, and it is not split over 'fsdp'"
+        sr.errors.TreeError, match=r"1 \(8,\): its shape is not \(4,\), as in tree 0, and it is not split over 'fsdp'"
     ):
         concatenate_by_mesh_axis([place(np.ones(4), P(), LEFT), place(np.ones(8), P())], "fsdp")
     one, other = (jax.random.split(jax.random.key(0, impl=impl), 4) for impl in ("threefry2x32", "rbg"))
-    with pytest.raises(sr.TreeError, match=r"its dtype is key<rbg>, and in tree 0 key<fry>"):
+    with pytest.raises(sr.errors.TreeError, match=r"its dtype is key<rbg>, and in tree 0 key<fry>"):
         concatenate_by_mesh_axis([place(one, P("fsdp"), LEFT), place(other, P("fsdp"))], "fsdp")
 
 
@@ -578,11 +586,12 @@ def test_specs_that_mean_the_same_are_the_same() -> None:
 def test_structures_that_differ() -> None:
     x, y = counted(LEFT, P("fsdp")), counted(RIGHT, P("fsdp"))
     with pytest.raises(
-        sr.TreeError, match=r"structure: 1: it has not the structure of tree 0: it lacks 'b', and has 'c/d' besides"
+        sr.errors.TreeError,
+        match=r"structure: 1: it has not the structure of tree 0: it lacks 'b', and has 'c/d' besides",
     ):
         concatenate_by_mesh_axis([{"a": x, "b": x}, {"a": y, "c": {"d": y}}], "fsdp")
     with pytest.raises(
-        sr.TreeError, match=r"it has the same paths, but its containers or static fields differ: PyTreeDef"
+        sr.errors.TreeError, match=r"it has the same paths, but its containers or static fields differ: PyTreeDef"
     ):
         concatenate_by_mesh_axis([[x, x], (y, y)], "fsdp")
 
@@ -597,7 +606,7 @@ def test_one_error_lists_everything_that_cannot_be_joined() -> None:
         {"a": counted(RIGHT, P("fsdp"), dtype=np.int32), "b": y, "c": gone, "d": 3},
         {"a": x},
     ]
-    with pytest.raises(sr.MeshError, match="concatenate_by_mesh_axis:") as caught:
+    with pytest.raises(sr.errors.MeshError, match="concatenate_by_mesh_axis:") as caught:
         concatenate_by_mesh_axis(trees, "fsdp")
     four = "devices 0, 1, 2, 3"
     lines = [line for line in str(caught.value).splitlines() if not line.startswith("      ->")]

@@ -126,7 +126,7 @@ def test_a_rule_that_only_has_apply_finds_the_mesh_that_is_planned_for() -> None
     assert Delegates(mesh=MESH).plan(tree, sr.mesh_shape("data:16")).specs == specs  # its own comes first
     with jax.set_mesh(explicit):
         assert Delegates().plan(tree).specs == specs
-    with pytest.raises(sr.NoMeshError, match="this rule needs a mesh"):
+    with pytest.raises(sr.errors.NoMeshError, match="this rule needs a mesh"):
         Delegates().plan(tree)
 
 
@@ -140,7 +140,7 @@ def test_what_apply_may_not_return_is_told_with_path_and_rule() -> None:
 
     for spec in (P(3), "data", P("data", unreduced={"model"})):  # pyright: ignore[reportArgumentType]
         with pytest.raises(
-            sr.PlanError, match=r"(?s)2 leaves .*a \(8,\): apply returned no placement.*\[.*Wrong.*b \(8, 8\)"
+            sr.errors.PlanError, match=r"(?s)2 leaves .*a \(8,\): apply returned no placement.*\[.*Wrong.*b \(8, 8\)"
         ):
             Wrong(spec).plan({"a": f32(8), "b": f32(8, 8), "s": f32()}, MESH)
 
@@ -171,7 +171,7 @@ class Says(sr.LeafShardingRule):
 def test_what_a_rule_of_ones_own_may_not_say_is_told_with_path_and_rule(what: Any, match: str) -> None:
     tree = {"layers": [{"w": f32(8)} for _ in range(3)]}
     for rule in (Says(what), sr.ReplicateShardingRule() | Says(what), sr.CompositeShardingRule(Says(what))):
-        with pytest.raises(sr.PlanError, match=rf"3 leaves .*\n.*layers/\*/w \(8,\) x3: {match}.*\[.*Says"):
+        with pytest.raises(sr.errors.PlanError, match=rf"3 leaves .*\n.*layers/\*/w \(8,\) x3: {match}.*\[.*Says"):
             rule.plan(tree, MESH)
 
 
@@ -181,7 +181,7 @@ def test_a_verdict_is_a_verdict() -> None:
         def decide_all(self, leaves: sr.Leaves) -> Any:
             return [leaf.skip("") for leaf in leaves.items]
 
-    with pytest.raises(sr.RuleTypeError, match=r"decide_all returned \[.*, not a Verdict"):
+    with pytest.raises(sr.errors.RuleTypeError, match=r"decide_all returned \[.*, not a Verdict"):
         Listed().plan({"w": f32(8)}, MESH)
 
 
@@ -193,15 +193,19 @@ def test_an_error_about_a_leaf_may_be_raised_by_a_rule_for_all_leaves() -> None:
         def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
             return sr.Verdict(tuple(leaf.shard(0, self.axis) for leaf in leaves.items if leaf.fits(0, self.axis)))
 
-    with pytest.raises(sr.PlanError, match=r"1 leaf cannot .*\n.*w \(8,\): the mesh .* has no axis 'x' \[.*First"):
+    with pytest.raises(
+        sr.errors.PlanError, match=r"1 leaf cannot .*\n.*w \(8,\): the mesh .* has no axis 'x' \[.*First"
+    ):
         First("x").plan({"w": f32(8)}, MESH)
 
 
 def test_a_chain_keeps_what_was_decided_whatever_the_next_rule_knows_of_it() -> None:
     assert decided(ROWS | Says(sr.Decision(P(None, "model"), "mine")), 8, 8).spec == P("data", "model")
-    with pytest.raises(sr.PlanError, match=r"w \(8, 8\): P\('model'\) and P\('data', None\), decided before, disagree"):
+    with pytest.raises(
+        sr.errors.PlanError, match=r"w \(8, 8\): P\('model'\) and P\('data', None\), decided before, disagree"
+    ):
         decided(ROWS | Says(sr.Decision(P("model"), "mine")), 8, 8)
-    with pytest.raises(sr.PlanError, match="Inconsistent sharding instructions"):
+    with pytest.raises(sr.errors.PlanError, match="Inconsistent sharding instructions"):
         decided(ROWS | Says(sr.Decision(P(), "mine")), 8, 8)
 
 
@@ -263,7 +267,7 @@ def test_a_finding_of_what_was_dropped_has_all_its_parts() -> None:
 def test_rules_that_look_at_an_axis_are_forgiven_that_the_mesh_lacks_it(
     rule: sr.ShardingRule, spec: P | None, dims: list[int | None]
 ) -> None:
-    with pytest.raises(sr.PlanError, match="has no axis 'expert'"):
+    with pytest.raises(sr.errors.PlanError, match="has no axis 'expert'"):
         decided(rule, 8, 8)
     fitted = sr.FittedShardingRule(rule)
     found = decided(fitted, 8, 8).spec
@@ -275,10 +279,10 @@ def test_rules_that_look_at_an_axis_are_forgiven_that_the_mesh_lacks_it(
 
 
 def test_other_refusals_of_the_rule_inside_stay() -> None:
-    with pytest.raises(sr.PlanError, match=r"^1 leaf .*\n.*Cannot shard_dim\(data, 5\)"):
+    with pytest.raises(sr.errors.PlanError, match=r"^1 leaf .*\n.*Cannot shard_dim\(data, 5\)"):
         decided(sr.FittedShardingRule(sr.FSDPShardingRule("expert", 0) | sr.DimShardingRule("data", 5)), 8, 8)
     own = sr.AutoShardingRule(sr.mesh_shape("x:2"), axis_names=["y"])  # its own mesh lacks it, and no other will do
-    with pytest.raises(sr.PlanError, match="has no axis 'y'"):
+    with pytest.raises(sr.errors.PlanError, match="has no axis 'y'"):
         sr.FittedShardingRule(own).plan({"w": f32(8, 8)})
 
 
@@ -307,7 +311,7 @@ def test_a_rule_for_one_layer_on_layers_that_are_stacked(
     rule: sr.ShardingRule, shape: tuple[int, ...], spec: P | None
 ) -> None:
     found = decided(rule, *shape).spec
-    assert found is None if spec is None else found is not None and sr.same(found, spec)
+    assert found is None if spec is None else found is not None and sr.specs.same(found, spec)
 
 
 def test_the_rule_inside_sees_one_layer() -> None:
@@ -347,7 +351,7 @@ def test_the_rule_inside_sees_one_layer() -> None:
 def test_axes_on_what_is_set_aside_are_in_use_inside(rule: sr.ShardingRule, spec: P) -> None:
     found = decided(rule, 8, 8, 8).spec
     assert found is not None
-    assert sr.same(found, spec)
+    assert sr.specs.same(found, spec)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +374,7 @@ def test_axes_on_what_is_set_aside_are_in_use_inside(rule: sr.ShardingRule, spec
     ids=repr,
 )
 def test_a_stack_conflicts_as_others_do(rule: sr.ShardingRule, match: str) -> None:
-    with pytest.raises(sr.PlanError, match=rf"1 leaf .*\n.*w \(8, 8, 8\): .*{match}"):
+    with pytest.raises(sr.errors.PlanError, match=rf"1 leaf .*\n.*w \(8, 8, 8\): .*{match}"):
         decided(rule, 8, 8, 8)
 
 
@@ -380,7 +384,9 @@ def test_findings_from_inside_a_stack_are_about_the_whole_array() -> None:
     told = [one for one in plan.findings if one.code == "fitted"]
     assert [(one.shape, one.dim, one.axis) for one in told] == [((6, 5, 7, 8), 2, "data"), ((6, 5, 7, 8), 3, "modle")]
     assert told[0].message.startswith("in one layer, (7, 8): axis 'data' of size 4 does not divide")
-    with pytest.raises(sr.PlanError, match=r"w \(6, 8\): in one layer, \(8,\): Cannot shard_dim\(model, 1\)") as caught:
+    with pytest.raises(
+        sr.errors.PlanError, match=r"w \(6, 8\): in one layer, \(8,\): Cannot shard_dim\(model, 1\)"
+    ) as caught:
         decided(sr.StackedShardingRule(COLUMNS), 6, 8)
     (finding,) = caught.value.findings
     assert isinstance(finding, sr.Finding)
@@ -389,7 +395,7 @@ def test_findings_from_inside_a_stack_are_about_the_whole_array() -> None:
 
 @pytest.mark.parametrize("dims", [0, -1])
 def test_a_stack_has_one_dimension_or_more(dims: int) -> None:
-    with pytest.raises(sr.SpecError, match="dims is 1 or more, got"):
+    with pytest.raises(sr.errors.SpecError, match="dims is 1 or more, got"):
         sr.StackedShardingRule(ROWS, dims)
 
 
@@ -425,13 +431,13 @@ def test_a_tree_of_shardings_will_do() -> None:
     ids=str,
 )
 def test_what_is_no_tree_of_specs_is_refused_with_each_path(specs: Any, match: str) -> None:
-    with pytest.raises(sr.SpecError, match=match):
+    with pytest.raises(sr.errors.SpecError, match=match):
         sr.SpecTreeShardingRule(specs)
 
 
 def test_a_single_device_is_no_spec() -> None:
     single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(sr.SpecError, match=r"\n  w: SingleDeviceSharding.* is not a PartitionSpec"):
+    with pytest.raises(sr.errors.SpecError, match=r"\n  w: SingleDeviceSharding.* is not a PartitionSpec"):
         sr.SpecTreeShardingRule({"w": single})  # pyright: ignore[reportArgumentType]
 
 

@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parents[2]
 Outcome: TypeAlias = sr.ShardingPlan | str
 """A plan, or the text of the error for which there is none."""
 
-REFUSALS = (sr.PlanError, sr.NoMeshError)
+REFUSALS = (sr.errors.PlanError, sr.errors.NoMeshError)
 """What a rule may raise. One leaf that it cannot decide is a PlanError that lists all such leaves."""
 
 
@@ -180,7 +180,9 @@ def test_without_a_mesh_a_rule_plans_or_asks_for_one(rule: str) -> None:
 def shortest(specs: Any) -> Any:
     """Specs as `canonical` writes them; static leaves as they are."""
     return jax.tree.map(
-        lambda spec: sr.canonical(spec) if isinstance(spec, P) else spec, specs, is_leaf=lambda one: isinstance(one, P)
+        lambda spec: sr.specs.canonical(spec) if isinstance(spec, P) else spec,
+        specs,
+        is_leaf=lambda one: isinstance(one, P),
     )
 
 
@@ -209,7 +211,7 @@ def assert_sound_or_found(plan: sr.ShardingPlan, tree: Any) -> None:
         assert isinstance(spec, P)
         decision = plan.decision(next(kept))
         assert spec == (decision.blank if decision.spec is None else decision.spec)
-        assert sr.same(decision.blank, P())
+        assert sr.specs.same(decision.blank, P())
         assert len(spec.partitions) <= array.ndim or "rank-overflow" in codes
         names = [part for part in spec.partitions[: array.ndim] if part is not None and part is not P.UNCONSTRAINED]
         split = [(part,) if isinstance(part, str) else part for part in names]
@@ -231,7 +233,7 @@ def is_sound(plan: sr.ShardingPlan) -> bool:
     """Whether `check` lets the plan pass."""
     try:
         return plan.check() is plan
-    except sr.PlanError:
+    except sr.errors.PlanError:
         return False
 
 

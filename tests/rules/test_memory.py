@@ -104,7 +104,7 @@ def test_of_two_ways_to_split_alike_the_one_with_fewer_axes_is_taken() -> None:
 def test_an_axis_that_the_mesh_lacks_is_one_error_even_where_all_fits(limit: int, scope: Any) -> None:
     rule = Memory(limit, axis_names=["data", "modle"], scope=scope)
     with pytest.raises(
-        sr.PlanError,
+        sr.errors.PlanError,
         match=r"^1 leaf .*\n.*no axis 'modle' \(did you mean 'model'\?\) .*axis_names=\('data', 'modle'\)",
     ):
         rule.plan({"w": f32(8, 4), "v": f32(8, 4)}, MESH)
@@ -116,7 +116,7 @@ def test_an_array_that_cannot_fit_names_a_limit_that_works() -> None:
     plan = Memory(30).plan({name: f32(*shape) for name, shape in shapes.items()}, mesh)
     found = {one.path: one for one in plan.findings if one.code == "over-budget"}
     assert set(found) == {"fits", "w", "v", "x"}
-    with pytest.raises(sr.PlanError, match="the plan has 4 errors"):
+    with pytest.raises(sr.errors.PlanError, match="the plan has 4 errors"):
         plan.check()
     for path, finding in found.items():
         number = re.search(r"Raise max_memory_per_device to ([\d,]+) or more", finding.remedy)
@@ -233,7 +233,9 @@ def test_the_cost_is_that_of_the_best_of_all_assignments(seed: int) -> None:
 
 
 def named_limit(rule: sr.ShardingRule, tree: Any, mesh: AbstractMesh) -> int:
-    with pytest.raises(sr.PlanError, match=r"The smallest limit that works on this mesh is [\d,]+ bytes") as caught:
+    with pytest.raises(
+        sr.errors.PlanError, match=r"The smallest limit that works on this mesh is [\d,]+ bytes"
+    ) as caught:
         rule.plan(tree, mesh)
     number = re.search(r"on this mesh is ([\d,]+) bytes", str(caught.value))
     assert number is not None
@@ -251,7 +253,7 @@ def test_an_infeasible_limit_names_the_smallest_that_works(seed: int) -> None:
 
 
 def test_the_error_says_who_what_and_what_to_do() -> None:
-    with pytest.raises(sr.PlanError, match="no assignment fits") as caught:
+    with pytest.raises(sr.errors.PlanError, match="no assignment fits") as caught:
         Memory(30, scope="tree").plan({"w": f32(7, 8), "b": f32(3)}, MESH)
     text = str(caught.value)
     assert text.startswith("MemoryConstrainedShardingRule(")
@@ -402,7 +404,7 @@ def test_the_mesh_of_the_rule_comes_first() -> None:
     assert own.apply({"w": f32(32, 32)}) == {"w": P("x", None)}
     assert own.plan({"w": f32(32, 32)}, MESH).specs == {"w": P("x", None)}
     for scope in ("array", "tree"):
-        with pytest.raises(sr.NoMeshError, match="this rule needs a mesh"):
+        with pytest.raises(sr.errors.NoMeshError, match="this rule needs a mesh"):
             Memory(512, scope=scope).apply({"w": f32(32, 32)})
 
 
@@ -446,7 +448,7 @@ def test_bad_values_are_refused() -> None:
         Memory(-1)
     with pytest.raises(ValueError, match="scope"):
         Memory(8, scope="leaf")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(sr.SpecError, match="a mesh axis is a name"):
+    with pytest.raises(sr.errors.SpecError, match="a mesh axis is a name"):
         Memory(8, axis_names=[3])  # pyright: ignore[reportArgumentType]
 
 

@@ -75,7 +75,9 @@ def test_what_no_pattern_matches(unmatched: Any, spec: P | None, reason: str) ->
 
 
 def test_what_no_pattern_matches_may_be_an_error_that_lists_all() -> None:
-    with pytest.raises(sr.PlanError, match=r"(?s)3 leaves.*a/w.*layers/\*/w \(8, 8\) x2: no pattern matches") as caught:
+    with pytest.raises(
+        sr.errors.PlanError, match=r"(?s)3 leaves.*a/w.*layers/\*/w \(8, 8\) x2: no pattern matches"
+    ) as caught:
         sr.RegexShardingRule([("b", P("data"))], unmatched="error").plan(TREE, MESH)
     assert len(caught.value.findings) == 2
 
@@ -89,7 +91,7 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
     after = sr.DimShardingRule("model", 1) | sr.RegexShardingRule([("a/w", P("data"))])
     assert after.plan({"a": {"w": f32(8, 8)}}, MESH).specs == {"a": {"w": P("data", "model")}}
     clash = sr.DimShardingRule("model", 0) | sr.RegexShardingRule([("a/w", P("data"))])
-    with pytest.raises(sr.PlanError, match=r"a/w \(8, 8\): .*dim"):
+    with pytest.raises(sr.errors.PlanError, match=r"a/w \(8, 8\): .*dim"):
         clash.plan({"a": {"w": f32(8, 8)}}, MESH)
 
 
@@ -107,13 +109,13 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
     ],
 )
 def test_what_is_no_rule_is_refused(rules: Any, options: Any, match: str) -> None:
-    with pytest.raises(sr.PatternError, match=match):
+    with pytest.raises(sr.errors.PatternError, match=match):
         sr.RegexShardingRule(rules, **options)
 
 
 @pytest.mark.parametrize("options", [{"match": "find"}, {"unmatched": "drop"}])
 def test_an_option_that_there_is_not_is_refused(options: Any) -> None:
-    with pytest.raises(sr.SpecError, match=r"is one of .*; got"):
+    with pytest.raises(sr.errors.SpecError, match=r"is one of .*; got"):
         sr.RegexShardingRule([("w", P())], **options)
 
 

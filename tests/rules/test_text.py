@@ -36,24 +36,28 @@ def test_a_text_is_the_call_it_looks_like(text: str, rule: sr.ShardingRule) -> N
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
-        ("fspd('data')", sr.UnknownOpError, r"no op 'fspd' \(did you mean 'fsdp'\?\).*known ops: auto, fsdp, logical"),
-        ("", sr.SpecError, "cannot be read"),
-        ("fsdp(", sr.SpecError, "cannot be read at column"),
-        ("fsdp('data'))", sr.SpecError, "cannot be read at column"),
-        ("fsdp('data') & auto", sr.SpecError, "is no op; write op"),
-        ("3", sr.SpecError, "'3' is no op"),
-        ("sr.fsdp('data')", sr.SpecError, r"sr\.fsdp\('data'\)\" is no op"),
-        ("fsdp('data')('x')", sr.SpecError, "is no op"),
-        ("fsdp(data)", sr.SpecError, "arguments of fsdp must be literals"),
-        ("fsdp(axis=__import__('os').name)", sr.SpecError, "must be literals"),
-        ("fsdp(*['data'])", sr.SpecError, "must be literals"),
-        ("fsdp(**{'axis': 'data'})", sr.SpecError, r"must be literals, not \*\*mappings"),
-        ("fsdp({[]: 1})", sr.SpecError, "arguments of fsdp must be literals"),
-        ("logical('ab')", sr.SpecError, "mapped by a dictionary or by pairs.*got 'ab'"),
-        ("auto(mesh='dp:2')", sr.SpecError, "auto.* was called wrongly: a mesh is a Mesh or an AbstractMesh"),
-        ("memory(8, 'dp:2')", sr.SpecError, "memory.* was called wrongly: a mesh is a Mesh or an AbstractMesh"),
-        ("fsdp()", sr.SpecError, r"fsdp\(axis.*was called wrongly: .*axis"),
-        ("shard_dim('model', -1, nope=1)", sr.SpecError, "was called wrongly: .*nope"),
+        (
+            "fspd('data')",
+            sr.errors.UnknownOpError,
+            r"no op 'fspd' \(did you mean 'fsdp'\?\).*known ops: auto, fsdp, logical",
+        ),
+        ("", sr.errors.SpecError, "cannot be read"),
+        ("fsdp(", sr.errors.SpecError, "cannot be read at column"),
+        ("fsdp('data'))", sr.errors.SpecError, "cannot be read at column"),
+        ("fsdp('data') & auto", sr.errors.SpecError, "is no op; write op"),
+        ("3", sr.errors.SpecError, "'3' is no op"),
+        ("sr.fsdp('data')", sr.errors.SpecError, r"sr\.fsdp\('data'\)\" is no op"),
+        ("fsdp('data')('x')", sr.errors.SpecError, "is no op"),
+        ("fsdp(data)", sr.errors.SpecError, "arguments of fsdp must be literals"),
+        ("fsdp(axis=__import__('os').name)", sr.errors.SpecError, "must be literals"),
+        ("fsdp(*['data'])", sr.errors.SpecError, "must be literals"),
+        ("fsdp(**{'axis': 'data'})", sr.errors.SpecError, r"must be literals, not \*\*mappings"),
+        ("fsdp({[]: 1})", sr.errors.SpecError, "arguments of fsdp must be literals"),
+        ("logical('ab')", sr.errors.SpecError, "mapped by a dictionary or by pairs.*got 'ab'"),
+        ("auto(mesh='dp:2')", sr.errors.SpecError, "auto.* was called wrongly: a mesh is a Mesh or an AbstractMesh"),
+        ("memory(8, 'dp:2')", sr.errors.SpecError, "memory.* was called wrongly: a mesh is a Mesh or an AbstractMesh"),
+        ("fsdp()", sr.errors.SpecError, r"fsdp\(axis.*was called wrongly: .*axis"),
+        ("shard_dim('model', -1, nope=1)", sr.errors.SpecError, "was called wrongly: .*nope"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text: str, error: type[Exception], match: str) -> None:
@@ -65,7 +69,7 @@ def test_what_cannot_be_read_is_refused(text: str, error: type[Exception], match
 def test_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     monkeypatch.setattr("builtins.print", lambda *args: ran.append(args))
-    with pytest.raises(sr.SpecError, match="must be literals"):
+    with pytest.raises(sr.errors.SpecError, match="must be literals"):
         sr.parse_rule("fsdp(print('ran'))")
     assert ran == []
 
@@ -79,9 +83,9 @@ def test_an_op_of_ones_own() -> None:
         sr.FSDPShardingRule("model")
     )
     assert "rows" not in sr.DEFAULT_OPS
-    with pytest.raises(sr.UnknownOpError, match="no op 'rows'"):
+    with pytest.raises(sr.errors.UnknownOpError, match="no op 'rows'"):
         sr.parse_rule("rows('data')")
-    with pytest.raises(sr.SpecError, match=r"rows\(axis: str, \*, dim: int = 0\).* was called wrongly"):
+    with pytest.raises(sr.errors.SpecError, match=r"rows\(axis: str, \*, dim: int = 0\).* was called wrongly"):
         sr.parse_rule("rows()", ops)
 
 
@@ -89,10 +93,10 @@ def test_an_op_is_replaced_on_purpose_only() -> None:
     def mine() -> sr.ShardingRule:
         return sr.ReplicateShardingRule()
 
-    with pytest.raises(sr.UnknownOpError, match="there is an op 'fsdp' already"):
+    with pytest.raises(sr.errors.UnknownOpError, match="there is an op 'fsdp' already"):
         sr.register_op(sr.DEFAULT_OPS, "fsdp", mine)
     assert sr.parse_rule("fsdp", sr.register_op(sr.DEFAULT_OPS, "fsdp", mine, replace=True)) == mine()
-    with pytest.raises(sr.UnknownOpError, match="'my op' is not"):
+    with pytest.raises(sr.errors.UnknownOpError, match="'my op' is not"):
         sr.register_op(sr.DEFAULT_OPS, "my op", mine)
 
 

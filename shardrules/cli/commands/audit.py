@@ -6,8 +6,7 @@ from pathlib import Path
 import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
-from shardrules.analysis.hardware import HardwareError
-from shardrules.analysis.targets import Target, TargetError
+from shardrules.analysis.machine.targets import Target
 from shardrules.cli.command import FINE, FOUND, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import write
@@ -16,6 +15,7 @@ from shardrules.cli.step import Step, add_step, load_step
 from shardrules.cli.subject import add_rules, read_mesh
 from shardrules.cli.terminal import LEVELS, complain, complain_of, loud, show, working
 from shardrules.core.axes import mesh_text
+from shardrules.core.errors import HardwareError, TargetError
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from shardrules.analysis.hardware import SHEETS
+from shardrules.analysis.machine.hardware import SHEETS
 from shardrules.cli.command import FINE, Command
 from shardrules.cli.errors import UsageError
 from shardrules.cli.files import write
@@ -12,9 +12,9 @@ from shardrules.cli.step import add_step, load_step
 from shardrules.cli.subject import planned, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
 from shardrules.core.errors import suggest
-from shardrules.planning.auto_report import AutoPlanReport
+from shardrules.planning.answer.frontier import Frontier
+from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.autoplan import autoplan
-from shardrules.planning.frontier import Frontier
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ from shardrules.cli.files import read_text, write
 from shardrules.cli.subject import Subject, add_subject, load_subject
 from shardrules.cli.terminal import LEVELS, line_of, loud, show, style_of
 from shardrules.core.check import bytes_text
-from shardrules.core.codec import finding_to_json
 from shardrules.core.errors import PlanError, SpecError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.storage.codec import finding_to_json
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

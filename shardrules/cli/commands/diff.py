@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.analysis.audit_report import AuditError, AuditReport
+from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import FINE, FOUND, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
@@ -20,11 +20,12 @@ from shardrules.cli.models import read_plan
 from shardrules.cli.terminal import show
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import ReportError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import entries
 from shardrules.drawing.blocks import Blocks
-from shardrules.planning.layouts import WHOLE, moves
-from shardrules.planning.machine import KINDS, Machine
+from shardrules.planning.graph.layouts import WHOLE, moves
+from shardrules.planning.graph.machine import KINDS, Machine
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def _is_audit(file: Path) -> bool:
 def _audit(file: Path) -> AuditReport:
     try:
         return AuditReport.from_json(read_text(file))
-    except AuditError as error:
+    except ReportError as error:
         raise UsageError(f"{file}: {one_line(error)}") from error
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shardrules.analysis.audit_report import AuditError, AuditReport
+from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import FINE, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
@@ -12,8 +12,9 @@ from shardrules.cli.subject import add_subject, load_subject
 from shardrules.cli.terminal import complain, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import ReportError
 from shardrules.page.page import report_page
-from shardrules.planning.auto_report import AutoPlanReport, AutoPlanReportError
+from shardrules.planning.answer.report import AutoPlanReport
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    audit = None if args.audit is None else _read(args.audit, AuditReport, AuditError, "audit")
-    planned = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, AutoPlanReportError, "autoplan")
+    audit = None if args.audit is None else _read(args.audit, AuditReport, ReportError, "audit")
+    planned = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
     subject = load_subject(args)
     mesh = mesh_text(subject.plan.mesh)
     for name, found in (("audit", audit), ("autoplan", planned)):

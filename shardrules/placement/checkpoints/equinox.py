@@ -22,7 +22,7 @@ from shardrules.core.finding import Finding
 from shardrules.placement.checkpoints.names import Held, Problem, compare, refuse, told
 from shardrules.placement.checkpoints.tensor_file import FileTensor
 from shardrules.placement.checkpoints.wanted import Wanted, plain_value, wanted, with_values
-from shardrules.placement.target import How, target
+from shardrules.placement.destination import How, target
 
 _MAGIC = b"\x93NUMPY"
 _NAMED = {

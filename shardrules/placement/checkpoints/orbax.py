@@ -17,7 +17,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.checkpoints.names import Held, Names, match, refuse
 from shardrules.placement.checkpoints.wanted import Wanted, wanted, with_values
-from shardrules.placement.target import How, target
+from shardrules.placement.destination import How, target
 
 
 def load_orbax(

@@ -20,7 +20,7 @@ from shardrules.core.finding import Finding
 from shardrules.placement.checkpoints.names import Held, Names, match, refuse
 from shardrules.placement.checkpoints.tensor_file import FileTensor
 from shardrules.placement.checkpoints.wanted import plain_value, wanted, with_values
-from shardrules.placement.target import How, target
+from shardrules.placement.destination import How, target
 
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,

@@ -16,8 +16,8 @@ from jax.sharding import Sharding
 from shardrules.core.errors import CheckpointError, TreeError
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import leaf_paths
+from shardrules.placement.destination import Target
 from shardrules.placement.source import ArraySource
-from shardrules.placement.target import Target
 from shardrules.placement.transfer import put
 
 PLAIN = (bool, int, float, complex, str)
@@ -77,7 +77,7 @@ def wanted(like: Any, found: Target, who: str) -> list[Wanted]:
     `TreeError` where a box in the tree does not hold one array.
 
     ```python
-    from shardrules.placement.target import target
+    from shardrules.placement.destination import target
 
     like = {"w": np.ones((8, 4), np.float32), "step": 3, "act": jax.nn.relu}
     found = wanted(like, target(like, P("data"), sr.create_mesh("data:8")), "load")

@@ -128,13 +128,15 @@ def test_a_cast_is_asked_for(tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatc
     like = {"a": jnp.zeros(8, jnp.bfloat16), "b": jnp.zeros(8), "c": jnp.zeros(8)}
     loaded = load_equinox(tmp_path / "x.eqx", like, P("data"), mesh, cast=True)
     assert bits(loaded) == bits({name: tree[name].astype(like[name].dtype) for name in tree})
-    with pytest.raises(sr.CheckpointError, match=r"b \(8,\): block 1 is bfloat16\[8\], wanted float32\n +-> cast=True"):
+    with pytest.raises(
+        sr.errors.CheckpointError, match=r"b \(8,\): block 1 is bfloat16\[8\], wanted float32\n +-> cast=True"
+    ):
         load_equinox(tmp_path / "x.eqx", like, P("data"), mesh)
 
 
 def test_a_type_that_the_file_does_not_name_has_to_be_known(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", jnp.zeros(8, jnp.float8_e4m3fn))
-    with pytest.raises(sr.CheckpointError, match=r"block 0 is <V1\[8\], which no array here can be"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"block 0 is <V1\[8\], which no array here can be"):
         load_equinox(tmp_path / "x.eqx", jnp.zeros(8), P(), mesh, cast=True)
 
 
@@ -148,7 +150,7 @@ def test_everything_wrong_is_told_before_anything_is_read(
         return [{"up": jnp.ones((8, width)), "norm": jnp.ones(8, dtype)} for _ in range(3)]
 
     eqx.tree_serialise_leaves(tmp_path / "m.eqx", (layers(8, jnp.float32), 3, jnp.ones(2)))
-    with pytest.raises(sr.CheckpointError, match=r"m\.eqx cannot be loaded, and nothing was") as caught:
+    with pytest.raises(sr.errors.CheckpointError, match=r"m\.eqx cannot be loaded, and nothing was") as caught:
         load_equinox(tmp_path / "m.eqx", (layers(16, jnp.bfloat16), 3.0, jnp.ones(2)), P(), mesh)
     assert [line.strip() for line in str(caught.value).splitlines()[1:] if "->" not in line] == [
         "error dtype: 0/*/norm (8,) x3: block 0 is float32[8], wanted bfloat16",
@@ -172,7 +174,7 @@ def test_a_tree_of_another_size(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None, like: Any, complaint: str
 ) -> None:
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", [jnp.ones(8), 3, jnp.ones(16)])
-    with pytest.raises(sr.CheckpointError, match=complaint):
+    with pytest.raises(sr.errors.CheckpointError, match=complaint):
         load_equinox(tmp_path / "x.eqx", like, P(), mesh)
 
 
@@ -184,7 +186,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, mesh: jax.sharding.Mesh,
     complaints = {0: "ended: a", second: "ended: b", len(whole) - 1: "truncated: b: .* block 1, float32.* would end at"}
     for length in range(len(whole)):
         (tmp_path / "x.eqx").write_bytes(whole[:length])
-        with pytest.raises(sr.CheckpointError, match=complaints.get(length, "unreadable: [ab]|truncated: [ab]")):
+        with pytest.raises(sr.errors.CheckpointError, match=complaints.get(length, "unreadable: [ab]|truncated: [ab]")):
             load_equinox(tmp_path / "x.eqx", like, P(), mesh)
 
 
@@ -214,12 +216,12 @@ def test_a_file_that_is_something_else(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None, content: bytes, complaint: str
 ) -> None:
     (tmp_path / "x.eqx").write_bytes(content)
-    with pytest.raises(sr.CheckpointError, match=complaint):
+    with pytest.raises(sr.errors.CheckpointError, match=complaint):
         load_equinox(tmp_path / "x.eqx", [jnp.ones(8), jnp.ones(8)], P(), mesh)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
-    with pytest.raises(sr.CheckpointError, match=r"error file: .*gone.eqx: there is no such file"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"error file: .*gone.eqx: there is no such file"):
         load_equinox(tmp_path / "gone", jnp.ones(8), P(), mesh)
 
 
@@ -227,7 +229,7 @@ def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None
 ) -> None:
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", jnp.ones(6))
-    with pytest.raises(sr.PlanError, match=r"\(6,\): .*6.*4"):
+    with pytest.raises(sr.errors.PlanError, match=r"\(6,\): .*6.*4"):
         load_equinox(tmp_path / "x.eqx", jnp.ones(6), P("data"), mesh)
 
 

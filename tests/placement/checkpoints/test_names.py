@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.placement.checkpoints.names import Held, match, refuse
 from shardrules.placement.checkpoints.wanted import Wanted, wanted, with_values
-from shardrules.placement.target import target
+from shardrules.placement.destination import target
 
 F32 = np.dtype(np.float32)
 
@@ -92,7 +92,7 @@ def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
     names = {"layer/0/up": "x", "layers/0/norm": 3}
     _, wrong = matched(like, tensors, names)
     with pytest.raises(
-        sr.CheckpointError, match=r"^load: model\.safetensors cannot be loaded, and nothing was:"
+        sr.errors.CheckpointError, match=r"^load: model\.safetensors cannot be loaded, and nothing was:"
     ) as caught:
         refuse("load: model.safetensors", wrong)
     lines = str(caught.value).splitlines()[1:]
@@ -172,5 +172,5 @@ def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
 def test_keys_of_another_kind_are_an_error() -> None:
     like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
     found = target(like, P(), sr.create_mesh("data:8"))
-    with pytest.raises(sr.CheckpointError, match=r"key holds key<rbg>, wanted key<urbg>"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"key holds key<rbg>, wanted key<urbg>"):
         with_values(found, wanted(like, found, "load"), [jax.random.key(0, impl="rbg")])

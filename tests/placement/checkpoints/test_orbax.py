@@ -137,7 +137,7 @@ def test_only_a_part_is_asked_for(tmp_path: Path, saving_mesh: Mesh) -> None:
         tmp_path / "saved", like, RULES, saving_mesh, names=lambda path: f"model/{path}", surplus="skip"
     )
     assert bits(eqx.filter(loaded, eqx.is_array)) == bits(state.model)
-    with pytest.raises(sr.CheckpointError, match=r"error surplus: opt_state/0/mu/layers/\*/bias x2"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"error surplus: opt_state/0/mu/layers/\*/bias x2"):
         load_orbax(tmp_path / "saved", like, RULES, saving_mesh, names=lambda path: f"model/{path}")
 
 
@@ -198,7 +198,7 @@ def test_everything_wrong_is_told_before_anything_is_read(tmp_path: Path, saving
     like["half"] = jnp.ones((8, 8))
     like["step"] = 0.0
     del like["pair"]
-    with pytest.raises(sr.CheckpointError, match="saved cannot be loaded, and nothing was:") as caught:
+    with pytest.raises(sr.errors.CheckpointError, match="saved cannot be loaded, and nothing was:") as caught:
         load_orbax(tmp_path / "saved", like, P(), saving_mesh)
     assert [line.strip() for line in str(caught.value).splitlines()[1:] if "->" not in line] == [
         "error missing: blocks/*/v (2,) x3: there is no 'blocks/0/v' (did you mean 'blocks/0/w'?)",
@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path, saving_mesh: Mesh) -> No
         "broken": "orbax cannot read what it says of itself: JSONDecodeError",
     }
     for folder, complaint in complaints.items():
-        with pytest.raises(sr.CheckpointError, match=complaint):
+        with pytest.raises(sr.errors.CheckpointError, match=complaint):
             load_orbax(tmp_path / folder, like, P(), saving_mesh)
 
 
@@ -233,7 +233,7 @@ def test_data_that_is_gone_is_an_error(tmp_path: Path, saving_mesh: Mesh) -> Non
     save(tmp_path / "saved", like)
     largest = max((tmp_path / "saved").rglob("d/*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: 2**16])
-    with pytest.raises(sr.CheckpointError, match="saved: orbax cannot read it: "):
+    with pytest.raises(sr.errors.CheckpointError, match="saved: orbax cannot read it: "):
         load_orbax(tmp_path / "saved", like, P(), saving_mesh)
 
 
@@ -241,13 +241,13 @@ def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
     tmp_path: Path, saving_mesh: Mesh, no_reads: None
 ) -> None:
     save(tmp_path / "saved", {"w": jnp.ones(6)})
-    with pytest.raises(sr.PlanError, match=r"w \(6,\): .*6.*4"):
+    with pytest.raises(sr.errors.PlanError, match=r"w \(6,\): .*6.*4"):
         load_orbax(tmp_path / "saved", {"w": jnp.ones(6)}, P("data"), saving_mesh)
 
 
 def test_without_orbax_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(sr.CheckpointError, match=r'is not installed: pip install "shardrules\[orbax\]"'):
+    with pytest.raises(sr.errors.CheckpointError, match=r'is not installed: pip install "shardrules\[orbax\]"'):
         load_orbax("anywhere", {}, P())
 
 

@@ -122,20 +122,20 @@ def test_every_dtype_is_read_as_it_is(tmp_path: Path, mesh: jax.sharding.Mesh, h
 def test_what_jax_would_cut_to_32_bits_is_refused(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     safetensors.numpy.save_file({"i": np.full(8, 2**40 + 5), "n": np.arange(8)}, tmp_path / "x.safetensors")
     for cast in (False, True):
-        with pytest.raises(sr.CheckpointError, match="of which JAX makes int32 while jax_enable_x64 is off"):
+        with pytest.raises(sr.errors.CheckpointError, match="of which JAX makes int32 while jax_enable_x64 is off"):
             load_safetensors(tmp_path / "x.safetensors", {"i": np.zeros(8, int)}, P(), mesh, surplus="skip", cast=cast)
     small = {"n": jax.ShapeDtypeStruct((8,), jnp.int32)}
     loaded = load_safetensors(tmp_path / "x.safetensors", small, P(), mesh, surplus="skip", cast=True)
     assert loaded["n"].tolist() == list(range(8))
     small = {"i": jax.ShapeDtypeStruct((8,), jnp.int32)}
-    with pytest.raises(sr.CheckpointError, match="1099511627781 is not a number that int32 can hold"):
+    with pytest.raises(sr.errors.CheckpointError, match="1099511627781 is not a number that int32 can hold"):
         load_safetensors(tmp_path / "x.safetensors", small, P(), mesh, surplus="skip", cast=True)
 
 
 def test_names_are_a_table_or_a_function(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     safetensors.numpy.save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
     names: Any = ["w"]
-    with pytest.raises(sr.TreeError, match=r"names is a table from path to tensor, or a function.*\['w'\]"):
+    with pytest.raises(sr.errors.TreeError, match=r"names is a table from path to tensor, or a function.*\['w'\]"):
         load_safetensors(tmp_path / "x.safetensors", {"w": np.ones(8, np.float32)}, P(), mesh, names=names)
 
 
@@ -197,7 +197,7 @@ def test_files_without_an_index_are_read_together(tmp_path: Path, mesh: jax.shar
     assert same_bits(loaded, model)
     safetensors.numpy.save_file({"layers.0.bias": np.zeros(64, np.float32)}, tmp_path / "c.safetensors")
     with pytest.raises(
-        sr.CheckpointError, match=r"c.safetensors: 'layers.0.bias' stands in another file too\n +-> wri"
+        sr.errors.CheckpointError, match=r"c.safetensors: 'layers.0.bias' stands in another file too\n +-> wri"
     ):
         load_safetensors(tmp_path, eqx.filter_eval_shape(make), RULES, mesh)
 
@@ -210,7 +210,7 @@ def test_an_index_says_which_of_two_is_meant(tmp_path: Path, mesh: jax.sharding.
     )
     loaded = load_safetensors(index, eqx.filter_eval_shape(make), RULES, mesh, surplus="skip")
     assert np.asarray(loaded.layers[2].bias).tolist() == [5] * 8
-    with pytest.raises(sr.CheckpointError, match=r"error surplus: more: no leaf of `like` takes it, F64\[2\]"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"error surplus: more: no leaf of `like` takes it, F64\[2\]"):
         load_safetensors(index, eqx.filter_eval_shape(make), RULES, mesh)
 
 
@@ -220,7 +220,7 @@ def test_an_index_that_is_wrong_is_told_with_all_else(tmp_path: Path, mesh: jax.
     like = eqx.tree_at(
         lambda model: model.layers[2].bias, eqx.filter_eval_shape(make), jax.ShapeDtypeStruct((9,), jnp.int8)
     )
-    with pytest.raises(sr.CheckpointError, match="cannot be loaded, and nothing was") as caught:
+    with pytest.raises(sr.errors.CheckpointError, match="cannot be loaded, and nothing was") as caught:
         load_safetensors(index, like, P(), mesh)
     lines = [line.strip() for line in str(caught.value).replace(f"{tmp_path}/", "").splitlines()[1:]]
     assert lines == [
@@ -258,9 +258,9 @@ def test_a_folder_that_cannot_be_read(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(sr.CheckpointError, match=complaint):
+    with pytest.raises(sr.errors.CheckpointError, match=complaint):
         load_safetensors(tmp_path, {"w": jnp.ones(2)}, P(), mesh)
-    with pytest.raises(sr.CheckpointError, match="nothing: there is no such file or folder"):
+    with pytest.raises(sr.errors.CheckpointError, match="nothing: there is no such file or folder"):
         load_safetensors(tmp_path / "nothing", {"w": jnp.ones(2)}, P(), mesh)
 
 
@@ -299,7 +299,7 @@ def test_a_header_that_is_wrong(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None, change: Callable[[Header], None], complaint: str
 ) -> None:
     path = write(tmp_path / "x.safetensors", TWO, change)
-    with pytest.raises(sr.CheckpointError, match=complaint):
+    with pytest.raises(sr.errors.CheckpointError, match=complaint):
         load_safetensors(path, LIKE, P(), mesh)
 
 
@@ -316,7 +316,7 @@ def test_a_header_that_is_wrong(
 def test_a_header_that_is_none(tmp_path: Path, mesh: jax.sharding.Mesh, text: bytes, complaint: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(sr.CheckpointError, match=complaint):
+    with pytest.raises(sr.errors.CheckpointError, match=complaint):
         load_safetensors(path, LIKE, P(), mesh)
 
 
@@ -326,7 +326,7 @@ def test_a_file_cut_anywhere_is_refused_before_anything_is_read(
     whole = write(tmp_path / "x.safetensors", TWO).read_bytes()
     for length in range(len(whole)):
         (tmp_path / "x.safetensors").write_bytes(whole[:length])
-        with pytest.raises(sr.CheckpointError, match=r"its header alone would end at|it ends at byte"):
+        with pytest.raises(sr.errors.CheckpointError, match=r"its header alone would end at|it ends at byte"):
             load_safetensors(tmp_path / "x.safetensors", LIKE, P(), mesh)
 
 
@@ -334,7 +334,7 @@ def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None
 ) -> None:
     path = write(tmp_path / "x.safetensors", TWO)
-    with pytest.raises(sr.PlanError, match=r"b \(2, 3\): .*2.*4"):
+    with pytest.raises(sr.errors.PlanError, match=r"b \(2, 3\): .*2.*4"):
         load_safetensors(path, LIKE, P("data"), mesh)
 
 

@@ -1,0 +1,297 @@
+"""Coming from eformer's `escale`: its functions, on the engine of shardrules."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardrules.analysis.analyzer import analyze_sharding_strategy
+from shardrules.analysis.monitor import create_monitored_function
+from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.context import current_mesh
+from shardrules.core.errors import NoMeshError, PatternError, RuleTypeError, SpecError, UnknownAxisError, suggest
+from shardrules.core.spec import checked_spec, make_spec, trim
+from shardrules.core.spec_trees import get_shardings_with_structure
+from shardrules.core.tree import array_kind, survey, widest
+from shardrules.placement.gather import make_shard_and_gather_fns
+from shardrules.rules.auto import auto_entries
+from shardrules.rules.logical.axes import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    DP,
+    EMBED,
+    EMPTY,
+    EP,
+    EXPERT,
+    EXPERT_GATE,
+    FSDP,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    SP,
+    TP,
+    VOCAB,
+    AttnKVSharding,
+    AttnQSharding,
+    ColumnWise,
+    DynamicShardingAxes,
+    ExpertActivations,
+    ExpertActivationsAlt,
+    ExpertColumnWise,
+    ExpertColumnWiseAlt,
+    ExpertRowWise,
+    ExpertRowWiseAlt,
+    ExpertTensorParallel,
+    HiddenStateSharding,
+    Replicated,
+    RowWise,
+    SColumnWise,
+    SRowWise,
+    UnifiedExpertColumnWise,
+    UnifiedExpertRowWise,
+)
+from shardrules.rules.logical.partition_axis import PartitionAxis, RegisteredAxis
+from shardrules.rules.logical.partition_manager import PartitionManager
+from shardrules.rules.pattern import compile_pattern, reads_index
+
+__all__ = [
+    "BATCH",
+    "BIAS_HEAD_SEQ",
+    "BIAS_KV_SEQ",
+    "DP",
+    "EMBED",
+    "EMPTY",
+    "EP",
+    "EXPERT",
+    "EXPERT_GATE",
+    "FSDP",
+    "HEAD",
+    "HEAD_DIM",
+    "KV_HEAD",
+    "KV_HEAD_DIM",
+    "KV_LENGTH",
+    "LENGTH",
+    "MLP_INTERMEDIATE",
+    "MODE_DECODE",
+    "MODE_INSERT",
+    "MODE_PREFILL",
+    "MODE_TRAIN",
+    "QUERY_LENGTH",
+    "SP",
+    "TP",
+    "VOCAB",
+    "AttnKVSharding",
+    "AttnQSharding",
+    "ColumnWise",
+    "DynamicShardingAxes",
+    "ExpertActivations",
+    "ExpertActivationsAlt",
+    "ExpertColumnWise",
+    "ExpertColumnWiseAlt",
+    "ExpertRowWise",
+    "ExpertRowWiseAlt",
+    "ExpertTensorParallel",
+    "HiddenStateSharding",
+    "PartitionAxis",
+    "PartitionManager",
+    "RegisteredAxis",
+    "Replicated",
+    "RowWise",
+    "SColumnWise",
+    "SRowWise",
+    "UnifiedExpertColumnWise",
+    "UnifiedExpertRowWise",
+    "analyze_sharding_strategy",
+    "auto_partition_spec",
+    "create_monitored_function",
+    "create_pattern_based_partition_spec",
+    "get_shardings_with_structure",
+    "make_shard_and_gather_fns",
+    "match_partition_rules",
+]
+
+
+def match_partition_rules(
+    rules: Sequence[tuple[str, PartitionSpec]], tree: Any, min_size: int = 16384, strict: bool = True
+) -> Any:
+    """Returns for every array the spec of the first pattern that is found in its path.
+
+    A spec with more entries than the array has dimensions is cut from the right. Scalars need no rule. No mesh is
+    asked: `RegexShardingRule` with `plan` tells what does not divide.
+
+    **Arguments:**
+
+    - `rules`: (pattern, PartitionSpec) pairs.
+    - `tree`: any pytree.
+    - `min_size`: arrays of fewer elements are replicated, though a pattern must match them.
+    - `strict`: `False` skips every test of size and rank, and scalars take the rule too.
+
+    **Returns:**
+
+    A tree of PartitionSpecs of the same structure. Callables and other static leaves stay what they are.
+
+    **Raises:**
+
+    `PatternError`, a `ValueError`, listing every array that no pattern matches, or for a value that is no spec.
+
+    ```python
+    from shardrules.presets import eformer
+
+    specs = eformer.match_partition_rules([("kernel", P("dp", "tp")), (".*", P())], {"kernel": np.ones((256, 256))})
+    assert specs == {"kernel": P("dp", "tp")}
+    ```
+    """
+    if not strict:
+        tree = jtu.tree_map(lambda leaf: np.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, tree)
+    compiled = [(compile_pattern(pattern, "match_partition_rules"), _spec(pattern, spec)) for pattern, spec in rules]
+    found = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
+    specs: list[PartitionSpec] = []
+    missing: dict[int, None] = {}
+    for kind, leaf in enumerate(found.leaves):
+        if strict and leaf.ndim == 0:
+            specs.append(PartitionSpec())
+            continue
+        spec = next((spec for pattern, spec in compiled if pattern.search(leaf.path)), None)
+        if spec is None:
+            missing[kind] = None
+            spec = PartitionSpec()
+        if strict:
+            spec = PartitionSpec() if leaf.size < min_size else trim(spec, leaf.ndim)
+        specs.append(spec)
+    if missing:
+        arrays = zip(found.paths(), (kind for kind in found.kinds if kind >= 0), strict=True)
+        raise PatternError(
+            "\n".join(f"Partition rule not found for param: {path}" for path, kind in arrays if kind in missing)
+            + "\nAdd a pattern for each; ('.*', P()) at the end replicates what is left."
+        )
+    return found.unflatten(specs, PartitionSpec())
+
+
+def _spec(pattern: str, spec: Any) -> PartitionSpec:
+    try:
+        return checked_spec(spec)
+    except SpecError as error:
+        raise PatternError(f"match_partition_rules: {pattern!r}: {error}; P() replicates") from error
+
+
+def create_pattern_based_partition_spec(
+    text: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
+) -> Callable[[str, Any], PartitionSpec]:
+    """Returns the function from name and array to spec that a line of text describes.
+
+    **Arguments:**
+
+    - `text`: `"attention|mlp->data,hidden->model.None"`: `,` separates rules, `|` patterns, `.` dimensions; `None`
+        leaves a dimension whole and `data+model` splits one over two axes. Patterns are searched, the first match wins.
+    - `mesh`: taken for the sake of callers that have one; axis names are checked when a plan is made, not here.
+    - `default_spec`: for names that no pattern matches; by default `P()`.
+
+    **Returns:**
+
+    A function `(name, array) -> PartitionSpec`; `array` is not looked at.
+
+    **Raises:**
+
+    `PatternError` for a rule without `->`, or a pattern that does not compile.
+
+    ```python
+    from shardrules.presets import eformer
+
+    spec_for = eformer.create_pattern_based_partition_spec("attention|mlp->data,hidden->model.None")
+    assert spec_for("mlp/up", None) == P("data")
+    assert spec_for("hidden", None) == P("model", None)
+    assert spec_for("bias", None) == P()
+    ```
+    """
+    del mesh
+    parsed: list[tuple[re.Pattern[str], PartitionSpec]] = []
+    for rule in text.split(","):
+        patterns, arrow, dims = rule.strip().partition("->")
+        entries = tuple(
+            () if dim.strip() == "None" else tuple(name.strip() for name in dim.split("+")) for dim in dims.split(".")
+        )
+        parts = [*(pattern.strip() for pattern in patterns.split("|")), *(name for entry in entries for name in entry)]
+        if not arrow or not all(parts):
+            raise PatternError(
+                f"{rule.strip()!r} in {text!r} is not pattern->axis, none of it empty: write for instance "
+                "'attention|mlp->data,w->model'"
+            )
+        spec = make_spec(entries)
+        owner = "create_pattern_based_partition_spec"
+        parsed += [(compile_pattern(pattern.strip(), owner), spec) for pattern in patterns.split("|")]
+    default = PartitionSpec() if default_spec is None else default_spec
+
+    def spec_for(name: str, array: Any) -> PartitionSpec:
+        del array
+        return next((spec for pattern, spec in parsed if pattern.search(name)), default)
+
+    return spec_for
+
+
+def auto_partition_spec(
+    x: Any,
+    mesh: AnyMesh | None = None,
+    names: Sequence[Axis] | None = None,
+    min_sharding_size: int | None = None,
+    reverse: bool = False,
+) -> PartitionSpec:
+    """Returns a spec for one array: dimensions largest first, each takes the first free name that divides it.
+
+    `AutoShardingRule` is the same as a rule, except that it takes axes in mesh order unless told otherwise, and that
+    axes of size 1, which split nothing, are taken here and not there.
+
+    **Arguments:**
+
+    - `x`: an array or a `ShapeDtypeStruct`.
+    - `mesh`: by default the mesh in force.
+    - `names`: the axes in order of preference, tuples among them; by default all, largest first. Names come once.
+    - `min_sharding_size`: arrays of fewer elements get `P()`; by default the number of devices.
+    - `reverse`: smallest dimensions first.
+
+    **Returns:**
+
+    A PartitionSpec with an entry for each dimension, or `P()` for a small array.
+
+    **Raises:**
+
+    `NoMeshError` without a mesh, `RuleTypeError` when `x` is no array, `AxisTypeError` for what is no mesh,
+    `UnknownAxisError` when the mesh lacks one of the names.
+
+    ```python
+    from shardrules.presets import eformer
+
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    assert eformer.auto_partition_spec(x, sr.mesh_shape("dp:2,tp:4")) == P("dp", "tp")
+    ```
+    """
+    kind = array_kind(x)
+    if kind is None:
+        raise RuleTypeError(f"auto_partition_spec wants an array or a ShapeDtypeStruct, got {type(x).__name__}")
+    check_mesh(mesh)
+    where = mesh if mesh is not None else current_mesh()
+    if where is None:
+        raise NoMeshError("auto_partition_spec needs a mesh: pass one, or call inside jax.set_mesh(mesh)")
+    sizes = mesh_sizes(where)
+    shape = kind[0]
+    least = math.prod(sizes.values()) if min_sharding_size is None else min_sharding_size
+    if math.prod(shape) < least:
+        return PartitionSpec()
+    axes = sorted(sizes, key=lambda name: -sizes[name]) if names is None else [as_axis(name) for name in names]
+    for name in (name for axis in axes for name in axis_tuple(axis)):
+        if name not in sizes:
+            raise UnknownAxisError(f"the mesh ({mesh_text(where)}) has no axis {name!r}{suggest(name, sizes)}")
+    return make_spec(auto_entries(shape, axes, sizes, reverse=reverse))

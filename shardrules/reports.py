@@ -1,0 +1,61 @@
+"""What functions of shardrules return: reports, differences, pictures and plans of whole functions."""
+
+from shardrules.analysis.audits.diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
+from shardrules.analysis.audits.evidence import MemoryUse
+from shardrules.analysis.audits.modules import ModuleCost
+from shardrules.analysis.audits.report import AuditedArray, AuditReport
+from shardrules.analysis.audits.roofline import StepTime
+from shardrules.analysis.fits import BatchSearch, Fit
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.report import AxisUse, ShardingReport, Weight
+from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
+from shardrules.core.views.table import Totals
+from shardrules.drawing.blocks import Block, Blocks
+from shardrules.drawing.picture import Picture
+from shardrules.placement.jit import FilterJit
+from shardrules.planning.answer.diff import AutoPlanDiff
+from shardrules.planning.answer.explain import Alternative, SplitDim, Use
+from shardrules.planning.answer.frontier import Frontier, FrontierPoint
+from shardrules.planning.answer.plan import AutoPlan, Candidate
+from shardrules.planning.answer.report import AutoPlanReport
+from shardrules.planning.run.replay import PlannedFunction
+from shardrules.reshard.plan import LeafMove, ReshardPlan
+
+__all__ = [
+    "Alternative",
+    "ArrayChange",
+    "AuditDiff",
+    "AuditReport",
+    "AuditedArray",
+    "AutoPlan",
+    "AutoPlanDiff",
+    "AutoPlanReport",
+    "AxisUse",
+    "BatchSearch",
+    "Block",
+    "Blocks",
+    "Candidate",
+    "Change",
+    "Collective",
+    "CollectivesChange",
+    "FigureChange",
+    "FilterJit",
+    "Fit",
+    "Frontier",
+    "FrontierPoint",
+    "LeafMove",
+    "MemoryUse",
+    "ModuleCost",
+    "Picture",
+    "Placement",
+    "Placements",
+    "PlanDiff",
+    "PlannedFunction",
+    "ReshardPlan",
+    "ShardingReport",
+    "SplitDim",
+    "StepTime",
+    "Totals",
+    "Use",
+    "Weight",
+]

@@ -1,1 +1,0 @@
-"""Presets: the rules of systems that users come from, with exactly the results that those give."""

@@ -1,0 +1,900 @@
+"""`ShardingAnalyzer.audit` from end to end: what it takes, and that its figures are those of the real compilers."""
+
+import collections
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import attrs
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.analysis.audits.report import AuditReport
+from shardrules.analysis.machine.hardware import SHEETS
+from shardrules.analysis.machine.targets import Target
+from shardrules.core.errors import NoMeshError, TargetError, TreeError
+from tests.analysis.audited import AXES, PLANS, audit, closed, codes, con, f32, i32, language, language_flops
+from tests.analysis.programs import (
+    CLOSED,
+    CPU,
+    CUDA,
+    LAYERS,
+    STEPS,
+    TARGETS,
+    TPU,
+    Closed,
+    arrays_moved,
+    expected,
+    mesh_on,
+    ring_bytes,
+)
+
+targets = pytest.mark.parametrize("target", TARGETS)
+OWN = sr.create_mesh(AXES)
+SHAPE = sr.mesh_shape(AXES)
+W, X = f32(64, 128), f32(32, 64)
+IN = (P(None, "model"), P("data"))
+PRODUCT = 2 * 32 * 64 * 128
+
+
+def product(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def specs(report: AuditReport) -> dict[str, str]:
+    return {one.path: one.compiled for one in report.arrays}
+
+
+def asked(report: AuditReport) -> dict[str, str]:
+    return {one.path: one.asked for one in report.arrays}
+
+
+def roles(report: AuditReport) -> dict[str, str]:
+    return {one.path: one.role for one in report.arrays}
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA])
+@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
+def test_closed_forms(case: Closed, target: str) -> None:
+    """Kinds, axes, runs, payload and wire bytes are those of the formulas, to the byte; and so are the FLOPs."""
+    report = closed(case.name, target)
+    moved = case.on_cpu if target == CPU else case.moved
+    assert arrays_moved(report.collectives) == expected(moved)
+    assert report.wire_bytes == ring_bytes(moved, case.axes)
+    assert report.flops == case.flops
+    assert report.model_flops == case.flops * 8
+
+
+HALVED = ("fully sharded", "sequence parallel", "scanned")
+"""Programs that gather float32 in order to multiply it: TPUs multiply bfloat16, and cast before they gather."""
+
+
+@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
+def test_closed_forms_as_tpus_have_them(case: Closed) -> None:
+    """All that differs from the formulas is that what is gathered for a matmul has half the bytes."""
+    report = closed(case.name, TPU)
+    moved = [
+        attrs.evolve(one, payload_bytes=one.payload_bytes // 2)
+        if one.kind == "all-gather" and case.name in HALVED
+        else one
+        for one in case.moved
+    ]
+    assert arrays_moved(report.collectives) == expected(tuple(moved))
+    assert report.wire_bytes == ring_bytes(tuple(moved), case.axes)
+    assert report.flops == case.flops
+    assert report.model_flops == case.flops * 8
+    gathered = [each.dtype for one in report.collectives if one.kind == "all-gather" for each in one.arrays]
+    assert set(gathered) == ({"bf16"} if case.name in HALVED else set())
+
+
+@targets
+def test_loops_and_arguments_are_known(target: str) -> None:
+    report = closed("scanned", target)
+    gathers = [one for one in report.collectives if one.kind == "all-gather"]
+    assert {one.times.count for one in gathers} == {LAYERS}
+    assert sorted(path for one in gathers for path in one.arguments) == ["layers/down"] * 2 + ["layers/up"] * 2
+    accumulated = closed("accumulated", target)
+    assert {one.times.count for one in accumulated.collectives} <= {1, STEPS}
+
+
+@targets
+@pytest.mark.parametrize("plan", ["fully sharded", "both"])
+def test_a_language_model_multiplies_what_it_has_to(plan: str, target: str) -> None:
+    report = language(target, plan)
+    assert report.flops == language_flops()
+    assert report.model_flops == 8 * language_flops()
+    assert [one.role for one in report.arrays[:7]] == ["parameters"] * 6 + ["batch"]
+    assert PLANS[plan][0] == "data"
+
+
+# ---- memory ----
+
+
+def plainly(
+    fn: Callable[..., Any], target: str, *args: Any, axes: str = AXES, specs: Any, out: Any, donate: Any
+) -> Any:
+    """What the compiler says of the same function in the hands of JAX alone."""
+    mesh = mesh_on(target, axes)
+
+    def is_spec(node: Any) -> Any:
+        return isinstance(node, P)
+
+    def there(tree: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree, is_leaf=is_spec)
+
+    structs = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), args, there(specs))
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(fn, out_shardings=there(out), donate_argnums=donate)
+        return jitted.lower(*structs).compile().memory_analysis()
+
+
+class Dense(NamedTuple):
+    """A model with weights in two types, and its optimizer's state."""
+
+    w: Any
+    b: Any
+
+
+def adam_step(params: Any, state: Any, x: Any, y: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p.w) + p.b - y) ** 2))(params)
+    updates, state = optax.adam(1e-3).update(grads, state)
+    return optax.apply_updates(params, updates), state, loss
+
+
+PARAMS = Dense(f32(64, 160), f32(160))
+STATE = jax.eval_shape(optax.adam(1e-3).init, PARAMS)
+DATA = f32(24, 64), f32(24, 160)
+SPLIT = Dense(P("data", "model"), P("model"))
+MOMENTS = jax.tree.map(
+    lambda x: P() if x.shape == () else P("data", "model") if len(x.shape) == 2 else P("model"), STATE
+)
+
+
+@functools.cache
+def trained(target: str, donate: tuple[int, ...]) -> AuditReport:
+    options: dict[str, Any] = {"in_shardings": (SPLIT, MOMENTS, P("data"), P("data")), "donate_argnums": donate}
+    return audit(adam_step, PARAMS, STATE, *DATA, out_shardings=(SPLIT, MOMENTS, None), target=target, **options)
+
+
+@targets
+@pytest.mark.parametrize("donate", [(), (0,), (0, 1)])
+def test_memory_adds_up_to_what_the_compiler_says(donate: tuple[int, ...], target: str) -> None:
+    report = trained(target, donate)
+    usage = plainly(
+        adam_step,
+        target,
+        PARAMS,
+        STATE,
+        *DATA,
+        specs=(SPLIT, MOMENTS, P("data"), P("data")),
+        out=(SPLIT, MOMENTS, P()),
+        donate=donate,
+    )
+    memory = report.memory
+    arguments = memory.parameters_bytes + memory.state_bytes + memory.batch_bytes + memory.padding_bytes
+    assert arguments == usage.argument_size_in_bytes
+    assert memory.outputs_bytes == usage.output_size_in_bytes - usage.alias_size_in_bytes
+    assert memory.temporaries_bytes == usage.temp_size_in_bytes
+    assert report.peak_bytes == sum(memory.shares().values())
+
+
+@targets
+def test_categories_of_memory_by_hand(target: str) -> None:
+    """Shards: w over 4 x 2 devices, b over 2, two moments of each and a count; rows of the batch over 4."""
+    memory = trained(target, (0, 1)).memory
+    shard = 4 * (64 * 160 // 8 + 160 // 2)
+    assert memory.parameters_bytes == shard
+    assert memory.state_bytes == 2 * shard + 4
+    assert memory.batch_bytes == 4 * 24 * (64 + 160) // 4
+    assert (memory.padding_bytes == 0) is (target != TPU)
+    assert memory.padding_bytes >= 0
+
+
+@targets
+def test_donated_arrays_are_written_over(target: str) -> None:
+    report = trained(target, (0, 1))
+    given = {one.path: one.donated for one in report.arrays if one.role != "result"}
+    assert given == {path: not path.startswith(("x", "y")) for path in given}
+    assert len(given) == 2 + 5 + 2
+    assert report.peak_bytes < trained(target, (0,)).peak_bytes < trained(target, ()).peak_bytes
+    assert not any(one.donated for one in trained(target, ()).arrays)
+
+
+@targets
+def test_arrays_have_their_size_on_a_device(target: str) -> None:
+    report = trained(target, ())
+    sizes = {one.path: one.device_bytes for one in report.arrays}
+    assert sizes["params/w"] == sizes["result/0/w"] == 64 * 160 * 4 // 8
+    assert sizes["params/b"] == 160 * 4 // 2
+    assert sizes["x"] == 24 * 64 * 4 // 4
+    assert sizes["result/2"] == 4
+    assert asked(report)["params/w"] == specs(report)["params/w"] == "P('data', 'model')"
+    assert asked(report)["result/2"] == ""
+
+
+@pytest.mark.parametrize("target", [CUDA, TPU])
+def test_memory_of_the_host_is_not_the_devices(target: str) -> None:
+    offloaded = NamedSharding(SHAPE, P(None, "model"), memory_kind="pinned_host")
+
+    def fn(w: Any, x: Any) -> Any:
+        return product(jax.device_put(w, jax.memory.Space.Device), x)
+
+    report = audit(fn, W, X, in_shardings=(offloaded, P("data")), target=target)
+    assert all(size >= 0 for size in report.memory.shares().values())
+
+
+# ---- ways to say it ----
+
+TREE = {"w": W, "x": X}
+RULE = sr.RegexShardingRule([("w", P(None, "model")), ("x", P("data"))])
+
+
+def of_tree(tree: Any) -> Any:
+    return product(tree["w"], tree["x"])
+
+
+ONE_ARGUMENT: dict[str, dict[str, Any]] = {
+    "rule": {"plan": RULE},
+    "plan": {"plan": RULE.plan(TREE, SHAPE)},
+    "plan of another mesh": {"plan": RULE.plan(TREE, sr.mesh_shape("data:2,model:2"))},
+    "rule for the argument": {"in_shardings": (RULE,)},
+    "plan for the argument": {"in_shardings": (RULE.plan(TREE, SHAPE),)},
+    "specs": {"in_shardings": ({"w": P(None, "model"), "x": P("data")},)},
+    "shardings": {"in_shardings": ({"w": NamedSharding(OWN, P(None, "model")), "x": NamedSharding(SHAPE, P("data"))},)},
+    "function": {"in_shardings": (lambda tree: RULE,)},
+}
+
+
+@functools.cache
+def said_plainly() -> AuditReport:
+    return audit(product, W, X, in_shardings=IN, target=CPU)
+
+
+@pytest.mark.parametrize("way", ONE_ARGUMENT)
+def test_one_argument_is_told_in_many_ways(way: str) -> None:
+    report = audit(of_tree, TREE, target=CPU, **ONE_ARGUMENT[way])
+    assert asked(report)["tree/w"] == specs(report)["tree/w"] == "P(None, 'model')"
+    assert asked(report)["tree/x"] == specs(report)["tree/x"] == "P('data')"
+    assert report.flops == said_plainly().flops == PRODUCT // 8
+    assert report.peak_bytes == said_plainly().peak_bytes
+
+
+MODEL = eqx.filter_eval_shape(lambda: eqx.nn.MLP(64, 32, 160, 2, key=jax.random.key(0)))
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "adam": optax.adam(1e-3),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "accumulated": optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+}
+WEIGHTS = sr.RegexShardingRule([("weight", P("model", "data")), ("bias", P("model"))])
+
+
+def equinox_step(name: str) -> tuple[Callable[..., Any], Any]:
+    optim = OPTIMIZERS[name]
+    state = eqx.filter_eval_shape(lambda m: optim.init(eqx.filter(m, eqx.is_inexact_array)), MODEL)
+
+    def step(model: Any, state: Any, x: Any, y: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return jnp.mean((con(jax.vmap(model)(x), "data") - y) ** 2)
+
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    return step, state
+
+
+def trained_equinox(name: str, target: str, **options: Any) -> AuditReport:
+    step, state = equinox_step(name)
+    return audit(step, MODEL, state, f32(24, 64), f32(24, 32), target=target, donate_argnums=(0, 1), **options)
+
+
+@pytest.mark.parametrize(("name", "target"), [("adam", CPU), ("adam", CUDA), ("adafactor", TPU), ("accumulated", CPU)])
+def test_a_plan_of_the_model_is_mirrored_by_the_state(name: str, target: str) -> None:
+    plan = WEIGHTS.plan(MODEL, SHAPE)
+    report = trained_equinox(
+        name,
+        target,
+        plan=plan,
+        in_shardings=(None, None, P("data"), P("data")),
+        out_shardings=(plan, plan.mirror, None),
+    )
+    found = {one.path: one for one in report.arrays}
+    for path, one in found.items():
+        if one.role != "optimizer state" or one.shape in ((), (1,)):
+            continue
+        _, _, tail = path.partition("/layers/")
+        parameter = found[f"model/layers/{tail}"]
+        if one.shape == parameter.shape:
+            assert (one.asked, one.compiled) == (parameter.asked, parameter.compiled)
+            assert one.donated
+    assert found["model/layers/0/weight"].compiled == found["result/0/layers/0/weight"].compiled == "P('model', 'data')"
+    assert {one.role for path, one in found.items() if path.startswith("state")} == {"optimizer state"}
+    sizes = [(160, 64), (160, 160), (32, 160)]
+    assert report.memory.parameters_bytes == sum(4 * (rows * columns // 8 + rows // 2) for rows, columns in sizes)
+    assert "does-not-fit" not in codes(report)
+    assert "donated-in-vain" not in codes(report)
+
+
+def test_a_rule_for_all_arguments() -> None:
+    everything = sr.RegexShardingRule([(r"weight", P("model", "data")), (r"^[23]$", P("data")), (".*", P())])
+    report = trained_equinox("adam", CPU, plan=everything)
+    found = specs(report)
+    assert found["model/layers/0/weight"] == found["state/0/mu/layers/0/weight"] == "P('model', 'data')"
+    assert found["x"] == found["y"] == "P('data')"
+    assert found["model/layers/0/bias"] == "P()"
+
+
+def test_out_shardings_that_ask_for_another_place() -> None:
+    options: dict[str, Any] = {"in_shardings": IN, "target": CPU}
+    report = audit(
+        lambda w, x: (product(w, x), {"x": x, "n": 3}), W, X, out_shardings=(P("data", "model"), P()), **options
+    )
+    assert asked(report)["result/0"] == specs(report)["result/0"] == "P('data', 'model')"
+    assert specs(report)["result/1/x"] == "P()"
+    (gather,) = report.collectives
+    assert (gather.kind, gather.axes, gather.arguments) == ("all-gather", ("data",), ("x",))
+    assert report.problems == ()
+    one = audit(lambda w, x: [product(w, x), x], W, X, out_shardings=P("data"), **options)
+    assert [specs(one)[f"result/{number}"] for number in (0, 1)] == ["P('data')", "P('data')"]
+
+
+# ---- what arguments may be ----
+
+
+class Affine(eqx.Module):
+    weight: Any
+    scale: Any
+    name: str = eqx.field(static=True)
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(x @ self.weight) * self.scale
+
+
+KEY = jax.random.key(0)
+ARGUMENTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
+    "numpy": (product, (np.ones((64, 128), np.float32), np.ones((32, 64), np.float32)), IN),
+    "wide numpy": (product, (np.ones((64, 128)), np.ones((32, 64))), IN),
+    "arrays": (product, (jnp.ones((64, 128)), jnp.ones((32, 64))), IN),
+    "keys": (lambda w, x, key: product(w, x) + jax.random.normal(key, (128,)), (W, X, KEY), (*IN, None)),
+    "old keys": (
+        lambda w, x, key: product(w, x) + jax.random.normal(key, (128,)),
+        (W, X, jax.random.PRNGKey(0)),
+        (*IN, None),
+    ),
+    "numbers": (lambda w, x, rate, n: product(w, x) * rate**n, (W, X, 0.5, 3), (*IN, None, None)),
+    "scalars": (lambda w, x, rate: product(w, x) * rate, (W, X, np.float32(3)), (*IN, None)),
+    "texts": (lambda w, x, name: getattr(jnp, name)(x @ w), (W, X, "tanh"), (*IN, None)),
+    "nothing": (lambda w, x, none, act: act(x @ w), (W, X, None, jnp.tanh), (*IN, None, None)),
+    "modules": (lambda model, x: model(x), (Affine(W, 2.0, "me"), X), (P(None, "model"), P("data"))),
+    "lists": (lambda pair: product(*pair), ([W, X],), ([P(None, "model"), P("data")],)),
+    "partial": (functools.partial(lambda n, w, x: product(w, x) * n, 2), (W, X), IN),
+    "partial array": (functools.partial(lambda n, w, x: product(w, x) * n, jnp.arange(128.0)), (W, X), IN),
+    "partial keyword": (functools.partial(lambda w, x, *, n: product(w, x) * n, n=2), (W, X), IN),
+    "any number": (lambda *args: product(*args), (W, X), IN),
+    "closure": (lambda w, x: product(w, x) * jnp.arange(128.0), (W, X), IN),
+    "jit": (jax.jit(product), (W, X), IN),
+    "static": (jax.jit(lambda w, x, n: product(w, x) * n, static_argnums=2), (W, X, 3), (*IN, None)),
+    "static name": (jax.jit(lambda w, x, n: product(w, x) * n, static_argnames="n"), (W, X, 3), (*IN, None)),
+    "sr.filter_jit": (sr.filter_jit(product), (W, X), IN),
+    "eqx.filter_jit": (eqx.filter_jit(product), (W, X), IN),
+    "eqx.filter_jit of a module": (
+        eqx.filter_jit(lambda m, x: m(x)),
+        (Affine(W, 2.0, "me"), X),
+        (P(None, "model"), P("data")),
+    ),
+}
+
+
+ELSEWHERE = ("numpy", "keys", "modules", "partial array", "closure", "jit", "eqx.filter_jit of a module")
+"""Those that hold arrays, which are on CPUs while the function is compiled for another machine, and jitted ones."""
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [*((name, CPU) for name in ARGUMENTS), *((name, CUDA) for name in ELSEWHERE)]
+)
+def test_arguments_of_all_kinds(name: str, target: str) -> None:
+    fn, args, shardings = ARGUMENTS[name]
+    report = audit(fn, *args, in_shardings=shardings, target=target)
+    assert report.flops == PRODUCT // 8
+    assert report.model_flops == PRODUCT
+    assert report.problems == ()
+    matrices = [one for one in report.arrays if one.role != "result" and len(one.shape) == 2]
+    assert [one.compiled for one in matrices] == ["P(None, 'model')", "P('data')"]
+    assert sum(one.device_bytes for one in matrices) == 64 * 128 * 4 // 2 + 32 * 64 * 4 // 4
+
+
+def test_a_module_that_is_the_function_itself() -> None:
+    """Its weights are constants of the program: they are in no category of arguments."""
+    linear = eqx.nn.Linear(64, 128, key=KEY)
+    report = audit(jax.vmap(linear), X, in_shardings=P("data"), target=CPU)
+    assert report.model_flops == PRODUCT
+    assert [one.device_bytes for one in report.arrays] == [32 * 64 * 4 // 4, 32 * 128 * 4 // 4]
+    alone = audit(linear, f32(64), target=CPU)
+    assert (alone.name, [one.path for one in alone.arrays]) == ("Linear", ["x", "result"])
+
+
+def test_arrays_that_lie_on_devices_stay_there() -> None:
+    w = jax.device_put(jnp.ones((64, 128)), NamedSharding(OWN, P(None, "model")))
+    x = jax.device_put(jnp.ones((32, 64)), NamedSharding(OWN, P("data")))
+    report = sr.ShardingAnalyzer().audit(product, w, x, target=CPU)
+    assert (specs(report)["w"], specs(report)["x"]) == ("P(None, 'model')", "P('data')")
+    assert report.mesh == "data:4,model:2"
+    assert (report.flops, report.problems) == (PRODUCT // 8, ())
+
+
+@targets
+def test_arrays_on_cpus_are_audited_for_other_machines(target: str) -> None:
+    mesh_on(target, AXES)
+    w = jax.device_put(jnp.ones((64, 128)), NamedSharding(OWN, P(None, "model")))
+    closed_over = jax.device_put(jnp.ones((32, 64)), NamedSharding(OWN, P("data")))
+    report = sr.ShardingAnalyzer(OWN).audit(
+        lambda w, x: product(w, x + closed_over), w, X, in_shardings=IN, target=target
+    )
+    assert report.flops == PRODUCT // 8
+    assert specs(report)["w"] == "P(None, 'model')"
+
+
+@targets
+def test_results_that_are_no_arrays(target: str) -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return {"y": product(w, x), "n": 3, "name": "me", "none": None, "act": jax.nn.relu}
+
+    report = audit(fn, W, X, in_shardings=IN, target=target)
+    assert [one.path for one in report.arrays if one.role == "result"] == ["result/y"]
+
+
+@targets
+def test_functions_that_print(target: str) -> None:
+    """Without a GPU its compiler cannot compile what calls back to Python. What only prints is left out for it."""
+
+    def prints(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return product(w, x)
+
+    assert audit(prints, W, X, in_shardings=IN, target=target).flops == PRODUCT // 8
+
+
+def test_functions_that_need_an_answer_from_python_cannot_be_compiled_without_a_gpu() -> None:
+    def asks(w: Any, x: Any) -> Any:
+        return product(w, jax.pure_callback(lambda x: x, X, x))
+
+    with pytest.raises(RuntimeError, match="'gpu' requested") as caught:
+        audit(asks, W, X, in_shardings=IN, target=CUDA)
+    assert any("calls back to Python" in note for note in caught.value.__notes__)
+    assert audit(asks, W, X, in_shardings=IN, target=CPU).model_flops == PRODUCT
+
+
+def test_functions_without_arguments_or_results() -> None:
+    assert audit(lambda: jnp.ones((8, 8)) @ jnp.ones((8, 8)), target=CPU).model_flops == 2 * 8**3
+    nothing = audit(lambda x: None, X, in_shardings=P("data"), target=CPU)
+    assert [one.path for one in nothing.arrays] == ["x"]
+    assert nothing.memory.outputs_bytes == 0
+
+
+def test_small_types_and_empty_arrays() -> None:
+    dtypes = (jnp.int4, jnp.bfloat16, jnp.bool_, jnp.complex64, jnp.float8_e4m3fn)
+    args = [jax.ShapeDtypeStruct((64,), dtype) for dtype in dtypes]
+    report = audit(lambda *args: args, *args, f32(0, 8), in_shardings=P(("data", "model")), target=CPU)
+    sizes = [one.device_bytes for one in report.arrays if one.role != "result"]
+    assert sizes == [4, 16, 8, 64, 8, 0]
+    assert [one.dtype for one in report.arrays[:5]] == ["int4", "bfloat16", "bool", "complex64", "float8_e4m3fn"]
+
+
+# ---- functions that are jitted already ----
+
+
+JITTED = jax.jit(
+    lambda w, x: (w - x.T @ product(w, x), x.sum()),
+    in_shardings=(NamedSharding(OWN, P(None, "model")), NamedSharding(OWN, P("data"))),
+    out_shardings=(NamedSharding(OWN, P(None, "model")), None),
+    donate_argnums=0,
+)
+
+
+@targets
+def test_a_jitted_function_keeps_what_it_says(target: str) -> None:
+    mesh_on(target, AXES)
+    report = sr.ShardingAnalyzer(OWN).audit(JITTED, W, X, target=target)
+    assert asked(report) == {"w": "P(None, 'model')", "x": "P('data')", "result/0": "P(None, 'model')", "result/1": ""}
+    assert specs(report)["w"] == specs(report)["result/0"] == "P(None, 'model')"
+    assert {one.path: one.donated for one in report.arrays[:2]} == {"w": True, "x": False}
+    assert report.problems == ()
+    same = audit(
+        lambda w, x: (w - x.T @ product(w, x), x.sum()),
+        W,
+        X,
+        in_shardings=IN,
+        out_shardings=(P(None, "model"), None),
+        donate_argnums=0,
+        target=target,
+    )
+    assert (report.memory, report.flops, report.wire_bytes) == (same.memory, same.flops, same.wire_bytes)
+
+
+@targets
+def test_a_filter_jit_of_this_package_keeps_what_it_says(target: str) -> None:
+    mesh_on(target, AXES)
+    fn = sr.filter_jit(product, in_shardings=IN, mesh=OWN)
+    report = sr.ShardingAnalyzer(OWN).audit(fn, W, X, target=target)
+    assert (specs(report)["w"], specs(report)["x"]) == ("P(None, 'model')", "P('data')")
+    assert report.problems == ()
+
+
+# ---- meshes ----
+
+
+def constrained(mesh: Mesh) -> Callable[..., Any]:
+    def fn(w: Any, x: Any) -> Any:
+        hidden = lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", "model")))
+        return lax.scan(
+            lambda c, _: (lax.with_sharding_constraint(jnp.sin(c), NamedSharding(mesh, P("data", "model"))), 0),
+            hidden,
+            None,
+            3,
+        )[0]
+
+    return fn
+
+
+@targets
+@pytest.mark.parametrize("analyzer", [sr.ShardingAnalyzer(OWN), sr.ShardingAnalyzer(SHAPE)], ids=["mesh", "shape"])
+def test_a_function_that_names_its_own_mesh(analyzer: sr.ShardingAnalyzer, target: str) -> None:
+    mesh_on(target, AXES)
+    report = analyzer.audit(constrained(OWN), W, X, in_shardings=IN, target=target)
+    assert (report.flops, report.wire_bytes, report.problems) == (PRODUCT // 8, 0, ())
+    assert specs(report)["result"] == "P('data', 'model')"
+
+
+def by_hand(mesh: Mesh | None, reduce: Callable[..., Any] = lax.psum) -> Callable[..., Any]:
+    specs = (P("model", None), P("data", "model"))
+    return jax.shard_map(lambda w, x: reduce(x @ w, "model"), mesh=mesh, in_specs=specs, out_specs=P("data"))
+
+
+@targets
+@pytest.mark.parametrize("mesh", [None, OWN], ids=["in force", "named"])
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmean], ids=["sum", "mean"])
+def test_shard_map(reduce: Callable[..., Any], mesh: Mesh | None, target: str) -> None:
+    """Half of the sum on each device, and an all-reduce of f32[8, 128] over the two of them."""
+    mesh_on(target, AXES)
+    shardings = (P("model"), P("data", "model"))
+    report = sr.ShardingAnalyzer(OWN).audit(by_hand(mesh, reduce), W, X, in_shardings=shardings, target=target)
+    assert (report.flops, report.model_flops) == (PRODUCT // 8, PRODUCT)
+    assert [(one.kind, one.axes) for one in report.collectives] == [("all-reduce", ("model",))]
+    assert report.wire_bytes == 8 * 128 * 4
+    assert report.problems == ()
+
+
+EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@targets
+def test_explicit_meshes(target: str) -> None:
+    mesh_on(target, AXES)
+
+    def fn(w: Any, x: Any) -> Any:
+        hidden = jnp.einsum("bd,dh->bh", x, w, out_sharding=P("data", "model"))
+        return jax.sharding.reshard(jnp.tanh(hidden), P("data", None))
+
+    report = sr.ShardingAnalyzer(EXPLICIT).audit(fn, W, X, in_shardings=IN, target=target, axis_types=None)
+    assert report.flops == PRODUCT // 8
+    (gather,) = report.collectives
+    assert (gather.kind, gather.axes, gather.wire_bytes) == ("all-gather", ("model",), 8 * 128 * 4 // 2)
+    assert specs(report)["result"] in ("P('data')", "P('data', None)")
+    assert report.problems == ()
+
+
+def test_the_mesh_is_looked_for() -> None:
+    plan = RULE.plan(TREE, SHAPE)
+    assert sr.ShardingAnalyzer().audit(of_tree, TREE, plan=plan, target=CPU).mesh == AXES
+    with jax.set_mesh(OWN):
+        assert sr.ShardingAnalyzer().audit(of_tree, TREE, target=CPU).mesh == AXES
+    with pytest.raises(NoMeshError, match=r"ShardingAnalyzer\(mesh\)"):
+        sr.ShardingAnalyzer().audit(of_tree, TREE, target=CPU)
+
+
+def test_the_target_has_as_many_devices_as_the_mesh() -> None:
+    analyzer = sr.ShardingAnalyzer(SHAPE)
+    with pytest.raises(TargetError, match="has 8 devices, and the target cpu:4 has 4"):
+        analyzer.audit(product, W, X, target="cpu:4")
+    with pytest.raises(TargetError, match="'four' is no number"):
+        analyzer.audit(product, W, X, target="cpu:four")
+    assert analyzer.audit(product, W, X, in_shardings=IN).target == Target.parse("cpu")
+    assert sr.ShardingAnalyzer(sr.mesh_shape("data:2")).audit(product, W, X, target="cpu:2").device_count == 2
+
+
+def test_another_sheet_changes_times_only() -> None:
+    slow = attrs.evolve(SHEETS["cuda:h100"], link_bytes_per_second=10**6)
+    plain = audit(
+        lambda w, x: con(x @ w, "data", None), W, X, in_shardings=(P("model"), P("data", "model")), target=CPU
+    )
+    report = audit(
+        lambda w, x: con(x @ w, "data", None),
+        W,
+        X,
+        in_shardings=(P("model"), P("data", "model")),
+        target=CPU,
+        hardware=slow,
+    )
+    assert report.hardware == slow
+    assert (report.memory, report.flops, report.wire_bytes) == (plain.memory, plain.flops, plain.wire_bytes)
+    assert report.step_time() > report.wire_bytes / 10**6
+
+
+# ---- loops, branches, recomputation ----
+
+
+@targets
+def test_loops(target: str) -> None:
+    """Row then row: each round reduces f32[12, 64], which the two halves of a sum make, over the two of `model`."""
+
+    def fn(w: Any, x: Any) -> Any:
+        def body(x: Any, _: Any) -> Any:
+            return con(jnp.tanh(con(x, "data", "model") @ w), "data", "model"), None
+
+        return lax.scan(body, x, None, length=5)[0]
+
+    report = audit(fn, f32(64, 64), f32(48, 64), in_shardings=(P("model"), P("data", "model")), target=target)
+    assert report.flops * 8 == report.model_flops == 5 * 2 * 48 * 64 * 64
+    sums = [one for one in report.collectives if one.kind in ("all-reduce", "reduce-scatter")]
+    assert sum(one.times.count for one in sums) == 5
+    assert report.problems == ()
+
+
+@targets
+def test_a_loop_of_unknown_length_counts_once_and_says_so(target: str) -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return lax.while_loop(lambda x: jnp.max(x) > 3, lambda x: jnp.sin(x @ w), x)
+
+    report = audit(fn, f32(64, 64), X, in_shardings=(P(), P(("data", "model"))), target=target)
+    assert report.flops == 2 * 32 * 64 * 64 // 8
+    assert report.model_flops is None
+    assert codes(report, "note") == ["unknown-loop"]
+    assert any(one.times.unknown for one in report.collectives)
+
+
+@targets
+def test_branches_count_all(target: str) -> None:
+    def fn(flag: Any, w: Any, x: Any) -> Any:
+        return con(lax.cond(flag, lambda: x @ w, lambda: jnp.sin(x @ w)), "data", "model")
+
+    flag = jax.ShapeDtypeStruct((), bool)
+    report = audit(fn, flag, W, X, in_shardings=(None, *IN), target=target)
+    assert report.model_flops == 2 * PRODUCT
+    assert report.flops in (PRODUCT // 8, 2 * PRODUCT // 8)  # of two equal products a compiler may make one
+
+
+@targets
+def test_recomputation_is_counted(target: str) -> None:
+    """Two products forward, both gradients of each but one, and the first again."""
+
+    def loss(w: Any, x: Any) -> Any:
+        hidden = jax.checkpoint(lambda x: jnp.tanh(x @ w["a"]))(x)
+        return jnp.sum(jnp.tanh(hidden @ w["b"]) ** 2)
+
+    weights = {"a": f32(64, 96), "b": f32(96, 64)}
+    shardings = (P(), P(("data", "model")))
+    report = audit(jax.grad(loss), weights, X, in_shardings=shardings, target=target)
+    assert report.model_flops == 6 * 2 * 32 * 64 * 96
+    assert 5 * 2 * 32 * 64 * 96 <= report.flops * 8 <= report.model_flops
+    assert report.problems == ()
+
+
+# ---- laws ----
+
+
+def random_spec(rng: random.Random) -> P:
+    free = ["data", "model"]
+    rng.shuffle(free)
+    entries = [free.pop() if free and rng.random() < 0.4 else None for _ in range(2)]
+    return P(tuple(free), None) if len(free) == 2 and rng.random() < 0.2 else P(*entries)
+
+
+def random_step(rng: random.Random, x: Any, w: Any) -> Any:
+    """One of the things that people do to activations."""
+    spec, dim = random_spec(rng), rng.randrange(2)
+    steps: tuple[Callable[[], Any], ...] = (
+        lambda: jnp.tanh(x @ w),
+        lambda: con(x, *spec),
+        lambda: lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), x, None, length=3)[0],
+        lambda: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x * 2),
+        lambda: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
+        lambda: jnp.sort(x, axis=dim),
+        lambda: jnp.cumsum(x, axis=dim),
+        lambda: jax.nn.softmax(x, axis=dim),
+        lambda: x[::-1] + jnp.roll(x, 1, 1),
+        lambda: x.reshape(16, 4, 64).sum(1).repeat(4, 0),
+        lambda: lax.fori_loop(0, 2, lambda _, c: con(c, *spec) * 1.1, x),
+        lambda: x @ (w.T @ w),
+        lambda: jax.shard_map(lambda x: lax.psum(x, "model"), in_specs=P("data", "model"), out_specs=P("data"))(
+            x
+        ).repeat(2, 1),
+    )
+    return rng.choice(steps)()
+
+
+@pytest.mark.parametrize(
+    ("seed", "target"),
+    [*((seed, CPU) for seed in range(8)), *((seed, CUDA) for seed in range(8, 10)), (10, TPU)],
+)
+def test_laws_of_any_program(seed: int, target: str) -> None:
+    """Parts add up, nothing is negative, every move is along known axes, and the report is kept as it is."""
+    rng = random.Random(seed)
+    weights = [f32(64, 64)] * rng.randint(1, 4)
+    shardings = [random_spec(rng) for _ in weights], random_spec(rng)
+    choices = rng.random()
+
+    def loss(weights: Any, x: Any) -> Any:
+        again = random.Random(choices)
+        for w in weights:
+            x = random_step(again, x, w)
+        return jnp.mean(x**2)
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - g, weights, grads), value
+
+    report = audit(
+        step,
+        weights,
+        f32(64, 64),
+        in_shardings=shardings,
+        out_shardings=(shardings[0], None),
+        donate_argnums=0,
+        target=target,
+    )
+    assert min(report.memory.shares().values()) >= 0
+    assert sum(one.flops for one in report.modules) == report.flops
+    assert sum(one.wire_bytes for one in report.modules) == report.wire_bytes
+    assert all(one.crossed for one in report.collectives if one.wire_bytes)
+    assert all(one.message for one in report.findings)
+    assert all(one.asked == one.compiled or not one.asked for one in report.arrays)
+    assert AuditReport.from_json(report.to_json()) == report
+    assert report.name in str(report)
+
+
+# ---- other libraries' models ----
+
+
+class Flax(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(32)(nn.relu(nn.Dense(160)(x)))
+
+
+@targets
+def test_a_model_of_flax(target: str) -> None:
+    model: Any = Flax()
+    optim = optax.adam(1e-3)
+    params = jax.eval_shape(model.init, KEY, f32(1, 64))
+    state = jax.eval_shape(optim.init, params)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.square(model.apply(p, x))))(params)
+        updates, state = optim.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    plan = sr.ReplicateShardingRule().plan(params, sr.mesh_shape("data:8"))
+    report = audit(
+        step,
+        params,
+        state,
+        f32(24, 64),
+        axes="data:8",
+        plan=plan,
+        in_shardings=(None, None, P("data")),
+        out_shardings=(plan, plan.mirror, None),
+        donate_argnums=(0, 1),
+        target=target,
+    )
+    assert report.problems == ()
+    size = 64 * 160 + 160 + 160 * 32 + 32
+    assert report.memory.parameters_bytes == 4 * size
+    assert report.memory.state_bytes == 2 * 4 * size + 4
+    assert report.wire_bytes == 2 * 7 * (4 * size + 4) // 8  # all gradients and the loss, over all devices
+    assert {one.axes for one in report.collectives} == {("data",)}
+
+
+def test_a_model_of_nnx() -> None:
+    model = nnx.eval_shape(lambda: nnx.Linear(64, 128, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    report = audit(lambda params, x: nnx.merge(graph, params)(x), params, X, in_shardings=(P(), P("data")), target=CPU)
+    assert report.memory.parameters_bytes == 4 * (64 * 128 + 128)
+    assert report.model_flops == PRODUCT
+
+
+# ---- what is refused ----
+
+
+class Pair(collections.namedtuple("Pair", ["a", "b"])):
+    """What looks like a tuple to people, and is a tree of its own to JAX."""
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"in_shardings": (P("data"),)}, TreeError, "in_shardings has 1 items, and there are 2 arguments"),
+        ({"out_shardings": (P(), P())}, TreeError, "out_shardings"),
+        ({"donate_argnums": 2}, TreeError, "donate_argnums names argument 2, and there are 2"),
+        ({"donate_argnums": (0, -3)}, TreeError, "donate_argnums names argument -3"),
+        ({"roles": ("weights", "batch")}, TreeError, "a role is 'parameters'"),
+        ({"plan": P("data")}, TreeError, "Specs go to in_shardings"),
+        ({"in_shardings": (P("dta"), None)}, sr.errors.PlanError, "did you mean 'data'"),
+        ({"out_shardings": P("data", None, "model")}, sr.errors.PlanError, "3 entries, the array has 2 dimensions"),
+        ({"in_shardings": (P(None, ("data", "model")), P(("data", "model"), "data"))}, sr.errors.PlanError, "twice"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        audit(product, W, X, target=CPU, **options)
+
+
+def test_errors_of_the_function_are_raised_as_they_are() -> None:
+    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
+        audit(lambda w, x: 1 / 0, W, X, target=CPU)
+    assert any(__file__ in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        audit(lambda w: w, W, X, target=CPU)
+
+
+def test_a_negative_number_counts_from_the_end() -> None:
+    report = audit(
+        lambda w, x: (w.sum(), x + 1),
+        W,
+        X,
+        in_shardings=IN,
+        out_shardings=(None, P("data")),
+        donate_argnums=-1,
+        target=CPU,
+    )
+    assert [one.donated for one in report.arrays[:2]] == [False, True]
+
+
+def test_the_same_audit_twice_is_the_same_report() -> None:
+    reports = [audit(product, W, X, in_shardings=IN, target=CPU) for _ in range(2)]
+    assert reports[0] == reports[1]
+    assert not reports[0].diff(reports[1])
+    assert Pair(1, 2).a == 1
+
+
+def test_nothing_is_run() -> None:
+    calls: list[int] = []
+
+    def counted(w: Any, x: Any) -> Any:
+        calls.append(1)
+        jax.debug.callback(lambda: calls.append(2))
+        return x @ w
+
+    audit(counted, W, X, in_shardings=IN, target=CPU)
+    assert calls == [1]
+
+
+def test_a_tree_that_looks_like_a_tuple_takes_one_spec_for_all() -> None:
+    report = audit(lambda w, x: Pair(product(w, x), x), W, X, in_shardings=IN, out_shardings=P("data"), target=CPU)
+    assert [one.compiled for one in report.arrays if one.role == "result"] == ["P('data')", "P('data')"]
+
+
+def test_roles_as_the_caller_knows_them() -> None:
+    report = audit(product, W, X, in_shardings=IN, roles=("optimizer state", "parameters"), target=CPU)
+    assert roles(report) == {"w": "optimizer state", "x": "parameters", "result": "result"}
+    assert report.memory.state_bytes == 64 * 128 * 4 // 2
+    assert report.memory.parameters_bytes == 32 * 64 * 4 // 4
+
+
+def test_tokens_of_integers_are_data() -> None:
+    report = audit(lambda w, t: w[t].sum(), f32(512, 64), i32(32), in_shardings=(P(), P("data")), target=CPU)
+    assert roles(report)["t"] == "batch"
+    assert report.memory.batch_bytes == 32 * 4 // 4

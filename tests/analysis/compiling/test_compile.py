@@ -1,0 +1,311 @@
+"""Functions as compilers make them: what they say of memory, places and donation, and what they refuse."""
+
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.analysis.compiling.arguments import read_arguments
+from shardrules.analysis.compiling.compile import Compiled, CompilerMemory, compile_for, name_of, trace
+from shardrules.core.errors import DoesNotFitError
+from tests.analysis.programs import CPU, CUDA, TARGETS, TPU, mesh_on
+
+AXES = "data:4,model:2"
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+W, X = f32(64, 64), f32(32, 64)
+IN = (P(None, "model"), P("data"))
+
+
+def built(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    shardings: Any = IN,
+    known: Mesh | None = None,
+    **options: Any,
+) -> Compiled:
+    mesh = mesh or mesh_on(CPU, AXES)
+    found = read_arguments(fn, args, mesh, in_shardings=shardings)
+    traced = trace(fn, found, known or mesh)
+    return compile_for(traced, found.told(traced.said, mesh), mesh, **options)
+
+
+def plainly(fn: Callable[..., Any], mesh: Mesh, *args: Any, shardings: Any = IN, **options: Any) -> Any:
+    """The same by JAX alone."""
+    structs = [
+        jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(mesh, spec))
+        for arg, spec in zip(args, shardings, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        return jax.jit(fn, **options).lower(*structs).compile()
+
+
+def product(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def both(w: Any, x: Any) -> Any:
+    return w - x.T @ x, x.sum()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("fn", [product, both, jax.grad(lambda w, x: product(w, x).sum())])
+def test_memory_is_what_jax_says(fn: Callable[..., Any], target: str) -> None:
+    mesh = mesh_on(target, AXES)
+    usage = plainly(fn, mesh, W, X).memory_analysis()
+    memory = built(fn, W, X, mesh=mesh).memory
+    assert (memory.argument_bytes, memory.output_bytes, memory.alias_bytes, memory.temporary_bytes) == (
+        usage.argument_size_in_bytes,
+        usage.output_size_in_bytes,
+        usage.alias_size_in_bytes,
+        usage.temp_size_in_bytes,
+    )
+    assert memory.peak_bytes == memory.argument_bytes + memory.output_bytes + memory.temporary_bytes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_donated_memory_is_counted_once(target: str) -> None:
+    mesh = mesh_on(target, AXES)
+    there = NamedSharding(mesh, P(None, "model"))
+    usage = plainly(both, mesh, W, X, donate_argnums=0, out_shardings=(there, None)).memory_analysis()
+    found = built(both, W, X, mesh=mesh, out_shardings=(P(None, "model"), None), donated=(0,))
+    assert found.donated == (0,)
+    assert found.memory.alias_bytes == usage.alias_size_in_bytes > 0
+    assert found.memory.temporary_bytes == usage.temp_size_in_bytes
+    memory = found.memory
+    assert memory.peak_bytes + memory.alias_bytes == (
+        memory.argument_bytes + memory.output_bytes + memory.temporary_bytes
+    )
+
+
+def test_peak_of_a_memory_by_hand() -> None:
+    assert CompilerMemory(100, 50, 30, 7).peak_bytes == 127
+
+
+def test_arguments_and_results_are_where_the_compiler_put_them() -> None:
+    found = built(both, W, X, out_shardings=(P("data", "model"), None))
+    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
+    first, second = found.results
+    assert (first.path, first.struct.shape, second.path, second.struct.shape) == ("0", (64, 64), "1", ())
+    assert first.asked is not None
+    assert first.asked.spec == P("data", "model")
+    assert isinstance(first.at, NamedSharding)
+    assert first.at.spec == P("data", "model")
+    assert second.asked is None
+
+
+def test_what_nobody_says_is_left_to_the_compiler() -> None:
+    """Of the product it knows one factor. The other it may take as it likes best."""
+    found = built(lambda w, x: lax.with_sharding_constraint(x, P("data")) @ w, W, X, shardings=None)
+    assert len(found.arguments) == 2
+
+
+def test_results_that_are_no_arrays_have_no_place() -> None:
+    found = built(lambda w, x: {"y": x @ w, "n": 3, "name": "me", "none": None, "act": jax.nn.relu}, W, X)
+    assert [one.path for one in found.results] == ["y"]
+    assert built(lambda w, x: None, W, X).results == ()
+
+
+def test_the_program_keeps_the_name_of_the_function() -> None:
+    assert built(product, W, X).text.startswith("HloModule jit_product")
+
+
+def test_arguments_that_are_not_used_are_counted() -> None:
+    found = built(lambda w, x: x.sum(), W, X)
+    assert found.memory.argument_bytes == 64 * 32 * 4 + 8 * 64 * 4
+    assert len(found.arguments) == 2
+
+
+def test_nothing_is_run_and_nothing_traced_twice() -> None:
+    calls: list[int] = []
+
+    def counted(w: Any, x: Any) -> Any:
+        calls.append(1)
+        return x @ w
+
+    built(counted, W, X)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_mesh_of_the_users_is_replaced_by_the_targets(target: str) -> None:
+    own = sr.create_mesh(AXES)
+    there = mesh_on(target, AXES)
+
+    def constrained(w: Any, x: Any) -> Any:
+        return lax.with_sharding_constraint(x @ w, NamedSharding(own, P("data", "model")))
+
+    found = built(constrained, W, X, mesh=there, known=own)
+    (result,) = found.results
+    assert isinstance(result.at, NamedSharding)
+    assert (result.at.mesh, result.at.spec) == (there, P("data", "model"))
+
+
+# ---- functions that are jitted already ----
+
+OWN = sr.create_mesh(AXES)
+JITTED = jax.jit(
+    both,
+    in_shardings=(NamedSharding(OWN, P(None, "model")), NamedSharding(OWN, P("data"))),
+    out_shardings=(NamedSharding(OWN, P(None, "model")), None),
+    donate_argnums=0,
+)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_jitted_function_says_is_kept(target: str) -> None:
+    there = mesh_on(target, AXES)
+    found = built(JITTED, W, X, mesh=there, known=OWN, shardings=None)
+    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
+    assert [one.asked.spec if one.asked else None for one in found.results] == [P(None, "model"), None]
+    assert found.donated == (0,)
+    assert found.memory.alias_bytes > 0
+    assert "jit_both" in found.text[:40]
+
+
+def test_what_the_caller_says_comes_first() -> None:
+    jitted = jax.jit(both, donate_argnums=1)
+    found = built(jitted, W, X, donated=(0,), out_shardings=(P("data"), None))
+    assert found.donated == (0, 1)
+    assert found.results[0].asked is not None
+    assert found.results[0].asked.spec == P("data")
+
+
+def test_a_jitted_function_that_holds_arrays_is_heard_too() -> None:
+    held = jnp.arange(64.0)
+    there = NamedSharding(OWN, P(None, "model"))
+    jitted = jax.jit(lambda w, x: (w + held, x.sum()), in_shardings=(there, None), donate_argnums=0)
+    found = built(jitted, W, X, shardings=(None, P("data")), out_shardings=(P(None, "model"), None))
+    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
+    assert found.donated == (0,)
+
+
+def test_donation_inside_of_a_larger_function_is_its_own_affair() -> None:
+    assert built(lambda w, x: JITTED(w * 2, x)[1], W, X).donated == ()
+
+
+def test_equinox_donates_as_it_was_told() -> None:
+    step = eqx.filter_jit(both, donate="all-except-first")
+    assert built(step, W, X).donated == (1,)
+    assert built(eqx.filter_jit(both, donate="all"), W, X).donated == (0, 1)
+    assert built(eqx.filter_jit(both), W, X).donated == ()
+
+
+# ---- names ----
+
+
+class Model(eqx.Module):
+    def __call__(self, x: Any) -> Any:
+        return x
+
+    def method(self, x: Any) -> Any:
+        return x
+
+
+NAMES: tuple[tuple[Callable[..., Any], str], ...] = (
+    (product, "product"),
+    (lambda x: x, "<lambda>"),
+    (functools.partial(product, 3), "product"),
+    (functools.partial(functools.partial(product, 3), 4), "product"),
+    (jax.jit(product), "product"),
+    (eqx.filter_jit(product), "product"),
+    (sr.filter_jit(product), "product"),
+    (jax.vmap(product), "product"),
+    (Model(), "Model"),
+    (Model().method, "method"),
+)
+
+
+@pytest.mark.parametrize(("fn", "name"), NAMES)
+def test_names(fn: Callable[..., Any], name: str) -> None:
+    assert name_of(fn) == name
+
+
+def test_functions_without_a_python_name_compile() -> None:
+    for fn in (lambda x: x * 2, Model(), functools.partial(lambda a, x: x * a, 3)):
+        assert built(fn, X, shardings=P("data")).text
+
+
+# ---- refusals ----
+
+
+def test_a_tpu_refuses_what_is_too_large_by_far() -> None:
+    mesh = mesh_on(TPU, "data:8")
+    big = f32(64, 2**20, 2**10)  # 256 GiB, an eighth of it for each
+    with pytest.raises(
+        DoesNotFitError, match="the compiler for tpu refuses a program that takes more memory"
+    ) as caught:
+        built(lambda x: x * 2, big, mesh=mesh, shardings=P("data"))
+    assert "jax.checkpoint" in str(caught.value)
+    assert caught.value.needed_bytes >= 2 * 2**35
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value, sr.errors.ShardRulesError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.needed_bytes) == (str(caught.value), caught.value.needed_bytes)
+
+
+def test_other_compilers_refuse_nothing() -> None:
+    big = f32(64, 2**20, 2**12)
+    for target in (CPU, CUDA):
+        mesh = mesh_on(target, "data:8")
+        found = built(lambda x: jnp.tanh(x) * 2, big, mesh=mesh, shardings=P("data"))
+        assert found.memory.argument_bytes == 2**40 // 8
+
+
+def test_an_error_of_a_trace_names_the_line() -> None:
+    def fails(w: Any, x: Any) -> Any:
+        raise RuntimeError("as it likes")
+
+    with pytest.raises(RuntimeError, match="as it likes") as caught:
+        built(fails, W, X)
+    line = fails.__code__.co_firstlineno + 1
+    assert f"while tracing {__file__}:{line}" in caught.value.__notes__
+
+
+def test_a_function_that_names_a_mesh_which_the_analyzer_does_not_know() -> None:
+    """The shape of a mesh knows no kind of device, and JAX does not take it for that of one which does."""
+    spec = P("data")
+    mapped = jax.shard_map(lambda x: x * 2, mesh=sr.mesh_shape(AXES), in_specs=spec, out_specs=spec)
+    with pytest.raises(ValueError, match="should match the mesh passed to shard_map") as caught:
+        built(mapped, X, shardings=spec)
+    assert any("ShardingAnalyzer(mesh)" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_jitted_functions_inside_go_to_the_machine_too(target: str) -> None:
+    jitted = jax.jit(lambda x: x * 2, in_shardings=NamedSharding(OWN, P("data")))
+    there = mesh_on(target, AXES)
+    found = built(lambda x: jitted(x) + 1, X, mesh=there, known=OWN, shardings=P("data"))
+    assert [one.at.mesh for one in found.results if isinstance(one.at, NamedSharding)] == [there]
+
+
+# ---- what compilers say aloud ----
+
+
+def test_other_noise_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    def noisy(w: Any, x: Any) -> Any:
+        os.write(2, b"while tracing\n")
+        return x @ w
+
+    found = built(noisy, W, X)
+    sys.stderr.write("after it\n")
+    assert found.messages == ()
+    heard = capfd.readouterr().err
+    assert "while tracing\n" in heard
+    assert heard.endswith("after it\n")

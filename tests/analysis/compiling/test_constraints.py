@@ -1,0 +1,104 @@
+"""The constraints in a traced function, wherever they are, and which of them JAX weakens."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.analysis.compiling.constraints import constraints, weakened
+from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.analysis.compiling.source import users_line
+
+MESH = sr.create_mesh("data:4,model:2")
+SIZES = {"data": 4, "model": 2}
+X = jnp.ones((16, 32))
+
+
+def constrained(x: Any, *spec: Any) -> Any:
+    return lax.with_sharding_constraint(x, P(*spec))
+
+
+def once(x: Any) -> Any:
+    return constrained(x, "data")
+
+
+PROGRAMS: dict[str, Any] = {
+    "plain": once,
+    "jit": jax.jit(once),
+    "scan": lambda x: lax.scan(lambda c, _: (once(c), None), x, None, length=3)[0],
+    "while": lambda x: lax.while_loop(lambda c: c.sum() < 0, once, x),
+    "cond": lambda x: lax.cond(x.sum() > 0, once, jnp.sin, x),
+    "remat": jax.checkpoint(once),
+    "filter_shard": lambda x: eqx.filter_shard(x, P("data")),
+    "named": lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P("data"))),
+    "filter_jit": eqx.filter_jit(once),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_constraints_are_found_wherever_they_are(name: str) -> None:
+    with jax.set_mesh(MESH):
+        program = jax.make_jaxpr(PROGRAMS[name])(X)
+    ((shape, spec, stack),) = constraints(program)
+    assert (shape, spec) == ((16, 32), P("data"))
+    assert users_line(stack).startswith(f"{__file__}:")
+
+
+def test_a_batch_in_front_takes_part() -> None:
+    with jax.set_mesh(MESH):
+        program = jax.make_jaxpr(jax.vmap(once))(jnp.ones((3, 16, 32)))
+    ((shape, spec, _),) = constraints(program)
+    assert shape == (3, 16, 32)
+    assert spec[1] == "data"
+
+
+def test_gradients_are_constrained_as_their_values() -> None:
+    with jax.set_mesh(MESH):
+        program = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(once(x * 2) ** 2)))(X)
+    assert [spec for _, spec, _ in constraints(program)] == [P("data"), P("data")]
+
+
+def test_explicit_meshes_have_them_too() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(lambda x: jax.sharding.reshard(x, P(None, "model")))(X)
+    assert [(shape, spec) for shape, spec, _ in constraints(program)] == [((16, 32), P(None, "model"))]
+
+
+def test_what_constrains_nothing_has_none() -> None:
+    assert list(constraints(jax.make_jaxpr(lambda x: jnp.tanh(x) @ x.T)(X))) == []
+
+
+def test_all_equations_are_walked() -> None:
+    def nested(x: Any) -> Any:
+        return lax.scan(lambda c, _: (jax.jit(jnp.tanh)(c), None), x, None, length=3)[0]
+
+    assert "tanh" in [one.primitive.name for one in equations(jax.make_jaxpr(nested)(X))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "spec", "stays"),
+    [
+        (10, P(("data", "model")), False),
+        (10, P(None, ("data", "model")), True),
+        (10, P("model"), True),
+        (10, P("data"), False),
+        (16, P(("data", "model")), True),
+        (12, P("data", "model"), True),
+    ],
+)
+def test_constraints_that_do_not_divide(rows: int, spec: P, stays: bool) -> None:
+    def fn(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, spec)
+
+    with jax.set_mesh(MESH):
+        program = jax.make_jaxpr(fn)(jnp.ones((rows, 32)))
+    found = list(weakened(constraints(program), SIZES))
+    assert [one.code for one in found] == ([] if stays else ["weakened"])
+    assert all(f"({rows}, 32)" in one.message and one.source.startswith(__file__) for one in found)

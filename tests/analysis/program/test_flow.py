@@ -1,0 +1,257 @@
+"""How often computations run, and where values come from: as XLA says, where it says so, and as JAX was asked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from shardrules.analysis.program.flops import find_matmuls
+from shardrules.analysis.program.flow import Place, Times
+from shardrules.analysis.program.program import Program, read_program
+from tests.analysis.programs import CPU, TARGETS, array, compiled, mesh_on, program_of
+
+
+def inner(w: Any) -> Callable[[Any], Any]:
+    return lambda x: jnp.tanh(x @ w)
+
+
+def counted(x: Any, w: Any) -> Any:
+    return lax.fori_loop(2, 13, lambda i, x: inner(w)(x) * i, x)
+
+
+def nested(x: Any, w: Any) -> Any:
+    def outer(x: Any, _: None) -> Any:
+        return lax.scan(lambda x, _: (inner(w)(x), None), x, None, length=5)[0] + 1, None
+
+    return lax.scan(outer, x, None, length=7)[0]
+
+
+def backwards(x: Any, w: Any) -> Any:
+    return lax.while_loop(lambda c: c[1] > 0, lambda c: (inner(w)(c[0]), c[1] - 3), (x, 20))[0]
+
+
+def up_to(x: Any, w: Any) -> Any:
+    return lax.while_loop(lambda c: jnp.greater_equal(10, c[1]), lambda c: (inner(w)(c[0]), c[1] + 4), (x, -3))[0]
+
+
+def never(x: Any, w: Any) -> Any:
+    return lax.while_loop(lambda c: c[1] > 0, lambda c: (inner(w)(c[0]), c[1] - 1), (x, 0))[0]
+
+
+def until(x: Any, w: Any) -> Any:
+    return lax.while_loop(lambda x: x.sum() < 100, inner(w), x)
+
+
+def asked(x: Any, w: Any) -> Any:
+    return lax.fori_loop(0, x[0, 0].astype(int), lambda _, x: inner(w)(x), x)
+
+
+LOOPS = {counted: 11, nested: 35, backwards: 7, up_to: 4}
+ENDLESS = (until, asked)
+
+
+def program(fn: Callable[..., Any], target: str, printed: bool = True) -> Program:
+    mesh = mesh_on(target, "data:8")
+    text = compiled(fn, array(mesh, (64, 128), "data"), array(mesh, (128, 128))).as_text()
+    return read_program(text if printed else text.replace("known_trip_count", "nobody_knows"))
+
+
+def matmul_times(program: Program) -> list[Times]:
+    return [one.times for one in find_matmuls(program)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("fn", LOOPS)
+def test_loops_multiply(fn: Callable[..., Any], target: str) -> None:
+    found = program(fn, target)
+    assert matmul_times(found) == [Times(LOOPS[fn])]
+    assert found.unknown_loops == ()
+
+
+@pytest.mark.parametrize("fn", LOOPS)
+def test_what_is_counted_is_what_xla_prints(fn: Callable[..., Any]) -> None:
+    found = program(fn, CPU, printed=False)
+    assert dict(found.flow.trips) == dict(program(fn, CPU).flow.trips)
+    assert None not in found.flow.trips.values()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_loop_that_never_runs_costs_nothing(target: str) -> None:
+    assert sum(one.count for one in matmul_times(program(never, target))) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("fn", ENDLESS)
+def test_a_loop_without_an_end_is_one_round_and_listed(fn: Callable[..., Any], target: str) -> None:
+    found = program(fn, target)
+    assert matmul_times(found) == [Times(1, unknown=True)]
+    assert [one.op for one in found.unknown_loops] == ["while"]
+    (condition,) = found.unknown_loops[0].references("condition")
+    assert found.times(condition) == Times(1, unknown=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_branch_counts(target: str) -> None:
+    def choose(x: Any, w: Any) -> Any:
+        return lax.switch(x[0, 0].astype(int), [lambda x: x, inner(w), lambda x: inner(w)(inner(w)(x))], x)
+
+    times = matmul_times(
+        program(lambda x, w: lax.scan(lambda x, _: (choose(x, w), None), x, None, length=3)[0], target)
+    )
+    assert times == [Times(3, conditional=True)] * 3
+
+
+LOOP = """HloModule m
+
+%step (p: (s32[], s32[], s32[])) -> (s32[], s32[], s32[]) {
+  %p = (s32[], s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %by = s32[] get-tuple-element(%p), index=1
+  %end = s32[] get-tuple-element(%p), index=2
+  %next = s32[] STEP
+  ROOT %t = (s32[], s32[], s32[]) tuple(%next, %by, %end)
+}
+
+%test (p.1: (s32[], s32[], s32[])) -> pred[] {
+  %p.1 = (s32[], s32[], s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %end.1 = s32[] get-tuple-element(%p.1), index=2
+  ROOT %c = pred[] compare(SIDES), direction=DIRECTION
+}
+
+ENTRY %main () -> (s32[], s32[], s32[]) {
+  %start = s32[] constant(START)
+  %by.1 = s32[] constant(BY)
+  %end.2 = s32[] constant(END)
+  %copied = s32[] copy(%end.2)
+  %init = (s32[], s32[], s32[]) tuple(%start, %by.1, %copied)
+  ROOT %loop = (s32[], s32[], s32[]) while(%init), condition=%test, body=%step
+}
+"""
+
+
+def rounds(start: int, end: int, by: int, direction: str, add: bool, mirrored: bool) -> tuple[str, int]:
+    relation = {
+        "LT": lambda i: i < end,
+        "LE": lambda i: i <= end,
+        "GT": lambda i: i > end,
+        "GE": lambda i: i >= end,
+        "NE": lambda i: i != end,
+    }[direction]
+    mirror = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction]
+    text = (
+        LOOP.replace("STEP", "add(%by, %i)" if add else "subtract(%i, %by)")
+        .replace("SIDES", "%end.1, %i.1" if mirrored else "%i.1, %end.1")
+        .replace("DIRECTION", mirror if mirrored else direction)
+        .replace("START", str(start))
+        .replace("BY", str(by))
+        .replace("END", str(end))
+    )
+    count, i = 0, start
+    while relation(i) and count < 100:
+        count, i = count + 1, i + (by if add else -by)
+    return text, count
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("by", [1, 3, -1, -2])
+@pytest.mark.parametrize("direction", ["LT", "LE", "GT", "GE", "NE"])
+@pytest.mark.parametrize(("start", "end"), [(0, 12), (12, 0), (-5, 7), (3, 3)])
+def test_counting_rounds(start: int, end: int, direction: str, by: int, add: bool, mirrored: bool) -> None:
+    """The counter's step and end are handed round the loop, as TPUs' compiler likes to do."""
+    text, count = rounds(start, end, by, direction, add, mirrored)
+    trips = read_program(text).flow.trips["loop"]
+    assert trips == count if count < 100 else trips is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tuple(%next, %by, %end)", "tuple(%next, %by, %next)"),  # the end moves
+        ("constant(12)", "parameter(0)"),  # nobody knows the end
+        ("constant(0)", "parameter(0)"),  # nor the start
+        ("add(%by, %i)", "multiply(%by, %i)"),
+        ("add(%by, %i)", "add(%i, %i)"),
+        ("compare(%i.1, %end.1), direction=LT", "and(%i.1, %end.1)"),
+        ("compare(%i.1, %end.1)", "compare(%end.1, %end.1)"),
+    ],
+)
+def test_what_cannot_be_counted_is_unknown(old: str, new: str) -> None:
+    text, _ = rounds(0, 12, 1, "LT", add=True, mirrored=False)
+    assert read_program(text).flow.trips == {"loop": 12}
+    assert old in text
+    assert read_program(text.replace(old, new)).flow.trips == {"loop": None}
+
+
+def test_calls_fusions_and_asynchronous_calls_count_once_each() -> None:
+    text = """HloModule m
+
+%deep (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  ROOT %d = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%fused (b: f32[4,4]) -> f32[4,4] {
+  %b = f32[4,4]{1,0} parameter(0)
+  ROOT %f = f32[4,4]{1,0} fusion(%b), kind=kLoop, calls=%deep
+}
+
+%unused (u: f32[4,4]) -> f32[4,4] {
+  %u = f32[4,4]{1,0} parameter(0)
+  ROOT %v = f32[4,4]{1,0} dot(%u, %u), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4]{1,0} parameter(0), metadata={op_name="x"}
+  %one = f32[4,4]{1,0} call(%x), to_apply=%fused
+  %two = ((f32[4,4]{1,0}), f32[4,4]{1,0}, u32[]) async-start(%one), calls=%fused
+  %up = ((f32[4,4]{1,0}), f32[4,4]{1,0}, u32[]) async-update(%two), calls=%fused
+  ROOT %three = f32[4,4]{1,0} async-done(%up), calls=%fused
+}
+"""
+    found = read_program(text)
+    assert found.times("main") == Times(1)
+    assert found.times("deep") == Times(2)
+    assert found.times("unused") == Times(0)
+    assert [(call.caller, call.role) for call in found.callers("deep")] == [("fused", "calls")]
+    assert sum(one.total_flops for one in find_matmuls(found)) == 2 * 2 * 4 * 4 * 4
+
+
+def test_a_deep_chain_of_calls_and_copies_needs_no_recursion() -> None:
+    many = 5000
+    computations = [f"%f{i} (p{i}: f32[]) -> f32[] {{\n  %p{i} = f32[] parameter(0)" for i in range(many)]
+    bodies = ["  ROOT %r0 = f32[] negate(%p0)"] + [
+        f"  ROOT %r{i} = f32[] call(%p{i}), to_apply=%f{i - 1}" for i in range(1, many)
+    ]
+    parts = [f"{head}\n{body}\n}}\n" for head, body in zip(computations, bodies, strict=True)]
+    copies = "".join(f"  %c{i + 1} = f32[] copy(%c{i})\n" for i in range(many))
+    entry = (
+        f"ENTRY %main (c0: f32[]) -> f32[] {{\n  %c0 = f32[] parameter(0)\n{copies}"
+        f"  ROOT %e = f32[] call(%c{many}), to_apply=%f{many - 1}\n}}\n"
+    )
+    found = read_program("\n".join(["HloModule m\n", *parts, entry]))
+    assert found.times("f0") == Times(1)
+    assert found.flow.origin(Place("main", "e")) == Place("f0", "r0")
+    assert found.flow.origin(Place("f0", "p0")) == Place("main", "c0")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_stacked_weight_is_known_again_inside_the_loop(target: str) -> None:
+    mesh = mesh_on(target, "data:8")
+
+    def layers(x: Any, w: Any) -> Any:
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w["up"])[0]
+
+    w = {"up": array(mesh, (12, 128, 128), None, "data")}
+    found = program_of(layers, array(mesh, (64, 128), "data"), w)
+    gathers = [(where, one) for where, one in found.walk() if one.op in ("all-gather", "all-gather-start")]
+    assert {found.argument_path(Place(where.name, one.operands[0])) for where, one in gathers} == {"w['up']"}
+
+
+def test_what_was_computed_is_no_argument() -> None:
+    found = program_of(lambda x: jnp.sin(x) @ x, jnp.ones((8, 8)))
+    (computation, dot), *_ = [(where, one) for where, one in found.walk() if one.op == "dot"]
+    assert [found.argument_path(Place(computation.name, name)) for name in dot.operands] == ["", "x"]

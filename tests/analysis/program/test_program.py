@@ -1,0 +1,183 @@
+"""Whole programs: what JAX compiled is what is read, on every target."""
+
+import inspect
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardrules.analysis.program.flow import Place
+from shardrules.analysis.program.program import Alias, Program, Source, read_program
+from shardrules.analysis.program.text import ArrayType, Instruction
+from shardrules.core.errors import ProgramTextError
+from tests.analysis import programs
+from tests.analysis.programs import CLOSED, CPU, TARGETS, array, compiled, mesh_on, text_of
+
+
+def found(program: Program, pattern: str) -> Instruction:
+    """The first instruction whose path of JAX operations matches."""
+    return next(one for _, one in program.walk() if re.search(pattern, one.op_name))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
+def test_arguments_and_results_are_those_of_jax(case: programs.Closed, target: str) -> None:
+    fn, args, _ = case.build(mesh_on(target, case.axes))
+    program = read_program(text_of(case.name, target))
+    assert (program.partition_count, program.replica_count, program.device_count) == (8, 1, 8)
+    assert program.name == f"jit_{fn.__name__}"
+
+    shards = [one.sharding.shard_shape(one.shape) for one in jax.tree.leaves(args)]
+    parameters = program.entry_computation.parameters
+    assert [one.op_name for one in parameters] == argument_names(fn, args)
+    assert [one.types for one in parameters] == [(ArrayType("f32", shape, 32),) for shape in shards]
+    assert len(program.outputs) == len(jax.tree.leaves(jax.eval_shape(fn, *args)))
+
+
+def argument_names(fn: Any, args: tuple[Any, ...]) -> list[str]:
+    return [
+        name + jax.tree_util.keystr(path)
+        for name, arg in zip(inspect.signature(fn).parameters, args, strict=True)
+        for path, _ in jax.tree_util.tree_leaves_with_path(arg)
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_memory_is_what_xla_says(target: str) -> None:
+    mesh = mesh_on(target, "data:8")
+    args = array(mesh, (64, 128), "data"), array(mesh, (64,), "data", dtype=jnp.int8)
+    whole = compiled(lambda x, y: (x * 2, y + 1), *args)
+    program = read_program(whole.as_text())
+    memory = whole.memory_analysis()
+    assert sum(one.nbytes for one in program.entry_computation.parameters) == 8 * 128 * 4 + 8
+    if target == CPU:  # others pad small arrays to their tiles
+        assert sum(one.nbytes for one in program.entry_computation.parameters) == memory.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_donated_arguments(target: str) -> None:
+    mesh = mesh_on(target, "data:8")
+    state = {"a": array(mesh, (64, 8), "data"), "b": array(mesh, (64, 16), "data")}
+    jitted = jax.jit(lambda s, x: (jax.tree.map(lambda w: w + x, s), x.sum()), donate_argnums=0)
+    program = read_program(str(jitted.lower(state, array(mesh, ())).compile().as_text()))
+    assert [(one.output, one.parameter) for one in program.aliases] == [((0,), 0), ((1,), 1)]
+
+
+def test_aliases_of_either_kind() -> None:
+    text = "HloModule m, input_output_alias={ {}: (1, {}, must-alias), {2, 0}: (3, {}, may-alias), {1}: (0, {}) }\n"
+    program = read_program(text + "\nENTRY %e (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n")
+    assert program.aliases == (Alias((), 1, True), Alias((2, 0), 3, False), Alias((1,), 0, False))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_lines_of_python(target: str) -> None:
+    program = read_program(text_of("column then row", target))
+    gelu = found(program, "dot_general")
+    source, *callers = program.stack(gelu)
+    lines, first = programs.column_then_row.__code__.co_filename, programs.column_then_row.__code__.co_firstlineno
+    assert source.file == lines
+    assert 0 < source.line - first < 4
+    assert source.function.endswith("mlp")
+    assert str(source) == f"{source.file}:{source.line}"
+    assert [one.function for one in callers][:2] == ["compiled", "text_of"]
+    assert program.stack(program.entry_computation.parameters[0]) == ()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_stack_frames_of_either_numbering(shift: int) -> None:
+    """Versions number the parent from 0, for none, or from 1."""
+    text = f"""HloModule m
+
+FileNames
+1 "/a.py"
+2 "/b \\"c\\".py"
+
+FunctionNames
+1 "main"
+2 "inner"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=10 end_line=10 column=2 end_column=2}}
+2 {{file_name_id=2 function_name_id=2 line=20 end_line=20 column=2 end_column=2}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id={0 + shift}}}
+2 {{file_location_id=2 parent_frame_id={1 + shift}}}
+
+
+ENTRY %e (p: f32[]) -> f32[] {{
+  %p = f32[] parameter(0), metadata={{op_name="p"}}
+  ROOT %n = f32[] negate(%p), metadata={{op_name="neg" stack_frame_id=2}}
+}}
+"""
+    program = read_program(text)
+    stack = program.stack(program.instruction(Place("e", "n")))
+    assert [one.line for one in stack] == [20, 10]
+    assert stack[1] == Source("/a.py", 10, "main")
+
+
+def test_a_line_of_python_beside_the_instruction() -> None:
+    text = """HloModule m
+
+ENTRY %e (p: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  ROOT %n = f32[] negate(%p), metadata={op_name="neg" source_file="/x/y.py" source_line=7}
+}
+"""
+    program = read_program(text)
+    assert program.stack(program.instruction(Place("e", "n"))) == (Source("/x/y.py", 7),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a compiled program starts with 'HloModule', this with ''"),
+        ("module @jit_f {}", r"pass what jax.jit\(f\).lower\(...\).compile\(\).as_text\(\) returns"),
+        ("HloModule m\n\n%f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n", "'m' has no ENTRY"),
+        ("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n", "its text is cut off"),
+        ("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  oh\n}\n", "this is no instruction"),
+    ],
+)
+def test_other_texts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ProgramTextError, match=message):
+        read_program(text)
+
+
+def test_a_program_is_a_value() -> None:
+    text = text_of("attention", CPU)
+    assert read_program(text) == read_program(text)
+    assert read_program(text) != read_program(text_of("sequence parallel", CPU))
+    assert hash(read_program(text)) == hash(read_program(text))
+    with pytest.raises(KeyError, match="nowhere"):
+        read_program(text).find("nowhere")
+
+
+def test_replicas_of_pmap_are_devices() -> None:
+    text = (
+        "HloModule m, replica_count=4, num_partitions=2\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"
+    )
+    assert read_program(text).device_count == 8
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_ten_megabytes_take_well_under_two_seconds(target: str) -> None:
+    """Copies of a real program's computations under other names, called one after another."""
+    text = text_of("scanned", target)
+    start = text.index("\n%")
+    head, body = text[:start], text[start:].replace("\nENTRY ", "\n")
+    copies = -(-10_000_000 // len(body))
+    name = re.search(r"\nENTRY %?(\S+)", text)
+    assert name is not None
+    parts = [re.sub(r"%([\w.\-]+)", rf"%\1.copy{number}", body) for number in range(copies)]
+    parts[-1] = parts[-1].replace(f"\n%{name[1]}.copy{copies - 1} (", f"\nENTRY %{name[1]}.copy{copies - 1} (")
+    large = head + "".join(parts)
+    assert len(large) > 10_000_000
+
+    begin = time.process_time()
+    program = read_program(large)
+    took = time.process_time() - begin
+    assert len(program.computations) == copies * len(read_program(text).computations)
+    assert took < 2

@@ -1,0 +1,100 @@
+"""How far groups reach, on machines that are made up, and that it is found out once for each set of groups."""
+
+import time
+
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import shardrules as sr
+from shardrules.analysis.machine.targets import Target
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.program import read_program
+from shardrules.analysis.program.reach import Reach
+from tests.analysis.programs import mesh_on
+
+HOSTS = Reach((0, 0, 0, 1, 1, 1), ((),) * 6)
+TORUS = Reach((0,) * 8, tuple((x, y, z) for x in range(2) for y in range(2) for z in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "hosts"),
+    [
+        ((), 1),
+        (((0,), (3,)), 1),
+        (((0, 1, 2), (3, 4, 5)), 1),
+        (((0, 3), (1, 4), (2, 5)), 2),
+        (((0, 1), (2, 3), (4, 5)), 2),
+        (((0, 1, 2, 3), (4, 5)), 2),
+    ],
+)
+def test_hosts(groups: tuple[tuple[int, ...], ...], hosts: int) -> None:
+    assert HOSTS.host_count(groups) == hosts
+    assert HOSTS.torus_dims(groups) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "dims"),
+    [
+        ((), 0),
+        (((0,),), 0),
+        (((0, 1), (2, 3)), 1),
+        (((0, 2), (1, 5)), 1),
+        (((0, 3),), 2),
+        (((0, 1, 2, 3), (4, 5, 6, 7)), 2),
+        (((0, 1), (0, 7)), 3),
+        ((tuple(range(8)),), 3),
+    ],
+)
+def test_torus(groups: tuple[tuple[int, ...], ...], dims: int) -> None:
+    assert TORUS.torus_dims(groups) == dims
+    assert TORUS.host_count(groups) == 1
+
+
+def test_hosts_are_told_by_devices_and_not_by_places() -> None:
+    """A mesh may put the devices of two hosts in turns."""
+    target = Target.parse("cuda:h100:16")
+    devices = mesh_on(str(target), "data:16").devices
+    mixed = Mesh(devices.reshape(2, 8).T.reshape(16), ("data",), axis_types=(AxisType.Auto,))
+    assert Reach.of(mixed, target).granules == (0, 1) * 8
+    assert Reach.of(target.mesh(mixed), target).host_count(((0, 1),)) == 2
+
+
+def test_the_torus_of_tpus() -> None:
+    target = Target.parse("tpu:v5e:4x4")
+    reach = Reach.of(mesh_on(str(target), "data:4,model:4"), target)
+    assert sorted(reach.coords) == [(x, y, 0) for x in range(4) for y in range(4)]
+    assert reach.granules == (0,) * 16
+
+
+def program_of_many(devices: int, count: int) -> str:
+    lines = "".join(
+        f"  %r{i} = f32[1024]{{0}} all-reduce(%x), channel_id={i}, "
+        f"replica_groups=[{devices // 8},8]<=[{devices}], use_global_device_ids=true, to_apply=%add\n"
+        f"  %p{i} = f32[1024]{{0}} collective-permute(%x), channel_id={count + i}, "
+        f"source_target_pairs={{{','.join(f'{{{at},{(at + 8) % devices}}}' for at in range(devices))}}}\n"
+        for i in range(count)
+    )
+    return (
+        f"HloModule m, num_partitions={devices}\n\nENTRY %e (x: f32[1024]) -> f32[1024] {{\n"
+        f"  %x = f32[1024]{{0}} parameter(0)\n{lines}}}\n"
+    )
+
+
+def test_hundreds_of_collectives_of_256_devices() -> None:
+    target = Target.parse("cuda:h100:256")
+    mesh = mesh_on(str(target), "data:32,model:8")
+    program = read_program(program_of_many(256, 300))
+    start = time.perf_counter()
+    found = find_collectives(program, mesh, target)
+    assert time.perf_counter() - start < 0.5
+    assert len(found) == 600
+    assert {(one.kind, one.axes, one.host_count) for one in found} == {
+        ("all-reduce", ("model",), 1),
+        ("collective-permute", ("data",), 2),
+    }
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    program = read_program(program_of_many(8, 1))
+    for mesh, target in ((None, None), (None, Target.parse("cpu")), (sr.mesh_shape("data:8"), None)):
+        assert {(one.host_count, one.torus_dims) for one in find_collectives(program, mesh, target)} == {(1, 0)}

@@ -1,0 +1,145 @@
+"""Types, instructions and attributes, in every form that XLA prints."""
+
+import pytest
+
+from shardrules.analysis.program.text import (
+    ArrayType,
+    Computation,
+    Instruction,
+    read_attributes,
+    read_instruction,
+    read_types,
+)
+from shardrules.core.errors import ProgramTextError
+
+
+def read(line: str) -> Instruction:
+    return read_instruction(line, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "nbytes"),
+    [
+        ("f32[]", (ArrayType("f32", (), 32),), 4),
+        ("bf16[16,512]{1,0:T(8,128)(2,1)S(1)}", (ArrayType("bf16", (16, 512), 16),), 16384),
+        ("pred[3]{0}", (ArrayType("pred", (3,), 8),), 3),
+        ("c64[2]{0}", (ArrayType("c64", (2,), 64),), 16),
+        ("f8e4m3fn[5]{0}", (ArrayType("f8e4m3fn", (5,), 8),), 5),
+        ("s4[5,3]{1,0:T(8,128)(8,1)E(4)}", (ArrayType("s4", (5, 3), 4),), 8),
+        ("s4[5,3]{1,0}", (ArrayType("s4", (5, 3), 8),), 15),
+        ("s2[5,3]{1,0:E(2)}", (ArrayType("s2", (5, 3), 2),), 4),
+        ("f4e2m1fn[7]{0:E(4)}", (ArrayType("f4e2m1fn", (7,), 4),), 4),
+        ("token[]", (ArrayType("token", (), 0),), 0),
+        ("f32[<=10,4]{1,0}", (ArrayType("f32", (10, 4), 32),), 160),
+        ("f32[0,4]{1,0}", (ArrayType("f32", (0, 4), 32),), 0),
+        ("()", (), 0),
+        (
+            "((f32[2]{0}, s32[]), /*index=1*/(pred[], u32[]{:S(2)}))",
+            (ArrayType("f32", (2,), 32), ArrayType("s32", (), 32), ArrayType("pred", (), 8), ArrayType("u32", (), 32)),
+            17,
+        ),
+    ],
+)
+def test_types(text: str, types: tuple[ArrayType, ...], nbytes: int) -> None:
+    assert read_types(text) == types
+    assert sum(one.nbytes for one in types) == nbytes
+
+
+def test_a_type_prints_as_xla_writes_it() -> None:
+    assert str(ArrayType("f32", (2, 3), 32)) == "f32[2,3]"
+
+
+def test_an_instruction_with_everything() -> None:
+    line = (
+        "  ROOT %gte.1 = (s32[]{:T(128)}, bf16[16,512]{1,0:T(8,128)(2,1)S(1)}) some-new-op(%a.1, %b, /*index=2*/%c-2), "
+        "kind=kCustom, calls=%fused, replica_groups=[4,2]<=[2,4]T(1,0), slice={[0:4], [0:1]}, "
+        'frontend_attributes={n="1"}, '
+        'metadata={op_name="jit(f)/p[\\\'k\\\']/{a, b}" source_file="/a b/c.py" source_line=7 stack_frame_id=3}, '
+        'backend_config={"debug":"\\n{(, \\"x\\"","known_trip_count":{"n":"12"}}'
+    )
+    one, is_root = read_instruction(line, {})
+    assert is_root
+    assert (one.name, one.op, one.operands) == ("gte.1", "some-new-op", ("a.1", "b", "c-2"))
+    assert one.types == (ArrayType("s32", (), 32), ArrayType("bf16", (16, 512), 16))
+    assert one.nbytes == 4 + 16384
+    assert one.attributes["replica_groups"] == "[4,2]<=[2,4]T(1,0)"
+    assert one.attributes["slice"] == "{[0:4], [0:1]}"
+    assert one.references("calls") == ("fused",)
+    assert one.op_name == "jit(f)/p['k']/{a, b}"
+    assert (one.metadata["source_file"], one.metadata["source_line"]) == ("/a b/c.py", "7")
+    assert one.backend_config == {"debug": '\n{(, "x"', "known_trip_count": {"n": "12"}}
+
+
+def test_an_instruction_without_percent_signs() -> None:
+    one = read("dot.1 = f32[4]{0} dot(f32[4,8]{1,0} a, f32[8]{0} b), lhs_contracting_dims={1}")
+    assert (one.operands, one.dims("lhs_contracting_dims")) == (("a", "b"), (1,))
+
+
+def test_operands_printed_with_their_types() -> None:
+    one = read("%d = f32[4]{0} add(f32[4]{0:T(128)} %a, (f32[4]{0}, s32[]) %b)")
+    assert one.operands == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("line", "literal"),
+    [
+        ("%c = s32[] constant(-3), metadata={}", "-3"),
+        ("%c = u32[8]{0} constant({0, 1, 2})", "{0, 1, 2}"),
+        ("%c = c64[2]{0} constant({(1, 2), (3, 4)}), sharding={replicated}", "{(1, 2), (3, 4)}"),
+        ("%p = f32[] parameter(0), sharding={devices=[4,1]<=[8] last_tile_dim_replicate}", "0"),
+    ],
+)
+def test_literals(line: str, literal: str) -> None:
+    assert (read(line).literal, read(line).operands) == (literal, ())
+
+
+@pytest.mark.parametrize(
+    ("printed", "meant"),
+    [
+        (r"p[\'v\']", "p['v']"),
+        (r"a\"b\\c", 'a"b\\c'),
+        (r"caf\303\251", "café"),
+        ("café", "café"),
+        (r"one\ntwo\tthree", "one\ntwo\tthree"),
+    ],
+)
+def test_escapes(printed: str, meant: str) -> None:
+    assert read(f'%a = f32[] add(%b, %c), metadata={{op_name="{printed}"}}').op_name == meant
+
+
+@pytest.mark.parametrize(
+    "config", ["", ", backend_config=none", ', backend_config="{\\"n\\":1"', ", backend_config=[1]"]
+)
+def test_a_backend_config_that_is_no_object_is_empty(config: str) -> None:
+    assert read(f"%a = f32[] add(%b, %c){config}").backend_config == {}
+
+
+def test_a_quoted_backend_config_is_read() -> None:
+    assert read('%a = f32[] add(%b, %c), backend_config="{\\"n\\":1}"').backend_config == {"n": 1}
+
+
+def test_attributes_of_the_header() -> None:
+    text = "is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, layout={(f32[2]{0})->f32[2]{0}}"
+    assert read_attributes(text) == {
+        "is_scheduled": "true",
+        "input_output_alias": "{ {0}: (0, {}, may-alias) }",
+        "layout": "{(f32[2]{0})->f32[2]{0}}",
+    }
+
+
+@pytest.mark.parametrize("line", ["", "what is this", "%a = f32[4]", "%a f32[4] add(%b)"])
+def test_a_line_that_is_no_instruction_is_refused(line: str) -> None:
+    with pytest.raises(ProgramTextError, match="this is no instruction as XLA prints them"):
+        read(line)
+
+
+def test_a_computation() -> None:
+    lines = ["  %a = f32[2]{0} parameter(0)", "  %b = f32[2]{0} add(%a, %a)", "  ROOT %c = f32[2]{0} negate(%b)"]
+    computation = Computation.read("f", lines, {})
+    assert computation.root == "c"
+    assert [one.name for one in computation.users["a"]] == ["b"]
+    assert "c" not in computation.users
+    assert computation.operand_types(computation.by_name["b"]) == (ArrayType("f32", (2,), 32),) * 2
+    assert computation.parameters == (computation.by_name["a"],)
+    with pytest.raises(ProgramTextError, match="computation 'g' is empty"):
+        Computation.read("g", [], {})

@@ -1,0 +1,102 @@
+"""Meshes as the planner sees them: groups of axes, and what collectives over them cost."""
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.machine.hardware import SHEETS, Hardware
+from shardrules.planning.graph.machine import KINDS, Assumptions, Machine, hardware_of, is_known
+from tests.analysis.programs import CUDA, TPU, mesh_on
+
+H100 = SHEETS["cuda:h100"]
+PERFECT = Assumptions(compute=1.0, memory=1.0, links=1.0, launch_seconds=0.0)
+
+
+def machine(axes: str, sheet: Hardware = H100, assumptions: Assumptions = PERFECT) -> Machine:
+    return Machine.of(sr.mesh_shape(axes), sheet, assumptions)
+
+
+def test_axes_of_one_device_are_left_out() -> None:
+    found = machine("a:1,b:4,c:1,d:2")
+    assert (found.axes, found.sizes) == (("b", "d"), (4, 2))
+
+
+def test_nothing_to_split_over() -> None:
+    found = machine("a:1")
+    assert (found.axes, found.sizes) == ((), ())
+    assert all(rates.per_byte.tolist() == rates.fixed.tolist() == [0.0] for rates in found.rates.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_a_host_a_byte_takes_what_links_take(kind: str) -> None:
+    rates = machine("data:4,model:2").rates[kind]
+    assert rates.per_byte.shape == rates.fixed.shape == (4,)
+    assert rates.per_byte[0] == rates.fixed[0] == 0
+    np.testing.assert_allclose(rates.per_byte[1:], 1 / H100.link_bytes_per_second, rtol=1e-6)
+    assert (rates.fixed[1:] > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_hosts_bytes_are_dearer(kind: str) -> None:
+    """The first axis crosses hosts of eight, the last does not."""
+    rates = machine("data:4,model:8").rates[kind]
+    data, model, both = rates.per_byte[1:]
+    assert data > model
+    assert both > model
+    assert data == pytest.approx(1 / H100.network_bytes_per_second, rel=0.1)
+
+
+def test_assumptions_make_everything_slower() -> None:
+    sure, careful = machine("x:8"), machine("x:8", assumptions=Assumptions())
+    assert careful.flops_per_second(jnp.bfloat16) == sure.flops_per_second(jnp.bfloat16) / 2
+    assert careful.memory_rate == pytest.approx(0.8 * sure.memory_rate)
+    for kind in KINDS:
+        assert careful.rates[kind].per_byte[1] == pytest.approx(sure.rates[kind].per_byte[1] / 0.8)
+        assert careful.rates[kind].fixed[1] == pytest.approx(sure.rates[kind].fixed[1] + 5e-6)
+
+
+def test_what_costs_what() -> None:
+    assert machine("x:8").flops_per_second(jnp.bfloat16) == H100.flops_per_second(jnp.bfloat16)
+    assert machine("x:8").memory_rate == H100.memory_bytes_per_second
+    slow = attrs.evolve(H100, link_bytes_per_second=H100.link_bytes_per_second / 2)
+    ratio = machine("x:8", slow).rates["all-gather"].per_byte[1] / machine("x:8").rates["all-gather"].per_byte[1]
+    assert ratio == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("target", "sheet"), [(CUDA, "cuda:h100"), (TPU, "tpu:v5e")])
+def test_sheets_of_targets(target: str, sheet: str) -> None:
+    mesh = mesh_on(target, "data:4,model:2")
+    assert is_known(mesh)
+    assert hardware_of(mesh) == SHEETS[sheet]
+
+
+def test_meshes_without_devices_are_taken_for_h100s() -> None:
+    mesh = sr.mesh_shape("data:8")
+    assert not is_known(mesh)
+    assert hardware_of(mesh) == H100
+    assert is_known(sr.create_mesh("data:8"))
+    assert hardware_of(sr.create_mesh("data:8")) == SHEETS["cpu"]
+
+
+def test_in_a_torus_an_axis_has_the_links_along_which_it_lies() -> None:
+    """Of 4 × 2 chips `data` lies along both dimensions, folded, and `model` along one."""
+    mesh = mesh_on(TPU, "data:4,model:2")
+    groups = mesh.devices[:, 0], mesh.devices[0], mesh.devices.ravel()
+    dims = [sum(len({device.coords[dim] for device in group}) > 1 for dim in range(2)) for group in groups]
+    assert dims == [2, 1, 2]
+    whole = 1 / SHEETS["tpu:v5e"].link_bytes_per_second
+    rates = Machine.of(mesh, assumptions=PERFECT).rates["all-gather"]
+    assert rates.per_byte[1:] == pytest.approx([whole, 2 * whole, whole])
+
+
+def test_waiting_grows_with_doublings() -> None:
+    sheet = attrs.evolve(H100, devices_per_host=8)
+    inside, across = machine("a:8", sheet), machine("a:64", sheet)
+    link, network = sheet.link_latency_seconds, sheet.network_latency_seconds
+    for rates, steps in ((inside.rates, 3 * link), (across.rates, 3 * link + 3 * network)):
+        assert rates["all-gather"].fixed[1] == pytest.approx(steps)
+        assert rates["all-reduce"].fixed[1] == pytest.approx(2 * steps)
+    assert inside.rates["collective-permute"].fixed[1] == link
+    assert across.rates["collective-permute"].fixed[1] == network

@@ -1,0 +1,274 @@
+"""Functions that run as planned give what they give unplanned."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+import shardrules as sr
+from shardrules.core.errors import NoMeshError, TreeError
+from tests.compiles import compiles
+from tests.planning import models
+from tests.planning.models import FAST, SMALL, TRAINED, WRITTEN, Case, compare, mlp_loss, mlp_weights, pairs, real
+
+MESHES = ("data:8", "data:4,model:2", "a:2,b:2,c:2")
+ids = [case.name for case in SMALL]
+
+
+def mesh_of(axes: str, types: str = "auto") -> Mesh:
+    return sr.create_mesh(axes, axis_types=types)
+
+
+def planned(case: Case, mesh: Any) -> sr.reports.AutoPlan:
+    return sr.autoplan(case.fn, *case.args, mesh=mesh, hardware=FAST, time_limit=10)
+
+
+@functools.cache
+def unplanned(name: str, axes: str) -> Any:
+    (case,) = [case for case in (*SMALL, *TRAINED, *WRITTEN) if case.name == name]
+    with jax.set_mesh(mesh_of(axes)):
+        return (case.fn if case in SMALL or case.name.startswith("equinox") else jax.jit(case.fn))(*case.args)
+
+
+def there(plan: sr.reports.AutoPlan, results: Any) -> None:
+    """Results are where the plan says."""
+    assert isinstance(plan.mesh, Mesh)
+    arrays = [one for one in jax.tree.leaves(results) if isinstance(one, jax.Array)]
+    for one, spec in zip(arrays, plan.result_specs, strict=True):
+        mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names)
+        assert one.sharding.is_equivalent_to(NamedSharding(mesh, spec), one.ndim)
+
+
+@pytest.mark.parametrize("number", range(len(SMALL)), ids=ids)
+def test_small_functions(number: int) -> None:
+    """Meshes and types of axes take turns."""
+    case, axes = SMALL[number], MESHES[number % len(MESHES)]
+    mesh = mesh_of(axes, ("auto", "explicit")[number % 2])
+    plan = planned(case, mesh)
+    got = plan.jit(case.fn)(*case.args)
+    compare(got, unplanned(case.name, axes))
+    if case.name not in ("constants only", "no arrays"):
+        there(plan, got)
+
+
+LARGE = ("recomputed block", "dropout", "unrolled blocks", "dropout, raw key")
+"""What tells little more than others do, and takes long to compile."""
+
+
+@pytest.mark.parametrize("case", [case for case in TRAINED if case.name not in LARGE], ids=lambda case: case.name)
+def test_training(case: Case) -> None:
+    plan = planned(case, mesh_of("data:8"))
+    got = plan.jit(case.fn)(*case.args)
+    compare(got, unplanned(case.name, "data:8"))
+    there(plan, got)
+    assert any(plan.specs), "such hardware has arrays split"
+
+
+QUICKLY = ("mlp", "dropout", "custom derivatives")
+
+
+@pytest.mark.parametrize("case", [case for case in TRAINED if case.name in QUICKLY], ids=QUICKLY)
+def test_training_on_two_explicit_axes(case: Case) -> None:
+    plan = planned(case, mesh_of("data:4,model:2", "explicit"))
+    compare(plan.jit(case.fn)(*case.args), unplanned(case.name, "data:4,model:2"))
+
+
+@pytest.mark.parametrize("case", WRITTEN, ids=[case.name for case in WRITTEN])
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_what_says_itself_where_arrays_are_to_be(case: Case, types: str) -> None:
+    assert case.axes is not None
+    plan = planned(case, mesh_of(case.axes, types))
+    compare(plan.jit(case.fn)(*case.args), unplanned(case.name, case.axes))
+    assert {"constraints": "constrained", "shard_map": "opaque"}[case.name] in [one.code for one in plan.findings]
+
+
+def placed(plan: sr.reports.AutoPlan, mesh: Mesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments where the plan has them, of which every leaf is an array."""
+    leaves, treedef = jax.tree.flatten(args)
+    pairs = zip(leaves, plan.specs, strict=True)
+    return treedef.unflatten([jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in pairs])
+
+
+def step(w: Any, x: Any, y: Any) -> Any:
+    value, grads = jax.value_and_grad(mlp_loss)(w, x, y)
+    return jax.tree.map(lambda one, grad: one - 0.1 * grad, w, grads), value
+
+
+STEP = Case("mlp", step, TRAINED[0].make)
+
+
+def step_plan(axes: str = "data:4,model:2", **options: Any) -> sr.reports.AutoPlan:
+    return sr.autoplan(STEP.fn, *STEP.args, mesh=mesh_of(axes), hardware=FAST, **options)
+
+
+def test_step_after_step() -> None:
+    """What comes out goes in again, as it is."""
+    plan = step_plan()
+    run, (w, x, y) = plan.jit(STEP.fn), STEP.args
+    expected = w
+    first, _ = run(w, x, y)
+    second, _ = run(first, x, y)
+    w, loss = run(second, x, y)
+    for _ in range(2):
+        expected, _ = STEP.fn(expected, x, y)
+    expected, other = STEP.fn(expected, x, y)
+    compare((w, loss), (expected, other))
+    assert jax.tree.map(lambda one: one.sharding, w) == jax.tree.map(lambda one: one.sharding, first)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_the_first_step_compiles_for_those_that_follow(types: str) -> None:
+    """Arrays that nobody has placed yet, and those that come back."""
+    mesh = mesh_of("data:4,model:2", types)
+    plan = sr.autoplan(STEP.fn, *STEP.args, mesh=mesh, hardware=FAST)
+    run, (w, x, y) = plan.jit(STEP.fn), STEP.args
+    back, _ = jax.block_until_ready(run(w, x, np.asarray(y)))
+    assert compiles(lambda: run(back, x, y)) == 0
+    there = jax.block_until_ready(placed(plan, mesh, STEP.args))
+    assert compiles(lambda: run(*there)) == 0
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_arguments_may_be_there_already(types: str) -> None:
+    mesh = mesh_of("data:4,model:2", types)
+    plan = sr.autoplan(STEP.fn, *STEP.args, mesh=mesh, hardware=FAST)
+    compare(plan.jit(STEP.fn)(*placed(plan, mesh, STEP.args)), unplanned("mlp", "data:8"))
+
+
+def test_numpy_arrays_and_shapes_will_do() -> None:
+    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), STEP.args)
+    plan = sr.autoplan(STEP.fn, *shapes, mesh=mesh_of("data:8"), hardware=FAST)
+    run = plan.jit(STEP.fn)
+    compare(run(*jax.tree.map(np.asarray, STEP.args)), unplanned("mlp", "data:8"))
+    assert run.lower(*shapes).compile().as_text()
+
+
+def test_lowered_and_compiled() -> None:
+    plan = step_plan()
+    program = plan.jit(STEP.fn).lower(*STEP.args).compile()
+    given = jax.tree.leaves(program.input_shardings)
+    for one, spec, struct in zip(given, plan.specs, plan.call.structs, strict=True):
+        assert one.is_equivalent_to(NamedSharding(mesh_of("data:4,model:2"), spec), len(struct.shape))
+    assert program.memory_analysis() is not None
+
+
+def test_donated_arguments_are_gone() -> None:
+    plan = step_plan("data:8")
+    w, x, y = placed(plan, mesh_of("data:8"), STEP.args)
+    got = plan.jit(STEP.fn, donate_argnums=0)(w, x, y)
+    compare(got, unplanned("mlp", "data:8"))
+    assert [one.is_deleted() for one in jax.tree.leaves((w, x, y))] == [True] * 3 + [False] * 2
+
+
+def test_donated_counted_from_the_end() -> None:
+    plan = sr.autoplan(lambda x, y: y + x.sum(), real(16, 8), real(16, 8), mesh=mesh_of("data:8"), hardware=FAST)
+    x, y = placed(plan, mesh_of("data:8"), (real(16, 8), real(16, 8)))
+    plan.jit(lambda x, y: y + x.sum(), donate_argnums=(-1,))(x, y)
+    assert y.is_deleted()
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_gradients_of_planned_functions(types: str) -> None:
+    args = mlp_weights(), *pairs()
+    plan = sr.autoplan(mlp_loss, *args, mesh=mesh_of("data:4,model:2", types), hardware=FAST)
+    run = plan.jit(mlp_loss)
+    compare(jax.grad(run)(*args), jax.grad(mlp_loss)(*args))
+    compare(jax.jit(jax.value_and_grad(lambda *own: 2 * run(*own)))(*args), jax.value_and_grad(_double)(*args))
+
+
+def _double(*args: Any) -> Any:
+    return 2 * mlp_loss(*args)
+
+
+def test_gradients_through_loops_and_checkpoints() -> None:
+    w, x = models.block_weights(2), real(8, models.LENGTH, models.WIDTH)
+    plan = sr.autoplan(models.scanned_loss, w, x, mesh=mesh_of("data:8"), hardware=FAST)
+    compare(jax.grad(plan.jit(models.scanned_loss))(w, x), jax.grad(models.scanned_loss)(w, x))
+
+
+def test_inside_of_jit_and_of_other_transformations() -> None:
+    args = mlp_weights(), *pairs()
+    plan = sr.autoplan(mlp_loss, *args, mesh=mesh_of("data:8"), hardware=FAST)
+    run = plan.jit(mlp_loss)
+    compare(jax.jit(lambda *own: run(*own) + 1)(*args), mlp_loss(*args) + 1)
+    compare(jax.eval_shape(run, *args), jax.eval_shape(mlp_loss, *args))
+
+
+def test_a_mesh_without_devices_needs_one_in_force() -> None:
+    plan = sr.autoplan(STEP.fn, *STEP.args, mesh=sr.mesh_shape("data:8"), hardware=FAST)
+    with pytest.raises(NoMeshError, match=r"jax\.set_mesh"):
+        plan.jit(STEP.fn)(*STEP.args)
+    with jax.set_mesh(mesh_of("data:4,model:2")), pytest.raises(NoMeshError, match="data:8"):
+        plan.jit(STEP.fn)(*STEP.args)
+    args = STEP.args
+    with jax.set_mesh(mesh_of("data:8")):
+        compare(plan.jit(STEP.fn)(*args), unplanned("mlp", "data:8"))
+
+
+# What was not planned for.
+
+
+def test_other_shapes_are_named() -> None:
+    run = step_plan("data:8").jit(STEP.fn)
+    w, x, y = STEP.args
+    with pytest.raises(TreeError, match=r"x was float32\[16, 16\] and is float32\[8, 16\]; y was .*\[8, 16\]"):
+        run(w, x[:8], y[:8])
+    with pytest.raises(TreeError, match=r"w/up was float32\[16, 32\] and is bfloat16\[16, 32\]"):
+        run({**w, "up": w["up"].astype(jnp.bfloat16)}, x, y)
+
+
+def loss_of_tree(w: Any, x: Any) -> Any:
+    return sum(jnp.sum(one * x.sum()) for one in jax.tree.leaves(w))
+
+
+def test_other_trees_are_named() -> None:
+    w, x = {"a": real(8, 8), "b": real(8)}, real(16)
+    run = sr.autoplan(loss_of_tree, w, x, mesh=mesh_of("data:8"), hardware=FAST).jit(loss_of_tree)
+    with pytest.raises(TreeError, match="w/c is new"):
+        run({**w, "c": real(4)}, x)
+    with pytest.raises(TreeError, match="w/b is gone"):
+        run({"a": w["a"]}, x)
+
+
+def test_another_function_is_refused() -> None:
+    plan = step_plan("data:8")
+    with pytest.raises(TreeError, match="what it computes of them is not"):
+        plan.jit(lambda w, x, y: (w, mlp_loss(w, x, y)))(*STEP.args)  # which has no gradient
+
+
+@pytest.mark.parametrize(
+    ("fn", "other"),
+    [
+        (lambda x: x.sum(0), lambda x: x[:, ::-1].sum(0)),
+        (lambda x: (x[0] + x[1]) * x[2], lambda x: (x[2] + x[1]) * x[0]),
+    ],
+    ids=["an operation more", "other variables"],
+)
+def test_functions_of_the_same_shapes_are_told_apart_or_run_right(fn: Any, other: Any) -> None:
+    x = real(8, 8)
+    plan = sr.autoplan(fn, x, mesh=mesh_of("data:8"), hardware=FAST)
+    try:
+        got = plan.jit(other)(x)
+    except TreeError:
+        return
+    compare(got, other(x))
+
+
+def test_functions_are_traced_once_for_the_same_arguments() -> None:
+    traces: list[int] = []
+
+    def fn(x: Any) -> Any:
+        traces.append(1)
+        return x + 1
+
+    x = real(16, 8)
+    run = sr.autoplan(fn, x, mesh=mesh_of("data:8"), hardware=FAST).jit(fn)
+    run(x)
+    count = len(traces)
+    run(x + 1)
+    assert len(traces) == count

@@ -1,0 +1,148 @@
+"""Budgets of memory, kept by putting a price on it: against brute force over all choices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules.planning.graph.machine import Machine
+from shardrules.planning.solve import search, solver
+from shardrules.planning.solve.formulation import Formulation
+from shardrules.planning.solve.memory import peaks
+from shardrules.planning.solve.price import Budget, within_budget
+from shardrules.planning.solve.search import Found, Task, _preference
+from shardrules.planning.solve.solver import cheapest
+from shardrules.planning.traced.program import read_jaxpr
+from tests.planning.solve.test_search import LOOSE, TIGHT, budget
+from tests.planning.solve.test_solver import best_cost, preferred, random_task, within
+
+SEEDS = (*TIGHT[:4], *TIGHT[6:], *LOOSE)
+
+
+def priced(task: Task, limit: float) -> Budget:
+    formulation = Formulation(task.problem, _preference(task.problem))
+    return within_budget(task.occupancy, formulation, limit, np.inf, {})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_choices_fit_and_the_bound_is_below_the_best(seed: int) -> None:
+    task = random_task(seed)
+    limit = budget(task, 0.3)
+    best, known = within(task, limit), priced(task, limit)
+    assert known.bound <= best * (1 + 1e-6) + preferred(task.problem)
+    if known.choice is None:
+        assert known.peak_bytes > limit
+        assert task.occupancy.timeline(known.emptiest).max() == known.peak_bytes
+    else:
+        assert task.occupancy.timeline(known.choice).max() == known.peak_bytes <= limit
+        assert task.problem.cost(known.choice) == known.cost >= best * (1 - 1e-6)
+
+
+def test_choices_are_near_the_best_mostly() -> None:
+    near = []
+    for seed in SEEDS:
+        task = random_task(seed)
+        limit = budget(task, 0.7)
+        near.append(priced(task, limit).cost <= within(task, limit) * 1.1 + preferred(task.problem))
+    assert sum(near) >= 0.7 * len(near)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_without_a_limit_it_is_the_best(seed: int) -> None:
+    task = random_task(seed)
+    known = priced(task, np.inf)
+    assert known.cost == pytest.approx(best_cost(task.problem), rel=1e-6, abs=preferred(task.problem))
+    assert known.price == 0.0
+
+
+@pytest.mark.parametrize("seed", TIGHT)
+def test_what_fits_nowhere_is_hopeless_and_the_least_is_near(seed: int) -> None:
+    task = random_task(seed)
+    exact = task.within(0.0).peak_bytes
+    known = priced(task, exact * 0.2)
+    assert known.is_hopeless
+    assert known.choice is None
+    assert known.bound > task.problem.dearest()
+    assert exact * (1 - 1e-3) <= known.peak_bytes <= exact * 1.3
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_labels_cost_no_more_above_the_bound_than_is_said(seed: int) -> None:
+    """What a label adds to the bound is below the best choice that takes it, with a price on memory, too."""
+    task = random_task(seed)
+    problem, limit = task.problem, budget(task, 0.3)
+    formulation = Formulation(problem, _preference(problem))
+    moments = dict.fromkeys(peaks(task.occupancy.timeline(task.within(np.inf).choice), limit))
+    rows = [task.occupancy.row(at, limit, sure=True) for at in moments]
+    for price in (0.0, best_cost(problem) / limit / len(rows)):
+        found = cheapest(formulation, rows, [price] * len(rows))
+        for node in range(len(problem.nodes)):
+            for label in range(0, len(problem.nodes[node].labels), 3):
+                keep = [np.arange(len(one.labels)) for one in problem.nodes]
+                keep[node] = np.array([label])
+                with_it = task.only(keep).within(limit if price else np.inf)
+                if with_it.solution is not None:
+                    least = found.bound + found.extra[node][label]
+                    assert with_it.solution.cost >= least * (1 - 1e-6) - preferred(problem)
+
+
+@pytest.mark.parametrize("seed", TIGHT[::2])
+def test_no_choice_costs_more_than_the_dearest(seed: int) -> None:
+    problem = random_task(seed).problem
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        cost = problem.cost([int(rng.integers(len(node.labels))) for node in problem.nodes])
+        assert cost <= problem.dearest() * (1 + 1e-9) or not np.isfinite(cost)
+
+
+@pytest.mark.parametrize(("seed", "part"), [(6, 0.3), (12, 0.7), (36, 0.3), (42, 0.3), (58, 0.7), (61, 0.3)])
+def test_large_problems_find_what_small_ones_do(seed: int, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = random_task(seed)
+    limit = budget(task, part)
+    exact = task.within(limit)
+    monkeypatch.setattr(search, "SMALL", 0)
+    monkeypatch.setattr(solver, "SMALL", 0)
+    found = task.within(limit)
+    assert found.solution is not None
+    assert exact.solution is not None
+    assert found.peak_bytes <= limit * (1 + 1e-6)
+    assert found.bound <= exact.solution.cost * (1 + 1e-6) + preferred(task.problem)
+    assert found.solution.cost <= exact.solution.cost * 1.02 + preferred(task.problem)
+
+
+def test_late_searches_give_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SMALL", 0)
+    task = random_task(6)
+    known = task.within(task.occupancy.timeline((0,) * len(task.problem.nodes)).max(), 0.0)
+    assert known.solution is not None
+    assert known.solution.cost <= task.problem.cost((0,) * len(task.problem.nodes))
+    late = task.within(task.within(0.0).peak_bytes * 0.99, 0.0)
+    assert late.solution is None
+    assert late.peak_bytes > 0
+
+
+def test_what_is_found_at_last_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the exact search gives up, what takes the least memory is taken, and the bound stays what it was."""
+    task = random_task(9)
+    limit = task.within(0.0).peak_bytes * 1.0001
+    exact = task.within(limit)
+    monkeypatch.setattr(Task, "_exactly", lambda *_: Found(None, np.inf, 0.0))
+    found = task.within(limit)
+    assert found.solution is not None
+    assert exact.solution is not None
+    assert found.peak_bytes <= limit
+    assert found.bound <= exact.solution.cost * (1 + 1e-6) + preferred(task.problem)
+
+
+def test_arrays_that_are_to_be_alike_and_are_not_cost_without_end() -> None:
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 32), (16, 64))]
+    program = read_jaxpr(jax.make_jaxpr(lambda x, w, v: (x @ w, x @ v))(*shapes))
+    problem = Task.of(program, Machine.of(sr.mesh_shape("a:2,b:2")), ["x", "w", "v"], {}, {}).problem
+    first, second = problem.equal[0]
+    choice = [0] * len(problem.nodes)
+    for label in range(len(problem.nodes[first.node].labels)):
+        choice[first.node] = label
+        if problem.layout(first, choice) != problem.layout(second, choice):
+            break
+    assert problem.cost(choice) == np.inf

@@ -1,0 +1,172 @@
+"""Searches within a budget against every choice that there is, bounds, and meshes of three axes."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.planning.graph.machine import Machine
+from shardrules.planning.graph.restrict import having, restricted, size
+from shardrules.planning.solve import search
+from shardrules.planning.solve.lower_bound import lower_bound
+from shardrules.planning.solve.search import Found, Task
+from shardrules.planning.traced.program import read_jaxpr
+from tests.planning.solve.test_solver import TooLarge, best_cost, preferred, random_task, within
+
+PARTS = (0.02, 0.3, 0.7)
+"""Budgets, from the least that anything fits in to what the fastest plan takes."""
+
+TIGHT = (6, 12, 36, 42, 47, 49, 58, 60, 61, 65, 68, 69, 78)
+"""Random programs of which the fastest plan is not the smallest: the budget makes them slower, by up to 2,000 times."""
+
+LOOSE = (1, 7, 9, 22)
+"""Others."""
+
+THREE = "x:2,y:2,z:2"
+
+
+CASES = [
+    *((seed, part) for seed in (*TIGHT, *LOOSE) for part in PARTS if (seed, part) != (47, 0.3)),  # brute force is slow
+    *((3, 0.02), (53, 0.3), (53, 0.7), (57, 0.3), (57, 0.7), (71, 0.7), (76, 0.02), (76, 0.3)),
+    (76, 0.7),
+]
+
+
+def budget(task: Task, part: float) -> float:
+    """A budget between the least that anything fits in and what the fastest plan takes."""
+    most, least = task.within(np.inf).peak_bytes, task.within(0.0).peak_bytes
+    return least + part * (most - least)
+
+
+def cost(found: Found) -> float:
+    return np.inf if found.solution is None else found.solution.cost
+
+
+@pytest.mark.parametrize(("seed", "part"), CASES)
+def test_search_with_a_budget_is_near_the_best(seed: int, part: float) -> None:
+    task = random_task(seed)
+    limit = budget(task, part)
+    try:
+        best = within(task, limit)
+    except TooLarge:
+        pytest.fail("brute force does not come to an end: choose another program")
+    found = task.within(limit)
+    slack = preferred(task.problem)
+    if found.solution is None:
+        assert not np.isfinite(best)
+        return
+    assert found.solution.choice is not None
+    assert task.occupancy.timeline(found.solution.choice).max() == found.peak_bytes <= limit * (1 + 1e-6)
+    assert found.solution.cost == task.problem.cost(found.solution.choice)
+    assert found.solution.cost <= best * 1.01 + slack
+    if found.solution.cost < best * (1 - 1e-6):  # limits are kept to a millionth
+        assert found.solution.cost >= within(task, limit * (1 + 1e-6)) * (1 - 1e-6)
+    assert found.bound <= best * (1 + 1e-6) + slack
+
+
+def test_budgets_make_random_programs_slower() -> None:
+    """Otherwise the test above would say little."""
+    slower = 0
+    for seed in TIGHT:
+        task = random_task(seed)
+        slower += task.within(budget(task, 0.02)).bound > task.within(np.inf).bound * 1.005
+    assert slower >= len(TIGHT) * 0.7
+
+
+@pytest.mark.parametrize("seed", TIGHT[::2])
+def test_less_memory_is_never_faster(seed: int) -> None:
+    task = random_task(seed)
+    least = task.within(0.0)
+    assert least.solution is None
+    limits = np.geomspace(least.peak_bytes * 1.001, task.within(np.inf).peak_bytes * 1.1, 6)
+    costs = [cost(task.within(float(limit))) for limit in limits]
+    assert np.isfinite(costs[1:]).all()  # about the least there is: whole numbers may take a little more
+    assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(costs))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lower_bound_is_below_the_best(seed: int) -> None:
+    problem = random_task(seed).problem
+    assert lower_bound(problem, time.monotonic() + 5).seconds <= best_cost(problem) * (1 + 1e-6)
+
+
+def test_lower_bound_is_near_the_best_mostly() -> None:
+    problems = [random_task(seed).problem for seed in range(40)]
+    near = [lower_bound(one, time.monotonic() + 5).seconds >= best_cost(one) * 0.95 for one in problems]
+    assert sum(near) >= 0.9 * len(near)
+
+
+def test_lower_bound_is_there_at_once() -> None:
+    problem = random_task(17).problem
+    assert 0 < lower_bound(problem, time.monotonic()).seconds <= best_cost(problem) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4, 6, 9, 11, 12, 14, 17, 18, 20, 23])
+def test_three_axes_by_two_at_a_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_AT_ONCE", 0)
+    task = random_task(seed, THREE)
+    best = best_cost(task.problem)
+    found = task.within(np.inf, time.monotonic() + 30)
+    assert found.solution is not None
+    assert found.solution.cost == pytest.approx(best, rel=1e-6, abs=preferred(task.problem))
+    assert found.bound <= best * (1 + 1e-6)
+    assert found.bound >= lower_bound(task.problem, time.monotonic() + 5).seconds * (1 - 1e-6)
+    assert found.solution.bound == found.bound
+
+
+@pytest.mark.parametrize("seed", [6, 12, 36])
+def test_three_axes_with_a_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = random_task(seed, THREE)
+    limit = budget(task, 0.3)
+    exact = task.within(limit)
+    monkeypatch.setattr(search, "_AT_ONCE", 0)
+    found = task.within(limit, time.monotonic() + 30)
+    assert found.solution is not None
+    assert found.peak_bytes <= limit * (1 + 1e-6)
+    assert found.bound <= found.solution.cost * (1 + 1e-6)
+    assert found.solution.cost <= cost(exact) * 1.05
+
+
+def test_three_axes_that_nothing_fits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_AT_ONCE", 0)
+    task = random_task(6, THREE)
+    found = task.within(1.0, time.monotonic() + 30)
+    assert found.solution is None
+    needed = task.within(found.peak_bytes * 1.05, time.monotonic() + 30)
+    assert needed.solution is not None
+
+
+def test_what_is_left_of_a_problem_costs_what_it_did() -> None:
+    """Labels numbered anew stand for the same layouts."""
+    problem, rng = random_task(15).problem, np.random.default_rng(0)
+    keep = [np.sort(rng.permutation(len(node.labels))[: max(1, len(node.labels) // 2)]) for node in problem.nodes]
+    part = restricted(problem, keep)
+    assert size(part) < size(problem)
+    for _ in range(20):
+        choice = [int(rng.integers(len(kept))) for kept in keep]
+        whole = [int(kept[label]) for kept, label in zip(keep, choice, strict=True)]
+        assert part.cost(choice) == pytest.approx(problem.cost(whole), rel=1e-12)
+    assert best_cost(part) >= best_cost(problem) * (1 - 1e-12)
+
+
+def test_labels_that_are_wanted() -> None:
+    problem = random_task(3).problem
+    kept = having(problem, lambda labels, _: (labels == -1).all(axis=1))
+    assert all(problem.nodes[number].labels[own].tolist() == [[-1, -1]] for number, own in enumerate(kept))
+    assert [len(own) for own in having(problem, lambda labels, _: labels[:, 0] == 99)] == [
+        len(node.labels) for node in problem.nodes
+    ]
+
+
+def test_a_moment_is_enough_for_some_answer() -> None:
+    shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    program = read_jaxpr(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(shape, shape))
+    task = Task.of(program, Machine.of(sr.mesh_shape("x:4,y:2")), ["x", "w"], {}, {0: P("x")})
+    found = task.within(np.inf, time.monotonic())
+    assert found.solution is not None
+    assert 0 < found.bound <= found.solution.cost * (1 + 1e-6)

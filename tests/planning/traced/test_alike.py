@@ -1,0 +1,164 @@
+"""Layers that are written out one by one are planned once, and layers that differ are not."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardrules as sr
+from shardrules.planning.traced.alike import Classes, classes
+from shardrules.planning.traced.program import Program, read_jaxpr
+
+MESH = sr.mesh_shape("data:4,model:2")
+
+
+def real(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def loss(layers: Sequence[Any], x: Any) -> Any:
+    for own in layers:
+        x = x + jnp.tanh(x @ own["up"]) @ own["down"]
+    return jnp.mean(x**2)
+
+
+def step(layers: Sequence[Any], x: Any) -> Any:
+    return jax.tree.map(lambda a, b: a - 0.1 * b, layers, jax.grad(loss)(layers, x))
+
+
+def layers(count: int, width: int = 1024) -> list[dict[str, Any]]:
+    return [{"up": real(width, 4 * width), "down": real(4 * width, width)} for _ in range(count)]
+
+
+def read(fn: Callable[..., Any], *args: Any) -> tuple[Program, list[str]]:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    return read_jaxpr(jax.make_jaxpr(fn)(*args)), ["/".join(path[1:-1].split("][")) for path in paths]
+
+
+def products(program: Program, found: Classes) -> list[int]:
+    return [
+        colour
+        for operation, colour in zip(program.operations, found.operations, strict=True)
+        if operation.name == "dot_general"
+    ]
+
+
+def test_layers_in_the_middle_are_alike() -> None:
+    """What is next to the first or the last layer is in other surroundings."""
+    program, paths = read(loss, layers(12), real(512, 1024))
+    colours = products(program, classes(program, paths))
+    up, down = colours[0::2], colours[1::2]
+    assert len(set(up[3:-3])) == len(set(down[3:-3])) == 1
+    assert not set(up) & set(down)
+
+
+def test_arguments_of_layers_are_alike() -> None:
+    program, paths = read(loss, layers(12), real(512, 1024))
+    found = classes(program, paths)
+    downs, ups = found.arguments[0:-1:2], found.arguments[1:-1:2]
+    assert len(set(ups[3:-3])) == len(set(downs[3:-3])) == 1
+    assert len({ups[6], downs[6], found.arguments[-1]}) == 3
+
+
+def test_layers_of_other_sizes_are_not_alike() -> None:
+    mixed = [{"up": real(1024, size), "down": real(size, 1024)} for size in (4096, 2048) * 6]
+    program, paths = read(loss, mixed, real(512, 1024))
+    found = classes(program, paths)
+    up = products(program, found)[0::2]
+    assert up[4] != up[5]
+    assert up[4] == up[6]
+
+
+def test_other_names_are_not_alike() -> None:
+    """Arguments alike have the same name but for numbers: an encoder is no decoder."""
+
+    def both(encoder: Sequence[Any], decoder: Sequence[Any], x: Any) -> Any:
+        return loss([*encoder, *decoder], x)
+
+    program = read_jaxpr(jax.make_jaxpr(both)(layers(6), layers(6), real(512, 1024)))
+    paths = [f"{side}/{n}/{name}" for side in ("encoder", "decoder") for n in range(6) for name in ("down", "up")]
+    found = classes(program, [*paths, "x"])
+    assert found.arguments[6] == found.arguments[4]
+    assert found.arguments[6] != found.arguments[18]
+
+
+def test_lines_of_code_are_told_apart() -> None:
+    def twice(w: Any, x: Any) -> Any:
+        x = jnp.tanh(x @ w[0])
+        x = jnp.tanh(x @ w[1])
+        return jnp.tanh(x @ w[2])
+
+    program, paths = read(twice, [real(64, 64)] * 3, real(8, 64))
+    assert len(set(products(program, classes(program, paths)))) == 3
+
+
+def test_nothing_is_alike_where_it_is_not_asked_for() -> None:
+    program, paths = read(loss, layers(4), real(512, 1024))
+    found = classes(program, paths, tie=False)
+    assert found.operations == tuple(range(len(program.operations)))
+    assert found.arguments == tuple(range(len(program.arguments)))
+
+
+def test_classes_are_those_of_another_trace() -> None:
+    first, second = (read(step, layers(6), real(512, 1024)) for _ in range(2))
+    assert classes(*first) == classes(*second)
+
+
+def test_layers_alike_get_the_same() -> None:
+    planned = sr.autoplan(step, layers(12), real(512, 1024), mesh=MESH)
+    middle = planned.plan.specs[0][3:-3]
+    assert all(one == middle[0] for one in middle)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_more_layers_are_no_more_to_choose(train: bool) -> None:
+    fn = step if train else loss
+    counts = [
+        len(sr.autoplan(fn, layers(count), real(512, 1024), mesh=MESH).task.problem.nodes) for count in (8, 16, 32)
+    ]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_from_four_layers_on_there_are_few_more_nodes() -> None:
+    """The first and the last few are in other surroundings, those between are alike."""
+    four, many = (
+        len(sr.autoplan(step, layers(count), real(512, 1024), mesh=MESH).task.problem.nodes) for count in (4, 24)
+    )
+    assert many <= 2 * four
+
+
+def scanned(w: Any, x: Any) -> Any:
+    def body(h: Any, own: Any) -> tuple[Any, None]:
+        return h + jnp.tanh(h @ own["up"]) @ own["down"], None
+
+    return jnp.mean(jax.lax.scan(body, x, w)[0] ** 2)
+
+
+def planned_scan(count: int) -> sr.reports.AutoPlan:
+    w = {"up": real(count, 1024, 4096), "down": real(count, 4096, 1024)}
+    return sr.autoplan(jax.grad(scanned), w, real(512, 1024), mesh=MESH)
+
+
+def test_a_longer_scan_is_no_more_to_choose() -> None:
+    assert len(planned_scan(8).task.problem.nodes) == len(planned_scan(512).task.problem.nodes)
+
+
+def test_a_longer_scan_takes_as_much_longer() -> None:
+    short, long = planned_scan(8), planned_scan(64)
+    assert short.cost * 4 < long.cost < short.cost * 12
+
+
+def test_planning_time_does_not_grow_with_layers() -> None:
+    """Tracing does; what is measured here is the search."""
+
+    def seconds(count: int) -> float:
+        begun = time.monotonic()
+        found = sr.autoplan(step, layers(count), real(512, 1024), mesh=MESH)
+        assert found.seconds <= time.monotonic() - begun
+        return found.seconds
+
+    seconds(8)
+    assert seconds(32) < 4 * seconds(8) + 0.5

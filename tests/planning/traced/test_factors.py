@@ -1,0 +1,418 @@
+"""Factors by hand, and against what XLA makes of every operation."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive, Var, primitives
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.program import read_program
+from shardrules.planning.traced.factors.table import RULES, Factors, op_factors
+from tests.analysis.programs import mesh_on
+from tests.planning.operations import CASES, UNSPLIT, Case, bound
+
+AXES = sr.mesh_shape("x:2,y:2")
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""What is proven is decided long before machine code."""
+
+Split = dict[int, str]
+"""The factors that are split, each over a mesh axis."""
+
+SMALLEST = 4
+"""To ask whether all have converged takes a byte, or a word."""
+
+
+def case_named(name: str) -> Case:
+    (found,) = [case for case in (*CASES, *UNSPLIT) if case.name == name]
+    return found
+
+
+def equation(case: Case) -> Any:
+    (one,) = jax.make_jaxpr(case.fn)(*case.args).eqns
+    return one
+
+
+def factors(case: Case) -> Factors:
+    found = op_factors(equation(case))
+    assert found is not None
+    return found
+
+
+def splits(found: Factors) -> list[Split]:
+    """Every factor over an axis, and every one with the next over two."""
+    ones = [number for number, size in enumerate(found.sizes) if size % 2 == 0]
+    pairs = list(itertools.combinations(ones, 2)) if len(ones) < 4 else [*zip(ones, ones[1:] + ones[:1], strict=True)]
+    return [{one: "x"} for one in ones] + [{one: "x", two: "y"} for one, two in pairs]
+
+
+def sharding(mesh: Mesh, names: Sequence[int | None], split: Split) -> NamedSharding:
+    return NamedSharding(mesh, P(*(None if name is None else split.get(name) for name in names)))
+
+
+def all_ways(case: Case) -> tuple[Any, list[Split]]:
+    """The operation once for every way to split it, each with operands of its own; and these ways."""
+    ways = splits(factors(case))
+
+    def fn(*args: Any) -> list[Any]:
+        each = len(case.args)
+        return [jax.tree.leaves(case.fn(*args[way * each : (way + 1) * each])) for way in range(len(ways))]
+
+    return fn, ways
+
+
+def shardings(case: Case, mesh: Mesh) -> tuple[list[Any], list[list[Any]]]:
+    """Those of the operands and of the results, for every way to split the operation."""
+    found, one = factors(case), equation(case)
+    # An operand that is a constant of the equation is not one that is passed.
+    passed = [names for names, var in zip(found.operands, one.invars, strict=True) if isinstance(var, Var)]
+    ways = splits(found)
+    return (
+        [sharding(mesh, names, way) for way in ways for names in passed],
+        [[sharding(mesh, names, way) for names in found.results] for way in ways],
+    )
+
+
+def compiled(case: Case, mesh: Mesh) -> Any:
+    fn, ways = all_ways(case)
+    operands, results = shardings(case, mesh)
+    pairs = zip(case.args * len(ways), operands, strict=True)
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for x, one in pairs]
+    return jax.jit(fn, out_shardings=results).lower(*args).compile(QUICK)
+
+
+def reduced_bytes(case: Case, *, at_once: bool) -> int:
+    """What all-reduces have to complete: the results, as far as not split.
+
+    Over two factors a compiler may reduce one after the other, or, as those for GPUs, `at_once`.
+    """
+    found, total = factors(case), 0
+    for way in splits(found):
+        pieces = [sum(name in way for name in names) for names in found.results]
+        arrays = zip((var.aval for var in equation(case).outvars), pieces, strict=True)
+        nbytes = sum(math.prod(one.shape) * one.dtype.itemsize // 2**split for one, split in arrays)
+        times = sum(number in way for number in found.reduced)
+        total += nbytes * (min(times, 1) if at_once else times)
+    return total
+
+
+def check_collectives(case: Case, text: str, reduced: int) -> None:
+    """Nothing moves but what is reduced."""
+    found = find_collectives(read_program(text), AXES)
+    moved = [one for one in found if not case.converges or one.payload_bytes > SMALLEST]
+    assert [one for one in moved if one.kind != "all-reduce"] == []
+    assert sum(one.payload_bytes for one in moved) == reduced
+
+
+def numbers(tree: Any) -> Iterator[np.ndarray]:
+    for one in jax.tree.leaves(tree):
+        is_key = jnp.issubdtype(one.dtype, jax.dtypes.prng_key)
+        yield np.asarray(jax.random.key_data(one) if is_key else one).astype(np.complex128)
+
+
+def named(cases: Sequence[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+@named(CASES)
+def test_split_alike_nothing_moves_and_results_are_the_same(case: Case) -> None:
+    mesh = sr.create_mesh("x:2,y:2", devices=jax.devices()[:4])
+    program = compiled(case, mesh)
+    check_collectives(case, program.as_text(), reduced_bytes(case, at_once=False))
+
+    operands, results = shardings(case, mesh)
+    args = [jax.device_put(x, one) for x, one in zip(case.args * len(results), operands, strict=True)]
+    expected = list(numbers(case.fn(*case.args)))
+    for way in program(*args):
+        for one, other in zip(numbers(way), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+ON_GPUS = (
+    *(
+        "dot in batches",
+        "dot of two sums",
+        "ragged_dot",
+        "ragged_dot, its gradient",
+        "conv",
+        "conv of separate channels",
+    ),
+    *("lu", "svd", "random_bits", "random_bits of keys, rbg", "random_gamma", "gather rows, fill", "gather elements"),
+    *("gather in batches", "gather windows of one", "scatter_add rows", "scatter_max rows", "scatter_sub rows"),
+    *("scatter elements", "scatter_add in batches", "dynamic_update_slice in batches, clip", "reduce_and", "argmax"),
+    *("sort", "tile", "reshape: regroup"),
+)
+"""Those that compilers for GPUs may well treat in their own way."""
+
+
+@named([case_named(name) for name in ON_GPUS])
+def test_split_alike_nothing_moves_on_gpus(case: Case) -> None:
+    text = compiled(case, mesh_on("cuda:h100:4", "x:2,y:2")).as_text()
+    check_collectives(case, text, reduced_bytes(case, at_once=True))
+
+
+@named(UNSPLIT)
+def test_what_xla_brings_together_is_whole(case: Case) -> None:
+    assert splits(factors(case)) == []
+
+
+def test_what_moves_is_seen() -> None:
+    """A promise that is not kept, and one of too little."""
+    case = Case("cumsum", lambda x: lax.cumsum(x, 1), (jnp.ones((8, 16)),))
+    with pytest.raises(AssertionError, match="all-gather"):
+        check_collectives(case, split_on_purpose(case, P(None, "x"), P(None, "x")), 0)
+    case = Case("sum", lambda x: lax.reduce_sum(x, (1,)), (jnp.ones((8, 16)),))
+    with pytest.raises(AssertionError, match="32 == 0"):
+        check_collectives(case, split_on_purpose(case, P(None, "x"), P()), 0)
+
+
+def split_on_purpose(case: Case, operand: P, result: P) -> str:
+    mesh = sr.create_mesh("x:2,y:2", devices=jax.devices()[:4])
+    (x,) = case.args
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, operand))
+    text = jax.jit(case.fn, out_shardings=NamedSharding(mesh, result)).lower(struct).compile().as_text()
+    assert text
+    return text
+
+
+# By hand. Dims are written as letters, one for each factor, and as "." where they are whole.
+
+
+def written(found: Factors) -> str:
+    """Factors as an einsum: `"ab,bc->ac"`, and after a slash those that are reduced."""
+    letters = "abcdefghijkl"
+    sides = [
+        ",".join("".join("." if name is None else letters[name] for name in names) for names in side)
+        for side in (found.operands, found.results)
+    ]
+    return "->".join(sides) + "".join(["/", *(letters[name] for name in found.reduced)] if found.reduced else [])
+
+
+BY_HAND = {
+    "add": "ab,ab->ab",
+    "add a scalar": "ab,->ab",
+    "select by a scalar": ",ab,ab->ab",
+    "clamp": ",ab,->ab",
+    "barrier": "ab,cd->ab,cd",
+    "iota": "->ab",
+    "broadcast": "a->bac",
+    "broadcast a dim of one": "a.->ab",
+    "broadcast a scalar": "->ab",
+    "transpose": "abc->cab",
+    "reshape: heads": "ab->ab.",
+    "reshape: one dim": "a.->a",
+    "reshape: merge the last": "ab.->ab",
+    "reshape: regroup": "a.->a.",
+    "reshape: regroup more": "a.bc->ab..c",
+    "reshape: ones": "ab->.a.b",
+    "squeeze": "a.b->ab",
+    "rev": "a.->a.",
+    "slice": "a.->a.",
+    "slice with steps": "a.->a.",
+    "dynamic_slice": "a.,,->a.",
+    "dynamic_update_slice": "a.,a.,,->a.",
+    "dynamic_update_slice of one": "a.bc,a.bc,,,,->a.bc",
+    "pad": "a.,->a.",
+    "concatenate": "a.,a.->a.",
+    "split": "a.->a.,a.",
+    "stack": "ab,ab->a.b",
+    "unstack": "a.->a,a,a,a",
+    "tile": "a.->ab",
+    "bitcast to bytes": "ab->ab.",
+    "bitcast of bytes": "ab.->ab",
+    "reduce_sum": "abc->ac/b",
+    "reduce_sum of all": "ab->/ab",
+    "reduce_xor": ".a->a",
+    "reduce by any function": "a.,->a",
+    "argmax": "a.->a",
+    "sort several": ".a,.a->.a,.a",
+    "cumsum": "a.->a.",
+    "dot": "ab,bc->ac/b",
+    "dot with a vector": "ab,b->a/b",
+    "dot in batches": "abcd,aecd->acbe/d",
+    "dot of two sums": "abc,bcd->ad/bc",
+    "ragged_dot": ".a,.ab,.->.b/a",
+    "ragged_dot, transposed": ".a,.ba,.->.b/a",
+    "ragged_dot, its gradient": ".a,.b,.->.ab",
+    "conv": "a..b,..bc->a..c/b",
+    "conv, channels first": "ab..,cb..->ac../b",
+    "conv of separate channels": "a..b,...b->a..b",
+    "conv of each channel to two": "a.b,..b->a.b",
+    "conv of groups of channels": "....,....->....",
+    "conv of groups of the batch": "....,....->....",
+    "reduce_window_sum": "a..b->a..b",
+    "select_and_scatter_add": "a..b,a..b->a..b",
+    "fft": "...->...",
+    "top_k": "..->..,..",
+    "cholesky": "ab..->ab..",
+    "triangular_solve": "a..,a..->a..",
+    "lu": "a..->a..,a.,a.",
+    "svd": "a..->a.,a..,a..",
+    "tridiagonal_solve": "a.,a.,a.,a..->a..",
+    "pivots": "a.->a.",
+    "random_bits": "->ab",
+    "random_bits of keys": "a->abc",
+    "random_bits of keys, rbg": ".->abc",
+    "random_split of keys": "a->ab",
+    "random_fold_in": "a,a->a",
+    "random_fold_in, rbg": ".,.->.",
+    "random_unwrap": "a->a.",
+    "random_wrap": "a.->a",
+    "gather rows, fill": "ab,cd.->cdb/a",
+    "gather columns": "ab,c.->ac/b",
+    "gather elements": "ab,cd.->cd/ab",
+    "gather a window": ".a,.->.a",
+    "gather windows": ".a,b.->b.a",
+    "gather windows of one": "ab,c.->c.b/a",
+    "gather in batches": "abc,ad.->adc/b",
+    "dynamic_slice in batches, clip": "abcd,a.->a.cd/b",
+    "scatter_add rows": "ab,cd.,cdb->ab/cd",
+    "scatter_sub rows": "ab,...,..b->ab",
+    "scatter rows": "ab,...,..b->ab",
+    "scatter_add elements": "ab,c.,c->ab/c",
+    "scatter_add in batches": "abc,ad.,adc->abc/d",
+    "scatter in batches": "abc,a..,a.c->abc",
+    "scatter a window": ".a,.,.a->.a",
+    "scatter_add windows": ".a,b.,b.a->.a/b",
+    "dynamic_update_slice in batches, clip": "abcd,a.,a.cd->abcd",
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(name: str) -> None:
+    assert written(factors(case_named(name))) == BY_HAND[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("reshape: heads", (8, 4)),
+        ("reshape: one dim", (8,)),
+        ("reshape: regroup", (2,)),
+        ("reshape: regroup more", (4, 2, 12)),
+        ("tile", (8, 2)),
+        ("conv of each channel to two", (4, 6)),
+        ("dot", (8, 16, 4)),
+    ],
+)
+def test_sizes_are_what_can_be_split(name: str, sizes: tuple[int, ...]) -> None:
+    assert factors(case_named(name)).sizes == sizes
+
+
+def test_no_elements_no_factors() -> None:
+    (one,) = jax.make_jaxpr(lambda x: lax.reshape(x, (0, 8)))(jnp.ones((4, 0, 2))).eqns
+    assert op_factors(one) == Factors(((None,) * 3,), ((None, None),), sizes=())
+
+
+def test_the_factors_of_a_scalar() -> None:
+    (one,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    assert op_factors(one) == Factors(((),), ((),), sizes=())
+
+
+# What is not known.
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.jit(jnp.sin)(x),
+        lambda x: lax.fori_loop(0, 3, lambda _, y: y + 1, x),
+        lambda x: lax.cond(True, jnp.sin, jnp.cos, x),
+        lambda x: jax.device_put(x, jax.devices()[0]),
+        lambda x: lax.with_sharding_constraint(x, NamedSharding(sr.create_mesh("x:8"), P())),
+        lambda x: lax.after_all(lax.create_token()),
+    ],
+    ids=["jit", "loop", "cond", "device_put to a device", "constraint", "token"],
+)
+def test_what_is_not_known_has_no_factors(fn: Any) -> None:
+    assert op_factors(jax.make_jaxpr(fn)(jnp.ones(8)).eqns[-1]) is None
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_form_that_is_not_known_raises_nothing(name: str) -> None:
+    """As if another version of JAX named all parameters otherwise, and gave more arrays."""
+    struct = SimpleNamespace(aval=ShapedArray((4, 2), jnp.dtype("float32")))
+    for operands, results in ((1, 1), (5, 1), (0, 1), (2, 3), (1, 0)):
+        primitive = SimpleNamespace(name=name)
+        one = SimpleNamespace(primitive=primitive, invars=[struct] * operands, outvars=[struct] * results, params={})
+        found = op_factors(one)
+        if found is not None:
+            assert (len(found.operands), len(found.results)) == (operands, results)
+
+
+UNKNOWN = """
+after_all all_gather all_to_all axis_index call cholesky_update closed_call cond create_token custom_jvp_call
+custom_lin custom_linear_solve custom_vjp_call dce_sink eval_jaxpr get jit ormqr pmax pmin ppermute psum
+ragged_all_to_all remat2 scan select_and_scatter sharding_constraint stage swap symmetric_product tridiagonal while
+"""
+"""Those that hold programs, or are about devices, or are used by hardly anyone."""
+
+
+def test_every_primitive_of_jax_is_known_or_left_out_on_purpose() -> None:
+    named = {**vars(lax), **vars(lax.linalg), **vars(primitives)}
+    found = [one.name for name, one in named.items() if name.endswith("_p") and isinstance(one, Primitive)]
+    assert sorted({one for one in found if one not in RULES and one not in UNKNOWN.split()}) == []
+
+
+# Reshapes against NumPy.
+
+
+@st.composite
+def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two shapes of the same elements."""
+    primes = draw(st.lists(st.sampled_from([2, 2, 2, 3, 5]), max_size=6))
+    return draw(grouped(primes)), draw(grouped(draw(st.permutations(primes))))
+
+
+@st.composite
+def grouped(draw: st.DrawFn, primes: list[int]) -> tuple[int, ...]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(primes)), max_size=4)))
+    sides = zip([0, *cuts], [*cuts, len(primes)], strict=True)
+    return tuple(math.prod(primes[start:stop]) for start, stop in sides)
+
+
+@given(reshapes())
+def test_pieces_of_a_reshape_hold_the_same_elements(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    shape, result = shapes
+    x = np.arange(math.prod(shape)).reshape(shape)
+    found = op_factors(
+        equation(Case("reshape", bound(lax.reshape_p, new_sizes=result, dimensions=None, sharding=None), (x,)))
+    )
+    assert found is not None
+    (before,), (after,) = found.operands, found.results
+    for number, size in enumerate(found.sizes):
+        for count in (one for one in range(1, size + 1) if size % one == 0):
+            pieces = np.split(x, count, before.index(number))
+            others = np.split(x.reshape(result), count, after.index(number))
+            for piece, other in zip(pieces, others, strict=True):
+                assert sorted(piece.ravel()) == sorted(other.ravel())
+                # And what a device does with its piece is a reshape, too.
+                assert (piece.reshape(other.shape) == other).all()
+
+
+@given(reshapes())
+def test_no_dim_of_a_reshape_is_left_out(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """A dim whose pieces are those of one of the result goes with it, unless a dim before it, of that run, does."""
+    shape, result = shapes
+    x = np.arange(math.prod(shape)).reshape(shape)
+    found = op_factors(
+        equation(Case("reshape", bound(lax.reshape_p, new_sizes=result, dimensions=None, sharding=None), (x,)))
+    )
+    assert found is not None
+    for dim, size in enumerate(shape):
+        for other, length in enumerate(result):
+            if size == length > 1 and math.prod(shape[:dim]) == math.prod(result[:other]):
+                assert found.operands[0][dim] == found.results[0][other] is not None

@@ -1,0 +1,305 @@
+"""Programs as they are read: operations, regions, how often each runs, and numbers that a replay finds again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.planning.traced.factors.table import Factors
+from shardrules.planning.traced.program import Operation, Program, inner_program, open_program, read_jaxpr
+from tests.planning.models import SMALL, TRAINED, WRITTEN, Case, bent, clipped
+
+X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
+
+
+def read(fn: Callable[..., Any], *args: Any) -> Program:
+    return read_jaxpr(jax.make_jaxpr(fn)(*args))
+
+
+def names(program: Program) -> list[str]:
+    return [one.name for one in program.operations]
+
+
+def of(program: Program, *chosen: str) -> list[Operation]:
+    return [one for one in program.operations if one.name in chosen or one.role in chosen]
+
+
+def check(program: Program) -> None:
+    """What holds for every program."""
+    made = {number: at for at, one in enumerate(program.operations) for number in one.results}
+    assert len(made) == sum(len(one.results) for one in program.operations), "every array is made once"
+    outside = {*program.arguments, *program.constants}
+    assert not outside & made.keys()
+    for at, one in enumerate(program.operations):
+        assert len(one.reads) == len(one.operands) == len(one.factors.operands)
+        assert len(one.results) == len(one.factors.results)
+        assert one.times == program.regions[one.region][1]
+        sides = ((one.operands, one.factors.operands), (one.results, one.factors.results))
+        for number, dims in (pair for side in sides for pair in zip(*side, strict=True)):
+            if number is not None:
+                assert len(dims) == len(program.arrays[number].shape)
+                assert all(dim is None or 0 <= dim < len(one.factors.sizes) for dim in dims)
+        for place, number in enumerate(one.operands):
+            if number is not None and number not in outside and number in made:
+                later = one.role == "join" and place == len(one.operands) - 1
+                assert made[number] < at or later, f"{one.name} takes what is made after it"
+    for around, times in program.regions[1:]:
+        assert around >= 0
+        assert times >= 0
+    keys = [(one.number, one.role, one.slot) for one in program.operations if one.number >= 0]
+    assert len(keys) == len(set(keys)), "an operation is found by number, role and slot"
+
+
+ALL = [case for case in (*SMALL, *TRAINED, *WRITTEN) if case.name != "no arrays"]
+
+
+@pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
+def test_what_holds_for_every_program(case: Case) -> None:
+    args = case.args
+    arrays, others = jax.tree.flatten(args)
+    kept = [one for one in arrays if isinstance(one, jax.Array)]
+
+    def fn(*given: Any) -> Any:
+        rest = iter(given)
+        tree = others.unflatten([next(rest) if isinstance(one, jax.Array) else one for one in arrays])
+        return [one for one in jax.tree.leaves(case.fn(*tree)) if isinstance(one, jax.Array)]
+
+    with jax.set_mesh(sr.create_mesh(case.axes or "data:8")):
+        jaxpr = jax.make_jaxpr(fn)(*kept)
+    program = read_jaxpr(jaxpr)
+    check(program)
+    assert [program.arrays[number].shape for number in program.arguments] == [one.shape for one in kept]
+    assert len(program.results) == len(jaxpr.out_avals)
+    assert program.unknown == ()
+
+
+def test_operations_in_order_and_results_last() -> None:
+    program = read(lambda w, x: (jnp.tanh(x @ w), x), W, X)
+    assert [(one.role, one.name, one.number) for one in program.operations] == [
+        ("compute", "dot_general", 0),
+        ("compute", "tanh", 1),
+        ("return", "return", -1),
+        ("return", "return", -1),
+    ]
+    dot, tanh, first, second = program.operations
+    assert dot.operands == (program.arguments[1], program.arguments[0])
+    assert dot.flops == 2 * 8 * 16 * 16
+    assert dot.dtype == jnp.float32
+    assert tanh.flops == 0
+    assert tanh.operands == dot.results
+    assert first.operands == tanh.results
+    assert second.operands == (program.arguments[1],)
+    assert program.results == (*first.results, *second.results)
+    assert program.regions == ((-1, 1),)
+
+
+def test_scalars_and_constants_that_are_returned_have_no_layout() -> None:
+    program = read(lambda x: (x.sum(), 3.0, x), X)
+    assert program.results[:2] == (None, None)
+    assert program.results[2] is not None
+
+
+def test_arrays_know_their_bytes() -> None:
+    program = read(lambda a, b: (a, b), jnp.ones((4, 3), jnp.bfloat16), jax.random.split(jax.random.key(0), 4))
+    assert [(one.shape, one.nbytes) for one in program.arrays[:2]] == [((4, 3), 24), ((4,), 32)]
+
+
+def test_arrays_in_the_program_are_constants() -> None:
+    table = jnp.arange(8.0)
+    program = read(lambda x: x + table[:, None], X)
+    assert [program.arrays[number].shape for number in program.constants] == [(8,)]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [jax.jit, lambda fn: jax.jit(jax.jit(fn)), jax.named_call],
+    ids=["jit", "jit of jit", "named"],
+)
+def test_what_is_inside_of_jit_is_read_as_if_it_stood_outside(wrap: Any) -> None:
+    program = read(wrap(lambda x: jnp.sin(x) + 1), X)
+    assert names(program) == ["sin", "add", "return"]
+    assert [one.region for one in program.operations] == [0, 0, 0]
+
+
+def test_equations_that_hold_others_are_counted_before_them() -> None:
+    """As the replay counts them."""
+    program = read(lambda x: jnp.exp(jax.jit(lambda y: jax.jit(jnp.sin)(y) + 1)(jnp.cos(x))), X)
+    assert [(one.name, one.number) for one in program.operations[:-1]] == [
+        ("cos", 0),
+        ("sin", 3),
+        ("add", 4),
+        ("exp", 5),
+    ]
+
+
+def test_one_program_that_is_called_twice_is_read_twice() -> None:
+    inner = jax.jit(jnp.sin)
+    program = read(lambda x: inner(inner(x)), X)
+    assert [(one.name, one.number) for one in program.operations[:-1]] == [("sin", 1), ("sin", 3)]
+    check(program)
+
+
+def test_checkpoints_have_regions_of_their_own() -> None:
+    program = read(lambda x: jnp.cos(jax.checkpoint(jnp.sin)(x)), X)
+    assert [(one.name, one.region) for one in program.operations] == [("sin", 1), ("cos", 0), ("return", 0)]
+    assert program.regions == ((-1, 1), (0, 1))
+
+
+def test_gradients_of_checkpoints_are_recomputed_elsewhere() -> None:
+    program = read(jax.grad(lambda w, x: jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x))), W, X)
+    check(program)
+    assert len(of(program, "dot_general")) == 3
+    assert len({one.region for one in of(program, "dot_general")}) > 1
+
+
+@pytest.mark.parametrize(("fn", "found"), [(clipped, ["mul"]), (bent, ["gt", "mul", "select_n"])])
+def test_functions_with_derivatives_of_their_own(fn: Any, found: list[str]) -> None:
+    program = read(fn, X)
+    assert names(program) == [*found, "return"]
+    assert program.unknown == ()
+
+
+def test_a_scan() -> None:
+    """`w` enters, `x` goes round and comes out, rows enter one by one, and what is stacked leaves."""
+
+    def fn(w: Any, x: Any, rows: Any) -> Any:
+        return lax.scan(lambda x, row: (jnp.tanh(x @ w), x * row), x, rows)
+
+    program = read(fn, W, X, jnp.ones((5, 16)))
+    check(program)
+    fixed, row, rounds, last, stacked = of(program, "enter", "join", "exit", "leave")
+    assert [(one.role, one.slot, one.region) for one in (fixed, row, rounds, last, stacked)] == [
+        ("enter", 0, 1),
+        ("enter", 1, 1),
+        ("join", 0, 1),
+        ("exit", 0, 0),
+        ("leave", 0, 1),
+    ]
+    assert program.regions == ((-1, 1), (0, 5))
+    assert {one.region for one in of(program, "compute")} == {1}
+    assert {one.times for one in of(program, "compute")} == {5}
+    assert fixed.factors == Factors(((0, 1),), ((0, 1),), (16, 16))
+    assert fixed.reads == (1,)
+    assert row.factors == Factors(((None, 0),), ((0,),), (16,))
+    assert rounds.factors == Factors(((0, 1), (0, 1)), ((0, 1),), (8, 16))
+    assert rounds.reads == (1, 5)
+    assert stacked.factors == Factors(((0, 1),), ((None, 0, 1),), (8, 16))
+    assert rounds.operands[0] == program.arguments[1]
+    (tanh,) = of(program, "tanh")
+    assert rounds.operands[1] == tanh.results[0]
+    assert last.factors == Factors(((0, 1),), ((0, 1),), (8, 16))
+    assert last.times == 1
+    assert {one.number for one in (fixed, row, rounds, last, stacked)} == {0}
+    assert [program.arrays[one.results[0]].shape for one in (fixed, row, rounds, last, stacked)] == [
+        (16, 16),
+        (16,),
+        (8, 16),
+        (8, 16),
+        (5, 8, 16),
+    ]
+
+
+def test_what_goes_round_may_change_places() -> None:
+    program = read(lambda x, y: lax.fori_loop(0, 4, lambda _, s: (s[1], s[0]), (x, y)), X, 2 * X)
+    check(program)
+    first, second = (one for one in of(program, "join") if program.arrays[one.results[0]].shape)
+    assert first.operands == (program.arguments[0], second.results[0])
+    assert second.operands == (program.arguments[1], first.results[0])
+    assert first.reads == second.reads == (1, 4)
+
+
+def test_loops_in_loops_multiply() -> None:
+    def inner(y: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda _, z: jnp.sin(z), y)
+
+    program = read(lambda x: lax.scan(lambda y, _: (jnp.cos(inner(y)), None), x, length=5)[0], X)
+    check(program)
+    assert program.regions == ((-1, 1), (0, 5), (1, 15))
+    assert [one.times for one in of(program, "sin", "cos")] == [15, 5]
+    outer, nested = (one for one in of(program, "join") if program.arrays[one.results[0]].shape)
+    assert (outer.reads, nested.reads) == ((1, 5), (5, 15))
+    (sin,) = of(program, "sin")
+    assert nested.number != outer.number < nested.number < sin.number
+
+
+def test_a_while_loop() -> None:
+    """Its condition takes what goes round, and arrays of its own; how often it runs nobody knows: once."""
+
+    def fn(bound: Any, w: Any, x: Any) -> Any:
+        return lax.while_loop(lambda x: jnp.sum(x * bound) > 1, lambda x: 0.5 * x @ w, x)
+
+    program = read(fn, X, W, X)
+    check(program)
+    assert [(one.role, one.slot) for one in of(program, "enter", "join")] == [("enter", 0), ("enter", 1), ("join", 0)]
+    assert program.regions == ((-1, 1), (0, 1))
+    (body,), (condition,) = of(program, "dot_general"), of(program, "reduce_sum")
+    (rounds,), (last,) = of(program, "join"), of(program, "exit")
+    assert of(program, "return")[0].operands == last.results
+    assert condition.number > body.number > rounds.number == 0
+
+
+def test_branches() -> None:
+    """Each is a region, and what comes out of them is joined."""
+
+    def fn(p: Any, w: Any, x: Any) -> Any:
+        return lax.cond(p, lambda w, x: (x @ w, x), lambda w, x: (x * 2, jnp.ones_like(x)), w, x)
+
+    program = read(fn, True, W, X)
+    check(program)
+    assert program.regions == ((-1, 1), (0, 1), (0, 1))
+    assert [(one.slot, one.region) for one in of(program, "enter")] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    first, second = of(program, "join")
+    assert (first.slot, first.region, len(first.operands)) == (0, 0, 2)
+    assert (second.slot, second.region, len(second.operands)) == (1, 0, 2)
+    assert [program.arrays[number].shape for number in (*first.results, *second.results)] == [(8, 16)] * 2
+
+
+def test_constraints_are_fixed_and_say_what_they_ask_for() -> None:
+    mesh = sr.create_mesh("data:4,model:2")
+    program = read(lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "model"))) + 1, X)
+    (one,) = of(program, "fixed")
+    assert one.name == "sharding_constraint"
+    assert one.spec == P(None, "model")
+    assert one.factors == Factors(((0, 1),), ((0, 1),), (8, 16))
+
+
+def test_shard_maps_are_opaque() -> None:
+    mesh = sr.create_mesh("data:8")
+    mapped = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    program = read(lambda x: jnp.sin(mapped(x)), X)
+    (one,) = of(program, "opaque")
+    taken, given = one.spec
+    assert (tuple(taken), tuple(given)) == ((P("data"),), (P(),))
+    assert one.factors == Factors(((None, None),), ((None, None),), ())
+    assert program.unknown == ()
+    assert names(program) == ["shard_map", "sin", "return"]
+
+
+def test_what_is_not_known_is_whole_and_named() -> None:
+    own = Primitive("fold_in_half")
+    own.def_abstract_eval(lambda x: ShapedArray((x.shape[0] // 2, *x.shape[1:]), x.dtype))
+    program = read(lambda x: lax.scan(lambda c, _: (c, own.bind(jnp.sin(c))), own.bind(x), length=3), X)
+    check(program)
+    assert program.unknown == (("fold_in_half", 2),)
+    outer, inner = of(program, "fold_in_half")
+    assert outer.factors == Factors(((None, None),), ((None, None),), ())
+    assert outer.role == "compute"
+    assert (outer.times, inner.times) == (1, 3)
+
+
+def test_programs_inside_and_open() -> None:
+    (call,) = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns
+    inner = inner_program(call)
+    assert isinstance(inner, ClosedJaxpr)
+    assert open_program(inner) is inner.jaxpr
+    assert open_program(inner.jaxpr) is inner.jaxpr
+    (sin,) = inner.jaxpr.eqns
+    assert inner_program(sin) is None
