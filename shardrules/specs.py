@@ -2,7 +2,7 @@
 
 from shardrules.core.axes import Axis
 from shardrules.core.spec import canonical, same, shard_bytes, shard_shape
-from shardrules.core.spec_trees import (
+from shardrules.core.views.spec_trees import (
     extract_sharding_structure,
     extract_shardings,
     get_names_from_partition_spec,

@@ -15,8 +15,8 @@ from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh,
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import NoMeshError, PatternError, RuleTypeError, SpecError, UnknownAxisError, suggest
 from shardrules.core.spec import checked_spec, make_spec, trim
-from shardrules.core.spec_trees import get_shardings_with_structure
 from shardrules.core.tree import array_kind, survey, widest
+from shardrules.core.views.spec_trees import get_shardings_with_structure
 from shardrules.placement.gather import make_shard_and_gather_fns
 from shardrules.rules.auto import auto_entries
 from shardrules.rules.logical.axes import (

@@ -146,9 +146,9 @@ def test_downward_imports_are_fine(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from planted.rules.auto import x",
         "core/errors.py": "import os",
-        "core/leaf.py": "from planted.mesh import context\nfrom .errors import x",
-        "core/context.py": "from planted.core.errors import x",
-        "rules/auto.py": "from planted.core import leaf\nimport planted.mesh.context",
+        "core/leaf.py": "from .errors import x",
+        "mesh/shape.py": "from planted.core.errors import x",
+        "rules/auto.py": "from planted.core import leaf\nimport planted.mesh.shape",
     }
     assert upward_imports(plant(tmp_path, files)) == []
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules.core.errors import NoMeshError, NoSpecError, ShardRulesError, SpecError
-from shardrules.core.spec_trees import (
+from shardrules.core.views.spec_trees import (
     extract_sharding_structure,
     extract_shardings,
     get_names_from_partition_spec,
