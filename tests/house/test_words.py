@@ -11,7 +11,7 @@ import shardrules
 from tests.house.source import REPOSITORY, Definition, Module, plant, read_package, shardrules_source
 
 VAGUE = frozenset(
-    [
+    (
         "one",
         "found",
         "said",
@@ -26,7 +26,7 @@ VAGUE = frozenset(
         "heard",
         "wanted",
         "taken",
-    ]
+    )
 )
 """Words that say nothing of what a variable is: the reader would have to keep the binding in mind."""
 
