@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import Collective
-from shardrules.analysis.program.program import Program, read_program
+from shardrules.analysis.program.program import CompiledProgram, read_program
 from shardrules.core.errors import MissingCompilerError
 
 CPU, CUDA, TPU = "cpu:8", "cuda:h100:8", "tpu:v5e:4x2"
@@ -76,7 +76,7 @@ def compiled(fn: Callable[..., Any], *args: Any, out: Any = None, **options: Any
     return jitted.lower(*args).compile(compiler_options=options or None)
 
 
-def program_of(fn: Callable[..., Any], *args: Any, out: Any = None, **options: Any) -> Program:
+def program_of(fn: Callable[..., Any], *args: Any, out: Any = None, **options: Any) -> CompiledProgram:
     text = compiled(fn, *args, out=out, **options).as_text()
     assert isinstance(text, str)
     return read_program(text)

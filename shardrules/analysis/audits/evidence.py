@@ -20,8 +20,8 @@ from shardrules.analysis.compiling.source import equation_line, users_line
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flops import Matmul
-from shardrules.analysis.program.flow import Place
-from shardrules.analysis.program.program import Program
+from shardrules.analysis.program.flow import Value
+from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Instruction
 from shardrules.core.spec import axis_names, entries, shard_shape, spec_repr
 
@@ -82,7 +82,7 @@ class Evidence:
     """
 
     compiled: Compiled
-    program: Program
+    program: CompiledProgram
     arguments: tuple[Argument, ...]
     roles: tuple[Role, ...]
     collectives: tuple[Collective, ...]
@@ -226,7 +226,7 @@ class Evidence:
         if known.has(array.shape):
             return True
         computation = self.program.find(one.computation)
-        uses = self.program.uses(computation, computation.by_name[one.name])
+        uses = self.program.downstream(computation, computation.by_name[one.name])
         return known.has(array.shape, in_parts=True) and not any(each.name in self._matmuls_by_name for each in uses)
 
     def _parameter_shapes(self, whole: tuple[str, ...]) -> Shapes:
@@ -265,14 +265,16 @@ class Evidence:
         computation = self.program.find(one.computation)
         moving, line = computation.by_name[one.name], users_line(one.stack)
         if one.kind == "all-gather":  # it is for something that it is gathered
-            near = itertools.chain(self.program.uses(computation, moving), self.program.around(computation, moving))
+            near = itertools.chain(
+                self.program.downstream(computation, moving), self.program.nearby(computation, moving)
+            )
         else:
-            near = self.program.around(computation, moving)
+            near = self.program.nearby(computation, moving)
         for each in near:
             matmul = self._matmuls_by_name.get(each.name)
             if matmul is not None and users_line(matmul.stack) == line:  # a wrong name is worse than none
                 operands = self.program.find(matmul.computation).by_name[matmul.name].operands[:2]
-                numbers = [number for name in operands for number in self._sources(Place(matmul.computation, name))]
+                numbers = [number for name in operands for number in self._sources(Value(matmul.computation, name))]
                 if numbers:
                     return tuple(dict.fromkeys(self.arguments[number].path for number in numbers))
         return ()
@@ -288,7 +290,7 @@ class Evidence:
                     found.setdefault(call.instruction.name, one)
         return found
 
-    def _sources(self, place: Place) -> Iterator[int]:
+    def _sources(self, place: Value) -> Iterator[int]:
         """The arguments that a value is, gathered or not."""
         for _ in range(_NEAR):
             place = self.program.flow.origin(place)
@@ -299,9 +301,9 @@ class Evidence:
             if made.op not in _GATHERS or not made.operands:
                 return
             at = place.index if place.index is not None and place.index < len(made.operands) else 0
-            place = Place(place.computation, made.operands[at])
+            place = Value(place.computation, made.operands[at])
 
-    def argument_number(self, place: Place, made: Instruction) -> int | None:
+    def argument_number(self, place: Value, made: Instruction) -> int | None:
         """Returns the number of the argument that a value is.
 
         **Arguments:**

@@ -15,7 +15,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.kernels import Kernel, find_kernels
-from shardrules.analysis.program.program import Program
+from shardrules.analysis.program.program import CompiledProgram
 
 Bound: TypeAlias = Literal["compute", "memory", "communication"]
 """What a step waits for most."""
@@ -72,7 +72,7 @@ class StepTime:
 
 
 def step_time(
-    program: Program, collectives: Iterable[Collective], matmuls: Iterable[Matmul], hardware: Hardware
+    program: CompiledProgram, collectives: Iterable[Collective], matmuls: Iterable[Matmul], hardware: Hardware
 ) -> StepTime:
     """Models how long a program takes.
 

@@ -12,11 +12,11 @@ from typing import final
 import attrs
 
 from shardrules.analysis.machine.targets import Target
-from shardrules.analysis.program.flow import Place, Times
-from shardrules.analysis.program.program import Program, Source
-from shardrules.analysis.program.reach import Where
+from shardrules.analysis.program.flow import Times, Value
+from shardrules.analysis.program.program import CompiledProgram, Source
+from shardrules.analysis.program.reach import GroupReader
 from shardrules.analysis.program.replica_groups import sent_pairs
-from shardrules.analysis.program.slices import kind_across
+from shardrules.analysis.program.slices import kind_between_slices
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction
 from shardrules.core.axes import AnyMesh
 
@@ -117,7 +117,7 @@ class Total:
 
 
 def find_collectives(
-    program: Program, mesh: AnyMesh | None = None, target: Target | None = None
+    program: CompiledProgram, mesh: AnyMesh | None = None, target: Target | None = None
 ) -> tuple[Collective, ...]:
     """Finds the collectives of a program.
 
@@ -147,7 +147,7 @@ def find_collectives(
     assert (one.kind, one.axes, one.payload_bytes, one.wire_bytes) == ("all-reduce", ("data",), 16, 28)
     ```
     """
-    where = Where.of(program, mesh, target)
+    where = GroupReader.of(program, mesh, target)
     return tuple(
         _read(program, computation, one, where)
         for computation, one in _once(program)
@@ -213,12 +213,12 @@ def _totals(collectives: Iterable[Collective], key: Callable[[Collective], str])
 def _kind(one: Instruction) -> str:
     """What a collective does; empty for what is none. Some are written as a send and a receive."""
     if one.op == "send":
-        return kind_across(one) or ("" if sent_pairs(one) is None else "collective-permute")
+        return kind_between_slices(one) or ("" if sent_pairs(one) is None else "collective-permute")
     kind = one.op.removesuffix("-start")
     return kind if kind in KINDS else ""
 
 
-def _once(program: Program) -> Iterator[tuple[Computation, Instruction]]:
+def _once(program: CompiledProgram) -> Iterator[tuple[Computation, Instruction]]:
     """Yields every collective once, where it starts.
 
     TPUs print one that runs beside fusions where it starts, in each fusion that it runs beside, and where it ends.
@@ -245,10 +245,10 @@ def _starts(computation: Computation, one: Instruction) -> bool:
     )
 
 
-def _read(program: Program, computation: Computation, one: Instruction, where: Where) -> Collective:
+def _read(program: CompiledProgram, computation: Computation, one: Instruction, where: GroupReader) -> Collective:
     kind, data = _kind(one), one.operands[: _data_count(one)]
     taken, results = computation.operand_types(one)[: len(data)], _results(computation, one)
-    parts = [_parts(program, Place(computation.name, name)) for name in data]
+    parts = [_parts(program, Value(computation.name, name)) for name in data]
     if one.op != "send" and kind == "all-reduce":
         results = tuple(each for types, _ in parts for each in types)
         kept = _kept_parts(program, computation, one)
@@ -270,7 +270,7 @@ def _read(program: Program, computation: Computation, one: Instruction, where: W
         cause.op_name,
         program.stack(cause),
         tuple(program.argument_path(place) for _, places in parts for place in places),
-        bool(kind_across(one)),
+        bool(kind_between_slices(one)),
         group.host_count,
         group.torus_dims,
     )
@@ -304,7 +304,7 @@ def _meeting(one: Instruction) -> str:
     return "" if found is None else found[1]
 
 
-def _kept_parts(program: Program, computation: Computation, one: Instruction) -> tuple[ArrayType, ...]:
+def _kept_parts(program: CompiledProgram, computation: Computation, one: Instruction) -> tuple[ArrayType, ...]:
     """The parts of a fused all-reduce that a device keeps, where that is all that is done with its result."""
     if not any(call.instruction.op == "fusion" for call in program.callers(computation.name)):
         return ()
@@ -317,14 +317,14 @@ def _kept_parts(program: Program, computation: Computation, one: Instruction) ->
     return tuple(user.types[0] for user in kept) if len(kept) + len(passed) == len(users) else ()
 
 
-def _parts(program: Program, place: Place) -> tuple[list[ArrayType], list[Place]]:
+def _parts(program: CompiledProgram, place: Value) -> tuple[list[ArrayType], list[Value]]:
     """The arrays in a value: itself, or those that it is when it was made by laying them end to end."""
     whole = program.instruction(place).types[0]
     made_at = program.flow.origin(place)
     made = program.instruction(made_at)
     if made.op != "concatenate" or made.types[0] != whole or len(whole.shape) != 1:
         return [whole], [place]
-    places = [Place(made_at.computation, name) for name in made.operands]
+    places = [Value(made_at.computation, name) for name in made.operands]
     origins = [program.instruction(program.flow.origin(part)).types[0] for part in places]
     flat = [program.instruction(part).types[0] for part in places]
     return [

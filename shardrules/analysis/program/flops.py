@@ -13,7 +13,7 @@ from typing import Any, final
 import attrs
 
 from shardrules.analysis.program.flow import Times
-from shardrules.analysis.program.program import Program, Source
+from shardrules.analysis.program.program import CompiledProgram, Source
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction
 
 _KERNEL = re.compile(r"tpu_custom_call|triton|mosaic|pallas|__(cublas|cudnn|onednn|gpu)\$", re.IGNORECASE)
@@ -58,7 +58,7 @@ class Matmul:
         return self.flops * self.times.count
 
 
-def find_matmuls(program: Program) -> tuple[Matmul, ...]:
+def find_matmuls(program: CompiledProgram) -> tuple[Matmul, ...]:
     """Finds the matmuls and convolutions of a program, those in its fusions and loops too.
 
     **Arguments:**
@@ -88,7 +88,7 @@ def find_matmuls(program: Program) -> tuple[Matmul, ...]:
     return tuple(found)
 
 
-def uncounted_kernels(program: Program) -> tuple[Instruction, ...]:
+def uncounted_kernels(program: CompiledProgram) -> tuple[Instruction, ...]:
     """Finds the kernels of others, Pallas' among them, that do not tell how many FLOPs they are.
 
     **Arguments:**
@@ -147,7 +147,7 @@ def flops_by_dtype(matmuls: Iterable[Matmul]) -> dict[str, int]:
     return totals
 
 
-def _counted(program: Program) -> Iterator[tuple[Computation, Instruction, int | None]]:
+def _counted(program: CompiledProgram) -> Iterator[tuple[Computation, Instruction, int | None]]:
     """Yields every instruction that may be a matmul with its FLOPs, `None` where they are not known."""
     for computation, one in program.walk():
         count = _custom_call if one.op == "custom-call" else _COUNTS.get(one.op)

@@ -48,7 +48,7 @@ class Times:
 
 @final
 @attrs.frozen
-class Place:
+class Value:
     """A value somewhere in a program.
 
     **Arguments:**
@@ -64,7 +64,7 @@ class Place:
 
 @final
 @attrs.frozen
-class Call:
+class CallSite:
     """One computation calling another.
 
     **Arguments:**
@@ -99,9 +99,9 @@ class Flow:
         return {one.name: one for one in self.computations}
 
     @functools.cached_property
-    def callers(self) -> Mapping[str, tuple[Call, ...]]:
+    def callers(self) -> Mapping[str, tuple[CallSite, ...]]:
         """Who calls a computation; nobody calls the entry."""
-        callers: dict[str, list[Call]] = {one.name: [] for one in self.computations}
+        callers: dict[str, list[CallSite]] = {one.name: [] for one in self.computations}
         for computation in self.computations:
             for called, call in _calls(computation):
                 if called in callers:
@@ -133,14 +133,14 @@ class Flow:
             )
         return times
 
-    def _times_through(self, call: Call, caller: Times) -> Times:
+    def _times_through(self, call: CallSite, caller: Times) -> Times:
         if call.role not in LOOP:
             return attrs.evolve(caller, conditional=caller.conditional or call.instruction.op == "conditional")
         trips = self.trips[call.instruction.name]
         rounds = 1 if trips is None else trips + (call.role == "condition")
         return Times(caller.count * rounds, caller.conditional, caller.unknown or trips is None)
 
-    def origin(self, place: Place) -> Place:
+    def origin(self, place: Value) -> Value:
         """Follows a value back to what made it, through everything that only moves it or takes a part of it.
 
         **Arguments:**
@@ -158,7 +158,7 @@ class Flow:
                 return place
             place = outside
 
-    def constant(self, place: Place) -> int | None:
+    def constant(self, place: Value) -> int | None:
         """Returns the whole number that a value is known to be.
 
         **Arguments:**
@@ -175,25 +175,25 @@ class Flow:
         except ValueError:
             return None
 
-    def _instruction(self, place: Place) -> Instruction:
+    def _instruction(self, place: Value) -> Instruction:
         return self.by_name[place.computation].by_name[place.instruction]
 
-    def _local_origin(self, place: Place) -> Place:
+    def _local_origin(self, place: Value) -> Value:
         """Like `origin`, but never out of the body of a loop."""
         while (step := self._step(place)) is not None:
             place = step
         return place
 
-    def _step(self, place: Place) -> Place | None:
+    def _step(self, place: Value) -> Value | None:
         one = self._instruction(place)
-        operands = [Place(place.computation, name) for name in one.operands]
+        operands = [Value(place.computation, name) for name in one.operands]
         if one.op == "get-tuple-element" and place.index is None:
             return attrs.evolve(operands[0], index=int(one.attributes["index"]))
         if one.op == "tuple" and place.index is not None:
             return operands[place.index]
         if one.op in ("fusion", "call"):
             called = one.references("calls") or one.references("to_apply")
-            return Place(called[0], self.by_name[called[0]].root, place.index)
+            return Value(called[0], self.by_name[called[0]].root, place.index)
         if one.op == "while" and place.index is not None:
             unchanged = self._unchanged(one.references("body")[0], place.index)
             return attrs.evolve(operands[0], index=place.index) if unchanged else None
@@ -204,14 +204,14 @@ class Flow:
             return attrs.evolve(operands[0], index=place.index if one.op == "optimization-barrier" else None)
         return None
 
-    def _argument(self, place: Place, number: int) -> Place | None:
+    def _argument(self, place: Value, number: int) -> Value | None:
         """What a fusion or a call is handed as its parameter `number`; nothing where several hand in something."""
         calls = self.callers[place.computation]
         if len(calls) != 1 or calls[0].instruction.op not in ("fusion", "call"):
             return None
-        return Place(calls[0].caller, calls[0].instruction.operands[number], place.index)
+        return Value(calls[0].caller, calls[0].instruction.operands[number], place.index)
 
-    def _before_loop(self, place: Place) -> Place | None:
+    def _before_loop(self, place: Value) -> Value | None:
         """What a loop starts with, where `place` is the state that it carries along and it leaves that part alone."""
         calls = self.callers[place.computation]
         if self._instruction(place).op != "parameter" or len(calls) != 1 or calls[0].role not in LOOP:
@@ -219,21 +219,21 @@ class Flow:
         loop = calls[0].instruction
         if place.index is None or not self._unchanged(loop.references("body")[0], place.index):
             return None
-        return Place(calls[0].caller, loop.operands[0], place.index)
+        return Value(calls[0].caller, loop.operands[0], place.index)
 
     def _unchanged(self, body: str, index: int) -> bool:
         """Whether a loop's body hands on element `index` of its state as it got it."""
-        made = self._local_origin(Place(body, self.by_name[body].root, index))
+        made = self._local_origin(Value(body, self.by_name[body].root, index))
         return made.computation == body and made.index == index and self._instruction(made).op == "parameter"
 
     def _counted_trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Counts the rounds of a loop over a counter that starts, steps and ends at known numbers."""
         (condition,), (body,) = loop.references("condition"), loop.references("body")
-        root = self._local_origin(Place(condition, self.by_name[condition].root))
+        root = self._local_origin(Value(condition, self.by_name[condition].root))
         test = self._instruction(root)
         if test.op != "compare":
             return None
-        sides = [Place(root.computation, name) for name in test.operands]
+        sides = [Value(root.computation, name) for name in test.operands]
         ends = [self.constant(side) for side in sides]
         if ends[0] is not None:
             sides, ends = sides[::-1], ends[::-1]
@@ -243,17 +243,17 @@ class Flow:
         counter = self._local_origin(sides[0])
         if ends[1] is None or counter.index is None or counter.computation != condition:
             return None
-        start = self.constant(Place(computation.name, loop.operands[0], counter.index))
+        start = self.constant(Value(computation.name, loop.operands[0], counter.index))
         step = self._step_of(body, counter.index)
         return None if start is None or not step else _rounds(start, ends[1], step, direction)
 
     def _step_of(self, body: str, index: int) -> int | None:
         """What a loop's body adds to element `index` of its state in each round."""
-        made = self._local_origin(Place(body, self.by_name[body].root, index))
+        made = self._local_origin(Value(body, self.by_name[body].root, index))
         one = self._instruction(made)
         if one.op not in ("add", "subtract"):
             return None
-        sides = [Place(made.computation, name) for name in one.operands]
+        sides = [Value(made.computation, name) for name in one.operands]
         numbers = [self.constant(side) for side in sides]
         if one.op == "add" and numbers[1] is None:
             sides, numbers = sides[::-1], numbers[::-1]
@@ -302,7 +302,7 @@ def _target(one: Instruction) -> str:
     return one.attributes.get("custom_call_target", "").strip('"') if one.op == "custom-call" else ""
 
 
-def _calls(computation: Computation) -> Iterator[tuple[str, Call]]:
+def _calls(computation: Computation) -> Iterator[tuple[str, CallSite]]:
     """Yields every computation that one calls, with how. The end of an asynchronous call is not another call."""
     for one in computation.instructions:
         if "_computation" in one.text or any(f"{role}=" in one.text for role in ("calls", "to_apply", "body")):
@@ -310,4 +310,4 @@ def _calls(computation: Computation) -> Iterator[tuple[str, Call]]:
                 continue
             for role in (*_CALLS, *LOOP):
                 for called in one.references(role) if role in one.attributes else ():
-                    yield called, Call(computation.name, one, role)
+                    yield called, CallSite(computation.name, one, role)

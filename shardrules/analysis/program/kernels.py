@@ -8,7 +8,7 @@ import attrs
 
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import Times
-from shardrules.analysis.program.program import Program, Source
+from shardrules.analysis.program.program import CompiledProgram, Source
 from shardrules.analysis.program.text import Computation, Instruction
 from shardrules.analysis.program.traffic import fused, is_collective, read_bytes, written_bytes
 
@@ -68,7 +68,7 @@ class Kernel:
         return sum(flops for _, flops in self.flops) * self.times.count
 
 
-def find_kernels(program: Program, matmuls: Iterable[Matmul]) -> tuple[Kernel, ...]:
+def find_kernels(program: CompiledProgram, matmuls: Iterable[Matmul]) -> tuple[Kernel, ...]:
     """Finds the kernels of a program: those of its loops, branches and calls too, but no collectives.
 
     A fusion is one kernel, whatever it does inside. Some things the text of a program does not tell. The memory that a
@@ -106,7 +106,7 @@ def find_kernels(program: Program, matmuls: Iterable[Matmul]) -> tuple[Kernel, .
     )
 
 
-def _stepped(program: Program) -> Iterator[Computation]:
+def _stepped(program: CompiledProgram) -> Iterator[Computation]:
     """Yields the computations that run kernel by kernel, in the order of the text."""
     names = [program.entry]
     for name in names:  # grows as it is walked
@@ -124,7 +124,7 @@ def _stepped(program: Program) -> Iterator[Computation]:
 
 
 def _kernel(
-    program: Program, computation: Computation, one: Instruction, inside: Mapping[str, list[Matmul]]
+    program: CompiledProgram, computation: Computation, one: Instruction, inside: Mapping[str, list[Matmul]]
 ) -> Kernel | None:
     if one.op in _NO_KERNELS or one.op.endswith("-done") or is_collective(one):
         return None

@@ -11,7 +11,7 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.program.flow import LOOP, Call, Flow, Place, Times
+from shardrules.analysis.program.flow import LOOP, CallSite, Flow, Times, Value
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction, read_attributes
 from shardrules.core.errors import ProgramTextError
 
@@ -63,7 +63,7 @@ class Source:
 
 @final
 @attrs.frozen
-class Program:
+class CompiledProgram:
     """A compiled program, as one of its devices runs it.
 
     **Arguments:**
@@ -127,7 +127,7 @@ class Program:
         """
         return self.flow.by_name[computation]
 
-    def instruction(self, place: Place) -> Instruction:
+    def instruction(self, place: Value) -> Instruction:
         """Returns the instruction at a place.
 
         **Arguments:**
@@ -153,7 +153,7 @@ class Program:
         """
         return self.flow.times[computation]
 
-    def callers(self, computation: str) -> tuple[Call, ...]:
+    def callers(self, computation: str) -> tuple[CallSite, ...]:
         """Returns who calls a computation.
 
         **Arguments:**
@@ -162,7 +162,7 @@ class Program:
 
         **Returns:**
 
-        A `Call` for each; none for the entry.
+        A `CallSite` for each; none for the entry.
         """
         return self.flow.callers[computation]
 
@@ -181,7 +181,7 @@ class Program:
             for one in computation.instructions:
                 yield computation, one
 
-    def argument_path(self, place: Place) -> str:
+    def argument_path(self, place: Value) -> str:
         """Finds the argument of the program that a value is, or is a part of, perhaps cast, in another layout.
 
         **Arguments:**
@@ -225,9 +225,9 @@ class Program:
         The nearest that comes from a line of Python: itself, one that calls it, that made what it takes or that uses
         what it gives. Itself where there is none near.
         """
-        return next((each for each in self.around(computation, one) if self.stack(each)), one)
+        return next((each for each in self.nearby(computation, one) if self.stack(each)), one)
 
-    def around(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
+    def nearby(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
         """Yields an instruction, its callers, what made its operands and what uses its result, each the nearest first.
 
         A fusion knows where it comes from when its parts do not, what a compiler put together from several has no
@@ -247,18 +247,18 @@ class Program:
         while len(calls) == 1 and calls[0].role not in LOOP:
             yield calls[0].instruction
             calls = self.callers(calls[0].caller)
-        places = [Place(computation.name, name) for name in one.operands]
+        places = [Value(computation.name, name) for name in one.operands]
         for place in places:  # grows as it is walked
             place = self.flow.origin(place)
             made = self.instruction(place)
             if made.op != "parameter":
                 yield made
             if len(places) < _FAR:
-                places += [Place(place.computation, name) for name in made.operands]
+                places += [Value(place.computation, name) for name in made.operands]
         yield one
-        yield from self.uses(computation, one)
+        yield from self.downstream(computation, one)
 
-    def uses(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
+    def downstream(self, computation: Computation, one: Instruction) -> Iterator[Instruction]:
         """Yields what uses the result of an instruction, and what uses that, each the nearest first.
 
         **Arguments:**
@@ -277,7 +277,7 @@ class Program:
                 users += computation.users.get(user.name, ())
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> CompiledProgram:
     """Reads the text of a compiled program.
 
     **Arguments:**
@@ -286,7 +286,7 @@ def read_program(text: str) -> Program:
 
     **Returns:**
 
-    A `Program`.
+    A `CompiledProgram`.
 
     **Raises:**
 
@@ -313,7 +313,7 @@ def read_program(text: str) -> Program:
     tables, computations, entry = _sections(lines[start + 1 :])
     if entry is None:
         raise ProgramTextError(f"program {name!r} has no ENTRY: its text is cut off")
-    return Program(
+    return CompiledProgram(
         name,
         computations,
         entry,

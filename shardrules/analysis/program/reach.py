@@ -8,9 +8,9 @@ import attrs
 from jax.sharding import Mesh
 
 from shardrules.analysis.machine.targets import Target
-from shardrules.analysis.program.program import Program
+from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.replica_groups import Groups, Span, groups_of, sent_pairs, span
-from shardrules.analysis.program.slices import Slices, kind_across
+from shardrules.analysis.program.slices import Slices, kind_between_slices
 from shardrules.analysis.program.text import Instruction
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.mesh.layout import DeviceInfo
@@ -18,7 +18,7 @@ from shardrules.mesh.layout import DeviceInfo
 
 @final
 @attrs.frozen
-class Reach:
+class Topology:
     """Where each device of a mesh stands on its machine.
 
     **Arguments:**
@@ -27,7 +27,7 @@ class Reach:
     - `coords`: the same for where it stands in the torus of its slice; nothing there where there is no torus.
 
     ```python
-    reach = Reach((0, 0, 1, 1), ((0, 0), (0, 1), (0, 0), (0, 1)))
+    reach = Topology((0, 0, 1, 1), ((0, 0), (0, 1), (0, 0), (0, 1)))
     assert reach.host_count(((0, 1), (2, 3))) == 1 and reach.host_count(((0, 2), (1, 3))) == 2
     assert reach.torus_dims(((0, 1), (2, 3))) == 1 and reach.torus_dims(((0, 2), (1, 3))) == 0
     ```
@@ -47,13 +47,13 @@ class Reach:
 
         **Returns:**
 
-        A `Reach`.
+        A `Topology`.
 
         ```python
         from shardrules.analysis.machine.targets import Target
 
         target = Target.parse("cpu:8")
-        assert Reach.of(target.mesh(sr.mesh_shape("data:8")), target) == Reach((0,) * 8, ((),) * 8)
+        assert Topology.of(target.mesh(sr.mesh_shape("data:8")), target) == Topology((0,) * 8, ((),) * 8)
         ```
         """
         infos = [DeviceInfo.of(device) for device in mesh.devices.flat]
@@ -93,7 +93,7 @@ class Reach:
 
 @final
 @attrs.frozen
-class Group:
+class GroupReach:
     """What is alike in all groups of a collective.
 
     **Arguments:**
@@ -112,7 +112,7 @@ class Group:
 
 @final
 @attrs.frozen
-class Where:
+class GroupReader:
     """Where the collectives of a program go.
 
     **Arguments:**
@@ -124,14 +124,14 @@ class Where:
     - `known`: what has been found out already, by the text of the groups. Most collectives share a few of them.
     """
 
-    program: Program
+    program: CompiledProgram
     sizes: Mapping[str, int]
     slices: Slices
-    reach: Reach | None
-    known: dict[str, Group]
+    reach: Topology | None
+    known: dict[str, GroupReach]
 
     @classmethod
-    def of(cls, program: Program, mesh: AnyMesh | None, target: Target | None) -> Self:
+    def of(cls, program: CompiledProgram, mesh: AnyMesh | None, target: Target | None) -> Self:
         """Prepares to look at the collectives of a program.
 
         **Arguments:**
@@ -142,7 +142,7 @@ class Where:
 
         **Returns:**
 
-        A `Where`.
+        A `GroupReader`.
 
         **Raises:**
 
@@ -151,9 +151,9 @@ class Where:
         if target is None or mesh is None:
             return cls(program, mesh_sizes(mesh), Slices.of(mesh, program.device_count), None, {})
         placed = target.mesh(mesh)
-        return cls(program, mesh_sizes(mesh), Slices.of(placed, program.device_count), Reach.of(placed, target), {})
+        return cls(program, mesh_sizes(mesh), Slices.of(placed, program.device_count), Topology.of(placed, target), {})
 
-    def group(self, kind: str, one: Instruction) -> Group:
+    def group(self, kind: str, one: Instruction) -> GroupReach:
         """Finds out about the groups of a collective.
 
         **Arguments:**
@@ -163,10 +163,10 @@ class Where:
 
         **Returns:**
 
-        A `Group`.
+        A `GroupReach`.
         """
         names = ["replica_groups", "source_target_pairs", "device_ids", "use_global_device_ids"]
-        if kind_across(one):
+        if kind_between_slices(one):
             names.append("frontend_attributes")
         texts = [one.attributes.get(name) for name in names]
         key = f"{kind} {one.op} {texts} {'channel_id' in one.attributes} {sent_pairs(one)}"
@@ -174,7 +174,7 @@ class Where:
             self.known[key] = self._look(kind, self._groups(one))
         return self.known[key]
 
-    def _look(self, kind: str, groups: Groups) -> Group:
+    def _look(self, kind: str, groups: Groups) -> GroupReach:
         """Pairs of source and target are no groups: they go along every axis on which any two of them differ."""
         permute = kind == "collective-permute"
         moving = tuple(pair for pair in groups if pair[0] != pair[1]) if permute else groups
@@ -186,9 +186,9 @@ class Where:
         elif permute:
             size = max(1, len(dict.fromkeys(each for pair in moving for each in pair)))
         far = (1, 0) if self.reach is None else (self.reach.host_count(moving), self.reach.torus_dims(moving))
-        return Group(along, size, *far)
+        return GroupReach(along, size, *far)
 
     def _groups(self, one: Instruction) -> Groups:
-        if kind_across(one):
-            return self.slices.across(one)
-        return self.slices.everywhere(groups_of(one, self.program.replica_count, self.program.partition_count))
+        if kind_between_slices(one):
+            return self.slices.groups_between(one)
+        return self.slices.in_every_slice(groups_of(one, self.program.replica_count, self.program.partition_count))

@@ -40,7 +40,7 @@ class Slices:
     ```python
     assert Slices.of(sr.mesh_shape("data:2,model:2"), 4).partitions == ((0, 1, 2, 3),)
     two = Slices(((0, 1), (2, 3)), ((0, 1), (2, 3)))
-    assert two.everywhere(((0, 1),)) == ((0, 1), (2, 3))
+    assert two.in_every_slice(((0, 1),)) == ((0, 1), (2, 3))
     ```
     """
 
@@ -79,7 +79,7 @@ class Slices:
         chips = [sorted(places, key=lambda at: infos[at].id if infos else at) for places in partitions]
         return cls(tuple(map(tuple, partitions)), tuple(map(tuple, chips)))
 
-    def everywhere(self, groups: Groups) -> Groups:
+    def in_every_slice(self, groups: Groups) -> Groups:
         """Returns what groups of partitions are in the mesh: the same in every slice.
 
         **Arguments:**
@@ -92,12 +92,12 @@ class Slices:
         """
         return tuple(tuple(places[one] for one in group) for places in self.partitions for group in groups)
 
-    def across(self, one: Instruction) -> Groups:
+    def groups_between(self, one: Instruction) -> Groups:
         """Reads which devices a transfer between slices brings together.
 
         **Arguments:**
 
-        - `one`: a `send` of which `kind_across` is not empty.
+        - `one`: a `send` of which `kind_between_slices` is not empty.
 
         **Returns:**
 
@@ -126,7 +126,7 @@ class Slices:
         return self.chips[number // _SLICE - 1][number % _SLICE]
 
 
-def kind_across(one: Instruction) -> str:
+def kind_between_slices(one: Instruction) -> str:
     """Tells which collective between slices an instruction begins.
 
     **Arguments:**

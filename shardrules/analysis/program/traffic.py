@@ -12,8 +12,8 @@ from typing import final
 import attrs
 
 from shardrules.analysis.program.collectives import KINDS
-from shardrules.analysis.program.flow import Place
-from shardrules.analysis.program.program import Program
+from shardrules.analysis.program.flow import Value
+from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction
 
 _SCRATCH = re.compile(r"__cublas|__cudnn|cusolver")
@@ -41,7 +41,7 @@ def is_collective(one: Instruction) -> bool:
     return one.op.removesuffix("-start") in KINDS
 
 
-def read_bytes(program: Program, computation: Computation, one: Instruction) -> int:
+def read_bytes(program: CompiledProgram, computation: Computation, one: Instruction) -> int:
     """Returns what an instruction reads from memory.
 
     **Arguments:**
@@ -80,7 +80,7 @@ def read_bytes(program: Program, computation: Computation, one: Instruction) -> 
     return sum(read.values())
 
 
-def written_bytes(program: Program, computation: Computation, one: Instruction) -> int:
+def written_bytes(program: CompiledProgram, computation: Computation, one: Instruction) -> int:
     """Returns what an instruction writes to memory.
 
     **Arguments:**
@@ -109,7 +109,7 @@ def written_bytes(program: Program, computation: Computation, one: Instruction) 
     return _bytes(types)
 
 
-def fused(program: Program, one: Instruction) -> "Fused | None":
+def fused(program: CompiledProgram, one: Instruction) -> "Fused | None":
     """Returns what is inside a fusion.
 
     **Arguments:**
@@ -137,7 +137,7 @@ class Fused:
     - `top`: the computation of the outermost fusion.
     """
 
-    program: Program
+    program: CompiledProgram
     top: Computation
 
     @property
@@ -164,7 +164,7 @@ class Fused:
         if len(parameter.types) != 1:
             return whole
         kind, taken = parameter.types[0], dict[str, int]()
-        pending = [(Place(self.top.name, parameter.name), True)]
+        pending = [(Value(self.top.name, parameter.name), True)]
         for place, kept in pending:  # grows as it is walked
             computation, value = self.program.find(place.computation), self.program.instruction(place)
             kept = kept and (value.op != "convert" or _keeps(kind, value.types[0]))
@@ -179,11 +179,11 @@ class Fused:
                 if part is not None:
                     taken[user.name] = part
                 if user.op in _SAME_ELEMENTS or (part is not None and user.op in _UPDATE_IN_PLACE):
-                    pending.append((Place(computation.name, user.name), kept and user.op in _MAY_KEEP))
+                    pending.append((Value(computation.name, user.name), kept and user.op in _MAY_KEEP))
                 elif user.op == "fusion":
                     called = self._called(user)
                     given = zip(user.operands, called.parameters, strict=True)
-                    pending += [(Place(called.name, to.name), kept) for name, to in given if name == value.name]
+                    pending += [(Value(called.name, to.name), kept) for name, to in given if name == value.name]
                 elif user.op == "tuple" and user.name == self.top.root:
                     if not comes_out:
                         return whole
@@ -199,7 +199,7 @@ class Fused:
         The bytes of the results, and of those that are arrays updated in place only what is updated.
         """
         total = 0
-        for place in self._results(Place(self.top.name, self.top.root)):
+        for place in self._results(Value(self.top.name, self.top.root)):
             types = self.program.instruction(place).types
             elements = self._updated(place, types[0])
             total += _bytes(types) if elements is None else sum(_packed(each, elements) for each in types)
@@ -208,20 +208,20 @@ class Fused:
     def _called(self, one: Instruction) -> Computation:
         return self.program.find(one.references("calls")[0])
 
-    def _outside(self, computation: Computation) -> Place:
+    def _outside(self, computation: Computation) -> Value:
         call = self.program.callers(computation.name)[0]
-        return Place(call.caller, call.instruction.name)
+        return Value(call.caller, call.instruction.name)
 
-    def _results(self, place: Place) -> Iterator[Place]:
+    def _results(self, place: Value) -> Iterator[Value]:
         made = self._made(place)
         one = self.program.instruction(made)
         if one.op != "tuple":
             yield place
         else:
             for name in one.operands:
-                yield from self._results(Place(made.computation, name))
+                yield from self._results(Value(made.computation, name))
 
-    def _updated(self, place: Place, kind: ArrayType) -> int | None:
+    def _updated(self, place: Value, kind: ArrayType) -> int | None:
         """How many elements of an array that was handed in are updated to give this; `None` where it was made here."""
         place = self._made(place, kind)
         computation, one = self.program.find(place.computation), self.program.instruction(place)
@@ -229,10 +229,10 @@ class Fused:
             return 0 if one.types[0].dtype == kind.dtype else None
         if one.op not in _UPDATE_IN_PLACE:
             return 0 if _on_the_wire(one) else None
-        before = self._updated(Place(computation.name, one.operands[0]), kind)
+        before = self._updated(Value(computation.name, one.operands[0]), kind)
         return None if before is None else before + _updated(computation, one)
 
-    def _made(self, place: Place, kind: ArrayType | None = None) -> Place:
+    def _made(self, place: Value, kind: ArrayType | None = None) -> Value:
         """What made a value, behind bitcasts, tuples and the borders of fusions in this one.
 
         With `kind` also behind conversions of an array of that kind to a wider one and back, which leave it as it was.
@@ -241,17 +241,17 @@ class Fused:
             computation, one = self.program.find(place.computation), self.program.instruction(place)
             operand = one.operands[0] if one.operands else ""
             if one.op in _SAME_BYTES or (one.op == "convert" and _keeps(kind, computation.by_name[operand].types[0])):
-                place = Place(computation.name, operand)
+                place = Value(computation.name, operand)
             elif one.op == "fusion":
                 called = self._called(one)
-                place = Place(called.name, called.root, place.index)
+                place = Value(called.name, called.root, place.index)
             elif one.op == "get-tuple-element":
-                place = Place(computation.name, operand, int(one.attributes["index"]))
+                place = Value(computation.name, operand, int(one.attributes["index"]))
             elif one.op == "tuple" and place.index is not None:
-                place = Place(computation.name, one.operands[place.index])
+                place = Value(computation.name, one.operands[place.index])
             elif one.op == "parameter" and computation is not self.top:
                 call = self.program.callers(computation.name)[0]
-                place = Place(call.caller, call.instruction.operands[int(one.literal)])
+                place = Value(call.caller, call.instruction.operands[int(one.literal)])
             else:
                 return place
 

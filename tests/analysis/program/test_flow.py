@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 from shardrules.analysis.program.flops import find_matmuls
-from shardrules.analysis.program.flow import Place, Times
-from shardrules.analysis.program.program import Program, read_program
+from shardrules.analysis.program.flow import Times, Value
+from shardrules.analysis.program.program import CompiledProgram, read_program
 from tests.analysis.programs import CPU, TARGETS, array, compiled, mesh_on, program_of
 
 
@@ -52,13 +52,13 @@ LOOPS = {counted: 11, nested: 35, backwards: 7, up_to: 4}
 ENDLESS = (until, asked)
 
 
-def program(fn: Callable[..., Any], target: str, printed: bool = True) -> Program:
+def program(fn: Callable[..., Any], target: str, printed: bool = True) -> CompiledProgram:
     mesh = mesh_on(target, "data:8")
     text = compiled(fn, array(mesh, (64, 128), "data"), array(mesh, (128, 128))).as_text()
     return read_program(text if printed else text.replace("known_trip_count", "nobody_knows"))
 
 
-def matmul_times(program: Program) -> list[Times]:
+def matmul_times(program: CompiledProgram) -> list[Times]:
     return [one.times for one in find_matmuls(program)]
 
 
@@ -234,8 +234,8 @@ def test_a_deep_chain_of_calls_and_copies_needs_no_recursion() -> None:
     )
     found = read_program("\n".join(["HloModule m\n", *parts, entry]))
     assert found.times("f0") == Times(1)
-    assert found.flow.origin(Place("main", "e")) == Place("f0", "r0")
-    assert found.flow.origin(Place("f0", "p0")) == Place("main", "c0")
+    assert found.flow.origin(Value("main", "e")) == Value("f0", "r0")
+    assert found.flow.origin(Value("f0", "p0")) == Value("main", "c0")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -248,10 +248,10 @@ def test_a_stacked_weight_is_known_again_inside_the_loop(target: str) -> None:
     w = {"up": array(mesh, (12, 128, 128), None, "data")}
     found = program_of(layers, array(mesh, (64, 128), "data"), w)
     gathers = [(where, one) for where, one in found.walk() if one.op in ("all-gather", "all-gather-start")]
-    assert {found.argument_path(Place(where.name, one.operands[0])) for where, one in gathers} == {"w['up']"}
+    assert {found.argument_path(Value(where.name, one.operands[0])) for where, one in gathers} == {"w['up']"}
 
 
 def test_what_was_computed_is_no_argument() -> None:
     found = program_of(lambda x: jnp.sin(x) @ x, jnp.ones((8, 8)))
     (computation, dot), *_ = [(where, one) for where, one in found.walk() if one.op == "dot"]
-    assert [found.argument_path(Place(computation.name, name)) for name in dot.operands] == ["", "x"]
+    assert [found.argument_path(Value(computation.name, name)) for name in dot.operands] == ["", "x"]

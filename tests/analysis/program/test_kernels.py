@@ -11,7 +11,7 @@ from jax import lax
 from shardrules.analysis.program.flops import find_matmuls, total_flops
 from shardrules.analysis.program.flow import Times
 from shardrules.analysis.program.kernels import Kernel, find_kernels
-from shardrules.analysis.program.program import Program, read_program
+from shardrules.analysis.program.program import CompiledProgram, read_program
 from tests.analysis import programs
 from tests.analysis.programs import (
     CLOSED,
@@ -31,7 +31,7 @@ on_all = pytest.mark.parametrize("target", TARGETS)
 INDEX = 4  # bytes of a number that says where
 
 
-def of(program: Program) -> tuple[Kernel, ...]:
+def of(program: CompiledProgram) -> tuple[Kernel, ...]:
     return find_kernels(program, find_matmuls(program))
 
 

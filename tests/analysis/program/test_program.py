@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardrules.analysis.program.flow import Place
-from shardrules.analysis.program.program import Alias, Program, Source, read_program
+from shardrules.analysis.program.flow import Value
+from shardrules.analysis.program.program import Alias, CompiledProgram, Source, read_program
 from shardrules.analysis.program.text import ArrayType, Instruction
 from shardrules.core.errors import ProgramTextError
 from tests.analysis import programs
 from tests.analysis.programs import CLOSED, CPU, TARGETS, array, compiled, mesh_on, text_of
 
 
-def found(program: Program, pattern: str) -> Instruction:
+def found(program: CompiledProgram, pattern: str) -> Instruction:
     """The first instruction whose path of JAX operations matches."""
     return next(one for _, one in program.walk() if re.search(pattern, one.op_name))
 
@@ -114,7 +114,7 @@ ENTRY %e (p: f32[]) -> f32[] {{
 }}
 """
     program = read_program(text)
-    stack = program.stack(program.instruction(Place("e", "n")))
+    stack = program.stack(program.instruction(Value("e", "n")))
     assert [one.line for one in stack] == [20, 10]
     assert stack[1] == Source("/a.py", 10, "main")
 
@@ -128,7 +128,7 @@ ENTRY %e (p: f32[]) -> f32[] {
 }
 """
     program = read_program(text)
-    assert program.stack(program.instruction(Place("e", "n"))) == (Source("/x/y.py", 7),)
+    assert program.stack(program.instruction(Value("e", "n"))) == (Source("/x/y.py", 7),)
 
 
 @pytest.mark.parametrize(

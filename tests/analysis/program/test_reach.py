@@ -9,11 +9,11 @@ import shardrules as sr
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
-from shardrules.analysis.program.reach import Reach
+from shardrules.analysis.program.reach import Topology
 from tests.analysis.programs import mesh_on
 
-HOSTS = Reach((0, 0, 0, 1, 1, 1), ((),) * 6)
-TORUS = Reach((0,) * 8, tuple((x, y, z) for x in range(2) for y in range(2) for z in range(2)))
+HOSTS = Topology((0, 0, 0, 1, 1, 1), ((),) * 6)
+TORUS = Topology((0,) * 8, tuple((x, y, z) for x in range(2) for y in range(2) for z in range(2)))
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_hosts_are_told_by_devices_and_not_by_places() -> None:
     target = Target.parse("cuda:h100:16")
     devices = mesh_on(str(target), "data:16").devices
     mixed = Mesh(devices.reshape(2, 8).T.reshape(16), ("data",), axis_types=(AxisType.Auto,))
-    assert Reach.of(mixed, target).granules == (0, 1) * 8
-    assert Reach.of(target.mesh(mixed), target).host_count(((0, 1),)) == 2
+    assert Topology.of(mixed, target).granules == (0, 1) * 8
+    assert Topology.of(target.mesh(mixed), target).host_count(((0, 1),)) == 2
 
 
 def test_the_torus_of_tpus() -> None:
     target = Target.parse("tpu:v5e:4x4")
-    reach = Reach.of(mesh_on(str(target), "data:4,model:4"), target)
+    reach = Topology.of(mesh_on(str(target), "data:4,model:4"), target)
     assert sorted(reach.coords) == [(x, y, 0) for x in range(4) for y in range(4)]
     assert reach.granules == (0,) * 16
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.program.collectives import Collective, find_collectives
 from shardrules.analysis.program.program import read_program
-from shardrules.analysis.program.slices import Slices, kind_across
+from shardrules.analysis.program.slices import Slices, kind_between_slices
 from shardrules.analysis.program.text import read_instruction
 from shardrules.core.errors import MeshError, ProgramTextError
 from tests.analysis.programs import LAYERS, array, compiled, data_parallel, mesh_on, program_of, put, scanned
@@ -77,20 +77,20 @@ def send(target: str, kind: str = "ALL_REDUCE") -> str:
 )
 def test_targets(target: str, groups: tuple[tuple[int, ...], ...]) -> None:
     one, _ = read_instruction(send(target), {})
-    assert kind_across(one) == "all-reduce"
-    assert SLICES.across(one) == groups
+    assert kind_between_slices(one) == "all-reduce"
+    assert SLICES.groups_between(one) == groups
 
 
 @pytest.mark.parametrize("target", ['"{1,3}x{0:3}"', '"{1,2}x{0:4}"', "{{100000,300000}}", '"{a}x{b}"'])
 def test_slices_and_chips_that_are_not_there(target: str) -> None:
     one, _ = read_instruction(send(target), {})
     with pytest.raises(ProgramTextError, match=r"s goes between slices .*, of which 2 slices of 4 are known"):
-        SLICES.across(one)
+        SLICES.groups_between(one)
 
 
 def test_a_transfer_of_another_type_is_no_collective() -> None:
-    assert kind_across(read_instruction(send('"{1}x{0}"', "SOMETHING_NEW"), {})[0]) == ""
-    assert kind_across(read_instruction(send('"{1}x{0}"').replace(" send(", " recv("), {})[0]) == ""
+    assert kind_between_slices(read_instruction(send('"{1}x{0}"', "SOMETHING_NEW"), {})[0]) == ""
+    assert kind_between_slices(read_instruction(send('"{1}x{0}"').replace(" send(", " recv("), {})[0]) == ""
 
 
 def test_meshes() -> None:

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.program.collectives import find_collectives
-from shardrules.analysis.program.flow import Place
-from shardrules.analysis.program.program import Program, read_program
+from shardrules.analysis.program.flow import Value
+from shardrules.analysis.program.program import CompiledProgram, read_program
 from shardrules.planning.graph.layouts import PARTIAL, WHOLE, layouts, moves, pieces, spec_of, split, way
 from shardrules.planning.graph.machine import KINDS, Machine
 from tests.analysis.programs import CPU, CUDA, mesh_on
@@ -93,18 +93,18 @@ def compiled(axes: str, ndim: int, target: str, pairs: list[Pair], steps: bool =
     sent: dict[Pair, int] = dict.fromkeys(pairs, 0)
     program = read_program(text)
     for one in find_collectives(program, mesh):
-        sent[pairs[argument(program, Place(one.computation, one.name))]] += one.total_wire_bytes
+        sent[pairs[argument(program, Value(one.computation, one.name))]] += one.total_wire_bytes
     return sent
 
 
-def argument(program: Program, place: Place) -> int:
+def argument(program: CompiledProgram, place: Value) -> int:
     """The number of the only argument that a value is made of."""
     waiting, found = [program.instruction(place)], {}
     while waiting:
         one = waiting.pop()
         if one.op == "parameter":
             found[int(one.literal)] = None
-        waiting += [program.instruction(Place(place.computation, name)) for name in one.operands]
+        waiting += [program.instruction(Value(place.computation, name)) for name in one.operands]
     (number,) = found
     return number
 
