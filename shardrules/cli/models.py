@@ -14,7 +14,7 @@ from shardrules.cli.objects import Named, has_arrays, load_named, looks_named
 from shardrules.core.errors import CheckpointError, PlanError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
-from shardrules.placement.checkpoints.names import Held
+from shardrules.placement.checkpoints.names import StoredArray
 from shardrules.placement.checkpoints.orbax import read_orbax_metadata
 from shardrules.placement.checkpoints.safetensors import read_headers
 
@@ -132,15 +132,15 @@ def _of_orbax(path: Path) -> Model:
 def _of_safetensors(path: Path) -> Model:
     """The tensors of which headers speak. What follows the headers need not be there: it is not looked at."""
     found = read_headers(path, whole=False)
-    if found.wrong:
-        raise UsageError(f"{_listed(found.wrong)}")
-    strange = {one.said: name for name, one in found.held.items() if one.dtype is None}
+    if found.problems:
+        raise UsageError(f"{_listed(found.problems)}")
+    strange = {one.dtype_name: name for name, one in found.stored.items() if one.dtype is None}
     if strange:
         known = ", ".join(f"{said} ({name})" for said, name in strange.items())
         raise UsageError(f"{path} holds tensors of dtypes that cannot be loaded as arrays of JAX: {known}")
-    paths = {name: name.replace(".", "/") for name in found.held}
+    paths = {name: name.replace(".", "/") for name in found.stored}
     clash = len(dict.fromkeys(paths.values())) < len(paths)  # one name has a dot where another has a slash
-    return Model(path.name, _tree({name if clash else paths[name]: one for name, one in found.held.items()}, path))
+    return Model(path.name, _tree({name if clash else paths[name]: one for name, one in found.stored.items()}, path))
 
 
 def _listed(wrong: Iterable[Finding]) -> str:
@@ -149,7 +149,7 @@ def _listed(wrong: Iterable[Finding]) -> str:
     return one_line(ValueError(f"{first.path}: {first.message}{f'; {first.remedy}' if first.remedy else ''}{more}"))
 
 
-def _tree(held: Mapping[str, Held], path: Path) -> Any:
+def _tree(held: Mapping[str, StoredArray], path: Path) -> Any:
     """The arrays as a tree of dictionaries and, where names are 0, 1, 2 and so on, lists: layers are decided once."""
     if not held:
         raise UsageError(f"{path} holds no arrays")

@@ -34,7 +34,7 @@ _TOLD = ("large-replicated", "mesh-ignored")
 
 @final
 @attrs.frozen(eq=False)
-class Target:
+class Destination:
     """A tree taken apart, with where each of its arrays is to be.
 
     **Arguments:**
@@ -83,14 +83,14 @@ class Target:
         return self.treedef.unflatten(self.shardings)
 
 
-def target(
+def resolve_destination(
     tree: Any,
     how: How,
     mesh: AnyMesh | None = None,
     *,
-    who: str = "filter_shard",
-    wrong: list[tuple[int, Finding]] | None = None,
-) -> Target:
+    caller: str = "filter_shard",
+    problems: list[tuple[int, Finding]] | None = None,
+) -> Destination:
     """Returns where each array of a tree is to be.
 
     **Arguments:**
@@ -100,13 +100,13 @@ def target(
         a function from the tree to one of those. `None` in a tree of specs means what it means everywhere: nothing was
         said, so the array is replicated.
     - `mesh`: the mesh; by default that of the rule or the plan, the one that arrays are on, or the one in force.
-    - `who`: the caller's name, for messages.
-    - `wrong`: a list that takes what is wrong with single arrays, by their numbers among the leaves, for the caller to
+    - `caller`: the caller's name, for messages.
+    - `problems`: a list that takes what is wrong with single arrays, by their numbers among the leaves, for the caller to
         raise with more. Those have no sharding in the result.
 
     **Returns:**
 
-    A `Target`.
+    A `Destination`.
 
     **Raises:**
 
@@ -114,7 +114,7 @@ def target(
     of the tree; `NoMeshError`.
 
     ```python
-    found = target({"w": np.ones((8, 4))}, P("data"), sr.create_mesh("data:8"))
+    found = resolve_destination({"w": np.ones((8, 4))}, P("data"), sr.create_mesh("data:8"))
     assert found.shardings[0].spec == P("data")
     ```
     """
@@ -124,36 +124,36 @@ def target(
     values, treedef = jax.tree.flatten(tree)
     if isinstance(how, ShardingRule):
         plan = how.plan(tree, mesh)
-        return _by_plan(values, treedef, plan, (plan.mesh, mesh), who)
+        return _by_plan(values, treedef, plan, (plan.mesh, mesh), caller)
     if isinstance(how, ShardingPlan):
-        return _by_plan(values, treedef, how.bind(tree), (mesh, how.mesh), who)
-    return _by_prefix(tree, values, treedef, how, mesh, who, wrong)
+        return _by_plan(values, treedef, how.bind(tree), (mesh, how.mesh), caller)
+    return _by_prefix(tree, values, treedef, how, mesh, caller, problems)
 
 
 def _by_plan(
-    values: list[Any], treedef: Any, plan: ShardingPlan, meshes: tuple[AnyMesh | None, ...], who: str
-) -> Target:
-    where = _mesh((*meshes, current_mesh()), who)
+    values: list[Any], treedef: Any, plan: ShardingPlan, meshes: tuple[AnyMesh | None, ...], caller: str
+) -> Destination:
+    where = _mesh((*meshes, current_mesh()), caller)
     if mesh_sizes(plan.mesh) != mesh_sizes(where):
         plan = attrs.evolve(plan, mesh=where)
     pairs = [(leaf.path, leaf.shape, spec) for leaf, spec in zip(plan.leaves, plan.kind_specs, strict=True)]
-    _refuse(who, [(path, finding) for path, shape, spec in pairs for finding in _manual(shape, spec, where)])
+    _refuse(caller, [(path, finding) for path, shape, spec in pairs for finding in _manual(shape, spec, where)])
     plan.check()
     told = [finding for finding in plan.findings if finding.code in _TOLD]
     if told:
-        warnings.warn(f"{who}:\n{listing(told)}", ShardingWarning, stacklevel=4)
+        warnings.warn(f"{caller}:\n{listing(told)}", ShardingWarning, stacklevel=4)
     kinds = plan.survey.kinds
     if len(kinds) != len(values):
-        raise TreeError(f"{who}: a box in the tree holds more than one array, or none; unbox it first")
+        raise TreeError(f"{caller}: a box in the tree holds more than one array, or none; unbox it first")
     placed = [NamedSharding(where, spec) for spec in plan.kind_specs]
-    return Target(
+    return Destination(
         values,
         treedef,
         [None if kind < 0 else _in_its_memory(value, placed[kind]) for value, kind in zip(values, kinds, strict=True)],
     )
 
 
-def _mesh(candidates: Sequence[AnyMesh | None], who: str) -> AnyMesh:
+def _mesh(candidates: Sequence[AnyMesh | None], caller: str) -> AnyMesh:
     """The first mesh that has devices; while tracing its shape is enough."""
     known = [mesh for mesh in candidates if mesh is not None]
     concrete = [mesh for mesh in known if isinstance(mesh, Mesh)]
@@ -163,10 +163,10 @@ def _mesh(candidates: Sequence[AnyMesh | None], who: str) -> AnyMesh:
         return known[0]
     if known:
         raise NoMeshError(
-            f"{who} needs devices, and {mesh_text(known[0])} is only the shape of a mesh. Pass a mesh that has them: "
+            f"{caller} needs devices, and {mesh_text(known[0])} is only the shape of a mesh. Pass a mesh that has them: "
             f"sr.create_mesh({mesh_text(known[0])!r})"
         )
-    raise NoMeshError(f"{who} needs a mesh and there is none. Pass one, or call it inside jax.set_mesh(mesh)")
+    raise NoMeshError(f"{caller} needs a mesh and there is none. Pass one, or call it inside jax.set_mesh(mesh)")
 
 
 def _in_its_memory(value: Any, sharding: NamedSharding) -> NamedSharding:
@@ -186,14 +186,14 @@ def _by_prefix(
     treedef: Any,
     how: Any,
     mesh: AnyMesh | None,
-    who: str,
+    caller: str,
     collected: list[tuple[int, Finding]] | None,
-) -> Target:
-    said = spread(how, tree, _stands, who)
+) -> Destination:
+    said = spread(how, tree, _stands, caller)
     kinds = [array_kind(value) for value in values]
     default: list[AnyMesh] = []
     if any(one is None or isinstance(one, PartitionSpec) for one, kind in zip(said, kinds, strict=True) if kind):
-        default.append(_mesh((mesh, *_meshes_of(values), current_mesh()), who))
+        default.append(_mesh((mesh, *_meshes_of(values), current_mesh()), caller))
     wrong: list[tuple[int, Finding]] = []
     shardings: list[Sharding | None] = []
     known: dict[Any, tuple[Any, list[Finding]]] = {}
@@ -203,7 +203,7 @@ def _by_prefix(
             continue
         key = (kind[0], id(one))
         if key not in known:
-            known[key] = _as_sharding(kind[0], one, default, who)
+            known[key] = _as_sharding(kind[0], one, default, caller)
         sharding, findings = known[key]
         if findings:
             wrong += [(number, finding) for finding in findings]
@@ -213,18 +213,18 @@ def _by_prefix(
             sharding = _in_its_memory(value, sharding)
         shardings.append(sharding)
     if collected is None:
-        refuse_leaves(who, tree, wrong)
+        refuse_leaves(caller, tree, wrong)
     else:
         collected += wrong
-    return Target(values, treedef, shardings)
+    return Destination(values, treedef, shardings)
 
 
-def refuse_leaves(who: str, tree: Any, wrong: Sequence[tuple[int, Finding]]) -> None:
+def refuse_leaves(caller: str, tree: Any, wrong: Sequence[tuple[int, Finding]]) -> None:
     """Raises one error that lists everything that is wrong with leaves of a tree, if anything is.
 
     **Arguments:**
 
-    - `who`: the caller's name.
+    - `caller`: the caller's name.
     - `tree`: the tree.
     - `wrong`: pairs of a leaf's number and a finding about it.
 
@@ -234,20 +234,20 @@ def refuse_leaves(who: str, tree: Any, wrong: Sequence[tuple[int, Finding]]) -> 
     """
     if wrong:
         paths = leaf_paths(tree)
-        _refuse(who, [(paths[number], finding) for number, finding in wrong])
+        _refuse(caller, [(paths[number], finding) for number, finding in wrong])
 
 
-def _refuse(who: str, wrong: Sequence[tuple[str, Finding]]) -> None:
+def _refuse(caller: str, wrong: Sequence[tuple[str, Finding]]) -> None:
     if wrong:
-        raise refusal(who, [attrs.evolve(finding, path=path) for path, finding in wrong])
+        raise refusal(caller, [attrs.evolve(finding, path=path) for path, finding in wrong])
 
 
-def refusal(who: str, findings: Sequence[Finding]) -> PlanError:
+def refusal(caller: str, findings: Sequence[Finding]) -> PlanError:
     """Returns the error that lists what is wrong with arrays.
 
     **Arguments:**
 
-    - `who`: the caller's name.
+    - `caller`: the caller's name.
     - `findings`: what is wrong, each with its path.
 
     **Returns:**
@@ -256,7 +256,7 @@ def refusal(who: str, findings: Sequence[Finding]) -> PlanError:
     """
     counts = {finding.path: finding.count for finding in findings}  # an array may have several
     count = sum(counts.values())
-    return plan_error(f"{who}: {count} array{'s' * (count > 1)} cannot be placed", findings)
+    return plan_error(f"{caller}: {count} array{'s' * (count > 1)} cannot be placed", findings)
 
 
 def _manual(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[Finding]:
@@ -273,22 +273,22 @@ def _manual(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> list[
     ]
 
 
-def check_placeable(tree: Any, found: Target, who: str) -> None:
+def check_placeable(tree: Any, found: Destination, caller: str) -> None:
     """Refuses what cannot be put on devices outside of jit.
 
     **Arguments:**
 
     - `tree`, `found`: the tree, and the same taken apart.
-    - `who`: the caller's name, for messages.
+    - `caller`: the caller's name, for messages.
 
     **Raises:**
 
     `PlanError`, listing shapes that have no values, shardings without devices, and dimensions that are left open.
     """
-    refuse_leaves(who, tree, not_placeable(found))
+    refuse_leaves(caller, tree, not_placeable(found))
 
 
-def not_placeable(found: Target, *, values: bool = True) -> list[tuple[int, Finding]]:
+def not_placeable(found: Destination, *, values: bool = True) -> list[tuple[int, Finding]]:
     """Returns what cannot be put on devices outside of jit.
 
     **Arguments:**
@@ -327,7 +327,7 @@ def _meshes_of(values: Sequence[Any]) -> Iterator[AnyMesh]:
 
 
 def _as_sharding(
-    shape: tuple[int, ...], one: Any, default: Sequence[AnyMesh], who: str
+    shape: tuple[int, ...], one: Any, default: Sequence[AnyMesh], caller: str
 ) -> tuple[Sharding | None, list[Finding]]:
     if isinstance(one, jax.Device):
         return SingleDeviceSharding(one), []
@@ -343,7 +343,7 @@ def _as_sharding(
         spec = PartitionSpec() if one is None else one
         problems = _errors(shape, spec, default[0])
         return (None, problems) if problems else (NamedSharding(default[0], spec), [])
-    what = f"{one!r:.60} stands where {who} wants a PartitionSpec, a sharding, a device or None"
+    what = f"{one!r:.60} stands where {caller} wants a PartitionSpec, a sharding, a device or None"
     return None, [Finding("error", "no-sharding", what, shape=shape)]
 
 

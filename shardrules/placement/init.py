@@ -16,8 +16,8 @@ from shardrules.core.context import current_mesh, holding
 from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import array_bytes, device_dtype
-from shardrules.placement.destination import How, Target, target
-from shardrules.placement.keys import array_key, static_key
+from shardrules.placement.cache_keys import array_key, static_key
+from shardrules.placement.destination import Destination, How, resolve_destination
 from shardrules.placement.outline import SEED_SIZE, Outline, outline
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.traced import note_closure
@@ -90,7 +90,7 @@ class _Prepared:
 
     tops: list[Any]
     consts: list[Any]
-    found: Target
+    found: Destination
     work: Outline
     runs: list[tuple[Callable[..., list[Any]], Sharding]]
 
@@ -166,7 +166,7 @@ def _prepare(
         except ValueError as error:
             note_closure(error, "filter_init")
             raise
-    found = target(eqx.combine(shapes, rest), how, mesh, who="filter_init")
+    found = resolve_destination(eqx.combine(shapes, rest), how, mesh, caller="filter_init")
     pairs = zip(*found.arrays(), strict=True)
     shardings = [_on_auto(one) for value, one in pairs if isinstance(value, jax.ShapeDtypeStruct)]
     total_bytes = sum(array_bytes(struct.shape, struct.dtype) for struct in jax.tree.leaves(shapes))

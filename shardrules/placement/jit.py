@@ -21,8 +21,8 @@ from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.spec import device_dtype, spec_repr
 from shardrules.core.tree import leaf_paths
 from shardrules.mesh.creation import AxisTypes, normalize_axis_types
-from shardrules.placement.destination import How, target
-from shardrules.placement.keys import array_key, static_key
+from shardrules.placement.cache_keys import array_key, static_key
+from shardrules.placement.destination import How, resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.placement.traced import note_closure
 from shardrules.placement.transfer import put
@@ -423,7 +423,7 @@ def _is_array(leaf: Any) -> bool:
 def _shardings(tree: Any, how: How, mesh: AnyMesh | None, what: str) -> list[Sharding | None]:
     if how is None:
         return _unsaid(tree)
-    _, shardings = target(tree, how, mesh, who=f"filter_jit, {what}").arrays()
+    _, shardings = resolve_destination(tree, how, mesh, caller=f"filter_jit, {what}").arrays()
     return list(shardings)
 
 

@@ -33,7 +33,7 @@ _Run: TypeAlias = Callable[..., list[Any]]
 
 @final
 @attrs.frozen(eq=False)
-class Call:
+class InitCall:
     """One call of a program.
 
     **Arguments:**
@@ -48,7 +48,7 @@ class Call:
 
 @final
 @attrs.frozen(eq=False)
-class Program:
+class InitProgram:
     """Work that is compiled once.
 
     **Arguments:**
@@ -58,7 +58,7 @@ class Program:
     """
 
     run: _Run
-    calls: tuple[Call, ...]
+    calls: tuple[InitCall, ...]
 
 
 @final
@@ -77,7 +77,7 @@ class Outline:
     seed_run: _Run
     seeds: tuple[Any, ...]
     passed: tuple[tuple[Any, int], ...]
-    programs: tuple[Program, ...]
+    programs: tuple[InitProgram, ...]
 
 
 @final
@@ -111,9 +111,9 @@ def outline(closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Has
     fixed = {var: value for var, value in zip(jaxpr.constvars, closed.consts, strict=True) if _is_fixed(var, value)}
     tops = (*jaxpr.constvars, *jaxpr.invars)
     if closed.effects:
-        whole = Call(tuple(var for var in tops if var not in fixed), tuple(range(len(jaxpr.outvars))))
+        whole = InitCall(tuple(var for var in tops if var not in fixed), tuple(range(len(jaxpr.outvars))))
         run = _function(jaxpr, range(len(jaxpr.eqns)), whole.inputs, jaxpr.outvars, fixed)
-        return Outline((), list, (), (), (Program(run, (whole,)),))
+        return Outline((), list, (), (), (InitProgram(run, (whole,)),))
     producers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     seeds = _seeds(jaxpr)
     passed = tuple(
@@ -267,7 +267,7 @@ def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
 
 def _programs(
     jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], program_bytes: int, fixed: dict[Any, Any]
-) -> Iterable[Program]:
+) -> Iterable[InitProgram]:
     """Kinds of pieces that there are equally many of are compiled together: each call makes one layer, so to say."""
 
     def given_bytes(kind: _Kind) -> int:
@@ -290,13 +290,13 @@ def _programs(
             outputs = [jaxpr.outvars[number] for number in piece.outputs]
             runs.append((_function(jaxpr, sorted(piece.eqns), inputs, outputs, fixed), len(inputs)))
         calls = [
-            Call(
+            InitCall(
                 tuple(var for kind in kinds for var in kind[turn][1]),
                 tuple(number for kind in kinds for number in kind[turn][0].outputs),
             )
             for turn in range(len(kinds[0]))
         ]
-        yield Program(_together(runs), tuple(calls))
+        yield InitProgram(_together(runs), tuple(calls))
 
 
 def _size(var: Any) -> int:

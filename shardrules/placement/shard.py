@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import TreeError
 from shardrules.core.jax_state import under_trace
-from shardrules.placement.destination import How, check_placeable, target
+from shardrules.placement.destination import How, check_placeable, resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.placement.traced import constrain_traced, host_memory
 from shardrules.placement.transfer import put
@@ -47,7 +47,7 @@ def filter_shard(tree: Any, how: How, mesh: AnyMesh | None = None) -> Any:
     assert model.layers[0].weight.sharding.spec == P("model", "data")
     ```
     """
-    found = target(tree, how, mesh)
+    found = resolve_destination(tree, how, mesh)
     arrays, shardings = found.arrays()
     if not under_trace():
         check_placeable(tree, found, "filter_shard")

@@ -19,7 +19,14 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.drawing.blocks import ranges
-from shardrules.placement.destination import How, Target, not_placeable, refusal, refuse_leaves, target
+from shardrules.placement.destination import (
+    Destination,
+    How,
+    not_placeable,
+    refusal,
+    refuse_leaves,
+    resolve_destination,
+)
 from shardrules.placement.traced import host_memory
 from shardrules.reshard.assemble import adopts
 from shardrules.reshard.bits import held_by, physical
@@ -60,7 +67,7 @@ class Prepared:
     - `kept`: whether what is worked out is kept for later calls.
     """
 
-    target: Target
+    target: Destination
     numbers: tuple[int, ...]
     held: tuple[Mapping[Any, jax.Array], ...]
     plan: ReshardPlan
@@ -100,7 +107,7 @@ def prepare(
     arrays, wrong = with_numbers(tree, shardings)
     check_shardings(arrays, shardings, who)
     try:
-        found = target(arrays, shardings, who=who, wrong=wrong)
+        found = resolve_destination(arrays, shardings, caller=who, problems=wrong)
     except PlanError as error:  # of a plan, which knows nothing of the arrays themselves
         paths = leaf_paths(arrays)
         gone = [(number, leaf) for number, leaf in enumerate(jax.tree.leaves(arrays)) if _is_deleted(leaf, None)]

@@ -81,7 +81,7 @@ class Arguments:
     treedef: Any
     owners: tuple[int, ...]
 
-    def told(self, specs: Mapping[int, PartitionSpec], mesh: AnyMesh) -> "Arguments":
+    def with_specs(self, specs: Mapping[int, PartitionSpec], mesh: AnyMesh) -> "Arguments":
         """Returns the arguments with specs that a jitted function itself has for some of them.
 
         **Arguments:**
@@ -341,7 +341,7 @@ def _as_it_lies(leaf: Any) -> _Said | None:
     return _of_sharding(own) if isinstance(own, NamedSharding) else None
 
 
-def results_asked(shaped: Any, out_shardings: Any, mesh: AnyMesh) -> list[NamedSharding | None]:
+def result_shardings(shaped: Any, out_shardings: Any, mesh: AnyMesh) -> list[NamedSharding | None]:
     """Finds where each array of a result is to be.
 
     **Arguments:**

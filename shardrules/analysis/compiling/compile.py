@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules.analysis.compiling.arguments import Arguments, results_asked
+from shardrules.analysis.compiling.arguments import Arguments, result_shardings
 from shardrules.analysis.compiling.constraints import constraints, weakened
 from shardrules.analysis.compiling.retarget import on_mesh
 from shardrules.analysis.compiling.source import naming_lines
@@ -203,7 +203,7 @@ def compile_for(
     - `traced`: the function. If it was traced on another mesh than `mesh`, that takes its place.
     - `found`: its arguments.
     - `mesh`: the mesh, on devices of the target.
-    - `out_shardings`: where results are to be; see `results_asked`.
+    - `out_shardings`: where results are to be; see `result_shardings`.
     - `donated`: the numbers of the arrays whose memory may be used for results.
     - `tolerant`: whether a compiler that refuses what does not fit should be asked to go on, where it can.
 
@@ -263,7 +263,7 @@ def _asked(traced: Traced, out_shardings: Any, mesh: Mesh) -> tuple[list[str], l
     leaves, treedef = jtu.tree_flatten(traced.result)
     rest = iter(traced.structs)
     shapes = [next(rest) if array_kind(leaf) is not None else leaf for leaf in leaves]
-    said = results_asked(treedef.unflatten(shapes), out_shardings, mesh)
+    said = result_shardings(treedef.unflatten(shapes), out_shardings, mesh)
     kept = [array_kind(leaf) is not None for leaf in leaves]
     paths = [path for path, is_array in zip(leaf_paths(traced.result), kept, strict=True) if is_array]
     asked = [one for one, is_array in zip(said, kept, strict=True) if is_array]

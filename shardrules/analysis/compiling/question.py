@@ -79,7 +79,7 @@ class Question:
         given = donated_arguments(self.donate_argnums, len(args))
         roles = read_roles(found, self.roles)
         traced = trace(self.fn, found, known)
-        found = found.told(traced.said, there)
+        found = found.with_specs(traced.said, there)
         donated = [number for number, owner in enumerate(found.owners) if owner in given]
         compiled = compile_for(traced, found, there, self.out_shardings, donated, tolerant=tolerant)
         return Answer(there, found, roles, compiled, time.perf_counter() - start)

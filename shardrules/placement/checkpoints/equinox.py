@@ -19,10 +19,10 @@ import numpy as np
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.finding import Finding
-from shardrules.placement.checkpoints.names import Held, Problem, compare, refuse, told
+from shardrules.placement.checkpoints.names import Mismatch, StoredArray, compare, refuse, told
+from shardrules.placement.checkpoints.requested import RequestedLeaf, plain_value, requested_leaves, with_values
 from shardrules.placement.checkpoints.tensor_file import FileTensor
-from shardrules.placement.checkpoints.wanted import Wanted, plain_value, wanted, with_values
-from shardrules.placement.destination import How, target
+from shardrules.placement.destination import How, resolve_destination
 
 _MAGIC = b"\x93NUMPY"
 _NAMED = {
@@ -66,8 +66,8 @@ def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *,
     assert model.layers[0].weight.sharding.spec == P("model", None)
     ```
     """
-    found = target(like, how, mesh, who="load_equinox")
-    wants = wanted(like, found, "load_equinox")
+    found = resolve_destination(like, how, mesh, caller="load_equinox")
+    wants = requested_leaves(like, found, "load_equinox")
     has_block = [isinstance(want.value, jax.ShapeDtypeStruct) or eqx.is_array_like(want.value) for want in wants]
     wrong = [
         Finding("error", "no-shape", f"a {type(value).__name__} is saved as an array, and has no shape to compare")
@@ -90,7 +90,7 @@ def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *,
     return with_values(found, wants, values)
 
 
-def read_blocks(path: Path, wants: Sequence[Wanted], cast: bool) -> tuple[list[FileTensor], list[Finding]]:
+def read_blocks(path: Path, wants: Sequence[RequestedLeaf], cast: bool) -> tuple[list[FileTensor], list[Finding]]:
     """Reads the headers of a file, and compares them with what is wanted.
 
     **Arguments:**
@@ -107,7 +107,7 @@ def read_blocks(path: Path, wants: Sequence[Wanted], cast: bool) -> tuple[list[F
         return [], [Finding("error", "file", "there is no such file", str(path))]
     size = path.stat().st_size
     tensors: list[FileTensor] = []
-    problems: list[Problem] = []
+    problems: list[Mismatch] = []
     wrong: list[Finding] = []
     offset = 0
     with path.open("rb") as file:
@@ -144,7 +144,7 @@ class _Block:
     offset: int
     bytes: int
     fortran: bool
-    held: Held
+    held: StoredArray
 
 
 def _with_suffix(path: Path) -> Path:
@@ -173,7 +173,7 @@ def _read_header(file: BufferedReader, offset: int, size: int, wanted_dtype: np.
         return f"its header cannot be read: {error!r:.120}"
     if not all(isinstance(dim, int) and dim >= 0 for dim in shape):
         return f"its header cannot be read: {shape} is no shape"
-    held = Held(shape, dtype, str(descr) if dtype is None else str(dtype))
+    held = StoredArray(shape, dtype, str(descr) if dtype is None else str(dtype))
     return _Block(begin, count * itemsize, fortran, held)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrules.core.errors import CheckpointError, TreeError, suggest
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
-from shardrules.placement.checkpoints.wanted import Wanted
+from shardrules.placement.checkpoints.requested import RequestedLeaf
 
 Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
 """From the path of a leaf to the name of a tensor. `None` for a leaf: it is not there, `like` has its values."""
@@ -25,34 +25,34 @@ _SUGGESTIONS = 16  # finding near names takes time that grows with the number of
 
 @final
 @attrs.frozen
-class Held:
+class StoredArray:
     """A tensor as a checkpoint describes it.
 
     **Arguments:**
 
     - `shape`: its shape.
     - `dtype`: its dtype; `None` for one that no array here can have.
-    - `said`: how the checkpoint writes the dtype.
+    - `dtype_name`: how the checkpoint writes the dtype.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype | None
-    said: str
+    dtype_name: str
 
     def __str__(self) -> str:
-        return f"{self.said}{list(self.shape)}"
+        return f"{self.dtype_name}{list(self.shape)}"
 
     @property
     def python_type(self) -> type | None:
         """The type of the Python value that it would be: one for numbers without dimensions and for texts."""
         if self.dtype is None:
-            return str if self.said == "string" else None
+            return str if self.dtype_name == "string" else None
         return None if self.shape else _TYPES[_kind(self.dtype)]
 
 
 @final
 @attrs.frozen
-class Problem:
+class Mismatch:
     """What stands against one leaf or one tensor.
 
     **Arguments:**
@@ -69,12 +69,12 @@ class Problem:
     name: str = ""
     shape: tuple[int, ...] | None = None
     dtype: str = ""
-    held: Held | None = None
+    held: StoredArray | None = None
 
 
 def match(
-    wants: Sequence[Wanted],
-    held: Mapping[str, Held],
+    wants: Sequence[RequestedLeaf],
+    held: Mapping[str, StoredArray],
     names: Names,
     default: Callable[[str], str],
     *,
@@ -101,8 +101,8 @@ def match(
     `ValueError` when `surplus` is neither.
 
     ```python
-    held = {"w": Held((4,), np.dtype("float32"), "F32"), "v": Held((4,), np.dtype("float32"), "F32")}
-    wants = [Wanted("u", np.ones(4)), Wanted("w", 1.0)]
+    held = {"w": StoredArray((4,), np.dtype("float32"), "F32"), "v": StoredArray((4,), np.dtype("float32"), "F32")}
+    wants = [RequestedLeaf("u", np.ones(4)), RequestedLeaf("w", 1.0)]
     takes, wrong = match(wants, held, {"u": "v"}, str, surplus="error", cast=False)
     assert takes == ["v", "w"] and [found.code for found in wrong] == ["value", "value"]
     ```
@@ -116,29 +116,29 @@ def match(
     table = names if isinstance(names, Mapping) else {}
     ask = default if names is None or isinstance(names, Mapping) else names
     paths = dict.fromkeys(want.path for want in wants)
-    problems = [Problem("no-leaf", path) for path in table if path not in paths]
+    problems = [Mismatch("no-leaf", path) for path in table if path not in paths]
     takes: list[str | None] = []
     for want in wants:
         name: Any = table[want.path] if want.path in table else ask(want.path)
         if name is not None and not isinstance(name, str):
-            problems.append(Problem("no-name", want.path, f"{name!r:.60}", want.shape))
+            problems.append(Mismatch("no-name", want.path, f"{name!r:.60}", want.shape))
             name = None
         elif name is None and want.is_array and not want.has_values:
-            problems.append(Problem("no-values", want.path, "", want.shape))
+            problems.append(Mismatch("no-values", want.path, "", want.shape))
         elif name is not None and name not in held:
             if want.is_array:
-                problems.append(Problem("missing", want.path, name, want.shape))
+                problems.append(Mismatch("missing", want.path, name, want.shape))
             name = None
         elif name is not None:
             problems += compare(want, repr(name), held[name], cast=cast)
         takes.append(name)
     if surplus == "error":
         taken = dict.fromkeys(takes)
-        problems += [Problem("surplus", name, held=one) for name, one in held.items() if name not in taken]
+        problems += [Mismatch("surplus", name, held=one) for name, one in held.items() if name not in taken]
     return takes, told(problems, held, paths)
 
 
-def compare(want: Wanted, name: str, held: Held, *, cast: bool) -> Iterator[Problem]:
+def compare(want: RequestedLeaf, name: str, held: StoredArray, *, cast: bool) -> Iterator[Mismatch]:
     """Yields what stands against a leaf's taking a tensor.
 
     **Arguments:**
@@ -153,15 +153,15 @@ def compare(want: Wanted, name: str, held: Held, *, cast: bool) -> Iterator[Prob
     An iterator of problems.
 
     ```python
-    held = Held((), np.dtype("float64"), "float64")
-    assert [found.code for found in compare(Wanted("step", 3), "block 0", held, cast=False)] == ["value"]
+    held = StoredArray((), np.dtype("float64"), "float64")
+    assert [found.code for found in compare(RequestedLeaf("step", 3), "block 0", held, cast=False)] == ["value"]
     ```
     """
     if not want.is_array:
         if held.python_type is not type(want.value):
-            yield Problem("value", want.path, name, None, type(want.value).__name__, held)
+            yield Mismatch("value", want.path, name, None, type(want.value).__name__, held)
         return
-    has = Problem("", want.path, name, want.shape, str(want.dtype), held)
+    has = Mismatch("", want.path, name, want.shape, str(want.dtype), held)
     if held.shape != want.shape:
         yield attrs.evolve(has, code="shape")
     if held.dtype is None:
@@ -175,7 +175,7 @@ def compare(want: Wanted, name: str, held: Held, *, cast: bool) -> Iterator[Prob
             yield attrs.evolve(has, code="lossy")
 
 
-def told(problems: Iterable[Problem], names: Iterable[str], paths: Iterable[str]) -> list[Finding]:
+def told(problems: Iterable[Mismatch], names: Iterable[str], paths: Iterable[str]) -> list[Finding]:
     """Returns problems in words, those of equal layers as one.
 
     **Arguments:**
@@ -189,12 +189,12 @@ def told(problems: Iterable[Problem], names: Iterable[str], paths: Iterable[str]
     A list of findings.
 
     ```python
-    found = told([Problem("missing", f"layers/{i}/w", f"layers.{i}.w", (4,)) for i in range(3)], ["layers.0.v"], [])
+    found = told([Mismatch("missing", f"layers/{i}/w", f"layers.{i}.w", (4,)) for i in range(3)], ["layers.0.v"], [])
     assert [(one.path, one.count) for one in found] == [("layers/*/w", 3)]
     assert "did you mean 'layers.0.v'" in found[0].message
     ```
     """
-    groups: dict[Problem, list[Problem]] = {}
+    groups: dict[Mismatch, list[Mismatch]] = {}
     for problem in problems:
         alike = attrs.evolve(problem, path=_template(problem.path), name="")
         groups.setdefault(alike, []).append(problem)
@@ -242,7 +242,7 @@ def _common(one: str, two: str) -> str:
     return common_path(one.replace(".", "/"), two.replace(".", "/")).replace("/", ".")
 
 
-def _words(problem: Problem, near: str) -> tuple[str, str]:
+def _words(problem: Mismatch, near: str) -> tuple[str, str]:
     """What is wrong, and what to do about it."""
     name, held = problem.name, problem.held
     match problem.code:

@@ -15,9 +15,9 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.tree import array_kind, leaf_paths
-from shardrules.placement.checkpoints.names import Held, Names, match, refuse
-from shardrules.placement.checkpoints.wanted import Wanted, wanted, with_values
-from shardrules.placement.destination import How, target
+from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
+from shardrules.placement.checkpoints.requested import RequestedLeaf, requested_leaves, with_values
+from shardrules.placement.destination import How, resolve_destination
 
 
 def load_orbax(
@@ -70,8 +70,8 @@ def load_orbax(
     ```
     """
     orbax, folder = _orbax(path)
-    found = target(like, how, mesh, who="load_orbax")
-    wants = wanted(like, found, "load_orbax")
+    found = resolve_destination(like, how, mesh, caller="load_orbax")
+    wants = requested_leaves(like, found, "load_orbax")
     who = f"load_orbax: {folder}"
     handler = orbax.PyTreeCheckpointHandler()
     try:
@@ -103,7 +103,7 @@ def load_orbax(
     return with_values(found, wants, values)
 
 
-def read_orbax_metadata(path: Any) -> dict[str, Held]:
+def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
     """Returns what a checkpoint says of its arrays. None of them is read.
 
     **Arguments:**
@@ -162,18 +162,18 @@ def _saved(handler: Any, folder: Any, who: str) -> Any:
         )
 
 
-def _held(leaf: Any) -> Held:
+def _held(leaf: Any) -> StoredArray:
     kind = array_kind(leaf)
     if kind is None or leaf.dtype is None:
-        return Held((), None, type(leaf).__name__.removesuffix("Metadata").lower())
-    return Held(kind[0], kind[1], str(kind[1]))
+        return StoredArray((), None, type(leaf).__name__.removesuffix("Metadata").lower())
+    return StoredArray(kind[0], kind[1], str(kind[1]))
 
 
-def _item(want: Wanted) -> Any:
+def _item(want: RequestedLeaf) -> Any:
     return jax.ShapeDtypeStruct(want.shape, want.device_dtype) if want.is_array else want.value
 
 
-def _way(want: Wanted, orbax: ModuleType) -> Any:
+def _way(want: RequestedLeaf, orbax: ModuleType) -> Any:
     """How orbax is to restore it."""
     if want.is_array:
         return orbax.ArrayRestoreArgs(
@@ -182,5 +182,5 @@ def _way(want: Wanted, orbax: ModuleType) -> Any:
     return orbax.RestoreArgs() if isinstance(want.value, str) else orbax.RestoreArgs(restore_type=np.ndarray)
 
 
-def _plain(value: Any, want: Wanted) -> Any:
+def _plain(value: Any, want: RequestedLeaf) -> Any:
     return value if isinstance(want.value, str) else type(want.value)(np.asarray(value).item())

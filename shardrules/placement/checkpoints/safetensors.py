@@ -17,10 +17,10 @@ import numpy as np
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
-from shardrules.placement.checkpoints.names import Held, Names, match, refuse
+from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
+from shardrules.placement.checkpoints.requested import plain_value, requested_leaves, with_values
 from shardrules.placement.checkpoints.tensor_file import FileTensor
-from shardrules.placement.checkpoints.wanted import plain_value, wanted, with_values
-from shardrules.placement.destination import How, target
+from shardrules.placement.destination import How, resolve_destination
 
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -97,13 +97,15 @@ def load_safetensors(
     assert params["up"]["weight"].sharding.spec == P("model", None)
     ```
     """
-    found = target(like, how, mesh, who="load_safetensors")
-    wants = wanted(like, found, "load_safetensors")
+    found = resolve_destination(like, how, mesh, caller="load_safetensors")
+    wants = requested_leaves(like, found, "load_safetensors")
     checkpoint = read_headers(Path(path))
-    takes, wrong = match(wants, checkpoint.held, names, lambda each: each.replace("/", "."), surplus=surplus, cast=cast)
-    if checkpoint.wrong:  # what is missing may be in what cannot be read
+    takes, wrong = match(
+        wants, checkpoint.stored, names, lambda each: each.replace("/", "."), surplus=surplus, cast=cast
+    )
+    if checkpoint.problems:  # what is missing may be in what cannot be read
         wrong = [one for one in wrong if one.code not in ("missing", "surplus")]
-    refuse(f"load_safetensors: {path}", [*checkpoint.wrong, *wrong])
+    refuse(f"load_safetensors: {path}", [*checkpoint.problems, *wrong])
     values = [
         want.value
         if name is None
@@ -122,14 +124,14 @@ class Safetensors:
 
     **Arguments:**
 
-    - `held`: what each tensor is, by name.
+    - `stored`: what each tensor is, by name.
     - `tensors`: where each tensor is, for those of a dtype that arrays can have.
-    - `wrong`: what is wrong with the files.
+    - `problems`: what is wrong with the files.
     """
 
-    held: dict[str, Held]
+    stored: dict[str, StoredArray]
     tensors: dict[str, FileTensor]
-    wrong: list[Finding]
+    problems: list[Finding]
 
 
 def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
@@ -144,7 +146,7 @@ def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
 
     What they say.
     """
-    held: dict[str, Held] = {}
+    held: dict[str, StoredArray] = {}
     tensors: dict[str, FileTensor] = {}
     wrong: list[Finding] = []
 
@@ -201,7 +203,7 @@ def _files(path: Path, say: Callable[..., None]) -> tuple[list[Path], dict[str, 
     return [file for file in files if file.is_file()], index
 
 
-def _read_header(path: Path, say: Callable[..., None], whole: bool) -> dict[str, tuple[Held, FileTensor | None]]:
+def _read_header(path: Path, say: Callable[..., None], whole: bool) -> dict[str, tuple[StoredArray, FileTensor | None]]:
     again = "copy or load the file again"
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -219,7 +221,7 @@ def _read_header(path: Path, say: Callable[..., None], whole: bool) -> dict[str,
         return {}
     for problem in _misfits(entries, size - begin if whole else None):
         say(path, problem, again)
-    result: dict[str, tuple[Held, FileTensor | None]] = {}
+    result: dict[str, tuple[StoredArray, FileTensor | None]] = {}
     for name, (said, shape, first, after) in entries.items():
         dtype = np.dtype(_DTYPES[said]) if said in _DTYPES else None
         tensor = None if dtype is None else FileTensor(path, begin + first, shape, dtype)
@@ -229,7 +231,7 @@ def _read_header(path: Path, say: Callable[..., None], whole: bool) -> dict[str,
                 f"{name!r}, {said}{list(shape)}, takes {tensor.nbytes} bytes, not the {after - first} it has",
                 again,
             )
-        result[name] = Held(shape, dtype, said), tensor
+        result[name] = StoredArray(shape, dtype, said), tensor
     return result
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.compiling.arguments import Argument, read_arguments, results_asked
+from shardrules.analysis.compiling.arguments import Argument, read_arguments, result_shardings
 from shardrules.core.errors import TreeError
 from tests.analysis.audited import told
 
@@ -311,15 +311,15 @@ def test_what_does_not_fit_the_arguments_is_refused(options: dict[str, Any], mes
 
 def test_what_a_jitted_function_says_is_taken_where_nobody_else_speaks() -> None:
     found = read_arguments(step, (f32(8, 8), f32(8)), SHAPE, in_shardings=(P("data"), None))
-    told_so = found.told({0: P("data", None), 1: P("model")}, SHAPE)
+    told_so = found.with_specs({0: P("data", None), 1: P("model")}, SHAPE)
     assert [one.spec for one in told_so.arrays] == [P("data", None), P("model")]
-    assert [one.spec for one in found.told({}, SHAPE).arrays] == [P("data"), None]
+    assert [one.spec for one in found.with_specs({}, SHAPE).arrays] == [P("data"), None]
 
 
 def test_what_it_says_otherwise_is_refused() -> None:
     found = read_arguments(step, (f32(8, 8), f32(10)), SHAPE, in_shardings=(P("data"), None))
     with pytest.raises(sr.errors.PlanError, match="the function says otherwise where arguments are to be") as caught:
-        found.told({0: P("model"), 1: P("rows")}, SHAPE)
+        found.with_specs({0: P("model"), 1: P("rows")}, SHAPE)
     assert sorted((one.path, one.code) for one in told(caught.value)) == [
         ("params", "two-specs"),
         ("x", "unknown-axis"),
@@ -332,7 +332,7 @@ def test_what_it_says_otherwise_is_refused() -> None:
 
 
 def asked(shaped: Any, out_shardings: Any) -> list[P | None]:
-    return [None if one is None else one.spec for one in results_asked(shaped, out_shardings, MESH)]
+    return [None if one is None else one.spec for one in result_shardings(shaped, out_shardings, MESH)]
 
 
 def test_results_nobody_asks_about() -> None:

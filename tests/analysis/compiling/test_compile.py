@@ -43,7 +43,7 @@ def built(
     mesh = mesh or mesh_on(CPU, AXES)
     found = read_arguments(fn, args, mesh, in_shardings=shardings)
     traced = trace(fn, found, known or mesh)
-    return compile_for(traced, found.told(traced.said, mesh), mesh, **options)
+    return compile_for(traced, found.with_specs(traced.said, mesh), mesh, **options)
 
 
 def plainly(fn: Callable[..., Any], mesh: Mesh, *args: Any, shardings: Any = IN, **options: Any) -> Any:

@@ -7,26 +7,28 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.placement.checkpoints.names import Held, match, refuse
-from shardrules.placement.checkpoints.wanted import Wanted, wanted, with_values
-from shardrules.placement.destination import target
+from shardrules.placement.checkpoints.names import StoredArray, match, refuse
+from shardrules.placement.checkpoints.requested import RequestedLeaf, requested_leaves, with_values
+from shardrules.placement.destination import resolve_destination
 
 F32 = np.dtype(np.float32)
 
 
-def wants(like: Any) -> list[Wanted]:
-    return wanted(like, target(like, P(), sr.create_mesh("data:8")), "load")
+def wants(like: Any) -> list[RequestedLeaf]:
+    return requested_leaves(like, resolve_destination(like, P(), sr.create_mesh("data:8")), "load")
 
 
 def array(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def held(**tensors: Any) -> dict[str, Held]:
-    return {name.replace("_", "."): Held(tuple(one), F32, "F32") for name, one in tensors.items()}
+def held(**tensors: Any) -> dict[str, StoredArray]:
+    return {name.replace("_", "."): StoredArray(tuple(one), F32, "F32") for name, one in tensors.items()}
 
 
-def matched(like: Any, tensors: dict[str, Held], names: Any = None, surplus: str = "error", cast: bool = False) -> Any:
+def matched(
+    like: Any, tensors: dict[str, StoredArray], names: Any = None, surplus: str = "error", cast: bool = False
+) -> Any:
     return match(wants(like), tensors, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast)
 
 
@@ -49,7 +51,7 @@ def test_what_is_not_there_keeps_its_values() -> None:
 
 def test_a_python_number_takes_what_is_there() -> None:
     like = {"a": array(4), "rate": 0.1, "step": 3}
-    there = {**held(a=[4]), "step": Held((), np.dtype(np.int64), "I64")}
+    there = {**held(a=[4]), "step": StoredArray((), np.dtype(np.int64), "I64")}
     assert matched(like, there) == (["a", None, "step"], [])
     assert matched(like, there, lambda path: None if path == "step" else path, "skip") == (["a", None, None], [])
 
@@ -57,15 +59,15 @@ def test_a_python_number_takes_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("held", "fits"),
     [
-        (Held((), np.dtype(np.int64), "I64"), 3),
-        (Held((), np.dtype(np.uint8), "U8"), 3),
-        (Held((), np.dtype(jnp.bfloat16), "BF16"), 3.0),
-        (Held((), np.dtype(np.complex64), "C64"), 1j),
-        (Held((), np.dtype(np.bool_), "BOOL"), True),
-        (Held((), None, "string"), "text"),
+        (StoredArray((), np.dtype(np.int64), "I64"), 3),
+        (StoredArray((), np.dtype(np.uint8), "U8"), 3),
+        (StoredArray((), np.dtype(jnp.bfloat16), "BF16"), 3.0),
+        (StoredArray((), np.dtype(np.complex64), "C64"), 1j),
+        (StoredArray((), np.dtype(np.bool_), "BOOL"), True),
+        (StoredArray((), None, "string"), "text"),
     ],
 )
-def test_a_python_value_takes_its_own_kind_only(held: Held, fits: Any) -> None:
+def test_a_python_value_takes_its_own_kind_only(held: StoredArray, fits: Any) -> None:
     for value in (True, 3, 3.0, 1j, "text"):
         _, wrong = matched({"x": value}, {"x": held})
         assert [one.code for one in wrong] == ([] if type(value) is type(fits) else ["value"])
@@ -84,10 +86,10 @@ def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
         "key": array(2, dtype=np.int32),
     }
     tensors = {
-        **{f"layers.{i}.up": Held((2, 4), F32, "F32") for i in range(3)},
-        **{f"layers.{i}.down_": Held((2, 4), F32, "F32") for i in range(3)},
-        **{f"layers.{i}.norm": Held((4,), F32, "F32") for i in range(3)},
-        "key": Held((2,), None, "F4"),
+        **{f"layers.{i}.up": StoredArray((2, 4), F32, "F32") for i in range(3)},
+        **{f"layers.{i}.down_": StoredArray((2, 4), F32, "F32") for i in range(3)},
+        **{f"layers.{i}.norm": StoredArray((4,), F32, "F32") for i in range(3)},
+        "key": StoredArray((2,), None, "F4"),
     }
     names = {"layer/0/up": "x", "layers/0/norm": 3}
     _, wrong = matched(like, tensors, names)
@@ -126,7 +128,7 @@ def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
     ],
 )
 def test_a_cast_may_gain_a_kind_and_not_lose_one(stored: Any, wants: Any, code: str | None) -> None:
-    tensors = {"x": Held((4,), np.dtype(stored), "stored")}
+    tensors = {"x": StoredArray((4,), np.dtype(stored), "stored")}
     _, wrong = matched({"x": array(4, dtype=wants)}, tensors, cast=True)
     assert [one.code for one in wrong] == ([] if code is None else [code])
     _, wrong = matched({"x": array(4, dtype=wants)}, tensors)
@@ -134,7 +136,7 @@ def test_a_cast_may_gain_a_kind_and_not_lose_one(stored: Any, wants: Any, code: 
 
 
 def test_the_other_byte_order_is_no_other_dtype() -> None:
-    assert matched({"x": array(4)}, {"x": Held((4,), np.dtype(">f4"), ">f4")}) == (["x"], [])
+    assert matched({"x": array(4)}, {"x": StoredArray((4,), np.dtype(">f4"), ">f4")}) == (["x"], [])
 
 
 def test_surplus_is_refused_unless_it_is_skipped() -> None:
@@ -147,7 +149,7 @@ def test_surplus_is_refused_unless_it_is_skipped() -> None:
 
 def test_many_missing_tensors_are_told_in_time() -> None:
     like = {f"name{chr(97 + i % 26)}{chr(97 + i // 26)}": array(4) for i in range(300)}
-    _, wrong = matched(like, {f"other{i}": Held((1,), F32, "F32") for i in range(3000)}, surplus="skip")
+    _, wrong = matched(like, {f"other{i}": StoredArray((1,), F32, "F32") for i in range(3000)}, surplus="skip")
     assert len(wrong) == 300  # looking for a near name for each would take a minute
 
 
@@ -160,8 +162,8 @@ def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
 
     keys, like = make(), {"key": jax.eval_shape(make)}
     numbers = np.asarray(jax.random.key_data(keys))
-    found = target(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
-    [want] = wanted(like, found, "load")
+    found = resolve_destination(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
+    [want] = requested_leaves(like, found, "load")
     assert (want.shape, want.dtype) == (numbers.shape, np.uint32)
     placed = with_values(found, [want], [numbers])["key"]
     assert placed.dtype == keys.dtype
@@ -171,6 +173,6 @@ def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
 
 def test_keys_of_another_kind_are_an_error() -> None:
     like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
-    found = target(like, P(), sr.create_mesh("data:8"))
+    found = resolve_destination(like, P(), sr.create_mesh("data:8"))
     with pytest.raises(sr.errors.CheckpointError, match=r"key holds key<rbg>, wanted key<urbg>"):
-        with_values(found, wanted(like, found, "load"), [jax.random.key(0, impl="rbg")])
+        with_values(found, requested_leaves(like, found, "load"), [jax.random.key(0, impl="rbg")])

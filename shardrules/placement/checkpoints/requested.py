@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from shardrules.core.errors import CheckpointError, TreeError
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import leaf_paths
-from shardrules.placement.destination import Target
+from shardrules.placement.destination import Destination
 from shardrules.placement.source import ArraySource
 from shardrules.placement.transfer import put
 
@@ -26,7 +26,7 @@ PLAIN = (bool, int, float, complex, str)
 
 @final
 @attrs.frozen(eq=False)
-class Wanted:
+class RequestedLeaf:
     """A leaf that a checkpoint may hold: an array, or a Python number or text.
 
     **Arguments:**
@@ -59,7 +59,7 @@ class Wanted:
         return device_dtype(self.dtype)
 
 
-def wanted(like: Any, found: Target, who: str) -> list[Wanted]:
+def requested_leaves(like: Any, found: Destination, who: str) -> list[RequestedLeaf]:
     """Returns what a tree asks for.
 
     **Arguments:**
@@ -77,10 +77,10 @@ def wanted(like: Any, found: Target, who: str) -> list[Wanted]:
     `TreeError` where a box in the tree does not hold one array.
 
     ```python
-    from shardrules.placement.destination import target
+    from shardrules.placement.destination import resolve_destination
 
     like = {"w": np.ones((8, 4), np.float32), "step": 3, "act": jax.nn.relu}
-    found = wanted(like, target(like, P("data"), sr.create_mesh("data:8")), "load")
+    found = requested_leaves(like, resolve_destination(like, P("data"), sr.create_mesh("data:8")), "load")
     assert [(one.path, one.shape, one.is_array) for one in found] == [("step", (), False), ("w", (8, 4), True)]
     ```
     """
@@ -88,13 +88,13 @@ def wanted(like: Any, found: Target, who: str) -> list[Wanted]:
     if len(paths) != len(found.values):
         raise TreeError(f"{who}: a box in the tree holds more than one array, or none; unbox it first")
     return [
-        Wanted(path, value) if sharding is None else Wanted(path, value, *_as_numbers(value), sharding)
+        RequestedLeaf(path, value) if sharding is None else RequestedLeaf(path, value, *_as_numbers(value), sharding)
         for path, value, sharding in zip(paths, found.values, found.shardings, strict=True)
         if sharding is not None or isinstance(value, PLAIN)
     ]
 
 
-def with_values(found: Target, wants: Sequence[Wanted], values: Sequence[Any]) -> Any:
+def with_values(found: Destination, wants: Sequence[RequestedLeaf], values: Sequence[Any]) -> Any:
     """Returns the tree with what a checkpoint holds in it.
 
     **Arguments:**
@@ -118,7 +118,7 @@ def with_values(found: Target, wants: Sequence[Wanted], values: Sequence[Any]) -
     return attrs.evolve(found, values=leaves).with_arrays(finished)
 
 
-def plain_value(source: ArraySource, want: Wanted) -> Any:
+def plain_value(source: ArraySource, want: RequestedLeaf) -> Any:
     """Reads a Python number.
 
     **Arguments:**
@@ -131,7 +131,7 @@ def plain_value(source: ArraySource, want: Wanted) -> Any:
     A value of the type that stands there.
 
     ```python
-    assert plain_value(ArraySource((), np.int64, lambda index: np.array(7)), Wanted("step", 0)) == 7
+    assert plain_value(ArraySource((), np.int64, lambda index: np.array(7)), RequestedLeaf("step", 0)) == 7
     ```
     """
     return type(want.value)(source.part(()).item())
@@ -143,7 +143,7 @@ def _as_numbers(value: Any) -> tuple[tuple[int, ...], np.dtype]:
     return tuple(map(int, value.shape)), np.dtype(value.dtype)
 
 
-def _as_asked(array: jax.Array, want: Wanted) -> jax.Array:
+def _as_asked(array: jax.Array, want: RequestedLeaf) -> jax.Array:
     """Returns keys where keys were asked for, and their numbers where these were."""
     has_keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     wants_keys = jnp.issubdtype(want.value.dtype, jax.dtypes.prng_key)
