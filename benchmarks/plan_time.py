@@ -157,7 +157,7 @@ def read_plan(rule: sr.ShardingRule, tree: Any, mesh: jax.sharding.AbstractMesh)
     """Plans, and reads what the plan says: the tree of specs, the findings, and the reason of every leaf."""
     plan = rule.plan(tree, mesh)
     reasons = [decision.reason for decision in plan.decisions]  # equal leaves share one
-    return plan, plan.specs, plan.findings, [reasons[kind] for kind in plan.survey.kinds]
+    return plan, plan.specs, plan.findings, [reasons[kind] for kind in plan.survey.kind_of]
 
 
 def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:

@@ -81,7 +81,7 @@ def pair(tree: Any, specs: Any, mesh: AnyMesh | None) -> tuple[tuple[Leaf, Any],
     """
     found = survey(tree, mesh)
     flat = flatten_specs(specs, found.treedef, "specs")
-    return tuple((found.leaves[kind], spec) for kind, spec in zip(found.kinds, flat, strict=True) if kind >= 0)
+    return tuple((found.kinds[kind], spec) for kind, spec in zip(found.kind_of, flat, strict=True) if kind >= 0)
 
 
 def as_spec(found: object) -> PartitionSpec:

@@ -231,5 +231,4 @@ def tree_of(plan: ShardingPlan) -> Any:
 
     A dictionary.
     """
-    leaves = ((path, plan.leaves[kind]) for path, kind in zip(plan.paths, plan.path_kinds, strict=True))
-    return collections.OrderedDict((path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for path, leaf in leaves)
+    return collections.OrderedDict((leaf.path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for leaf in plan.leaves)

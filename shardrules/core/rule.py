@@ -135,7 +135,7 @@ class ShardingRule(abc.ABC):
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(one):
                 message = f"the rule's own mesh ({text}) was taken, not the one given ({mesh_text(mesh)})"
                 noted = (*noted, Finding("warning", "mesh-ignored", message, remedy="Give the mesh in one place"))
-        return ShardingPlan(found.mesh, found.leaves, verdict.decisions, found, noted, self)
+        return ShardingPlan(found.mesh, found.kinds, verdict.decisions, found, noted, self)
 
     def __or__(self, other: "ShardingRule") -> "ChainShardingRule":
         """Returns the chain of two rules: `other` refines what this one decided."""
@@ -348,13 +348,13 @@ def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
     Rules inside it find the mesh on the shapes, which comes before the one in force.
     """
     found = leaves.survey
-    shown = list(found.leaves)
+    shown = list(found.kinds)
     for leaf, place in zip(leaves.items, leaves.places, strict=True):
         shown[place] = leaf
     specs = flatten_specs(
         rule.apply(found.structs(shown, leaves.items[0].mesh)), found.treedef, f"what {rule!r} returned"
     )
-    by_place = {kind: spec for kind, spec in zip(found.kinds, specs, strict=True) if kind >= 0}
+    by_place = {kind: spec for kind, spec in zip(found.kind_of, specs, strict=True) if kind >= 0}
     decisions: list[Decision] = []
     problems: list[Finding] = []
     for leaf, place in zip(leaves.items, leaves.places, strict=True):
@@ -385,7 +385,7 @@ def _decided(rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: 
     in_force = current_mesh() if where is None else None
     found = survey(pytree, where, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
     verdict = decide(rule, _all_leaves(found))
-    if verdict.idle and found.leaves:
+    if verdict.idle and found.kinds:
         verdict = Verdict(verdict.decisions, (*verdict.findings, *_never_used(rule, verdict)))
     problems = [finding for finding in verdict.findings if finding.code == "conflict"]
     if problems:
@@ -414,7 +414,7 @@ def _over_budget(rule: ShardingRule, found: Survey, verdict: Verdict) -> Iterato
     counts = _all_leaves(found).counts
     held = sum(
         device_bytes(leaf, decision, sizes) * count
-        for leaf, decision, count in zip(found.leaves, verdict.decisions, counts, strict=True)
+        for leaf, decision, count in zip(found.kinds, verdict.decisions, counts, strict=True)
     )
     for limit in dict.fromkeys(rule.tree_budgets):
         if held > limit:
@@ -441,9 +441,9 @@ def _never_used(rule: ShardingRule, verdict: Verdict) -> Iterator[Finding]:
 
 
 def _all_leaves(found: Survey) -> Leaves:
-    counted = collections.Counter(found.kinds)
-    places = range(len(found.leaves))
-    return Leaves(found.leaves, tuple([counted[place] for place in places]), tuple(places), found)
+    counted = collections.Counter(found.kind_of)
+    places = range(len(found.kinds))
+    return Leaves(found.kinds, tuple([counted[place] for place in places]), tuple(places), found)
 
 
 def _with_patterns(findings: Iterable[Finding], found: Survey) -> Iterator[Finding]:
@@ -454,7 +454,7 @@ def _with_patterns(findings: Iterable[Finding], found: Survey) -> Iterator[Findi
             yield finding
             continue
         if paths is None:
-            paths = dict(zip((leaf.path for leaf in found.leaves), found.patterns(), strict=True))
+            paths = dict(zip((leaf.path for leaf in found.kinds), found.patterns(), strict=True))
         yield attrs.evolve(finding, path=paths.get(finding.path, finding.path))
 
 
@@ -764,8 +764,8 @@ class ShardingPlan:
     **Arguments:**
 
     - `mesh`: the mesh it is for, or `None`.
-    - `leaves`: one for each kind of leaf.
-    - `decisions`: one for each of them.
+    - `kinds`: one leaf for each kind: equal leaves of equal layers are one kind.
+    - `decisions`: one for each kind.
     - `survey`: the structure of the tree.
     - `noted`: the findings that came from rules.
     - `rule`: the rule that made it; `None` for a plan that was read from JSON.
@@ -778,7 +778,7 @@ class ShardingPlan:
     """
 
     mesh: AnyMesh | None
-    leaves: tuple[Leaf, ...]
+    kinds: tuple[Leaf, ...]
     decisions: tuple[Decision, ...]
     survey: Survey
     noted: tuple[Finding, ...] = ()
@@ -787,8 +787,8 @@ class ShardingPlan:
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """How many leaves of the tree are of each kind."""
-        counted = collections.Counter(self.survey.kinds)
-        return tuple([counted[place] for place in range(len(self.leaves))])
+        counted = collections.Counter(self.survey.kind_of)
+        return tuple([counted[place] for place in range(len(self.kinds))])
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
@@ -796,13 +796,23 @@ class ShardingPlan:
         return self.survey.paths()
 
     @functools.cached_property
-    def path_kinds(self) -> tuple[int, ...]:
-        """The number of the kind of every array, in the order of `paths`."""
-        return tuple([kind for kind in self.survey.kinds if kind >= 0])
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Every array of the tree, in the order of `paths`."""
+        return tuple(
+            [
+                attrs.evolve(self.kinds[kind], path=path)
+                for path, kind in zip(self.paths, self.kind_indices, strict=True)
+            ]
+        )
+
+    @functools.cached_property
+    def kind_indices(self) -> tuple[int, ...]:
+        """The index of the kind of every array, in the order of `paths`."""
+        return tuple([kind for kind in self.survey.kind_of if kind >= 0])
 
     @functools.cached_property
     def _by_path(self) -> dict[str, int]:
-        return dict(zip(self.paths, self.path_kinds, strict=True))
+        return dict(zip(self.paths, self.kind_indices, strict=True))
 
     @property
     def specs(self) -> Any:
@@ -853,7 +863,7 @@ class ShardingPlan:
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """All that is worth knowing about the plan, errors first, one finding for all equal layers."""
-        found = [*check_leaves(self.leaves, self.decisions, self.counts, self.mesh), *self.noted]
+        found = [*check_leaves(self.kinds, self.decisions, self.counts, self.mesh), *self.noted]
         return merged(_with_patterns(found, self.survey))
 
     def check(self) -> Self:
@@ -893,7 +903,7 @@ class ShardingPlan:
         ```
         """
         sizes = mesh_sizes(self.mesh)
-        triples = list(zip(self.leaves, self.decisions, self.counts, strict=True))
+        triples = list(zip(self.kinds, self.decisions, self.counts, strict=True))
         return Totals(
             sum(self.counts),
             sum(leaf.nbytes * count for leaf, _, count in triples),
@@ -962,7 +972,7 @@ class ShardingPlan:
         return "\n\n".join("\n".join(self._explained(kind, one)) for kind, one in chosen.items())
 
     def _explained(self, kind: int, path: str) -> Iterator[str]:
-        leaf, decision = self.leaves[kind], self.decisions[kind]
+        leaf, decision = self.kinds[kind], self.decisions[kind]
         share = device_bytes(leaf, decision, mesh_sizes(self.mesh))
         name = path or "(the tree)"
         yield f"{name}  {shape_text(leaf.shape)} {leaf.dtype}  ({self.counts[kind]} of this kind)"
@@ -1001,7 +1011,7 @@ class ShardingPlan:
         ```
         """
         decision = self.decision(path)
-        return blocks_of(path, self.leaves[self._by_path[path]], decision, mesh_sizes(self.mesh))
+        return blocks_of(path, self.kinds[self._by_path[path]], decision, mesh_sizes(self.mesh))
 
     def placed_blocks(self) -> Iterator[Blocks]:
         """Yields which device holds which block, for each leaf in order.
@@ -1012,9 +1022,9 @@ class ShardingPlan:
         """
         own = [
             blocks_of(leaf.path, leaf, one, mesh_sizes(self.mesh))
-            for leaf, one in zip(self.leaves, self.decisions, strict=True)
+            for leaf, one in zip(self.kinds, self.decisions, strict=True)
         ]
-        yield from (own[kind] for kind in self.path_kinds)
+        yield from (own[kind] for kind in self.kind_indices)
 
     def treemap(self) -> Picture:
         """Draws what each leaf takes on one device as an area, those of a module together, coloured by spec.
@@ -1028,7 +1038,7 @@ class ShardingPlan:
         assert "P(&#x27;data&#x27;, None)" in plan.treemap().to_svg()
         ```
         """
-        return plan_picture(self.paths, self.path_kinds, self.leaves, self.decisions, mesh_sizes(self.mesh))
+        return plan_picture(self.paths, self.kind_indices, self.kinds, self.decisions, mesh_sizes(self.mesh))
 
     def tally(self) -> dict[str, int]:
         """Returns how many leaves each reason decided, so that a pattern that takes too many is seen.
@@ -1076,7 +1086,7 @@ class ShardingPlan:
         sizes = mesh_sizes(self.mesh)
         said = [
             Placement(leaf.shape, str(leaf.dtype), placement_text(decision), device_bytes(leaf, decision, sizes))
-            for leaf, decision in zip(self.leaves, self.decisions, strict=True)
+            for leaf, decision in zip(self.kinds, self.decisions, strict=True)
         ]
         return Placements(mesh_text(self.mesh), {path: said[kind] for path, kind in self._by_path.items()})
 
@@ -1092,12 +1102,12 @@ class ShardingPlan:
 
         `TreeError` for a plan with the other path style that was read from JSON without its tree.
         """
-        return tuple((path, self.leaves[kind].shape, _spec_of(self.decisions[kind])) for path, kind in self._by_name())
+        return tuple((path, self.kinds[kind].shape, _spec_of(self.decisions[kind])) for path, kind in self._by_name())
 
     def _by_name(self) -> Iterator[tuple[str, int]]:
         """The path of every leaf, fields of named tuples by name, and the number of its kind."""
         paths = self.survey.by_name().paths()
-        return zip(paths, self.path_kinds, strict=True)
+        return zip(paths, self.kind_indices, strict=True)
 
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns the plan as a rule: it has an opinion on every leaf on which a rule had one.
@@ -1146,7 +1156,7 @@ class ShardingPlan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of mesh, paths, shapes, dtypes and placements: equal on all hosts that hold the same plan."""
-        kinds = zip(self.leaves, self.decisions, strict=True)
+        kinds = zip(self.kinds, self.decisions, strict=True)
         said = [f"|{leaf.shape}|{leaf.dtype}|{placement_text(decision)}" for leaf, decision in kinds]
         lines = sorted([path + said[kind] for path, kind in self._by_path.items()])
         return hashlib.sha256("\n".join([mesh_text(self.mesh), *lines]).encode()).hexdigest()
@@ -1161,7 +1171,7 @@ class ShardingPlan:
         # Grouped anew: how leaves were grouped for planning depends on what the rule reads of indices.
         groups: dict[Any, tuple[list[str], int]] = {}
         for path, kind in self._by_path.items():
-            leaf, one = self.leaves[kind], self.decisions[kind]
+            leaf, one = self.kinds[kind], self.decisions[kind]
             key = (
                 template(path),
                 leaf.shape,
@@ -1173,7 +1183,7 @@ class ShardingPlan:
                 tuple([attrs.evolve(finding, path=template(finding.path)) for finding in one.findings]),
             )
             groups.setdefault(key, ([], kind))[0].append(path)
-        parts = [(paths, self.leaves[kind], self.decisions[kind]) for paths, kind in groups.values()]
+        parts = [(paths, self.kinds[kind], self.decisions[kind]) for paths, kind in groups.values()]
         return codec.dumps(
             mesh=None if self.mesh is None else mesh_sizes(self.mesh),
             leaves=[codec.leaf_to_json(paths, leaf, one, rule_text(one.rule)) for paths, leaf, one in parts],
@@ -1249,28 +1259,28 @@ class ShardingPlan:
         found = survey(tree, self.mesh)
         if not dtypes and self._fits(found):
             return self
-        if any(leaf.path not in self._by_path for leaf in found.leaves):
+        if any(leaf.path not in self._by_path for leaf in found.kinds):
             by_place = survey(tree, self.mesh, path_style="index")
-            found = by_place if all(leaf.path in self._by_path for leaf in by_place.leaves) else found
+            found = by_place if all(leaf.path in self._by_path for leaf in by_place.kinds) else found
         problems: list[str] = []
         decisions: list[Decision] = []
-        for leaf in found.leaves:
+        for leaf in found.kinds:
             kind = self._by_path.get(leaf.path)
             if kind is None:
                 problems.append(f"  {leaf.path} {shape_text(leaf.shape)}: the plan has no such leaf")
                 continue
-            known = self.leaves[kind]
+            known = self.kinds[kind]
             if known.shape != leaf.shape or (dtypes and known.dtype != leaf.dtype):
                 problems.append(
                     f"  {leaf.path}: {shape_text(leaf.shape)} {leaf.dtype} in the tree, "
                     f"{shape_text(known.shape)} {known.dtype} in the plan"
                 )
             decisions.append(_moved(self.decisions[kind], leaf.path))
-        present = {leaf.path: None for leaf in found.leaves}
+        present = {leaf.path: None for leaf in found.kinds}
         problems += [f"  {path}: in the plan, not in the tree" for path in self.paths if path not in present]
         if problems:
             raise TreeError("the tree is not the one that was planned:\n" + "\n".join(problems))
-        return ShardingPlan(self.mesh, found.leaves, tuple(decisions), found, self.noted)
+        return ShardingPlan(self.mesh, found.kinds, tuple(decisions), found, self.noted)
 
     def _fits(self, found: Survey) -> bool:
         """Whether `found` is the very tree that was planned, whatever its dtypes."""
@@ -1279,8 +1289,8 @@ class ShardingPlan:
             own.treedef is not None
             and found.treedef == own.treedef
             and all(
-                (a < 0) == (b < 0) and (a < 0 or found.leaves[a].shape == self.leaves[b].shape)
-                for a, b in zip(found.kinds, own.kinds, strict=True)
+                (a < 0) == (b < 0) and (a < 0 or found.kinds[a].shape == self.kinds[b].shape)
+                for a, b in zip(found.kind_of, own.kind_of, strict=True)
             )
         )
 
@@ -1288,7 +1298,7 @@ class ShardingPlan:
     def _content(self) -> tuple[Any, ...]:
         said = tuple([(one.reason, rule_text(one.rule), spec_repr(one.spec)) for one in self.decisions])
         leaves = sorted(
-            (path, self.leaves[kind].shape, str(self.leaves[kind].dtype), *said[kind])
+            (path, self.kinds[kind].shape, str(self.kinds[kind].dtype), *said[kind])
             for path, kind in self._by_path.items()
         )
         return mesh_text(self.mesh), tuple(leaves)
@@ -1302,7 +1312,7 @@ class ShardingPlan:
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
         """The rows of the table: leaves that differ in nothing but the indices in their paths are one."""
-        return rows(self.survey.patterns(), self.leaves, self.decisions, self.counts, self.mesh)
+        return rows(self.survey.patterns(), self.kinds, self.decisions, self.counts, self.mesh)
 
     def __str__(self) -> str:
         return table_text(self.rows, self.memory(), self.findings)

@@ -57,8 +57,8 @@ class Survey:
 
     **Arguments:**
 
-    - `leaves`: one `Leaf` for each kind; its path is that of the first leaf of the kind.
-    - `kinds`: for each leaf of the tree, in order, the number of its kind, or -1 for what is not an array.
+    - `kinds`: one `Leaf` for each kind; its path is the path of the first leaf of the kind.
+    - `kind_of`: for each leaf of the tree, in order, the index of its kind, or -1 for what is not an array.
     - `treedef`: the structure of the tree, boxes being leaves.
     - `carried`: position and value of every leaf that is neither array nor number.
     - `numbers`: position and value of every Python number.
@@ -69,13 +69,13 @@ class Survey:
 
     ```python
     found = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
-    assert [leaf.path for leaf in found.leaves] == ["layers/0/w"]
+    assert [leaf.path for leaf in found.kinds] == ["layers/0/w"]
     assert found.paths() == ("layers/0/w", "layers/1/w", "layers/2/w")
     ```
     """
 
-    leaves: tuple[Leaf, ...]
-    kinds: Sequence[int]
+    kinds: tuple[Leaf, ...]
+    kind_of: Sequence[int]
     treedef: Any
     carried: tuple[tuple[int, Any], ...]
     numbers: tuple[tuple[int, Any], ...]
@@ -102,21 +102,21 @@ class Survey:
                 "these paths name the fields of named tuples by position, and without the tree their names are not "
                 "known: read the plan with ShardingPlan.from_json(text, tree)"
             )
-        return survey(self.structs(self.leaves, None), None)
+        return survey(self.structs(self.kinds, None), None)
 
     def kind_names(self) -> tuple[str, ...]:
         """Returns the path of the first leaf of each kind, the fields of named tuples by name."""
         if self.path_style == "attr":
-            return tuple([leaf.path for leaf in self.leaves])
+            return tuple([leaf.path for leaf in self.kinds])
         first: dict[int, str] = {}
-        for kind, path in zip((kind for kind in self.kinds if kind != _STATIC), self.by_name().paths(), strict=True):
+        for kind, path in zip((kind for kind in self.kind_of if kind != _STATIC), self.by_name().paths(), strict=True):
             first.setdefault(kind, path)
-        return tuple([first[kind] for kind in range(len(self.leaves))])
+        return tuple([first[kind] for kind in range(len(self.kinds))])
 
     def patterns(self) -> tuple[str, ...]:
         """Returns the path of each kind, with `*` for every index in which its leaves differ."""
         found = _patterns(self.root, {})
-        return tuple("/".join(found[kind]) for kind in range(len(self.leaves)))
+        return tuple("/".join(found[kind]) for kind in range(len(self.kinds)))
 
     def unflatten(self, values: Sequence[Any], number: Any) -> Any:
         """Returns a tree of this structure. Callables and the like stay what they were.
@@ -131,7 +131,7 @@ class Survey:
         The tree.
         """
         table = [*values, number]  # index -1 is what is no array
-        result = list(map(table.__getitem__, self.kinds))
+        result = list(map(table.__getitem__, self.kind_of))
         for position, value in self.carried:
             result[position] = value
         return jtu.tree_unflatten(self.treedef, result)
@@ -150,7 +150,7 @@ class Survey:
         """
         on = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
         shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=on) for leaf in leaves]
-        result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kinds]
+        result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kind_of]
         for position, value in (*self.carried, *self.numbers):
             result[position] = value
         return jtu.tree_unflatten(self.treedef, result)
@@ -358,7 +358,9 @@ def _survey(
         root = walker.meet(0, "", "") if flat else ((), ())
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
-    return Survey(tuple(walker.leaves), walker.kinds, treedef, carried, numbers, root, mesh, walker.slashed, path_style)
+    return Survey(
+        tuple(walker.kinds), walker.kind_of, treedef, carried, numbers, root, mesh, walker.slashed, path_style
+    )
 
 
 @final
@@ -373,9 +375,9 @@ class _Walker:
     path_style: PathStyle
     boxes: type | None  # must not be met: the tree was flattened without asking for them
     slashed: bool = False
-    leaves: list[Leaf] = attrs.field(factory=list)
+    kinds: list[Leaf] = attrs.field(factory=list)
     numbers: dict[tuple[str, int], int] = attrs.field(factory=dict)
-    kinds: list[int] = attrs.field(default=attrs.Factory(lambda self: [_STATIC] * len(self.codes), takes_self=True))
+    kind_of: list[int] = attrs.field(default=attrs.Factory(lambda self: [_STATIC] * len(self.codes), takes_self=True))
     packed: Any = attrs.field(default=attrs.Factory(lambda self: array.array("I", self.codes), takes_self=True))
 
     def meet(self, position: int, path: str, pattern: str) -> int:
@@ -386,10 +388,10 @@ class _Walker:
         key = (pattern, code)
         number = self.numbers.get(key)
         if number is None:
-            self.numbers[key] = number = len(self.leaves)
+            self.numbers[key] = number = len(self.kinds)
             shape, dtype, *axes = self.meanings[code]
-            self.leaves.append(Leaf(path, shape, dtype, self.mesh, None, axes[0] if axes else None))
-        self.kinds[position] = number
+            self.kinds.append(Leaf(path, shape, dtype, self.mesh, None, axes[0] if axes else None))
+        self.kind_of[position] = number
         return number
 
     def walk(self, node: Any, structure: Any, start: int, path: str, pattern: str) -> _Node:
@@ -416,7 +418,7 @@ class _Walker:
                 known = _known(seen, shared)
             if known is not None:
                 first, found = known
-                self.kinds[start : start + count] = self.kinds[first : first + count]
+                self.kind_of[start : start + count] = self.kind_of[first : first + count]
             else:
                 if part.num_nodes == 1:  # no method of its own: in a deep tree every call on the way down counts
                     found = self.meet(start, path + text, pattern + mark)
@@ -504,36 +506,39 @@ def flatten_specs(specs: Any, treedef: Any, what: str) -> list[Any]:
         ) from error
 
 
-def spread(said: Any, tree: Any, is_said: Callable[[Any], bool], who: str) -> list[Any]:
-    """Returns what is said about each leaf of a tree, by a tree of the same structure or by a prefix of it.
+def prefix_parts(
+    prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], caller: str, what: str = "values"
+) -> list[tuple[str, Any, Any]]:
+    """Returns the path and the value of each leaf of a prefix of `tree`, with the subtree of `tree` that it covers.
 
-    **Arguments:**
+    A `prefix` that does not fit raises a `TreeError`, which names `caller` and calls its leaves `what`.
+    """
+    named, structure = jtu.tree_flatten_with_path(prefix, is_leaf=is_leaf)
+    try:
+        parts = structure.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise TreeError(
+            f"{caller}: the {what} do not have the structure of the tree, or of a prefix of it: {error}"
+        ) from error
+    return [
+        (jtu.keystr(path, simple=True, separator="/"), value, part)
+        for (path, value), part in zip(named, parts, strict=True)
+    ]
 
-    - `said`: the tree or prefix.
-    - `tree`: the tree that it is about.
-    - `is_said`: whether a node of `said` is one thing that is said: a spec, say, or `None`.
-    - `who`: the caller's name, for the message.
 
-    **Returns:**
+def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], caller: str, what: str = "values") -> list[Any]:
+    """Returns one value for each leaf of `tree`, from a tree of the same structure or a prefix of it.
 
-    A list with one item for each leaf of `tree`.
-
-    **Raises:**
-
-    `TreeError` where the structures differ.
+    `is_leaf` says which nodes of `prefix` are values: specs, say, or `None`. For `caller` and `what` see
+    `prefix_parts`.
 
     ```python
     is_spec = lambda node: isinstance(node, P)
     assert spread({"a": P("data"), "b": P()}, {"a": [1, 2], "b": 3}, is_spec, "me") == [P("data"), P("data"), P()]
     ```
     """
-    stated, structure = jtu.tree_flatten(said, is_leaf=is_said)
-    if structure == jtu.tree_structure(tree):
-        return stated
-    try:
-        parts = structure.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        raise TreeError(
-            f"{who}: what is given does not have the structure of the tree, nor of a prefix of it: {error}"
-        ) from error
-    return [one for one, part in zip(stated, parts, strict=True) for _ in jtu.tree_leaves(part)]
+    values, structure = jtu.tree_flatten(prefix, is_leaf=is_leaf)
+    if structure == jtu.tree_structure(tree):  # the usual case, and the only fast one for many leaves
+        return values
+    parts = prefix_parts(prefix, tree, is_leaf, caller, what)
+    return [value for _, value, part in parts for _ in jtu.tree_leaves(part)]

@@ -77,7 +77,7 @@ def page_data(
     for part in parts:
         own = {kind: len(rows) + number for number, row in enumerate(part.plan.rows) for kind in row.kinds}
         each = [device_bytes(row.leaf, row.decision, sizes) for row in part.plan.rows]
-        for path, kind in zip(part.plan.paths, part.plan.path_kinds, strict=True):
+        for path, kind in zip(part.plan.paths, part.plan.kind_indices, strict=True):
             paths.append(part.prefix + path)
             row_of.append(own[kind])
             amounts.append(each[own[kind] - len(rows)])

@@ -136,13 +136,13 @@ def _by_plan(
     where = _mesh((*meshes, current_mesh()), caller)
     if mesh_sizes(plan.mesh) != mesh_sizes(where):
         plan = attrs.evolve(plan, mesh=where)
-    pairs = [(leaf.path, leaf.shape, spec) for leaf, spec in zip(plan.leaves, plan.kind_specs, strict=True)]
+    pairs = [(leaf.path, leaf.shape, spec) for leaf, spec in zip(plan.kinds, plan.kind_specs, strict=True)]
     _refuse(caller, [(path, finding) for path, shape, spec in pairs for finding in _manual(shape, spec, where)])
     plan.check()
     told = [finding for finding in plan.findings if finding.code in _TOLD]
     if told:
         warnings.warn(f"{caller}:\n{listing(told)}", ShardingWarning, stacklevel=4)
-    kinds = plan.survey.kinds
+    kinds = plan.survey.kind_of
     if len(kinds) != len(values):
         raise TreeError(f"{caller}: a box in the tree holds more than one array, or none; unbox it first")
     placed = [NamedSharding(where, spec) for spec in plan.kind_specs]

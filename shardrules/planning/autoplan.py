@@ -165,7 +165,7 @@ def _pinned(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> 
     ]
     if wrong:
         raise plan_error("pins that the planner cannot keep", wrong)
-    decided = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kinds]
+    decided = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kind_of]
     arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), decided, strict=True) if array_kind(leaf) is not None]
     return {number: spec for number, spec in enumerate(arrays) if spec is not None}
 

@@ -93,7 +93,7 @@ def infer_sharding(
         raise NoMeshError("infer_sharding needs a mesh: pass one, or call inside jax.set_mesh(mesh)")
     specs = [
         pad(decision.spec or PartitionSpec(), leaf.ndim)
-        for leaf, decision in zip(plan.leaves, plan.decisions, strict=True)
+        for leaf, decision in zip(plan.kinds, plan.decisions, strict=True)
     ]
     return plan.survey.unflatten([NamedSharding(where, spec) for spec in specs], NamedSharding(where, PartitionSpec()))
 

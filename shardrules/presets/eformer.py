@@ -161,7 +161,7 @@ def match_partition_rules(
     found = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
     specs: list[PartitionSpec] = []
     missing: dict[int, None] = {}
-    for kind, leaf in enumerate(found.leaves):
+    for kind, leaf in enumerate(found.kinds):
         if strict and leaf.ndim == 0:
             specs.append(PartitionSpec())
             continue
@@ -173,7 +173,7 @@ def match_partition_rules(
             spec = PartitionSpec() if leaf.size < min_size else trim(spec, leaf.ndim)
         specs.append(spec)
     if missing:
-        arrays = zip(found.paths(), (kind for kind in found.kinds if kind >= 0), strict=True)
+        arrays = zip(found.paths(), (kind for kind in found.kind_of if kind >= 0), strict=True)
         raise PatternError(
             "\n".join(f"Partition rule not found for param: {path}" for path, kind in arrays if kind in missing)
             + "\nAdd a pattern for each; ('.*', P()) at the end replicates what is left."

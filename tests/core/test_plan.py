@@ -500,6 +500,7 @@ def test_a_plan_is_a_value_without_arrays() -> None:
     with pytest.raises(attrs.exceptions.FrozenInstanceError, match="can't set attribute"):
         plan.mesh = None  # pyright: ignore[reportAttributeAccessIssue]
     assert [type(leaf) for leaf in plan.leaves] == [sr.Leaf]
+    assert plan.kinds == plan.leaves
     assert plan.paths == ("w",)
     assert plan.counts == (1,)
 

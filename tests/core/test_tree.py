@@ -46,13 +46,13 @@ def test_what_is_grouped_is_alike_and_keeps_its_place(name: str, reads: Any) -> 
     found = survey(tree, None, reads_index=reads)
     each = survey(tree, None, reads_index="value")
     assert found.paths() == each.paths()
-    assert len(found.kinds) == len(each.kinds)
-    for kind, own in zip(found.kinds, each.kinds, strict=True):
+    assert len(found.kind_of) == len(each.kind_of)
+    for kind, own in zip(found.kind_of, each.kind_of, strict=True):
         assert (kind < 0) == (own < 0)
         if kind >= 0:
-            one, other = found.leaves[kind], each.leaves[own]
+            one, other = found.kinds[kind], each.kinds[own]
             assert (one.shape, one.dtype, one.axes) == (other.shape, other.dtype, other.axes)
-    rebuilt = found.unflatten(list(range(len(found.leaves))), "number")
+    rebuilt = found.unflatten(list(range(len(found.kinds))), "number")
     assert jtu.tree_structure(rebuilt) == found.treedef
 
 
@@ -100,7 +100,7 @@ def test_state_of_equinox_keeps_its_markers_apart_from_its_arrays() -> None:
 
 def test_boxes_carry_their_names() -> None:
     tree = {"w": nn.Partitioned(np.ones((4, 8)), names=("embed", "mlp")), "b": np.ones(8)}
-    (plain, boxed) = survey(tree, None).leaves
+    (plain, boxed) = survey(tree, None).kinds
     assert (boxed.path, boxed.shape, boxed.axes) == ("w", (4, 8), ("embed", "mlp"))
     assert (plain.path, plain.axes) == ("b", None)
 
@@ -108,9 +108,9 @@ def test_boxes_carry_their_names() -> None:
 def test_layers_that_are_equal_are_one_kind_and_those_that_differ_are_not() -> None:
     layers = [{"w": np.ones((8, 4))} for _ in range(11)]
     layers[4] = {"w": np.ones((8, 5))}
-    assert len(survey({"layers": layers}, None, reads_index="no").leaves) == 2
-    assert len(survey({"layers": layers}, None, reads_index="width").leaves) == 3
-    assert len(survey({"layers": layers}, None).leaves) == 11
+    assert len(survey({"layers": layers}, None, reads_index="no").kinds) == 2
+    assert len(survey({"layers": layers}, None, reads_index="width").kinds) == 3
+    assert len(survey({"layers": layers}, None).kinds) == 11
 
 
 def test_tracers_have_shapes_too() -> None:
@@ -160,7 +160,7 @@ def test_a_style_of_paths_that_there_is_not(style: Any) -> None:
 
 def test_of_boxes_in_boxes_the_innermost_names_count() -> None:
     inner = nn.Partitioned(np.ones((4, 8)), names=("a", "b"))
-    assert survey({"w": nn.Partitioned(inner, names=("c", "d"))}, None).leaves[0].axes == ("a", "b")
+    assert survey({"w": nn.Partitioned(inner, names=("c", "d"))}, None).kinds[0].axes == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,6 @@ def test_what_is_said_of_a_prefix_is_said_of_each_leaf_below() -> None:
 
 def test_what_is_no_prefix_is_refused() -> None:
     with pytest.raises(
-        sr.errors.TreeError, match="me: what is given does not have the structure of the tree, nor of a prefix"
+        sr.errors.TreeError, match="me: the values do not have the structure of the tree, or of a prefix"
     ):
         spread({"a": P(), "c": P()}, {"a": 1, "b": 2}, is_spec, "me")

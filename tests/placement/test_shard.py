@@ -247,7 +247,7 @@ def test_an_unsound_spec_inside_jit_is_refused_where_jax_would_weaken_it() -> No
 
 
 def test_a_tree_of_specs_for_another_tree_is_refused() -> None:
-    with pytest.raises(sr.errors.TreeError, match="does not have the structure of the tree"):
+    with pytest.raises(sr.errors.TreeError, match="do not have the structure of the tree"):
         sr.filter_shard(tree(), {"w": P(), "c": P()}, MESH)
 
 

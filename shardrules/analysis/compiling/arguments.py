@@ -302,7 +302,7 @@ def _of_plan(plan: ShardingPlan, mesh: AnyMesh, who: str) -> list[_Said | None]:
         _Said(spec, None, _is_mirrored(decision), True)
         for spec, decision in zip(plan.kind_specs, plan.decisions, strict=True)
     ]
-    return [None if kind < 0 else said[kind] for kind in plan.survey.kinds]
+    return [None if kind < 0 else said[kind] for kind in plan.survey.kind_of]
 
 
 def _is_mirrored(decision: Any) -> bool:

@@ -75,7 +75,7 @@ def _bill(old: ShardingPlan, new: ShardingPlan) -> Iterator[str]:
     counts: Counter[str] = Counter()
     machine = Machine.of(new.mesh)
     after = {path: (shape, spec) for path, shape, spec in new.planned()}
-    sizes = {path: leaf.nbytes for path, leaf in zip(old.paths, _leaves(old), strict=True)}
+    sizes = {path: leaf.nbytes for path, leaf in zip(old.paths, old.leaves, strict=True)}
     for path, shape, spec in old.planned():
         there = after.get(path)
         if there is None or there[0] != shape:
@@ -90,14 +90,10 @@ def _bill(old: ShardingPlan, new: ShardingPlan) -> Iterator[str]:
     yield f"to go from one to the other each device sends {', '.join(parts)}"
 
 
-def _leaves(plan: ShardingPlan) -> list[Any]:
-    return [plan.leaves[kind] for kind in plan.path_kinds]
-
-
 def _between_meshes(old: ShardingPlan, new: ShardingPlan) -> Iterator[str]:
     """What devices lack of what they are to hold, if those of one mesh are the first of the other."""
     before, after = (dict(zip(plan.paths, plan.placed_blocks(), strict=True)) for plan in (old, new))
-    sizes = dict(zip(new.paths, _leaves(new), strict=True))
+    sizes = dict(zip(new.paths, new.leaves, strict=True))
     lacking: Counter[int] = Counter()
     known: dict[tuple[Blocks, Blocks], list[tuple[int, int]]] = {}
     for path, blocks in after.items():
