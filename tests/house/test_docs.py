@@ -9,12 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import attrs
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -30,19 +28,19 @@ from tests.house.source import (
     string_of,
 )
 
-SCOPE: dict[str, Any] = {"sr": sr, "P": P, "jax": jax, "jnp": jnp, "np": np, "eqx": eqx, "attrs": attrs, "optax": optax}
-"""What an example in a docstring may use without importing it, besides the names of its own module."""
+SCOPE: dict[str, Any] = {"sr": sr, "P": P, "jax": jax, "jnp": jnp, "np": np, "eqx": eqx}
+"""What an example in a docstring may use without importing it. The Start page shows these imports."""
 
 
 def docstrings(modules: tuple[Module, ...]) -> list[tuple[str, str, str, int]]:
     """Returns module, qualified name, text and first line of every public docstring with an example in it."""
-    found = []
+    entries = []
     for module in modules:
         for name, node in [("", module.tree), *public_definitions(module.tree)]:
             text, line = string_of(node.body[0] if node.body else None)
-            found.append((module.name, name, text, line))
-        found += [(module.name, *constant) for constant in public_constants(module.tree)]
-    return [entry for entry in found if "```" in entry[2] or "~~~" in entry[2]]
+            entries.append((module.name, name, text, line))
+        entries += [(module.name, *constant) for constant in public_constants(module.tree)]
+    return [entry for entry in entries if "```" in entry[2] or "~~~" in entry[2]]
 
 
 def left_behind(run: Callable[[], object]) -> list[str]:
@@ -78,8 +76,8 @@ def test_page_runs(page: Path) -> None:
 )
 def test_docstring_runs(module: str, name: str, text: str, line: int) -> None:
     assert misfits(text) == []
-    own = import_module(module)
-    assert left_behind(lambda: run_blocks(text, own.__file__ or module, {**SCOPE, **vars(own)}, line)) == []
+    source = import_module(module)
+    assert left_behind(lambda: run_blocks(text, source.__file__ or module, SCOPE, line)) == []
 
 
 def finding_codes(modules: tuple[Module, ...]) -> list[str]:

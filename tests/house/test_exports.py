@@ -1,9 +1,10 @@
-"""Every public name is documented, every signature annotated, every export stands in the API pages."""
+"""Every export exists once, is documented and on an API page; every signature is annotated."""
 
 import ast
 import importlib
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +13,13 @@ from typing import Any, is_typeddict
 import pytest
 
 import shardrules
+from shardrules.presets import big_vision, eformer, pathways
 from tests.house.source import (
     REPOSITORY,
     Definition,
     Function,
     Module,
     plant,
-    public_constants,
     public_definitions,
     shardrules_source,
 )
@@ -26,7 +27,16 @@ from tests.house.source import (
 API_PAGES = REPOSITORY / "docs" / "api"
 
 TYPING = ("TYPE_CHECKING", "Any")
-"""What the package's root holds for its own annotations."""
+"""What the package's root imports for its own annotations."""
+
+ROOMS: dict[str, ModuleType] = {
+    module.__name__: module
+    for module in (
+        *(shardrules, shardrules.errors, shardrules.meshes, shardrules.reports, shardrules.specs),
+        *(shardrules.presets, eformer, big_vision, pathways),
+    )
+}
+"""Where users import from, by name."""
 
 
 def api_text(folder: Path) -> str:
@@ -34,45 +44,55 @@ def api_text(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("*.md")))
 
 
-def exports(package: ModuleType) -> list[str]:
-    """Returns what the package's root offers."""
-    return list(vars(package)["__all__"])
-
-
 def broken_exports(package: ModuleType) -> list[str]:
-    """Names in `__all__` that are not there, or stand there twice."""
-    names = exports(package)
-    missing = [f"{name} is not there" for name in names if not hasattr(package, name)]
+    """Names in `__all__` that do not exist, or appear twice."""
+    names: list[str] = vars(package)["__all__"]
+    missing = [f"{name} does not exist" for name in names if not hasattr(package, name)]
     return missing + [f"{name} is listed twice" for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
 def unlisted_exports(package: ModuleType) -> list[str]:
-    """Public names that the package's root holds without listing them."""
-    listed = exports(package)
+    """Public names that a package or a room binds without listing them."""
     return [
         name
         for name, value in vars(package).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in (*listed, *TYPING)
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+        if name not in (*vars(package)["__all__"], *TYPING)
     ]
 
 
+def exported_twice(rooms: dict[str, ModuleType]) -> list[str]:
+    """Names that several rooms export: each has one home."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for room, module in rooms.items():
+        for name in vars(module)["__all__"]:
+            homes[name].append(room)
+    return [f"{name}: {', '.join(modules)}" for name, modules in homes.items() if len(modules) > 1]
+
+
 def missing_from_pages(names: Iterable[str], pages: str) -> list[str]:
-    """Names that no API page mentions."""
-    return [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", pages)]
+    """Dotted names that no API page documents or mentions in backticks."""
+    return [name for name in names if not re.search(rf"(?:::: |`){re.escape(name)}(?!\w)", pages)]
 
 
-def undocumented(modules: tuple[Module, ...]) -> list[str]:
-    """Public classes, functions, methods and constants without a docstring, exported or not.
+def undocumented(package: ModuleType, modules: tuple[Module, ...]) -> list[str]:
+    """Exported classes and functions, and their public methods, without a docstring.
 
-    A constant is documented by a string that follows it, a method also by the method of a base class that it fills in.
+    A method is documented also by the method of a base class that it implements.
     """
-    bad = []
-    for module in modules:
-        for name, node in public_definitions(module.tree):
-            if not ast.get_docstring(node) and not inherits_docstring(module.name, name):
-                bad.append(f"{module.name}.{name}")
-        bad += [f"{module.name}.{name}" for name, text, _ in public_constants(module.tree) if not text]
-    return bad
+    return [
+        f"{module.name}.{name}"
+        for module in modules
+        for name, node in public_definitions(module.tree)
+        if is_exported(package, module.name, name)
+        if not ast.get_docstring(node) and not inherits_docstring(module.name, name)
+    ]
+
+
+def is_exported(package: ModuleType, module: str, name: str) -> bool:
+    """Whether a definition, or the class that it is a method of, is exported by `package`."""
+    owner = getattr(importlib.import_module(module), name.partition(".")[0])
+    return any(getattr(package, export) is owner for export in vars(package)["__all__"])
 
 
 def inherits_docstring(module: str, name: str) -> bool:
@@ -80,44 +100,42 @@ def inherits_docstring(module: str, name: str) -> bool:
     if not method:
         return False
     bases: tuple[type, ...] = getattr(importlib.import_module(module), owner).__mro__[1:]
-    return any(getattr(vars(base).get(method), "__doc__", None) for base in bases)
+    return any(inspect.getdoc(vars(base)[method]) for base in bases if method in vars(base))
 
 
-def unnamed_parameters(modules: tuple[Module, ...]) -> list[str]:
-    """What callers pass, to a function or to build a class, that the docstring does not name in backticks."""
+def unnamed_parameters(package: ModuleType, modules: tuple[Module, ...]) -> list[str]:
+    """Parameters of exported functions, methods and classes that the docstring does not name in backticks."""
     bad = []
     for module in modules:
         for name, node in public_definitions(module.tree):
             text = ast.get_docstring(node)
-            if text:
-                missing = [each for each in passed(module.name, node) if not is_named(each, text)]
+            if text and is_exported(package, module.name, name):
+                missing = [each for each in parameters(module.name, node) if not is_named(each, text)]
                 bad += [f"{module.name}.{name}: {each}" for each in missing]
     return bad
 
 
 def is_named(name: str, text: str) -> bool:
-    """Whether `text` names it in backticks, stars and all, or stands for it with a prefix such as `generation_*`."""
+    """Whether `text` names it in backticks, stars and all, or by a prefix such as `generation_*`."""
     prefixes = re.findall(r"`(\w+_)\*`", text)
     return bool(re.search(rf"`\**{name}\b", text)) or any(name.startswith(prefix) for prefix in prefixes)
 
 
-def passed(module: str, node: Definition) -> list[str]:
+def parameters(module: str, node: Definition) -> list[str]:
     """Returns what a caller names: parameters, the fields that attrs takes, the keys of a typed dictionary."""
     if isinstance(node, Function):
         names = [arg.arg for arg in arguments(node) if arg.arg not in ("self", "cls")]
     else:
         cls: type = getattr(importlib.import_module(module), node.name)
-        own = "__init__" in vars(cls)
-        names = (
-            list(inspect.signature(cls).parameters) if own else list(cls.__annotations__) if is_typeddict(cls) else []
-        )
+        has_init = "__init__" in vars(cls)
+        names = list(inspect.signature(cls).parameters) if has_init else []
+        names += list(cls.__annotations__) if is_typeddict(cls) else []
     return [name for name in names if not name.startswith("_")]
 
 
 def arguments(node: Function) -> list[ast.arg]:
-    given = node.args
-    starred = [arg for arg in (given.vararg, given.kwarg) if arg]
-    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *starred]
+    starred = [arg for arg in (node.args.vararg, node.args.kwarg) if arg]
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *starred]
 
 
 def unannotated(modules: tuple[Module, ...]) -> list[str]:
@@ -136,21 +154,35 @@ def unannotated(modules: tuple[Module, ...]) -> list[str]:
     return bad
 
 
-def test_exports_are_there() -> None:
-    assert broken_exports(shardrules) == []
-    assert unlisted_exports(shardrules) == []
+@pytest.mark.parametrize("room", ROOMS)
+def test_exports_exist(room: str) -> None:
+    assert broken_exports(ROOMS[room]) == []
 
 
-def test_exports_are_in_the_api_pages() -> None:
-    assert missing_from_pages(exports(shardrules), api_text(API_PAGES)) == []
+def test_rooms_import_nothing_else() -> None:
+    rooms = (shardrules, shardrules.errors, shardrules.meshes, shardrules.reports, shardrules.specs, pathways)
+    assert [name for room in rooms for name in unlisted_exports(room)] == []
 
 
-def test_public_names_are_documented() -> None:
-    assert undocumented(shardrules_source()) == []
+def test_each_name_has_one_home() -> None:
+    assert exported_twice(ROOMS) == []
+
+
+def test_the_root_exports_at_most_80_names() -> None:
+    assert len(shardrules.__all__) <= 80
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_exports_are_in_the_api_pages(room: str) -> None:
+    assert missing_from_pages([f"{room}.{name}" for name in vars(ROOMS[room])["__all__"]], api_text(API_PAGES)) == []
+
+
+def test_exports_are_documented() -> None:
+    assert [line for room in ROOMS.values() for line in undocumented(room, shardrules_source())] == []
 
 
 def test_docstrings_name_every_parameter() -> None:
-    assert unnamed_parameters(shardrules_source()) == []
+    assert unnamed_parameters(shardrules, shardrules_source()) == []
 
 
 def test_signatures_are_annotated() -> None:
@@ -167,29 +199,33 @@ def planted() -> Any:
     return package
 
 
-def test_a_broken_export_is_seen(planted: ModuleType) -> None:
-    assert broken_exports(planted) == ["gone is not there", "here is listed twice"]
+def test_a_broken_export_is_reported(planted: ModuleType) -> None:
+    assert broken_exports(planted) == ["gone does not exist", "here is listed twice"]
 
 
-def test_an_unlisted_export_is_seen(planted: ModuleType) -> None:
+def test_an_unlisted_export_is_reported(planted: ModuleType) -> None:
     assert unlisted_exports(planted) == ["loose"]
 
 
-def test_a_name_missing_from_the_pages_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "rules.md").write_text("::: shardrules.AutoShardingRule\n\n`mesh_shape`")
-    names = ["AutoShardingRule", "mesh_shape", "ShardingRule", "mesh"]
-    assert missing_from_pages(names, api_text(tmp_path)) == ["ShardingRule", "mesh"]
+def test_a_second_home_is_reported(planted: ModuleType) -> None:
+    other = ModuleType("other")
+    vars(other)["__all__"] = ["here", "there"]
+    assert "here: planted, planted, other" in exported_twice({"planted": planted, "other": other})
+    assert exported_twice({"other": other}) == []
 
 
-def test_an_undocumented_name_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_missing_from_the_pages_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "rules.md").write_text("::: planted.AutoShardingRule\n\n`planted.mesh_shape`")
+    names = ["planted.AutoShardingRule", "planted.mesh_shape", "planted.Auto", "planted.mesh"]
+    assert missing_from_pages(names, api_text(tmp_path)) == ["planted.Auto", "planted.mesh"]
+
+
+def test_an_undocumented_export_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '''
 import abc
-X = 1
-Y: int = 2
-"""The second."""
-_Z = 3
+__all__ = ["A", "B", "f"]
 def f(): ...
-def _g(): ...
+def g(): ...
 class A(abc.ABC):
     """A."""
     def decide(self):
@@ -200,20 +236,26 @@ class B(A):
     @property
     def size(self): ...
     def _own(self): ...
+class C:
+    def size(self): ...
 '''
-    modules = plant(tmp_path, {"core/a.py": text}, name="planted_docs")
+    modules = plant(tmp_path, {"a.py": text}, name="planted_docs")
     monkeypatch.syspath_prepend(str(tmp_path))
-    names = ["A.other", "B", "B.size", "f", "X"]
-    assert sorted(undocumented(modules)) == sorted(f"planted_docs.core.a.{name}" for name in names)
+    names = ["A.other", "B", "B.size", "f"]
+    package = importlib.import_module("planted_docs.a")
+    assert sorted(undocumented(package, modules)) == [f"planted_docs.a.{name}" for name in names]
 
 
-def test_an_unnamed_parameter_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_parameter_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '''
 import abc, attrs, typing
+__all__ = ["f", "g", "A", "B", "C", "D"]
 def f(left, right, *rest, _own=1):
     """Adds `left` to `*rest`, never to `rights`."""
 def g(decode_left, decoder):
     """Takes `decode_*`."""
+def private(left):
+    """Takes anything."""
 @attrs.frozen
 class A:
     """Has a `size`."""
@@ -234,11 +276,12 @@ class D(typing.TypedDict):
 '''
     modules = plant(tmp_path, {"a.py": text}, name="planted_parameters")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = [line.rpartition("planted_parameters.a.")[2] for line in unnamed_parameters(modules)]
-    assert found == ["f: right", "g: decoder", "A: weight", "A.g: x", "C: y", "D: total"]
+    package = importlib.import_module("planted_parameters.a")
+    lines = [line.rpartition("planted_parameters.a.")[2] for line in unnamed_parameters(package, modules)]
+    assert lines == ["f: right", "g: decoder", "A: weight", "A.g: x", "C: y", "D: total"]
 
 
-def test_an_open_signature_is_seen(tmp_path: Path) -> None:
+def test_a_missing_annotation_is_reported(tmp_path: Path) -> None:
     text = """
 class A:
     def f(self, x: int, y, *args, **kw: int) -> None: ...
@@ -246,5 +289,5 @@ class A:
 def h(a: int) -> int:
     def inner(b) -> None: ...
 """
-    found = unannotated(plant(tmp_path, {"a.py": text}))
-    assert [line.partition(" ")[2] for line in found] == ["f: y", "f: args", "_g: its result", "inner: b"]
+    lines = unannotated(plant(tmp_path, {"a.py": text}))
+    assert [line.partition(" ")[2] for line in lines] == ["f: y", "f: args", "_g: its result", "inner: b"]
