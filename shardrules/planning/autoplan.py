@@ -29,10 +29,10 @@ from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.plan import AutoPlan, Candidate
-from shardrules.planning.graph.machine import Assumptions, Machine, is_known
+from shardrules.planning.graph.machine import Assumptions, Machine, has_sheet
 from shardrules.planning.run.call import Call, read_call
 from shardrules.planning.solve.search import Task
-from shardrules.planning.traced.program import Program, read_jaxpr
+from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 _RESERVE = 0.1
 _DEAR = 2.0
@@ -136,7 +136,7 @@ def _planned(call: Call, args: tuple[Any, ...], mesh: AnyMesh, wishes: _Wishes, 
     if pinned:
         findings += _about_pins(plan, free, pinned, deadline)
     labels = zip(task.problem.nodes, plan.choice, strict=True)
-    if not any((node.labels[label] >= 0).any() for node, label in labels):
+    if not any((node.layouts[label] >= 0).any() for node, label in labels):
         findings.append(_nothing(plan))
     return attrs.evolve(plan, findings=tuple(findings))
 
@@ -183,7 +183,7 @@ def _too_large(
 
 
 def _about_machine(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding]:
-    if hardware is None and not is_known(mesh):
+    if hardware is None and not has_sheet(mesh):
         yield Finding(
             "note",
             "assumed-hardware",
@@ -192,7 +192,7 @@ def _about_machine(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding
         )
 
 
-def _about_program(call: Call, program: Program, task: Task) -> Iterator[Finding]:
+def _about_program(call: Call, program: TracedProgram, task: Task) -> Iterator[Finding]:
     back = dict.fromkeys(call.names[call.owners[number]] for number in call.feedback.values())
     if back:
         yield Finding(
@@ -201,7 +201,7 @@ def _about_program(call: Call, program: Program, task: Task) -> Iterator[Finding
             f"{', '.join(back)} {'come' if len(back) > 1 else 'comes'} back as results of the same structure: in the "
             "same layout, and over the same memory if it is donated",
         )
-    for name, count in program.unknown:
+    for name, count in program.unknown_primitives:
         yield Finding(
             "warning",
             "unknown-operation",

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.planning.graph.problem import around
+from shardrules.planning.graph.problem import read_region
 
 X = jax.ShapeDtypeStruct((512, 256), jnp.float32)
 BOTH = "data:4,model:2"
@@ -180,13 +180,13 @@ def test_branches_in_loops_are_brought_together_inside() -> None:
     ]
     region = program.operations[at].region
     assert program.regions[region][1] == 4
-    assert [around(program, at, place) for place in range(2)] == [region, region]
+    assert [read_region(program, at, place) for place in range(2)] == [region, region]
     (loop,) = [
         number
         for number, one in enumerate(program.operations)
         if one.name == "join" and program.arrays[one.results[0]].shape
     ]
-    assert around(program, loop, 0) == 0
+    assert read_region(program, loop, 0) == 0
 
 
 @pytest.mark.parametrize("mesh", ["data:1", "data:1,model:1"])

@@ -25,7 +25,7 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import entries
 from shardrules.drawing.blocks import Blocks
 from shardrules.planning.graph.layouts import WHOLE, moves
-from shardrules.planning.graph.machine import KINDS, Machine
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def _bill(old: ShardingPlan, new: ShardingPlan) -> Iterator[str]:
     if not sent:
         yield "to go from one to the other no device has to send anything"
         return
-    parts = [f"{counts[kind]:,} x {kind} {bytes_text(sent[kind])}" for kind in KINDS if kind in sent]
+    parts = [f"{counts[kind]:,} x {kind} {bytes_text(sent[kind])}" for kind in COLLECTIVE_KINDS if kind in sent]
     yield f"to go from one to the other each device sends {', '.join(parts)}"
 
 
@@ -141,7 +141,7 @@ def _layout(spec: PartitionSpec, machine: Machine) -> tuple[int, ...]:
 @functools.cache
 def _between(old: tuple[int, ...], new: tuple[int, ...], machine: Machine) -> list[tuple[str, float]]:
     bill = moves(np.array([old]), np.array([new]), machine).sent[:, 0, 0]
-    return [(kind, float(part)) for kind, part in zip(KINDS, bill, strict=True) if part > 0]
+    return [(kind, float(part)) for kind, part in zip(COLLECTIVE_KINDS, bill, strict=True) if part > 0]
 
 
 COMMAND = Command(

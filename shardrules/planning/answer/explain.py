@@ -11,9 +11,9 @@ from shardrules.core.check import bytes_text
 from shardrules.core.finding import template
 from shardrules.core.spec import spec_repr
 from shardrules.planning.graph.layouts import spec_of
-from shardrules.planning.graph.machine import KINDS
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.traced.program import Program
+from shardrules.planning.traced.program import TracedProgram
 
 _SHOWN = 3
 
@@ -132,9 +132,9 @@ def uses(problem: Problem, choice: Sequence[int], number: int) -> tuple[Use, ...
                 continue
             if operation.role in ("enter", "join"):  # the loop takes it on
                 followed[operation.results[0]] = None
-            if (at, place) not in problem.takes or operation.role == "return":
+            if (at, place) not in problem.operand_homes or operation.role == "return":
                 continue
-            layout = problem.layout(problem.takes[at, place], choice)
+            layout = problem.layout(problem.operand_homes[at, place], choice)
             paid, kinds, sent = _moved(problem, choice, at, place)
             if operation.role != "compute" and not kinds:
                 continue
@@ -146,14 +146,14 @@ def uses(problem: Problem, choice: Sequence[int], number: int) -> tuple[Use, ...
 
 def _moved(problem: Problem, choice: Sequence[int], at: int, place: int) -> tuple[float, tuple[str, ...], float]:
     """What it costs to bring an operand to an operation."""
-    number = problem.reads.get((at, place))
+    number = problem.edge_indices.get((at, place))
     if number is None:
         return 0.0, (), 0.0
     edge = problem.edges[number]
     row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
-    sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.times
-    kinds = tuple(kind for kind, amount in zip(KINDS, sent, strict=True) if amount)
-    return float(edge.seconds[row, column]) * edge.times, kinds, float(sent.sum())
+    sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
+    kinds = tuple(kind for kind, amount in zip(COLLECTIVE_KINDS, sent, strict=True) if amount)
+    return float(edge.seconds[row, column]) * edge.move_count, kinds, float(sent.sum())
 
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
@@ -197,15 +197,15 @@ def _work(
             continue
         on: dict[tuple[int, int], tuple[str, ...]] = {}
         for place, operand in enumerate(operation.operands):
-            if operand is None or (at, place) not in problem.takes:
+            if operand is None or (at, place) not in problem.operand_homes:
                 continue
-            layout = problem.layout(problem.takes[at, place], choice)
+            layout = problem.layout(problem.operand_homes[at, place], choice)
             for dim, factor in enumerate(operation.factors.operands[place]):
                 if factor is not None and program.arrays[operand].shape[dim] > 1:
                     on.setdefault(family.root((operand, dim)), _splitting(problem, layout, dim))
         for root, names in on.items():
             weights = found.setdefault(root, {})
-            weights[names] = weights.get(names, 0.0) + operation.flops * operation.times
+            weights[names] = weights.get(names, 0.0) + operation.flops * operation.run_count
     return found
 
 
@@ -247,7 +247,7 @@ def _label(names: list[str]) -> str:
 class _Families:
     """Which dims of arrays go together."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TracedProgram) -> None:
         self.above: dict[tuple[int, int], tuple[int, int]] = {}
         for operation in program.operations:
             groups: dict[int, list[tuple[int, int]]] = {}

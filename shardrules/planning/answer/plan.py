@@ -25,7 +25,7 @@ from shardrules.planning.answer.diff import AutoPlanDiff, difference
 from shardrules.planning.answer.explain import Alternative, SplitDim, Use, alternatives_text, split_dims, uses
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.graph.layouts import spec_of
-from shardrules.planning.graph.machine import KINDS
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.run.call import Call
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.planning.solve.search import Found, Task
@@ -128,16 +128,16 @@ class AutoPlan:
     @functools.cached_property
     def step_time(self) -> StepTime:
         """The modelled time of one call, in its parts."""
-        communicating = sum(paid * count for paid, count, _ in self.task.problem.payments(self.choice))
+        communicating = sum(paid * count for paid, count, _ in self.task.problem.chosen_moves(self.choice))
         return StepTime(self.cost - communicating, communicating)
 
     @functools.cached_property
     def sent_bytes(self) -> dict[str, int]:
         """What a device sends in one call, by kind of collective."""
-        total = np.zeros(len(KINDS))
-        for _, count, sent in self.task.problem.payments(self.choice):
+        total = np.zeros(len(COLLECTIVE_KINDS))
+        for _, count, sent in self.task.problem.chosen_moves(self.choice):
             total += sent * count
-        return dict(zip(KINDS, map(int, total), strict=True))
+        return dict(zip(COLLECTIVE_KINDS, map(int, total), strict=True))
 
     @property
     def wire_bytes(self) -> int:
@@ -281,7 +281,7 @@ class AutoPlan:
         home = self.task.problem.homes.get(array)
         if home is None:
             return None
-        keep = [np.arange(len(node.labels)) for node in self.task.problem.nodes]
+        keep = [np.arange(len(node.layouts)) for node in self.task.problem.nodes]
         keep[home.node] = np.delete(keep[home.node], self.choice[home.node])
         if not len(keep[home.node]):
             return None

@@ -8,12 +8,12 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import axis_names, spec_repr
-from shardrules.planning.graph.layouts import WHOLE, Moves, layouts, moves, pieces
+from shardrules.planning.graph.layouts import WHOLE, Moves, all_layouts, moves, shard_counts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Edge, Home, Node, Problem, around, project
+from shardrules.planning.graph.problem import Edge, Home, Node, Problem, project, read_region
 from shardrules.planning.traced.alike import classes
 from shardrules.planning.traced.clusters import Clusters, clusters
-from shardrules.planning.traced.program import Operation, Program
+from shardrules.planning.traced.program import Operation, TracedProgram
 from shardrules.planning.traced.sums import Sums
 
 _SOON = 48
@@ -36,12 +36,12 @@ class Builder:
     """
 
     def __init__(
-        self, program: Program, machine: Machine, feedback: Mapping[int, int], pinned: Mapping[int, Any]
+        self, program: TracedProgram, machine: Machine, feedback: Mapping[int, int], pinned: Mapping[int, Any]
     ) -> None:
         self.program, self.machine, self.feedback, self.pinned = program, machine, feedback, pinned
         self.nodes: list[Node] = []
         self.homes: dict[int, Home] = {}
-        self.takes: dict[tuple[int, int], Home] = {}
+        self.operand_homes: dict[tuple[int, int], Home] = {}
         self.made: dict[Any, int] = {}
         self.known: dict[Any, Moves] = {}
         self.anew: dict[tuple[int, int], tuple[Home, Home]] = {}
@@ -84,7 +84,7 @@ class Builder:
             shared,
             self.equal,
             self.homes,
-            self.takes,
+            self.operand_homes,
             {key: own for key, (own, _) in self.anew.items()},
             reads,
         )
@@ -106,7 +106,7 @@ class Builder:
         key = (key, tuple(sizes))  # what is alike may go together with what divides less
         if key in self.made:
             return self.made[key], False
-        rows = layouts(sizes, self.machine, partial)
+        rows = all_layouts(sizes, self.machine, partial)
         self.nodes.append(Node(rows, np.zeros(len(rows)), name))
         self.made[key] = len(self.nodes) - 1
         return self.made[key], True
@@ -145,13 +145,13 @@ class Builder:
             for name in () if dim in free or entry is None else (entry,) if isinstance(entry, str) else entry:
                 if name in self.machine.axes:
                     wanted[self.machine.axes.index(name)] = dim
-        rows = project(own.labels, home)
+        rows = project(own.layouts, home)
         keep = ((rows == wanted) | ((wanted == WHOLE) & np.isin(rows, free))).all(axis=1)
         unknown = [name for name in axis_names(spec) if name not in mesh_sizes(self.machine.mesh)]
         if not keep.any() or unknown:
             self.ignored[spec_repr(spec)] = None
             return
-        own.labels, own.seconds = own.labels[keep], own.seconds[keep]
+        own.layouts, own.seconds = own.layouts[keep], own.seconds[keep]
 
     def operation(self, at: int, colour: int) -> None:
         """Makes the nodes of an operation.
@@ -266,7 +266,7 @@ class Builder:
             home = self.place_of(result, at, colour, place)
             self.homes[result] = home
             if operand in self.homes:
-                self.takes[at, place] = home
+                self.operand_homes[at, place] = home
 
     def general(self, at: int, colour: int) -> None:
         """Makes an operation that has layouts of its own, and each result of which may be laid out anew.
@@ -301,9 +301,9 @@ class Builder:
             if operand in self.homes:
                 shape = self.program.arrays[operand].shape
                 node, new = self.node(("fixed", colour, "in", place), shape, operation.name)
-                self.takes[at, place] = Home(node, tuple(range(len(shape))))
+                self.operand_homes[at, place] = Home(node, tuple(range(len(shape))))
                 if new:
-                    self.restrict(self.takes[at, place], taken[place])
+                    self.restrict(self.operand_homes[at, place], taken[place])
         for place, result in enumerate(operation.results):
             shape = self.program.arrays[result].shape
             if shape:
@@ -346,7 +346,7 @@ class Builder:
                 continue
             if operand in self.homes:
                 dims = operation.factors.operands[place]
-                self.takes[at, place] = Home(node, tuple(None if f is None else where.get(f) for f in dims))
+                self.operand_homes[at, place] = Home(node, tuple(None if f is None else where.get(f) for f in dims))
 
     def charge(self, at: int, home: Home) -> None:
         """Adds what computing takes.
@@ -359,23 +359,23 @@ class Builder:
         operation, arrays, machine = self.program.operations[at], self.program.arrays, self.machine
         node = home.node
         own = self.nodes[node]
-        cut = pieces(own.labels, machine)
+        cut = shard_counts(own.layouts, machine)
         busy = operation.flops / machine.flops_per_second(operation.dtype) / cut if operation.flops else 0.0
-        moved = np.zeros(len(own.labels))
+        moved = np.zeros(len(own.layouts))
         for place, operand in enumerate(operation.operands):
-            if (at, place) in self.takes and operand is not None and self.is_read(at):
-                rows = project(own.labels, self.takes[at, place])
-                moved += arrays[operand].nbytes / pieces(rows, machine)
+            if (at, place) in self.operand_homes and operand is not None and self.is_read(at):
+                rows = project(own.layouts, self.operand_homes[at, place])
+                moved += arrays[operand].nbytes / shard_counts(rows, machine)
         for place, result in enumerate(operation.results):
             if arrays[result].shape and self.is_written(at, result):
                 if len(operation.results) == 1 and not operation.factors.reduced:
-                    rows = own.labels
+                    rows = own.layouts
                 else:
-                    rows = project(own.labels, Home(node, operation.factors.results[place], operation.factors.reduced))
+                    rows = project(own.layouts, Home(node, operation.factors.results[place], operation.factors.reduced))
                 # What leaves a loop is written piece by piece, one in each round.
                 written = operation.operands[0] if operation.role == "leave" else result
-                moved += arrays[written or 0].nbytes / pieces(rows, machine)
-        own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.times
+                moved += arrays[written or 0].nbytes / shard_counts(rows, machine)
+        own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.run_count
 
     def is_read(self, at: int) -> bool:
         """Whether an operation reads its operands from memory, rather than being computed along with others.
@@ -439,13 +439,13 @@ class Builder:
 
         for at, operation in enumerate(program.operations):
             for place, operand in enumerate(operation.operands):
-                taken = self.takes.get((at, place))
+                taken = self.operand_homes.get((at, place))
                 if taken is None or operand is None or taken == self.homes[operand]:
                     continue
                 free = together and operation.role == "compute"
                 same = (operation.name, place, operation.factors.operands[place]) if free else (at, place)
-                own = groups.setdefault((operand, around(program, at, place)), {})
-                own.setdefault((operation.reads[place], same), []).append((at, place))
+                own = groups.setdefault((operand, read_region(program, at, place)), {})
+                own.setdefault((operation.read_counts[place], same), []).append((at, place))
         counted: dict[tuple[int, ...], int] = {}
         for (array, region), kinds in groups.items():
             by_times: dict[int, dict[int, None]] = {}
@@ -459,9 +459,9 @@ class Builder:
                 counted[key] = counted.get(key, 0) + times
         for (at, place), (own, home) in self.anew.items():
             operation = program.operations[at]
-            number = add(operation.results[place], own, home, operation.times, operation.region)
+            number = add(operation.results[place], own, home, operation.run_count, operation.region)
             reads[at, -1 - place] = number
-            counted[number,] = counted.get((number,), 0) + operation.times
+            counted[number,] = counted.get((number,), 0) + operation.run_count
         return edges, list(counted.items()), reads
 
     def copy(self, places: Sequence[tuple[int, int]]) -> Home:
@@ -475,12 +475,12 @@ class Builder:
 
         A `Home`.
         """
-        ends = [self.takes[place] for place in places]
+        ends = [self.operand_homes[place] for place in places]
         if len(dict.fromkeys(ends)) == 1:
             return ends[0]
         key = ("copy", tuple(dict.fromkeys(ends)))
         if key not in self.made:
-            rows = [np.unique(project(self.nodes[end.node].labels, end), axis=0) for end in ends]
+            rows = [np.unique(project(self.nodes[end.node].layouts, end), axis=0) for end in ends]
             common = [row for row in rows[0].tolist() if all((other == row).all(axis=1).any() for other in rows[1:])]
             self.nodes.append(Node(np.array(common, np.int8), np.zeros(len(common)), "copy"))
             self.made[key] = len(self.nodes) - 1
@@ -502,8 +502,8 @@ class Builder:
 
         An `Edge`.
         """
-        first, from_codes = np.unique(project(self.nodes[start.node].labels, start), axis=0, return_inverse=True)
-        last, to_codes = np.unique(project(self.nodes[end.node].labels, end), axis=0, return_inverse=True)
+        first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
+        last, to_codes = np.unique(project(self.nodes[end.node].layouts, end), axis=0, return_inverse=True)
         key = (first.tobytes(), first.shape, last.tobytes(), last.shape)
         if key not in self.known:
             self.known[key] = moves(first, last, self.machine)

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.planning.graph.machine import KINDS, Kind, Machine
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, CollectiveKind, Machine
 
 WHOLE = -1
 """An axis that splits no dimension."""
@@ -25,7 +25,7 @@ Layout = tuple[int, ...]
 """For each axis a dimension, or one of these."""
 
 
-def layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -> np.ndarray:
+def all_layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -> np.ndarray:
     """Returns all layouts of arrays that divide.
 
     **Arguments:**
@@ -39,11 +39,11 @@ def layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -> np
     Layouts as rows, those that split least first.
 
     ```python
-    from shardrules.planning.graph.layouts import layouts
+    from shardrules.planning.graph.layouts import all_layouts
     from shardrules.planning.graph.machine import Machine
 
     machine = Machine.of(sr.mesh_shape("data:4,model:2"))
-    assert layouts((8, 2), machine).tolist() == [[-1, -1], [-1, 0], [-1, 1], [0, -1], [0, 0], [0, 1]]
+    assert all_layouts((8, 2), machine).tolist() == [[-1, -1], [-1, 0], [-1, 1], [0, -1], [0, 0], [0, 1]]
     ```
     """
     choices = [
@@ -57,13 +57,13 @@ def layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -> np
     rows = [
         row
         for row in itertools.product(*choices)
-        if all(whole % split(row, dim, machine) == 0 for dim, whole in enumerate(sizes))
+        if all(whole % dim_shard_count(row, dim, machine) == 0 for dim, whole in enumerate(sizes))
     ]
     rows.sort(key=lambda row: (sum(dim != WHOLE for dim in row), row))
     return np.array(rows, np.int8).reshape(len(rows), len(machine.sizes))
 
 
-def split(layout: Sequence[int], dim: int, machine: Machine) -> int:
+def dim_shard_count(layout: Sequence[int], dim: int, machine: Machine) -> int:
     """Into how many pieces a layout cuts a dimension.
 
     **Arguments:**
@@ -83,7 +83,7 @@ def split(layout: Sequence[int], dim: int, machine: Machine) -> int:
     return count
 
 
-def pieces(rows: np.ndarray, machine: Machine) -> np.ndarray:
+def shard_counts(rows: np.ndarray, machine: Machine) -> np.ndarray:
     """Into how many pieces layouts cut an array.
 
     **Arguments:**
@@ -128,7 +128,8 @@ class Moves:
     **Arguments:**
 
     - `seconds`, `fixed`: the time for each byte of the whole array, and that which takes however small it is.
-    - `sent`: bytes that a device sends for each byte of the whole array, by kind of collective, as `KINDS` has them.
+    - `sent`: bytes that a device sends for each byte of the whole array, by kind of collective, in the order of
+        `COLLECTIVE_KINDS`.
     - `allowed`: whether there is a way: nothing becomes a part of a sum.
     """
 
@@ -197,7 +198,7 @@ def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     return Moves(np.where(allowed, bill.seconds, np.inf), bill.fixed, bill.sent, allowed)
 
 
-def way(start: Layout, end: Layout) -> list[Layout]:
+def relayout_steps(start: Layout, end: Layout) -> list[Layout]:
     """Returns the layouts that an array goes through on its way from one to another, as `moves` has it.
 
     **Arguments:**
@@ -209,9 +210,9 @@ def way(start: Layout, end: Layout) -> list[Layout]:
     The layouts after `start`, up to `end`; none where both are the same.
 
     ```python
-    from shardrules.planning.graph.layouts import way
+    from shardrules.planning.graph.layouts import relayout_steps
 
-    assert way((0, -1), (-1, 1)) == [(0, 1), (-1, 1)]  # sliced, then gathered
+    assert relayout_steps((0, -1), (-1, 1)) == [(0, 1), (-1, 1)]  # sliced, then gathered
     ```
     """
     a, b = (np.array(row, np.int16)[None, None, :] for row in (start, end))
@@ -270,16 +271,16 @@ class _Bill:
         self.sizes = np.array(machine.sizes, np.float64)
         self.bits = 1 << np.arange(len(machine.sizes))
         self.seconds, self.fixed = np.zeros(shape), np.zeros(shape)
-        self.sent = np.zeros((len(KINDS), *shape))
+        self.sent = np.zeros((len(COLLECTIVE_KINDS), *shape))
 
     def product(self, axes: np.ndarray) -> np.ndarray:
         """How many devices there are along some axes."""
         return np.where(axes, self.sizes, 1.0).prod(axis=2)
 
-    def pay(self, kind: Kind, axes: np.ndarray, amount: np.ndarray) -> None:
+    def pay(self, kind: CollectiveKind, axes: np.ndarray, amount: np.ndarray) -> None:
         """Adds a collective over some axes, in which a device sends an amount."""
         group = (axes * self.bits).sum(axis=2)
         rates = self.machine.rates[kind]
         self.seconds = self.seconds + rates.per_byte[group] * amount
         self.fixed = self.fixed + rates.fixed[group]
-        self.sent[KINDS.index(kind)] += np.where(group > 0, amount, 0.0)
+        self.sent[COLLECTIVE_KINDS.index(kind)] += np.where(group > 0, amount, 0.0)

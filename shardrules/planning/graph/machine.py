@@ -13,10 +13,10 @@ from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Times
 from shardrules.core.axes import AnyMesh, mesh_sizes
 
-Kind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
+CollectiveKind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 """The collectives that a plan may need."""
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 """All of them, in the order in which tables have them."""
 
 _PROBE = 10**9
@@ -128,7 +128,7 @@ class Machine:
         named = [(name, size) for name, size in mesh_sizes(mesh).items() if size > 1]
         axes, sizes = tuple(name for name, _ in named), tuple(size for _, size in named)
         groups = [_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
-        rates = {kind: _rates(kind, groups, sheet, taken) for kind in KINDS}
+        rates = {kind: _rates(kind, groups, sheet, taken) for kind in COLLECTIVE_KINDS}
         return cls(mesh, sheet, taken, axes, sizes, rates)
 
     def flops_per_second(self, dtype: Any) -> float:
@@ -171,7 +171,7 @@ def hardware_of(mesh: AnyMesh) -> Hardware:
     return SHEETS[_sheet(mesh) or "cuda:h100"]
 
 
-def is_known(mesh: AnyMesh) -> bool:
+def has_sheet(mesh: AnyMesh) -> bool:
     """Whether a mesh is on devices that there is a sheet for.
 
     **Arguments:**
@@ -232,7 +232,7 @@ def _host(device: Any) -> Any:
     return device.process_index
 
 
-def _rates(kind: Kind, groups: list[_Group], sheet: Hardware, assumptions: Assumptions) -> Rates:
+def _rates(kind: CollectiveKind, groups: list[_Group], sheet: Hardware, assumptions: Assumptions) -> Rates:
     fixed, slopes = [], []
     for group in groups:
         if group.size < 2:
@@ -244,7 +244,7 @@ def _rates(kind: Kind, groups: list[_Group], sheet: Hardware, assumptions: Assum
     return Rates(np.array(slopes), np.array(fixed))
 
 
-def _per_byte(kind: Kind, group: _Group, sheet: Hardware) -> float:
+def _per_byte(kind: CollectiveKind, group: _Group, sheet: Hardware) -> float:
     """What it takes to send a byte, beyond waiting."""
     hosts = min(2, group.host_count) if kind == "collective-permute" else group.host_count
     empty = Collective(
@@ -254,7 +254,7 @@ def _per_byte(kind: Kind, group: _Group, sheet: Hardware) -> float:
     return (collective_seconds(full, sheet) - collective_seconds(empty, sheet)) / _PROBE
 
 
-def _waiting(kind: Kind, group: _Group, sheet: Hardware) -> float:
+def _waiting(kind: CollectiveKind, group: _Group, sheet: Hardware) -> float:
     """What it takes however little is sent: a step inside hosts or slices for each doubling of the devices there, and
     one between them for each doubling of these, since for little trees are quicker than rings."""
     if kind == "collective-permute":

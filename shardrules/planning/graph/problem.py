@@ -14,7 +14,7 @@ import numpy as np
 
 from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.traced.program import Program
+from shardrules.planning.traced.program import TracedProgram
 
 _SLICE = 1e-9
 """What it takes to slice, in seconds: next to nothing, but an array had better be where it is wanted."""
@@ -44,12 +44,12 @@ class Node:
 
     **Arguments:**
 
-    - `labels`: the layouts that there are, over its own dims.
+    - `layouts`: the layouts that there are, over its own dims.
     - `seconds`: what each costs, all members together.
     - `name`: what it is, for people.
     """
 
-    labels: np.ndarray
+    layouts: np.ndarray
     seconds: np.ndarray
     name: str
 
@@ -63,7 +63,7 @@ class Edge:
 
     - `start`, `end`: the nodes.
     - `nbytes`: the bytes of all of the array.
-    - `times`: how often it goes, all members together.
+    - `move_count`: how often it goes, all members together.
     - `from_codes`, `to_codes`: for each label of the nodes the number of the layout of the array.
     - `from_layouts`, `to_layouts`: these layouts.
     - `moves`: what it takes to go from each to each.
@@ -73,7 +73,7 @@ class Edge:
     start: int
     end: int
     nbytes: int
-    times: int
+    move_count: int
     from_codes: np.ndarray
     to_codes: np.ndarray
     from_layouts: np.ndarray
@@ -102,25 +102,25 @@ class Problem:
 
     - `program`, `machine`: for what.
     - `nodes`, `edges`: see above.
-    - `shared`: groups of edges that bring the same array to the same place, so that what goes to the same layout goes
+    - `edge_groups`: groups of edges that bring the same array to the same place, so that what goes to one layout goes
         once; each with the number of times that there is such a group.
-    - `equal`: pairs of places at which an array has the same layout.
+    - `equal_homes`: pairs of places at which an array has the same layout.
     - `homes`: for each array that has layouts to choose from, where that is decided.
-    - `takes`: for each operation and operand what it takes.
-    - `settled`: for each operation and result that is laid out anew, what it gives before that.
-    - `reads`: for each operation and operand its edge, or `None`.
+    - `operand_homes`: for each operation and operand what it takes.
+    - `produced_homes`: for each operation and result that is laid out anew, what it gives before that.
+    - `edge_indices`: for each operation and operand its edge, or `None`.
     """
 
-    program: Program
+    program: TracedProgram
     machine: Machine
     nodes: list[Node]
     edges: list[Edge]
-    shared: list[tuple[tuple[int, ...], int]]
-    equal: list[tuple[Home, Home]]
+    edge_groups: list[tuple[tuple[int, ...], int]]
+    equal_homes: list[tuple[Home, Home]]
     homes: dict[int, Home]
-    takes: dict[tuple[int, int], Home]
-    settled: dict[tuple[int, int], Home]
-    reads: dict[tuple[int, int], int]
+    operand_homes: dict[tuple[int, int], Home]
+    produced_homes: dict[tuple[int, int], Home]
+    edge_indices: dict[tuple[int, int], int]
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
         """Returns the layout of an array under a choice.
@@ -134,10 +134,10 @@ class Problem:
 
         The layout.
         """
-        row = self.nodes[home.node].labels[choice[home.node]][None]
+        row = self.nodes[home.node].layouts[choice[home.node]][None]
         return tuple(map(int, project(row, home)[0]))
 
-    def dearest(self) -> float:
+    def highest_cost(self) -> float:
         """Returns what no choice costs more than.
 
         **Returns:**
@@ -145,7 +145,7 @@ class Problem:
         Seconds.
         """
         total = sum(float(node.seconds.max()) for node in self.nodes)
-        for group, count in self.shared:
+        for group, count in self.edge_groups:
             for edge in (self.edges[number] for number in group):
                 total += count * float(np.max(edge.seconds, initial=0.0, where=np.isfinite(edge.seconds)))
         return total
@@ -161,12 +161,12 @@ class Problem:
 
         Seconds; infinitely many where arrays that have the same layout do not.
         """
-        if any(self.layout(first, choice) != self.layout(second, choice) for first, second in self.equal):
+        if any(self.layout(first, choice) != self.layout(second, choice) for first, second in self.equal_homes):
             return np.inf
         total = sum(float(node.seconds[label]) for node, label in zip(self.nodes, choice, strict=True))
-        return total + sum(paid * count for paid, count, _ in self.payments(choice))
+        return total + sum(paid * count for paid, count, _ in self.chosen_moves(choice))
 
-    def payments(self, choice: Sequence[int]) -> list[tuple[float, float, np.ndarray]]:
+    def chosen_moves(self, choice: Sequence[int]) -> list[tuple[float, float, np.ndarray]]:
         """Returns every move under a choice.
 
         **Arguments:**
@@ -178,7 +178,7 @@ class Problem:
         For each move its seconds, how often it happens, and the bytes that a device sends, by kind.
         """
         found = []
-        for group, count in self.shared:
+        for group, count in self.edge_groups:
             seen: dict[tuple[int, ...], tuple[float, float, np.ndarray]] = {}
             for number in group:
                 edge = self.edges[number]
@@ -194,7 +194,7 @@ class Problem:
         return found
 
 
-def around(program: Program, at: int, place: int) -> int:
+def read_region(program: TracedProgram, at: int, place: int) -> int:
     """Returns the region in which an operand is brought to where an operation needs it.
 
     **Arguments:**

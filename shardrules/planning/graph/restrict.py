@@ -9,7 +9,7 @@ from shardrules.planning.graph.layouts import Moves
 from shardrules.planning.graph.problem import Edge, Node, Problem
 
 
-def restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
+def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     """Returns a problem of which some labels are left out.
 
     **Arguments:**
@@ -22,7 +22,7 @@ def restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     The `Problem`; the labels of a node are numbered anew, in the order of `keep`.
     """
     nodes = [
-        Node(node.labels[kept], node.seconds[kept], node.name) for node, kept in zip(problem.nodes, keep, strict=True)
+        Node(node.layouts[kept], node.seconds[kept], node.name) for node, kept in zip(problem.nodes, keep, strict=True)
     ]
     return attrs.evolve(problem, nodes=nodes, edges=[_edge(edge, keep) for edge in problem.edges])
 
@@ -44,7 +44,7 @@ def _edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
     )
 
 
-def size(problem: Problem) -> int:
+def variable_count(problem: Problem) -> int:
     """About how many variables the linear program of a problem has.
 
     **Arguments:**
@@ -58,7 +58,7 @@ def size(problem: Problem) -> int:
     return sum(len(edge.from_layouts) * len(edge.to_layouts) for edge in problem.edges)
 
 
-def having(problem: Problem, wanted: Callable[[np.ndarray, int], np.ndarray]) -> list[np.ndarray]:
+def layouts_where(problem: Problem, wanted: Callable[[np.ndarray, int], np.ndarray]) -> list[np.ndarray]:
     """Returns the labels of each node that are as wanted; all of them where none is.
 
     **Arguments:**
@@ -72,6 +72,6 @@ def having(problem: Problem, wanted: Callable[[np.ndarray, int], np.ndarray]) ->
     """
     found = []
     for number, node in enumerate(problem.nodes):
-        kept = np.flatnonzero(wanted(node.labels, number))
-        found.append(kept if len(kept) else np.arange(len(node.labels)))
+        kept = np.flatnonzero(wanted(node.layouts, number))
+        found.append(kept if len(kept) else np.arange(len(node.layouts)))
     return found

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
-from shardrules.planning.graph.layouts import spec_of, way
+from shardrules.planning.graph.layouts import relayout_steps, spec_of
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.traced.program import INLINED, inner_program, open_program, scan_counts
+from shardrules.planning.traced.program import INLINED, inlined_jaxpr, open_jaxpr, scan_counts
 
 
 @final
@@ -55,25 +55,25 @@ def held(problem: Problem, choice: Sequence[int]) -> dict[tuple[int, str, int], 
     for at, operation in enumerate(program.operations):
         operands: list[tuple[PartitionSpec, ...]] = []
         for place, operand in enumerate(operation.operands):
-            taken = problem.takes.get((at, place))
+            taken = problem.operand_homes.get((at, place))
             if taken is None or operand is None or operand not in problem.homes:
                 operands.append(())
                 continue
             there, here = problem.layout(taken, choice), problem.layout(problem.homes[operand], choice)
-            operands.append(tuple(spec(row, operand) for row in way(here, there)))
+            operands.append(tuple(spec(row, operand) for row in relayout_steps(here, there)))
         results: list[tuple[PartitionSpec, ...]] = []
         for place, result in enumerate(operation.results):
             if result not in problem.homes:
                 results.append(())
                 continue
             last = problem.layout(problem.homes[result], choice)
-            made = problem.layout(problem.settled.get((at, place), problem.homes[result]), choice)
+            made = problem.layout(problem.produced_homes.get((at, place), problem.homes[result]), choice)
             if operation.role == "exit":  # or else compilers carry it as it is to be after the loop
                 made = problem.layout(problem.homes[operation.operands[0] or 0], choice)
-            results.append((spec(made, result), *(spec(row, result) for row in way(made, last))))
-        if operation.number >= 0:
+            results.append((spec(made, result), *(spec(row, result) for row in relayout_steps(made, last))))
+        if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
-            found[operation.number, role, operation.slot] = Held(tuple(operands), tuple(results))
+            found[operation.equation_index, role, operation.slot] = Held(tuple(operands), tuple(results))
     return found
 
 
@@ -149,11 +149,11 @@ class _Rewriter:
     def equation(self, equation: Any, equations: list[Any], now: dict[Var, Var], copies: dict[Any, Any]) -> None:
         number, self.counted = self.counted, self.counted + 1
         name = equation.primitive.name
-        inner = inner_program(equation)
+        inner = inlined_jaxpr(equation)
         own = [one if isinstance(one, Literal) else now.get(one, one) for one in equation.invars]
         if inner is not None:
             key = next(key for key in INLINED[name] if key in equation.params)
-            body = self.body(open_program(inner), (), ())
+            body = self.body(open_jaxpr(inner), (), ())
             equations.append(equation.replace(invars=own, params={**equation.params, key: _closed(inner, body)}))
             return
         nested = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
@@ -215,7 +215,7 @@ class _Rewriter:
         ends = [self.inside(number, "join", slot) for slot in range(carry)]
         stacked = len(equation.outvars) - carry
         left = [self.leaving(number, slot) for slot in range(stacked)]
-        body = self.body(open_program(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left])
+        body = self.body(open_jaxpr(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left])
         equations.append(equation.replace(invars=own, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
         outside = self.exits(number, carry)
         outside += [
@@ -242,8 +242,8 @@ class _Rewriter:
         asked = self.entered(number, "enter", own, range(first), 0, equations)
         given = self.entered(number, "enter", own, range(first, first + second), first, equations)
         rounds = self.entered(number, "join", own, range(first + second, len(own)), 0, equations)
-        body = self.body(open_program(params["body_jaxpr"]), [*given, *rounds], rounds)
-        condition = self.body(open_program(params["cond_jaxpr"]), [*asked, *rounds], ())
+        body = self.body(open_jaxpr(params["body_jaxpr"]), [*given, *rounds], rounds)
+        condition = self.body(open_jaxpr(params["cond_jaxpr"]), [*asked, *rounds], ())
         changed = {
             "body_jaxpr": _closed(params["body_jaxpr"], body),
             "cond_jaxpr": _closed(params["cond_jaxpr"], condition),
@@ -255,7 +255,7 @@ class _Rewriter:
         changed = []
         ends = [self.inside(number, "join", slot) for slot in range(len(equation.outvars))]
         for index, branch in enumerate(equation.params["branches"]):
-            program = open_program(branch)
+            program = open_jaxpr(branch)
             count = len(program.invars)
             first = [self.inside(number, "enter", index * count + slot) for slot in range(count)]
             changed.append(_closed(branch, self.body(program, first, ends)))

@@ -66,7 +66,7 @@ class Formulation:
 
     def __init__(self, problem: Problem, preference: Sequence[np.ndarray]) -> None:
         self.problem = problem
-        sizes = [len(node.labels) for node in problem.nodes]
+        sizes = [len(node.layouts) for node in problem.nodes]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.count = int(self.offsets[-1])
         self.costs: list[np.ndarray] = [
@@ -85,9 +85,9 @@ class Formulation:
             self.equal.append((np.full(len(columns), self.equal_count), columns, np.ones(len(columns))))
             self.equal_count += 1
             self.right.append(np.ones(1))
-        for first, second in problem.equal:
+        for first, second in problem.equal_homes:
             self.same(first, second)
-        for group, count in problem.shared:
+        for group, count in problem.edge_groups:
             self.group(group, count)
 
     def same(self, first: Home, second: Home) -> None:
@@ -97,7 +97,7 @@ class Formulation:
 
         - `first`, `second`: the array at either node.
         """
-        rows = [project(self.problem.nodes[home.node].labels, home) for home in (first, second)]
+        rows = [project(self.problem.nodes[home.node].layouts, home) for home in (first, second)]
         known, codes = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
         codes = codes.ravel()
         cut = len(rows[0])

@@ -90,7 +90,7 @@ def _factors(problem: Problem) -> list[tuple]:
     What several edges share costs each of them a part: together no more than the dearest.
     """
     found: list[tuple] = []
-    for group, count in problem.shared:
+    for group, count in problem.edge_groups:
         for number in group:
             edge = problem.edges[number]
             cost = np.minimum(edge.seconds * count / len(group), _NEVER)
@@ -98,8 +98,8 @@ def _factors(problem: Problem) -> list[tuple]:
                 continue
             if (cost != 0).any():
                 found.append((edge.start, edge.from_codes, edge.end, edge.to_codes, cost))
-    for first, second in problem.equal:
-        rows = [project(problem.nodes[home.node].labels, home) for home in (first, second)]
+    for first, second in problem.equal_homes:
+        rows = [project(problem.nodes[home.node].layouts, home) for home in (first, second)]
         known, codes = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
         codes = codes.ravel()
         cost = np.where(np.eye(len(known), dtype=bool), 0.0, _NEVER)

@@ -12,10 +12,10 @@ import attrs
 import numpy as np
 
 from shardrules.planning.graph.build import Builder
-from shardrules.planning.graph.layouts import pieces
-from shardrules.planning.graph.problem import Home, Problem, around, project
+from shardrules.planning.graph.layouts import shard_counts
+from shardrules.planning.graph.problem import Home, Problem, project, read_region
 from shardrules.planning.solve.formulation import Row
-from shardrules.planning.traced.program import Program
+from shardrules.planning.traced.program import TracedProgram
 
 _IN_PLACE = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
 """What writes its result over its first operand, if nobody else needs that."""
@@ -148,7 +148,7 @@ class Occupancy:
                 continue
             key = (copy.array, target.tobytes())
             first, last, _ = found.get(key, (copy.at, copy.last, 0.0))
-            amount = edge.nbytes / float(pieces(target[None], problem.machine)[0])
+            amount = edge.nbytes / float(shard_counts(target[None], problem.machine)[0])
             found[key] = (min(first, copy.at), max(last, copy.last), amount)
         return [((first, last), amount) for first, last, amount in found.values()]
 
@@ -172,8 +172,8 @@ class Occupancy:
         for stay in self.stays:
             if stay.first <= at <= stay.last:
                 node = stay.home.node
-                rows = project(problem.nodes[node].labels, stay.home)
-                sizes = stay.nbytes * self.room(stay) / pieces(rows, problem.machine)
+                rows = project(problem.nodes[node].layouts, stay.home)
+                sizes = stay.nbytes * self.room(stay) / shard_counts(rows, problem.machine)
                 labels[node] = labels.get(node, np.zeros(len(sizes))) + sizes
         copies: dict[int, np.ndarray] = {}
         for copy in self.copies:
@@ -182,7 +182,7 @@ class Occupancy:
                     continue
                 seen[copy.array] = None
                 edge = problem.edges[copy.edge]
-                sizes = edge.nbytes / pieces(edge.to_layouts, problem.machine)
+                sizes = edge.nbytes / shard_counts(edge.to_layouts, problem.machine)
                 sizes = sizes * problem.machine.assumptions.temporaries
                 copies[copy.edge] = copies.get(copy.edge, 0.0) + sizes
         return Row(labels, copies, self.fixed, limit)
@@ -212,10 +212,10 @@ def peaks(timeline: np.ndarray, limit: float) -> list[int]:
 
 
 def _pieces(layout: Sequence[int], problem: Problem) -> float:
-    return float(pieces(np.array([layout], np.int8), problem.machine)[0])
+    return float(shard_counts(np.array([layout], np.int8), problem.machine)[0])
 
 
-def _spans(program: Program) -> dict[int, tuple[int, int]]:
+def _spans(program: TracedProgram) -> dict[int, tuple[int, int]]:
     """The first and the last operation of each region, those inside of it too."""
     found: dict[int, tuple[int, int]] = {}
     for at, operation in enumerate(program.operations):
@@ -226,7 +226,7 @@ def _spans(program: Program) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _last_uses(program: Program, builder: Builder, spans: _Spans) -> dict[int, int]:
+def _last_uses(program: TracedProgram, builder: Builder, spans: _Spans) -> dict[int, int]:
     """For each array that anything takes, the last operation at which it has to be there."""
     last: dict[int, int] = {}
     for at in range(len(program.operations) - 1, -1, -1):
@@ -241,7 +241,7 @@ def _last_uses(program: Program, builder: Builder, spans: _Spans) -> dict[int, i
             if place == 0 and operation.name in _IN_PLACE and until == at:
                 last[operand] = max(last.get(operand, 0), at - 1)
                 continue
-            maker = program.makers.get(operand)
+            maker = program.producers.get(operand)
             born = 0 if maker is None else program.operations[maker].region
             last[operand] = max(last.get(operand, 0), until, _leaves(program, spans, operation.region, born))
     return last
@@ -264,7 +264,7 @@ def _results(problem: Problem, builder: Builder, spans: _Spans, last: Mapping[in
             if home is None or result in builder.feedback:
                 continue
             nbytes = program.arrays[result].nbytes
-            own = problem.settled.get((at, place))
+            own = problem.produced_homes.get((at, place))
             if own is not None:
                 yield Stay(own, nbytes, at, at)
             begun = at if own is None else at + 1
@@ -282,19 +282,19 @@ def _copies(problem: Problem, builder: Builder, spans: _Spans) -> tuple[Copy, ..
     kept: dict[tuple[int, int], int] = {}
     for at, operation in enumerate(program.operations):
         for place, operand in enumerate(operation.operands):
-            if (at, place) not in problem.reads or not (builder.is_read(at) or operation.role == "enter"):
+            if (at, place) not in problem.edge_indices or not (builder.is_read(at) or operation.role == "enter"):
                 continue
-            region = around(program, at, place)
+            region = read_region(program, at, place)
             until = len(program.operations) if operation.role == "return" else at
             if region != operation.region:
                 until = max(until, spans[operation.region][1])
             array = (operand or 0, region)
-            found.append(Copy(array, problem.reads[at, place], at, until, until))
+            found.append(Copy(array, problem.edge_indices[at, place], at, until, until))
             kept[array] = max(kept.get(array, 0), until)
     return tuple(attrs.evolve(copy, until=kept[copy.array]) for copy in found)
 
 
-def _leaves(program: Program, spans: _Spans, region: int, born: int) -> int:
+def _leaves(program: TracedProgram, spans: _Spans, region: int, born: int) -> int:
     """When the outermost loop ends that an operation is in and an array is not."""
     found = 0
     while region >= 0 and region != born:

@@ -92,7 +92,7 @@ def within_budget(
     problem = occupancy.problem
     whole = (0,) * len(problem.nodes)
     known = Budget(emptiest=whole).after(whole, problem.cost(whole), float(occupancy.timeline(whole).max()), limit)
-    dearest = problem.dearest()
+    dearest = problem.highest_cost()
     height = _HIGHEST
     met: list[tuple[tuple[int, ...], float]] = []
     rows = {at: occupancy.row(at, limit, sure=True) for at in moments}

@@ -12,13 +12,13 @@ import numpy as np
 from shardrules.planning.graph.build import Builder
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.graph.restrict import having, restricted, size
+from shardrules.planning.graph.restrict import layouts_where, restrict, variable_count
 from shardrules.planning.solve.formulation import Formulation
 from shardrules.planning.solve.lower_bound import lower_bound
 from shardrules.planning.solve.memory import Occupancy, peaks
 from shardrules.planning.solve.price import within_budget
 from shardrules.planning.solve.solver import CLOSE, SMALL, Solution, Status, least_memory, solve
-from shardrules.planning.traced.program import Program
+from shardrules.planning.traced.program import TracedProgram
 
 _ROUNDS = 12
 _EXACT = 1e-6
@@ -51,7 +51,7 @@ class Task:
     @classmethod
     def of(
         cls,
-        program: Program,
+        program: TracedProgram,
         machine: Machine,
         paths: Sequence[str],
         feedback: Mapping[int, int],
@@ -93,7 +93,7 @@ class Task:
 
         A `Task`.
         """
-        problem = restricted(self.problem, keep)
+        problem = restrict(self.problem, keep)
         return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
     def within(self, limit: float, deadline: float = float("inf")) -> "Found":
@@ -108,7 +108,7 @@ class Task:
 
         What was found.
         """
-        if size(self.problem) > _AT_ONCE and len(self.problem.machine.sizes) > 1:
+        if variable_count(self.problem) > _AT_ONCE and len(self.problem.machine.sizes) > 1:
             return self._by_parts(limit, deadline)
         return self._at_once(limit, deadline, {})
 
@@ -212,7 +212,9 @@ class Task:
         moments: dict[int, None] = {}
         best: Found | None = None
         for pair in itertools.combinations(axes, 2):
-            together = having(self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]])
+            together = layouts_where(
+                self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]]
+            )
             best = _better(best, self._part(together, limit, deadline, moments))
         assert best is not None, "there are two axes and more"
         tried: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -239,7 +241,7 @@ class Task:
         bound = lower_bound(self.problem, deadline)
         assert np.isfinite(bound.seconds), "costs are moved, and none of them is infinite"
         keep = self._worthwhile(best, 0.0, bound.labels)
-        if size(restricted(self.problem, keep)) > _PROVABLE or time.monotonic() > deadline:
+        if variable_count(restrict(self.problem, keep)) > _PROVABLE or time.monotonic() > deadline:
             return _proven(best, bound.seconds)
         found = self._part(keep, limit, deadline, moments)
         least = bound.seconds if found.solution is None else max(bound.seconds, min(_cost(best), found.bound))
@@ -279,7 +281,9 @@ def _better(first: "Found | None", second: "Found") -> "Found":
 def _as_chosen(problem: Problem, choice: Sequence[int], axes: Sequence[int]) -> list[np.ndarray]:
     """The labels of each node that are as chosen along some axes."""
     nodes = problem.nodes
-    return having(problem, lambda labels, at: (labels[:, axes] == nodes[at].labels[choice[at]][axes]).all(axis=1))
+    return layouts_where(
+        problem, lambda labels, at: (labels[:, axes] == nodes[at].layouts[choice[at]][axes]).all(axis=1)
+    )
 
 
 @final
@@ -333,4 +337,4 @@ class Found:
 
 def _preference(problem: Problem) -> list[np.ndarray]:
     """Between choices that cost the same, that which splits least, and in the order of the mesh."""
-    return [1e-6 * np.arange(len(node.labels)) for node in problem.nodes]
+    return [1e-6 * np.arange(len(node.layouts)) for node in problem.nodes]

@@ -7,7 +7,7 @@ from typing import Any, final
 import attrs
 
 from shardrules.analysis.compiling.source import equation_line
-from shardrules.planning.traced.program import Program
+from shardrules.planning.traced.program import TracedProgram
 
 _ROUNDS = 3
 _NUMBER = re.compile(r"(?<![^/.\[\]])[0-9]+(?![^/.\[\]])")
@@ -28,7 +28,7 @@ class Classes:
     arguments: tuple[int, ...]
 
 
-def classes(program: Program, paths: Sequence[str], tie: bool = True) -> Classes:
+def classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -> Classes:
     """Finds out what is alike: the same code on the same shapes, in the same surroundings.
 
     **Arguments:**
@@ -61,7 +61,7 @@ def classes(program: Program, paths: Sequence[str], tie: bool = True) -> Classes
                 operation.factors.results,
                 tuple(() if one is None else program.arrays[one].shape for one in operation.operands),
                 tuple((program.arrays[one].shape, str(program.arrays[one].dtype)) for one in operation.results),
-                operation.times,
+                operation.run_count,
                 str(operation.spec),
                 None if operation.equation is None else equation_line(operation.equation),
             )

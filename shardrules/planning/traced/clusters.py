@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from shardrules.planning.traced.program import Operation, Program
+from shardrules.planning.traced.program import Operation, TracedProgram
 
 
 @final
@@ -24,7 +24,7 @@ class Clusters:
     sizes: dict[int, tuple[int, ...]]
 
 
-def clusters(program: Program, partial: Iterable[int], wide: bool) -> Clusters:
+def clusters(program: TracedProgram, partial: Iterable[int], wide: bool) -> Clusters:
     """Finds arrays that are laid out alike.
 
     **Arguments:**
@@ -78,7 +78,7 @@ def clusters(program: Program, partial: Iterable[int], wide: bool) -> Clusters:
                     not wide
                     and (
                         len(program.users[operand]) != 1
-                        or program.operations[program.makers[operand]].role != "compute"
+                        or program.operations[program.producers[operand]].role != "compute"
                     )
                 )
             ):

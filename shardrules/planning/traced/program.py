@@ -72,14 +72,14 @@ class Operation:
 
     - `role`: what it is.
     - `name`: of its primitive.
-    - `number`: of the equation that it stands for, or that it is the entry or exit of; -1 for a result.
+    - `equation_index`: of the equation that it stands for, or that it is the entry or exit of; -1 for a result.
     - `slot`: which of the arrays that enter, go round or leave.
     - `operands`: the numbers of the arrays that it takes, `None` for constants in the program itself.
     - `results`: the numbers of the arrays that it gives.
     - `factors`: how their dims go together.
-    - `times`: how often it runs.
+    - `run_count`: how often it runs.
     - `region`: the loop, branch or recomputed part that it is in.
-    - `reads`: for each operand how often it is brought to where the operation needs it.
+    - `read_counts`: for each operand how often it is brought to where the operation needs it.
     - `flops`: those of its products, on whole arrays.
     - `dtype`: what these are of.
     - `spec`: of a constraint, the layout that it asks for; of what is opaque, that of each operand and result.
@@ -88,14 +88,14 @@ class Operation:
 
     role: Role
     name: str
-    number: int
+    equation_index: int
     slot: int
     operands: tuple[int | None, ...]
     results: tuple[int, ...]
     factors: Factors
-    times: int
+    run_count: int
     region: int
-    reads: tuple[int, ...]
+    read_counts: tuple[int, ...]
     flops: int = 0
     dtype: Any = None
     spec: Any = None
@@ -104,7 +104,7 @@ class Operation:
 
 @final
 @attrs.frozen(eq=False)
-class Program:
+class TracedProgram:
     """A traced function, flat.
 
     **Arguments:**
@@ -115,7 +115,7 @@ class Program:
     - `constants`: those of arrays that are written in it.
     - `results`: for each result its array, or `None` for a constant.
     - `regions`: for each region the one around it, and how often it runs.
-    - `unknown`: primitives that no rule is known for, with the number of times they were met.
+    - `unknown_primitives`: primitives that no rule is known for, with the number of times they were met.
     """
 
     arrays: tuple[Array, ...]
@@ -124,10 +124,10 @@ class Program:
     constants: tuple[int, ...]
     results: tuple[int | None, ...]
     regions: tuple[tuple[int, int], ...]
-    unknown: tuple[tuple[str, int], ...]
+    unknown_primitives: tuple[tuple[str, int], ...]
 
     @functools.cached_property
-    def makers(self) -> Mapping[int, int]:
+    def producers(self) -> Mapping[int, int]:
         """For each array that any operation gives, which does."""
         return {result: at for at, operation in enumerate(self.operations) for result in operation.results}
 
@@ -142,7 +142,7 @@ class Program:
         return found
 
 
-def read_jaxpr(jaxpr: ClosedJaxpr) -> Program:
+def read_jaxpr(jaxpr: ClosedJaxpr) -> TracedProgram:
     """Reads a traced function.
 
     **Arguments:**
@@ -151,7 +151,7 @@ def read_jaxpr(jaxpr: ClosedJaxpr) -> Program:
 
     **Returns:**
 
-    The `Program`.
+    The `TracedProgram`.
 
     ```python
     from shardrules.planning.traced.program import read_jaxpr
@@ -165,7 +165,7 @@ def read_jaxpr(jaxpr: ClosedJaxpr) -> Program:
     return reader.program(jaxpr)
 
 
-def inner_program(equation: Any) -> Any:
+def inlined_jaxpr(equation: Any) -> Any:
     """Returns the program inside of an equation that has nothing else.
 
     **Arguments:**
@@ -199,7 +199,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(list(fixed)), len(list(carry))
 
 
-def open_program(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
     """Returns a program without its constants.
 
     **Arguments:**
@@ -225,7 +225,7 @@ class _Reader:
         self.unknown: dict[str, int] = {}
         self.counted = 0
 
-    def program(self, jaxpr: ClosedJaxpr) -> Program:
+    def program(self, jaxpr: ClosedJaxpr) -> TracedProgram:
         arguments = [self.array(var.aval) for var in jaxpr.jaxpr.invars]
         results = self.body(jaxpr, arguments, 0)
         for number in results:
@@ -235,7 +235,7 @@ class _Reader:
         returned = [
             next(kept).results[0] if number is not None and self.arrays[number].shape else None for number in results
         ]
-        return Program(
+        return TracedProgram(
             tuple(self.arrays),
             tuple(self.operations),
             tuple(arguments),
@@ -284,7 +284,7 @@ class _Reader:
         )
 
     def body(self, program: Any, given: Sequence[int | None], region: int) -> list[int | None]:
-        jaxpr = open_program(program)
+        jaxpr = open_jaxpr(program)
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
         known.update((var, self.constant(var.aval)) for var in jaxpr.constvars)
 
@@ -299,7 +299,7 @@ class _Reader:
     def equation(self, equation: Any, operands: list[int | None], region: int) -> list[int | None]:
         name = equation.primitive.name
         number, self.counted = self.counted, self.counted + 1
-        inner = inner_program(equation)
+        inner = inlined_jaxpr(equation)
         if inner is not None:
             inside = self.region(region, 1) if name in RECOMPUTED else region
             asked, given = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
@@ -387,7 +387,7 @@ class _Reader:
     ) -> tuple[list[int | None], list[int | None], list[int | None]]:
         """Reads the body of a loop, of which some arrays go round."""
         inside = self.regions[region][1]
-        jaxpr = open_program(program)
+        jaxpr = open_jaxpr(program)
         variables = jaxpr.invars[len(given) : len(given) + len(start)]
         rounds = [self.array(var.aval) for var in variables]
         places = []
@@ -414,7 +414,7 @@ class _Reader:
         fixed, carry = scan_counts(params)
         outside = self.regions[region][1]
         inside = self.region(region, params["length"])
-        jaxpr = open_program(params["jaxpr"])
+        jaxpr = open_jaxpr(params["jaxpr"])
         given = self.enter((number, 0), operands[:fixed], jaxpr.invars[:fixed], inside, outside)
         rest = self.enter((number, fixed), operands[fixed + carry :], jaxpr.invars[fixed + carry :], inside, outside)
         _, exits, stacked = self.carried(
@@ -433,8 +433,8 @@ class _Reader:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         outside = self.regions[region][1]
         inside = self.region(region, 1)
-        condition = open_program(params["cond_jaxpr"])
-        body = open_program(params["body_jaxpr"])
+        condition = open_jaxpr(params["cond_jaxpr"])
+        body = open_jaxpr(params["body_jaxpr"])
         asked = self.enter((number, 0), operands[:first], condition.invars[:first], inside, outside)
         given = self.enter((number, first), operands[first : first + second], body.invars[:second], inside, outside)
         rounds, exits, _ = self.carried(
@@ -448,7 +448,7 @@ class _Reader:
         ends = []
         for index, branch in enumerate(equation.params["branches"]):
             inside = self.region(region, 1)
-            jaxpr = open_program(branch)
+            jaxpr = open_jaxpr(branch)
             entered = self.enter((number, index * len(jaxpr.invars)), operands[1:], jaxpr.invars, inside, outside)
             ends.append(self.body(branch, entered, inside))
         results: list[int | None] = []

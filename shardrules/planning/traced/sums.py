@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 from jax.extend.core import Literal
 
-from shardrules.planning.traced.program import Operation, Program
+from shardrules.planning.traced.program import Operation, TracedProgram
 
 _SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general")
 _ADDS = ("add_any", "add", "sub")
@@ -29,12 +29,12 @@ class Sums:
     - `rounds`: for arrays that go round in a loop, and to which such sums are added there, the operation that adds.
     """
 
-    program: Program
+    program: TracedProgram
     known: dict[int, None]
     rounds: dict[int, int]
 
     @classmethod
-    def of(cls, program: Program) -> "Sums":
+    def of(cls, program: TracedProgram) -> "Sums":
         """Finds them.
 
         **Arguments:**
@@ -134,7 +134,7 @@ class Sums:
 
     def _is_zero(self, array: int) -> bool:
         """Whether an array is made as one of zeros."""
-        maker = self.program.makers.get(array)
+        maker = self.program.producers.get(array)
         equation = None if maker is None else self.program.operations[maker].equation
         if equation is None or equation.primitive.name != "broadcast_in_dim":
             return False

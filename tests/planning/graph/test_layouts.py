@@ -18,8 +18,17 @@ import shardrules as sr
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import CompiledProgram, read_program
-from shardrules.planning.graph.layouts import PARTIAL, WHOLE, layouts, moves, pieces, spec_of, split, way
-from shardrules.planning.graph.machine import KINDS, Machine
+from shardrules.planning.graph.layouts import (
+    PARTIAL,
+    WHOLE,
+    all_layouts,
+    dim_shard_count,
+    moves,
+    relayout_steps,
+    shard_counts,
+    spec_of,
+)
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 from tests.analysis.programs import CPU, CUDA, mesh_on
 
 TWO, THREE = "data:4,model:2", "a:2,b:2,c:2"
@@ -46,7 +55,7 @@ def machine(axes: str) -> Machine:
 
 
 def rows(axes: str, ndim: int, partial: bool = False) -> list[Layout]:
-    return [tuple(row) for row in layouts((SIZE,) * ndim, machine(axes), partial).tolist()]
+    return [tuple(row) for row in all_layouts((SIZE,) * ndim, machine(axes), partial).tolist()]
 
 
 def all_pairs(axes: str, ndim: int) -> list[Pair]:
@@ -81,7 +90,7 @@ def compiled(axes: str, ndim: int, target: str, pairs: list[Pair], steps: bool =
         results = []
         for (start, end), x in zip(pairs, arrays, strict=True):
             whole = x.sum(tuple(range(x.ndim - ndim))) if x.ndim > ndim else x
-            for step in way(start, end) if steps else [end]:
+            for step in relayout_steps(start, end) if steps else [end]:
                 whole = lax.with_sharding_constraint(whole, there(step))
             results.append(whole)
         return results
@@ -162,7 +171,7 @@ def test_at_once_compilers_find_ways_of_their_own() -> None:
 def test_ways_end_where_they_should_and_cost_the_same_in_parts() -> None:
     own, plan = rows(THREE, 2, partial=True), machine(THREE)
     for start, end in itertools.product(own, repeat=2):
-        steps = way(start, end)
+        steps = relayout_steps(start, end)
         if PARTIAL in end:
             continue
         assert (steps or [tuple(max(dim, WHOLE) for dim in start)])[-1] == end
@@ -220,9 +229,9 @@ def test_nothing_becomes_a_part_of_a_sum() -> None:
 
 @pytest.mark.parametrize("axes", [TWO, THREE, "x:8", "x:2,y:2,z:2,w:2"])
 def test_who_stays_pays_nothing_and_kinds_add_up(axes: str) -> None:
-    own = layouts((SIZE, SIZE), machine(axes), partial=True)
+    own = all_layouts((SIZE, SIZE), machine(axes), partial=True)
     found = moves(own, own, machine(axes))
-    assert found.sent.shape == (len(KINDS), len(own), len(own))
+    assert found.sent.shape == (len(COLLECTIVE_KINDS), len(own), len(own))
     assert (np.diagonal(found.seconds) == 0).all()
     assert (np.diagonal(found.fixed) == 0).all()
     free = found.sent.sum(axis=0) == 0
@@ -237,7 +246,7 @@ def test_who_stays_pays_nothing_and_kinds_add_up(axes: str) -> None:
 def test_layouts_are_all_that_divide_and_each_once(axes: str) -> None:
     plan = machine(axes)
     for sizes in [(), (1,), (8,), (4, 2), (6, 4, 16), (0, 8)]:
-        own = [tuple(row) for row in layouts(sizes, plan).tolist()]
+        own = [tuple(row) for row in all_layouts(sizes, plan).tolist()]
         wanted = [
             row
             for row in itertools.product(range(-1, len(sizes)), repeat=len(plan.sizes))
@@ -253,8 +262,8 @@ def test_layouts_are_all_that_divide_and_each_once(axes: str) -> None:
 
 def test_splits_pieces_and_specs() -> None:
     plan = machine(THREE)
-    assert [split((1, 0, 1), dim, plan) for dim in range(3)] == [2, 4, 1]
-    assert pieces(np.array([[WHOLE, PARTIAL, 0], [1, 0, 1], [WHOLE] * 3]), plan).tolist() == [2, 8, 1]
+    assert [dim_shard_count((1, 0, 1), dim, plan) for dim in range(3)] == [2, 4, 1]
+    assert shard_counts(np.array([[WHOLE, PARTIAL, 0], [1, 0, 1], [WHOLE] * 3]), plan).tolist() == [2, 8, 1]
     assert spec_of((1, 0, 1), 3, plan) == P("b", ("a", "c"))
     assert spec_of((WHOLE, PARTIAL, 2), 3, plan) == P(None, None, "c")
     assert spec_of((WHOLE,) * 3, 2, plan) == P()

@@ -7,7 +7,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.analysis.machine.hardware import SHEETS, Hardware
-from shardrules.planning.graph.machine import KINDS, Assumptions, Machine, hardware_of, is_known
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Assumptions, Machine, hardware_of, has_sheet
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
 H100 = SHEETS["cuda:h100"]
@@ -29,7 +29,7 @@ def test_nothing_to_split_over() -> None:
     assert all(rates.per_byte.tolist() == rates.fixed.tolist() == [0.0] for rates in found.rates.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
 def test_within_a_host_a_byte_takes_what_links_take(kind: str) -> None:
     rates = machine("data:4,model:2").rates[kind]
     assert rates.per_byte.shape == rates.fixed.shape == (4,)
@@ -38,7 +38,7 @@ def test_within_a_host_a_byte_takes_what_links_take(kind: str) -> None:
     assert (rates.fixed[1:] > 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
 def test_between_hosts_bytes_are_dearer(kind: str) -> None:
     """The first axis crosses hosts of eight, the last does not."""
     rates = machine("data:4,model:8").rates[kind]
@@ -52,7 +52,7 @@ def test_assumptions_make_everything_slower() -> None:
     sure, careful = machine("x:8"), machine("x:8", assumptions=Assumptions())
     assert careful.flops_per_second(jnp.bfloat16) == sure.flops_per_second(jnp.bfloat16) / 2
     assert careful.memory_rate == pytest.approx(0.8 * sure.memory_rate)
-    for kind in KINDS:
+    for kind in COLLECTIVE_KINDS:
         assert careful.rates[kind].per_byte[1] == pytest.approx(sure.rates[kind].per_byte[1] / 0.8)
         assert careful.rates[kind].fixed[1] == pytest.approx(sure.rates[kind].fixed[1] + 5e-6)
 
@@ -68,15 +68,15 @@ def test_what_costs_what() -> None:
 @pytest.mark.parametrize(("target", "sheet"), [(CUDA, "cuda:h100"), (TPU, "tpu:v5e")])
 def test_sheets_of_targets(target: str, sheet: str) -> None:
     mesh = mesh_on(target, "data:4,model:2")
-    assert is_known(mesh)
+    assert has_sheet(mesh)
     assert hardware_of(mesh) == SHEETS[sheet]
 
 
 def test_meshes_without_devices_are_taken_for_h100s() -> None:
     mesh = sr.mesh_shape("data:8")
-    assert not is_known(mesh)
+    assert not has_sheet(mesh)
     assert hardware_of(mesh) == H100
-    assert is_known(sr.create_mesh("data:8"))
+    assert has_sheet(sr.create_mesh("data:8"))
     assert hardware_of(sr.create_mesh("data:8")) == SHEETS["cpu"]
 
 

@@ -36,7 +36,7 @@ def posed(case: Case, axes: str) -> tuple[Call, Problem]:
 def drawn(problem: Problem, seed: int, part: float = 1.0) -> tuple[int, ...]:
     """Any labels, for a part of the nodes; the others split nothing."""
     numbers = np.random.default_rng(seed)
-    return tuple(int(numbers.integers(len(node.labels))) if numbers.random() < part else 0 for node in problem.nodes)
+    return tuple(int(numbers.integers(len(node.layouts))) if numbers.random() < part else 0 for node in problem.nodes)
 
 
 def inner(equation: Any) -> Iterator[Any]:
@@ -127,7 +127,7 @@ def test_what_is_asked_for_is_written() -> None:
         (product,) = [one for one in jaxpr.eqns if one.primitive.name == "dot_general"]
         for place, operand in enumerate(problem.program.operations[dot].operands):
             assert operand is not None
-            last = problem.layout(problem.takes[dot, place], choice)
+            last = problem.layout(problem.operand_homes[dot, place], choice)
             if last != problem.layout(problem.homes[operand], choice):
                 assert spec_key(made[product.invars[place]]) == spec_key(spec_of(last, 2, problem.machine))
             else:

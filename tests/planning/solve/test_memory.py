@@ -110,7 +110,7 @@ def test_what_a_scan_keeps_for_its_gradient_stays_until_that_is_done() -> None:
         if task.problem.program.operations[number].region == next(iter(loops))
     )
     assert residuals % (FOUR * layers * rows * width // 4) == 0
-    inside = [n for n, one in enumerate(task.problem.program.operations) if one.region in loops and one.times > 1]
+    inside = [n for n, one in enumerate(task.problem.program.operations) if one.region in loops and one.run_count > 1]
     assert (timeline[inside] >= arguments + residuals).all()
     assert timeline.max() < arguments + residuals + FOUR * (layers * width * width + 8 * rows * width // 4)
     gradient = FOUR * layers * width * width
@@ -151,7 +151,7 @@ def test_bounds_on_memory_count_no_less_than_there_is(seed: int) -> None:
     task, rng = random_task(seed), np.random.default_rng(seed)
     problem = task.problem
     for _ in range(10):
-        choice = [int(rng.integers(len(node.labels))) for node in problem.nodes]
+        choice = [int(rng.integers(len(node.layouts))) for node in problem.nodes]
         timeline = task.occupancy.timeline(choice)
         for moment in range(len(problem.program.operations) + 1):
             row = task.occupancy.row(moment, np.inf)

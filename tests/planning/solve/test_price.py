@@ -63,7 +63,7 @@ def test_what_fits_nowhere_is_hopeless_and_the_least_is_near(seed: int) -> None:
     known = priced(task, exact * 0.2)
     assert known.is_hopeless
     assert known.choice is None
-    assert known.bound > task.problem.dearest()
+    assert known.bound > task.problem.highest_cost()
     assert exact * (1 - 1e-3) <= known.peak_bytes <= exact * 1.3
 
 
@@ -78,8 +78,8 @@ def test_labels_cost_no_more_above_the_bound_than_is_said(seed: int) -> None:
     for price in (0.0, best_cost(problem) / limit / len(rows)):
         found = cheapest(formulation, rows, [price] * len(rows))
         for node in range(len(problem.nodes)):
-            for label in range(0, len(problem.nodes[node].labels), 3):
-                keep = [np.arange(len(one.labels)) for one in problem.nodes]
+            for label in range(0, len(problem.nodes[node].layouts), 3):
+                keep = [np.arange(len(one.layouts)) for one in problem.nodes]
                 keep[node] = np.array([label])
                 with_it = task.only(keep).within(limit if price else np.inf)
                 if with_it.solution is not None:
@@ -92,8 +92,8 @@ def test_no_choice_costs_more_than_the_dearest(seed: int) -> None:
     problem = random_task(seed).problem
     rng = np.random.default_rng(seed)
     for _ in range(200):
-        cost = problem.cost([int(rng.integers(len(node.labels))) for node in problem.nodes])
-        assert cost <= problem.dearest() * (1 + 1e-9) or not np.isfinite(cost)
+        cost = problem.cost([int(rng.integers(len(node.layouts))) for node in problem.nodes])
+        assert cost <= problem.highest_cost() * (1 + 1e-9) or not np.isfinite(cost)
 
 
 @pytest.mark.parametrize(("seed", "part"), [(6, 0.3), (12, 0.7), (36, 0.3), (42, 0.3), (58, 0.7), (61, 0.3)])
@@ -139,9 +139,9 @@ def test_arrays_that_are_to_be_alike_and_are_not_cost_without_end() -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 32), (16, 64))]
     program = read_jaxpr(jax.make_jaxpr(lambda x, w, v: (x @ w, x @ v))(*shapes))
     problem = Task.of(program, Machine.of(sr.mesh_shape("a:2,b:2")), ["x", "w", "v"], {}, {}).problem
-    first, second = problem.equal[0]
+    first, second = problem.equal_homes[0]
     choice = [0] * len(problem.nodes)
-    for label in range(len(problem.nodes[first.node].labels)):
+    for label in range(len(problem.nodes[first.node].layouts)):
         choice[first.node] = label
         if problem.layout(first, choice) != problem.layout(second, choice):
             break

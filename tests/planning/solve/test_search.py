@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.restrict import having, restricted, size
+from shardrules.planning.graph.restrict import layouts_where, restrict, variable_count
 from shardrules.planning.solve import search
 from shardrules.planning.solve.lower_bound import lower_bound
 from shardrules.planning.solve.search import Found, Task
@@ -144,9 +144,9 @@ def test_three_axes_that_nothing_fits_on(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_left_of_a_problem_costs_what_it_did() -> None:
     """Labels numbered anew stand for the same layouts."""
     problem, rng = random_task(15).problem, np.random.default_rng(0)
-    keep = [np.sort(rng.permutation(len(node.labels))[: max(1, len(node.labels) // 2)]) for node in problem.nodes]
-    part = restricted(problem, keep)
-    assert size(part) < size(problem)
+    keep = [np.sort(rng.permutation(len(node.layouts))[: max(1, len(node.layouts) // 2)]) for node in problem.nodes]
+    part = restrict(problem, keep)
+    assert variable_count(part) < variable_count(problem)
     for _ in range(20):
         choice = [int(rng.integers(len(kept))) for kept in keep]
         whole = [int(kept[label]) for kept, label in zip(keep, choice, strict=True)]
@@ -156,10 +156,10 @@ def test_what_is_left_of_a_problem_costs_what_it_did() -> None:
 
 def test_labels_that_are_wanted() -> None:
     problem = random_task(3).problem
-    kept = having(problem, lambda labels, _: (labels == -1).all(axis=1))
-    assert all(problem.nodes[number].labels[own].tolist() == [[-1, -1]] for number, own in enumerate(kept))
-    assert [len(own) for own in having(problem, lambda labels, _: labels[:, 0] == 99)] == [
-        len(node.labels) for node in problem.nodes
+    kept = layouts_where(problem, lambda labels, _: (labels == -1).all(axis=1))
+    assert all(problem.nodes[number].layouts[own].tolist() == [[-1, -1]] for number, own in enumerate(kept))
+    assert [len(own) for own in layouts_where(problem, lambda labels, _: labels[:, 0] == 99)] == [
+        len(node.layouts) for node in problem.nodes
     ]
 
 

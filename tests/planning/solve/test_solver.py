@@ -20,7 +20,7 @@ from shardrules.planning.solve.formulation import Formulation
 from shardrules.planning.solve.search import Task, _preference
 from shardrules.planning.solve.solver import Solution, solve
 from shardrules.planning.traced.clusters import Clusters
-from shardrules.planning.traced.program import Program, read_jaxpr
+from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 COUNT = 72
 """How many random programs: for each, one mesh of one axis or of two."""
@@ -166,7 +166,7 @@ def random_program(seed: int) -> Made:
     return writer.made()
 
 
-def read(made: Made) -> Program:
+def read(made: Made) -> TracedProgram:
     return read_jaxpr(jax.make_jaxpr(made.fn)(*[jax.ShapeDtypeStruct(one, jnp.float32) for one in made.shapes]))
 
 
@@ -236,10 +236,10 @@ def spread(table: Table, nodes: Sequence[int]) -> np.ndarray:
 def tables(problem: Problem) -> list[Table]:
     """Everything that a choice pays, apart."""
     found = [Table((number,), np.asarray(node.seconds, float)) for number, node in enumerate(problem.nodes)]
-    for group, count in problem.shared:
+    for group, count in problem.edge_groups:
         edges = [problem.edges[number] for number in group]
         nodes = tuple(dict.fromkeys(node for edge in edges for node in (edge.start, edge.end)))
-        assert np.prod([float(len(problem.nodes[node].labels)) for node in nodes]) < MOST_ENTRIES
+        assert np.prod([float(len(problem.nodes[node].layouts)) for node in nodes]) < MOST_ENTRIES
         targets = dict.fromkeys(tuple(row) for edge in edges for row in edge.to_layouts.tolist())
         total: Any = 0.0
         for target in targets:
@@ -251,9 +251,9 @@ def tables(problem: Problem) -> list[Table]:
                 part = Table(ends, np.where(here if cost.ndim == 1 else here[None, :], cost, 0.0))
                 dearest = np.maximum(dearest, spread(part, nodes))
             total = total + dearest * count
-        found.append(Table(nodes, np.broadcast_to(total, [len(problem.nodes[node].labels) for node in nodes])))
-    for first, second in problem.equal:
-        a, b = (problems.project(problem.nodes[home.node].labels, home) for home in (first, second))
+        found.append(Table(nodes, np.broadcast_to(total, [len(problem.nodes[node].layouts) for node in nodes])))
+    for first, second in problem.equal_homes:
+        a, b = (problems.project(problem.nodes[home.node].layouts, home) for home in (first, second))
         same = (a[:, None, :] == b[None, :, :]).all(axis=2)
         found.append(Table((first.node, second.node), np.where(same, 0.0, np.inf)))
     return found
@@ -282,7 +282,7 @@ class Brute:
     @classmethod
     def of(cls, problem: Problem) -> "Brute":
         rest = tables(problem)
-        sizes = [len(node.labels) for node in problem.nodes]
+        sizes = [len(node.layouts) for node in problem.nodes]
         order: list[int] = []
         known: list[tuple[Table, ...]] = []
         left = list(range(len(sizes)))
@@ -325,7 +325,7 @@ class TooLarge(Exception):
 def smallest(task: Task) -> list[np.ndarray]:
     """For each node and label what its arrays take at every operation, without copies."""
     occupancy, problem = task.occupancy, task.problem
-    found = [np.zeros((len(node.labels), len(problem.program.operations) + 1)) for node in problem.nodes]
+    found = [np.zeros((len(node.layouts), len(problem.program.operations) + 1)) for node in problem.nodes]
     for stay in occupancy.stays:
         for label in range(len(found[stay.home.node])):
             choice = {stay.home.node: label}
@@ -381,7 +381,7 @@ def best_cost(problem: Problem) -> float:
 
 
 def without_preference(problem: Problem) -> Solution:
-    return solve(Formulation(problem, [np.zeros(len(node.labels)) for node in problem.nodes]))
+    return solve(Formulation(problem, [np.zeros(len(node.layouts)) for node in problem.nodes]))
 
 
 def preferred(problem: Problem) -> float:
@@ -394,7 +394,7 @@ def test_brute_force_pays_what_a_choice_costs(seed: int) -> None:
     problem, rng = random_task(seed).problem, np.random.default_rng(seed)
     parts = tables(problem)
     for _ in range(20):
-        choice = [int(rng.integers(len(node.labels))) for node in problem.nodes]
+        choice = [int(rng.integers(len(node.layouts))) for node in problem.nodes]
         paid = sum(float(part.cost[tuple(choice[node] for node in part.nodes)]) for part in parts)
         assert paid == pytest.approx(problem.cost(choice), rel=1e-9)
 
@@ -403,7 +403,7 @@ def test_brute_force_finds_what_trying_everything_finds() -> None:
     tried = 0
     for seed in range(COUNT):
         problem = random_task(seed, "x:2").problem
-        sizes = [len(node.labels) for node in problem.nodes]
+        sizes = [len(node.layouts) for node in problem.nodes]
         if np.prod([float(size) for size in sizes]) > 4000:
             continue
         tried += 1
@@ -428,7 +428,7 @@ def test_random_programs_are_worth_planning() -> None:
     tasks = [random_task(seed) for seed in range(COUNT)]
     sizes = [len(read(random_program(seed)).operations) for seed in range(COUNT)]
     gains = [one.problem.cost([0] * len(one.problem.nodes)) / best_cost(one.problem) for one in tasks]
-    sends = [bool(one.problem.payments(Brute.of(one.problem).best())) for one in tasks]
+    sends = [bool(one.problem.chosen_moves(Brute.of(one.problem).best())) for one in tasks]
     assert sum(gain > 1.2 for gain in gains) > COUNT * 0.7
     assert sum(sends) > COUNT * 0.3
     assert max(sizes) >= 8
@@ -441,7 +441,7 @@ def test_of_plans_that_cost_the_same_the_simplest_is_taken(seed: int) -> None:
     assert found.cost <= best_cost(problem) * (1 + 1e-6) + preferred(problem)
 
 
-def every_array_apart(program: Program, *_: Any) -> Clusters:
+def every_array_apart(program: TracedProgram, *_: Any) -> Clusters:
     """Clusters of one array each. Dims that an operation gives to no operand stay whole, as they do in clusters."""
     roots, sizes = {}, {}
     for operation in program.operations:
@@ -469,8 +469,8 @@ def test_pinned_labels_are_the_only_ones() -> None:
     program, machine = read(made), Machine.of(sr.mesh_shape("x:4,y:2"))
     task = Task.of(program, machine, ["x", "w"], {}, {0: P("y"), 1: P(None, P.UNCONSTRAINED)}, tie=False)
     first, second = (task.problem.nodes[task.problem.homes[number].node] for number in program.arguments)
-    assert first.labels.tolist() == [[-1, 0]]
-    assert sorted(map(tuple, second.labels.tolist())) == [(-1, -1), (-1, 1), (1, -1), (1, 1)]
+    assert first.layouts.tolist() == [[-1, 0]]
+    assert sorted(map(tuple, second.layouts.tolist())) == [(-1, -1), (-1, 1), (1, -1), (1, 1)]
     assert without_preference(task.problem).cost == pytest.approx(best_cost(task.problem), rel=1e-6)
 
 
@@ -482,4 +482,4 @@ def test_results_that_go_back_are_where_the_argument_is() -> None:
     assert choice is not None
     assert task.problem.layout(task.problem.homes[program.results[0]], choice) == (0,)  # pyright: ignore[reportArgumentType]
     assert task.problem.cost(choice) == pytest.approx(best_cost(task.problem), rel=1e-6)
-    assert sum(paid for paid, _, _ in task.problem.payments(choice)) > 0  # x goes from columns to rows
+    assert sum(paid for paid, _, _ in task.problem.chosen_moves(choice)) > 0  # x goes from columns to rows

@@ -10,7 +10,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.planning.traced.alike import Classes, classes
-from shardrules.planning.traced.program import Program, read_jaxpr
+from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 MESH = sr.mesh_shape("data:4,model:2")
 
@@ -33,12 +33,12 @@ def layers(count: int, width: int = 1024) -> list[dict[str, Any]]:
     return [{"up": real(width, 4 * width), "down": real(4 * width, width)} for _ in range(count)]
 
 
-def read(fn: Callable[..., Any], *args: Any) -> tuple[Program, list[str]]:
+def read(fn: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[str]]:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
     return read_jaxpr(jax.make_jaxpr(fn)(*args)), ["/".join(path[1:-1].split("][")) for path in paths]
 
 
-def products(program: Program, found: Classes) -> list[int]:
+def products(program: TracedProgram, found: Classes) -> list[int]:
     return [
         colour
         for operation, colour in zip(program.operations, found.operations, strict=True)

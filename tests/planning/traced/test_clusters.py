@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from shardrules.planning.traced.clusters import Clusters, clusters
-from shardrules.planning.traced.program import Program, read_jaxpr
+from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 
-def found(fn: Callable[..., Any], *shapes: tuple[int, ...], wide: bool = False) -> tuple[Program, Clusters]:
+def found(fn: Callable[..., Any], *shapes: tuple[int, ...], wide: bool = False) -> tuple[TracedProgram, Clusters]:
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]))
     return program, clusters(program, [], wide)
 
 
-def result(program: Program, name: str) -> int:
+def result(program: TracedProgram, name: str) -> int:
     (one,) = [operation.results[0] for operation in program.operations if operation.name == name]
     return one
 

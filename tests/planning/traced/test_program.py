@@ -14,34 +14,34 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.planning.traced.factors.table import Factors
-from shardrules.planning.traced.program import Operation, Program, inner_program, open_program, read_jaxpr
+from shardrules.planning.traced.program import Operation, TracedProgram, inlined_jaxpr, open_jaxpr, read_jaxpr
 from tests.planning.models import SMALL, TRAINED, WRITTEN, Case, bent, clipped
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
 
 
-def read(fn: Callable[..., Any], *args: Any) -> Program:
+def read(fn: Callable[..., Any], *args: Any) -> TracedProgram:
     return read_jaxpr(jax.make_jaxpr(fn)(*args))
 
 
-def names(program: Program) -> list[str]:
+def names(program: TracedProgram) -> list[str]:
     return [one.name for one in program.operations]
 
 
-def of(program: Program, *chosen: str) -> list[Operation]:
+def of(program: TracedProgram, *chosen: str) -> list[Operation]:
     return [one for one in program.operations if one.name in chosen or one.role in chosen]
 
 
-def check(program: Program) -> None:
+def check(program: TracedProgram) -> None:
     """What holds for every program."""
     made = {number: at for at, one in enumerate(program.operations) for number in one.results}
     assert len(made) == sum(len(one.results) for one in program.operations), "every array is made once"
     outside = {*program.arguments, *program.constants}
     assert not outside & made.keys()
     for at, one in enumerate(program.operations):
-        assert len(one.reads) == len(one.operands) == len(one.factors.operands)
+        assert len(one.read_counts) == len(one.operands) == len(one.factors.operands)
         assert len(one.results) == len(one.factors.results)
-        assert one.times == program.regions[one.region][1]
+        assert one.run_count == program.regions[one.region][1]
         sides = ((one.operands, one.factors.operands), (one.results, one.factors.results))
         for number, dims in (pair for side in sides for pair in zip(*side, strict=True)):
             if number is not None:
@@ -54,7 +54,7 @@ def check(program: Program) -> None:
     for around, times in program.regions[1:]:
         assert around >= 0
         assert times >= 0
-    keys = [(one.number, one.role, one.slot) for one in program.operations if one.number >= 0]
+    keys = [(one.equation_index, one.role, one.slot) for one in program.operations if one.equation_index >= 0]
     assert len(keys) == len(set(keys)), "an operation is found by number, role and slot"
 
 
@@ -78,12 +78,12 @@ def test_what_holds_for_every_program(case: Case) -> None:
     check(program)
     assert [program.arrays[number].shape for number in program.arguments] == [one.shape for one in kept]
     assert len(program.results) == len(jaxpr.out_avals)
-    assert program.unknown == ()
+    assert program.unknown_primitives == ()
 
 
 def test_operations_in_order_and_results_last() -> None:
     program = read(lambda w, x: (jnp.tanh(x @ w), x), W, X)
-    assert [(one.role, one.name, one.number) for one in program.operations] == [
+    assert [(one.role, one.name, one.equation_index) for one in program.operations] == [
         ("compute", "dot_general", 0),
         ("compute", "tanh", 1),
         ("return", "return", -1),
@@ -132,7 +132,7 @@ def test_what_is_inside_of_jit_is_read_as_if_it_stood_outside(wrap: Any) -> None
 def test_equations_that_hold_others_are_counted_before_them() -> None:
     """As the replay counts them."""
     program = read(lambda x: jnp.exp(jax.jit(lambda y: jax.jit(jnp.sin)(y) + 1)(jnp.cos(x))), X)
-    assert [(one.name, one.number) for one in program.operations[:-1]] == [
+    assert [(one.name, one.equation_index) for one in program.operations[:-1]] == [
         ("cos", 0),
         ("sin", 3),
         ("add", 4),
@@ -143,7 +143,7 @@ def test_equations_that_hold_others_are_counted_before_them() -> None:
 def test_one_program_that_is_called_twice_is_read_twice() -> None:
     inner = jax.jit(jnp.sin)
     program = read(lambda x: inner(inner(x)), X)
-    assert [(one.name, one.number) for one in program.operations[:-1]] == [("sin", 1), ("sin", 3)]
+    assert [(one.name, one.equation_index) for one in program.operations[:-1]] == [("sin", 1), ("sin", 3)]
     check(program)
 
 
@@ -164,7 +164,7 @@ def test_gradients_of_checkpoints_are_recomputed_elsewhere() -> None:
 def test_functions_with_derivatives_of_their_own(fn: Any, found: list[str]) -> None:
     program = read(fn, X)
     assert names(program) == [*found, "return"]
-    assert program.unknown == ()
+    assert program.unknown_primitives == ()
 
 
 def test_a_scan() -> None:
@@ -185,19 +185,19 @@ def test_a_scan() -> None:
     ]
     assert program.regions == ((-1, 1), (0, 5))
     assert {one.region for one in of(program, "compute")} == {1}
-    assert {one.times for one in of(program, "compute")} == {5}
+    assert {one.run_count for one in of(program, "compute")} == {5}
     assert fixed.factors == Factors(((0, 1),), ((0, 1),), (16, 16))
-    assert fixed.reads == (1,)
+    assert fixed.read_counts == (1,)
     assert row.factors == Factors(((None, 0),), ((0,),), (16,))
     assert rounds.factors == Factors(((0, 1), (0, 1)), ((0, 1),), (8, 16))
-    assert rounds.reads == (1, 5)
+    assert rounds.read_counts == (1, 5)
     assert stacked.factors == Factors(((0, 1),), ((None, 0, 1),), (8, 16))
     assert rounds.operands[0] == program.arguments[1]
     (tanh,) = of(program, "tanh")
     assert rounds.operands[1] == tanh.results[0]
     assert last.factors == Factors(((0, 1),), ((0, 1),), (8, 16))
-    assert last.times == 1
-    assert {one.number for one in (fixed, row, rounds, last, stacked)} == {0}
+    assert last.run_count == 1
+    assert {one.equation_index for one in (fixed, row, rounds, last, stacked)} == {0}
     assert [program.arrays[one.results[0]].shape for one in (fixed, row, rounds, last, stacked)] == [
         (16, 16),
         (16,),
@@ -213,7 +213,7 @@ def test_what_goes_round_may_change_places() -> None:
     first, second = (one for one in of(program, "join") if program.arrays[one.results[0]].shape)
     assert first.operands == (program.arguments[0], second.results[0])
     assert second.operands == (program.arguments[1], first.results[0])
-    assert first.reads == second.reads == (1, 4)
+    assert first.read_counts == second.read_counts == (1, 4)
 
 
 def test_loops_in_loops_multiply() -> None:
@@ -223,11 +223,11 @@ def test_loops_in_loops_multiply() -> None:
     program = read(lambda x: lax.scan(lambda y, _: (jnp.cos(inner(y)), None), x, length=5)[0], X)
     check(program)
     assert program.regions == ((-1, 1), (0, 5), (1, 15))
-    assert [one.times for one in of(program, "sin", "cos")] == [15, 5]
+    assert [one.run_count for one in of(program, "sin", "cos")] == [15, 5]
     outer, nested = (one for one in of(program, "join") if program.arrays[one.results[0]].shape)
-    assert (outer.reads, nested.reads) == ((1, 5), (5, 15))
+    assert (outer.read_counts, nested.read_counts) == ((1, 5), (5, 15))
     (sin,) = of(program, "sin")
-    assert nested.number != outer.number < nested.number < sin.number
+    assert nested.equation_index != outer.equation_index < nested.equation_index < sin.equation_index
 
 
 def test_a_while_loop() -> None:
@@ -243,7 +243,7 @@ def test_a_while_loop() -> None:
     (body,), (condition,) = of(program, "dot_general"), of(program, "reduce_sum")
     (rounds,), (last,) = of(program, "join"), of(program, "exit")
     assert of(program, "return")[0].operands == last.results
-    assert condition.number > body.number > rounds.number == 0
+    assert condition.equation_index > body.equation_index > rounds.equation_index == 0
 
 
 def test_branches() -> None:
@@ -279,7 +279,7 @@ def test_shard_maps_are_opaque() -> None:
     taken, given = one.spec
     assert (tuple(taken), tuple(given)) == ((P("data"),), (P(),))
     assert one.factors == Factors(((None, None),), ((None, None),), ())
-    assert program.unknown == ()
+    assert program.unknown_primitives == ()
     assert names(program) == ["shard_map", "sin", "return"]
 
 
@@ -288,18 +288,18 @@ def test_what_is_not_known_is_whole_and_named() -> None:
     own.def_abstract_eval(lambda x: ShapedArray((x.shape[0] // 2, *x.shape[1:]), x.dtype))
     program = read(lambda x: lax.scan(lambda c, _: (c, own.bind(jnp.sin(c))), own.bind(x), length=3), X)
     check(program)
-    assert program.unknown == (("fold_in_half", 2),)
+    assert program.unknown_primitives == (("fold_in_half", 2),)
     outer, inner = of(program, "fold_in_half")
     assert outer.factors == Factors(((None, None),), ((None, None),), ())
     assert outer.role == "compute"
-    assert (outer.times, inner.times) == (1, 3)
+    assert (outer.run_count, inner.run_count) == (1, 3)
 
 
 def test_programs_inside_and_open() -> None:
     (call,) = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns
-    inner = inner_program(call)
+    inner = inlined_jaxpr(call)
     assert isinstance(inner, ClosedJaxpr)
-    assert open_program(inner) is inner.jaxpr
-    assert open_program(inner.jaxpr) is inner.jaxpr
+    assert open_jaxpr(inner) is inner.jaxpr
+    assert open_jaxpr(inner.jaxpr) is inner.jaxpr
     (sin,) = inner.jaxpr.eqns
-    assert inner_program(sin) is None
+    assert inlined_jaxpr(sin) is None
