@@ -9,16 +9,16 @@ from typing import Final, TypeAlias, final
 
 import attrs
 
-from shardrules.core.errors import SpecError, suggest
+from shardrules.core.errors import ConfigError, suggest
 
 LogicalAxis: TypeAlias = "str | Sequence[LogicalAxis] | None"
-"""One dimension: a logical axis, a mesh axis, `None` or `EMPTY` for a whole dimension, or a sequence of such."""
+"""One dimension: a logical axis, a mesh axis, `None` or `EMPTY` for a whole dimension, or a sequence of these."""
 
 BATCH: Final = "__BATCH__"
 """The examples of a batch."""
 
 LENGTH: Final = "__LENGTH__"
-"""The positions of a sequence, where queries and keys are not told apart."""
+"""The positions of a sequence, where queries and keys are not distinguished."""
 
 QUERY_LENGTH: Final = "__QUERY_LENGTH__"
 """The positions of the queries. One at a time while decoding."""
@@ -97,87 +97,31 @@ GENERATION_MODES: Final = (MODE_DECODE, MODE_INSERT)
 
 
 def check_mode(mode: str) -> str:
-    """Returns `mode` if it is one of `MODES`.
-
-    **Arguments:**
-
-    - `mode`: a runtime mode.
-
-    **Returns:**
-
-    The same mode.
-
-    **Raises:**
-
-    `SpecError` for anything else.
-
-    ```python
-    from shardrules.presets import eformer
-
-    assert check_mode(eformer.MODE_DECODE) == eformer.MODE_DECODE
-    ```
-    """
+    """Returns `mode` if it is a runtime mode."""
     if mode not in MODES:
         hint = suggest(mode, MODES) if isinstance(mode, str) else ""
-        raise SpecError(
-            f"{mode!r} is no runtime mode{hint}. The modes are MODE_TRAIN, MODE_PREFILL, MODE_DECODE and MODE_INSERT"
+        raise ConfigError(
+            f"unknown runtime mode {mode!r}{hint}; the modes are MODE_TRAIN, MODE_PREFILL, MODE_DECODE and MODE_INSERT"
         )
     return mode
 
 
 def as_logical(axes: object) -> LogicalAxis:
-    """Returns a logical axis in its normal form: a name, `None`, or a tuple of such.
-
-    **Arguments:**
-
-    - `axes`: a name, `None`, or a list or tuple of such, nested as one likes.
-
-    **Returns:**
-
-    The same with tuples for lists.
-
-    **Raises:**
-
-    `SpecError` for anything that names no axis.
-
-    ```python
-    from shardrules.presets import eformer
-
-    assert as_logical([eformer.FSDP, ["dp", None]]) == (eformer.FSDP, ("dp", None))
-    ```
-    """
+    """Returns a logical axis in its normal form: a name, `None`, or a tuple of these."""
     if isinstance(axes, list | tuple):
         return tuple(as_logical(axis) for axis in axes)
     if axes is None or (isinstance(axes, str) and axes):
         return axes
-    raise SpecError(f"a logical axis is a name, None or a sequence of such, got {axes!r}")
+    raise ConfigError(f"a logical axis is a name, None or a sequence of these, got {axes!r}")
 
 
 def as_dims(axes: object) -> tuple[LogicalAxis, ...]:
-    """Returns the logical axes of an array as a tuple, one for each dimension.
-
-    **Arguments:**
-
-    - `axes`: a list or tuple of logical axes.
-
-    **Returns:**
-
-    A tuple, each item in its normal form.
-
-    **Raises:**
-
-    `SpecError` for a bare name, whose letters would pass for axes, and for anything that names no axis.
-
-    ```python
-    from shardrules.presets import eformer
-
-    assert as_dims([eformer.BATCH, [eformer.FSDP, eformer.SP]]) == (eformer.BATCH, (eformer.FSDP, eformer.SP))
-    ```
-    """
-    found = as_logical(axes)
-    if not isinstance(found, tuple):
-        raise SpecError(f"logical axes come as a list, one for each dimension of an array: [{axes!r}], not {axes!r}")
-    return found
+    """Returns the logical axes of an array as a tuple, one for each dimension."""
+    dims = as_logical(axes)
+    # A bare name is refused: its letters would pass for axes.
+    if not isinstance(dims, tuple):
+        raise ConfigError(f"logical axes are a list with one item for each dimension: [{axes!r}], not {axes!r}")
+    return dims
 
 
 def _as_mode(mode: str | int) -> str | int:
@@ -187,13 +131,10 @@ def _as_mode(mode: str | int) -> str | int:
 @final
 @attrs.frozen
 class DynamicShardingAxes:
-    """The logical axes of an array together with the mode in which to resolve them.
+    """The logical axes of an array, one for each dimension, together with the mode in which to resolve them.
 
-    **Arguments:**
-
-    - `axes`: one logical axis for each dimension.
-    - `mode`: a runtime mode; or a dimension, as an int: where that dimension has length 1 the mode is `MODE_DECODE`,
-      else `MODE_TRAIN`.
+    `mode` is a runtime mode, or a dimension as an int: where that dimension has length 1 the mode is `MODE_DECODE`,
+    else `MODE_TRAIN`.
 
     ```python
     from shardrules.presets import eformer

@@ -1,23 +1,23 @@
 """Which mesh axis splits which kind of dimension: one value that configures a whole family of models.
 
 A `PartitionAxis` starts from five names, one for each kind of parallelism, and derives from them which mesh axis splits
-the batch, the sequence, the heads and so on. Any of it can be said outright. Model code then speaks of logical axes,
-and `resolve_spec` answers with a PartitionSpec; `as_mapping` gives the same knowledge to the rule engine.
+the batch, the sequence, the heads and so on. Each of these can also be set explicitly. Model code then speaks of
+logical axes, and `resolve_spec` returns the PartitionSpec; `as_mapping` gives the same mapping to a rule.
 
-It is a plain value. Registering a logical axis of one's own gives a *new* value with another hash, so that nothing that
-was compiled for the old one is mistaken for the new.
+It is a plain value. Registering another logical axis gives a *new* value with another hash, so that nothing compiled
+for the old value is reused for the new one.
 """
 
-import enum
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
-from typing import Any, ClassVar, Final, TypeAlias, final
+from typing import Any, ClassVar, Final, TypeAlias, TypedDict, Unpack, cast, final
 
 import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import Axis, axis_tuple
-from shardrules.core.errors import SpecError, UnknownAxisError, suggest
+from shardrules.core.errors import ConfigError, SpecError, UnknownAxisError, suggest
 from shardrules.rules.logical.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
@@ -49,26 +49,11 @@ from shardrules.rules.logical.axes import (
     check_mode,
 )
 
-
-@final
-class _Unset(enum.Enum):
-    """Tells an argument that was left out from an explicit `None` and from an explicit `...`."""
-
-    UNSET = enum.auto()
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-_UNSET: Final = _Unset.UNSET
-
-GivenAxis: TypeAlias = str | Sequence[Any] | EllipsisType | None
-"""What a field takes: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
-
-_Maybe: TypeAlias = GivenAxis | _Unset
+FieldAxis: TypeAlias = str | Sequence[Any] | EllipsisType | None
+"""What a field accepts: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
 
 GenerationAxis: TypeAlias = "LogicalAxis | EllipsisType"
-"""What a registered axis stands for in generation: a logical axis, or `...` for the same as in training."""
+"""What a registered axis means in generation: a logical axis, or `...` for the same as in training."""
 
 _MESH_FIELDS: Final = {
     DP: "data_parallel_axis",
@@ -97,68 +82,145 @@ _FIELDS: Final = {
     **_MESH_FIELDS,
 }
 
-# The fields that have a partner for generation: `batch_axis` has `generation_batch_axis`, alias `decode_batch_axis`.
-_GENERATION_FIELDS: Final = (
-    "batch_axis",
-    "query_sequence_axis",
-    "head_axis",
-    "kv_head_axis",
-    "key_sequence_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-)
+_DEFAULTS: Final = dict(zip(_MESH_FIELDS.values(), ("dp", "fsdp", "tp", "sp", "ep"), strict=True))
+"""The five mesh axes from which the other fields are derived."""
+
+_NEVER: Final = ()
+"""The source of a field that is `None` unless it is set."""
+
+_SOURCES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]] = {
+    "batch_axis": (("fully_sharded_data_parallel_axis", "data_parallel_axis"), ("batch_axis",)),
+    "sequence_axis": (("sequence_parallel_axis",), None),
+    "query_sequence_axis": (("sequence_parallel_axis",), _NEVER),
+    "head_axis": (("tensor_parallel_axis",), ("tensor_parallel_axis",)),
+    "kv_head_axis": (("tensor_parallel_axis",), ("tensor_parallel_axis",)),
+    "key_sequence_axis": (("sequence_parallel_axis",), ("sequence_parallel_axis",)),
+    "hidden_state_axis": (("tensor_parallel_axis",), None),
+    "mlp_intermediate_axis": (("tensor_parallel_axis",), None),
+    "vocab_axis": (("tensor_parallel_axis",), None),
+    "expert_axis": (("expert_parallel_axis",), None),
+    "expert_gate_axis": (_NEVER, None),
+    "attention_dim_axis": (_NEVER, _NEVER),
+    "attention_kv_dim_axis": (_NEVER, _NEVER),
+    "bias_head_sequence_axis": (_NEVER, None),
+    "bias_key_sequence_axis": (_NEVER, None),
+}
+"""For each field: the fields it is derived from, and the sources of its partner `generation_<field>`, if it has one."""
+
+_GENERATION_FIELDS: Final = tuple(field for field, (_, generation) in _SOURCES.items() if generation is not None)
 
 
-def _is_word(name: str) -> bool:
+class AxisFields(TypedDict, total=False):
+    """The keyword arguments of `PartitionAxis`; `decode_*` is another name of `generation_*`."""
+
+    data_parallel_axis: FieldAxis
+    fully_sharded_data_parallel_axis: FieldAxis
+    tensor_parallel_axis: FieldAxis
+    sequence_parallel_axis: FieldAxis
+    expert_parallel_axis: FieldAxis
+    batch_axis: FieldAxis
+    sequence_axis: FieldAxis
+    query_sequence_axis: FieldAxis
+    head_axis: FieldAxis
+    kv_head_axis: FieldAxis
+    key_sequence_axis: FieldAxis
+    hidden_state_axis: FieldAxis
+    mlp_intermediate_axis: FieldAxis
+    vocab_axis: FieldAxis
+    expert_axis: FieldAxis
+    expert_gate_axis: FieldAxis
+    attention_dim_axis: FieldAxis
+    attention_kv_dim_axis: FieldAxis
+    bias_head_sequence_axis: FieldAxis
+    bias_key_sequence_axis: FieldAxis
+    generation_batch_axis: FieldAxis
+    generation_query_sequence_axis: FieldAxis
+    generation_head_axis: FieldAxis
+    generation_kv_head_axis: FieldAxis
+    generation_key_sequence_axis: FieldAxis
+    generation_attention_dim_axis: FieldAxis
+    generation_attention_kv_dim_axis: FieldAxis
+    decode_batch_axis: FieldAxis
+    decode_query_sequence_axis: FieldAxis
+    decode_head_axis: FieldAxis
+    decode_kv_head_axis: FieldAxis
+    decode_key_sequence_axis: FieldAxis
+    decode_attention_dim_axis: FieldAxis
+    decode_attention_kv_dim_axis: FieldAxis
+
+
+def _is_logical_name(name: str) -> bool:
     """Whether `name` has the form of a logical axis, `__NAME__` or `_`, so that it cannot mean a mesh axis."""
     return name == EMPTY or (len(name) > 4 and name.startswith("__") and name.endswith("__"))
 
 
-def _names(field: str, value: object) -> tuple[str, ...]:
+def _flat_mesh_axes(field: str, value: object) -> tuple[str, ...]:
     """The mesh axes in `value`, flat and each once."""
     if value is None:
         return ()
     if isinstance(value, list | tuple):
-        return tuple(dict.fromkeys(name for part in value for name in _names(field, part)))
+        return tuple(dict.fromkeys(name for part in value for name in _flat_mesh_axes(field, part)))
     if not isinstance(value, str) or not value:
-        raise SpecError(f"PartitionAxis: {field} takes a mesh axis, a tuple of them, None or ..., got {value!r}")
-    if _is_word(value):
-        raise SpecError(f"PartitionAxis: {field} takes axes of the mesh; {value!r} is the name of a logical axis")
+        raise ConfigError(f"PartitionAxis: {field} takes a mesh axis, a tuple of them, None or ..., got {value!r}")
+    if _is_logical_name(value):
+        raise ConfigError(f"PartitionAxis: {field} takes mesh axes; {value!r} is the name of a logical axis")
     return (value,)
 
 
-def _as_entry(names: Sequence[str]) -> Axis | None:
-    return None if not names else names[0] if len(names) == 1 else tuple(names)
+def _as_entry(names: Iterable[str]) -> Axis | None:
+    axes = tuple(dict.fromkeys(names))
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def _axis(field: str, value: _Maybe, derived: Axis | EllipsisType | None = ...) -> Axis | None:
-    """The normal form of what was given for `field`; `derived` is what `...` stands for, if for anything."""
-    if value is _UNSET:
-        return None if derived is ... else derived
-    if value is not ...:
-        return _as_entry(_names(field, value))
-    if derived is ...:
-        raise SpecError(
-            f"PartitionAxis: {field} is the ellipsis, which asks to derive it, and there is nothing to derive it "
-            "from. Give a mesh axis, a tuple of mesh axes, or None"
+def _merge_aliases(axes: dict[str, FieldAxis]) -> dict[str, FieldAxis]:
+    """Renames `decode_*` to `generation_*`, after checking that the two agree where both are passed."""
+    merged = {name: value for name, value in axes.items() if not name.startswith("decode_")}
+    for field in _GENERATION_FIELDS:
+        alias, name = f"decode_{field}", f"generation_{field}"
+        if alias not in axes:
+            continue
+        decode = axes[alias]
+        generation = merged.setdefault(name, decode)
+        # An ellipsis agrees only with an ellipsis; two spellings of one tuple agree.
+        agree = (
+            generation is decode
+            if ... in (generation, decode)
+            else _flat_mesh_axes(name, generation) == _flat_mesh_axes(alias, decode)
         )
-    return derived
+        if not agree:
+            raise ConfigError(
+                f"PartitionAxis: {name}={generation!r} and {alias}={decode!r} are two names of one field and differ. "
+                "Pass one of them"
+            )
+    return merged
 
 
-def _either(field: str, generation: _Maybe, decode: _Maybe) -> _Maybe:
-    """What was given for a field that has two names."""
-    if decode is _UNSET or generation is _UNSET:
-        return generation if decode is _UNSET else decode
-    if ... in (generation, decode):
-        agree = generation is decode
-    else:
-        agree = _names(f"generation_{field}", generation) == _names(f"decode_{field}", decode)
-    if not agree:
-        raise SpecError(
-            f"PartitionAxis: generation_{field}={generation!r} and decode_{field}={decode!r} are two names of one "
-            "field and differ. Give one of them"
-        )
-    return generation
+def _resolve_fields(axes: dict[str, FieldAxis]) -> dict[str, Axis | EllipsisType | None]:
+    """The value of every field, those that are not set derived from the others."""
+    fields: dict[str, Axis | EllipsisType | None] = {}
+
+    def resolve(field: str, sources: tuple[str, ...], default: FieldAxis) -> None:
+        value = axes.get(field, default)
+        if value is not ...:
+            fields[field] = _as_entry(_flat_mesh_axes(field, value))
+        elif sources:
+            names = [fields[source] for source in sources]
+            fields[field] = _as_entry(name for axis in names if axis for name in axis_tuple(cast("Axis", axis)))
+        else:
+            raise ConfigError(
+                f"PartitionAxis: {field} is the ellipsis, which asks to derive it, but it is not derived from any "
+                "field. Pass a mesh axis, a tuple of mesh axes, or None"
+            )
+
+    for field, default in _DEFAULTS.items():
+        resolve(field, (), default)
+    for field, (sources, generation) in _SOURCES.items():
+        resolve(field, sources, ... if sources else None)
+        if generation is not None:
+            resolve(f"generation_{field}", generation, ... if generation else None)
+    if axes.get("generation_batch_axis", ...) is ...:
+        fields["generation_batch_axis"] = ...
+    return fields
 
 
 def _as_generation(axis: object) -> GenerationAxis:
@@ -167,27 +229,18 @@ def _as_generation(axis: object) -> GenerationAxis:
 
 def _as_name(name: object) -> str:
     if not isinstance(name, str) or not name or name == EMPTY:
-        raise SpecError(f"a logical axis is registered under a non-empty name other than {EMPTY!r}, got {name!r}")
+        raise ConfigError(f"a logical axis is registered under a non-empty name other than {EMPTY!r}, got {name!r}")
     return name
 
 
 @final
 @attrs.frozen
 class RegisteredAxis:
-    """A logical axis of one's own, as a `PartitionAxis` keeps it.
+    """A logical axis that a user added to a `PartitionAxis`.
 
-    **Arguments:**
-
-    - `name`: what model code calls it.
-    - `axis`: what it stands for: a mesh axis, another logical axis, the name of a field (`"batch_axis"`), `None`, or a
-      sequence of such.
-    - `generation_axis`: the same for the modes of generation. `...` means as `axis`; `None` means not split.
-
-    ```python
-    from shardrules.presets import eformer
-
-    assert eformer.RegisteredAxis("stage", "pipe").generation_axis is ...
-    ```
+    `axis` is what `name` means: a mesh axis, another logical axis, the name of a field (`"batch_axis"`), `None`, or a
+    sequence of these. `generation_axis` is the same for the modes of generation: `...` means as `axis`, `None` not
+    split.
     """
 
     name: str = attrs.field(converter=_as_name)
@@ -197,11 +250,11 @@ class RegisteredAxis:
 
 def _as_registered(entries: Sequence[RegisteredAxis]) -> tuple[RegisteredAxis, ...]:
     # Sorted, so that the order in which axes were registered makes no difference to equality.
-    found = tuple(sorted(entries, key=lambda entry: entry.name))
-    names = [entry.name for entry in found]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise SpecError(f"PartitionAxis: registered holds {twice[0]!r} twice")
-    return found
+    registered = tuple(sorted(entries, key=lambda entry: entry.name))
+    names = [entry.name for entry in registered]
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"PartitionAxis: registered holds {repeated[0]!r} twice")
+    return registered
 
 
 def _runtime_mode(mode: str | int, shape: Sequence[int] | None) -> tuple[str, int | None]:
@@ -209,13 +262,17 @@ def _runtime_mode(mode: str | int, shape: Sequence[int] | None) -> tuple[str, in
     if not isinstance(mode, int):
         return check_mode(mode), None
     if shape is None:
-        raise SpecError(
+        raise ConfigError(
             f"mode {mode} reads the mode off the length of dimension {mode}, so the shape should be provided: pass "
             "shape=x.shape, or name the mode"
         )
     if not -len(shape) <= mode < len(shape):
-        raise SpecError(f"mode {mode} reads the length of dimension {mode}, which shape {tuple(shape)} does not have")
+        raise ConfigError(f"mode {mode} reads the length of dimension {mode}, which shape {tuple(shape)} does not have")
     return (MODE_DECODE, mode % len(shape)) if shape[mode] == 1 else (MODE_TRAIN, None)
+
+
+def _alias(field: str) -> Any:
+    return property(operator.attrgetter(field), doc=f"Another name of `{field}`.")
 
 
 @final
@@ -223,36 +280,10 @@ def _runtime_mode(mode: str | int, shape: Sequence[int] | None) -> tuple[str, in
 class PartitionAxis:
     """Says which mesh axis splits which logical axis, in training and in generation.
 
-    Five names come first, one for each kind of parallelism. The other fields follow from them unless they are given.
-    A field takes a mesh axis, a tuple of mesh axes, `None` (never split) or `...` (derive it, the default).
-
-    **Arguments:**
-
-    - `data_parallel_axis`, `fully_sharded_data_parallel_axis`, `tensor_parallel_axis`, `sequence_parallel_axis`,
-      `expert_parallel_axis`: the mesh axes `"dp"`, `"fsdp"`, `"tp"`, `"sp"`, `"ep"`. `None` where the mesh has none.
-    - `batch_axis`: derived as the fully sharded axis, then the data parallel one.
-    - `sequence_axis`, `query_sequence_axis`, `key_sequence_axis`: derived as the sequence parallel axis.
-    - `head_axis`, `kv_head_axis`, `hidden_state_axis`, `mlp_intermediate_axis`, `vocab_axis`: derived as the tensor
-      parallel axis.
-    - `expert_axis`: derived as the expert parallel axis.
-    - `expert_gate_axis`, `attention_dim_axis`, `attention_kv_dim_axis`, `bias_head_sequence_axis`,
-      `bias_key_sequence_axis`: `None`.
-    - `generation_head_axis`, `generation_kv_head_axis`: in generation; derived as the tensor parallel axis, whatever
-      `head_axis` says.
-    - `generation_key_sequence_axis`: in generation; derived as the sequence parallel axis.
-    - `generation_query_sequence_axis`, `generation_attention_dim_axis`, `generation_attention_kv_dim_axis`: in
-      generation; `None`, which is not split.
-    - `generation_batch_axis`: in generation. Left out, it reads as `None` and batches are split as `batch_axis` says;
-      an explicit `None` means that they are not split.
-    - `decode_*`: other names of the seven `generation_*` fields.
-    - `registered`: logical axes of one's own; `register` adds one.
-
-    **Raises:**
-
-    `SpecError` when `...` is given for a field that nothing derives, when a field is given under both its names and
-    they differ, and for values that are no axes.
-
-    `attrs.evolve` keeps what was derived before; `replace` derives it anew.
+    Five fields name the mesh axes of the kinds of parallelism (`None` where the mesh lacks one). The other fields are
+    derived from them unless they are set: to a mesh axis, a tuple of mesh axes, `None` (never split) or `...` (derive
+    it, the default). `decode_*` is another name of `generation_*`. `registered` holds the user's logical axes;
+    `register` adds one. `attrs.evolve` keeps what was derived before; `replace` derives it again.
 
     ```python
     from shardrules.presets import eformer
@@ -284,7 +315,7 @@ class PartitionAxis:
     attention_kv_dim_axis: Axis | None
     bias_head_sequence_axis: Axis | None
     bias_key_sequence_axis: Axis | None
-    # Kept as given: left out it reads as None, yet resolves to `batch_axis`, and an explicit None must not.
+    # Kept as passed: left out it reads as None, yet resolves to `batch_axis`, and an explicit None must not.
     _generation_batch_axis: Axis | EllipsisType | None
     generation_query_sequence_axis: Axis | None
     generation_head_axis: Axis | None
@@ -294,111 +325,32 @@ class PartitionAxis:
     generation_attention_kv_dim_axis: Axis | None
     registered: tuple[RegisteredAxis, ...]
 
-    # attrs writes this one when a class has an `__init__` of its own.
+    # attrs writes this method when a class has an `__init__` of its own.
     __attrs_init__: ClassVar[Callable[..., None]]
 
-    def __init__(
-        self,
-        *,
-        data_parallel_axis: GivenAxis = "dp",
-        fully_sharded_data_parallel_axis: GivenAxis = "fsdp",
-        tensor_parallel_axis: GivenAxis = "tp",
-        sequence_parallel_axis: GivenAxis = "sp",
-        expert_parallel_axis: GivenAxis = "ep",
-        batch_axis: GivenAxis = ...,
-        sequence_axis: GivenAxis = ...,
-        query_sequence_axis: GivenAxis = ...,
-        head_axis: GivenAxis = ...,
-        kv_head_axis: GivenAxis = ...,
-        key_sequence_axis: GivenAxis = ...,
-        hidden_state_axis: GivenAxis = ...,
-        mlp_intermediate_axis: GivenAxis = ...,
-        vocab_axis: GivenAxis = ...,
-        expert_axis: GivenAxis = ...,
-        expert_gate_axis: GivenAxis = None,
-        attention_dim_axis: GivenAxis = None,
-        attention_kv_dim_axis: GivenAxis = None,
-        bias_head_sequence_axis: GivenAxis = None,
-        bias_key_sequence_axis: GivenAxis = None,
-        generation_batch_axis: _Maybe = _UNSET,
-        generation_query_sequence_axis: _Maybe = _UNSET,
-        generation_head_axis: _Maybe = _UNSET,
-        generation_kv_head_axis: _Maybe = _UNSET,
-        generation_key_sequence_axis: _Maybe = _UNSET,
-        generation_attention_dim_axis: _Maybe = _UNSET,
-        generation_attention_kv_dim_axis: _Maybe = _UNSET,
-        decode_batch_axis: _Maybe = _UNSET,
-        decode_query_sequence_axis: _Maybe = _UNSET,
-        decode_head_axis: _Maybe = _UNSET,
-        decode_kv_head_axis: _Maybe = _UNSET,
-        decode_key_sequence_axis: _Maybe = _UNSET,
-        decode_attention_dim_axis: _Maybe = _UNSET,
-        decode_attention_kv_dim_axis: _Maybe = _UNSET,
-        registered: Sequence[RegisteredAxis] = (),
-    ) -> None:
-        dp = _axis("data_parallel_axis", data_parallel_axis)
-        fsdp = _axis("fully_sharded_data_parallel_axis", fully_sharded_data_parallel_axis)
-        tp = _axis("tensor_parallel_axis", tensor_parallel_axis)
-        sp = _axis("sequence_parallel_axis", sequence_parallel_axis)
-        ep = _axis("expert_parallel_axis", expert_parallel_axis)
-        batch = _either("batch_axis", generation_batch_axis, decode_batch_axis)
-        query = _either("query_sequence_axis", generation_query_sequence_axis, decode_query_sequence_axis)
-        head = _either("head_axis", generation_head_axis, decode_head_axis)
-        kv_head = _either("kv_head_axis", generation_kv_head_axis, decode_kv_head_axis)
-        key = _either("key_sequence_axis", generation_key_sequence_axis, decode_key_sequence_axis)
-        dim = _either("attention_dim_axis", generation_attention_dim_axis, decode_attention_dim_axis)
-        kv_dim = _either("attention_kv_dim_axis", generation_attention_kv_dim_axis, decode_attention_kv_dim_axis)
-        self.__attrs_init__(
-            data_parallel_axis=dp,
-            fully_sharded_data_parallel_axis=fsdp,
-            tensor_parallel_axis=tp,
-            sequence_parallel_axis=sp,
-            expert_parallel_axis=ep,
-            batch_axis=_axis("batch_axis", batch_axis, _as_entry(_names("batch_axis", (fsdp, dp)))),
-            sequence_axis=_axis("sequence_axis", sequence_axis, sp),
-            query_sequence_axis=_axis("query_sequence_axis", query_sequence_axis, sp),
-            head_axis=_axis("head_axis", head_axis, tp),
-            kv_head_axis=_axis("kv_head_axis", kv_head_axis, tp),
-            key_sequence_axis=_axis("key_sequence_axis", key_sequence_axis, sp),
-            hidden_state_axis=_axis("hidden_state_axis", hidden_state_axis, tp),
-            mlp_intermediate_axis=_axis("mlp_intermediate_axis", mlp_intermediate_axis, tp),
-            vocab_axis=_axis("vocab_axis", vocab_axis, tp),
-            expert_axis=_axis("expert_axis", expert_axis, ep),
-            expert_gate_axis=_axis("expert_gate_axis", expert_gate_axis),
-            attention_dim_axis=_axis("attention_dim_axis", attention_dim_axis),
-            attention_kv_dim_axis=_axis("attention_kv_dim_axis", attention_kv_dim_axis),
-            bias_head_sequence_axis=_axis("bias_head_sequence_axis", bias_head_sequence_axis),
-            bias_key_sequence_axis=_axis("bias_key_sequence_axis", bias_key_sequence_axis),
-            generation_batch_axis=... if batch in (_UNSET, ...) else _axis("generation_batch_axis", batch),
-            generation_query_sequence_axis=_axis("generation_query_sequence_axis", query),
-            generation_head_axis=_axis("generation_head_axis", head, tp),
-            generation_kv_head_axis=_axis("generation_kv_head_axis", kv_head, tp),
-            generation_key_sequence_axis=_axis("generation_key_sequence_axis", key, sp),
-            generation_attention_dim_axis=_axis("generation_attention_dim_axis", dim),
-            generation_attention_kv_dim_axis=_axis("generation_attention_kv_dim_axis", kv_dim),
-            registered=_as_registered(registered),
-        )
+    def __init__(self, *, registered: Sequence[RegisteredAxis] = (), **axes: Unpack[AxisFields]) -> None:
+        if unknown := [name for name in axes if name not in AxisFields.__annotations__]:
+            raise TypeError(f"PartitionAxis() got an unexpected keyword argument {unknown[0]!r}")
+        fields = _resolve_fields(_merge_aliases(cast("dict[str, FieldAxis]", axes)))
+        self.__attrs_init__(**fields, registered=_as_registered(registered))
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self._given().items())
-        return f"{type(self).__name__}({given})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._shortest_arguments().items())
+        return f"{type(self).__name__}({arguments})"
 
-    def _given(self) -> dict[str, Any]:
+    def _shortest_arguments(self) -> dict[str, Any]:
         """The arguments that build this value, without those that would be derived anyway."""
-        dims = {field: getattr(self, field) for field in _MESH_FIELDS.values()}
-        plain, derived = PartitionAxis(), PartitionAxis(**dims)
+        mesh_fields: Any = {field: getattr(self, field) for field in _MESH_FIELDS.values()}
+        plain, derived = PartitionAxis(), PartitionAxis(**mesh_fields)
         return {
             field.alias: getattr(self, field.name)
             for field in attrs.fields(PartitionAxis)
-            if getattr(self, field.name) != getattr(plain if field.name in dims else derived, field.name)
+            if getattr(self, field.name) != getattr(plain if field.name in mesh_fields else derived, field.name)
         }
 
     @property
     def generation_batch_axis(self) -> Axis | None:
-        """The axis of batches in generation as it was given; `None` also where it was left out.
-
-        `decode_batch_axis` is what batches are split over.
-        """
+        """The axis of batches in generation as it was passed; `None` also where it was left out."""
         return None if self._generation_batch_axis is ... else self._generation_batch_axis
 
     @property
@@ -406,71 +358,30 @@ class PartitionAxis:
         """The axis that splits batches in generation: `batch_axis` where `generation_batch_axis` was left out."""
         return self.batch_axis if self._generation_batch_axis is ... else self._generation_batch_axis
 
-    @property
-    def decode_query_sequence_axis(self) -> Axis | None:
-        """Another name of `generation_query_sequence_axis`."""
-        return self.generation_query_sequence_axis
-
-    @property
-    def decode_head_axis(self) -> Axis | None:
-        """Another name of `generation_head_axis`."""
-        return self.generation_head_axis
-
-    @property
-    def decode_kv_head_axis(self) -> Axis | None:
-        """Another name of `generation_kv_head_axis`."""
-        return self.generation_kv_head_axis
-
-    @property
-    def decode_key_sequence_axis(self) -> Axis | None:
-        """Another name of `generation_key_sequence_axis`."""
-        return self.generation_key_sequence_axis
-
-    @property
-    def decode_attention_dim_axis(self) -> Axis | None:
-        """Another name of `generation_attention_dim_axis`."""
-        return self.generation_attention_dim_axis
-
-    @property
-    def decode_attention_kv_dim_axis(self) -> Axis | None:
-        """Another name of `generation_attention_kv_dim_axis`."""
-        return self.generation_attention_kv_dim_axis
+    decode_query_sequence_axis = _alias("generation_query_sequence_axis")
+    decode_head_axis = _alias("generation_head_axis")
+    decode_kv_head_axis = _alias("generation_kv_head_axis")
+    decode_key_sequence_axis = _alias("generation_key_sequence_axis")
+    decode_attention_dim_axis = _alias("generation_attention_dim_axis")
+    decode_attention_kv_dim_axis = _alias("generation_attention_kv_dim_axis")
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Every mesh axis that this configuration speaks of, in the order of the fields.
-
-        ```python
-        from shardrules.presets import eformer
-
-        assert eformer.PartitionAxis(vocab_axis="pipe").mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "pipe")
-        ```
-        """
-        taken = (*_FIELDS, *_FIELDS.values(), *(entry.name for entry in self.registered))
-        literals = [name for entry in self.registered for name in (*_flat(entry.axis), *_flat(entry.generation_axis))]
-        own = (name for name in literals if name not in taken and not _is_word(name))
-        return tuple(dict.fromkeys((*self._field_axes(), *own)))
+        """Every mesh axis that this configuration uses, in the order of the fields."""
+        defined = (*_FIELDS, *_FIELDS.values(), *(entry.name for entry in self.registered))
+        names = [name for entry in self.registered for name in (*_flat(entry.axis), *_flat(entry.generation_axis))]
+        # A registered axis may name a mesh axis that no field uses; what is not defined otherwise is a mesh axis.
+        extra = (name for name in names if name not in defined and not _is_logical_name(name))
+        return tuple(dict.fromkeys((*self._field_axes(), *extra)))
 
     def _field_axes(self) -> tuple[str, ...]:
         values = (getattr(self, field.name) for field in attrs.fields(PartitionAxis) if field.name != "registered")
         return tuple(dict.fromkeys(name for value in values if value not in (None, ...) for name in axis_tuple(value)))
 
     def replace(self, **changes: Any) -> "PartitionAxis":
-        """Returns a copy with some fields changed, and what follows from them derived anew.
+        """Returns a copy with some fields changed, and what depends on them derived again.
 
         A field whose value is the derived one counts as derived.
-
-        **Arguments:**
-
-        - `changes`: fields and their new values, as the constructor takes them.
-
-        **Returns:**
-
-        A new `PartitionAxis`.
-
-        **Raises:**
-
-        As the constructor does.
 
         ```python
         from shardrules.presets import eformer
@@ -479,11 +390,11 @@ class PartitionAxis:
         assert paxis.vocab_axis == "model" and paxis.head_axis is None
         ```
         """
-        given = self._given()
+        arguments = self._shortest_arguments()
         for field in _GENERATION_FIELDS:
             if f"decode_{field}" in changes:
-                given.pop(f"generation_{field}", None)
-        return PartitionAxis(**{**given, **changes})
+                arguments.pop(f"generation_{field}", None)
+        return PartitionAxis(**{**arguments, **changes})
 
     def register(
         self,
@@ -493,24 +404,10 @@ class PartitionAxis:
         *,
         override: bool = False,
     ) -> "PartitionAxis":
-        """Returns a copy that knows one more logical axis. This value stays as it is.
+        """Returns a copy that knows one more logical axis. This value does not change.
 
-        **Arguments:**
-
-        - `name`: what model code will call it.
-        - `axis`: what it stands for: a mesh axis, a logical axis, the name of a field, `None`, or a sequence of such.
-          What is none of the others is a mesh axis. A name that is registered later may be used already.
-        - `generation_axis`: the same for `MODE_DECODE` and `MODE_INSERT`. By default as `axis`, so that an alias of
-          `HEAD` follows `generation_head_axis` there; `None` means not split.
-        - `override`: allows a name that means something already.
-
-        **Returns:**
-
-        A new `PartitionAxis`.
-
-        **Raises:**
-
-        `SpecError` for a name that is taken, unless `override` is set.
+        `axis` and `generation_axis` are as in `RegisteredAxis`: an unknown name in them is a mesh axis, and a name that
+        is registered later may be used already. `override` allows a `name` that already has a meaning.
 
         ```python
         from shardrules.presets import eformer
@@ -523,63 +420,24 @@ class PartitionAxis:
         """
         entry = RegisteredAxis(name, axis, generation_axis)
         others = tuple(other for other in self.registered if other.name != name)
-        taken = len(others) < len(self.registered) or name in (*_FIELDS, *_FIELDS.values(), *self._field_axes())
-        if taken and not override:
+        exists = len(others) < len(self.registered) or name in (*_FIELDS, *_FIELDS.values(), *self._field_axes())
+        if exists and not override:
             meaning = _as_entry(self._expand(name, MODE_TRAIN))
-            raise SpecError(f"{name!r} already exists and stands for {meaning!r}. override=True gives it a new meaning")
+            raise ConfigError(f"{name!r} already exists and means {meaning!r}. override=True gives it a new meaning")
         return attrs.evolve(self, registered=(*others, entry))
 
     def unregister(self, name: str, *, missing_ok: bool = False) -> "PartitionAxis":
-        """Returns a copy without the logical axis that was registered as `name`.
-
-        **Arguments:**
-
-        - `name`: the name it was registered under.
-        - `missing_ok`: whether to let a name pass that nothing was registered under.
-
-        **Returns:**
-
-        A new `PartitionAxis`.
-
-        **Raises:**
-
-        `UnknownAxisError` when nothing was registered under `name`, unless `missing_ok` is set.
-
-        ```python
-        from shardrules.presets import eformer
-
-        paxis = eformer.PartitionAxis()
-        assert paxis.register("stage", "pipe").unregister("stage") == paxis
-        ```
-        """
+        """Returns a copy without the logical axis that was registered as `name`."""
         names = [entry.name for entry in self.registered]
         if name not in names and not missing_ok:
-            known = f"Registered are: {', '.join(names)}" if names else "Nothing is registered"
-            raise UnknownAxisError(f"no logical axis is registered as {name!r}{suggest(name, names)}. {known}")
+            hint = f"Registered are: {', '.join(names)}" if names else "Nothing is registered"
+            raise UnknownAxisError(f"no logical axis is registered as {name!r}{suggest(name, names)}. {hint}")
         return attrs.evolve(self, registered=tuple(entry for entry in self.registered if entry.name != name))
 
     def resolve_axis(self, axes: Sequence[LogicalAxis], mode: str = MODE_TRAIN) -> list[Axis | None]:
-        """Returns the mesh axes of each logical axis, one by one: an axis may appear more than once in the list.
+        """Returns what each logical axis means: a mesh axis, a tuple of them, or `None`.
 
-        **Arguments:**
-
-        - `axes`: logical axes, registered ones, mesh axes, field names, `None` or `EMPTY`, or sequences of such.
-        - `mode`: the runtime mode.
-
-        **Returns:**
-
-        For each: a mesh axis, a tuple of them, or `None`.
-
-        **Raises:**
-
-        `UnknownAxisError` for a name that means nothing here; `SpecError` for registrations that go in a circle.
-
-        ```python
-        from shardrules.presets import eformer
-
-        axes = eformer.PartitionAxis().resolve_axis([eformer.BATCH, eformer.HEAD, eformer.VOCAB])
-        assert axes == [("fsdp", "dp"), "tp", "tp"]
-        ```
+        Unlike in a spec, a mesh axis may appear more than once in the list.
         """
         check_mode(mode)
         return [_as_entry(self._expand(axis, mode)) for axis in as_dims(axes)]
@@ -592,23 +450,11 @@ class PartitionAxis:
     ) -> PartitionSpec:
         """Returns the PartitionSpec of an array whose dimensions are these logical axes.
 
-        **Arguments:**
-
-        - `axes`: one for each dimension: a logical axis, a registered one, a mesh axis, a field name, `None` or
-          `EMPTY`; or a sequence of such, which is flattened, each mesh axis once.
-        - `mode`: the runtime mode; or a dimension, as an int: decoding where it has length 1, else training.
-        - `shape`: the shape of the array. An int `mode` needs it.
-
-        **Returns:**
-
-        A PartitionSpec with an entry for each of `axes`.
-
-        **Raises:**
-
-        `UnknownAxisError` for a name that means nothing here. `SpecError` when one mesh axis would split two
-        dimensions, when there are more axes than dimensions, and for registrations that go in a circle. The dimension
-        of length 1 that an int `mode` has looked at may share an axis with another one: nothing can be split there,
-        and fitting the spec to the shape drops it.
+        Each of `axes` is a logical axis, a registered one, a mesh axis, a field name, `None` or `EMPTY`; or a sequence
+        of these, which is flattened, each mesh axis once. `mode` is the runtime mode; or a dimension, as an int:
+        decoding where it has length 1 in `shape`, else training. A mesh axis that would split two dimensions is an
+        error, except that the dimension of length 1 that an int `mode` looks at may share one: it cannot be split, and
+        fitting the spec to the shape drops it.
 
         ```python
         from shardrules.presets import eformer
@@ -619,36 +465,23 @@ class PartitionAxis:
         assert paxis.resolve_spec(hidden, eformer.MODE_DECODE) == P(("fsdp", "dp"), None, "tp")
         ```
         """
-        wanted = as_dims(axes)
-        name, single = _runtime_mode(mode, shape)
-        if shape is not None and len(wanted) > len(shape):
-            raise SpecError(f"{len(wanted)} logical axes {wanted!r} for an array of shape {tuple(shape)}")
-        entries = [self._expand(axis, name) for axis in wanted]
+        logical = as_dims(axes)
+        mode_name, single_dim = _runtime_mode(mode, shape)
+        if shape is not None and len(logical) > len(shape):
+            raise ConfigError(f"{len(logical)} logical axes {logical!r} for an array of shape {tuple(shape)}")
+        entries = [self._expand(axis, mode_name) for axis in logical]
         dims_of: dict[str, list[int]] = {}
         for dim, entry in enumerate(entries):
             for axis in entry:
-                if dim != single:
+                if dim != single_dim:
                     dims_of.setdefault(axis, []).append(dim)
-        clashes = [self._clash(axis, dims, wanted, name) for axis, dims in dims_of.items() if len(dims) > 1]
+        clashes = [self._clash(axis, dims, logical, mode_name) for axis, dims in dims_of.items() if len(dims) > 1]
         if clashes:
             raise SpecError("\n".join(clashes))
         return PartitionSpec(*map(_as_entry, entries))
 
     def as_mapping(self, mode: str = MODE_TRAIN) -> tuple[tuple[str, Axis | None], ...]:
-        """Returns what every logical axis stands for, in the form that `LogicalShardingRule` takes.
-
-        **Arguments:**
-
-        - `mode`: the runtime mode.
-
-        **Returns:**
-
-        Pairs of a logical axis and its mesh axis, tuple of mesh axes or `None`: the built-in ones first, then the
-        registered ones.
-
-        **Raises:**
-
-        As `resolve_axis` does.
+        """Returns what every logical axis means, built-in ones first, in the form that `LogicalShardingRule` takes.
 
         ```python
         from shardrules.presets import eformer
@@ -661,56 +494,57 @@ class PartitionAxis:
         return tuple(zip(names, self.resolve_axis(tuple(names), mode), strict=True))
 
     def _expand(self, axis: LogicalAxis, mode: str, trail: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The mesh axes that `axis` stands for, each once; `trail` holds the registered names that led here."""
+        """The mesh axes that `axis` means, each once; `trail` holds the registered names that led here."""
         if axis is None or axis == EMPTY:
             return ()
         if not isinstance(axis, str):
             return tuple(dict.fromkeys(name for part in axis for name in self._expand(part, mode, trail)))
         if axis in trail:
             circle = " -> ".join(map(repr, (*trail[trail.index(axis) :], axis)))
-            raise SpecError(f"Cyclic semantic axis registration: {circle}. Register one of them as a mesh axis")
+            raise ConfigError(f"Cyclic semantic axis registration: {circle}. Register one of them as a mesh axis")
+        # Registered names come first: with `override` they replace the built-in ones.
         for entry in self.registered:
             if entry.name == axis:
-                given = entry.generation_axis if mode in GENERATION_MODES else ...
-                return self._expand(entry.axis if given is ... else given, mode, (*trail, axis))
+                meaning = entry.generation_axis if mode in GENERATION_MODES else ...
+                return self._expand(entry.axis if meaning is ... else meaning, mode, (*trail, axis))
         field = _FIELDS.get(axis, axis)
         if field in _FIELDS.values():
-            found = getattr(self, f"decode_{field}" if _generates(field, mode) else field)
-            return () if found is None else axis_tuple(found)
+            value = getattr(self, f"decode_{field}" if _uses_generation_field(field, mode) else field)
+            return () if value is None else axis_tuple(value)
         if axis not in self.mesh_axes:
             raise self._unknown(axis, trail)
         return (axis,)
 
     def _unknown(self, name: str, trail: tuple[str, ...]) -> UnknownAxisError:
-        word = f"__{name.upper()}__"
-        known = (*_FIELDS, *(entry.name for entry in self.registered), *self.mesh_axes)
-        hint = f" (did you mean {word!r}?)" if word in _FIELDS else suggest(name, known)
-        where = f", which {trail[-1]!r} is registered as" if trail else ""
+        token = f"__{name.upper()}__"
+        names = (*_FIELDS, *(entry.name for entry in self.registered), *self.mesh_axes)
+        hint = f" (did you mean {token!r}?)" if token in _FIELDS else suggest(name, names)
+        origin = f", which {trail[-1]!r} is registered as" if trail else ""
         return UnknownAxisError(
-            f"Unknown semantic axis name: {name!r}{hint}{where}. It is no logical axis, nothing is registered under "
-            f"it, and the mesh axes that this PartitionAxis speaks of are {', '.join(map(repr, self.mesh_axes))}. "
+            f"Unknown semantic axis name: {name!r}{hint}{origin}. It is neither a logical axis nor registered, and the "
+            f"mesh axes of this PartitionAxis are {', '.join(map(repr, self.mesh_axes))}. "
             f"paxis.register({name!r}, axis) gives it a meaning"
         )
 
-    def _clash(self, axis: str, dims: Sequence[int], wanted: Sequence[LogicalAxis], mode: str) -> str:
-        """One mesh axis that would split several dimensions, in words."""
-        words = {dim: next(word for word in _flat(wanted[dim]) if axis in self._expand(word, mode)) for dim in dims}
-        places = " and ".join(f"{dim} ({word!r})" for dim, word in words.items())
-        own = [entry.name for entry in self.registered]
+    def _clash(self, axis: str, dims: Sequence[int], logical: Sequence[LogicalAxis], mode: str) -> str:
+        """The message about a mesh axis that would split several dimensions."""
+        names = {dim: next(name for name in _flat(logical[dim]) if axis in self._expand(name, mode)) for dim in dims}
+        where = " and ".join(f"{dim} ({name!r})" for dim, name in names.items())
+        registered = [entry.name for entry in self.registered]
+        # Only a built-in name has a field to change; the five mesh fields are what the others follow, so not those.
         remedies = dict.fromkeys(
-            f"generation_{_FIELDS[word]}" if _generates(_FIELDS[word], mode) else _FIELDS[word]
-            for word in words.values()
-            if word in _FIELDS and word not in own and _FIELDS[word] not in _MESH_FIELDS.values()
+            f"generation_{_FIELDS[name]}" if _uses_generation_field(_FIELDS[name], mode) else _FIELDS[name]
+            for name in names.values()
+            if name in _FIELDS and name not in registered and _FIELDS[name] not in _DEFAULTS
         )
-        change = f"Give {' or '.join(remedies)} another mesh axis or None, or write" if remedies else "Write"
+        change = f"Set {' or '.join(remedies)} to another mesh axis or None, or write" if remedies else "Write"
         return (
-            f"Mesh axis {axis!r} would split dimensions {places} of one array in mode {mode!r}, and it can split one. "
-            f"{change} EMPTY for one of these dimensions"
+            f"Mesh axis {axis!r} would split dimensions {where} of one array in mode {mode!r}, but it can split only "
+            f"one. {change} EMPTY for one of these dimensions"
         )
 
 
-def _generates(field: str, mode: str) -> bool:
-    """Whether the partner of `field` for generation applies."""
+def _uses_generation_field(field: str, mode: str) -> bool:
     return mode in GENERATION_MODES and field in _GENERATION_FIELDS
 
 

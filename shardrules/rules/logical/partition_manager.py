@@ -1,4 +1,4 @@
-"""PartitionManager: resolves the logical axes of activations, the mode read off their shape if need be."""
+"""PartitionManager: resolves the logical axes of activations, with the mode read off their shape if need be."""
 
 from collections.abc import Sequence
 from typing import final
@@ -6,7 +6,7 @@ from typing import final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.errors import SpecError
+from shardrules.core.errors import ConfigError
 from shardrules.rules.logical.axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
 from shardrules.rules.logical.partition_axis import PartitionAxis
 
@@ -14,22 +14,9 @@ from shardrules.rules.logical.partition_axis import PartitionAxis
 @final
 @attrs.frozen
 class PartitionManager:
-    """Answers model code that asks where an array belongs.
+    """Tells model code how to split an array, according to a `PartitionAxis`.
 
-    It is a plain value: nothing remembers the last one that was made, and there is no current one. Hand it to the
-    model, or keep it in the model's configuration.
-
-    **Arguments:**
-
-    - `paxis`: which mesh axis splits which logical axis.
-
-    ```python
-    from shardrules.presets import eformer
-
-    manager = eformer.PartitionManager(eformer.PartitionAxis())
-    assert manager.resolve(eformer.ColumnWise) == P(("fsdp", "sp"), "tp")
-    assert manager.resolve([eformer.BATCH, eformer.EMBED]) == P(("fsdp", "dp"), "tp")
-    ```
+    It is a plain value without global state: pass it to the model, or keep it in the model's configuration.
     """
 
     paxis: PartitionAxis = attrs.field(validator=attrs.validators.instance_of(PartitionAxis))
@@ -41,40 +28,28 @@ class PartitionManager:
         dynamic_axes: DynamicShardingAxes | None = None,
         shape: Sequence[int] | None = None,
     ) -> PartitionSpec:
-        """Returns the PartitionSpec of an array.
+        """Returns the PartitionSpec of an array, with an entry for each logical axis.
 
-        **Arguments:**
-
-        - `axes`: one logical axis for each dimension, or a `DynamicShardingAxes`, such as `HiddenStateSharding`.
-        - `mode`: the runtime mode; or a dimension, as an int: decoding where it has length 1, else training. By default
-          that of the `DynamicShardingAxes`, and training for a plain list.
-        - `dynamic_axes`: a `DynamicShardingAxes`, in place of `axes`.
-        - `shape`: the shape of the array. An int mode needs it.
-
-        **Returns:**
-
-        A PartitionSpec with an entry for each logical axis.
-
-        **Raises:**
-
-        `SpecError` when both or neither of `axes` and `dynamic_axes` are given; otherwise as
-        `PartitionAxis.resolve_spec`.
+        Pass either `axes`, a list or a `DynamicShardingAxes`, or `dynamic_axes`. `mode` and `shape` are as in
+        `PartitionAxis.resolve_spec`; the default mode is that of the `DynamicShardingAxes`, or training for a list.
 
         ```python
         from shardrules.presets import eformer
 
         manager = eformer.PartitionManager(eformer.PartitionAxis())
+        assert manager.resolve(eformer.ColumnWise) == P(("fsdp", "sp"), "tp")
         assert manager.resolve(eformer.HiddenStateSharding, shape=(8, 512, 64)) == P(("fsdp", "dp"), "sp", "tp")
         assert manager.resolve(eformer.HiddenStateSharding, shape=(8, 1, 64)) == P(("fsdp", "dp"), None, "tp")
         ```
         """
-        given = axes if dynamic_axes is None else dynamic_axes
-        if given is None or (axes is not None and dynamic_axes is not None):
-            count = "neither was" if given is None else "both were"
-            raise SpecError(
+        if (axes is None) == (dynamic_axes is None):
+            count = "neither was" if axes is None else "both were"
+            raise ConfigError(
                 f"PartitionManager.resolve takes either axes, such as [BATCH, EMBED], or dynamic_axes, such as "
-                f"HiddenStateSharding, and {count} given"
+                f"HiddenStateSharding, and {count} passed"
             )
-        if isinstance(given, DynamicShardingAxes):
-            return self.paxis.resolve_spec(given.axes, given.mode if mode is None else mode, shape)
-        return self.paxis.resolve_spec(given, MODE_TRAIN if mode is None else mode, shape)
+        dims = axes if dynamic_axes is None else dynamic_axes
+        assert dims is not None
+        if isinstance(dims, DynamicShardingAxes):
+            return self.paxis.resolve_spec(dims.axes, dims.mode if mode is None else mode, shape)
+        return self.paxis.resolve_spec(dims, MODE_TRAIN if mode is None else mode, shape)

@@ -1,4 +1,7 @@
-"""PartitionAxis: what is derived, what a logical axis resolves to, what is refused, and that it is a value."""
+"""PartitionAxis: what is derived, what a logical axis resolves to, what is refused, and that it is a value.
+
+The logical axes and ready lists of `axes.py` are tested here too.
+"""
 
 import copy
 import pickle
@@ -15,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardrules.core.errors import SpecError, UnknownAxisError
+from shardrules.core.errors import ConfigError, SpecError, UnknownAxisError
 from shardrules.rules.logical import axes as logical_axes
 from shardrules.rules.logical.axes import (
     BATCH,
@@ -126,8 +129,8 @@ def make(**fields: Any) -> PartitionAxis:
 
 def test_defaults_follow_the_five_names() -> None:
     paxis = PartitionAxis()
-    found = {name: getattr(paxis, name) for name in (*DIMS, *DERIVED, *NONE)}
-    assert found == {**DIMS, **DERIVED, **dict.fromkeys(NONE)}
+    fields = {name: getattr(paxis, name) for name in (*DIMS, *DERIVED, *NONE)}
+    assert fields == {**DIMS, **DERIVED, **dict.fromkeys(NONE)}
     assert paxis.registered == ()
 
 
@@ -145,9 +148,9 @@ def test_derived_fields_follow_renamed_axes_and_an_explicit_none_survives() -> N
     assert (paxis.vocab_axis, paxis.hidden_state_axis, paxis.generation_head_axis) == ("m", "m", "m")
 
 
-def test_a_given_field_moves_no_other_one() -> None:
-    given = make(**{name: f"mine_{name}" for name in DERIVED if name != "batch_axis"})
-    assert given.batch_axis == ("fsdp", "dp")
+def test_a_field_that_is_set_changes_no_other_field() -> None:
+    paxis = make(**{name: f"mine_{name}" for name in DERIVED if name != "batch_axis"})
+    assert paxis.batch_axis == ("fsdp", "dp")
     for name in DERIVED:
         alone = make(**{name: "mine"})
         others = {other: getattr(alone, other) for other in DERIVED if other != name}
@@ -155,11 +158,11 @@ def test_a_given_field_moves_no_other_one() -> None:
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_the_ellipsis_asks_for_the_derived_axis(name: str) -> None:
+def test_an_ellipsis_means_the_derived_axis(name: str) -> None:
     assert make(**{name: ...}) == PartitionAxis()
 
 
-def test_the_ellipsis_for_batches_in_generation_means_as_in_training() -> None:
+def test_an_ellipsis_for_generation_batches_means_as_in_training() -> None:
     for name in ("generation_batch_axis", "decode_batch_axis"):
         paxis = make(**{name: ..., "batch_axis": "x"})
         assert paxis.decode_batch_axis == "x"
@@ -167,24 +170,24 @@ def test_the_ellipsis_for_batches_in_generation_means_as_in_training() -> None:
 
 
 @pytest.mark.parametrize("name", [*DIMS, *(name for name in NONE if name != "generation_batch_axis")])
-def test_an_ellipsis_that_nothing_answers_is_refused(name: str) -> None:
-    with pytest.raises(SpecError, match=f"{name} is the ellipsis"):
+def test_an_ellipsis_is_refused_where_nothing_is_derived(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is the ellipsis"):
         make(**{name: ...})
 
 
-def test_a_mesh_without_some_kind_of_parallelism() -> None:
+def test_a_mesh_may_lack_a_kind_of_parallelism() -> None:
     paxis = PartitionAxis(data_parallel_axis=None, sequence_parallel_axis=None)
     assert paxis.batch_axis == "fsdp"
     assert paxis.resolve_spec([BATCH, QUERY_LENGTH, EMBED, (DP, SP)]) == P("fsdp", None, "tp", None)
 
 
-def test_one_kind_of_parallelism_over_two_mesh_axes() -> None:
+def test_a_kind_of_parallelism_may_take_two_mesh_axes() -> None:
     paxis = PartitionAxis(data_parallel_axis=["replica", "data"])
     assert paxis.batch_axis == ("fsdp", "replica", "data")
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("value", "normal"),
     [
         (["x", "y"], ("x", "y")),
         (("x",), "x"),
@@ -194,8 +197,8 @@ def test_one_kind_of_parallelism_over_two_mesh_axes() -> None:
         (None, None),
     ],
 )
-def test_axes_are_kept_in_normal_form(given: Any, kept: Any) -> None:
-    assert PartitionAxis(head_axis=given).head_axis == kept
+def test_axes_are_stored_in_normal_form(value: Any, normal: Any) -> None:
+    assert PartitionAxis(head_axis=value).head_axis == normal
 
 
 @pytest.mark.parametrize(
@@ -208,12 +211,12 @@ def test_axes_are_kept_in_normal_form(given: Any, kept: Any) -> None:
         (EMPTY, "'_' is the name of a logical axis"),
     ],
 )
-def test_what_is_no_mesh_axis_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_fields_take_only_mesh_axes(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         PartitionAxis(head_axis=value)
 
 
-def test_fields_are_given_by_name() -> None:
+def test_fields_are_keyword_only() -> None:
     with pytest.raises(TypeError, match="positional"):
         PartitionAxis("dp")  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="heads"):
@@ -234,14 +237,14 @@ def test_decode_is_another_name_of_generation(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize("field", GENERATION)
 @pytest.mark.parametrize(("generation", "decode"), [("x", "y"), (None, "y"), ("x", None)])
-def test_two_names_that_differ_are_refused(field: str, generation: Any, decode: Any) -> None:
-    with pytest.raises(SpecError, match=f"generation_{field}={generation!r} and decode_{field}={decode!r}"):
+def test_the_two_names_must_agree(field: str, generation: Any, decode: Any) -> None:
+    with pytest.raises(ConfigError, match=f"generation_{field}={generation!r} and decode_{field}={decode!r}"):
         make(**{f"generation_{field}": generation, f"decode_{field}": decode})
 
 
-def test_an_ellipsis_agrees_with_an_ellipsis_only() -> None:
+def test_an_ellipsis_agrees_only_with_an_ellipsis() -> None:
     assert PartitionAxis(generation_head_axis=..., decode_head_axis=...) == PartitionAxis()
-    with pytest.raises(SpecError, match="differ"):
+    with pytest.raises(ConfigError, match="differ"):
         PartitionAxis(generation_head_axis=..., decode_head_axis="tp")
 
 
@@ -250,7 +253,7 @@ def test_the_two_spellings_of_a_tuple_agree() -> None:
     assert paxis.generation_head_axis == ("x", "y")
 
 
-def test_batches_in_generation() -> None:
+def test_generation_batch_axis_left_out_differs_from_none() -> None:
     assert PartitionAxis().generation_batch_axis is None
     assert PartitionAxis().decode_batch_axis == ("fsdp", "dp")
     assert PartitionAxis(batch_axis="x").decode_batch_axis == "x"
@@ -300,7 +303,7 @@ def test_every_token_reads_its_field(token: str, mode: str) -> None:
         (["vocab_axis"], MODE_TRAIN, P("tp")),
     ],
 )
-def test_specs(axes: Any, mode: str, spec: P) -> None:
+def test_resolve_spec(axes: Any, mode: str, spec: P) -> None:
     assert PartitionAxis().resolve_spec(axes, mode) == spec
 
 
@@ -308,13 +311,13 @@ def test_training_is_the_default_mode() -> None:
     assert PartitionAxis().resolve_spec((BATCH, QUERY_LENGTH)) == P(("fsdp", "dp"), "sp")
 
 
-def test_a_field_for_generation_that_is_none_means_not_split() -> None:
+def test_none_for_generation_means_not_split() -> None:
     paxis = PartitionAxis(decode_head_axis=None, decode_key_sequence_axis=None)
     assert paxis.resolve_spec([HEAD, KV_LENGTH], MODE_DECODE) == P(None, None)
     assert paxis.resolve_spec([HEAD, KV_LENGTH], MODE_TRAIN) == P("tp", "sp")
 
 
-def test_axes_of_the_mesh_that_only_a_field_names_may_be_written() -> None:
+def test_mesh_axes_of_any_field_may_be_used() -> None:
     paxis = PartitionAxis(vocab_axis=("pipe", "tp"))
     assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "pipe")
     assert paxis.resolve_spec(["pipe"]) == P("pipe")
@@ -328,10 +331,10 @@ def test_axes_of_the_mesh_that_only_a_field_names_may_be_written() -> None:
         ("batch", "(did you mean '__BATCH__'?)"),
         ("fspd", "(did you mean 'fsdp'?)"),
         ("headz", "(did you mean 'heads'?)"),
-        ("zzz", "the mesh axes that this PartitionAxis speaks of are 'dp', 'fsdp', 'tp', 'sp', 'ep'"),
+        ("zzz", "the mesh axes of this PartitionAxis are 'dp', 'fsdp', 'tp', 'sp', 'ep'"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_known_one(name: str, hint: str) -> None:
+def test_an_unknown_name_raises_with_a_suggestion(name: str, hint: str) -> None:
     paxis = PartitionAxis().register("heads", HEAD)
     for axes in ([name], [BATCH, (None, [name])]):
         with pytest.raises(UnknownAxisError, match=re.escape(f"{name!r}") + ".*" + re.escape(hint)):
@@ -341,20 +344,20 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(name: str, hint: 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p.resolve_spec(BATCH), "logical axes come as a list"),
-        (lambda p: p.resolve_spec([3]), "a logical axis is a name, None or a sequence of such, got 3"),
+        (lambda p: p.resolve_spec(BATCH), "logical axes are a list"),
+        (lambda p: p.resolve_spec([3]), "a logical axis is a name, None or a sequence of these, got 3"),
         (lambda p: p.resolve_spec([""]), "got ''"),
-        (lambda p: p.resolve_spec([BATCH], "train"), r"'train' is no runtime mode \(did you mean '__train__'\?\)"),
-        (lambda p: p.resolve_axis([BATCH], None), "None is no runtime mode"),
-        (lambda p: p.as_mapping("decode"), "'decode' is no runtime mode"),
+        (lambda p: p.resolve_spec([BATCH], "train"), r"unknown runtime mode 'train' \(did you mean '__train__'\?\)"),
+        (lambda p: p.resolve_axis([BATCH], None), "unknown runtime mode None"),
+        (lambda p: p.as_mapping("decode"), "unknown runtime mode 'decode'"),
         (lambda p: p.resolve_spec([BATCH], 1), "the shape should be provided"),
         (lambda p: p.resolve_spec([BATCH], 1, (3,)), r"dimension 1, which shape \(3,\) does not have"),
         (lambda p: p.resolve_spec([BATCH], -2, (3,)), r"dimension -2, which shape \(3,\) does not have"),
         (lambda p: p.resolve_spec([BATCH, HEAD], MODE_TRAIN, (3,)), r"2 logical axes .* shape \(3,\)"),
     ],
 )
-def test_calls_that_make_no_sense_are_refused(call: Callable[[PartitionAxis], object], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
+def test_invalid_arguments_raise(call: Callable[[PartitionAxis], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         call(PartitionAxis())
 
 
@@ -365,18 +368,18 @@ def test_calls_that_make_no_sense_are_refused(call: Callable[[PartitionAxis], ob
         ([BATCH, None, (SP, FSDP)], MODE_TRAIN, ["'fsdp'", "0 ('__BATCH__')", "2 ('__FULLY_SHARDED_DATA_PARALLEL__')"]),
         ([HEAD, KV_HEAD], MODE_DECODE, ["'tp'", "generation_head_axis or generation_kv_head_axis", "'__autoreg"]),
         (["tp", "mine"], MODE_TRAIN, ["'tp'", "0 ('tp')", "1 ('mine')", "Write EMPTY"]),
-        ([HEAD, HEAD], MODE_TRAIN, ["0 ('__HEAD__') and 1 ('__HEAD__')", "Give head_axis another"]),
+        ([HEAD, HEAD], MODE_TRAIN, ["0 ('__HEAD__') and 1 ('__HEAD__')", "Set head_axis to another"]),
         ([HEAD, EMBED, VOCAB], MODE_TRAIN, ["0 ('__HEAD__') and 1 ('__EMBED__') and 2 ('__VOCAB__')"]),
         ([HEAD, EMBED, BATCH, DP], MODE_TRAIN, ["Mesh axis 'tp'", "Mesh axis 'dp'"]),
     ],
 )
-def test_an_axis_that_would_split_two_dimensions_is_refused(axes: Any, mode: str, pieces: list[str]) -> None:
+def test_an_axis_may_not_split_two_dimensions(axes: Any, mode: str, pieces: list[str]) -> None:
     paxis = PartitionAxis().register("mine", VOCAB)
     with pytest.raises(SpecError, match="".join(f"(?=(?s:.*){re.escape(piece)})" for piece in pieces)):
         paxis.resolve_spec(axes, mode)
 
 
-def test_an_axis_list_may_repeat_an_axis_where_no_spec_is_asked_for() -> None:
+def test_resolve_axis_may_repeat_a_mesh_axis() -> None:
     assert PartitionAxis().resolve_axis([HEAD, EMBED]) == ["tp", "tp"]
 
 
@@ -391,14 +394,14 @@ def test_an_axis_list_may_repeat_an_axis_where_no_spec_is_asked_for() -> None:
         (MODE_DECODE, (2, 8, 32, 5), P(("fsdp", "dp"), None, "tp")),
     ],
 )
-def test_the_mode_can_be_read_off_the_shape(mode: str | int, shape: tuple[int, ...], spec: P) -> None:
+def test_the_mode_is_read_off_the_shape(mode: str | int, shape: tuple[int, ...], spec: P) -> None:
     assert PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, EMBED], mode, shape) == spec
 
 
-def test_the_single_position_that_the_mode_was_read_off_may_share_an_axis() -> None:
+def test_the_dimension_that_decides_the_mode_may_share_an_axis() -> None:
     paxis = PartitionAxis(decode_query_sequence_axis="dp")
     assert paxis.resolve_spec([BATCH, QUERY_LENGTH], 1, (2, 1)) == P(("fsdp", "dp"), "dp")
-    # By its name, the mode says nothing of a length; and the other dimensions may share nothing in any mode.
+    # A mode by name says nothing about a length, and the other dimensions may share no axis in any mode.
     for axes, mode, shape in [
         ([BATCH, QUERY_LENGTH], MODE_DECODE, (2, 1)),
         ([BATCH, QUERY_LENGTH], MODE_DECODE, None),
@@ -424,10 +427,10 @@ def test_registering_gives_a_new_value_with_another_hash() -> None:
 
 
 def test_the_order_of_registering_makes_no_difference() -> None:
-    one = PartitionAxis().register("a", "x").register("b", "y")
-    other = PartitionAxis().register("b", "y").register("a", "x")
-    assert one == other
-    assert hash(one) == hash(other)
+    paxis = PartitionAxis().register("a", "x").register("b", "y")
+    reverse = PartitionAxis().register("b", "y").register("a", "x")
+    assert paxis == reverse
+    assert hash(paxis) == hash(reverse)
 
 
 @pytest.mark.parametrize(
@@ -443,12 +446,12 @@ def test_the_order_of_registering_makes_no_difference() -> None:
         ("alias", "tp", "g"),
     ],
 )
-def test_what_a_registered_axis_stands_for(axis: Any, train: Any, decode: Any) -> None:
+def test_a_registered_axis_resolves_in_each_mode(axis: Any, train: Any, decode: Any) -> None:
     paxis = PartitionAxis(generation_head_axis="g").register("mine", axis).register("alias", HEAD)
     assert [paxis.resolve_axis(["mine"], mode) for mode in MODES] == [[train], [train], [decode], [decode]]
 
 
-def test_a_registered_axis_may_say_otherwise_for_generation() -> None:
+def test_a_registered_axis_may_differ_in_generation() -> None:
     paxis = PartitionAxis().register("a", "x", None).register("b", "x", generation_axis=("y", "a"))
     assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["x", "x"]
     assert paxis.resolve_axis(["a", "b"], MODE_INSERT) == [None, "y"]
@@ -456,27 +459,27 @@ def test_a_registered_axis_may_say_otherwise_for_generation() -> None:
 
 
 @pytest.mark.parametrize("name", ["mine", BATCH, "batch_axis", "dp"])
-def test_a_name_with_a_meaning_is_given_another_only_on_demand(name: str) -> None:
+def test_override_is_needed_for_a_name_that_exists(name: str) -> None:
     paxis = PartitionAxis().register("mine", HEAD)
-    with pytest.raises(SpecError, match=f"{name!r} already exists and stands for .*override=True"):
+    with pytest.raises(ConfigError, match=f"{name!r} already exists and means .*override=True"):
         paxis.register(name, "x")
     assert paxis.register(name, "x", override=True).resolve_spec([name]) == P("x")
 
 
 @pytest.mark.parametrize("name", ["", EMPTY, 3, None])
-def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(SpecError, match="non-empty name"):
+def test_a_registered_name_must_be_a_name(name: Any) -> None:
+    with pytest.raises(ConfigError, match="non-empty name"):
         PartitionAxis().register(name, "x")
 
 
-def test_axes_registered_twice_are_refused() -> None:
-    with pytest.raises(SpecError, match="registered holds 'a' twice"):
+def test_registering_a_name_twice_raises() -> None:
+    with pytest.raises(ConfigError, match="registered holds 'a' twice"):
         PartitionAxis(registered=[RegisteredAxis("a", "x"), RegisteredAxis("a", "y")])
 
 
 @pytest.mark.parametrize("axis", [3, ("x", 3), ...])
-def test_what_is_no_axis_is_not_registered(axis: Any) -> None:
-    with pytest.raises(SpecError, match="a logical axis is a name, None or a sequence of such"):
+def test_only_axes_are_registered(axis: Any) -> None:
+    with pytest.raises(ConfigError, match="a logical axis is a name, None or a sequence of these"):
         PartitionAxis().register("a", axis)
 
 
@@ -488,36 +491,36 @@ def test_what_is_no_axis_is_not_registered(axis: Any) -> None:
         ([("__A__", ("dp", "b")), ("b", [HEAD, "c"]), ("c", "b")], "'b' -> 'c' -> 'b'"),
     ],
 )
-def test_registrations_in_a_circle_are_refused_when_resolved(pairs: list[tuple[str, Any]], circle: str) -> None:
+def test_cyclic_registrations_raise_when_resolved(pairs: list[tuple[str, Any]], circle: str) -> None:
     paxis = PartitionAxis()
     for name, axis in pairs:
         paxis = paxis.register(name, axis)
     for resolve in (paxis.resolve_spec, paxis.resolve_axis):
-        with pytest.raises(SpecError, match=f"Cyclic semantic axis registration: {circle}"):
+        with pytest.raises(ConfigError, match=f"Cyclic semantic axis registration: {circle}"):
             resolve(["__A__"], MODE_TRAIN)
-    with pytest.raises(SpecError, match="Cyclic semantic axis registration"):
+    with pytest.raises(ConfigError, match="Cyclic semantic axis registration"):
         paxis.as_mapping()
     assert paxis.resolve_spec([HEAD]) == P("tp")
 
 
-def test_a_name_used_twice_is_no_circle() -> None:
+def test_a_name_used_twice_is_not_a_cycle() -> None:
     paxis = PartitionAxis().register("a", HEAD).register("b", ("a", "pipe", "a"))
     assert paxis.resolve_spec([("a", "b")]) == P(("tp", "pipe"))
 
 
-def test_a_circle_in_one_mode_only() -> None:
+def test_a_name_may_be_cyclic_across_modes() -> None:
     paxis = PartitionAxis().register("a", "b", "x").register("b", "y", "a")
     assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["y", "y"]
     assert paxis.resolve_axis(["a", "b"], MODE_DECODE) == ["x", "x"]
 
 
-def test_a_logical_word_is_never_taken_for_a_mesh_axis() -> None:
+def test_a_misspelt_logical_axis_is_not_a_mesh_axis() -> None:
     paxis = PartitionAxis().register("a", "__HAED__")
     with pytest.raises(UnknownAxisError, match=r"'__HAED__' \(did you mean '__HEAD__'\?\), which 'a' is registered as"):
         paxis.resolve_spec(["a"])
 
 
-def test_unregistering() -> None:
+def test_unregister_undoes_register() -> None:
     paxis = PartitionAxis().register("stage", "pipe").register(BATCH, "x", override=True)
     assert paxis.unregister("stage").unregister(BATCH) == PartitionAxis()
     assert paxis.unregister("stag", missing_ok=True) == paxis
@@ -531,7 +534,7 @@ def test_unregistering() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_mapping_says_what_resolution_says(mode: str) -> None:
+def test_the_mapping_agrees_with_resolve_axis(mode: str) -> None:
     paxis = PartitionAxis(head_axis=None, decode_batch_axis="x").register("mlp", MLP_INTERMEDIATE)
     mapping = paxis.as_mapping(mode)
     names = [name for name, _ in mapping]
@@ -541,7 +544,7 @@ def test_the_mapping_says_what_resolution_says(mode: str) -> None:
     hash(mapping)
 
 
-def test_a_token_with_a_new_meaning_stands_once_in_the_mapping() -> None:
+def test_an_overridden_token_occurs_once_in_the_mapping() -> None:
     mapping = PartitionAxis().register(BATCH, "x", override=True).as_mapping()
     assert [axis for name, axis in mapping if name == BATCH] == ["x"]
 
@@ -584,12 +587,12 @@ def test_a_spec_never_names_an_axis_twice(paxis: PartitionAxis, axes: Any, mode:
     try:
         resolved = paxis.resolve_axis(axes, mode)
     except UnknownAxisError as error:
-        said = str(error)
+        message = str(error)
         resolved = None
     else:
-        said = ""
-    if resolved is None:  # a word that means nothing here is the only reason to refuse
-        assert any(f"name: {word!r}" in said for word in ("dp", "tp") if word not in paxis.mesh_axes)
+        message = ""
+    if resolved is None:  # an unknown name is the only reason to refuse
+        assert any(f"name: {word!r}" in message for word in ("dp", "tp") if word not in paxis.mesh_axes)
         return
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in resolved]
     names = [name for entry in entries for name in entry]
@@ -623,7 +626,7 @@ def test_fields_make_a_difference_to_equality_and_hash() -> None:
     assert len({PartitionAxis(), *values}) == len(values) + 1
 
 
-def test_replace_derives_anew_and_evolve_does_not() -> None:
+def test_replace_derives_again_and_evolve_does_not() -> None:
     paxis = PartitionAxis(head_axis=None, batch_axis="b").register("heads", HEAD)
     replaced = paxis.replace(tensor_parallel_axis="m", decode_query_sequence_axis="q")
     assert replaced == PartitionAxis(
@@ -634,12 +637,12 @@ def test_replace_derives_anew_and_evolve_does_not() -> None:
     assert attrs.evolve(paxis, tensor_parallel_axis="m").vocab_axis == "tp"
 
 
-def test_it_is_one_leaf_of_a_tree() -> None:
+def test_it_is_a_single_leaf_of_a_tree() -> None:
     paxis = PartitionAxis()
     assert jax.tree.leaves(paxis) == [paxis]
 
 
-def test_it_is_a_static_argument_of_jit_and_registering_compiles_anew() -> None:
+def test_registering_makes_jit_compile_again() -> None:
     traced = []
 
     @partial(jax.jit, static_argnums=0)
@@ -653,7 +656,7 @@ def test_it_is_a_static_argument_of_jit_and_registering_compiles_anew() -> None:
     assert traced == [P("tp"), P(("fsdp", "dp"))]
 
 
-# ---- The words ----
+# ---- Logical axes ----
 
 
 def test_tokens_differ_and_cannot_be_mesh_axes() -> None:
@@ -664,7 +667,7 @@ def test_tokens_differ_and_cannot_be_mesh_axes() -> None:
     assert (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT) == MODES
 
 
-def test_ready_lists() -> None:
+def test_the_axes_of_the_ready_lists() -> None:
     ready = {name: value for name, value in vars(logical_axes).items() if isinstance(value, DynamicShardingAxes)}
     assert {name: (value.axes, value.mode) for name, value in ready.items()} == {
         "HiddenStateSharding": ((BATCH, QUERY_LENGTH, EMBED), 1),
@@ -687,7 +690,7 @@ def test_ready_lists() -> None:
     }
 
 
-def test_lists_of_axes_take_their_normal_form() -> None:
+def test_lists_of_axes_are_normalised() -> None:
     axes = DynamicShardingAxes([BATCH, [FSDP, SP]], mode=-1)  # pyright: ignore[reportArgumentType]
     assert axes.axes == (BATCH, (FSDP, SP))
     assert eval(repr(axes)) == axes
@@ -697,7 +700,7 @@ def test_lists_of_axes_take_their_normal_form() -> None:
 
 
 def test_lists_of_axes_are_checked() -> None:
-    with pytest.raises(SpecError, match="logical axes come as a list"):
+    with pytest.raises(ConfigError, match="logical axes are a list"):
         DynamicShardingAxes(BATCH)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SpecError, match="no runtime mode"):
+    with pytest.raises(ConfigError, match="unknown runtime mode"):
         DynamicShardingAxes((BATCH,), "eval")
