@@ -250,7 +250,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, count: int, sharding: NamedShardi
 @functools.partial(jax.jit, static_argnames=("line", "shape"))
 def _cut(stacks: list[jax.Array], starts: jax.Array, *, line: Mesh, shape: tuple[int, ...]) -> jax.Array:
     def on_each(parts: list[jax.Array], starts: jax.Array) -> jax.Array:
-        pieces = [_as_bits(lax.dynamic_slice(part, starts[0], shape), line) for part in parts]
+        pieces = [lax.dynamic_slice(_as_bits(part, line), starts[0], shape) for part in parts]
         return _as_floats(jnp.stack(pieces), parts[0].dtype)
 
     return jax.shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)(stacks, starts)
@@ -274,10 +274,12 @@ def _as_floats(x: jax.Array, dtype: Any) -> jax.Array:
 def _join(stacks: list[jax.Array], pieces: jax.Array, starts: jax.Array, *, line: Mesh) -> list[jax.Array]:
     def on_each(parts: list[jax.Array], pieces: jax.Array, starts: jax.Array) -> list[jax.Array]:
         def joined(part: jax.Array, piece: jax.Array) -> jax.Array:
-            done = lax.dynamic_update_slice(_as_bits(part, line), _as_bits(piece, line), starts[0])
+            done = lax.dynamic_update_slice(_as_bits(part, line), piece, starts[0])
             return _as_floats(done, part.dtype)
 
-        return [joined(part, pieces[number]) for number, part in enumerate(parts)]
+        # The bits first: with JAX 0.12 even indexing goes through larger floats.
+        bits = _as_bits(pieces, line)
+        return [joined(part, bits[number]) for number, part in enumerate(parts)]
 
     run = jax.shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)
     return run(stacks, pieces, starts)
@@ -286,7 +288,7 @@ def _join(stacks: list[jax.Array], pieces: jax.Array, starts: jax.Array, *, line
 @functools.partial(jax.jit, static_argnames=("line", "pairs"))
 def _permuted(stacks: list[jax.Array], *, line: Mesh, pairs: tuple[tuple[int, int], ...]) -> list[jax.Array]:
     def on_each(parts: list[jax.Array]) -> list[jax.Array]:
-        return [lax.ppermute(part, "part", pairs) for part in parts]
+        return [_as_floats(lax.ppermute(_as_bits(part, line), "part", pairs), part.dtype) for part in parts]
 
     return jax.shard_map(on_each, mesh=line, in_specs=(_PART,), out_specs=_PART, check_vma=False)(stacks)
 
