@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.analysis.expect import assert_collectives, assert_fits, assert_plan_matches
-from shardrules.analysis.machine.hardware import SHEETS
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Times
 from shardrules.core.errors import ExpectationError, PlanError, ReportError, ShardRulesError, SpecError
@@ -551,7 +550,7 @@ def test_what_does_not_fit_says_why(report: AuditReport) -> None:
 
 
 def test_the_hardware_is_the_budget_where_none_is_named(report: AuditReport) -> None:
-    small = attrs.evolve(SHEETS["cuda:h100"], name="tiny", memory_bytes=1024)
+    small = attrs.evolve(sr.Hardware.named("cuda:h100"), name="tiny", memory_bytes=1024)
     on_small = attrs.evolve(report, hardware=small)
     with pytest.raises(ExpectationError, match=r"more than the 1\.0 KiB of tiny\n"):
         assert_fits(on_small)

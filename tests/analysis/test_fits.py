@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.audits.evidence import MemoryUse
 from shardrules.analysis.fits import BatchSearch, Fit, fits, largest_batch
-from shardrules.analysis.machine.targets import SHEETS, Target
+from shardrules.analysis.machine.targets import Target
 from shardrules.core.errors import (
     DoesNotFitError,
     HardwareError,
@@ -160,7 +160,7 @@ def test_a_function_may_name_a_mesh_of_its_own(target: str) -> None:
 
 
 def test_the_sheet_is_the_budget() -> None:
-    mesh, memory_bytes = mesh_on(CUDA, "data:8"), SHEETS["cuda:h100"].memory_bytes
+    mesh, memory_bytes = mesh_on(CUDA, "data:8"), sr.Hardware.named("cuda:h100").memory_bytes
     found = fits(grown, *rows(64), mesh=mesh, target=CUDA, in_shardings=P("data"))
     assert found
     assert found.budget_bytes == memory_bytes
@@ -203,7 +203,7 @@ def test_where_the_mesh_is_from() -> None:
         fits(grown, shape(64, 64), budget=budget)
     with pytest.raises(NoMeshError, match="there is no mesh to compile for"):
         largest_batch(grown, rows, budget=budget)
-    with pytest.raises(TargetError, match="has 8 devices, and the target cpu:4 has 4"):
+    with pytest.raises(TargetError, match="has 8 devices, but target cpu:4 has 4"):
         fits(grown, shape(64, 64), budget=budget, mesh=MESH, target="cpu:4")
 
 

@@ -305,7 +305,7 @@ WRONG = {
         ("audit", "model.py:WIDTH", *MESH), "name a function that returns (step, *arguments)"
     ),
     "a target that is none": Wrong(
-        ("audit", "model.py:bad_step", *MESH, "--target", "cuda:h10:8"), "there is no GPU 'h10' (did you mean 'h100'?)"
+        ("audit", "model.py:bad_step", *MESH, "--target", "cuda:h10:8"), "unknown GPU 'h10' (did you mean 'h100'?)"
     ),
     "parameters that are not there": Wrong(
         ("audit", "model.py:bad_step", *AUTO, "--params", "v"), "--params v: there is no argument 'v'; there are w"
@@ -326,7 +326,7 @@ WRONG = {
     ),
     "hardware that is none": Wrong(
         ("autoplan", "model.py:bad_step", *MESH, "--hardware", "cuda:h1000"),
-        "there is no sheet of it (did you mean 'cuda:h100'?)",
+        "--hardware: unknown hardware 'cuda:h1000' (did you mean 'cuda:h100'?)",
     ),
     "no time": Wrong(
         ("autoplan", "model.py:bad_step", *MESH, "--time-limit", "nan"), "--time-limit is a number of seconds above 0"

@@ -12,15 +12,15 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardrules.analysis.machine.hardware import SHEETS
+from shardrules.analysis.machine.hardware import Hardware
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS, WORDS, EXPERTS, CLASSES = 16, 8, 16, 32, 4, 3, 32, 4, 8
 
 FAST = attrs.evolve(
-    SHEETS["cpu"],
+    Hardware.named("cpu"),
     name="slow at all but sending",
     memory_bytes_per_second=1e6,
-    peak_flops={kind: 1e6 for kind, _ in SHEETS["cpu"].peak_flops},
+    peak_flops={kind: 1e6 for kind, _ in Hardware.named("cpu").peak_flops},
     link_bytes_per_second=1e12,
     link_latency_seconds=1e-12,
 )

@@ -17,7 +17,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.machine.hardware import SHEETS
 
 DATA = sr.mesh_shape("data:8")
 GRID = sr.mesh_shape("data:4,model:2")
@@ -132,7 +131,7 @@ def test_limits_may_be_text() -> None:
 
 def test_by_default_a_tenth_of_the_memory_is_kept_free() -> None:
     planned = sr.autoplan(train, *mlp(512, 2048, 4096), mesh=DATA)
-    assert planned.memory_limit == int(SHEETS["cuda:h100"].memory_bytes * 0.9)
+    assert planned.memory_limit == int(sr.Hardware.named("cuda:h100").memory_bytes * 0.9)
 
 
 @pytest.mark.parametrize("mesh", [DATA, GRID], ids=["data", "grid"])
@@ -193,7 +192,7 @@ def test_pins_are_rules() -> None:
 
 
 def test_a_pin_that_makes_it_twice_as_slow_is_named() -> None:
-    slow = attrs.evolve(SHEETS["cuda:h100"], name="slow links", link_bytes_per_second=1e9)
+    slow = attrs.evolve(sr.Hardware.named("cuda:h100"), name="slow links", link_bytes_per_second=1e9)
     pins = sr.RegexShardingRule([(r"^1$", P(None, "data")), (r"^0/", P())])
     planned = sr.autoplan(loss, *mlp(256, 1024, 2**16)[::2], mesh=DATA, pins=pins, hardware=slow)
     (finding,) = [finding for finding in planned.findings if finding.code == "costly-pin"]
@@ -301,7 +300,7 @@ def test_a_function_of_nothing() -> None:
 
 def test_assumed_hardware_is_said() -> None:
     assert "assumed-hardware" in codes(sr.autoplan(loss, *mlp(64, 64, 64)[::2], mesh=DATA))
-    planned = sr.autoplan(loss, *mlp(64, 64, 64)[::2], mesh=DATA, hardware=SHEETS["cuda:a100"])
+    planned = sr.autoplan(loss, *mlp(64, 64, 64)[::2], mesh=DATA, hardware=sr.Hardware.named("cuda:a100"))
     assert "assumed-hardware" not in codes(planned)
 
 

@@ -92,13 +92,12 @@ def step_time(
     ```python
     from shardrules.analysis.program.collectives import find_collectives
     from shardrules.analysis.program.flops import find_matmuls
-    from shardrules.analysis.machine.hardware import SHEETS
     from shardrules.analysis.program.program import read_program
 
     mesh = sr.create_mesh("data:8")
     x = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P("data")))
     program = read_program(jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().as_text())
-    time = step_time(program, find_collectives(program, mesh), find_matmuls(program), SHEETS["cuda:h100"])
+    time = step_time(program, find_collectives(program, mesh), find_matmuls(program), sr.Hardware.named("cuda:h100"))
     assert time.bound == "communication"  # waiting for each other is all there is to do for so little
     assert time.overlapped_seconds < time.serial_seconds
     ```
@@ -125,10 +124,9 @@ def compute_seconds(kernels: Iterable[Kernel], hardware: Hardware) -> float:
     with memory at its bandwidth. Nothing is added for launching them.
 
     ```python
-    from shardrules.analysis.machine.hardware import SHEETS
     from shardrules.analysis.program.flow import Times
 
-    h100 = SHEETS["cuda:h100"]
+    h100 = sr.Hardware.named("cuda:h100")
     kernel = Kernel("add.1", "body", "fusion", "", (), 2 * 335 * 10**6, 335 * 10**6, (), Times(12))
     assert np.isclose(compute_seconds([kernel], h100), 12 * 300e-6)
     busy = attrs.evolve(kernel, flops=((("bf16", "default"), 10**12),))
@@ -158,10 +156,9 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     that for an all-reduce; of these, one less than there are hosts go over the network. A single device takes none.
 
     ```python
-    from shardrules.analysis.machine.hardware import SHEETS
     from shardrules.analysis.program.flow import Times
 
-    h100 = SHEETS["cuda:h100"]
+    h100 = sr.Hardware.named("cuda:h100")
     wire = 7 * 2**27
     inside = Collective("all-gather", ("data",), ("data",), 8, (), 2**30, wire, Times(3), "main", "all-gather.1")
     assert np.isclose(collective_seconds(inside, h100), 3 * (wire / 450e9 + 7 * 3.4e-6))

@@ -13,7 +13,7 @@ from shardrules.analysis.audits.evidence import Evidence, spec_text
 from shardrules.analysis.compiling.constraints import weakened
 from shardrules.analysis.compiling.roles import BATCH
 from shardrules.analysis.compiling.source import equation_line, short_line, users_line
-from shardrules.analysis.machine.hardware import SHEETS
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flops import uncounted_kernels
 from shardrules.analysis.program.text import ArrayType
@@ -342,7 +342,7 @@ def _too_large(found: Evidence) -> Iterator[Finding]:
     """A program that does not fit the memory of a device."""
     peak, most = found.memory.peak_bytes, found.hardware.memory_bytes
     refusal = found.compiled.refusal
-    if (peak <= most and not refusal) or found.hardware == SHEETS["cpu"]:
+    if (peak <= most and not refusal) or found.hardware == Hardware.named("cpu"):
         return  # the devices of a CPU share a memory of which the sheet knows nothing
     much = f"{bytes_text(peak - most)} too much" if peak > most else f"and the compiler says: {refusal}"
     shares = found.memory.shares()

@@ -1,7 +1,7 @@
-"""Machines to compile for, none of which has to be there: the real compilers need a description only.
+"""Machines to compile for. None of them has to be present: the real compilers need only a description.
 
-JAX reaches them through topologies, which have devices that programs are compiled for and never run on. That keeps all
-of them in one process, beside the CPU devices that it has anyway.
+JAX reaches the compilers through topologies. A topology has devices that programs are compiled for and never run on, so
+one process compiles for all of them, beside the CPU devices that it has anyway.
 """
 
 import contextlib
@@ -23,44 +23,50 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from shardrules.analysis.machine.hardware import SHEETS, Hardware
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import MissingCompilerError, ShardRulesError, TargetError, UnavailableTargetError, suggest
 from shardrules.mesh.layout import lay_out
 
 Platform: TypeAlias = Literal["cpu", "tpu", "cuda"]
-"""Whose compiler it is."""
+"""The platform whose compiler is used."""
 
 
 @final
 @attrs.frozen
-class _Tpu:
-    """What to ask libtpu for: its name for the generation, and how a chip is made and used.
+class _TpuGeneration:
+    """How libtpu calls a generation, and how its chips are built: `device_count` is JAX's devices per chip."""
 
-    `dims` are those of its torus. Where a chip has two `devices`, JAX has one for each half of it.
-    """
-
-    libtpu: str
-    dims: int
-    devices: int = 1
+    libtpu_name: str
+    torus_dims: int
+    device_count: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
 
 _TPUS = MappingProxyType(
     {
-        "v2": _Tpu("v2", 2, devices=2),
-        "v3": _Tpu("v3", 2, devices=2),
-        # Cloud TPUs run both cores of a v4 as one device; libtpu has to be told, other than for a v5p.
-        "v4": _Tpu("v4", 3, options=(("chip_config_name", "megacore"),)),
-        "v5e": _Tpu("v5e", 2),
-        "v5p": _Tpu("v5p", 3),
-        "v6e": _Tpu("v6e", 2),
-        "v7x": _Tpu("tpu7x", 3, devices=2),
+        # A chip of a v2, v3 or v7x has two cores, which JAX shows as two devices.
+        "v2": _TpuGeneration("v2", 2, device_count=2),
+        "v3": _TpuGeneration("v3", 2, device_count=2),
+        # Cloud TPUs run both cores of a v4 as one device. libtpu needs this option for it; for a v5p it is the default.
+        "v4": _TpuGeneration("v4", 3, options=(("chip_config_name", "megacore"),)),
+        "v5e": _TpuGeneration("v5e", 2),
+        "v5p": _TpuGeneration("v5p", 3),
+        "v6e": _TpuGeneration("v6e", 2),
+        "v7x": _TpuGeneration("tpu7x", 3, device_count=2),
     }
 )
+
 _GPUS = ("a100", "h100", "h200", "b200")
+"""The GPUs with a description in `gpus/`."""
+
 _GPUS_PER_HOST = 8
+"""The GPUs of a DGX or HGX host, which NVLink connects. Twice as many would move the border between NVLink and the
+network, and with it the algorithms that XLA chooses for collectives across it."""
+
 _SINGLE_CHIP = (("chips_per_host_bounds", (1, 1, 1)),)
+"""Without this option libtpu assumes hosts of 2x2 chips, and refuses a topology of one chip."""
+
 _SIZES = re.compile(r"[0-9]+(x[0-9]+)*")
 
 _FORMS = MappingProxyType(
@@ -71,42 +77,42 @@ _FORMS = MappingProxyType(
     }
 )
 
-# What libtpu asks the metadata server of a cloud machine, and complains aloud where there is none. Then: may others
-# compile at the same time (it guards a TPU that nobody has), and no log files, please.
-_QUIET = MappingProxyType(
+_LIBTPU_ENVIRONMENT = MappingProxyType(
     {
+        # libtpu looks these three up on a cloud machine's metadata server, and logs warnings where there is none.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+        # Several processes may compile at once: its lock protects a TPU, and there is none.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_LOG_DIR": "disabled",
     }
 )
 
-# Two threads that ask for the same target first get the same devices, and neither sees the environment of the other.
-_DESCRIBING = threading.Lock()
+# Two threads that use a target for the first time get the same devices, and neither sees the other's environment.
+_TOPOLOGY_LOCK = threading.Lock()
 
 
 @final
 @attrs.frozen
 class Target:
-    """A machine to compile for: its compiler, its chip, and how many there are. `Target.parse` reads one from a text.
+    """A machine to compile for: its compiler, its chip, and how many of them. `Target.parse` reads one from a string.
 
     **Arguments:**
 
     - `platform`: `"cpu"`, `"tpu"` or `"cuda"`.
     - `chip`: the generation of TPU (`"v5e"`) or the GPU (`"h100"`); empty for CPUs.
-    - `shape`: the torus of a TPU slice, in chips; the number of GPUs, or of CPU devices, alone. Empty for as many CPU
-        devices as a mesh takes. More than 8 GPUs are several hosts of 8.
-    - `slices`: how many such slices of TPUs a network joins.
+    - `shape`: the torus of a TPU slice, in chips; for GPUs and CPUs just their number. Empty for as many CPU devices as
+        a mesh has. More than 8 GPUs are several hosts of 8.
+    - `slices`: how many such TPU slices, connected by a network.
 
     **Raises:**
 
-    `TargetError`, which lists all that is wrong.
+    `TargetError`, which lists everything that is wrong.
 
     ```python
-    target = Target.parse("tpu:v5e:4x4")
-    assert target == Target("tpu", "v5e", (4, 4)) and str(target) == "tpu:v5e:4x4"
+    target = sr.Target.parse("tpu:v5e:4x4")
+    assert target == sr.Target("tpu", "v5e", (4, 4)) and str(target) == "tpu:v5e:4x4"
     assert target.count == 16 and target.hardware.name == "TPU v5e"
     ```
     """
@@ -117,56 +123,56 @@ class Target:
     slices: int = 1
 
     def __attrs_post_init__(self) -> None:
-        problems = _problems(self.platform, self.chip, self.shape, self.slices)
+        problems = _target_problems(self.platform, self.chip, self.shape, self.slices)
         if problems:
-            raise _refusal(str(self), problems, self.platform)
+            raise _target_error(str(self), problems, self.platform)
 
     @classmethod
     def parse(cls, target: "Target | str") -> "Target":
-        """Returns the target that a text names. Letters may be large, and blanks stand around the colons.
+        """Returns the target that a string names. Capitals and blanks around the colons do not matter.
 
         **Arguments:**
 
-        - `target`: `"cpu"`, `"cpu:8"`, `"tpu:v5e:4x4"`, `"tpu:v5e:4x4:2"` for two slices, `"cuda:h100:8"`; or a target,
-            which is returned as it is.
+        - `target`: `"cpu"`, `"cpu:8"`, `"tpu:v5e:4x4"`, `"tpu:v5e:4x4:2"` for two slices, `"cuda:h100:8"`; or a
+            `Target`, which is returned unchanged.
 
         **Returns:**
 
-        A `Target`; its `str` is the text in its normal form.
+        A `Target`; its `str` is the string in normal form.
 
         **Raises:**
 
-        `TargetError`, which lists all that is wrong and what is known.
+        `TargetError`, which lists everything that is wrong, and the forms that a target may have.
 
         ```python
-        assert str(Target.parse(" CUDA:H100:16 ")) == "cuda:h100:16"
-        assert Target.parse(Target("cpu")) == Target("cpu")
+        assert str(sr.Target.parse(" CUDA:H100:16 ")) == "cuda:h100:16"
+        assert sr.Target.parse(sr.Target("cpu")) == sr.Target("cpu")
         ```
         """
         if isinstance(target, cls):
             return target
         if not isinstance(target, str):
             raise TargetError(
-                f"a target is a text or a Target, got {target!r}. Targets are {'; '.join(_FORMS.values())}"
+                f"a target must be a string or a Target, got {target!r}. Write {'; '.join(_FORMS.values())}"
             )
         platform, *rest = [part.strip() for part in target.lower().split(":")]
         chip = rest.pop(0) if platform != "cpu" and rest else ""
         sizes = [_read_sizes(part) for part in rest]
         shape = sizes[0] if sizes else ()
-        most = 2 if platform == "tpu" else 1
-        slices = (sizes[1] if len(sizes[:most]) > 1 else None) or (1,)
-        problems = _problems(platform, chip, shape, slices[0])
+        max_parts = 2 if platform == "tpu" else 1  # only TPUs have a number of slices after their shape
+        slices = (sizes[1] if len(sizes[:max_parts]) > 1 else None) or (1,)
+        problems = _target_problems(platform, chip, shape, slices[0])
         if platform in _FORMS:
             problems += [
-                f"{part!r} is no number{' and no sizes joined by x' if platform == 'tpu' else ''}"
+                f"{part!r} is not a number{' or sizes joined by x' if platform == 'tpu' else ''}"
                 for part, size in zip(rest, sizes, strict=True)
                 if size is None
             ]
-            surplus = rest[most:] if len(slices) == 1 else rest[1:]
+            surplus = rest[max_parts:] if len(slices) == 1 else rest[1:]
             if surplus:
-                problems.append(f"{':'.join(surplus)!r} is too much")
+                problems.append(f"unexpected {':'.join(surplus)!r}")
         if problems:
-            raise _refusal(target, problems, platform)
+            raise _target_error(target, problems, platform)
         return cls(platform, chip, shape or (), slices[0])  # pyright: ignore[reportArgumentType]  checked above
 
     def __str__(self) -> str:
@@ -179,14 +185,14 @@ class Target:
         """How many devices it has; `None` for a CPU target that takes as many as a mesh has."""
         if not self.shape:
             return None
-        devices = _TPUS[self.chip].devices if self.platform == "tpu" else 1
+        devices = _TPUS[self.chip].device_count if self.platform == "tpu" else 1
         return math.prod(self.shape) * devices * self.slices
 
     @property
     def granule(self) -> int | None:
-        """How many of its devices fast links join: those of a host of GPUs, those of a slice of TPUs, all CPU devices.
+        """How many of its devices fast links connect: a host of GPUs, a slice of TPUs, or all CPU devices.
 
-        Between granules there is the network only.
+        Only the network connects granules to each other.
         """
         count = self.count
         if count is None or self.platform == "cpu":
@@ -195,38 +201,37 @@ class Target:
 
     @property
     def hardware(self) -> Hardware:
-        """The sheet of its chip. `attrs.evolve` makes another one from it."""
-        return SHEETS[f"{self.platform}:{self.chip}" if self.chip else self.platform]
+        """The sheet of its chip. `attrs.evolve` makes your own sheet from it."""
+        return Hardware.named(f"{self.platform}:{self.chip}" if self.chip else self.platform)
 
     def devices(self) -> list[Any]:
-        """Returns devices to compile for, the same ones every time. JAX's backend is started.
+        """Returns devices to compile for, the same objects at every call. This starts JAX's backend.
 
         **Returns:**
 
-        A list of devices of JAX, `count` of them; all CPU devices of the process where `count` is `None`. Nothing runs
-        on those of a TPU or a GPU.
+        A list of `count` JAX devices; all CPU devices of the process where `count` is `None`. The devices of a TPU or
+        GPU target cannot run anything.
 
         **Raises:**
 
-        `MissingCompilerError` when the compiler is not installed; it gives the command that does so.
-        `UnavailableTargetError` when this process has too few CPU devices, or its compiler refuses.
+        `MissingCompilerError` when the compiler is not installed, with the command that installs it.
+        `UnavailableTargetError` when this process has too few CPU devices, or when the compiler refuses the target.
 
         ```python
-        assert Target.parse("cpu:2").devices() == jax.devices("cpu")[:2]
+        assert sr.Target.parse("cpu:2").devices() == jax.devices("cpu")[:2]
         ```
         """
-        return _cpu_devices(self) if self.platform == "cpu" else list(_described(self))
+        return _cpu_devices(self) if self.platform == "cpu" else list(_compile_only_devices(self))
 
     def mesh(self, mesh: AnyMesh) -> Mesh:
-        """Returns the mesh of the same axes on this target's devices.
+        """Returns a mesh with the same axes on this target's devices.
 
-        Devices stand in it as in a mesh that `create_mesh` makes on the real machine: TPUs along their torus, slices
-        and hosts on the first axes that they divide. A mesh that is on this target's devices already is returned as it
-        is.
+        The devices are laid out as `create_mesh` lays them out on the real machine: TPUs along their torus, slices and
+        hosts on the first axes that they divide. A mesh that is on this target's devices already is returned unchanged.
 
         **Arguments:**
 
-        - `mesh`: a `Mesh` or an `AbstractMesh`: its names, sizes and types of axes are kept.
+        - `mesh`: a `Mesh` or an `AbstractMesh`: its axis names, sizes and types are kept.
 
         **Returns:**
 
@@ -234,11 +239,11 @@ class Target:
 
         **Raises:**
 
-        `TargetError` when the mesh has another size than the target, `AxisTypeError` when it is none; else as
-        `devices`, and as `create_mesh` for a layout that the torus does not have.
+        `TargetError` when mesh and target differ in size, `AxisTypeError` when `mesh` is not a mesh; also what
+        `devices` raises, and what `create_mesh` raises for a layout that the torus does not have.
 
         ```python
-        mesh = Target.parse("cpu").mesh(sr.mesh_shape("data:4,model:2"))
+        mesh = sr.Target.parse("cpu").mesh(sr.mesh_shape("data:4,model:2"))
         assert mesh.shape["data"] == 4 and mesh.devices.size == 8
         ```
         """
@@ -247,152 +252,150 @@ class Target:
         size = math.prod(sizes)
         if self.count not in (None, size):
             raise TargetError(
-                f"mesh {mesh_text(mesh)!r} has {size} devices, and the target {self} has {self.count}. Write a mesh of "
-                f"{self.count}, or a target of {size}{_of_size(self, size)}"
+                f"mesh {mesh_text(mesh)!r} has {size} devices, but target {self} has {self.count}. Use a mesh of "
+                f"{self.count} devices, or a target of {size}{_example_of_size(self, size)}"
             )
         if isinstance(mesh, Mesh) and set(mesh.devices.flat) <= set(self.devices()):
             return mesh
         devices = (self if self.shape else attrs.evolve(self, shape=(size,))).devices()
         by_id = {device.id: device for device in devices}
-        standing = np.empty(sizes, dtype=object)
-        for place, number in np.ndenumerate(lay_out(sizes, mesh.axis_names, devices).ids):
-            standing[place] = by_id[int(number)]
-        return Mesh(standing, mesh.axis_names, axis_types=mesh.axis_types)
+        arranged = np.empty(sizes, dtype=object)
+        for coords, device_id in np.ndenumerate(lay_out(sizes, mesh.axis_names, devices).ids):
+            arranged[coords] = by_id[int(device_id)]
+        return Mesh(arranged, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _read_sizes(text: str) -> tuple[int, ...] | None:
-    """The sizes in `"4x4"` or `"8"`; `None` where there is something else."""
+    """The sizes in `"4x4"` or `"8"`; `None` for any other text."""
     return tuple(map(int, text.split("x"))) if _SIZES.fullmatch(text) else None
 
 
-def _refusal(text: str, problems: list[str], platform: str) -> TargetError:
+def _target_error(text: str, problems: list[str], platform: str) -> TargetError:
     forms = [_FORMS[platform]] if platform in _FORMS else list(_FORMS.values())
     return TargetError(f"target {text!r}: {'; '.join(problems)}. Write {'; '.join(forms)}")
 
 
-def _problems(platform: str, chip: str, shape: tuple[int, ...] | None, slices: int) -> list[str]:
-    """All that is wrong with a target. A shape that is `None` is one that could not be read: others tell of it."""
+def _target_problems(platform: str, chip: str, shape: tuple[int, ...] | None, slices: int) -> list[str]:
+    """Everything that is wrong with a target. `shape` is `None` where it could not be read, which `parse` reports."""
     if platform not in _FORMS:
-        near = " (did you mean 'cuda'?)" if platform in ("gpu", "nvidia") else suggest(str(platform), _FORMS)
-        return [f"there is no platform {platform!r}{near}"]
+        hint = " (did you mean 'cuda'?)" if platform in ("gpu", "nvidia") else suggest(str(platform), _FORMS)
+        return [f"unknown platform {platform!r}{hint}"]
     chips = {"cpu": (), "tpu": tuple(_TPUS), "cuda": _GPUS}[platform]
-    what = "generation of TPU" if platform == "tpu" else "GPU"
+    chip_noun = "TPU generation" if platform == "tpu" else "GPU"
     problems = []
     if platform == "cpu" and chip:
-        problems.append(f"a CPU has no chip, got {chip!r}")
+        problems.append(f"a CPU target has no chip, got {chip!r}")
     elif chips and not chip:
-        problems.append(f"it names no {what}")
+        problems.append(f"the {chip_noun} is missing")
     elif chips and chip not in chips:
-        problems.append(f"there is no {what} {chip!r}{suggest(str(chip), chips)}")
+        problems.append(f"unknown {chip_noun} {chip!r}{suggest(str(chip), chips)}")
     if any(type(size) is not int or size < 1 for size in shape or ()):
-        problems.append(f"sizes are integers of 1 or more, got {shape}")
+        problems.append(f"sizes must be positive integers, got {shape}")
     elif shape is not None and platform == "tpu" and chip in _TPUS:
         problems += _torus_problems(chip, shape)
     elif shape is not None and platform != "tpu":
-        problems += _number_problems(platform, shape)
+        problems += _count_problems(platform, shape)
     elif shape == ():
-        problems.append("it has no topology")
+        problems.append("the topology is missing")
     if type(slices) is not int or slices < 1 or (slices > 1 and platform != "tpu"):
-        problems.append(f"only TPUs have slices, and 1 of them or more; got {slices}")
+        problems.append(f"slices must be a positive integer, and only TPUs may have more than 1; got {slices}")
     return problems
 
 
 def _torus_problems(chip: str, shape: tuple[int, ...]) -> list[str]:
-    dims = _TPUS[chip].dims
+    dims = _TPUS[chip].torus_dims
     if not shape:
-        return ["it has no topology"]
+        return ["the topology is missing"]
     if len(shape) != dims:
-        like = "x".join(map(str, (*shape, 1))) if len(shape) == 2 else "4x4"
-        return [f"the torus of a {chip} has {dims} dimensions, got {len(shape)}: {like} has as many"]
+        example = "x".join(map(str, (*shape, 1))) if len(shape) == 2 else "4x4"
+        return [f"the torus of a {chip} has {dims} dimensions, got {len(shape)}; use {example}, for example"]
     if math.prod(shape) > 1 and any(size % 2 for size in shape[:2]):
-        got = f"{shape[0]}x{shape[1]}"
-        return [f"a host holds 2x2 chips, so the first two sizes are even unless there is one chip only; got {got}"]
+        plane = f"{shape[0]}x{shape[1]}"
+        return [f"a host has 2x2 chips, so the first two sizes must be even unless there is a single chip; got {plane}"]
     return []
 
 
-def _number_problems(platform: str, shape: tuple[int, ...]) -> list[str]:
+def _count_problems(platform: str, shape: tuple[int, ...]) -> list[str]:
     if len(shape) > 1:
-        return [f"it has one number of devices, got {shape}"]
+        return [f"expected one number of devices, got {shape}"]
     if platform == "cpu":
         return []
     if not shape:
-        return ["it has no number of GPUs"]
-    over = shape[0] % _GPUS_PER_HOST
-    if shape[0] < _GPUS_PER_HOST or not over:
+        return ["the number of GPUs is missing"]
+    count = shape[0]
+    fewer = count - count % _GPUS_PER_HOST
+    if count < _GPUS_PER_HOST or count == fewer:
         return []
-    fewer = shape[0] - over
-    return [
-        f"{shape[0]} GPUs are no whole number of hosts of {_GPUS_PER_HOST}: {fewer} or {fewer + _GPUS_PER_HOST} are"
-    ]
+    return [f"{count} GPUs do not fill hosts of {_GPUS_PER_HOST}; use {fewer} or {fewer + _GPUS_PER_HOST}"]
 
 
-def _of_size(target: Target, size: int) -> str:
-    """How a target of that size is written, where it follows from this one."""
-    if target.platform == "tpu" or _problems(target.platform, target.chip, (size,), 1):
+def _example_of_size(target: Target, size: int) -> str:
+    """The target of that size, where it follows from this one."""
+    if target.platform == "tpu" or _target_problems(target.platform, target.chip, (size,), 1):
         return ""
     return f": {attrs.evolve(target, shape=(size,))}"
 
 
 def _cpu_devices(target: Target) -> list[Any]:
     try:
-        found = jax.devices("cpu")
+        devices = jax.devices("cpu")
     except RuntimeError as error:
         raise UnavailableTargetError(
-            f"{target}: JAX has no CPU devices: {error}. Where JAX_PLATFORMS is set, it has to name cpu too"
+            f"{target}: JAX has no CPU devices: {error}. If JAX_PLATFORMS is set, it must include cpu"
         ) from error
-    count = target.count or len(found)
-    if count > len(found):
+    count = target.count or len(devices)
+    if count > len(devices):
         raise UnavailableTargetError(
-            f"{target} needs {count} CPU devices, and this process has {len(found)}: JAX makes them when it starts "
-            f"and cannot add any. Start the process with XLA_FLAGS=--xla_force_host_platform_device_count={count}, or "
-            f"call jax.config.update('jax_num_cpu_devices', {count}) before anything else of JAX"
+            f"{target} needs {count} CPU devices, but this process has {len(devices)}, and JAX cannot add any after it "
+            f"has started. Start the process with XLA_FLAGS=--xla_force_host_platform_device_count={count}, or call "
+            f"jax.config.update('jax_num_cpu_devices', {count}) before anything else of JAX"
         )
-    return found[:count]
+    return devices[:count]
 
 
-# Devices of two topologies differ, even of topologies that are alike: a mesh of each would be two meshes.
+# The devices of two topologies differ, even of equal topologies, and so would meshes on them: build each topology once.
 @functools.cache
-def _devices_of(target: Target) -> tuple[Any, ...]:
-    # A TPU or GPU that is really there has to be met first, in its own environment. Compiling starts JAX anyway.
+def _topology_devices(target: Target) -> tuple[Any, ...]:
+    # A real TPU or GPU must be found first, with the user's environment. Compiling starts JAX anyway.
     jax.devices()
     try:
-        found = _tpu_topology(target) if target.platform == "tpu" else _cuda_topology(target)
+        topology = _tpu_topology(target) if target.platform == "tpu" else _cuda_topology(target)
     except ShardRulesError:
         raise
     except RuntimeError as error:
         raise UnavailableTargetError(f"{target}: its compiler refuses: {error}") from error
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
-def _described(target: Target) -> tuple[Any, ...]:
-    with _DESCRIBING:
-        return _devices_of(target)
+def _compile_only_devices(target: Target) -> tuple[Any, ...]:
+    with _TOPOLOGY_LOCK:
+        return _topology_devices(target)
 
 
-def _missing(target: Target, extra: str, what: str) -> MissingCompilerError:
+def _missing_compiler(target: Target, extra: str, package: str) -> MissingCompilerError:
     return MissingCompilerError(
-        f'{target} needs {what}, which is not installed: pip install "shardrules[{extra}]". It compiles without a '
+        f'{target} needs {package}, which is not installed: pip install "shardrules[{extra}]". It compiles without a '
         f"{'TPU' if extra == 'tpu' else 'GPU'}"
     )
 
 
 def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise _missing(target, "tpu", "libtpu, the compiler for TPUs")
-    chip = _TPUS[target.chip]
-    options = dict(chip.options)
+        raise _missing_compiler(target, "tpu", "libtpu, the compiler for TPUs")
+    generation = _TPUS[target.chip]
+    options = dict(generation.options)
     if math.prod(target.shape) == 1:
         options |= dict(_SINGLE_CHIP)
     if target.slices > 1:
         options["num_slices"] = target.slices
-    name = f"{chip.libtpu}:{'x'.join(map(str, target.shape))}"
-    with _environment(_QUIET):
+    name = f"{generation.libtpu_name}:{'x'.join(map(str, target.shape))}"
+    with _environment(_LIBTPU_ENVIRONMENT):
         return topologies.get_topology_desc(name, platform="tpu", **options)
 
 
 def _cuda_topology(target: Target) -> topologies.TopologyDescription:
     if not any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
-        raise _missing(target, "cuda", "JAX's CUDA plugin")
+        raise _missing_compiler(target, "cuda", "JAX's CUDA plugin")
     description = files("shardrules.analysis.machine").joinpath("gpus", f"{target.chip}.txtpb").read_text("utf-8")
     count = target.shape[0]
     hosts = max(1, count // _GPUS_PER_HOST)
@@ -401,20 +404,20 @@ def _cuda_topology(target: Target) -> topologies.TopologyDescription:
             str(target),
             platform="cuda",
             target_config=description,
-            # Groups of hosts that NVLink joins, hosts in each, devices in each.
+            # Groups of hosts that NVLink connects, hosts in each group, devices in each host.
             topology=f"{hosts}x1x{count // hosts}",
         )
     except NotImplementedError as error:
         raise UnavailableTargetError(
-            f"{target}: JAX's CUDA plugin is installed and did not load when JAX started: unless JAX_PLATFORMS is cpu, "
-            "it wants CUDA's libraries, which compiling does not need. Start the process with JAX_PLATFORMS=cpu, or "
+            f"{target}: JAX's CUDA plugin is installed but did not load when JAX started: unless JAX_PLATFORMS is cpu, "
+            "it needs CUDA's libraries, which compiling does not need. Start the process with JAX_PLATFORMS=cpu, or "
             "call jax.config.update('jax_platforms', 'cpu') before anything else of JAX"
         ) from error
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets those variables that are not set, and takes them away again."""
+    """Sets the variables that are not set yet, and removes them afterwards."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from shardrules.analysis.machine.hardware import SHEETS
+from shardrules.analysis.machine.hardware import sheets
 from shardrules.cli.command import FINE, Command
 from shardrules.cli.errors import UsageError
 from shardrules.cli.files import write
@@ -36,9 +36,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.hardware is not None and args.hardware not in SHEETS:
-        near = suggest(args.hardware, SHEETS)
-        raise UsageError(f"--hardware {args.hardware}: there is no sheet of it{near}; there are {', '.join(SHEETS)}")
+    if args.hardware is not None and args.hardware not in sheets():
+        near = suggest(args.hardware, sheets())
+        raise UsageError(f"--hardware: unknown hardware {args.hardware!r}{near}; the sheets are {', '.join(sheets())}")
     if not args.time_limit > 0:
         raise UsageError(f"--time-limit is a number of seconds above 0, got {args.time_limit}")
     if args.frontier < 0 or args.frontier == 1:
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
             mesh=mesh,
             memory_limit=limit,
             pins=None if pins is None else pins.rule,
-            hardware=SHEETS[args.hardware or "cuda:h100"],
+            hardware=sheets()[args.hardware or "cuda:h100"],
             time_limit=args.time_limit,
         )
     with working(f"searching {args.frontier} budgets"):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardrules.analysis.audits.roofline import collective_seconds
-from shardrules.analysis.machine.hardware import SHEETS, Hardware
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Times
 from shardrules.core.axes import AnyMesh, mesh_sizes
@@ -93,10 +93,9 @@ class Machine:
     - `rates`: what each kind of collective costs.
 
     ```python
-    from shardrules.analysis.machine.hardware import SHEETS
     from shardrules.planning.graph.machine import Machine
 
-    machine = Machine.of(sr.mesh_shape("data:4,model:2"), SHEETS["cuda:h100"])
+    machine = Machine.of(sr.mesh_shape("data:4,model:2"), sr.Hardware.named("cuda:h100"))
     assert machine.sizes == (4, 2)
     ```
     """
@@ -168,7 +167,7 @@ def hardware_of(mesh: AnyMesh) -> Hardware:
     assert "H100" in hardware_of(sr.mesh_shape("data:8")).name
     ```
     """
-    return SHEETS[_sheet(mesh) or "cuda:h100"]
+    return Hardware.named(_sheet(mesh) or "cuda:h100")
 
 
 def has_sheet(mesh: AnyMesh) -> bool:

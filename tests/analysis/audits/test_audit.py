@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.audits.report import AuditReport
-from shardrules.analysis.machine.hardware import SHEETS
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.errors import NoMeshError, TargetError, TreeError
 from tests.analysis.audited import AXES, PLANS, audit, closed, codes, con, f32, i32, language, language_flops
@@ -608,7 +607,7 @@ def test_the_mesh_is_looked_for() -> None:
 
 def test_the_target_has_as_many_devices_as_the_mesh() -> None:
     analyzer = sr.ShardingAnalyzer(SHAPE)
-    with pytest.raises(TargetError, match="has 8 devices, and the target cpu:4 has 4"):
+    with pytest.raises(TargetError, match="has 8 devices, but target cpu:4 has 4"):
         analyzer.audit(product, W, X, target="cpu:4")
     with pytest.raises(TargetError, match="'four' is no number"):
         analyzer.audit(product, W, X, target="cpu:four")
@@ -617,7 +616,7 @@ def test_the_target_has_as_many_devices_as_the_mesh() -> None:
 
 
 def test_another_sheet_changes_times_only() -> None:
-    slow = attrs.evolve(SHEETS["cuda:h100"], link_bytes_per_second=10**6)
+    slow = attrs.evolve(sr.Hardware.named("cuda:h100"), link_bytes_per_second=10**6)
     plain = audit(
         lambda w, x: con(x @ w, "data", None), W, X, in_shardings=(P("model"), P("data", "model")), target=CPU
     )

@@ -20,7 +20,6 @@ from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.audits.text import count_text
-from shardrules.analysis.machine.hardware import SHEETS
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Times
@@ -82,7 +81,7 @@ NOTE = sr.Finding("note", "fsdp", "as it should be")
 REPORT = AuditReport(
     "step",
     Target.parse("cuda:h100:8"),
-    attrs.evolve(SHEETS["cpu"], name="a chip", memory_bytes=2**20),
+    attrs.evolve(sr.Hardware.named("cpu"), name="a chip", memory_bytes=2**20),
     "data:4,model:2",
     8,
     (

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.audits.roofline import StepTime, collective_seconds, compute_seconds, step_time
-from shardrules.analysis.machine.hardware import SHEETS, Hardware
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import KINDS, Collective, find_collectives
 from shardrules.analysis.program.flops import find_matmuls
@@ -22,7 +22,7 @@ from shardrules.analysis.program.kernels import Kernel, find_kernels
 from shardrules.analysis.program.program import read_program
 from tests.analysis.programs import CLOSED, CPU, TARGETS, array, mesh_on, program_of, text_of
 
-H100, V5E, V5P = (SHEETS[name] for name in ("cuda:h100", "tpu:v5e", "tpu:v5p"))
+H100, V5E, V5P = (sr.Hardware.named(name) for name in ("cuda:h100", "tpu:v5e", "tpu:v5p"))
 ROUND = Hardware(
     "round figures",
     {"bf16": 1000.0, "f32": 500.0, "f32_highest": 100.0, "f8": 2000.0},

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.audits.report import AuditReport
-from shardrules.analysis.machine.hardware import SHEETS
 from tests.analysis import audited
 from tests.analysis.audited import (
     BATCH,
@@ -493,7 +492,7 @@ def growing(w: Any, x: Any) -> Any:
 
 
 def small(memory_bytes: int) -> Any:
-    return attrs.evolve(SHEETS["cuda:h100"], name="a small chip", memory_bytes=memory_bytes)
+    return attrs.evolve(sr.Hardware.named("cuda:h100"), name="a small chip", memory_bytes=memory_bytes)
 
 
 @targets

@@ -294,7 +294,7 @@ def test_on_one_machine_nothing_reaches_far() -> None:
 
 def test_a_target_of_another_size_is_refused() -> None:
     program = read_program(text_of("scanned", CPU))
-    with pytest.raises(TargetError, match="mesh 'data:4,model:2' has 8 devices, and the target cpu:4 has 4"):
+    with pytest.raises(TargetError, match="mesh 'data:4,model:2' has 8 devices, but target cpu:4 has 4"):
         find_collectives(program, sr.mesh_shape("data:4,model:2"), Target.parse("cpu:4"))
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules.analysis.machine.hardware import SHEETS, Hardware
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Assumptions, Machine, hardware_of, has_sheet
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
-H100 = SHEETS["cuda:h100"]
+H100 = sr.Hardware.named("cuda:h100")
 PERFECT = Assumptions(compute=1.0, memory=1.0, links=1.0, launch_seconds=0.0)
 
 
@@ -69,7 +69,7 @@ def test_what_costs_what() -> None:
 def test_sheets_of_targets(target: str, sheet: str) -> None:
     mesh = mesh_on(target, "data:4,model:2")
     assert has_sheet(mesh)
-    assert hardware_of(mesh) == SHEETS[sheet]
+    assert hardware_of(mesh) == sr.Hardware.named(sheet)
 
 
 def test_meshes_without_devices_are_taken_for_h100s() -> None:
@@ -77,7 +77,7 @@ def test_meshes_without_devices_are_taken_for_h100s() -> None:
     assert not has_sheet(mesh)
     assert hardware_of(mesh) == H100
     assert has_sheet(sr.create_mesh("data:8"))
-    assert hardware_of(sr.create_mesh("data:8")) == SHEETS["cpu"]
+    assert hardware_of(sr.create_mesh("data:8")) == sr.Hardware.named("cpu")
 
 
 def test_in_a_torus_an_axis_has_the_links_along_which_it_lies() -> None:
@@ -86,7 +86,7 @@ def test_in_a_torus_an_axis_has_the_links_along_which_it_lies() -> None:
     groups = mesh.devices[:, 0], mesh.devices[0], mesh.devices.ravel()
     dims = [sum(len({device.coords[dim] for device in group}) > 1 for dim in range(2)) for group in groups]
     assert dims == [2, 1, 2]
-    whole = 1 / SHEETS["tpu:v5e"].link_bytes_per_second
+    whole = 1 / sr.Hardware.named("tpu:v5e").link_bytes_per_second
     rates = Machine.of(mesh, assumptions=PERFECT).rates["all-gather"]
     assert rates.per_byte[1:] == pytest.approx([whole, 2 * whole, whole])
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.machine.hardware import SHEETS, Hardware
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.planning.graph import build as problems
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Problem
@@ -175,7 +175,7 @@ def random_hardware(rng: np.random.Generator) -> Hardware:
         return float(10 ** rng.uniform(low, high))
 
     return attrs.evolve(
-        SHEETS["cuda:h100"],
+        sr.Hardware.named("cuda:h100"),
         name="random",
         peak_flops={"f32": between(12, 15)},
         memory_bytes_per_second=between(11, 12.7),
