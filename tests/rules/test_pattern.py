@@ -1,6 +1,6 @@
-"""What patterns read of list indices. That it is sound is a law in test_laws; here, that it is not too careful.
+"""What patterns read of list indices. That it is never wrong is a law in test_laws; here, that it is not too careful.
 
-A pattern that is read as `"value"` without need makes planning slower by the number of layers.
+A pattern that reads as `"value"` without need makes planning slower by the number of layers.
 """
 
 import re
@@ -33,6 +33,14 @@ conv2d/kernel
 .*bias.*
 [^/]+/norm
 \bscale\b
+(.*/)?w
+(?i)norm
+(?:gate|up)_proj
+layers/(\d+)/mlp/.*
+layers/[^/]+/mlp
+layers/.+/mlp
+layers.*mlp.up
+biase?s?
 """
 
 
@@ -42,15 +50,17 @@ def test_usual_patterns_cannot_tell_equal_layers_apart(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"layers/\d/mlp", r"layers/\d{2}/", r"layers/[0-9][0-9]/mlp", r"layers/./mlp", r"/\d\d"]
-)
-def test_some_read_how_many_digits_there_are(pattern: str) -> None:
-    assert reads_index(re.compile(pattern)) == "width"
-
-
-@pytest.mark.parametrize(
     "pattern",
     [
+        # These read how many digits an index has.
+        r"layers/\d/mlp",
+        r"layers/\d{2}/",
+        r"layers/[0-9][0-9]/mlp",
+        r"layers/./mlp",
+        r"/\d\d",
+        r"layers/\d+\d+/",
+        r"layers/(\d+)(\d+)/",
+        r"layers/\d+.+",
         "layers/3/mlp",
         "layers/[0-4]/",
         "layers/[12]/",
@@ -66,5 +76,5 @@ def test_some_read_how_many_digits_there_are(pattern: str) -> None:
         "0$",
     ],
 )
-def test_some_read_which_layer_it_is(pattern: str) -> None:
+def test_patterns_that_may_read_an_index(pattern: str) -> None:
     assert reads_index(re.compile(pattern)) == "value"
