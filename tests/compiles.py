@@ -1,4 +1,4 @@
-"""What is traced, lowered or compiled."""
+"""Counts compilations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,15 @@ import jax
 
 def compiles(run: Callable[[], Any]) -> int:
     """Returns how often anything is traced, lowered or compiled while `run` runs."""
-    found: list[str] = []
+    events: list[str] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event.startswith("/jax/core/compile/"):
-            found.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         jax.block_until_ready(run())
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    return len(found)
+    return len(events)

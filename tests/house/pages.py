@@ -25,6 +25,9 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 NO_RUN = re.compile(r"<!-- *no-run: *\S.*-->\s*\Z")
+SET_FOR_TESTS = ("XLA_FLAGS", "JAX_PLATFORMS", "FORCE_COLOR")
+"""Environment variables that commands of a page must not inherit."""
+
 OTHER_SPELLINGS = ("py", "py3", "python3", "pycon", "ipython", "ipython3")
 
 
@@ -45,11 +48,11 @@ class Block:
 
 def blocks(text: str) -> Iterator[Block]:
     """Yields the fenced blocks of a markdown text, indented ones too."""
-    for found in FENCE.finditer(text):
-        info = found["info"].strip(" {}").split()
+    for fence in FENCE.finditer(text):
+        info = fence["info"].strip(" {}").split()
         language = info[0].lstrip(".").lower() if info else ""
-        line = text.count("\n", 0, found.start("text")) + 1
-        yield Block(language, textwrap.dedent(found["text"]), line, bool(NO_RUN.search(text[: found.start()])))
+        line = text.count("\n", 0, fence.start("text")) + 1
+        yield Block(language, textwrap.dedent(fence["text"]), line, bool(NO_RUN.search(text[: fence.start()])))
 
 
 def misfits(text: str) -> list[str]:
@@ -64,21 +67,25 @@ def misfits(text: str) -> list[str]:
 def run_console(text: str) -> str:
     """Runs the commands of a `console` block, the lines after `$`, and returns the block with what they print.
 
-    They are run in the folder that is the current one, with the documentation in it, and may find something (exit 1).
+    They run in the current folder, with a link to the documentation, and may exit with 1.
     """
     parts: list[str] = []
     for command in re.findall(r"^\$ ((?:[^\n]*\\\n)*[^\n]*)$", text, re.MULTILINE):
-        forgotten = ("XLA_FLAGS", "JAX_PLATFORMS", "FORCE_COLOR")
-        known = {name: value for name, value in os.environ.items() if name not in forgotten}
-        found = {"PATH": f"{Path(sys.executable).parent}:{known['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+        inherited = {name: value for name, value in os.environ.items() if name not in SET_FOR_TESTS}
+        paths = {"PATH": f"{Path(sys.executable).parent}:{inherited['PATH']}", "PYTHONPATH": str(REPOSITORY)}
         with contextlib.suppress(FileExistsError):
             Path("docs").symlink_to(REPOSITORY / "docs")
-        done = subprocess.run(
-            ["bash", "-c", command], capture_output=True, text=True, env={**known, **found}, check=False, timeout=240
+        process = subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            env={**inherited, **paths},
+            check=False,
+            timeout=240,
         )
-        if done.returncode not in (0, 1):
-            raise ValueError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
-        parts.append(f"$ {command}\n{done.stdout}")
+        if process.returncode not in (0, 1):
+            raise ValueError(f"{command} exited with {process.returncode}: {process.stderr[-2000:]}")
+        parts.append(f"$ {command}\n{process.stdout}")
     return "\n".join(parts)
 
 
@@ -114,7 +121,7 @@ def filled(text: str, printed: list[str]) -> str:
     parts, end, pending = [], 0, ""
     for fence, block, output in zip(FENCE.finditer(text), blocks(text), printed, strict=True):
         if block.runs and pending:
-            raise ValueError(f"line {block.line}: what the block above prints is shown nowhere: {pending[:80]!r}")
+            raise ValueError(f"line {block.line}: the output of the block above is not shown: {pending[:80]!r}")
         parts.append(text[end : fence.start("text")])
         if block.language == "console":
             parts.append(textwrap.indent(output, fence["indent"]))
@@ -125,7 +132,7 @@ def filled(text: str, printed: list[str]) -> str:
         pending = "" if takes else pending or output
         end = fence.end("text")
     if pending:
-        raise ValueError(f"what the last block prints is shown nowhere: {pending[:80]!r}")
+        raise ValueError(f"the output of the last block is not shown: {pending[:80]!r}")
     return "".join(parts) + text[end:]
 
 

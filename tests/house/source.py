@@ -1,4 +1,4 @@
-"""Reads a package as source: what the house tests look at, real or planted."""
+"""Reads a package as source, for the house tests: the real one, or a planted one."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ Definition: TypeAlias = Function | ast.ClassDef
 @final
 @attrs.frozen
 class Module:
-    """One module: its dotted `name`, where it is, and what it says."""
+    """One module: its dotted name, its file and its syntax tree."""
 
     name: str
     path: Path
@@ -53,8 +53,8 @@ def plant(folder: Path, files: dict[str, str], name: str = "planted") -> tuple[M
 
 
 def _is_overload(node: Definition) -> bool:
-    """Whether it is only a signature: the function itself, which follows, says what it does."""
-    return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
+    """Whether a definition is an overload: the function itself follows it."""
+    return any(isinstance(decorator, ast.Name) and decorator.id == "overload" for decorator in node.decorator_list)
 
 
 def public_definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:

@@ -1,7 +1,7 @@
-"""Tells what a process says from what JAX says in it when it starts.
+"""Separates the stderr of a process from what JAX writes there at startup.
 
-JAX's plugins write to stderr, CUDA's even where only CPU devices are asked for. What they write differs by plugin and
-version, so it is not listed here: a process that does nothing but start JAX shows it.
+JAX's plugins write to stderr, CUDA's even where only CPU devices are requested. The text differs by plugin and
+version, so it is not listed here: a process that only starts JAX shows it.
 """
 
 import re
@@ -14,24 +14,24 @@ from typing import TypeAlias
 Environment: TypeAlias = Mapping[str, str]
 
 STAMP = re.compile(r"^([IWEF])\d{4} [\d:.]+ +\d+ ")
-"""The severity, date, time and thread before a line that is logged in C++. All but the first differ in each run."""
+"""Severity, date, time and thread of a line logged in C++. Only the severity is the same in each run."""
 
 
 def beyond_startup(stderr: str, start: str, environment: Environment) -> str:
-    """Returns what of `stderr` is left without the lines that a process writes in which nothing but `start` runs.
+    """Returns `stderr` without the lines that a process writes that only runs `start`.
 
-    Each line goes as often as that process writes it, and no more: one that comes again was caused by something else.
+    Each line is removed as often as that process writes it, and no more: another one was caused by something else.
     """
     if not stderr:
         return ""
     command = [sys.executable, "-W", "error", "-c", start]
     alone = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert alone.returncode == 0, alone.stderr[-4000:]  # what it says as it breaks is nothing to take for granted
+    assert alone.returncode == 0, alone.stderr[-4000:]  # the output of a failing startup is not expected output
     expected = Counter(STAMP.sub(r"\1 ", line) for line in alone.stderr.splitlines())
     left = []
     for line in stderr.splitlines(keepends=True):
         key = STAMP.sub(r"\1 ", line.rstrip("\n"))
-        if expected[key] > 0:  # in any order: JAX goes through its plugins in that of a set
+        if expected[key] > 0:  # in any order: JAX iterates over a set of plugins
             expected[key] -= 1
         else:
             left.append(line)

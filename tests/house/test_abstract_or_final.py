@@ -26,12 +26,12 @@ def classes_of(names: Iterable[str]) -> tuple[type, ...]:
 
     A `TypedDict` is the type of a plain dictionary and no class of its own.
     """
-    found = []
+    classes = []
     for name in names:
         module = importlib.import_module(name)
-        classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
-        found += [cls for cls in classes if not is_typeddict(cls)]
-    return tuple(dict.fromkeys(found))
+        members = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+        classes += [cls for cls in members if not is_typeddict(cls)]
+    return tuple(dict.fromkeys(classes))
 
 
 def shardrules_classes() -> tuple[type, ...]:
@@ -213,23 +213,23 @@ def test_good_classes_pass() -> None:
     assert inherited_fields(GOOD) == []
 
 
-def test_an_open_class_is_seen() -> None:
+def test_an_open_class_is_reported() -> None:
     assert neither_abstract_nor_final((*GOOD, _Open), (_Error,)) == ["_Open"]
     assert neither_abstract_nor_final(GOOD, ()) == ["_Error"]
 
 
-def test_a_final_class_with_abstract_methods_is_seen() -> None:
+def test_a_final_class_with_abstract_methods_is_reported() -> None:
     assert both_abstract_and_final((*GOOD, _Never)) == ["_Never"]
 
 
 @pytest.mark.parametrize(("cls", "base"), [(_Child, "_Open"), (_Foreign, "dict")])
-def test_a_concrete_parent_is_seen(cls: type, base: str) -> None:
+def test_a_concrete_parent_is_reported(cls: type, base: str) -> None:
     assert concrete_parents((*GOOD, _Open, cls), (_Error,)) == [f"{cls.__name__} inherits from {base}"]
 
 
-def test_an_override_is_seen() -> None:
+def test_an_override_is_reported() -> None:
     assert overridden_methods((*GOOD, _Override)) == ["_Override.plan overrides _Rule.plan"]
 
 
-def test_an_inherited_field_is_seen() -> None:
+def test_an_inherited_field_is_reported() -> None:
     assert inherited_fields((_HasField, _TakesField)) == ["_TakesField inherits the field size"]

@@ -1,4 +1,4 @@
-"""With fewer than 8 devices the test run ends at once and says why: it never skips."""
+"""With fewer than 8 devices the test run ends at once and says why."""
 
 import os
 import subprocess

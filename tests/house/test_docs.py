@@ -43,8 +43,8 @@ def docstrings(modules: tuple[Module, ...]) -> list[tuple[str, str, str, int]]:
     return [entry for entry in entries if "```" in entry[2] or "~~~" in entry[2]]
 
 
-def left_behind(run: Callable[[], object]) -> list[str]:
-    """Runs an example, and returns what it did not put back, which would change what the next one sees."""
+def lasting_effects(run: Callable[[], object]) -> list[str]:
+    """Runs an example, and returns the global state that it changed, which the next example would see."""
     before = dict(os.environ), dict(jax.config.values), jax.sharding.get_abstract_mesh()
     run()
     after = dict(os.environ), dict(jax.config.values), jax.sharding.get_abstract_mesh()
@@ -67,7 +67,7 @@ def test_page_runs(page: Path) -> None:
     text = page.read_text()
     assert misfits(text) == []
     printed: list[str] = []
-    assert left_behind(lambda: printed.extend(run_blocks(text, str(page), {}))) == []
+    assert lasting_effects(lambda: printed.extend(run_blocks(text, str(page), {}))) == []
     assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
 
 
@@ -77,11 +77,11 @@ def test_page_runs(page: Path) -> None:
 def test_docstring_runs(module: str, name: str, text: str, line: int) -> None:
     assert misfits(text) == []
     source = import_module(module)
-    assert left_behind(lambda: run_blocks(text, source.__file__ or module, SCOPE, line)) == []
+    assert lasting_effects(lambda: run_blocks(text, source.__file__ or module, SCOPE, line)) == []
 
 
 def finding_codes(modules: tuple[Module, ...]) -> list[str]:
-    """Returns the codes of the findings that these modules make, those in examples left out."""
+    """Returns the codes of the findings that these modules make, not counting examples."""
     calls = (
         node
         for module in modules
@@ -97,7 +97,7 @@ def tabled_codes(page: str) -> list[str]:
     return sorted(re.findall(r"^\| `([a-z-]+)` \| (?:error|warning|note) \|", page, re.MULTILINE))
 
 
-def test_every_finding_of_a_plan_stands_in_the_table() -> None:
+def test_every_finding_of_a_plan_is_in_the_table() -> None:
     makers = tuple(
         module for module in shardrules_source() if module.name.startswith(("shardrules.core.", "shardrules.rules."))
     )
@@ -109,10 +109,10 @@ def test_every_finding_of_a_plan_stands_in_the_table() -> None:
 # Planted violations.
 
 
-def test_a_finding_that_no_table_tells_of_is_seen(tmp_path: Path) -> None:
-    source = 'Finding("note", "told", "x")\nyielded = [Finding("error", "untold", f"{1}")]\nFinding(*1)\n'
-    assert finding_codes(plant(tmp_path, {"a.py": source})) == ["told", "untold"]
-    assert tabled_codes("| code |\n| `told` | note | x |\n| `no` | never | x |\n") == ["told"]
+def test_codes_are_read_off_source_and_table(tmp_path: Path) -> None:
+    source = 'Finding("note", "listed", "x")\nyielded = [Finding("error", "unlisted", f"{1}")]\nFinding(*1)\n'
+    assert finding_codes(plant(tmp_path, {"a.py": source})) == ["listed", "unlisted"]
+    assert tabled_codes("| code |\n| `listed` | note | x |\n| `no` | never | x |\n") == ["listed"]
 
 
 PAGE = """
@@ -169,7 +169,7 @@ def test_a_block_that_hides_is_seen(text: str, complaints: list[str]) -> None:
     assert misfits(text) == complaints
 
 
-def test_every_docstring_is_found(tmp_path: Path) -> None:
+def test_docstrings_of_every_kind_are_collected(tmp_path: Path) -> None:
     example = '"""Text.\n\n{indent}```python\n{indent}assert {name}\n{indent}```\n{indent}"""\n'
 
     def text(name: str, depth: int) -> str:
@@ -179,12 +179,12 @@ def test_every_docstring_is_found(tmp_path: Path) -> None:
     source += (
         "    def f(self):\n" + text("method", 2) + "def g():\n" + text("function", 1) + "def _h():\n" + text("no", 1)
     )
-    found = docstrings(plant(tmp_path, {"a.py": source}))
-    assert [(module, name) for module, name, _, _ in found] == [
+    entries = docstrings(plant(tmp_path, {"a.py": source}))
+    assert [(module, name) for module, name, _, _ in entries] == [
         ("planted.a", name) for name in ["", "A", "A.f", "g", "X"]
     ]
     with pytest.raises(NameError, match="method"):
-        run_blocks(found[2][2], "a.py", {})
+        run_blocks(entries[2][2], "a.py", {})
 
 
 PRINTING = """
@@ -209,30 +209,30 @@ not printed
 """
 
 
-def test_what_a_page_shows_is_what_it_prints() -> None:
+def test_printed_output_replaces_shown_output() -> None:
     page = PRINTING.format(shown="a\nb")
     assert filled(page, run_blocks(page, "page.md", {})) == page
     old = PRINTING.format(shown="a\nc\nd")
     assert filled(old, run_blocks(old, "page.md", {})) == page
     hidden = PRINTING.replace("```text\n{shown}\n```\n", "")
-    with pytest.raises(ValueError, match="line 11: what the block above prints is shown nowhere: 'a"):
+    with pytest.raises(ValueError, match="line 11: the output of the block above is not shown: 'a"):
         filled(hidden, run_blocks(hidden, "page.md", {}))
     last = "```python\nprint('a')\n```\n"
-    with pytest.raises(ValueError, match="what the last block prints is shown nowhere"):
+    with pytest.raises(ValueError, match="the output of the last block is not shown"):
         filled(last, run_blocks(last, "page.md", {}))
 
 
-def test_what_an_example_leaves_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lasting_effects_of_an_example_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDRULES_PLANTED", "0")
-    assert left_behind(lambda: monkeypatch.setenv("SHARDRULES_PLANTED", "1")) == ["the environment"]
-    assert left_behind(lambda: None) == []
+    assert lasting_effects(lambda: monkeypatch.setenv("SHARDRULES_PLANTED", "1")) == ["the environment"]
+    assert lasting_effects(lambda: None) == []
     precision = jax.config.values["jax_default_matmul_precision"]
-    complaints = left_behind(lambda: jax.config.update("jax_default_matmul_precision", "high"))
+    complaints = lasting_effects(lambda: jax.config.update("jax_default_matmul_precision", "high"))
     jax.config.update("jax_default_matmul_precision", precision)
     assert complaints == ["the configuration of JAX"]
     mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
     setters = []
-    complaints = left_behind(lambda: setters.append(jax.set_mesh(mesh)))
+    complaints = lasting_effects(lambda: setters.append(jax.set_mesh(mesh)))
     with setters[0]:
         pass  # puts back what was set before
     assert complaints == ["the mesh: write `with jax.set_mesh(...)`"]

@@ -30,8 +30,18 @@ def printed(script: str, *arguments: str, start: str, folder: Path) -> str:
 
 
 def test_every_example_is_run_here() -> None:
-    scripts = ["llama_405b.py", "plan_llama.py", "train_gpt.py"]  # the first is planned in tests/cli
+    scripts = ["first_plan.py", "llama_405b.py", "plan_llama.py", "train_gpt.py"]  # Llama 405B is planned in tests/cli
     assert sorted(script.name for script in EXAMPLES.glob("*.py")) == scripts
+
+
+def test_readme_shows_the_first_plan(tmp_path: Path) -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    assert (EXAMPLES / "first_plan.py").read_text() in readme
+    table = [
+        line.rstrip()
+        for line in printed("first_plan.py", start="import jax; jax.devices()", folder=tmp_path).splitlines()
+    ]
+    assert "\n".join(table) in readme
 
 
 def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None:
@@ -40,17 +50,17 @@ def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None
     assert lines[-1].endswith(": the same")
 
 
-def test_train_gpt_learns_and_goes_on_after_the_restore(tmp_path: Path) -> None:
+def test_train_gpt_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     text = printed("train_gpt.py", "--smoke", start=ON_CPU, folder=tmp_path)
     plan, training = text.split("\nlearning ")
     assert re.search(r"^blocks/\*/down/weight  x3 .* P\('data', 'model'\) ", plan, re.MULTILINE)
 
-    found = re.findall(r"^(\w+) +held-out loss ([\d.]+); .*: (\(.*\) on \d devices) and (.*)$", training, re.MULTILINE)
-    assert found[:4] == found[4:]  # as it went, and again at the end
-    assert [when for when, *_ in found[:4]] == ["untrained", "saved", "restored", "trained"]
-    assert [weight for *_, weight, _ in found[:4]] == ["(256, 32) on 8 devices"] * 2 + ["(256, 64) on 4 devices"] * 2
-    assert all(weight == moment for *_, weight, moment in found)
-    untrained, saved, restored, trained = [float(loss) for _, loss, *_ in found[:4]]
+    lines = re.findall(r"^(\w+) +held-out loss ([\d.]+); .*: (\(.*\) on \d devices) and (.*)$", training, re.MULTILINE)
+    assert lines[:4] == lines[4:]  # printed during training, and again at the end
+    assert [when for when, *_ in lines[:4]] == ["untrained", "saved", "restored", "trained"]
+    assert [weight for *_, weight, _ in lines[:4]] == ["(256, 32) on 8 devices"] * 2 + ["(256, 64) on 4 devices"] * 2
+    assert all(weight == moment for *_, weight, moment in lines)
+    untrained, saved, restored, trained = [float(loss) for _, loss, *_ in lines[:4]]
     assert 4.5 < untrained < 5.5
     assert saved < untrained - 1
     assert abs(restored - saved) < 0.01

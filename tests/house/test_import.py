@@ -36,17 +36,16 @@ except RuntimeError:
 """
 
 
-def surroundings(path: Path, **variables: str) -> dict[str, str]:
-    """The environment of a process that knows nothing of this one, and finds packages in `path`."""
-    # XLA_FLAGS of this process would set the device count too, and JAX refuses to be told twice.
-    forgotten = ("XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
-    environment = {name: value for name, value in os.environ.items() if name not in forgotten}
+def clean_environment(path: Path, **variables: str) -> dict[str, str]:
+    """The environment of an independent process that imports packages from `path`."""
+    # XLA_FLAGS of this process would set the device count too, and JAX refuses to set it twice.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return environment | {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"} | variables
 
 
 def python(*arguments: str, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs Python in a fresh process."""
-    command, environment = [sys.executable, *arguments], surroundings(path, **variables)
+    command, environment = [sys.executable, *arguments], clean_environment(path, **variables)
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -54,10 +53,10 @@ def import_effects(package: str, path: Path) -> list[str]:
     """What importing `package` did that it should not: printed, warned, raised, or changed something."""
     probe = PROBE.format(peers=PEERS, package=package, late=LATE)
     run = python("-W", "error", "-c", probe, path=path)
-    return (run.stdout + beyond_startup(run.stderr, PEERS, surroundings(path))).splitlines()
+    return (run.stdout + beyond_startup(run.stderr, PEERS, clean_environment(path))).splitlines()
 
 
-def test_importing_touches_nothing() -> None:
+def test_importing_has_no_effects() -> None:
     assert import_effects("shardrules", REPOSITORY) == []
 
 
@@ -75,6 +74,6 @@ def test_importing_touches_nothing() -> None:
         ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
     ],
 )
-def test_an_effect_is_seen(tmp_path: Path, text: str, complaint: str) -> None:
+def test_an_effect_is_reported(tmp_path: Path, text: str, complaint: str) -> None:
     plant(tmp_path, {"__init__.py": text})
     assert complaint in import_effects("planted", tmp_path)

@@ -1,4 +1,4 @@
-"""Imports point down, go round in no circle, stay public, and stand at the top of their file."""
+"""Imports point down, form no cycle, avoid private JAX and are at the top of their file."""
 
 import ast
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ PRIVATE_JAX = "core.jax_state"
 
 LAZY: dict[str, str] = {
     "orbax": "an extra; importing it takes long, and only load_orbax needs it",
-    "etils": "comes with orbax, which takes paths in no other form",
+    "etils": "comes with orbax, which takes only its paths",
     "matplotlib": "an extra, and slow to import; only figures need it",
-    "shardrules.cli.main": "it needs an extra, and whoever lacks that is to be told in one line",
+    "shardrules.cli.main": "it needs an extra; without it the user gets a one-line message",
     "shardrules.analysis.compiling.question": "as audit",
     "shardrules.analysis.audits.audit": "what asks compilers is a third of the package, and most programs never do",
 }
@@ -30,18 +30,18 @@ LAZY: dict[str, str] = {
 
 
 def imports(module: Module, names: frozenset[str], node: ast.AST | None = None) -> Iterator[tuple[int, str]]:
-    """Yields line and dotted name of every import in `node` (else the module), submodules in `names` told apart."""
-    for found in ast.walk(node or module.tree):
-        if isinstance(found, ast.Import):
-            for alias in found.names:
-                yield found.lineno, alias.name
-        elif isinstance(found, ast.ImportFrom):
-            parents = module.name.split(".")
-            above = parents[: len(parents) - found.level + (module.path.name == "__init__.py")] if found.level else []
-            base = ".".join([*above, *([found.module] if found.module else [])])
-            for alias in found.names:
+    """Yields line and dotted name of every import in `node` (else the module), down to the submodules in `names`."""
+    for statement in ast.walk(node or module.tree):
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                yield statement.lineno, alias.name
+        elif isinstance(statement, ast.ImportFrom):
+            parents, is_package = module.name.split("."), module.path.name == "__init__.py"
+            above = parents[: len(parents) - statement.level + is_package] if statement.level else []
+            base = ".".join([*above, *([statement.module] if statement.module else [])])
+            for alias in statement.names:
                 inner = f"{base}.{alias.name}"
-                yield found.lineno, inner if inner in names or base == "jax" else base
+                yield statement.lineno, inner if inner in names or base == "jax" else base
 
 
 def names_of(modules: tuple[Module, ...]) -> frozenset[str]:
@@ -71,7 +71,7 @@ def upward_imports(modules: tuple[Module, ...]) -> list[str]:
 
 
 def import_cycle(modules: tuple[Module, ...]) -> list[str]:
-    """One circle of imports, if there is any; imports inside functions and under TYPE_CHECKING count too."""
+    """A cycle of imports, if there is one; imports inside functions and under TYPE_CHECKING count too."""
     names = names_of(modules)
     graph = {module.name: sorted({name for _, name in imports(module, names)} & names) for module in modules}
     try:
@@ -113,7 +113,7 @@ def test_imports_point_down() -> None:
     assert upward_imports(shardrules_source()) == []
 
 
-def test_imports_go_round_in_no_circle() -> None:
+def test_imports_form_no_cycle() -> None:
     assert import_cycle(shardrules_source()) == []
 
 
@@ -121,7 +121,7 @@ def test_private_jax_is_isolated() -> None:
     assert private_jax(shardrules_source(), PRIVATE_JAX) == []
 
 
-def test_imports_stand_at_the_top() -> None:
+def test_imports_are_at_the_top() -> None:
     assert lazy_imports(shardrules_source(), LAZY) == []
 
 
@@ -137,7 +137,7 @@ def test_imports_stand_at_the_top() -> None:
         ("helpers/x.py", "", "planted.helpers is in no layer"),
     ],
 )
-def test_an_upward_import_is_seen(tmp_path: Path, file: str, text: str, complaint: str) -> None:
+def test_an_upward_import_is_reported(tmp_path: Path, file: str, text: str, complaint: str) -> None:
     empty = dict.fromkeys(["rules/auto.py", "mesh/shape.py", "analysis/__init__.py", "cli/__init__.py"], "")
     assert complaint in upward_imports(plant(tmp_path, {**empty, file: text}))
 
@@ -156,7 +156,7 @@ def test_downward_imports_are_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "back", ["from planted.core import a", "def f():\n    import planted.core.a", "from .a import x"]
 )
-def test_a_circle_is_seen(tmp_path: Path, back: str) -> None:
+def test_a_cycle_is_reported(tmp_path: Path, back: str) -> None:
     files = {"core/a.py": "from planted.core.b import x", "core/b.py": "import planted.core.c", "core/c.py": back}
     circle = import_cycle(plant(tmp_path, files))
     assert sorted(circle[1:]) == ["planted.core.a", "planted.core.b", "planted.core.c"]
@@ -172,12 +172,12 @@ def test_a_circle_is_seen(tmp_path: Path, back: str) -> None:
         "import importlib\nx = importlib.import_module('jax._src.mesh')",
     ],
 )
-def test_private_jax_is_seen(tmp_path: Path, text: str) -> None:
+def test_private_jax_is_reported(tmp_path: Path, text: str) -> None:
     modules = plant(tmp_path, {"core/a.py": text, "core/b.py": "import jax"})
     assert [line.split(":")[0] for line in private_jax(modules, PRIVATE_JAX)] == ["planted.core.a"]
     assert private_jax(modules, "core.a") == []
 
 
-def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
+def test_an_import_inside_a_function_is_reported(tmp_path: Path) -> None:
     modules = plant(tmp_path, {"core/a.py": "class A:\n    def f(self):\n        import os\n        import rich.table"})
     assert lazy_imports(modules, {"rich": "an extra"}) == ["planted.core.a:3 imports os inside f"]

@@ -1,4 +1,4 @@
-"""What JAX's plugins say when it starts is told from what is said besides. One is planted: none has to be installed."""
+"""What JAX's plugins print at startup is separated from other output. The plugin here is planted."""
 
 import os
 import subprocess
@@ -25,8 +25,8 @@ def initialize():
 OWN = "from jax_plugins import planted\n"
 
 
-def left(code: str, folder: Path) -> list[str]:
-    """What is left of the stderr of a process that runs `code` where the plugin is."""
+def remaining(code: str, folder: Path) -> list[str]:
+    """What remains of the stderr of a process that runs `code` with the plugin installed."""
     plant(folder / "jax_plugins", {"__init__.py": PLUGIN})
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -34,12 +34,12 @@ def left(code: str, folder: Path) -> list[str]:
     return beyond_startup(run.stderr, START, environment).splitlines()
 
 
-def test_what_starting_jax_says_is_nothing(tmp_path: Path) -> None:
-    assert left(START, tmp_path) == []
+def test_startup_output_is_removed(tmp_path: Path) -> None:
+    assert remaining(START, tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "line"),
     [
         ("import sys\nsys.stderr.write('psst')", "psst"),
         (f"{OWN}planted.log('lost hardware')", "] lost hardware"),
@@ -48,10 +48,10 @@ def test_what_starting_jax_says_is_nothing(tmp_path: Path) -> None:
         ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
     ],
 )
-def test_what_is_said_besides_is_left(tmp_path: Path, code: str, said: str) -> None:
-    assert any(line.endswith(said) for line in left(START + code, tmp_path))
+def test_other_output_remains(tmp_path: Path, code: str, line: str) -> None:
+    assert any(output.endswith(line) for output in remaining(START + code, tmp_path))
 
 
-def test_a_start_that_breaks_excuses_nothing(tmp_path: Path) -> None:
+def test_a_failing_startup_raises(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="No module named 'absent'"):
         beyond_startup("No module named 'absent'", "import absent", {**os.environ, "PYTHONPATH": str(tmp_path)})
