@@ -44,13 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fails a test that skips itself and is not slow: `pip install "shardrules[test]"` brings all that such tests need."""
+    """Fails a fast test that skips itself: CI runs fast tests without any extra but `test`."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("slow"):
         report.outcome = "failed"
-        report.longrepr = (
-            f"{report.longrepr}\nOnly slow tests may skip: CI runs the others without any extra. Mark it slow."
-        )
+        report.longrepr = f"{report.longrepr}\nOnly slow tests may skip: mark it slow."
     return report
 
 

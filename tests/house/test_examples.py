@@ -37,11 +37,8 @@ def test_every_example_is_run_here() -> None:
 def test_readme_shows_the_first_plan(tmp_path: Path) -> None:
     readme = (REPOSITORY / "README.md").read_text()
     assert (EXAMPLES / "first_plan.py").read_text() in readme
-    table = [
-        line.rstrip()
-        for line in printed("first_plan.py", start="import jax; jax.devices()", folder=tmp_path).splitlines()
-    ]
-    assert "\n".join(table) in readme
+    output = printed("first_plan.py", start="import jax; jax.devices()", folder=tmp_path)
+    assert "\n".join(line.rstrip() for line in output.splitlines()) in readme
 
 
 def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None:
