@@ -19,7 +19,7 @@ from shardrules.core.rule import LeavesShardingRule, derived
 from shardrules.core.spec import Entries, axis_names, make_spec, pad, shard_bytes
 from shardrules.core.tree import ReadsIndex
 from shardrules.rules.auto import as_axes
-from shardrules.rules.budget import Group, Option, choose, smallest_budget
+from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 
 Scope: TypeAlias = Literal["array", "tree"]
 """What the limit is for: each array by itself, or all arrays of the tree together."""
@@ -140,7 +140,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
             if choices is None:
                 cache[key] = choices = tuple(_choices(leaf, self._axes(leaf)))
             groups.setdefault(choices, []).append(number)
-        problem = [Group(len(same), tuple(one.option for one in choices)) for choices, same in groups.items()]
+        problem = [LeafGroup(len(same), tuple(one.option for one in choices)) for choices, same in groups.items()]
         limit = self.max_memory_per_device
         answer = choose(problem, limit - settled)
         if answer is None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrules.rules import budget
-from shardrules.rules.budget import Group, Option, choose, smallest_budget
+from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 
 MIB = 1 << 20
 
@@ -22,38 +22,38 @@ def split(nbytes: int, ways: Sequence[int] = (1, 2, 4, 8)) -> tuple[Option, ...]
     return tuple(Option(-(-nbytes // n), nbytes - -(-nbytes // n)) for n in ways)
 
 
-def totals(groups: Sequence[Group], answer: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+def totals(groups: Sequence[LeafGroup], answer: Sequence[Sequence[int]]) -> tuple[int, int, int]:
     """Held bytes, cost, and leaves that cost anything."""
     for group, counts in zip(groups, answer, strict=True):
         assert len(counts) == len(group.options)
         assert min(counts) >= 0
         assert sum(counts) == group.count
-    taken = [(n, o) for g, counts in zip(groups, answer, strict=True) for n, o in zip(counts, g.options, strict=True)]
+    choices = [(n, o) for g, counts in zip(groups, answer, strict=True) for n, o in zip(counts, g.options, strict=True)]
     return (
-        sum(n * option.held_bytes for n, option in taken),
-        sum(n * option.cost_bytes for n, option in taken),
-        sum(n for n, option in taken if option.cost_bytes),
+        sum(n * option.held_bytes for n, option in choices),
+        sum(n * option.cost_bytes for n, option in choices),
+        sum(n for n, option in choices if option.cost_bytes),
     )
 
 
-def brute(groups: Sequence[Group], budget_bytes: int) -> tuple[int, int] | None:
-    """The least cost, and the least number of split leaves at that cost, over every choice there is."""
-    held = cost = cut = np.zeros(1, np.int64)
+def brute(groups: Sequence[LeafGroup], budget_bytes: int) -> tuple[int, int] | None:
+    """The least cost, and the least number of split leaves at that cost, over every choice."""
+    total = cost = cut = np.zeros(1, np.int64)
     for group in groups:
         options = [(option.held_bytes, option.cost_bytes, option.cost_bytes > 0) for option in group.options]
         for _ in range(group.count):
-            held, cost, cut = (
+            total, cost, cut = (
                 np.add.outer(sums, [option[i] for option in options]).ravel()
-                for i, sums in enumerate((held, cost, cut))
+                for i, sums in enumerate((total, cost, cut))
             )
-    fits = held <= budget_bytes
+    fits = total <= budget_bytes
     if not fits.any():
         return None
     cost, cut = cost[fits], cut[fits]
     return int(cost.min()), int(cut[cost == cost.min()].min())
 
 
-def lower_bound(groups: Sequence[Group], budget_bytes: int) -> Fraction:
+def lower_bound(groups: Sequence[LeafGroup], budget_bytes: int) -> Fraction:
     """The Lagrangian bound: the largest, over prices of a byte, of the cost with held bytes at that price."""
     best = Fraction(sum(g.count * min(option.cost_bytes for option in g.options) for g in groups))
     for group in groups:
@@ -78,11 +78,11 @@ _options = st.one_of(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[Group], int]:
+def problems(draw: st.DrawFn) -> tuple[list[LeafGroup], int]:
     """Up to 8 leaves of up to 4 options, and a budget near what matters."""
     groups, leaves = [], 8
     for options in draw(st.lists(_options, max_size=8)):
-        groups.append(Group(draw(st.integers(0, leaves)), options))
+        groups.append(LeafGroup(draw(st.integers(0, leaves)), options))
         leaves -= groups[-1].count
     lowest = smallest_budget(groups)
     highest = sum(group.count * max(option.held_bytes for option in group.options) for group in groups)
@@ -91,20 +91,20 @@ def problems(draw: st.DrawFn) -> tuple[list[Group], int]:
 
 @settings(max_examples=500, deadline=None)
 @given(problems())
-def test_small_problems_get_the_optimum_and_the_fewest_split_leaves(problem: tuple[list[Group], int]) -> None:
+def test_small_problems_get_the_optimum(problem: tuple[list[LeafGroup], int]) -> None:
     groups, budget_bytes = problem
     answer = choose(groups, budget_bytes)
     expected = brute(groups, budget_bytes)
     assert (answer is None) == (expected is None) == (budget_bytes < smallest_budget(groups))
     if answer is not None:
-        held, cost, cut = totals(groups, answer)
-        assert held <= budget_bytes
+        held_bytes, cost, cut = totals(groups, answer)
+        assert held_bytes <= budget_bytes
         assert (cost, cut) == expected
 
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_without_effort_the_cost_is_still_within_half_a_percent(problem: tuple[list[Group], int]) -> None:
+def test_without_effort_the_cost_is_within_half_a_percent(problem: tuple[list[LeafGroup], int]) -> None:
     groups, budget_bytes = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", -1)
@@ -112,14 +112,14 @@ def test_without_effort_the_cost_is_still_within_half_a_percent(problem: tuple[l
     expected = brute(groups, budget_bytes)
     assert (answer is None) == (expected is None)
     if answer is not None and expected is not None:
-        held, cost, _ = totals(groups, answer)
-        assert held <= budget_bytes
+        held_bytes, cost, _ = totals(groups, answer)
+        assert held_bytes <= budget_bytes
         assert 200 * (cost - expected[0]) <= expected[0]
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_the_smallest_budget_is_exact(problem: tuple[list[Group], int]) -> None:
+def test_the_smallest_budget_is_exact(problem: tuple[list[LeafGroup], int]) -> None:
     groups, _ = problem
     lowest = smallest_budget(groups)
     answer = choose(groups, lowest)
@@ -130,14 +130,12 @@ def test_the_smallest_budget_is_exact(problem: tuple[list[Group], int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.randoms(use_true_random=False))
-def test_the_order_of_groups_and_how_they_are_cut_do_not_change_the_cost(
-    problem: tuple[list[Group], int], random: Random
-) -> None:
+def test_the_order_of_groups_does_not_change_the_cost(problem: tuple[list[LeafGroup], int], random: Random) -> None:
     groups, budget_bytes = problem
     answer = choose(groups, budget_bytes)
     assert answer == choose(list(groups), budget_bytes)
     shuffled = random.sample(groups, len(groups))
-    singles = [Group(1, group.options) for group in shuffled for _ in range(group.count)]
+    singles = [LeafGroup(1, group.options) for group in shuffled for _ in range(group.count)]
     if answer is not None:
         for other in (shuffled, singles):
             again = choose(other, budget_bytes)
@@ -147,8 +145,8 @@ def test_the_order_of_groups_and_how_they_are_cut_do_not_change_the_cost(
 
 def test_a_hundred_arrays_of_4_mib_fit_64_mib() -> None:
     # All in eighths hold 50 MiB. The 14 MiB left keep 14 / 3.5 = 4 arrays whole, and no byte is unused: whatever is
-    # not held must come, so 400 - 64 = 336 MiB is the least. Five whole would need 5 x 4 + 95 x 0.5 = 67.5 MiB.
-    groups = [Group(100, split(4 * MIB))]
+    # not held must be received, so 400 - 64 = 336 MiB is the least. Five whole would need 5 x 4 + 95 x 0.5 = 67.5 MiB.
+    groups = [LeafGroup(100, split(4 * MIB))]
     start = time.perf_counter()
     answer = choose(groups, 64 * MIB)
     assert time.perf_counter() - start < 0.1
@@ -159,19 +157,19 @@ def test_a_hundred_arrays_of_4_mib_fit_64_mib() -> None:
 
 
 def test_a_budget_for_all_keeps_all_whole() -> None:
-    groups = [Group(100, split(4 * MIB)), Group(3, split(MIB))]
+    groups = [LeafGroup(100, split(4 * MIB)), LeafGroup(3, split(MIB))]
     assert choose(groups, 403 * MIB) == ((100, 0, 0, 0), (3, 0, 0, 0))
     assert choose(groups, 10**30) == ((100, 0, 0, 0), (3, 0, 0, 0))
 
 
 def test_of_equal_costs_fewer_leaves_are_split() -> None:
     # 8 bytes too many: one leaf of 16 in half costs the same as two leaves of 8 in half.
-    assert choose([Group(2, split(8, (1, 2))), Group(1, split(16, (1, 2)))], 24) == ((2, 0), (0, 1))
-    assert choose([Group(1, split(16, (1, 2))), Group(2, split(8, (1, 2)))], 24) == ((0, 1), (2, 0))
+    assert choose([LeafGroup(2, split(8, (1, 2))), LeafGroup(1, split(16, (1, 2)))], 24) == ((2, 0), (0, 1))
+    assert choose([LeafGroup(1, split(16, (1, 2))), LeafGroup(2, split(8, (1, 2)))], 24) == ((0, 1), (2, 0))
 
 
 def test_of_equal_choices_earlier_groups_stay_whole() -> None:
-    group = Group(2, split(8, (1, 2)))
+    group = LeafGroup(2, split(8, (1, 2)))
     assert choose([group, group, group], 40) == ((2, 0), (2, 0), (0, 2))
     assert choose([group, group, group], 36) == ((2, 0), (1, 1), (0, 2))
 
@@ -179,7 +177,7 @@ def test_of_equal_choices_earlier_groups_stay_whole() -> None:
 def test_the_smallest_leaf_is_split_for_a_byte_too_many() -> None:
     # The fraction would be 1 byte, so no bound helps until the search has come down to the smallest leaves.
     sizes = [10**9, 10**7, 10**5, 10**3]
-    groups = [Group(50, split(size, (1, 2))) for size in sizes]
+    groups = [LeafGroup(50, split(size, (1, 2))) for size in sizes]
     assert choose(groups, 50 * sum(sizes) - 1) == ((50, 0), (50, 0), (50, 0), (49, 1))
 
 
@@ -187,62 +185,62 @@ def test_no_leaves() -> None:
     assert choose([], 0) == ()
     assert choose([], -1) is None
     assert smallest_budget([]) == 0
-    assert choose([Group(0, split(8))], 0) == ((0, 0, 0, 0),)
+    assert choose([LeafGroup(0, split(8))], 0) == ((0, 0, 0, 0),)
 
 
 def test_leaves_without_bytes_take_the_first_option() -> None:
-    assert choose([Group(7, (Option(0, 0), Option(0, 0)))], 0) == ((7, 0),)
+    assert choose([LeafGroup(7, (Option(0, 0), Option(0, 0)))], 0) == ((7, 0),)
 
 
-def test_a_single_option_is_taken_or_the_tree_does_not_fit() -> None:
-    assert choose([Group(3, (Option(5, 2),))], 15) == ((3,),)
-    assert choose([Group(3, (Option(5, 2),))], 14) is None
+def test_a_single_option_fits_or_nothing_does() -> None:
+    assert choose([LeafGroup(3, (Option(5, 2),))], 15) == ((3,),)
+    assert choose([LeafGroup(3, (Option(5, 2),))], 14) is None
 
 
-def test_options_that_others_beat_are_not_taken() -> None:
-    assert choose([Group(2, (Option(8, 8), Option(8, 7), Option(9, 9), Option(4, 9), Option(4, 10)))], 12) == (
+def test_dominated_options_are_not_chosen() -> None:
+    assert choose([LeafGroup(2, (Option(8, 8), Option(8, 7), Option(9, 9), Option(4, 9), Option(4, 10)))], 12) == (
         (0, 1, 0, 1, 0),
     )
 
 
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.77, 0.999])
 def test_huge_sizes_do_not_overflow(share: float) -> None:
-    groups = [Group(1000, split(10**15 // 1000 + 7 * i, (1, 2, 5, 16))) for i in range(1, 41)]
+    groups = [LeafGroup(1000, split(10**15 // 1000 + 7 * i, (1, 2, 5, 16))) for i in range(1, 41)]
     lowest, highest = smallest_budget(groups), sum(1000 * group.options[0].held_bytes for group in groups)
     budget_bytes = lowest + int((highest - lowest) * share)
     answer = choose(groups, budget_bytes)
     assert answer is not None
-    held, cost, _ = totals(groups, answer)
-    assert held <= budget_bytes
+    held_bytes, cost, _ = totals(groups, answer)
+    assert held_bytes <= budget_bytes
     assert cost <= lower_bound(groups, budget_bytes) * Fraction(1005, 1000)
 
 
-def test_sums_beyond_int64_are_refused() -> None:
+def test_sums_beyond_int64_raise() -> None:
     with pytest.raises(OverflowError, match=r"the sizes of 4 leaves add up to \d+, the limit is 4611686018427387904"):
-        choose([Group(4, split(1 << 60))], 1 << 62)
+        choose([LeafGroup(4, split(1 << 60))], 1 << 62)
 
 
-def test_bad_values_are_refused() -> None:
+def test_invalid_values_raise() -> None:
     with pytest.raises(ValueError, match="held_bytes"):
         Option(-1, 0)
     with pytest.raises(ValueError, match="cost_bytes"):
         Option(0, -1)
     with pytest.raises(ValueError, match="count"):
-        Group(-1, (Option(0, 0),))
+        LeafGroup(-1, (Option(0, 0),))
     with pytest.raises(ValueError, match="options"):
-        Group(1, ())
+        LeafGroup(1, ())
 
 
-def large(leaves: int, kinds: int, seed: int, structured: bool) -> list[Group]:
+def large(leaves: int, kinds: int, seed: int, structured: bool) -> list[LeafGroup]:
     """A tree of `leaves` leaves in `kinds` groups; sizes span five orders of magnitude."""
     rng = np.random.default_rng(seed)
     sizes = [int(size) * 2 for size in 10 ** rng.uniform(1, 6, kinds)]
     ways = [(1, 2, 4, 8), (1, 8, 64, 512), (1, 16), (1, 2, 3, 4, 6, 12), (1, 2, 4, 8, 16, 32, 64)]
     counts = [leaves // kinds + (i < leaves % kinds) for i in range(kinds)]
     if structured:
-        return [Group(n, split(size, ways[i % 5])) for i, (n, size) in enumerate(zip(counts, sizes, strict=True))]
+        return [LeafGroup(n, split(size, ways[i % 5])) for i, (n, size) in enumerate(zip(counts, sizes, strict=True))]
     return [
-        Group(n, tuple(Option(int(held), int(cost)) for held, cost in rng.integers(0, size, (6, 2))))
+        LeafGroup(n, tuple(Option(int(nbytes), int(cost)) for nbytes, cost in rng.integers(0, size, (6, 2))))
         for n, size in zip(counts, sizes, strict=True)
     ]
 
@@ -264,20 +262,20 @@ def test_large_trees_are_quick_and_near_the_bound(leaves: int, kinds: int, secon
             times.append(time.perf_counter() - start)
         assert min(times) < seconds
         assert answers[0] == answers[1] == answers[2]
-        held, cost, _ = totals(groups, answers[0])
-        assert held <= budget_bytes
+        held_bytes, cost, _ = totals(groups, answers[0])
+        assert held_bytes <= budget_bytes
         # At 148 leaves the bound itself may be further away; brute force covers those.
         assert cost <= lower_bound(groups, budget_bytes) * Fraction(1005 if leaves > 148 else 1020, 1000)
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4, 5])
 @pytest.mark.parametrize("count", [0, 1, 5, 9, 14])
-def test_chunks_make_every_split(count: int, ways: int) -> None:
+def test_chunks_can_make_every_split(count: int, ways: int) -> None:
     sizes = budget._chunks(count, ways)
     assert sum(sizes) == count
     reached = {(0,) * ways}
     for size in sizes:
         reached = {(*sums[:i], sums[i] + size, *sums[i + 1 :]) for sums in reached for i in range(ways)}
-    wanted = [sums for sums in itertools.product(range(count + 1), repeat=ways) if sum(sums) == count]
-    assert all(sums in reached for sums in wanted)
+    expected = [sums for sums in itertools.product(range(count + 1), repeat=ways) if sum(sums) == count]
+    assert all(sums in reached for sums in expected)
     assert len(budget._chunks(10**6, ways)) <= 20 * ways
