@@ -18,7 +18,7 @@ import jax
 import jax.tree_util as jtu
 
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.core.errors import ShardRulesError, SpecError, suggest
+from shardrules.core.errors import ConfigError, ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import parse_op
 
@@ -179,7 +179,7 @@ def load_named(text: str) -> Named:
         return Named(text, value)
     try:
         _, args, named = parse_op(f"_{found['call']}")
-    except SpecError as error:
+    except ConfigError as error:
         raise UsageError(f"{text}: the arguments cannot be read, they are to be numbers, texts, tuples ...") from error
     return Named(text, value, tuple(args), named)
 

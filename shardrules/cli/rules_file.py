@@ -409,7 +409,6 @@ TYPES: Mapping[str, _Type] = MappingProxyType(
             {"rules": _Reader.rules, "empty_is_opinion": _Reader.flag},
             ("rules",),
         ),
-        "dim": _type(DimShardingRule, axis=_Reader.axis, dim=_Reader.number, ignore_ndim_error=_Reader.flag),
         "fitted": _type(FittedShardingRule, rule=_Reader.fitted),
         "fsdp": _type(FSDPShardingRule, axis=_Reader.axis),
         "logical": _type(LogicalShardingRule, mapping=_Reader.names),
@@ -424,6 +423,7 @@ TYPES: Mapping[str, _Type] = MappingProxyType(
         "regex": _type(RegexShardingRule, rules=_Reader.patterns, min_size=_Reader.number),
         "replicate": _type(ReplicateShardingRule),
         "shape": _type(ShapeBasedShardingRule, patterns=_Reader.shapes),
+        "shard_dim": _type(DimShardingRule, axis=_Reader.axis, dim=_Reader.number, ignore_ndim_error=_Reader.flag),
         "specs": _type(SpecTreeShardingRule, specs=_Reader.pins),
         "stacked": _type(StackedShardingRule, rule=_Reader.rule, dims=_Reader.number, axis=_Reader.axis),
     }

@@ -1,4 +1,4 @@
-"""`AutoShardingRule`: largest dimensions first, each to the first axis that divides it."""
+"""`AutoShardingRule`: largest dimensions first, each over the first axis that divides it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,7 @@ from shardrules.core.spec import Entries, make_spec, pad
 
 
 def as_axes(axes: Sequence[Axis] | str | None) -> tuple[Axis, ...] | None:
-    """Returns axes in their normal form; `None` stays `None`.
-
-    **Arguments:**
-
-    - `axes`: axes, or tuples of them; a single name is one axis.
-
-    **Returns:**
-
-    A tuple.
-    """
+    """Returns axes in their normal form, a tuple; a single name is one axis, and `None` stays `None`."""
     return None if axes is None else tuple(map(as_axis, (axes,) if isinstance(axes, str) else axes))
 
 
@@ -35,54 +26,40 @@ def auto_entries(
     *,
     reverse: bool = False,
     decided: Entries = (),
-    taken: Sequence[str] = (),
+    used: Sequence[str] = (),
 ) -> Entries:
-    """Returns what dimensions get when each, largest first, takes the first free axis that divides it.
+    """Returns the entries where each dimension, largest first, takes the first free axis that divides it.
 
-    **Arguments:**
-
-    - `shape`: that of the array.
-    - `axes`: the axes in order of preference; a tuple splits one dimension by all of its axes.
-    - `sizes`: the size of each mesh axis.
-    - `reverse`: smallest dimensions first. Ties go to the lowest dimension either way.
-    - `decided`: the entries so far; dimensions that have one are left alone.
-    - `taken`: the axes in use.
-
-    **Returns:**
-
-    One entry for each dimension.
-
-    ```python
-    assert auto_entries((8, 16), ["dp", "tp"], {"dp": 2, "tp": 4}) == (("tp",), ("dp",))
-    ```
+    Dimensions that have an entry in `decided` keep it, and axes in `used` are not free. A tuple among `axes` splits one
+    dimension over all of its axes.
     """
-    found = list(decided) or [()] * len(shape)
-    used = list(taken)
+    result = list(decided) or [()] * len(shape)
+    spent = list(used)
     for dim in sorted(range(len(shape)), key=lambda dim: shape[dim] if reverse else -shape[dim]):
-        if found[dim] != ():
+        if result[dim] != ():
             continue
         for axis in axes:
             names = axis_tuple(axis)
-            if any(name in used for name in names) or shape[dim] % math.prod(sizes[name] for name in names):
+            if any(name in spent for name in names) or shape[dim] % math.prod(sizes[name] for name in names):
                 continue
-            found[dim] = names
-            used += names
+            result[dim] = names
+            spent += names
             break
-    return tuple(found)
+    return tuple(result)
 
 
 @final
 @attrs.frozen
 class AutoShardingRule(LeafShardingRule):
-    """Splits every array that is large enough: dimensions largest first, each by the first free axis that divides it.
+    """Splits every array that is large enough: dimensions largest first, each over the first free axis that divides it.
 
-    Axes of size 1 are not spent. Where no axis divides any dimension the rule has no opinion.
+    Axes of size 1 are not used. Where no axis divides any dimension the rule has no opinion.
 
     **Arguments:**
 
-    - `mesh`: the rule's own mesh; by default the one that is planned for.
+    - `mesh`: the mesh to decide for, whatever mesh is planned for; by default the latter.
     - `axis_names`: the axes to use, in order of preference; by default all, in mesh order. A tuple is used as one.
-    - `min_shard_size`: arrays of fewer elements are left alone; by default the number of devices. `0` is none.
+    - `min_shard_size`: arrays of fewer elements are skipped; by default the number of devices. `0` skips none.
     - `reverse`: smallest dimensions first. Ties go to the lowest dimension either way.
 
     ```python
@@ -100,16 +77,7 @@ class AutoShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf.
-
-        **Arguments:**
-
-        - `leaf`: the array.
-
-        **Returns:**
-
-        A `Decision`.
-        """
+        """Returns the decision for one leaf."""
         sizes = leaf.sizes
         axes = tuple(sizes) if self.axis_names is None else self.axis_names
         least = math.prod(sizes.values()) if self.min_shard_size is None else self.min_shard_size
@@ -117,8 +85,8 @@ class AutoShardingRule(LeafShardingRule):
             return leaf.skip(f"fewer than {least} elements")
         useful = [axis for axis in axes if leaf.axis_size(axis) > 1]
         decided = leaf.entries[: leaf.ndim]
-        found = auto_entries(leaf.shape, useful, sizes, reverse=self.reverse, decided=decided, taken=leaf.taken)
-        if found == decided:
+        entries = auto_entries(leaf.shape, useful, sizes, reverse=self.reverse, decided=decided, used=leaf.taken)
+        if entries == decided:
             return Decision(None, "no free axis divides a free dimension", blank=pad(PartitionSpec(), leaf.ndim))
         order = "smallest" if self.reverse else "largest"
-        return Decision(make_spec(found), f"{order} dims first")
+        return Decision(make_spec(entries), f"{order} dims first")

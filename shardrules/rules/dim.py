@@ -17,13 +17,13 @@ from shardrules.core.spec import make_spec
 class DimShardingRule(LeafShardingRule):
     """Splits dimension `dim`, which may be negative, over mesh axis `axis`.
 
-    Whether the size divides is not asked: the plan reports it as an error, with the numbers.
+    It does not check that the size is divisible: the plan reports that as an error, with the numbers.
 
     **Arguments:**
 
     - `axis`: a mesh axis, or a tuple of them.
     - `dim`: the dimension.
-    - `ignore_ndim_error`: leave arrays without that dimension alone, with a warning, instead of refusing them.
+    - `ignore_ndim_error`: whether to skip arrays without that dimension, with a warning, instead of raising.
 
     ```python
     rule = sr.DimShardingRule("model", -1)
@@ -37,31 +37,22 @@ class DimShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf.
-
-        **Arguments:**
-
-        - `leaf`: the array.
-
-        **Returns:**
-
-        A `Decision`.
-        """
+        """Returns the decision for one leaf."""
         dim = self.dim
         if not -leaf.ndim <= dim < leaf.ndim:
-            why = f"Cannot {self._call(leaf)}: it has {leaf.ndim} dimensions"
-            hint = "Aim the rule at fewer leaves with RegexShardingRule, or pass ignore_ndim_error=True"
+            why = f"Cannot {self._describe_call(leaf)}: it has {leaf.ndim} dimensions"
+            hint = "Apply the rule to fewer leaves with RegexShardingRule, or pass ignore_ndim_error=True"
             if not self.ignore_ndim_error:
                 raise leaf.error(self, why, hint)
-            found = Finding("warning", "no-such-dim", why, leaf.path, hint, leaf.shape, dim, rule=repr(self))
-            return Decision(None, f"there is no dim {dim}", findings=(found,))
+            finding = Finding("warning", "no-such-dim", why, leaf.path, hint, leaf.shape, dim, rule=repr(self))
+            return Decision(None, f"it has no dim {dim}", findings=(finding,))
         if leaf.entries[dim % leaf.ndim] != ():
             raise leaf.error(
-                self, f"Already sharded: {self._call(leaf)}", "Let the rule that comes first take another dimension"
+                self, f"Already sharded: {self._describe_call(leaf)}", "Let the earlier rule split another dimension"
             )
         return leaf.shard(dim, self.axis)
 
-    def _call(self, leaf: Leaf) -> str:
+    def _describe_call(self, leaf: Leaf) -> str:
         so_far = tuple(make_spec(leaf.entries).partitions)
-        name = template(leaf.path)  # equal layers say the same, and so become one finding
+        name = template(leaf.path)  # without indices, so that equal layers give the same text and become one finding
         return f"shard_dim({'+'.join(axis_tuple(self.axis))}, {self.dim}): name={name} cur_spec={so_far}"

@@ -1,4 +1,4 @@
-"""`FSDPShardingRule`: large arrays are split along their largest free dimension."""
+"""`FSDPShardingRule`: splits large arrays along their largest free dimension."""
 
 from typing import final
 
@@ -13,12 +13,12 @@ from shardrules.core.rule import LeafShardingRule
 @final
 @attrs.frozen
 class FSDPShardingRule(LeafShardingRule):
-    """Splits the largest dimension that is free and that `axis` divides; of equal ones the last.
+    """Splits the largest dimension that is free and that `axis` divides; the last one of equal dimensions.
 
     **Arguments:**
 
     - `axis`: a mesh axis, or a tuple of them.
-    - `min_size_mb`: arrays of this many MiB or fewer are left alone.
+    - `min_size_mb`: arrays of this many MiB or fewer are skipped.
 
     ```python
     rule = sr.FSDPShardingRule("data", min_size_mb=0)
@@ -31,17 +31,8 @@ class FSDPShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf.
-
-        **Arguments:**
-
-        - `leaf`: the array.
-
-        **Returns:**
-
-        A `Decision`.
-        """
-        leaf.axis_size(self.axis)  # a typo must not hide behind the size limit
+        """Returns the decision for one leaf."""
+        leaf.axis_size(self.axis)  # an unknown axis is an error even where every leaf is small
         if leaf.nbytes <= self.min_size_mb * 2**20:
             return leaf.skip(f"at most {self.min_size_mb} MiB")
         fitting = [dim for dim in range(leaf.ndim) if leaf.fits(dim, self.axis)]

@@ -1,4 +1,4 @@
-"""`ReplicateShardingRule`: whole on every device, on purpose."""
+"""`ReplicateShardingRule`: whole on every device, explicitly."""
 
 from typing import final
 
@@ -11,7 +11,7 @@ from shardrules.core.rule import LeafShardingRule
 @final
 @attrs.frozen
 class ReplicateShardingRule(LeafShardingRule):
-    """Holds every array whole on every device, and says that this is on purpose.
+    """Keeps every array whole on every device, as an explicit decision.
 
     A leaf that an earlier rule of a chain has split is an error.
 
@@ -23,14 +23,5 @@ class ReplicateShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns `P()`.
-
-        **Arguments:**
-
-        - `leaf`: the array.
-
-        **Returns:**
-
-        A `Decision`.
-        """
+        """Returns the decision `P()`."""
         return leaf.replicate()

@@ -30,12 +30,8 @@ RULES: dict[str, tuple[str, ShardingRule]] = {
         'rule = {type = "composite", rules = ["auto", "replicate"], empty_is_opinion = false}',
         sr.CompositeShardingRule(sr.AutoShardingRule(), sr.ReplicateShardingRule(), empty_is_opinion=False),
     ),
-    "dim": (
-        'rule = {type = "dim", axis = ["data", "model"], dim = -1, ignore_ndim_error = true}',
-        sr.DimShardingRule(("data", "model"), -1, ignore_ndim_error=True),
-    ),
     "fitted": (
-        'rule = {type = "fitted", rule = {type = "dim", axis = "expert", dim = 0}}',
+        'rule = {type = "fitted", rule = {type = "shard_dim", axis = "expert", dim = 0}}',
         sr.FittedShardingRule(sr.DimShardingRule("expert", 0)),
     ),
     "fsdp": ('rule = {type = "fsdp", axis = "data", min_size_mb = 0.5}', sr.FSDPShardingRule("data", 0.5)),
@@ -61,7 +57,7 @@ RULES: dict[str, tuple[str, ShardingRule]] = {
             {path = ".*up", spec = ["model", ["data"]]},
             {path = ".*lora.*", type = "skip"},
             {path = ".*", rule = "fsdp('data')"},
-            {path = ".*", type = "dim", axis = "data", dim = 0},
+            {path = ".*", type = "shard_dim", axis = "data", dim = 0},
         ]
         """,
         sr.RegexShardingRule(
@@ -81,6 +77,10 @@ RULES: dict[str, tuple[str, ShardingRule]] = {
     "shape": (
         'rule = {type = "shape", patterns = [{shape = ["*", 1024], spec = ["model", "-"]}, {shape = [8], spec = []}]}',
         sr.ShapeBasedShardingRule({(None, 1024): P("model", None), (8,): P()}),
+    ),
+    "shard_dim": (
+        'rule = {type = "shard_dim", axis = ["data", "model"], dim = -1, ignore_ndim_error = true}',
+        sr.DimShardingRule(("data", "model"), -1, ignore_ndim_error=True),
     ),
     "specs": (
         'rule = {type = "specs", specs = {"layers/0/up" = ["model"], "layers" = ["-"]}}',
@@ -180,8 +180,8 @@ WRONG = {
         "rules.toml:3: axsi: the rule 'fsdp' has no such key (did you mean 'axis'?); it has type, axis, min_size_mb",
     ),
     "an argument is missing": (
-        '[[rules]]\ntype = "dim"\naxis = "data"',
-        "rules.toml:1: rules: the rule 'dim' needs dim",
+        '[[rules]]\ntype = "shard_dim"\naxis = "data"',
+        "rules.toml:1: rules: the rule 'shard_dim' needs dim",
     ),
     "a bad argument": (
         '[[rules]]\ntype = "fsdp"\naxis = "data"\nmin_size_mb = "big"',
@@ -221,8 +221,8 @@ WRONG = {
     "a rule is a number": ("rule = 7", "rules.toml:1: rule: a rule is a text such as"),
     "no type": ('[[rules]]\naxis = "data"', "rules.toml:1: rules: a rule needs a type or a path, this one has axis"),
     "inside of others": (
-        'rule = {type = "chain", rules = [\n"auto",\n{type = "fitted", rule = {type = "dmi"}}]}',
-        "rules.toml:3: type: there is no rule 'dmi' (did you mean 'dim'?)",
+        'rule = {type = "chain", rules = [\n"auto",\n{type = "fitted", rule = {type = "shard_dmi"}}]}',
+        "rules.toml:3: type: there is no rule 'shard_dmi' (did you mean 'shard_dim'?)",
     ),
     "no such plan": (
         'rule = {type = "plan", file = "plans.json"}',
@@ -233,15 +233,15 @@ WRONG = {
         "rules.toml:1: rule: there are [[rules]] too: write one of both",
     ),
     "no flag": (
-        'rule = {type = "dim", axis = "data", dim = 0, ignore_ndim_error = "no"}',
+        'rule = {type = "shard_dim", axis = "data", dim = 0, ignore_ndim_error = "no"}',
         "rules.toml:1: ignore_ndim_error: true or false is wanted, got 'no'",
     ),
     "no number": (
-        'rule = {type = "dim", axis = "data", dim = true}',
+        'rule = {type = "shard_dim", axis = "data", dim = true}',
         "rules.toml:1: dim: a number is wanted, got True",
     ),
     "no axis": (
-        'rule = {type = "dim", axis = [3], dim = 0}',
+        'rule = {type = "shard_dim", axis = [3], dim = 0}',
         "rules.toml:1: axis: an axis is wanted, or a list of them; got [3]",
     ),
     "no axes": (

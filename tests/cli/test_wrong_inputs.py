@@ -175,7 +175,7 @@ WRONG = {
     ),
     "an unknown rule": Wrong(
         ("plan", "model.py:make", "--rules", "fdsp", *MESH),
-        "--rules: rule text 'fdsp': there is no op 'fdsp' (did you mean 'fsdp'?)",
+        "--rules: rule text 'fdsp': unknown op 'fdsp' (did you mean 'fsdp'?)",
     ),
     "a rule that is called wrongly": Wrong(
         ("plan", "model.py:make", "--rules", "fsdp()", *MESH), "missing 1 required positional argument: 'axis'"

@@ -675,4 +675,4 @@ def test_rules_that_cannot_decide_are_listed_at_once() -> None:
         sr.DimShardingRule("data", 1).plan(tree, SMALL)
     assert "layers/*/b (8,) x3: Cannot shard_dim(data, 1)" in str(caught.value)
     assert "s (): Cannot shard_dim(data, 1)" in str(caught.value)
-    assert "-> Aim the rule at fewer leaves with RegexShardingRule" in str(caught.value)
+    assert "-> Apply the rule to fewer leaves with RegexShardingRule" in str(caught.value)

@@ -1,4 +1,7 @@
-"""The rules that look at one leaf: each parameter, each boundary, each tie, each refusal."""
+"""The rules that look at one leaf: each parameter, each boundary, each tie, each error.
+
+One file for `auto.py`, `dim.py`, `fsdp.py`, `replicate.py` and `logical/rule.py`, which share the cases at the end.
+"""
 
 from typing import Any
 
@@ -22,9 +25,9 @@ def leaf(*shape: int, dtype: Any = jnp.float32, spec: P | None = None, axes: Any
     return sr.Leaf("a/w", shape, dtype, MESH, spec, axes)
 
 
-def refusal(rule: sr.LeafShardingRule, one: sr.Leaf) -> str:
+def refusal(rule: sr.LeafShardingRule, leaf: sr.Leaf) -> str:
     with pytest.raises(sr.errors.RuleError, match=r"a/w \(") as caught:
-        rule.decide(one)
+        rule.decide(leaf)
     return str(caught.value)
 
 
@@ -42,7 +45,7 @@ def refusal(rule: sr.LeafShardingRule, one: sr.Leaf) -> str:
         ((8, 16), {"axis_names": [("data", "model")]}, P(None, ("data", "model"))),
         ((8, 16), {"axis_names": [("data", "model"), "data"]}, P(None, ("data", "model"))),  # each axis once
         ((8, 16), {"axis_names": [("data", "model"), "model"]}, P(None, ("data", "model"))),
-        ((6, 6), {}, P("model", None)),  # 4 does not divide 6, and 2 is spent once
+        ((6, 6), {}, P("model", None)),  # 4 does not divide 6, and 2 is used once
         ((2, 4, 8), {}, P(None, "model", "data")),
         ((7, 9), {"min_shard_size": 0}, None),
         ((7,), {}, None),
@@ -55,17 +58,17 @@ def refusal(rule: sr.LeafShardingRule, one: sr.Leaf) -> str:
         ((0, 8), {}, None),
     ],
 )
-def test_auto(shape: tuple[int, ...], options: Any, spec: P | None) -> None:
+def test_auto_splits_the_largest_dimensions_first(shape: tuple[int, ...], options: Any, spec: P | None) -> None:
     assert sr.AutoShardingRule(**options).decide(leaf(*shape)).spec == spec
 
 
-def test_auto_refines_and_leaves_alone_what_is_taken() -> None:
+def test_auto_refines_an_earlier_decision() -> None:
     decided = sr.AutoShardingRule().decide(leaf(8, 16, spec=P(None, "data")))
     assert (decided.spec, decided.reason) == (P("model", "data"), "largest dims first")
     assert sr.AutoShardingRule().decide(leaf(16, 8, spec=P(("data", "model")))).spec is None
 
 
-def test_auto_knows_its_axes() -> None:
+def test_auto_refuses_an_unknown_axis() -> None:
     assert "the mesh (data:4,model:2,one:1) has no axis 'modle' (did you mean 'model'?)" in refusal(
         sr.AutoShardingRule(axis_names=["modle"]), leaf(8, 8)
     )
@@ -87,7 +90,7 @@ def test_auto_knows_its_axes() -> None:
         ((8, 4), "one", P("one", None)),
     ],
 )
-def test_fsdp(shape: tuple[int, ...], axis: Any, spec: P | None) -> None:
+def test_fsdp_splits_the_largest_dimension(shape: tuple[int, ...], axis: Any, spec: P | None) -> None:
     assert sr.FSDPShardingRule(axis, 0).decide(leaf(*shape)).spec == spec
 
 
@@ -98,19 +101,19 @@ MIB_OF_FLOATS = (512, 512)
     ("limit", "dtype", "split"),
     [(1, jnp.float32, False), (0.999, jnp.float32, True), (0.5, jnp.bfloat16, False), (0.125, jnp.int4, False)],
 )
-def test_fsdp_leaves_small_arrays_alone_by_their_bytes(limit: float, dtype: Any, split: bool) -> None:
+def test_fsdp_skips_arrays_of_few_bytes(limit: float, dtype: Any, split: bool) -> None:
     decision = sr.FSDPShardingRule("data", limit).decide(leaf(*MIB_OF_FLOATS, dtype=dtype))
     assert (decision.spec is not None) == split
     assert split or decision.reason == f"at most {limit} MiB"
 
 
-def test_fsdp_takes_a_free_dimension_and_an_axis_that_is_free() -> None:
+def test_fsdp_needs_a_free_dimension_and_a_free_axis() -> None:
     assert sr.FSDPShardingRule("data", 0).decide(leaf(8, 16, spec=P(None, "model"))).spec == P("data", "model")
     busy = sr.FSDPShardingRule("data", 0).decide(leaf(8, 16, spec=P(None, "data")))
     assert (busy.spec, busy.reason) == (None, "no free dimension is a multiple of 4, or 'data' is in use")
 
 
-def test_a_typo_does_not_hide_behind_a_small_array() -> None:
+def test_fsdp_refuses_an_unknown_axis_for_a_small_array() -> None:
     assert "has no axis 'dta' (did you mean 'data'?)" in refusal(sr.FSDPShardingRule("dta"), leaf(2))
 
 
@@ -127,25 +130,25 @@ def test_a_typo_does_not_hide_behind_a_small_array() -> None:
         (2, ["model"], P(None, None, "model")),
     ],
 )
-def test_dim(dim: int, axis: Any, spec: P) -> None:
+def test_dim_splits_the_dimension(dim: int, axis: Any, spec: P) -> None:
     assert sr.specs.same(sr.DimShardingRule(axis, dim).decide(leaf(8, 8, 8)).spec or P(), spec)
 
 
 @pytest.mark.parametrize("dim", [2, -3])
-def test_a_dimension_that_is_not_there(dim: int) -> None:
-    said = refusal(sr.DimShardingRule("data", dim), leaf(8, 8))
-    assert f"Cannot shard_dim(data, {dim}): name=a/w cur_spec=(None, None): it has 2 dimensions" in said
-    assert "ignore_ndim_error=True" in said
+def test_dim_refuses_a_missing_dimension(dim: int) -> None:
+    message = refusal(sr.DimShardingRule("data", dim), leaf(8, 8))
+    assert f"Cannot shard_dim(data, {dim}): name=a/w cur_spec=(None, None): it has 2 dimensions" in message
+    assert "ignore_ndim_error=True" in message
     lenient = sr.DimShardingRule("data", dim, ignore_ndim_error=True).decide(leaf(8, 8))
     assert lenient.spec is None
-    assert [(found.severity, found.code, found.path) for found in lenient.findings] == [
+    assert [(finding.severity, finding.code, finding.path) for finding in lenient.findings] == [
         ("warning", "no-such-dim", "a/w")
     ]
 
 
-def test_a_dimension_that_is_split_already() -> None:
-    said = refusal(sr.DimShardingRule("model", 1), leaf(8, 8, spec=P(None, "data")))
-    assert "Already sharded: shard_dim(model, 1): name=a/w cur_spec=(None, 'data')" in said
+def test_dim_refuses_a_dimension_that_is_split_already() -> None:
+    message = refusal(sr.DimShardingRule("model", 1), leaf(8, 8, spec=P(None, "data")))
+    assert "Already sharded: shard_dim(model, 1): name=a/w cur_spec=(None, 'data')" in message
     assert "'data'" in refusal(sr.DimShardingRule("data", 0), leaf(8, 8, spec=P(None, "data")))
 
 
@@ -165,18 +168,18 @@ NAMES = {"embed": "data", "mlp": ("model",), "heads": None, "batch": ("data", "m
         (None, None),
     ],
 )
-def test_logical(axes: Any, spec: P | None) -> None:
-    found = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=axes)).spec
-    assert found is None if spec is None else sr.specs.same(found or P("none"), spec)
+def test_logical_maps_names_to_axes(axes: Any, spec: P | None) -> None:
+    actual = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=axes)).spec
+    assert actual is None if spec is None else sr.specs.same(actual or P("none"), spec)
 
 
-def test_of_several_axes_for_a_name_the_first_that_is_free_is_taken() -> None:
+def test_a_name_takes_the_first_of_its_axes_that_is_free() -> None:
     rule = sr.LogicalShardingRule([("embed", "data"), ("mlp", "data"), ("mlp", "model")])
     assert rule.decide(leaf(8, 8, axes=("embed", "mlp"))).spec == P("data", "model")
     assert rule.decide(leaf(8, 8, axes=("mlp", None))).spec == P("data", None)
 
 
-def test_of_two_names_on_one_axis_the_earlier_pair_wins_and_the_other_is_a_finding() -> None:
+def test_of_two_names_on_an_axis_the_earlier_pair_wins() -> None:
     rule = sr.LogicalShardingRule({"b": "data", "a": "data"})
     decision = rule.decide(leaf(8, 8, axes=("a", "b")))
     assert (decision.spec, decision.reason) == (P(None, "data"), "logical axes a->whole, b->data")
@@ -188,9 +191,9 @@ def test_of_two_names_on_one_axis_the_earlier_pair_wins_and_the_other_is_a_findi
     assert on_purpose.decide(leaf(8, 8, axes=("a", "b"))).findings == ()
 
 
-def test_an_axis_that_an_earlier_rule_took_is_a_conflict() -> None:
-    said = refusal(sr.LogicalShardingRule({"a": "data"}), leaf(8, 8, axes=("a", None), spec=P(None, "data")))
-    assert "logical axis 'a' maps to mesh axis 'data', which an earlier rule has taken" in said
+def test_an_axis_that_an_earlier_rule_uses_is_a_conflict() -> None:
+    message = refusal(sr.LogicalShardingRule({"a": "data"}), leaf(8, 8, axes=("a", None), spec=P(None, "data")))
+    assert "logical axis 'a' maps to mesh axis 'data', which an earlier rule uses" in message
 
 
 LOGICAL = st.sampled_from(["a", "b", "c", "d"])
@@ -203,30 +206,30 @@ MESH_AXES = st.sampled_from([None, "x", "y", "z", ("x", "y"), ("y", "z"), ("z",)
         lambda names: len([name for name in names if name]) == len({name for name in names if name})
     ),
 )
-def test_logical_names_get_what_flax_gives_them(rules: Any, axes: list[str | None]) -> None:
+def test_logical_agrees_with_flax(rules: Any, axes: list[str | None]) -> None:
     shape, mesh = (8,) * len(axes), sr.mesh_shape("x:2,y:2,z:2")
-    found = sr.LogicalShardingRule(rules).decide(sr.Leaf("w", shape, jnp.float32, mesh, None, tuple(axes)))
-    assert sr.specs.same(found.spec or P(), logical_to_mesh_axes(axes, rules) or P())
+    decision = sr.LogicalShardingRule(rules).decide(sr.Leaf("w", shape, jnp.float32, mesh, None, tuple(axes)))
+    assert sr.specs.same(decision.spec or P(), logical_to_mesh_axes(axes, rules) or P())
     box = nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), tuple(axes))
     with nn.logical_axis_rules(rules):
         placed = big_vision.infer_sharding({"w": box}, [(".*", "logical_partitioning")], mesh)
-    assert sr.specs.same(placed["w"].spec, found.spec or P())
+    assert sr.specs.same(placed["w"].spec, decision.spec or P())
 
 
-def test_a_name_that_stands_twice_goes_to_one_dimension_after_the_other() -> None:
+def test_a_repeated_name_takes_one_axis_after_the_other() -> None:
     rule = sr.LogicalShardingRule([("a", "data"), ("a", "model")])
     assert rule.decide(leaf(8, 8, axes=("a", "a"))).spec == P("data", "model")
     whole = sr.LogicalShardingRule({"a": None}).decide(leaf(8, 8, axes=("a", "a")))
     assert (whole.spec, whole.findings) == (P(None, None), ())
 
 
-def test_a_dimension_left_to_the_compiler_stays_so() -> None:
+def test_logical_keeps_an_unconstrained_dimension() -> None:
     decision = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=("embed", "mlp"), spec=P(P.UNCONSTRAINED)))
     assert decision.spec == P(P.UNCONSTRAINED, "model")
     assert decision.reason == "logical axes embed->unconstrained, mlp->model"
 
 
-def test_a_name_that_nobody_knows_is_a_finding_with_the_nearest() -> None:
+def test_an_unknown_name_is_a_finding_with_a_suggestion() -> None:
     decision = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=("embd", "mlp")))
     assert decision.spec == P(None, "model")
     (finding,) = decision.findings
@@ -234,8 +237,8 @@ def test_a_name_that_nobody_knows_is_a_finding_with_the_nearest() -> None:
     assert "'embd' (did you mean 'embed'?)" in finding.message
 
 
-def test_names_for_other_dimensions_than_there_are_are_refused() -> None:
-    assert "carries 1 logical names ('embed',) for 2 dimensions" in refusal(
+def test_logical_needs_a_name_for_each_dimension() -> None:
+    assert "it has 1 logical names ('embed',) for 2 dimensions" in refusal(
         sr.LogicalShardingRule(NAMES), leaf(8, 8, axes=("embed",))
     )
 
@@ -243,45 +246,45 @@ def test_names_for_other_dimensions_than_there_are_are_refused() -> None:
 # ---- ReplicateShardingRule ----
 
 
-def test_replicate_is_an_opinion() -> None:
+def test_replicate_decides_the_empty_spec() -> None:
     decision = sr.ReplicateShardingRule().decide(leaf(8, 8))
     assert (decision.spec, decision.spec is None) == (P(), False)
     assert "'data'" in refusal(sr.ReplicateShardingRule(), leaf(8, 8, spec=P("data")))
 
 
-# ---- what cannot be meant ----
+# ---- invalid arguments ----
 
 
-WRONGLY: Any = sr
+UNTYPED: Any = sr
 """The package, for calls that a type checker would refuse."""
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: WRONGLY.DimShardingRule("data", "x"), "dim is an integer, got 'x'"),
-        (lambda: WRONGLY.DimShardingRule("data", 1.0), "dim is an integer, got 1.0"),
-        (lambda: WRONGLY.DimShardingRule(None, 0), "a mesh axis is a name"),
-        (lambda: WRONGLY.FSDPShardingRule("data", "4"), "min_size_mb is a number of MiB, 0 or more; got '4'"),
-        (lambda: WRONGLY.FSDPShardingRule("data", -1), "0 or more; got -1"),
-        (lambda: WRONGLY.FSDPShardingRule("data", float("nan")), "0 or more; got nan"),
-        (lambda: WRONGLY.AutoShardingRule(min_shard_size=-1), "min_shard_size is 0 or more, got -1"),
+        (lambda: UNTYPED.DimShardingRule("data", "x"), "dim is an integer, got 'x'"),
+        (lambda: UNTYPED.DimShardingRule("data", 1.0), "dim is an integer, got 1.0"),
+        (lambda: UNTYPED.DimShardingRule(None, 0), "a mesh axis is a name"),
+        (lambda: UNTYPED.FSDPShardingRule("data", "4"), "min_size_mb is a number of MiB, 0 or more; got '4'"),
+        (lambda: UNTYPED.FSDPShardingRule("data", -1), "0 or more; got -1"),
+        (lambda: UNTYPED.FSDPShardingRule("data", float("nan")), "0 or more; got nan"),
+        (lambda: UNTYPED.AutoShardingRule(min_shard_size=-1), "min_shard_size is 0 or more, got -1"),
         (
-            lambda: WRONGLY.MemoryConstrainedShardingRule("1GB"),
+            lambda: UNTYPED.MemoryConstrainedShardingRule("1GB"),
             "max_memory_per_device is a number of bytes.*; got '1GB'",
         ),
-        (lambda: WRONGLY.MemoryConstrainedShardingRule(-1), "0 or more; got -1"),
-        (lambda: WRONGLY.MemoryConstrainedShardingRule(8, scope="all"), "scope is one of 'array', 'tree'; got 'all'"),
-        (lambda: WRONGLY.RegexShardingRule([], min_size=-1), "min_size is 0 or more"),
-        (lambda: WRONGLY.ShapeBasedShardingRule({8: P()}), "takes shapes and specs"),
-        (lambda: WRONGLY.ShapeBasedShardingRule({(8,): "data"}), r"\(8,\): 'data' is not a shape"),
-        (lambda: WRONGLY.LogicalShardingRule({"a": 3}), "a mesh axis is a name"),
-        (lambda: WRONGLY.LogicalShardingRule("ab"), "mapped by a dictionary or by pairs.*; got 'ab'"),
-        (lambda: WRONGLY.LogicalShardingRule(3), "mapped by a dictionary or by pairs.*; got 3"),
-        (lambda: WRONGLY.AutoShardingRule("data:4"), "a mesh is a Mesh or an AbstractMesh, got 'data:4'"),
-        (lambda: WRONGLY.MemoryConstrainedShardingRule(8, "data:4"), "a mesh is a Mesh or an AbstractMesh"),
-        (lambda: WRONGLY.FittedShardingRule("fsdp('data')"), r"FittedShardingRule takes ShardingRules.*parse_rule"),
-        (lambda: WRONGLY.StackedShardingRule(P("data")), "StackedShardingRule takes ShardingRules"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(-1), "0 or more; got -1"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, scope="all"), "scope is one of 'array', 'tree'; got 'all'"),
+        (lambda: UNTYPED.RegexShardingRule([], min_size=-1), "min_size is 0 or more"),
+        (lambda: UNTYPED.ShapeBasedShardingRule({8: P()}), "takes shapes and specs"),
+        (lambda: UNTYPED.ShapeBasedShardingRule({(8,): "data"}), r"\(8,\): 'data' is not a shape"),
+        (lambda: UNTYPED.LogicalShardingRule({"a": 3}), "a mesh axis is a name"),
+        (lambda: UNTYPED.LogicalShardingRule("ab"), "must be a dictionary or pairs.*; got 'ab'"),
+        (lambda: UNTYPED.LogicalShardingRule(3), "must be a dictionary or pairs.*; got 3"),
+        (lambda: UNTYPED.AutoShardingRule("data:4"), "a mesh is a Mesh or an AbstractMesh, got 'data:4'"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, "data:4"), "a mesh is a Mesh or an AbstractMesh"),
+        (lambda: UNTYPED.FittedShardingRule("fsdp('data')"), r"FittedShardingRule takes ShardingRules.*parse_rule"),
+        (lambda: UNTYPED.StackedShardingRule(P("data")), "StackedShardingRule takes ShardingRules"),
         (lambda: sr.RegexShardingRule([("w", P(3))]), r"'w': an entry of a PartitionSpec is .* got 3"),  # pyright: ignore[reportArgumentType]
         (
             lambda: sr.RegexShardingRule([("w", P("a", unreduced=frozenset({"b"})))]),
@@ -297,28 +300,28 @@ WRONGLY: Any = sr
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_words(make: Any, match: str) -> None:
+def test_invalid_arguments_raise(make: Any, match: str) -> None:
     with pytest.raises(sr.errors.ShardRulesError, match=match):
         make()
 
 
-def test_numbers_of_other_kinds_will_do() -> None:
-    assert WRONGLY.MemoryConstrainedShardingRule(16e9).max_memory_per_device == 16_000_000_000
-    assert WRONGLY.MemoryConstrainedShardingRule(np.int64(1024)) == sr.MemoryConstrainedShardingRule(1024)
+def test_numbers_of_other_types_are_accepted() -> None:
+    assert UNTYPED.MemoryConstrainedShardingRule(16e9).max_memory_per_device == 16_000_000_000
+    assert UNTYPED.MemoryConstrainedShardingRule(np.int64(1024)) == sr.MemoryConstrainedShardingRule(1024)
     for half in (np.float32(0.5), np.float64(0.5)):
-        assert repr(WRONGLY.FSDPShardingRule("data", half)) == "FSDPShardingRule(axis='data', min_size_mb=0.5)"
-    assert WRONGLY.FSDPShardingRule("data", np.int8(2)) == sr.FSDPShardingRule("data", 2)
+        assert repr(UNTYPED.FSDPShardingRule("data", half)) == "FSDPShardingRule(axis='data', min_size_mb=0.5)"
+    assert UNTYPED.FSDPShardingRule("data", np.int8(2)) == sr.FSDPShardingRule("data", 2)
     assert sr.AutoShardingRule(axis_names="data") == sr.AutoShardingRule(axis_names=["data"])
     assert sr.DimShardingRule("data", np.int64(-1)) == sr.DimShardingRule("data", -1)
 
 
 @pytest.mark.parametrize("mesh", ["data:4", 8, ("data", "model")], ids=str)
-def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
+def test_plan_needs_a_mesh(mesh: Any) -> None:
     with pytest.raises(sr.errors.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
         sr.AutoShardingRule().plan({"w": np.ones(8)}, mesh)
 
 
-# ---- after a rule that leaves a dimension open, or says too much ----
+# ---- after a rule that leaves a dimension unconstrained, or has too many entries ----
 
 
 @pytest.mark.parametrize("spec", [P(P.UNCONSTRAINED, None), P(None, None, None)], ids=str)
@@ -335,24 +338,24 @@ def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
     ],
     ids=lambda rule: type(rule).__name__,
 )
-def test_what_was_decided_before_stays_whatever_it_is(rule: sr.ShardingRule, spec: P) -> None:
+def test_earlier_decisions_stay(rule: sr.ShardingRule, spec: P) -> None:
     tree = {"w": nn.LogicallyPartitioned(jax.ShapeDtypeStruct((8, 8), jnp.float32), ("embed", "mlp"))}
     plan = (sr.RegexShardingRule([("w", spec)]) | rule).plan(tree, MESH)
-    found = plan.specs["w"].partitions
-    assert found.count("data") == 1
-    assert len(found) == len(spec.partitions)
-    assert all(new == old for old, new in zip(spec.partitions, found, strict=True) if old is not None)
-    assert ("rank-overflow" in [one.code for one in plan.findings]) == (len(found) > 2)
+    entries = plan.specs["w"].partitions
+    assert entries.count("data") == 1
+    assert len(entries) == len(spec.partitions)
+    assert all(new == old for old, new in zip(spec.partitions, entries, strict=True) if old is not None)
+    assert ("rank-overflow" in [finding.code for finding in plan.findings]) == (len(entries) > 2)
 
 
-def test_a_dimension_left_open_is_not_split_by_name() -> None:
+def test_dim_refuses_an_unconstrained_dimension() -> None:
     with pytest.raises(sr.errors.PlanError, match=r"Already sharded: .*cur_spec=\(UNCONSTRAINED, None\)"):
         (sr.RegexShardingRule([("w", P(P.UNCONSTRAINED))]) | sr.DimShardingRule("data", 0)).plan(
             {"w": np.ones((8, 8))}, MESH
         )
 
 
-def test_a_spec_that_says_again_what_is_decided_is_no_conflict() -> None:
-    one = leaf(8, 8, spec=P("data"))
-    assert one.refine(P("data", "model"), "").spec == P("data", "model")
-    assert one.refine(P("data"), "").spec == P("data", None)
+def test_repeating_an_earlier_decision_is_not_a_conflict() -> None:
+    array = leaf(8, 8, spec=P("data"))
+    assert array.refine(P("data", "model"), "").spec == P("data", "model")
+    assert array.refine(P("data"), "").spec == P("data", None)
