@@ -1,543 +1,281 @@
-"""Makes the graph of a program: what is chosen together, what follows from it, and what that costs."""
+"""Builds the graph of a program: which layouts are chosen, what follows from them, and what computing costs.
+
+Operations come in four forms:
+
+- *Output-driven*: one result, and nothing is summed over. The layout of the result is chosen, and those of the operands
+  follow from it. Results that are computed elementwise from each other are one node (see `clusters`).
+- *Loops*: the operation is a nest of loops, as matmuls and reductions are. What is chosen is how its loops are split.
+  Its results get layouts of their own right after it, since a sum over a split loop is completed there.
+- *Passed on*: every result is an operand, unchanged.
+- *As written*: `shard_map`, whose specs the user wrote.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import attrs
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import axis_names, spec_repr
-from shardrules.planning.graph.layouts import WHOLE, Moves, all_layouts, moves, shard_counts
+from shardrules.planning.graph.compute_cost import compute_seconds
+from shardrules.planning.graph.edges import EdgeBuilder
+from shardrules.planning.graph.layouts import WHOLE, all_layouts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Edge, Home, Node, Problem, project, read_region
-from shardrules.planning.traced.alike import classes
-from shardrules.planning.traced.clusters import Clusters, clusters
-from shardrules.planning.traced.program import Operation, TracedProgram
-from shardrules.planning.traced.sums import Sums
+from shardrules.planning.graph.problem import Home, Node, Problem, project
+from shardrules.planning.traced.alike import op_classes
+from shardrules.planning.traced.clusters import Clusters, find_clusters
+from shardrules.planning.traced.program import TracedProgram
+from shardrules.planning.traced.sums import PartialSums
 
-_SOON = 48
-"""Within how many operations compilers compute something anew rather than keep it."""
+_PASSED_ON = ("optimization_barrier", "pvary", "device_put")
+"""Primitives whose results are their operands."""
 
-_IN_LOOPS = 128
-"""How many times fewer bytes compilers combine in a loop."""
+
+def build_problem(
+    program: TracedProgram,
+    machine: Machine,
+    paths: Sequence[str],
+    feedback: Mapping[int, int],
+    pinned: Mapping[int, Any],
+    tie: bool,
+) -> Problem:
+    """Builds the problem of a program whose arguments have these `paths`.
+
+    `feedback` maps results to the arguments that a caller passes them as in the next call, `pinned` argument positions
+    to their specs. `tie`: whether equal operations take the same layout.
+    """
+    sums = PartialSums.of(program)
+    partial_ops = [op_index for op_index in range(len(program.operations)) if sums.may_add_parts(op_index)]
+    clusters = find_clusters(program, partial_ops, tie)
+    classes = op_classes(program, paths, tie)
+    builder = _GraphBuilder(program, machine, feedback, sums, clusters)
+    for position, array in enumerate(program.arguments):
+        spec = pinned.get(position)
+        builder.add_argument(position, array, ("argument", classes.arguments[position], spec), spec)
+    for op_index, op_class in enumerate(classes.operations):
+        builder.add_operation(op_index, op_class)
+    builder.connect_loops()
+    edges = EdgeBuilder(program, machine, builder.nodes, builder.homes, builder.operand_homes)
+    edges.add_operands(share_copies=tie)
+    edges.add_results(builder.produced_homes)
+    return Problem(
+        program,
+        machine,
+        builder.nodes,
+        edges.edges,
+        list(edges.group_counts.items()),
+        edges.equal_homes,
+        builder.homes,
+        builder.operand_homes,
+        builder.produced_homes,
+        edges.edge_indices,
+        feedback,
+        tuple(builder.ignored_specs),
+    )
 
 
 @final
-class Builder:
-    """Makes the graph of a program.
+@attrs.define(eq=False)
+class _GraphBuilder:
+    """The nodes so far, and the homes of the arrays in them. An `op_class` is a number that equal operations share."""
 
-    **Arguments:**
+    program: TracedProgram
+    machine: Machine
+    feedback: Mapping[int, int]
+    sums: PartialSums
+    clusters: Clusters
+    nodes: list[Node] = attrs.field(factory=list)
+    homes: dict[int, Home] = attrs.field(factory=dict)
+    operand_homes: dict[tuple[int, int], Home] = attrs.field(factory=dict)
+    produced_homes: dict[tuple[int, int], Home] = attrs.field(factory=dict)
+    ignored_specs: dict[str, None] = attrs.field(factory=dict)
+    _node_indices: dict[Any, int] = attrs.field(factory=dict)
+    _cluster_nodes: dict[int, int] = attrs.field(factory=dict)
 
-    - `program`: the program.
-    - `machine`: the mesh.
-    - `feedback`: for numbers of arrays that are returned those of the arguments that they are to be.
-    - `pinned`: for numbers of arguments the specs that they have to have.
-    """
-
-    def __init__(
-        self, program: TracedProgram, machine: Machine, feedback: Mapping[int, int], pinned: Mapping[int, Any]
-    ) -> None:
-        self.program, self.machine, self.feedback, self.pinned = program, machine, feedback, pinned
-        self.nodes: list[Node] = []
-        self.homes: dict[int, Home] = {}
-        self.operand_homes: dict[tuple[int, int], Home] = {}
-        self.made: dict[Any, int] = {}
-        self.known: dict[Any, Moves] = {}
-        self.anew: dict[tuple[int, int], tuple[Home, Home]] = {}
-        self.equal: list[tuple[Home, Home]] = []
-        self.ignored: dict[str, None] = {}
-        self.sums = Sums.of(program)
-        self.clusters = Clusters({}, {})
-        self.cluster_nodes: dict[int, int] = {}
-
-    def build(self, tie: bool, paths: Sequence[str]) -> Problem:
-        """Makes the graph.
-
-        **Arguments:**
-
-        - `tie`: whether operations alike take the same layout.
-        - `paths`: the names of the arguments.
-
-        **Returns:**
-
-        The `Problem`.
-        """
-        program = self.program
-        found = classes(program, paths, tie)
-        self.clusters = clusters(program, filter(self.sums.is_partial, range(len(program.operations))), tie)
-        for position, number in enumerate(program.arguments):
-            self.argument(position, number, ("argument", found.arguments[position], self.pinned.get(position)))
-        for at in range(len(program.operations)):
-            self.operation(at, found.operations[at])
-        for at, operation in enumerate(program.operations):  # what goes round a loop is made after it is taken
-            if operation.role == "join" and operation.results[0] in self.homes:
-                home = self.homes[operation.results[0]]
-                where = {dim: own for dim, own in enumerate(home.dims) if own is not None}
-                self.take(at, home.node, where)
-        edges, shared, reads = self.edges(tie)
-        return Problem(
-            program,
-            self.machine,
-            self.nodes,
-            edges,
-            shared,
-            self.equal,
-            self.homes,
-            self.operand_homes,
-            {key: own for key, (own, _) in self.anew.items()},
-            reads,
-        )
-
-    def node(self, key: Any, sizes: Sequence[int], name: str, partial: bool = False) -> tuple[int, bool]:
-        """Returns the node of a class, and makes it if there is none yet.
-
-        **Arguments:**
-
-        - `key`: what tells the class from others.
-        - `sizes`: of each dim of the node what splits have to divide.
-        - `name`: what it is, for people.
-        - `partial`: whether it may be a sum that is not added up yet.
-
-        **Returns:**
-
-        Its number, and whether it is new.
-        """
-        key = (key, tuple(sizes))  # what is alike may go together with what divides less
-        if key in self.made:
-            return self.made[key], False
-        rows = all_layouts(sizes, self.machine, partial)
-        self.nodes.append(Node(rows, np.zeros(len(rows)), name))
-        self.made[key] = len(self.nodes) - 1
-        return self.made[key], True
-
-    def argument(self, position: int, number: int, key: Any) -> None:
-        """Makes the node of an argument.
-
-        **Arguments:**
-
-        - `position`: which argument.
-        - `number`: of its array.
-        - `key`: what tells its class from others.
-        """
-        shape = self.program.arrays[number].shape
+    def add_argument(self, position: int, array: int, key: Any, spec: PartitionSpec | None) -> None:
+        """Adds the node of an argument, which arguments with the same `key` share."""
+        shape = self.program.arrays[array].shape
         if not shape:
             return
-        node, new = self.node(key, shape, f"argument {position}")
-        home = Home(node, tuple(range(len(shape))))
-        self.homes[number] = home
-        if new and position in self.pinned:
-            self.restrict(home, self.pinned[position])
+        node, is_new = self._node_of_class(key, shape, f"argument {position}")
+        self.homes[array] = Home(node, tuple(range(len(shape))))
+        if is_new and spec is not None:
+            self._restrict(self.homes[array], spec)
 
-    def restrict(self, home: Home, spec: PartitionSpec) -> None:
-        """Leaves only the labels that a spec allows.
-
-        **Arguments:**
-
-        - `home`: the array.
-        - `spec`: the spec. Where it is `UNCONSTRAINED`, all stay.
-        """
-        own = self.nodes[home.node]
-        entries = (*tuple(spec), *(None,) * (len(home.dims) - len(tuple(spec))))
-        wanted = np.full(len(self.machine.axes), WHOLE, np.int8)
-        free = [dim for dim, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED]
-        for dim, entry in enumerate(entries):
-            for name in () if dim in free or entry is None else (entry,) if isinstance(entry, str) else entry:
-                if name in self.machine.axes:
-                    wanted[self.machine.axes.index(name)] = dim
-        rows = project(own.layouts, home)
-        keep = ((rows == wanted) | ((wanted == WHOLE) & np.isin(rows, free))).all(axis=1)
-        unknown = [name for name in axis_names(spec) if name not in mesh_sizes(self.machine.mesh)]
-        if not keep.any() or unknown:
-            self.ignored[spec_repr(spec)] = None
-            return
-        own.layouts, own.seconds = own.layouts[keep], own.seconds[keep]
-
-    def operation(self, at: int, colour: int) -> None:
-        """Makes the nodes of an operation.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `colour`: the number of its class: operations alike have the same.
-        """
-        operation = self.program.operations[at]
-        arrays, factors = self.program.arrays, operation.factors
-        if not any(
-            arrays[one].shape for one in (*operation.results, *(o for o in operation.operands if o is not None))
-        ):
-            return
-        if operation.name in ("optimization_barrier", "pvary", "device_put") and len(operation.results) > 1:
-            self.apart(at, colour)
-            return
-        if operation.role == "opaque":
-            self.opaque(at, colour)
-        elif len(operation.results) == 1 and not factors.reduced and arrays[operation.results[0]].shape:
-            self.functional(at, colour)
+    def add_operation(self, op_index: int, op_class: int) -> None:
+        """Adds an operation in the form that it has."""
+        operation, arrays = self.program.operations[op_index], self.program.arrays
+        operands = [operand for operand in operation.operands if operand is not None]
+        if not any(arrays[array].shape for array in (*operation.results, *operands)):
+            return  # scalars are on every device
+        if operation.name in _PASSED_ON and len(operation.results) > 1:
+            self._add_passed_on(op_index, op_class)
+        elif operation.role == "opaque":
+            self._add_as_written(op_index, op_class)
+        elif len(operation.results) == 1 and not operation.factors.reduced and arrays[operation.results[0]].shape:
+            self._add_output_driven(op_index, op_class)
         else:
-            self.general(at, colour)
+            self._add_loops(op_index, op_class)
 
-    def place_of(self, array: int, at: int, colour: int, slot: Any) -> Home:
-        """Returns the node of an array that goes with others, and the array's place there.
+    def connect_loops(self) -> None:
+        """Sets the layouts in which values come back to the start of a loop: their homes are known only at its end."""
+        for op_index, operation in enumerate(self.program.operations):
+            if operation.role == "join" and operation.results[0] in self.homes:
+                home = self.homes[operation.results[0]]
+                factor_dims = {dim: node_dim for dim, node_dim in enumerate(home.dims) if node_dim is not None}
+                self._set_operand_homes(op_index, home.node, factor_dims)
 
-        **Arguments:**
-
-        - `array`: its number.
-        - `at`: the operation that makes it.
-        - `colour`: the number of its class: operations alike have the same.
-        - `slot`: which of its results it is.
-
-        **Returns:**
-
-        A `Home`.
-        """
-        root, dims = self.clusters.roots.get(array, (array, tuple(range(len(self.program.arrays[array].shape)))))
-        if root not in self.cluster_nodes:
-            sizes = self.clusters.sizes.get(root, self.program.arrays[root].shape)
-            name = self.program.operations[at].name
-            self.cluster_nodes[root], _ = self.node(("array", colour, slot), sizes, f"result of {name}")
-        return Home(self.cluster_nodes[root], dims)
-
-    def functional(self, at: int, colour: int) -> None:
-        """Makes an operation of which what comes in follows from the layout of what comes out.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `colour`: the number of its class: operations alike have the same.
-        """
-        operation = self.program.operations[at]
+    def _add_output_driven(self, op_index: int, op_class: int) -> None:
+        """Adds an operation whose operand layouts follow from the layout of its only result."""
+        operation = self.program.operations[op_index]
         factors, result = operation.factors, operation.results[0]
-        array = self.program.arrays[result]
-        partial = self.sums.is_partial(at)
-        back = self.feedback.get(result)
-        if back is not None and back in self.homes:
-            own = Home(self.homes[back].node, tuple(range(len(array.shape))))
-        elif operation.role == "exit" and operation.operands[0] not in self.sums.rounds:
-            self.homes[result] = self.homes[operation.operands[0] or 0]
+        is_partial = self.sums.may_add_parts(op_index)
+        argument = self.feedback.get(result)
+        if argument is not None and argument in self.homes:
+            # The caller passes it again: in the layout of the argument, or every call would begin with a move.
+            home = Home(self.homes[argument].node, tuple(range(len(self.program.arrays[result].shape))))
+        elif operation.role == "exit" and operation.operands[0] not in self.sums.loop_sums:
+            # What comes out of a loop is what went round in it.
+            assert operation.operands[0] is not None, "what goes round a loop is an array"
+            self.homes[result] = self.homes[operation.operands[0]]
             return
-        elif partial:
-            own = self.part(at, colour)
+        elif is_partial:
+            home = self._partial_home(op_index, op_class)
         else:
-            own = self.place_of(result, at, colour, 0)
+            home = self._cluster_home(result, op_index, (op_class, 0))
             if operation.role == "fixed":
-                self.restrict(own, operation.spec)
-        where: dict[int, int] = {
-            f: dim for f, dim in zip(factors.results[0], own.dims, strict=True) if f is not None and dim is not None
+                self._restrict(home, operation.spec)
+        factor_dims = {
+            factor: dim
+            for factor, dim in zip(factors.results[0], home.dims, strict=True)
+            if factor is not None and dim is not None
         }
-        self.take(at, own.node, where)
-        self.homes[result] = self.settled(at, colour, 0, own) if partial and not self.sums.is_added(result) else own
-        self.charge(at, own)
-
-    def part(self, at: int, colour: int) -> Home:
-        """Makes the node of a sum that devices may hold in parts; what goes round in a loop has one.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `colour`: the number of its class.
-
-        **Returns:**
-
-        The `Home` of its result.
-        """
-        operation = self.program.operations[at]
-        factors = operation.factors
-        for array, adding in self.sums.rounds.items():
-            if adding == at and array in self.homes:
-                return self.homes[array]
-        sizes = [1 if f is None else factors.sizes[f] for f in factors.results[0]]
-        node, _ = self.node(("node", colour), sizes, operation.name, True)
-        return Home(node, tuple(range(len(factors.results[0]))))
-
-    def apart(self, at: int, colour: int) -> None:
-        """Makes an operation of which every result is an operand that is handed on.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `colour`: the number of its class: operations alike have the same.
-        """
-        operation = self.program.operations[at]
-        for place, (operand, result) in enumerate(zip(operation.operands, operation.results, strict=True)):
-            shape = self.program.arrays[result].shape
-            if not shape:
-                continue
-            home = self.place_of(result, at, colour, place)
+        self._set_operand_homes(op_index, home.node, factor_dims)
+        if is_partial and not self.sums.is_only_added(result):
+            self.homes[result] = self._home_after(op_index, op_class, 0, home)
+        else:
             self.homes[result] = home
-            if operand in self.homes:
-                self.operand_homes[at, place] = home
+        self._add_compute_seconds(op_index, home.node)
 
-    def general(self, at: int, colour: int) -> None:
-        """Makes an operation that has layouts of its own, and each result of which may be laid out anew.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `colour`: the number of its class: operations alike have the same.
-        """
-        operation = self.program.operations[at]
+    def _add_loops(self, op_index: int, op_class: int) -> None:
+        """Adds an operation whose layouts are splits of its loops."""
+        operation = self.program.operations[op_index]
         factors = operation.factors
-        node, _ = self.node(("node", colour), factors.sizes, operation.name)
-        self.take(at, node, {factor: factor for factor in range(len(factors.sizes))})
-        for place, result in enumerate(operation.results):
+        node, _ = self._node_of_class(("node", op_class), factors.sizes, operation.name)
+        self._set_operand_homes(op_index, node, {factor: factor for factor in range(len(factors.sizes))})
+        for result_index, result in enumerate(operation.results):
             if not self.program.arrays[result].shape:
                 continue
-            own = Home(node, factors.results[place], factors.reduced)
-            self.homes[result] = own if self.sums.is_added(result) else self.settled(at, colour, place, own)
-        self.charge(at, Home(node, ()))
+            home = Home(node, factors.results[result_index], factors.reduced)
+            # A sum that is only added to others stays in parts: all are completed together at the end.
+            if not self.sums.is_only_added(result):
+                home = self._home_after(op_index, op_class, result_index, home)
+            self.homes[result] = home
+        self._add_compute_seconds(op_index, node)
 
-    def opaque(self, at: int, colour: int) -> None:
-        """Makes an operation of which what it takes and gives is laid out as it says.
+    def _add_passed_on(self, op_index: int, op_class: int) -> None:
+        """Adds an operation whose results are its operands; any of them may be laid out without the others."""
+        operation = self.program.operations[op_index]
+        for index, (operand, result) in enumerate(zip(operation.operands, operation.results, strict=True)):
+            if self.program.arrays[result].shape:
+                self.homes[result] = self._cluster_home(result, op_index, (op_class, index))
+                if operand in self.homes:
+                    self.operand_homes[op_index, index] = self.homes[result]
 
-        **Arguments:**
+    def _add_as_written(self, op_index: int, op_class: int) -> None:
+        """Adds an operation whose operands and results have the specs that the user wrote."""
+        operation = self.program.operations[op_index]
+        operand_specs, result_specs = operation.spec
+        for operand_index, operand in enumerate(operation.operands):
+            if operand is not None and operand in self.homes:
+                key = ("fixed", op_class, "in", operand_index)
+                home = self._fixed_home(key, operand, operand_specs[operand_index], operation.name)
+                self.operand_homes[op_index, operand_index] = home
+        for result_index, result in enumerate(operation.results):
+            if self.program.arrays[result].shape:
+                key = ("fixed", op_class, "out", result_index)
+                self.homes[result] = self._fixed_home(key, result, result_specs[result_index], operation.name)
 
-        - `at`: the number of the operation.
-        - `colour`: the number of its class: operations alike have the same.
-        """
-        operation = self.program.operations[at]
-        taken, given = operation.spec
-        for place, operand in enumerate(operation.operands):
-            if operand in self.homes:
-                shape = self.program.arrays[operand].shape
-                node, new = self.node(("fixed", colour, "in", place), shape, operation.name)
-                self.operand_homes[at, place] = Home(node, tuple(range(len(shape))))
-                if new:
-                    self.restrict(self.operand_homes[at, place], taken[place])
-        for place, result in enumerate(operation.results):
-            shape = self.program.arrays[result].shape
-            if shape:
-                node, new = self.node(("fixed", colour, "out", place), shape, operation.name)
-                self.homes[result] = Home(node, tuple(range(len(shape))))
-                if new:
-                    self.restrict(self.homes[result], given[place])
+    def _node_of_class(self, key: Any, sizes: Sequence[int], name: str, partial: bool = False) -> tuple[int, bool]:
+        """The node of a class, and whether it is new. Splits of each dim divide its size in `sizes`."""
+        key = (key, tuple(sizes))  # equal operations may be in clusters that fewer splits divide
+        if key in self._node_indices:
+            return self._node_indices[key], False
+        rows = all_layouts(sizes, self.machine, partial)
+        self.nodes.append(Node(rows, np.zeros(len(rows)), name))
+        self._node_indices[key] = len(self.nodes) - 1
+        return self._node_indices[key], True
 
-    def settled(self, at: int, colour: int, place: int, own: Home) -> Home:
-        """Returns where an array is that is laid out anew after the operation.
+    def _cluster_home(self, array: int, op_index: int, key: Any) -> Home:
+        """The home of a result in the node of its cluster."""
+        dims = tuple(range(len(self.program.arrays[array].shape)))
+        root, dims = self.clusters.roots.get(array, (array, dims))
+        if root not in self._cluster_nodes:
+            sizes = self.clusters.sizes.get(root, self.program.arrays[root].shape)
+            name = f"result of {self.program.operations[op_index].name}"
+            self._cluster_nodes[root], _ = self._node_of_class(("array", *key), sizes, name)
+        return Home(self._cluster_nodes[root], dims)
 
-        **Arguments:**
+    def _partial_home(self, op_index: int, op_class: int) -> Home:
+        """The home of a sum that devices may hold in parts. What goes round a loop is one such sum with its adds."""
+        operation = self.program.operations[op_index]
+        for array, adding in self.sums.loop_sums.items():
+            if adding == op_index and array in self.homes:
+                return self.homes[array]
+        factors = operation.factors
+        sizes = [1 if factor is None else factors.sizes[factor] for factor in factors.results[0]]
+        node, _ = self._node_of_class(("node", op_class), sizes, operation.name, partial=True)
+        return Home(node, tuple(range(len(sizes))))
 
-        - `at`: the number of the operation.
-        - `colour`: the number of its class: operations alike have the same.
-        - `place`: which result.
-        - `own`: where it is before that.
-
-        **Returns:**
-
-        A `Home`.
-        """
-        home = self.place_of(self.program.operations[at].results[place], at, colour, ("sum", place))
-        self.anew[at, place] = (own, home)
+    def _fixed_home(self, key: Any, array: int, spec: PartitionSpec, name: str) -> Home:
+        shape = self.program.arrays[array].shape
+        node, is_new = self._node_of_class(key, shape, name)
+        home = Home(node, tuple(range(len(shape))))
+        if is_new:
+            self._restrict(home, spec)
         return home
 
-    def take(self, at: int, node: int, where: Mapping[int, int]) -> None:
-        """Notes what the operation takes of each operand.
+    def _home_after(self, op_index: int, op_class: int, result_index: int, produced: Home) -> Home:
+        """The home of a result that changes its layout right after the operation, which produces it in `produced`."""
+        result = self.program.operations[op_index].results[result_index]
+        self.produced_homes[op_index, result_index] = produced
+        return self._cluster_home(result, op_index, (op_class, ("sum", result_index)))
 
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `node`: its node.
-        - `where`: for factors of the operation the dims of the node.
-        """
-        operation = self.program.operations[at]
-        zeros = operation.role == "join" and operation.results[0] in self.sums.rounds
-        for place, operand in enumerate(operation.operands):
-            if zeros and place == 0:  # which are made wherever they are wanted
+    def _set_operand_homes(self, op_index: int, node: int, factor_dims: Mapping[int, int]) -> None:
+        """Sets the homes in which an operation reads its operands, given the dim of the node for each factor."""
+        operation = self.program.operations[op_index]
+        starts_at_zero = operation.role == "join" and operation.results[0] in self.sums.loop_sums
+        for operand_index, operand in enumerate(operation.operands):
+            if starts_at_zero and operand_index == 0:  # zeros are made in any layout
                 continue
             if operand in self.homes:
-                dims = operation.factors.operands[place]
-                self.operand_homes[at, place] = Home(node, tuple(None if f is None else where.get(f) for f in dims))
+                factors = operation.factors.operands[operand_index]
+                dims = tuple(None if factor is None else factor_dims.get(factor) for factor in factors)
+                self.operand_homes[op_index, operand_index] = Home(node, dims)
 
-    def charge(self, at: int, home: Home) -> None:
-        """Adds what computing takes.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `home`: its node.
-        """
-        operation, arrays, machine = self.program.operations[at], self.program.arrays, self.machine
-        node = home.node
-        own = self.nodes[node]
-        cut = shard_counts(own.layouts, machine)
-        busy = operation.flops / machine.flops_per_second(operation.dtype) / cut if operation.flops else 0.0
-        moved = np.zeros(len(own.layouts))
-        for place, operand in enumerate(operation.operands):
-            if (at, place) in self.operand_homes and operand is not None and self.is_read(at):
-                rows = project(own.layouts, self.operand_homes[at, place])
-                moved += arrays[operand].nbytes / shard_counts(rows, machine)
-        for place, result in enumerate(operation.results):
-            if arrays[result].shape and self.is_written(at, result):
-                if len(operation.results) == 1 and not operation.factors.reduced:
-                    rows = own.layouts
-                else:
-                    rows = project(own.layouts, Home(node, operation.factors.results[place], operation.factors.reduced))
-                # What leaves a loop is written piece by piece, one in each round.
-                written = operation.operands[0] if operation.role == "leave" else result
-                moved += arrays[written or 0].nbytes / shard_counts(rows, machine)
-        own.seconds = own.seconds + np.maximum(busy, moved / machine.memory_rate) * operation.run_count
-
-    def is_read(self, at: int) -> bool:
-        """Whether an operation reads its operands from memory, rather than being computed along with others.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-
-        **Returns:**
-
-        Whether it does.
-        """
-        operation = self.program.operations[at]
-        return bool(operation.flops) or operation.role == "return" or not _is_fused(operation)
-
-    def is_written(self, at: int, result: int) -> bool:
-        """Whether what comes out is written to memory: others need all of it before they can begin.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-        - `result`: the number of the array that comes out.
-
-        **Returns:**
-
-        Whether it is.
-        """
-        operation = self.program.operations[at]
-        if operation.role in ("enter", "join", "leave"):
-            return operation.role == "leave"
-        if not _is_fused(operation) or operation.role == "return":
-            return True
-        users = self.program.users.get(result, ())
-        # What is needed again much later is kept, rather than what it is computed from.
-        return any(not _is_fused(self.program.operations[user]) or user - at > _SOON for user, _ in users)
-
-    def edges(self, together: bool) -> tuple[list[Edge], list[tuple[tuple[int, ...], int]], dict[tuple[int, int], int]]:
-        """Makes the edges.
-
-        **Arguments:**
-
-        - `together`: whether operations of one name that take an array alike take the same copy of it.
-
-        **Returns:**
-
-        The edges; groups of them with what they share, as `Problem.shared` has them; and `Problem.reads`.
-        """
-        program = self.program
-        edges: list[Edge] = []
-        numbers: dict[Any, int] = {}
-        reads: dict[tuple[int, int], int] = {}
-        groups: dict[tuple[int, int], dict[Any, list[tuple[int, int]]]] = {}
-
-        def add(array: int, start: Home, end: Home, times: int, region: int) -> int:
-            in_loop = program.regions[region][1] > 1
-            key = (start, end, program.arrays[array].nbytes, times, in_loop)
-            if key not in numbers:
-                numbers[key] = len(edges)
-                edges.append(self.edge(start, end, program.arrays[array].nbytes, times, in_loop))
-            return numbers[key]
-
-        for at, operation in enumerate(program.operations):
-            for place, operand in enumerate(operation.operands):
-                taken = self.operand_homes.get((at, place))
-                if taken is None or operand is None or taken == self.homes[operand]:
-                    continue
-                free = together and operation.role == "compute"
-                same = (operation.name, place, operation.factors.operands[place]) if free else (at, place)
-                own = groups.setdefault((operand, read_region(program, at, place)), {})
-                own.setdefault((operation.read_counts[place], same), []).append((at, place))
-        counted: dict[tuple[int, ...], int] = {}
-        for (array, region), kinds in groups.items():
-            by_times: dict[int, dict[int, None]] = {}
-            for (times, _), places in kinds.items():
-                end = self.copy(places)
-                number = add(array, self.homes[array], end, times, region)
-                by_times.setdefault(times, {})[number] = None
-                reads.update(dict.fromkeys(places, number))
-            for times, same in by_times.items():
-                key = tuple(sorted(same))
-                counted[key] = counted.get(key, 0) + times
-        for (at, place), (own, home) in self.anew.items():
-            operation = program.operations[at]
-            number = add(operation.results[place], own, home, operation.run_count, operation.region)
-            reads[at, -1 - place] = number
-            counted[number,] = counted.get((number,), 0) + operation.run_count
-        return edges, list(counted.items()), reads
-
-    def copy(self, places: Sequence[tuple[int, int]]) -> Home:
-        """Returns where an array is brought for operations that take it alike: all of them take the same copy.
-
-        **Arguments:**
-
-        - `places`: the operations, and as which operand each takes it.
-
-        **Returns:**
-
-        A `Home`.
-        """
-        ends = [self.operand_homes[place] for place in places]
-        if len(dict.fromkeys(ends)) == 1:
-            return ends[0]
-        key = ("copy", tuple(dict.fromkeys(ends)))
-        if key not in self.made:
-            rows = [np.unique(project(self.nodes[end.node].layouts, end), axis=0) for end in ends]
-            common = [row for row in rows[0].tolist() if all((other == row).all(axis=1).any() for other in rows[1:])]
-            self.nodes.append(Node(np.array(common, np.int8), np.zeros(len(common)), "copy"))
-            self.made[key] = len(self.nodes) - 1
-            dims = tuple(range(len(ends[0].dims)))
-            self.equal += [(Home(self.made[key], dims), end) for end in dict.fromkeys(ends)]
-        return Home(self.made[key], tuple(range(len(ends[0].dims))))
-
-    def edge(self, start: Home, end: Home, nbytes: int, times: int, in_loop: bool) -> Edge:
-        """Makes an edge.
-
-        **Arguments:**
-
-        - `start`, `end`: where the array is given, and where it is taken.
-        - `nbytes`: the bytes of all of it.
-        - `times`: how often it goes.
-        - `in_loop`: whether that is in a loop, where fewer collectives can be combined.
-
-        **Returns:**
-
-        An `Edge`.
-        """
-        first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
-        last, to_codes = np.unique(project(self.nodes[end.node].layouts, end), axis=0, return_inverse=True)
-        key = (first.tobytes(), first.shape, last.tobytes(), last.shape)
-        if key not in self.known:
-            self.known[key] = moves(first, last, self.machine)
-        return Edge(
-            start.node,
-            end.node,
-            nbytes,
-            times,
-            from_codes.ravel(),
-            to_codes.ravel(),
-            first,
-            last,
-            self.known[key],
-            self.machine.assumptions.combined_bytes // (_IN_LOOPS if in_loop else 1),
+    def _add_compute_seconds(self, op_index: int, node_index: int) -> None:
+        node = self.nodes[node_index]
+        node.seconds = node.seconds + compute_seconds(
+            self.program, self.machine, op_index, node_index, node.layouts, self.operand_homes
         )
 
-
-def _is_fused(operation: Operation) -> bool:
-    """Whether an operation is computed along with those that take its result."""
-    if operation.role in ("enter", "join", "fixed"):
-        return True
-    return operation.role == "compute" and not operation.flops and operation.name not in _ALONE
-
-
-_ALONE = (
-    "gather",
-    "scatter",
-    "scatter-add",
-    "sort",
-    "top_k",
-    "cumsum",
-    "while",
-    "reduce_window",
-    "select_and_scatter_add",
-    "fft",
-    "dynamic_update_slice",
-)
+    def _restrict(self, home: Home, spec: PartitionSpec) -> None:
+        """Leaves a node only the layouts that a spec allows; all of them if the spec is not a layout of this mesh."""
+        node = self.nodes[home.node]
+        entries = (*tuple(spec), *(None,) * (len(home.dims) - len(tuple(spec))))
+        layout = np.full(len(self.machine.axes), WHOLE, np.int8)
+        free_dims = [dim for dim, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED]
+        for dim, entry in enumerate(entries):
+            for axis in () if dim in free_dims or entry is None else (entry,) if isinstance(entry, str) else entry:
+                if axis in self.machine.axes:
+                    layout[self.machine.axes.index(axis)] = dim
+        rows = project(node.layouts, home)
+        # Axes that the spec does not use may also split the unconstrained dims.
+        keep = ((rows == layout) | ((layout == WHOLE) & np.isin(rows, free_dims))).all(axis=1)
+        unknown_axes = [axis for axis in axis_names(spec) if axis not in mesh_sizes(self.machine.mesh)]
+        if not keep.any() or unknown_axes:
+            self.ignored_specs[spec_repr(spec)] = None
+            return
+        node.layouts, node.seconds = node.layouts[keep], node.seconds[keep]

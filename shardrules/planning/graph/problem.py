@@ -1,12 +1,16 @@
-"""The choice that a plan makes, as a graph: nodes that take one of several layouts, edges along which arrays move.
+"""The planner's problem as a graph: every node takes one of several layouts, and arrays move along the edges.
 
-A node is an operation, or an array that comes out of one that sums. Its layouts are rows over its own dims, from which
-those of the arrays that it takes and gives follow. An edge leads from the node that gives an array to one that takes
-it, and costs what it takes to lay the array out anew. Operations alike, as those of repeated layers, are one node.
+A node is an operation, or an array that is laid out by itself. Its layouts are rows over its own dims, and the layouts
+of the arrays that it reads and writes follow from them. An edge leads from the node that produces an array to a node
+that reads it, and costs what changing the layout between the two takes. Equal operations, such as those of repeated
+layers, share one node.
+
+All positions are indices: of nodes, edges, operations and arrays. A key `(op_index, operand_index)` is one operand of
+one operation, and `(op_index, result_index)` one of its results.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import attrs
@@ -16,225 +20,152 @@ from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.traced.program import TracedProgram
 
-_SLICE = 1e-9
-"""What it takes to slice, in seconds: next to nothing, but an array had better be where it is wanted."""
+_SLICE_SECONDS = 1e-9
+"""What slicing costs: nothing on the wire, but of equal plans the one that changes no layout is better.
+
+A nanosecond is far below any collective (microseconds), so ten times more or less changes no other choice.
+"""
 
 
 @final
 @attrs.frozen
 class Home:
-    """Where the layout of an array is decided.
-
-    **Arguments:**
-
-    - `node`: the number of the node.
-    - `dims`: for each dim of the array the dim of the node, or `None` where it is never split.
-    - `sums`: the dims of the node over which the array is a sum.
-    """
+    """Where the layout of an array is decided: a node, and which of its dims each dim of the array is."""
 
     node: int
-    dims: tuple[int | None, ...]
-    sums: tuple[int, ...] = ()
+    dims: tuple[int | None, ...]  # None: never split
+    sums: tuple[int, ...] = ()  # dims of the node that the array is summed over: split, they make it partial
 
 
 @final
 @attrs.define(eq=False)
 class Node:
-    """A choice of one layout.
-
-    **Arguments:**
-
-    - `layouts`: the layouts that there are, over its own dims.
-    - `seconds`: what each costs, all members together.
-    - `name`: what it is, for people.
-    """
+    """A choice of one layout. `seconds` is what computing costs in each, for all operations that share the node."""
 
     layouts: np.ndarray
     seconds: np.ndarray
-    name: str
+    name: str  # for people
 
 
 @final
 @attrs.frozen(eq=False)
 class Edge:
-    """An array on its way from one node to another.
+    """An array on its way from the node `start` to the node `end`.
 
-    **Arguments:**
-
-    - `start`, `end`: the nodes.
-    - `nbytes`: the bytes of all of the array.
-    - `move_count`: how often it goes, all members together.
-    - `from_codes`, `to_codes`: for each label of the nodes the number of the layout of the array.
-    - `from_layouts`, `to_layouts`: these layouts.
-    - `moves`: what it takes to go from each to each.
-    - `combined`: collectives that send fewer bytes share what each takes at least with others.
+    Several layouts of a node may be the same layout of the array: `from_codes` and `to_codes` say for each layout of
+    the nodes which of `from_layouts` and `to_layouts` it is.
     """
 
     start: int
     end: int
-    nbytes: int
-    move_count: int
+    nbytes: int  # of the whole array
+    move_count: int  # in one call
     from_codes: np.ndarray
     to_codes: np.ndarray
     from_layouts: np.ndarray
     to_layouts: np.ndarray
     moves: Moves
-    combined: int
+    combined_bytes: int  # collectives that send fewer bytes are combined, and share their fixed cost
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
-        """What it costs each time to go from each layout to each.
-
-        Compilers combine small collectives, so that they share what each takes at least.
-        """
-        moved = self.moves
-        share = np.minimum(1.0, moved.sent.sum(axis=0) * self.nbytes / self.combined)
+        """What one move costs, from each of `from_layouts` to each of `to_layouts`; infinite where it is impossible."""
+        moves = self.moves
+        fixed_share = np.minimum(1.0, moves.sent.sum(axis=0) * self.nbytes / self.combined_bytes)
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
-        return np.where(moved.allowed, moved.seconds * self.nbytes + moved.fixed * share + _SLICE * differs, np.inf)
+        seconds = moves.seconds * self.nbytes + moves.fixed * fixed_share + _SLICE_SECONDS * differs
+        return np.where(moves.allowed, seconds, np.inf)
 
 
 @final
 @attrs.frozen(eq=False)
 class Problem:
-    """Everything that is to be chosen.
-
-    **Arguments:**
-
-    - `program`, `machine`: for what.
-    - `nodes`, `edges`: see above.
-    - `edge_groups`: groups of edges that bring the same array to the same place, so that what goes to one layout goes
-        once; each with the number of times that there is such a group.
-    - `equal_homes`: pairs of places at which an array has the same layout.
-    - `homes`: for each array that has layouts to choose from, where that is decided.
-    - `operand_homes`: for each operation and operand what it takes.
-    - `produced_homes`: for each operation and result that is laid out anew, what it gives before that.
-    - `edge_indices`: for each operation and operand its edge, or `None`.
-    """
+    """Everything that is chosen, and what each choice costs. A choice is the index of a layout for each node."""
 
     program: TracedProgram
     machine: Machine
     nodes: list[Node]
     edges: list[Edge]
     edge_groups: list[tuple[tuple[int, ...], int]]
+    """Edges that bring the same array to the same region, and how often: to each layout it is brought only once."""
     equal_homes: list[tuple[Home, Home]]
+    """Pairs of homes that have to give an array the same layout."""
     homes: dict[int, Home]
+    """For each array with layouts to choose from."""
     operand_homes: dict[tuple[int, int], Home]
+    """What gives the layout in which an operation reads an operand."""
     produced_homes: dict[tuple[int, int], Home]
+    """For results that change their layout right after the operation: what gives the layout before that."""
     edge_indices: dict[tuple[int, int], int]
+    """The edge along which an operand comes, at `(op_index, operand_index)`; a result of `produced_homes` moves along
+    the one at `(op_index, -1 - result_index)`."""
+    feedback: Mapping[int, int]
+    """For results that a caller passes again, the argument that each becomes: they share its memory."""
+    ignored_specs: tuple[str, ...]
+    """Constraints in the function that no layout of this mesh satisfies."""
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
-        """Returns the layout of an array under a choice.
-
-        **Arguments:**
-
-        - `home`: where it is decided.
-        - `choice`: for each node the number of its label.
-
-        **Returns:**
-
-        The layout.
-        """
+        """The layout of an array."""
         row = self.nodes[home.node].layouts[choice[home.node]][None]
         return tuple(map(int, project(row, home)[0]))
 
     def highest_cost(self) -> float:
-        """Returns what no choice costs more than.
-
-        **Returns:**
-
-        Seconds.
-        """
+        """Seconds that no choice exceeds."""
         total = sum(float(node.seconds.max()) for node in self.nodes)
         for group, count in self.edge_groups:
-            for edge in (self.edges[number] for number in group):
+            for edge in (self.edges[index] for index in group):
                 total += count * float(np.max(edge.seconds, initial=0.0, where=np.isfinite(edge.seconds)))
         return total
 
     def cost(self, choice: Sequence[int]) -> float:
-        """Returns what a choice costs.
-
-        **Arguments:**
-
-        - `choice`: for each node the number of its label.
-
-        **Returns:**
-
-        Seconds; infinitely many where arrays that have the same layout do not.
-        """
+        """The seconds of a choice; infinite where `equal_homes` differ."""
         if any(self.layout(first, choice) != self.layout(second, choice) for first, second in self.equal_homes):
             return np.inf
-        total = sum(float(node.seconds[label]) for node, label in zip(self.nodes, choice, strict=True))
-        return total + sum(paid * count for paid, count, _ in self.chosen_moves(choice))
+        total = sum(float(node.seconds[index]) for node, index in zip(self.nodes, choice, strict=True))
+        return total + sum(seconds * count for seconds, count, _ in self.chosen_moves(choice))
 
     def chosen_moves(self, choice: Sequence[int]) -> list[tuple[float, float, np.ndarray]]:
-        """Returns every move under a choice.
-
-        **Arguments:**
-
-        - `choice`: for each node the number of its label.
-
-        **Returns:**
-
-        For each move its seconds, how often it happens, and the bytes that a device sends, by kind.
-        """
-        found = []
+        """For each move of a choice its seconds, how often it happens, and the bytes a device sends, by collective."""
+        moves = []
         for group, count in self.edge_groups:
-            seen: dict[tuple[int, ...], tuple[float, float, np.ndarray]] = {}
-            for number in group:
-                edge = self.edges[number]
+            by_target: dict[tuple[int, ...], tuple[float, float, np.ndarray]] = {}
+            for edge_index in group:
+                edge = self.edges[edge_index]
                 row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
-                target = tuple(edge.to_layouts[column])
                 seconds = float(edge.seconds[row, column])
                 if not seconds:
                     continue
-                paid = (seconds, count, edge.moves.sent[:, row, column] * edge.nbytes)
-                if target not in seen or paid[0] > seen[target][0]:
-                    seen[target] = paid
-            found += seen.values()
-        return found
+                # Edges of a group that go to one layout are one move: the most expensive of them covers the others.
+                target = tuple(edge.to_layouts[column])
+                if target not in by_target or seconds > by_target[target][0]:
+                    by_target[target] = (seconds, count, edge.moves.sent[:, row, column] * edge.nbytes)
+            moves += by_target.values()
+        return moves
 
 
-def read_region(program: TracedProgram, at: int, place: int) -> int:
-    """Returns the region in which an operand is brought to where an operation needs it.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `at`: the operation.
-    - `place`: which operand.
-
-    **Returns:**
-
-    The number of the region: that around a loop for what enters it.
-    """
-    operation = program.operations[at]
-    outside = program.regions[operation.region][0]
-    if outside >= 0 and (
-        operation.role == "enter" or (operation.role == "join" and operation.name != "cond" and place == 0)
-    ):
-        return outside
+def read_region(program: TracedProgram, op_index: int, operand_index: int) -> int:
+    """The region in which an operand gets the layout that an operation needs: for what enters a loop, outside of it."""
+    operation = program.operations[op_index]
+    parent = program.regions[operation.region].parent
+    # Of what goes round a loop, the first operand is the value before the loop. Branches of a `cond` are joined
+    # outside of their regions already.
+    starts_loop = operation.role == "join" and operation.name != "cond" and operand_index == 0
+    if parent >= 0 and (operation.role == "enter" or starts_loop):
+        return parent
     return operation.region
 
 
 def project(rows: np.ndarray, home: Home) -> np.ndarray:
-    """Returns the layouts of an array that follow from those of the node where they are decided.
-
-    **Arguments:**
-
-    - `rows`: layouts of the node.
-    - `home`: the array's place there.
-
-    **Returns:**
-
-    A layout for each.
-    """
+    """The layouts of an array that follow from layouts of its node."""
+    # A lookup table from dims of the node to dims of the array. WHOLE and PARTIAL are -1 and -2, so they index its last
+    # two entries, which no dim reaches.
     highest = max([*rows.ravel().tolist(), *(dim for dim in home.dims if dim is not None), 0])
     table = np.full(highest + 3, WHOLE, np.int8)
-    for dim, own in enumerate(home.dims):
-        if own is not None:
-            table[own] = dim
-    for own in home.sums:
-        if own <= highest:
-            table[own] = PARTIAL
+    for dim, node_dim in enumerate(home.dims):
+        if node_dim is not None:
+            table[node_dim] = dim
+    for node_dim in home.sums:
+        if node_dim <= highest:
+            table[node_dim] = PARTIAL
     table[PARTIAL] = PARTIAL
     return table[rows]

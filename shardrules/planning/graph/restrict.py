@@ -1,4 +1,4 @@
-"""A problem with fewer layouts to choose from: to solve a part of what is too large to be solved at once."""
+"""A problem with fewer layouts to choose from, to solve a part of what is too large to solve as a whole."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,26 +10,18 @@ from shardrules.planning.graph.problem import Edge, Node, Problem
 
 
 def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
-    """Returns a problem of which some labels are left out.
-
-    **Arguments:**
-
-    - `problem`: the problem.
-    - `keep`: for each node the numbers of the labels that stay.
-
-    **Returns:**
-
-    The `Problem`; the labels of a node are numbered anew, in the order of `keep`.
-    """
+    """The problem with only some layouts of each node, which get new indices in the order of `keep`."""
     nodes = [
-        Node(node.layouts[kept], node.seconds[kept], node.name) for node, kept in zip(problem.nodes, keep, strict=True)
+        Node(node.layouts[indices], node.seconds[indices], node.name)
+        for node, indices in zip(problem.nodes, keep, strict=True)
     ]
-    return attrs.evolve(problem, nodes=nodes, edges=[_edge(edge, keep) for edge in problem.edges])
+    return attrs.evolve(problem, nodes=nodes, edges=[_restrict_edge(edge, keep) for edge in problem.edges])
 
 
-def _edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
+def _restrict_edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
     rows, from_codes = np.unique(edge.from_codes[keep[edge.start]], return_inverse=True)
     columns, to_codes = np.unique(edge.to_codes[keep[edge.end]], return_inverse=True)
+    # Most edges keep all layouts of their array: these share the tables of moves, which are large.
     if len(rows) == len(edge.from_layouts) and len(columns) == len(edge.to_layouts):
         return attrs.evolve(edge, from_codes=from_codes.ravel(), to_codes=to_codes.ravel())
     cut = np.ix_(rows, columns)
@@ -45,33 +37,14 @@ def _edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
 
 
 def variable_count(problem: Problem) -> int:
-    """About how many variables the linear program of a problem has.
-
-    **Arguments:**
-
-    - `problem`: the problem.
-
-    **Returns:**
-
-    Their number.
-    """
+    """About how many variables the linear program of a problem has: one for each move along each edge."""
     return sum(len(edge.from_layouts) * len(edge.to_layouts) for edge in problem.edges)
 
 
-def layouts_where(problem: Problem, wanted: Callable[[np.ndarray, int], np.ndarray]) -> list[np.ndarray]:
-    """Returns the labels of each node that are as wanted; all of them where none is.
-
-    **Arguments:**
-
-    - `problem`: the problem.
-    - `wanted`: for the labels of a node, and its number, whether each is.
-
-    **Returns:**
-
-    For each node the numbers of labels.
-    """
-    found = []
-    for number, node in enumerate(problem.nodes):
-        kept = np.flatnonzero(wanted(node.layouts, number))
-        found.append(kept if len(kept) else np.arange(len(node.layouts)))
-    return found
+def layouts_where(problem: Problem, condition: Callable[[np.ndarray, int], np.ndarray]) -> list[np.ndarray]:
+    """For each node the indices of layouts that meet a condition on its layouts and its index; all if none do."""
+    keep = []
+    for node_index, node in enumerate(problem.nodes):
+        indices = np.flatnonzero(condition(node.layouts, node_index))
+        keep.append(indices if len(indices) else np.arange(len(node.layouts)))
+    return keep

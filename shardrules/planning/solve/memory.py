@@ -11,10 +11,10 @@ from typing import TypeAlias, final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.build import Builder
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.problem import Home, Problem, project, read_region
 from shardrules.planning.solve.formulation import Row
+from shardrules.planning.traced.fusion import reads_operands, writes_result
 from shardrules.planning.traced.program import TracedProgram
 
 _IN_PLACE = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
@@ -80,24 +80,23 @@ class Occupancy:
     fixed: int
 
     @classmethod
-    def of(cls, problem: Problem, builder: Builder) -> "Occupancy":
+    def of(cls, problem: Problem) -> "Occupancy":
         """Finds out who lies in memory when.
 
         **Arguments:**
 
         - `problem`: what is to be chosen.
-        - `builder`: what made it.
 
         **Returns:**
 
         An `Occupancy`.
         """
         spans = _spans(problem.program)
-        last = _last_uses(problem.program, builder, spans)
+        last = _last_uses(problem.program, spans)
         lying = [number for number in problem.program.arguments if number not in problem.homes]
         fixed = sum(problem.program.arrays[number].nbytes for number in (*lying, *problem.program.constants))
-        stays = (*_arguments(problem), *_results(problem, builder, spans, last))
-        return cls(problem, stays, _copies(problem, builder, spans), fixed)
+        stays = (*_arguments(problem), *_results(problem, spans, last))
+        return cls(problem, stays, _copies(problem, spans), fixed)
 
     def room(self, stay: Stay) -> float:
         """How much more room an array takes than its bytes: what is temporary overlaps with what comes next.
@@ -226,14 +225,14 @@ def _spans(program: TracedProgram) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _last_uses(program: TracedProgram, builder: Builder, spans: _Spans) -> dict[int, int]:
+def _last_uses(program: TracedProgram, spans: _Spans) -> dict[int, int]:
     """For each array that anything takes, the last operation at which it has to be there."""
     last: dict[int, int] = {}
     for at in range(len(program.operations) - 1, -1, -1):
         operation = program.operations[at]
         until = at
         for result in operation.results:
-            if not builder.is_written(at, result):  # computed only where it is taken
+            if not writes_result(program, at, result):  # computed only where it is taken
                 until = max(until, last.get(result, at))
         for place, operand in enumerate(operation.operands):
             if operand is None:
@@ -255,13 +254,13 @@ def _arguments(problem: Problem) -> Iterator[Stay]:
             yield Stay(problem.homes[number], nbytes, 0, len(problem.program.operations))
 
 
-def _results(problem: Problem, builder: Builder, spans: _Spans, last: Mapping[int, int]) -> Iterator[Stay]:
+def _results(problem: Problem, spans: _Spans, last: Mapping[int, int]) -> Iterator[Stay]:
     """What operations write, from then to the last that takes it."""
     program = problem.program
     for at, operation in enumerate(program.operations):
         for place, result in enumerate(operation.results):
             home = problem.homes.get(result)
-            if home is None or result in builder.feedback:
+            if home is None or result in problem.feedback:
                 continue
             nbytes = program.arrays[result].nbytes
             own = problem.produced_homes.get((at, place))
@@ -270,19 +269,19 @@ def _results(problem: Problem, builder: Builder, spans: _Spans, last: Mapping[in
             begun = at if own is None else at + 1
             if operation.role == "return":
                 yield Stay(home, nbytes, at + 1, len(program.operations))  # till then what is returned is there
-            elif operation.role in ("leave", "join") or builder.is_written(at, result):
+            elif operation.role in ("leave", "join") or writes_result(program, at, result):
                 first = spans[operation.region][0] if operation.role == "leave" else begun
                 yield Stay(home, nbytes, first, max(first, last.get(result, at)))
 
 
-def _copies(problem: Problem, builder: Builder, spans: _Spans) -> tuple[Copy, ...]:
+def _copies(problem: Problem, spans: _Spans) -> tuple[Copy, ...]:
     """Arrays that are brought to another layout; those that come into a loop stay to its end."""
     program = problem.program
     found: list[Copy] = []
     kept: dict[tuple[int, int], int] = {}
     for at, operation in enumerate(program.operations):
         for place, operand in enumerate(operation.operands):
-            if (at, place) not in problem.edge_indices or not (builder.is_read(at) or operation.role == "enter"):
+            if (at, place) not in problem.edge_indices or not (reads_operands(operation) or operation.role == "enter"):
                 continue
             region = read_region(program, at, place)
             until = len(program.operations) if operation.role == "return" else at

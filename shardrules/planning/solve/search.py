@@ -9,7 +9,7 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.build import Builder
+from shardrules.planning.graph.build import build_problem
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.graph.restrict import layouts_where, restrict, variable_count
@@ -78,9 +78,8 @@ class Task:
             for number, result in enumerate(program.results)
             if result is not None and number in feedback
         }
-        builder = Builder(program, machine, back, pinned)
-        problem = builder.build(tie, paths)
-        return cls(problem, Occupancy.of(problem, builder), tuple(builder.ignored))
+        problem = build_problem(program, machine, paths, back, pinned, tie)
+        return cls(problem, Occupancy.of(problem), problem.ignored_specs)
 
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
         """Returns the task with fewer labels to choose from.

@@ -1,4 +1,10 @@
-"""Arrays that are laid out alike, because each is computed from the other place by place and needed nowhere else."""
+"""Arrays that are laid out alike, because each is computed elementwise from the other and used nowhere else.
+
+A cluster has one layout instead of one for each of its arrays, which makes problems many times smaller. In the narrow
+form this rules out no better plan: a result is joined to its operand only where moving the result afterwards costs no
+more than moving the operand before. The wide form also joins arrays with several uses, and operations of several
+operands: its plans are optimal only among those in which such arrays are laid out alike.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,123 +18,122 @@ from shardrules.planning.traced.program import Operation, TracedProgram
 @final
 @attrs.frozen(eq=False)
 class Clusters:
-    """Arrays that are laid out alike.
-
-    **Arguments:**
-
-    - `roots`: for each array the one that stands for all of them, and for each of its own dims that one's dim.
-    - `sizes`: for each that stands for others, what splits of its dims have to divide.
-    """
+    """Arrays that are laid out alike. The first array of a cluster is its root."""
 
     roots: dict[int, tuple[int, tuple[int | None, ...]]]
+    """For each array the root of its cluster, and for each dim of the array the dim of the root."""
     sizes: dict[int, tuple[int, ...]]
+    """For each root the size of each of its dims that splits have to divide, for all arrays of the cluster."""
 
 
-def clusters(program: TracedProgram, partial: Iterable[int], wide: bool) -> Clusters:
-    """Finds arrays that are laid out alike.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `partial`: operations that add parts of sums.
-    - `wide`: whether operations that take several arrays are laid out as all of them that only they need; otherwise
-        only those that take one, which costs nothing.
-
-    **Returns:**
-
-    The `Clusters`.
-    """
-    arrays = program.arrays
-    roots: dict[int, tuple[int, tuple[int | None, ...]]] = {}
-    sizes: dict[int, tuple[int, ...]] = {}
-    members: dict[int, list[int]] = {}
-    skipped = dict.fromkeys(partial)
-    summed: dict[int, None] = dict.fromkeys(
-        result
-        for at, operation in enumerate(program.operations)
-        for result in operation.results
-        if operation.factors.reduced or at in skipped or len(operation.results) > 1
-    )
-    for operation in program.operations:
-        for place, result in enumerate(operation.results):
-            shape = arrays[result].shape
-            if not shape or operation.role in ("return", "fixed", "exit"):
-                continue
-            roots[result] = (result, tuple(range(len(shape))))
-            members[result] = [result]
-            dims = operation.factors.results[place]
-            free = result in summed
-            sizes[result] = tuple(
-                size if free else 1 if factor is None else operation.factors.sizes[factor]
-                for factor, size in zip(dims, shape, strict=True)
-            )
-    partial_results = dict.fromkeys(result for at in skipped for result in program.operations[at].results)
-    for at, operation in enumerate(program.operations):
-        if operation.role != "compute" or len(operation.results) != 1 or operation.factors.reduced or at in skipped:
+def find_clusters(program: TracedProgram, partial_ops: Iterable[int], wide: bool) -> Clusters:
+    """Finds the clusters of a program. `partial_ops` add parts of sums, and stay by themselves."""
+    partial = dict.fromkeys(partial_ops)
+    joined = _JoinedArrays(program, partial)
+    partial_results = dict.fromkeys(result for index in partial for result in program.operations[index].results)
+    for op_index, operation in enumerate(program.operations):
+        if operation.role != "compute" or len(operation.results) != 1 or operation.factors.reduced:
             continue
         result = operation.results[0]
-        if not arrays[result].shape:
+        if op_index in partial or not program.arrays[result].shape:
             continue
-        taken = [(place, one) for place, one in enumerate(operation.operands) if one is not None and arrays[one].shape]
-        for place, operand in taken:
-            if (
-                operand not in roots
-                or operand in partial_results
-                or (
-                    not wide
-                    and (
-                        len(program.users[operand]) != 1
-                        or program.operations[program.producers[operand]].role != "compute"
-                    )
-                )
+        operands = [
+            (operand_index, operand)
+            for operand_index, operand in enumerate(operation.operands)
+            if operand is not None and program.arrays[operand].shape
+        ]
+        for operand_index, operand in operands:
+            if operand not in joined.roots or operand in partial_results:
+                continue
+            if not wide and (
+                # To lay out two operands, or two uses of one array, in different ways may be better than in one.
+                len(operands) > 1
+                or len(program.users[operand]) != 1
+                # What enters a loop or comes out of it may change its layout there.
+                or program.operations[program.producers[operand]].role != "compute"
+                # A small array is cheaper to move before it grows. A sum gets its layout after it is completed anyway.
+                or (program.arrays[result].nbytes > program.arrays[operand].nbytes and operand not in joined.settled)
             ):
                 continue
-            grows = arrays[result].nbytes > arrays[operand].nbytes and operand not in summed
-            if not wide and (len(taken) > 1 or grows):
-                continue
-            pairs = _pairs(operation, place, arrays[operand].shape, arrays[result].shape)
-            if pairs is not None and roots[operand][0] != roots[result][0]:
-                _join(roots, sizes, members, operand, result, pairs)
-    return Clusters(roots, {root: sizes[root] for root in members})
+            operand_dims = _same_dims(program, operation, operand_index)
+            if operand_dims is not None and joined.roots[operand][0] != joined.roots[result][0]:
+                joined.join(operand, result, operand_dims)
+    return Clusters(joined.roots, {root: joined.sizes[root] for root in joined.members})
 
 
-def _pairs(operation: Operation, place: int, taken: tuple[int, ...], given: tuple[int, ...]) -> dict[int, int] | None:
-    """For each dim of the result that dim of an operand which is the same, if all of them are."""
+def _same_dims(program: TracedProgram, operation: Operation, operand_index: int) -> dict[int, int] | None:
+    """For each dim of the result the dim of an operand that is the same; `None` where the two differ in any dim.
+
+    Dims of size 1 do not count: nothing splits them.
+    """
+    operand = operation.operands[operand_index]
+    assert operand is not None, "constants of the program have no layout"
+    shape, result_shape = program.arrays[operand].shape, program.arrays[operation.results[0]].shape
     factors = operation.factors
-    of = {factor: dim for dim, factor in enumerate(factors.operands[place]) if factor is not None and taken[dim] > 1}
-    found: dict[int, int] = {}
+    factor_dims = {
+        factor: dim
+        for dim, factor in enumerate(factors.operands[operand_index])
+        if factor is not None and shape[dim] > 1
+    }
+    operand_dims: dict[int, int] = {}
     for dim, factor in enumerate(factors.results[0]):
-        if given[dim] == 1:
+        size = result_shape[dim]
+        if size == 1:
             continue
-        if factor is None or factor not in of or factors.sizes[factor] != given[dim] or taken[of[factor]] != given[dim]:
+        # A factor smaller than its dims, as of a reshape that regroups, is only a part of what they could be split by.
+        if factor is None or factor not in factor_dims or factors.sizes[factor] != size:
             return None
-        found[dim] = of[factor]
-    return found if len(found) == sum(size > 1 for size in taken) else None
+        if shape[factor_dims[factor]] != size:
+            return None
+        operand_dims[dim] = factor_dims[factor]
+    return operand_dims if len(operand_dims) == sum(size > 1 for size in shape) else None
 
 
-def _join(
-    roots: dict[int, tuple[int, tuple[int | None, ...]]],
-    sizes: dict[int, tuple[int, ...]],
-    members: dict[int, list[int]],
-    operand: int,
-    result: int,
-    pairs: Mapping[int, int],
-) -> None:
-    """Makes one cluster of those of an operand and a result. What was made first stands for it."""
-    first, own = roots[operand]
-    second, other = roots[result]
-    # For each dim of the second root that of the first.
-    across: dict[int, int | None] = {}
-    for dim, same in pairs.items():
-        at = other[dim]
-        if at is not None:
-            across[at] = own[same]
-    cut = list(sizes[first])
-    for dim, size in enumerate(sizes[second]):
-        at = across.get(dim)
-        if at is not None:
-            cut[at] = math.gcd(cut[at], size)
-    sizes[first] = tuple(cut)
-    for array in members.pop(second):
-        roots[array] = (first, tuple(None if dim is None else across.get(dim) for dim in roots[array][1]))
-        members[first].append(array)
+@final
+class _JoinedArrays:
+    """The clusters so far: at first every result is one by itself."""
+
+    def __init__(self, program: TracedProgram, partial: Mapping[int, None]) -> None:
+        self.roots: dict[int, tuple[int, tuple[int | None, ...]]] = {}
+        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.members: dict[int, list[int]] = {}
+        self.settled: dict[int, None] = {}
+        """Results that get a layout of their own after the operation, which therefore need not be able to give it."""
+        for op_index, operation in enumerate(program.operations):
+            if operation.factors.reduced or op_index in partial or len(operation.results) > 1:
+                self.settled.update(dict.fromkeys(operation.results))
+            # These are laid out as the caller, the user or the loop says.
+            if operation.role in ("return", "fixed", "exit"):
+                continue
+            for result_index, result in enumerate(operation.results):
+                shape = program.arrays[result].shape
+                if not shape:
+                    continue
+                self.roots[result] = (result, tuple(range(len(shape))))
+                self.members[result] = [result]
+                self.sizes[result] = tuple(
+                    size if result in self.settled else 1 if factor is None else operation.factors.sizes[factor]
+                    for factor, size in zip(operation.factors.results[result_index], shape, strict=True)
+                )
+
+    def join(self, operand: int, result: int, operand_dims: Mapping[int, int]) -> None:
+        """Joins the clusters of an operand and a result, given the operand's dim for each dim of the result."""
+        root, root_dims = self.roots[operand]
+        other_root, other_dims = self.roots[result]
+        # The dim of the root for each dim of the root that goes away: root <- operand <- result -> other root.
+        dims_of_other: dict[int, int | None] = {}
+        for result_dim, operand_dim in operand_dims.items():
+            other_dim = other_dims[result_dim]
+            if other_dim is not None:
+                dims_of_other[other_dim] = root_dims[operand_dim]
+        # A split has to divide the dims of all arrays in the cluster.
+        sizes = list(self.sizes[root])
+        for dim, size in enumerate(self.sizes[other_root]):
+            root_dim = dims_of_other.get(dim)
+            if root_dim is not None:
+                sizes[root_dim] = math.gcd(sizes[root_dim], size)
+        self.sizes[root] = tuple(sizes)
+        for array in self.members.pop(other_root):
+            dims = self.roots[array][1]
+            self.roots[array] = (root, tuple(None if dim is None else dims_of_other.get(dim) for dim in dims))
+            self.members[root].append(array)

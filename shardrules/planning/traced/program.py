@@ -1,16 +1,17 @@
-"""A traced function as a flat list of operations on arrays: what is inside of loops and branches, too.
+"""A traced function as a flat list of operations on arrays, including what is inside loops and branches.
 
-Loops are read once, with the number of times that they go round. Where arrays enter a loop, go round in it and come
-out of it stands an operation that computes nothing, so that every array can be laid out anew there. What is inside of
-`jit`, `checkpoint` and functions with derivatives of their own is read as if it stood outside.
+Loops are read once, with the number of rounds that they run. Where arrays enter a loop, go round in it and leave it,
+there is an operation that computes nothing, so that every array can change its layout there. What is inside `jit`,
+`checkpoint` and functions with custom derivatives is read as if it stood outside.
 
-Operations that a replay meets in the same order have the same number here and there: that is how it knows them.
+The replay of a plan visits equations in the same order as this reader and counts them the same way: that is how it
+finds the layouts of each (`Operation.equation_index`).
 """
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -21,11 +22,12 @@ from shardrules.analysis.compiling.model_flops import equation_flops
 from shardrules.planning.traced.factors.table import Factors, op_factors
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
-"""What an operation is: one of the function; the entry to a loop, a value that goes round in it, what that is in the
-end, what is stacked on leaving; a constraint of the user's, something that stays as it is, a result of the function."""
+"""What an operation is: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
+result of the function (`return`). Around loops: what enters; what goes round, and the results of branches (`join`);
+what comes out at the end (`exit`); what is stacked, one piece per round (`leave`)."""
 
 Users: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
-"""For arrays the operations that take them, and as which operand."""
+"""For each array the operations that read it, and as which operand: `(op_index, operand_index)`."""
 
 INLINED: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
@@ -40,23 +42,23 @@ INLINED: Mapping[str, tuple[str, ...]] = {
     "remat2": ("jaxpr",),
     "custom_lin": (),
 }
-"""Primitives that only have a program inside of them, and the names of the parameter that it is in."""
+"""Primitives that only call another jaxpr, and the parameters that may hold it, in one JAX version or another."""
 
-RECOMPUTED = ("checkpoint", "remat", "remat2")
-"""Those of them whose inside shares nothing with what is outside."""
+_RECOMPUTED = ("checkpoint", "remat", "remat2")
+"""Calls that get a region of their own: compilers compute the inside again, and share nothing of it."""
+
+
+class Region(NamedTuple):
+    """A part of a program that runs by itself: the whole, a loop, a branch or a recomputed part."""
+
+    parent: int  # -1 for the whole program
+    run_count: int  # in one call
 
 
 @final
 @attrs.frozen
-class Array:
-    """An array of a program.
-
-    **Arguments:**
-
-    - `shape`: its shape.
-    - `nbytes`: the bytes of all of it.
-    - `dtype`: its dtype.
-    """
+class TracedArray:
+    """An array of a program."""
 
     shape: tuple[int, ...]
     nbytes: int
@@ -66,92 +68,58 @@ class Array:
 @final
 @attrs.frozen(eq=False)
 class Operation:
-    """One operation of a program.
-
-    **Arguments:**
-
-    - `role`: what it is.
-    - `name`: of its primitive.
-    - `equation_index`: of the equation that it stands for, or that it is the entry or exit of; -1 for a result.
-    - `slot`: which of the arrays that enter, go round or leave.
-    - `operands`: the numbers of the arrays that it takes, `None` for constants in the program itself.
-    - `results`: the numbers of the arrays that it gives.
-    - `factors`: how their dims go together.
-    - `run_count`: how often it runs.
-    - `region`: the loop, branch or recomputed part that it is in.
-    - `read_counts`: for each operand how often it is brought to where the operation needs it.
-    - `flops`: those of its products, on whole arrays.
-    - `dtype`: what these are of.
-    - `spec`: of a constraint, the layout that it asks for; of what is opaque, that of each operand and result.
-    - `equation`: the equation, where it stands for one.
-    """
+    """One operation of a program. Operands and results are array indices; an operand is `None` for a literal."""
 
     role: Role
-    name: str
-    equation_index: int
-    slot: int
+    name: str  # of its primitive, or the role
+    equation_index: int  # of its equation, or of the loop that it belongs to; -1 for a result of the function
+    slot: int  # which of the arrays that enter, go round or leave
     operands: tuple[int | None, ...]
     results: tuple[int, ...]
     factors: Factors
     run_count: int
     region: int
     read_counts: tuple[int, ...]
-    flops: int = 0
-    dtype: Any = None
+    """How often each operand is brought to where the operation needs it: what enters a loop, once."""
+    flops: int = 0  # of its matmuls and convolutions, on whole arrays
+    dtype: Any = None  # of what these multiply
     spec: Any = None
+    """For a constraint its spec; for what is opaque, the specs of the operands and of the results."""
     equation: Any = None
 
 
 @final
 @attrs.frozen(eq=False)
 class TracedProgram:
-    """A traced function, flat.
+    """A traced function, flat. Arguments, constants and results are array indices."""
 
-    **Arguments:**
-
-    - `arrays`: all of its arrays.
-    - `operations`: all of its operations, in order.
-    - `arguments`: the numbers of the arrays that it takes.
-    - `constants`: those of arrays that are written in it.
-    - `results`: for each result its array, or `None` for a constant.
-    - `regions`: for each region the one around it, and how often it runs.
-    - `unknown_primitives`: primitives that no rule is known for, with the number of times they were met.
-    """
-
-    arrays: tuple[Array, ...]
+    arrays: tuple[TracedArray, ...]
     operations: tuple[Operation, ...]
     arguments: tuple[int, ...]
-    constants: tuple[int, ...]
-    results: tuple[int | None, ...]
-    regions: tuple[tuple[int, int], ...]
+    constants: tuple[int, ...]  # arrays of the closure
+    results: tuple[int | None, ...]  # None for scalars and literals, which have no layout
+    regions: tuple[Region, ...]
     unknown_primitives: tuple[tuple[str, int], ...]
+    """Primitives that no rule covers, with how often they occur."""
 
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:
-        """For each array that any operation gives, which does."""
-        return {result: at for at, operation in enumerate(self.operations) for result in operation.results}
+        """For each array the operation that produces it."""
+        return {result: op_index for op_index, operation in enumerate(self.operations) for result in operation.results}
 
     @functools.cached_property
     def users(self) -> Users:
-        """For each array that any operation takes, who does."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for at, operation in enumerate(self.operations):
-            for place, operand in enumerate(operation.operands):
+        """For each array the operations that read it."""
+        users: dict[int, list[tuple[int, int]]] = {}
+        for op_index, operation in enumerate(self.operations):
+            for operand_index, operand in enumerate(operation.operands):
                 if operand is not None:
-                    found.setdefault(operand, []).append((at, place))
-        return found
+                    users.setdefault(operand, []).append((op_index, operand_index))
+        return users
 
 
 def read_jaxpr(jaxpr: ClosedJaxpr) -> TracedProgram:
     """Reads a traced function.
-
-    **Arguments:**
-
-    - `jaxpr`: the function.
-
-    **Returns:**
-
-    The `TracedProgram`.
 
     ```python
     from shardrules.planning.traced.program import read_jaxpr
@@ -161,198 +129,184 @@ def read_jaxpr(jaxpr: ClosedJaxpr) -> TracedProgram:
     assert [operation.name for operation in program.operations] == ["dot_general", "max", "return"]
     ```
     """
-    reader = _Reader()
-    return reader.program(jaxpr)
+    return _JaxprReader().read(jaxpr)
 
 
 def inlined_jaxpr(equation: Any) -> Any:
-    """Returns the program inside of an equation that has nothing else.
-
-    **Arguments:**
-
-    - `equation`: an equation.
-
-    **Returns:**
-
-    The program; `None` where the equation is none of these.
-    """
-    for name in INLINED.get(equation.primitive.name, ()):
-        if name in equation.params:
-            return equation.params[name]
+    """The jaxpr that an equation only calls; `None` where it is not such a call."""
+    for parameter in INLINED.get(equation.primitive.name, ()):
+        if parameter in equation.params:
+            return equation.params[parameter]
     return None
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many arrays a scan takes as they are, and how many go round in it.
-
-    **Arguments:**
-
-    - `params`: those of the equation.
-
-    **Returns:**
-
-    Both numbers.
-    """
+    """How many arrays a scan reads whole in every round, and how many go round in it."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    fixed, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
-    return len(list(fixed)), len(list(carry))
+    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
+    return len(list(consts)), len(list(carry))
 
 
-def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """Returns a program without its constants.
-
-    **Arguments:**
-
-    - `program`: a program, closed or not.
-
-    **Returns:**
-
-    A `Jaxpr`.
-    """
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """A jaxpr without its constants."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 @final
-class _Reader:
-    """What is known while a function is read."""
+class _JaxprReader:
+    """The program so far. Methods take and return array indices."""
 
     def __init__(self) -> None:
-        self.arrays: list[Array] = []
+        self.arrays: list[TracedArray] = []
         self.operations: list[Operation] = []
         self.constants: list[int] = []
-        self.regions: list[tuple[int, int]] = [(-1, 1)]
-        self.unknown: dict[str, int] = {}
-        self.counted = 0
+        self.regions: list[Region] = [Region(-1, 1)]
+        self.unknown_primitives: dict[str, int] = {}
+        self.equation_count = 0
 
-    def program(self, jaxpr: ClosedJaxpr) -> TracedProgram:
-        arguments = [self.array(var.aval) for var in jaxpr.jaxpr.invars]
-        results = self.body(jaxpr, arguments, 0)
-        for number in results:
-            if number is not None and self.arrays[number].shape:
-                self.identity("return", (-1, 0), number, self.like(number), 0, 1)
-        kept = iter(one for one in self.operations if one.role == "return")
-        returned = [
-            next(kept).results[0] if number is not None and self.arrays[number].shape else None for number in results
-        ]
+    def read(self, jaxpr: ClosedJaxpr) -> TracedProgram:
+        arguments = [self.add_array(var.aval) for var in jaxpr.jaxpr.invars]
+        results: list[int | None] = []
+        for array in self.read_body(jaxpr, arguments, 0):
+            if array is None or not self.arrays[array].shape:
+                results.append(None)
+                continue
+            returned = self.copy_array(array)
+            self.add_identity("return", (-1, 0), array, returned, 0, 1)
+            results.append(returned)
         return TracedProgram(
             tuple(self.arrays),
             tuple(self.operations),
             tuple(arguments),
             tuple(self.constants),
-            tuple(returned),
+            tuple(results),
             tuple(self.regions),
-            tuple(sorted(self.unknown.items())),
+            tuple(sorted(self.unknown_primitives.items())),
         )
 
-    def array(self, aval: Any) -> int:
+    def add_array(self, aval: Any) -> int:
+        # Tokens and other abstract values have neither shape nor dtype; a dim of unknown size is never split.
         shape = tuple(size if isinstance(size, int) else 1 for size in getattr(aval, "shape", ()))
         dtype = getattr(aval, "dtype", None)
-        size = getattr(dtype, "itemsize", 4)
-        self.arrays.append(Array(shape, math.prod(shape) * size, dtype))
+        itemsize = getattr(dtype, "itemsize", 4)
+        self.arrays.append(TracedArray(shape, math.prod(shape) * itemsize, dtype))
         return len(self.arrays) - 1
 
-    def like(self, number: int) -> int:
-        self.arrays.append(self.arrays[number])
+    def copy_array(self, array: int) -> int:
+        self.arrays.append(self.arrays[array])
         return len(self.arrays) - 1
 
-    def constant(self, aval: Any) -> int:
-        self.constants.append(self.array(aval))
+    def add_constant(self, aval: Any) -> int:
+        self.constants.append(self.add_array(aval))
         return self.constants[-1]
 
-    def identity(
+    def add_region(self, parent: int, rounds: int) -> int:
+        self.regions.append(Region(parent, self.regions[parent].run_count * rounds))
+        return len(self.regions) - 1
+
+    def add_identity(
         self,
         role: Role,
-        place: tuple[int, int],
+        position: tuple[int, int],
         operand: int,
         result: int,
         region: int,
-        times: int,
-        lead: int = 0,
+        read_count: int,
+        extra_dims: int = 0,
         spec: PartitionSpec | None = None,
     ) -> None:
-        """An operation that hands an array on; of its operand `lead` dims come before those of the result."""
-        shape = self.arrays[result].shape if lead >= 0 else self.arrays[operand].shape
+        """Adds an operation that passes an array on. `position` is its equation index and slot.
+
+        The operand has `extra_dims` before those of the result, or the result before those of the operand if negative.
+        """
+        shape = self.arrays[result if extra_dims >= 0 else operand].shape
         dims = tuple(range(len(shape)))
-        first: tuple[None, ...] = (None,) * abs(lead)
+        longer_dims = ((None,) * abs(extra_dims)) + dims
         factors = Factors(
-            ((*first, *dims) if lead > 0 else dims,), ((*first, *dims) if lead < 0 else dims,), tuple(shape)
+            (longer_dims if extra_dims > 0 else dims,), (longer_dims if extra_dims < 0 else dims,), tuple(shape)
         )
-        inside = self.regions[region][1]
+        run_count = self.regions[region].run_count
         self.operations.append(
-            Operation(role, role, *place, (operand,), (result,), factors, inside, region, (times,), spec=spec)
+            Operation(
+                role, role, *position, (operand,), (result,), factors, run_count, region, (read_count,), spec=spec
+            )
         )
 
-    def body(self, program: Any, given: Sequence[int | None], region: int) -> list[int | None]:
-        jaxpr = open_jaxpr(program)
-        known: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
-        known.update((var, self.constant(var.aval)) for var in jaxpr.constvars)
+    def read_body(self, closed: Any, operands: Sequence[int | None], region: int) -> list[int | None]:
+        """Reads a jaxpr, closed or not, and returns its results."""
+        jaxpr = open_jaxpr(closed)
+        arrays: dict[Any, int | None] = dict(zip(jaxpr.invars, operands, strict=True))
+        arrays.update((var, self.add_constant(var.aval)) for var in jaxpr.constvars)
 
-        def look(var: Any) -> int | None:
-            return None if isinstance(var, Constant) else known[var]
+        def array_of(var: Any) -> int | None:
+            return None if isinstance(var, Constant) else arrays[var]
 
         for equation in jaxpr.eqns:
-            results = self.equation(equation, [look(var) for var in equation.invars], region)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [look(var) for var in jaxpr.outvars]
+            results = self.read_equation(equation, [array_of(var) for var in equation.invars], region)
+            arrays.update(zip(equation.outvars, results, strict=True))
+        return [array_of(var) for var in jaxpr.outvars]
 
-    def equation(self, equation: Any, operands: list[int | None], region: int) -> list[int | None]:
+    def read_equation(self, equation: Any, operands: list[int | None], region: int) -> list[int | None]:
         name = equation.primitive.name
-        number, self.counted = self.counted, self.counted + 1
-        inner = inlined_jaxpr(equation)
-        if inner is not None:
-            inside = self.region(region, 1) if name in RECOMPUTED else region
-            asked, given = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
-            return self.asked(given, self.body(inner, self.asked(asked, operands, region), inside), region)
-        special = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
-        if special is not None:
-            return special(equation, number, operands, region)
-        return self.compute(equation, number, operands, region)
+        # Calls are counted, too, and before what is inside of them: the replay does the same.
+        equation_index, self.equation_count = self.equation_count, self.equation_count + 1
+        inlined = inlined_jaxpr(equation)
+        if inlined is not None:
+            inside = self.add_region(region, 1) if name in _RECOMPUTED else region
+            in_shardings, out_shardings = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
+            results = self.read_body(inlined, self.constrain(in_shardings, operands, region), inside)
+            return self.constrain(out_shardings, results, region)
+        read_loop = {"scan": self.read_scan, "while": self.read_while, "cond": self.read_cond}.get(name)
+        if read_loop is not None:
+            return read_loop(equation, equation_index, operands, region)
+        return self.read_operation(equation, equation_index, operands, region)
 
-    def asked(self, shardings: Sequence[Any], arrays: list[int | None], region: int) -> list[int | None]:
-        """Arrays that go into a jitted function or come out of it, for which it may have shardings of its own."""
-        found = list(arrays)
-        for place, (array, one) in enumerate(zip(arrays, shardings, strict=False)):
-            if array is not None and self.arrays[array].shape and isinstance(one, Sharding):
-                found[place] = self.like(array)
-                times = self.regions[region][1]
-                self.identity("fixed", (-1, place), array, found[place] or 0, region, times, spec=_spec(one))
-        return found
+    def constrain(self, shardings: Sequence[Any], arrays: list[int | None], region: int) -> list[int | None]:
+        """Adds the constraints that an inner `jit` has on its arguments or results."""
+        constrained = list(arrays)
+        for slot, (array, sharding) in enumerate(zip(arrays, shardings, strict=False)):
+            if array is not None and self.arrays[array].shape and isinstance(sharding, Sharding):
+                result = self.copy_array(array)
+                read_count = self.regions[region].run_count
+                self.add_identity("fixed", (-1, slot), array, result, region, read_count, spec=_spec(sharding))
+                constrained[slot] = result
+        return constrained
 
-    def region(self, around: int, times: int) -> int:
-        self.regions.append((around, self.regions[around][1] * times))
-        return len(self.regions) - 1
-
-    def compute(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
-        name, times = equation.primitive.name, self.regions[region][1]
-        results = [self.array(var.aval) for var in equation.outvars]
+    def read_operation(
+        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+    ) -> list[int | None]:
+        name, run_count = equation.primitive.name, self.regions[region].run_count
+        results = [self.add_array(var.aval) for var in equation.outvars]
         role: Role = "compute"
         spec: Any = None
         if name == "sharding_constraint":
             role, spec = "fixed", _spec(equation.params["sharding"])
             shape = self.arrays[results[0]].shape
-            factors = Factors((tuple(range(len(shape))),), (tuple(range(len(shape))),), shape)
+            dims = tuple(range(len(shape)))
+            factors = Factors((dims,), (dims,), shape)
         elif name == "shard_map":
             role, spec = "opaque", (equation.params["in_specs"], equation.params["out_specs"])
-            factors = _opaque(equation)
+            factors = _whole_factors(equation)
         else:
-            found = op_factors(equation)
-            if found is None and not name.startswith("debug_"):  # these print what they get, which has to be whole
-                self.unknown[name] = self.unknown.get(name, 0) + 1
-            factors = _opaque(equation) if found is None else found
+            rule_factors = op_factors(equation)
+            # Debug callbacks print their operands, which have to be whole: that is not a missing rule.
+            if rule_factors is None and not name.startswith("debug_"):
+                self.unknown_primitives[name] = self.unknown_primitives.get(name, 0) + 1
+            factors = _whole_factors(equation) if rule_factors is None else rule_factors
         flops, dtype = _flops(equation)
         self.operations.append(
             Operation(
                 role,
                 name,
-                number,
+                equation_index,
                 0,
                 tuple(operands),
                 tuple(results),
                 factors,
-                times,
+                run_count,
                 region,
-                (times,) * len(operands),
+                (run_count,) * len(operands),
                 flops,
                 dtype,
                 spec,
@@ -362,119 +316,157 @@ class _Reader:
         return list(results)
 
     def enter(
-        self, place: tuple[int, int], operands: Iterable[int | None], variables: Iterable[Any], region: int, times: int
+        self,
+        position: tuple[int, int],
+        operands: Iterable[int | None],
+        variables: Iterable[Any],
+        region: int,
+        read_count: int,
     ) -> list[int | None]:
-        """Arrays come into a loop; those that it takes one by one have a dim more outside. `place`: the first slot."""
+        """Adds arrays that enter a region, as its `variables`. `position` is the equation index and the first slot."""
         entered: list[int | None] = []
-        number, first = place
-        for slot, (operand, var) in enumerate(zip(operands, variables, strict=True), first):
-            result = self.array(var.aval)
+        equation_index, first_slot = position
+        for slot, (operand, var) in enumerate(zip(operands, variables, strict=True), first_slot):
+            result = self.add_array(var.aval)
             entered.append(result)
             if operand is not None and self.arrays[result].shape:
-                lead = len(self.arrays[operand].shape) - len(self.arrays[result].shape)
-                self.identity("enter", (number, slot), operand, result, region, times, lead)
+                # What a scan reads one piece per round has one dim more outside.
+                extra_dims = len(self.arrays[operand].shape) - len(self.arrays[result].shape)
+                self.add_identity("enter", (equation_index, slot), operand, result, region, read_count, extra_dims)
         return entered
 
-    def carried(
+    def read_rounds(
         self,
-        number: int,
-        program: Any,
-        given: list[int | None],
-        start: list[int | None],
-        rest: list[int | None],
+        equation_index: int,
+        body: Any,
+        entered: list[int | None],
+        starts: list[int | None],
+        pieces: list[int | None],
         region: int,
-        times: int,
     ) -> tuple[list[int | None], list[int | None], list[int | None]]:
-        """Reads the body of a loop, of which some arrays go round."""
-        inside = self.regions[region][1]
-        jaxpr = open_jaxpr(program)
-        variables = jaxpr.invars[len(given) : len(given) + len(start)]
-        rounds = [self.array(var.aval) for var in variables]
-        places = []
-        for _ in rounds:  # each has to stand before what is done with it, and its end is known only after
-            places.append(len(self.operations))
-            self.operations.append(_LATER)
-        ends = self.body(program, [*given, *rounds, *rest], region)
-        for slot, (place, array, first, last) in enumerate(zip(places, rounds, start, ends, strict=False)):
+        """Reads the body of a loop, whose operands are `entered`, what goes round, and the `pieces` of a round.
+
+        Returns what goes round, what comes out of that in the end, and the body's other results.
+        """
+        parent, inside_count = self.regions[region]
+        outside_count = self.regions[parent].run_count
+        variables = open_jaxpr(body).invars[len(entered) : len(entered) + len(starts)]
+        rounds = [self.add_array(var.aval) for var in variables]
+        # Each join stands before its users, but one of its operands is known only after the body.
+        first_join = len(self.operations)
+        self.operations += [_UNFINISHED] * len(rounds)
+        ends = self.read_body(body, [*entered, *rounds, *pieces], region)
+        for slot, (array, start, end) in enumerate(zip(rounds, starts, ends, strict=False)):
             dims = tuple(range(len(self.arrays[array].shape)))
-            factors = Factors((dims, dims), (dims,), self.arrays[array].shape)
-            self.operations[place] = Operation(
-                "join", "join", number, slot, (first, last), (array,), factors, inside, region, (times, inside)
+            self.operations[first_join + slot] = Operation(
+                "join",
+                "join",
+                equation_index,
+                slot,
+                (start, end),
+                (array,),
+                Factors((dims, dims), (dims,), self.arrays[array].shape),
+                inside_count,
+                region,
+                (outside_count, inside_count),
             )
-        around = self.regions[region][0]
         exits: list[int | None] = []
         for slot, array in enumerate(rounds):
-            exits.append(self.like(array))
+            result = self.copy_array(array)
+            exits.append(result)
             if self.arrays[array].shape:
-                self.identity("exit", (number, slot), array, exits[-1] or 0, around, times)
-        return [*rounds], exits, ends[len(start) :]
+                self.add_identity("exit", (equation_index, slot), array, result, parent, outside_count)
+        return [*rounds], exits, ends[len(starts) :]
 
-    def scan(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
+    def read_scan(
+        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+    ) -> list[int | None]:
         params = equation.params
-        fixed, carry = scan_counts(params)
-        outside = self.regions[region][1]
-        inside = self.region(region, params["length"])
-        jaxpr = open_jaxpr(params["jaxpr"])
-        given = self.enter((number, 0), operands[:fixed], jaxpr.invars[:fixed], inside, outside)
-        rest = self.enter((number, fixed), operands[fixed + carry :], jaxpr.invars[fixed + carry :], inside, outside)
-        _, exits, stacked = self.carried(
-            number, params["jaxpr"], given, operands[fixed : fixed + carry], rest, inside, outside
+        const_count, carry_count = scan_counts(params)
+        first_piece = const_count + carry_count
+        outside_count = self.regions[region].run_count
+        inside = self.add_region(region, params["length"])
+        variables = open_jaxpr(params["jaxpr"]).invars
+        consts = self.enter((equation_index, 0), operands[:const_count], variables[:const_count], inside, outside_count)
+        pieces = self.enter(
+            (equation_index, const_count), operands[first_piece:], variables[first_piece:], inside, outside_count
         )
-        left: list[int | None] = []
-        for slot, (one, var) in enumerate(zip(stacked, equation.outvars[carry:], strict=True)):
-            result = self.array(var.aval)
-            left.append(result)
-            if one is not None:
-                self.identity("leave", (number, slot), one, result, inside, self.regions[inside][1], -1)
-        return [*exits, *left]
+        starts = operands[const_count:first_piece]
+        _, exits, round_results = self.read_rounds(equation_index, params["jaxpr"], consts, starts, pieces, inside)
+        stacked: list[int | None] = []
+        for slot, (array, var) in enumerate(zip(round_results, equation.outvars[carry_count:], strict=True)):
+            result = self.add_array(var.aval)
+            stacked.append(result)
+            if array is not None:
+                read_count = self.regions[inside].run_count
+                self.add_identity("leave", (equation_index, slot), array, result, inside, read_count, -1)
+        return [*exits, *stacked]
 
-    def loop(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
+    def read_while(
+        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+    ) -> list[int | None]:
         params = equation.params
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        outside = self.regions[region][1]
-        inside = self.region(region, 1)
-        condition = open_jaxpr(params["cond_jaxpr"])
-        body = open_jaxpr(params["body_jaxpr"])
-        asked = self.enter((number, 0), operands[:first], condition.invars[:first], inside, outside)
-        given = self.enter((number, first), operands[first : first + second], body.invars[:second], inside, outside)
-        rounds, exits, _ = self.carried(
-            number, params["body_jaxpr"], given, operands[first + second :], [], inside, outside
+        cond_count, body_count = params["cond_nconsts"], params["body_nconsts"]
+        first_carry = cond_count + body_count
+        outside_count = self.regions[region].run_count
+        inside = self.add_region(region, 1)  # data decides how many rounds there are: count one
+        cond_variables = open_jaxpr(params["cond_jaxpr"]).invars[:cond_count]
+        body_variables = open_jaxpr(params["body_jaxpr"]).invars[:body_count]
+        cond_consts = self.enter((equation_index, 0), operands[:cond_count], cond_variables, inside, outside_count)
+        body_consts = self.enter(
+            (equation_index, cond_count), operands[cond_count:first_carry], body_variables, inside, outside_count
         )
-        self.body(params["cond_jaxpr"], [*asked, *rounds], inside)
+        rounds, exits, _ = self.read_rounds(
+            equation_index, params["body_jaxpr"], body_consts, operands[first_carry:], [], inside
+        )
+        self.read_body(params["cond_jaxpr"], [*cond_consts, *rounds], inside)
         return exits
 
-    def branches(self, equation: Any, number: int, operands: list[int | None], region: int) -> list[int | None]:
-        outside = self.regions[region][1]
-        ends = []
-        for index, branch in enumerate(equation.params["branches"]):
-            inside = self.region(region, 1)
-            jaxpr = open_jaxpr(branch)
-            entered = self.enter((number, index * len(jaxpr.invars)), operands[1:], jaxpr.invars, inside, outside)
-            ends.append(self.body(branch, entered, inside))
+    def read_cond(
+        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+    ) -> list[int | None]:
+        count = self.regions[region].run_count
+        branch_results = []
+        for branch_index, branch in enumerate(equation.params["branches"]):
+            inside = self.add_region(region, 1)  # every branch counts as if it were taken
+            variables = open_jaxpr(branch).invars
+            position = (equation_index, branch_index * len(variables))
+            entered = self.enter(position, operands[1:], variables, inside, count)
+            branch_results.append(self.read_body(branch, entered, inside))
         results: list[int | None] = []
         for slot, var in enumerate(equation.outvars):
-            result = self.array(var.aval)
+            result = self.add_array(var.aval)
             results.append(result)
             dims = tuple(range(len(self.arrays[result].shape)))
-            taken = tuple(end[slot] for end in ends)
-            factors = Factors((dims,) * len(taken), (dims,), self.arrays[result].shape)
+            joined = tuple(arrays[slot] for arrays in branch_results)
+            factors = Factors((dims,) * len(joined), (dims,), self.arrays[result].shape)
             self.operations.append(
                 Operation(
-                    "join", "cond", number, slot, taken, (result,), factors, outside, region, (outside,) * len(taken)
+                    "join",
+                    "cond",
+                    equation_index,
+                    slot,
+                    joined,
+                    (result,),
+                    factors,
+                    count,
+                    region,
+                    (count,) * len(joined),
                 )
             )
         return results
 
 
-_LATER = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0, ())
+_UNFINISHED = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0, ())
+"""Takes the index of an operation whose operands are not read yet."""
 
 
 def _spec(sharding: Sharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
-def _opaque(equation: Any) -> Factors:
-    """Everything is whole."""
+def _whole_factors(equation: Any) -> Factors:
+    """The factors of an operation that cannot be split at all."""
     operands, results = (
         tuple((None,) * len(getattr(var.aval, "shape", ())) for var in side)
         for side in (equation.invars, equation.outvars)

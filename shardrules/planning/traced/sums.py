@@ -1,7 +1,8 @@
-"""Sums of which each device may hold a part for a while: what is added to them is added part by part.
+"""Sums that each device may hold a part of for a while: what is added to them is added part by part.
 
-A matmul whose summed dim is split leaves such parts. Where its result is only added to others of the kind, compilers
-add up first, and let devices exchange the total once: in a row of additions, or over all rounds of a loop from 0.
+A matmul whose summed dim is split leaves such parts. Where its result is only added to other sums, compilers add first
+and let the devices exchange the total once: in a row of additions, or over all rounds of a loop that starts from zero,
+as the gradients of repeated layers do.
 """
 
 from typing import Any, final
@@ -12,130 +13,100 @@ from jax.extend.core import Literal
 
 from shardrules.planning.traced.program import Operation, TracedProgram
 
-_SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general")
-_ADDS = ("add_any", "add", "sub")
+_SUMMING = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general")
+_ADDING = ("add_any", "add", "sub")
 _LINEAR = ("neg", "transpose", "convert_element_type", "copy")
+"""Primitives of one operand that do to the parts of a sum what they do to the sum."""
 
 
 @final
-@attrs.frozen(eq=False)
-class Sums:
-    """Sums that devices may hold in parts.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `known`: arrays that are such sums.
-    - `rounds`: for arrays that go round in a loop, and to which such sums are added there, the operation that adds.
-    """
+@attrs.define(eq=False)
+class PartialSums:
+    """The arrays of a program that devices may hold in parts."""
 
     program: TracedProgram
-    known: dict[int, None]
-    rounds: dict[int, int]
+    sums: dict[int, None] = attrs.field(factory=dict)
+    loop_sums: dict[int, int] = attrs.field(factory=dict)
+    """Sums that go round a loop, and the operation in it that adds to each."""
 
     @classmethod
-    def of(cls, program: TracedProgram) -> "Sums":
-        """Finds them.
-
-        **Arguments:**
-
-        - `program`: the program.
-
-        **Returns:**
-
-        The `Sums`.
-        """
-        found = cls(program, {}, {})
-        found._find()
+    def of(cls, program: TracedProgram) -> "PartialSums":
+        """Finds the partial sums of a program."""
+        sums = cls(program)
+        sums._find_sums()
         for operation in program.operations:
-            added = found._adds_up(operation)
-            if added is not None:
-                found.rounds[operation.results[0]] = added
-                found.known[operation.results[0]] = None
-        found._find()
-        return found
+            adding = sums._loop_addition(operation)
+            if adding is not None:
+                sums.loop_sums[operation.results[0]] = adding
+                sums.sums[operation.results[0]] = None
+        sums._find_sums()  # once more: what is added to a sum that goes round a loop is a sum, too
+        return sums
 
-    def _find(self) -> None:
-        for operation in self.program.operations:
-            arrays = self.program.arrays
-            taken = [one for one in operation.operands if one is not None and arrays[one].shape]
-            for result in operation.results:
-                if operation.name in _SUMS and operation.factors.reduced:
-                    self.known[result] = None
-                elif operation.role == "compute" and len(taken) == len(operation.operands) > 0:
-                    same = all(arrays[one].shape == arrays[result].shape for one in taken)
-                    adds = (operation.name in _ADDS and same) or (operation.name in _LINEAR and len(taken) == 1)
-                    if adds and all(one in self.known for one in taken):
-                        self.known[result] = None
-
-    def _adds_up(self, operation: Operation) -> int | None:
-        """The operation in a loop that adds a sum to an array which goes round, starts at 0, and is not looked at."""
-        if operation.role != "join" or len(operation.operands) != 2 or operation.results[0] in self.rounds:
-            return None
-        (first, last), array = operation.operands, operation.results[0]
-        inside = [at for at, _ in self.program.users.get(array, ()) if self.program.operations[at].role != "exit"]
-        if len(inside) != 1 or last is None or first is None or not self._is_zero(first):
-            return None
-        adding = self.program.operations[inside[0]]
-        others = [one for one in adding.operands if one != array]
-        if adding.name not in ("add_any", "add") or adding.results[0] != last or len(others) != 1:
-            return None
-        alone = (
-            len(self.program.users.get(last, ())) == 1
-            and others[0] is not None
-            and len(self.program.users[others[0]]) == 1
-        )
-        return inside[0] if alone and others[0] in self.known else None
-
-    def is_added(self, array: int) -> bool:
-        """Whether all that is done with a sum is to add others to it.
-
-        **Arguments:**
-
-        - `array`: its number.
-
-        **Returns:**
-
-        Whether it is a sum, and no more is done with it.
-        """
-        if array not in self.known:
+    def is_only_added(self, array: int) -> bool:
+        """Whether an array is a sum, and its only use is to be added to other sums."""
+        if array not in self.sums:
             return False
-        if array in self.rounds:
+        if array in self.loop_sums:
             return True
         users = self.program.users.get(array, ())
         if len(users) != 1:
             return False
         user = self.program.operations[users[0][0]]
         if user.role == "join":
-            return user.results[0] in self.rounds
-        if user.role != "compute" or user.results[0] not in self.known:
+            return user.results[0] in self.loop_sums
+        if user.role != "compute" or user.results[0] not in self.sums:
             return False
-        return user.name in _ADDS or (user.name in _LINEAR and self.is_added(user.results[0]))
+        return user.name in _ADDING or (user.name in _LINEAR and self.is_only_added(user.results[0]))
 
-    def is_partial(self, at: int) -> bool:
-        """Whether an operation may work on parts of sums.
-
-        **Arguments:**
-
-        - `at`: the number of the operation.
-
-        **Returns:**
-
-        Whether it may.
-        """
-        operation = self.program.operations[at]
+    def may_add_parts(self, op_index: int) -> bool:
+        """Whether an operation may work on the parts of sums."""
+        operation = self.program.operations[op_index]
         if operation.role == "join":
-            return operation.results[0] in self.rounds
-        if operation.role != "compute" or operation.name not in (*_ADDS, *_LINEAR):
+            return operation.results[0] in self.loop_sums
+        if operation.role != "compute" or operation.name not in (*_ADDING, *_LINEAR):
             return False
-        if operation.results[0] not in self.known or operation.name in _SUMS:
+        if operation.results[0] not in self.sums:
             return False
-        return all(one is not None and self.is_added(one) for one in operation.operands)
+        return all(operand is not None and self.is_only_added(operand) for operand in operation.operands)
+
+    def _find_sums(self) -> None:
+        arrays = self.program.arrays
+        for operation in self.program.operations:
+            operands = [operand for operand in operation.operands if operand is not None and arrays[operand].shape]
+            for result in operation.results:
+                if operation.name in _SUMMING and operation.factors.reduced:
+                    self.sums[result] = None
+                elif operation.role == "compute" and len(operands) == len(operation.operands) > 0:
+                    # A broadcast operand would be added once per part, so all have to have the shape of the result.
+                    same_shape = all(arrays[operand].shape == arrays[result].shape for operand in operands)
+                    adds = operation.name in _ADDING and same_shape
+                    passes_on = operation.name in _LINEAR and len(operands) == 1
+                    if (adds or passes_on) and all(operand in self.sums for operand in operands):
+                        self.sums[result] = None
+
+    def _loop_addition(self, operation: Operation) -> int | None:
+        """The operation that adds a sum to a value which goes round a loop, starts at zero and has no other use."""
+        if operation.role != "join" or len(operation.operands) != 2 or operation.results[0] in self.loop_sums:
+            return None
+        (first, last), array = operation.operands, operation.results[0]
+        users = self.program.users
+        inside = [op_index for op_index, _ in users.get(array, ()) if self.program.operations[op_index].role != "exit"]
+        if len(inside) != 1 or last is None or first is None or not self._is_zero(first):
+            return None
+        adding = self.program.operations[inside[0]]
+        addends = [operand for operand in adding.operands if operand != array]
+        if adding.name not in ("add_any", "add") or adding.results[0] != last or len(addends) != 1:
+            return None
+        addend = addends[0]
+        # The total may go only to the next round, and the addend only into the total.
+        if addend is None or len(users.get(last, ())) != 1 or len(users[addend]) != 1:
+            return None
+        return inside[0] if addend in self.sums else None
 
     def _is_zero(self, array: int) -> bool:
-        """Whether an array is made as one of zeros."""
-        maker = self.program.producers.get(array)
-        equation = None if maker is None else self.program.operations[maker].equation
+        """Whether an array is broadcast from a zero."""
+        producer = self.program.producers.get(array)
+        equation = None if producer is None else self.program.operations[producer].equation
         if equation is None or equation.primitive.name != "broadcast_in_dim":
             return False
         value: Any = equation.invars[0]

@@ -459,7 +459,7 @@ def every_array_apart(program: TracedProgram, *_: Any) -> Clusters:
 def test_what_is_laid_out_alike_for_nothing_costs_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exact form puts arrays together that are computed place by place: that rules out nothing that is better."""
     best = best_cost(random_task(seed).problem)
-    monkeypatch.setattr(problems, "clusters", every_array_apart)
+    monkeypatch.setattr(problems, "find_clusters", every_array_apart)
     apart = random_task(seed).problem
     assert best == pytest.approx(best_cost(apart), rel=1e-6)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules.planning.traced.alike import Classes, classes
+from shardrules.planning.traced.alike import OpClasses, op_classes
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 MESH = sr.mesh_shape("data:4,model:2")
@@ -38,7 +38,7 @@ def read(fn: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[str]]:
     return read_jaxpr(jax.make_jaxpr(fn)(*args)), ["/".join(path[1:-1].split("][")) for path in paths]
 
 
-def products(program: TracedProgram, found: Classes) -> list[int]:
+def products(program: TracedProgram, found: OpClasses) -> list[int]:
     return [
         colour
         for operation, colour in zip(program.operations, found.operations, strict=True)
@@ -49,7 +49,7 @@ def products(program: TracedProgram, found: Classes) -> list[int]:
 def test_layers_in_the_middle_are_alike() -> None:
     """What is next to the first or the last layer is in other surroundings."""
     program, paths = read(loss, layers(12), real(512, 1024))
-    colours = products(program, classes(program, paths))
+    colours = products(program, op_classes(program, paths))
     up, down = colours[0::2], colours[1::2]
     assert len(set(up[3:-3])) == len(set(down[3:-3])) == 1
     assert not set(up) & set(down)
@@ -57,7 +57,7 @@ def test_layers_in_the_middle_are_alike() -> None:
 
 def test_arguments_of_layers_are_alike() -> None:
     program, paths = read(loss, layers(12), real(512, 1024))
-    found = classes(program, paths)
+    found = op_classes(program, paths)
     downs, ups = found.arguments[0:-1:2], found.arguments[1:-1:2]
     assert len(set(ups[3:-3])) == len(set(downs[3:-3])) == 1
     assert len({ups[6], downs[6], found.arguments[-1]}) == 3
@@ -66,7 +66,7 @@ def test_arguments_of_layers_are_alike() -> None:
 def test_layers_of_other_sizes_are_not_alike() -> None:
     mixed = [{"up": real(1024, size), "down": real(size, 1024)} for size in (4096, 2048) * 6]
     program, paths = read(loss, mixed, real(512, 1024))
-    found = classes(program, paths)
+    found = op_classes(program, paths)
     up = products(program, found)[0::2]
     assert up[4] != up[5]
     assert up[4] == up[6]
@@ -80,7 +80,7 @@ def test_other_names_are_not_alike() -> None:
 
     program = read_jaxpr(jax.make_jaxpr(both)(layers(6), layers(6), real(512, 1024)))
     paths = [f"{side}/{n}/{name}" for side in ("encoder", "decoder") for n in range(6) for name in ("down", "up")]
-    found = classes(program, [*paths, "x"])
+    found = op_classes(program, [*paths, "x"])
     assert found.arguments[6] == found.arguments[4]
     assert found.arguments[6] != found.arguments[18]
 
@@ -92,19 +92,19 @@ def test_lines_of_code_are_told_apart() -> None:
         return jnp.tanh(x @ w[2])
 
     program, paths = read(twice, [real(64, 64)] * 3, real(8, 64))
-    assert len(set(products(program, classes(program, paths)))) == 3
+    assert len(set(products(program, op_classes(program, paths)))) == 3
 
 
 def test_nothing_is_alike_where_it_is_not_asked_for() -> None:
     program, paths = read(loss, layers(4), real(512, 1024))
-    found = classes(program, paths, tie=False)
+    found = op_classes(program, paths, tie=False)
     assert found.operations == tuple(range(len(program.operations)))
     assert found.arguments == tuple(range(len(program.arguments)))
 
 
 def test_classes_are_those_of_another_trace() -> None:
     first, second = (read(step, layers(6), real(512, 1024)) for _ in range(2))
-    assert classes(*first) == classes(*second)
+    assert op_classes(*first) == op_classes(*second)
 
 
 def test_layers_alike_get_the_same() -> None:

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardrules.planning.traced.clusters import Clusters, clusters
+from shardrules.planning.traced.clusters import Clusters, find_clusters
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 
 def found(fn: Callable[..., Any], *shapes: tuple[int, ...], wide: bool = False) -> tuple[TracedProgram, Clusters]:
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]))
-    return program, clusters(program, [], wide)
+    return program, find_clusters(program, [], wide)
 
 
 def result(program: TracedProgram, name: str) -> int:

@@ -2,74 +2,76 @@
 
 from collections.abc import Hashable, Mapping
 
-from shardrules.planning.traced.factors.loops import Loops, Op, Rule
+from shardrules.planning.traced.factors.loops import ONE, THREE, TWO, LoopRule, Loops, OpSignature
 
-_ONE_BY_ONE = ("scatter", "scatter-sub")
-"""Scatters of which XLA shows every update to every device: the last one wins, or is subtracted."""
+_UPDATE_BY_UPDATE = ("scatter", "scatter-sub")
+"""Scatters for which XLA gives every update to every device: the last update wins, or updates are subtracted."""
 
 
-def _gather(op: Op) -> Loops | None:
-    """Of a dim that is looked up in, each device gives what it holds and zeros for the rest: the sum is the result."""
+def _gather(op: OpSignature) -> Loops | None:
+    """A dim that is looked up in is reduced: each device gives what it has and zeros for the rest."""
     numbers, lengths = op.params["dimension_numbers"], op.params["slice_sizes"]
     (shape, indices), (result,) = op.operands, op.results
-    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    kept = [dim for dim in range(len(shape)) if dim not in numbers.collapsed_slice_dims and dim not in batching]
+    batch_dims = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    window_dims = [
+        dim for dim in range(len(shape)) if dim not in numbers.collapsed_slice_dims and dim not in batch_dims
+    ]
 
-    operand: list[Hashable] = [None] * len(shape)
-    out: list[Hashable] = [None] * len(result)
-    # The last dim of the indices holds one index: where to look, in several dims at once.
-    index: list[Hashable] = [("index", dim) for dim in range(len(indices) - 1)]
-    others = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
-    for dim, name in zip(others, index, strict=True):
-        out[dim] = name
-    for dim, to in zip(kept, numbers.offset_dims, strict=True):
+    operand_names: list[Hashable] = [None] * len(shape)
+    result_names: list[Hashable] = [None] * len(result)
+    # The last dim of the indices is one index: where to look, in several dims at once.
+    index_names: list[Hashable] = [("index", dim) for dim in range(len(indices) - 1)]
+    result_index_dims = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
+    for dim, name in zip(result_index_dims, index_names, strict=True):
+        result_names[dim] = name
+    for dim, result_dim in zip(window_dims, numbers.offset_dims, strict=True):
+        # Only a window over all of a dim has the same pieces in the operand and in the result.
         if lengths[dim] == shape[dim]:
-            operand[dim] = out[to] = ("window", dim)
-    for dim, to in batching.items():
-        operand[dim] = index[to]
-    looked_up = [dim for dim in numbers.start_index_map if lengths[dim] == 1 < shape[dim]]
-    for dim in looked_up:
-        operand[dim] = ("looked up", dim)
-    return Loops([operand, [*index, None]], [out], [operand[dim] for dim in looked_up])
+            operand_names[dim] = result_names[result_dim] = ("window", dim)
+    for dim, index_dim in batch_dims.items():
+        operand_names[dim] = index_names[index_dim]
+    lookup_dims = [dim for dim in numbers.start_index_map if lengths[dim] == 1 < shape[dim]]
+    for dim in lookup_dims:
+        operand_names[dim] = ("lookup", dim)
+    return Loops([operand_names, [*index_names, None]], [result_names], [operand_names[dim] for dim in lookup_dims])
 
 
-def _scatter(op: Op) -> Loops | None:
-    """Each device keeps what falls into its piece; or it sees a part of the updates, if results can be put together."""
+def _scatter(op: OpSignature) -> Loops | None:
+    """Each device writes what falls into its piece, or all of its part of the updates where results can be combined."""
     numbers = op.params["dimension_numbers"]
     shape, indices, updates = op.operands
-    batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    kept = [dim for dim in range(len(shape)) if dim not in numbers.inserted_window_dims and dim not in batching]
-    windows = dict(zip(kept, numbers.update_window_dims, strict=True))
-    lengths = [updates[windows[dim]] if dim in windows else 1 for dim in range(len(shape))]
+    batch_dims = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    window_dims = [
+        dim for dim in range(len(shape)) if dim not in numbers.inserted_window_dims and dim not in batch_dims
+    ]
+    update_dims = dict(zip(window_dims, numbers.update_window_dims, strict=True))
+    lengths = [updates[update_dims[dim]] if dim in update_dims else 1 for dim in range(len(shape))]
 
-    operand: list[Hashable] = [None] * len(shape)
-    given: list[Hashable] = [None] * len(updates)
-    index: list[Hashable] = [
-        ("index", dim) if op.name not in _ONE_BY_ONE or dim in batching.values() else None
+    operand_names: list[Hashable] = [None] * len(shape)
+    update_names: list[Hashable] = [None] * len(updates)
+    index_names: list[Hashable] = [
+        ("index", dim) if op.name not in _UPDATE_BY_UPDATE or dim in batch_dims.values() else None
         for dim in range(len(indices) - 1)
     ]
-    others = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
-    for dim, name in zip(others, index, strict=True):
-        given[dim] = name
+    update_index_dims = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
+    for dim, name in zip(update_index_dims, index_names, strict=True):
+        update_names[dim] = name
     for dim in numbers.scatter_dims_to_operand_dims:
         if lengths[dim] == 1:
-            operand[dim] = ("written to", dim)
-    for dim, to in windows.items():
+            operand_names[dim] = ("target", dim)
+    for dim, update_dim in update_dims.items():
         if lengths[dim] == shape[dim]:
-            operand[dim] = given[to] = ("window", dim)
-    for dim, to in batching.items():
-        operand[dim] = index[to]
-    reduced = [name for dim, name in enumerate(index) if name is not None and dim not in batching.values()]
-    return Loops([operand, [*index, None], given], [operand], reduced)
+            operand_names[dim] = update_names[update_dim] = ("window", dim)
+    for dim, index_dim in batch_dims.items():
+        operand_names[dim] = index_names[index_dim]
+    reduced = [name for dim, name in enumerate(index_names) if name is not None and dim not in batch_dims.values()]
+    return Loops([operand_names, [*index_names, None], update_names], [operand_names], reduced)
 
 
-INDEX_RULES: Mapping[str, Rule] = {
-    "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "scatter-sub": _scatter,
-    "scatter-mul": _scatter,
-    "scatter-min": _scatter,
-    "scatter-max": _scatter,
+_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+
+INDEX_RULES: Mapping[str, LoopRule] = {
+    "gather": LoopRule(_gather, TWO, ONE, ("dimension_numbers", "slice_sizes")),
+    **dict.fromkeys(_SCATTERS, LoopRule(_scatter, THREE, ONE, ("dimension_numbers",))),
 }
 """The rules of these operations, by primitive."""

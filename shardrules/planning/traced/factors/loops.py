@@ -1,79 +1,68 @@
-"""The loops of an operation, by name: what the rules for single operations are written in."""
+"""What the rules of primitives are written in: an operation as a nest of loops, each with a name."""
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
 
 Shape: TypeAlias = tuple[int, ...]
-"""The shape of an array."""
 
-Names: TypeAlias = Sequence[Hashable]
-"""For each dim of an array the name of the loop that it goes with, or `None` where it has to be whole."""
+LoopNames: TypeAlias = Sequence[Hashable]
+"""For each dim of an array the name of its loop, or `None` where the dim has to be whole."""
+
+ANY, SOME, ONE, TWO, THREE = range(sys.maxsize), range(1, sys.maxsize), range(1, 2), range(2, 3), range(3, 4)
+"""How many operands or results a rule is written for."""
 
 
 @final
 @attrs.frozen
-class Op:
-    """An equation, without its variables.
-
-    **Arguments:**
-
-    - `name`: of the primitive.
-    - `operands`, `results`: their shapes.
-    - `dtypes`: of the operands, as JAX prints them.
-    - `params`: of the primitive.
-    """
+class OpSignature:
+    """An equation without its variables: the primitive, the shapes and the parameters."""
 
     name: str
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of the operands, as JAX prints them
     params: Mapping[str, Any]
 
 
 @final
 @attrs.frozen
 class Loops:
-    """How the dims of an operation go together: those of one loop have one name, whatever it is.
+    """The loops of an operation. Dims of one loop have one name, whatever it is."""
 
-    **Arguments:**
-
-    - `operands`, `results`: the names, dim by dim.
-    - `reduced`: the loops over which results are sums, or the like, of what the pieces give.
-    - `sizes`: of the loops of which not every divisor of the dims' sizes is a number of pieces.
-    """
-
-    operands: Sequence[Names]
-    results: Sequence[Names]
-    reduced: Names = ()
+    operands: Sequence[LoopNames]
+    results: Sequence[LoopNames]
+    reduced: LoopNames = ()
+    """Loops over which the results are sums, or the like, of the results of the pieces."""
     sizes: Mapping[Hashable, int] = attrs.field(factory=dict, hash=False)
+    """Sizes of loops that cannot be split into every divisor of their dims."""
 
 
-Rule: TypeAlias = Callable[[Op], Loops | None]
-"""Gives the loops of an operation; `None` where it has a form that the rule does not know."""
+@final
+@attrs.frozen
+class LoopRule:
+    """Finds the loops of a primitive; `find_loops` returns `None` for forms of it that are not covered."""
+
+    find_loops: Callable[[OpSignature], Loops | None]
+    operands: range = SOME
+    results: range = SOME
+    params: tuple[str, ...] = ()
+
+    def covers(self, op: OpSignature) -> bool:
+        """Whether an operation has the arrays and the parameters of the rule: other JAX versions may have others."""
+        counts_fit = len(op.operands) in self.operands and len(op.results) in self.results
+        return counts_fit and all(name in op.params for name in self.params)
 
 
-def sizes_of(loops: Loops, op: Op) -> dict[Hashable, int]:
-    """Returns into how many pieces each loop can be split: into as many as divide all of its dims.
-
-    **Arguments:**
-
-    - `loops`: the loops.
-    - `op`: their operation.
-
-    **Returns:**
-
-    The sizes by name, in the order in which the names appear in operands, then results.
-
-    **Raises:**
-
-    `ValueError` where the loops are not those of the operation.
+def loop_sizes(loops: Loops, op: OpSignature) -> dict[Hashable, int]:
+    """The size of each loop, which all pieces have to divide, in the order in which the loops appear.
 
     ```python
-    op = Op("reshape", ((6, 4),), ((8, 3),), ("float32",), {})
-    assert sizes_of(Loops([("rows", None)], [("rows", None)]), op) == {"rows": 2}
+    op = OpSignature("reshape", ((6, 4),), ((8, 3),), ("float32",), {})
+    assert loop_sizes(Loops([("rows", None)], [("rows", None)]), op) == {"rows": 2}
     ```
     """
     sizes: dict[Hashable, int] = {}
@@ -86,47 +75,21 @@ def sizes_of(loops: Loops, op: Op) -> dict[Hashable, int]:
 
 
 def whole(shape: Shape) -> tuple[None, ...]:
-    """Returns the names of an array that is never split.
-
-    **Arguments:**
-
-    - `shape`: its shape.
-
-    **Returns:**
-
-    As many times `None` as it has dims.
-    """
+    """The names of an array that is never split."""
     return (None,) * len(shape)
 
 
-def alike(op: Op, untouched: Sequence[bool]) -> Loops:
-    """Returns the loops of an operation whose arrays all have the same dims, some of which it works along.
+def same_dims(op: OpSignature, untouched: Sequence[bool]) -> Loops:
+    """The loops of an operation whose arrays all have the same dims, or are scalars.
 
-    **Arguments:**
-
-    - `op`: the operation. Operands may also be scalars.
-    - `untouched`: for each dim whether the operation does the same at every place along it.
-
-    **Returns:**
-
-    The `Loops`.
+    Only dims that are `untouched` may be split: the operation does the same at each position along them.
     """
     names = [dim if free else None for dim, free in enumerate(untouched)]
     return Loops([names if shape else () for shape in op.operands], [names for _ in op.results])
 
 
-def leading(op: Op, count: int) -> Loops:
-    """Returns the loops of an operation that does the same at every place along the first dims of all arrays.
-
-    **Arguments:**
-
-    - `op`: the operation. Operands may also be scalars.
-    - `count`: how many dims.
-
-    **Returns:**
-
-    The `Loops`.
-    """
-    first = tuple(range(count))
-    operands = [first + whole(shape[count:]) if shape else () for shape in op.operands]
-    return Loops(operands, [first + whole(shape[count:]) for shape in op.results])
+def leading_dims(op: OpSignature, count: int) -> Loops:
+    """The loops of an operation that does the same at each position along the first `count` dims of all arrays."""
+    names = tuple(range(count))
+    operands = [names + whole(shape[count:]) if shape else () for shape in op.operands]
+    return Loops(operands, [names + whole(shape[count:]) for shape in op.results])

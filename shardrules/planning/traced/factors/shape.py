@@ -2,128 +2,139 @@
 
 from collections.abc import Hashable, Iterator, Mapping
 
-from shardrules.planning.traced.factors.loops import Loops, Op, Rule, Shape, alike, leading, whole
+from shardrules.planning.traced.factors.loops import (
+    ANY,
+    ONE,
+    SOME,
+    LoopRule,
+    Loops,
+    OpSignature,
+    Shape,
+    leading_dims,
+    same_dims,
+    whole,
+)
 
 
-def _broadcast(op: Op) -> Loops | None:
-    """What is repeated may be split without splitting the operand."""
+def _broadcast(op: OpSignature) -> Loops | None:
+    """New dims may be split without splitting the operand."""
     (shape,), (result,) = op.operands, op.results
-    to = op.params["broadcast_dimensions"]
-    names = [dim if size == result[dim] else None for dim, size in zip(to, shape, strict=True)]
+    result_dims = op.params["broadcast_dimensions"]
+    names = [dim if size == result[dim] else None for dim, size in zip(result_dims, shape, strict=True)]
     return Loops([names], [range(len(result))])
 
 
-def _transpose(op: Op) -> Loops | None:
+def _transpose(op: OpSignature) -> Loops | None:
     return Loops([range(len(op.operands[0]))], [op.params["permutation"]])
 
 
-def _squeeze(op: Op) -> Loops | None:
+def _squeeze(op: OpSignature) -> Loops | None:
     ndim = len(op.operands[0])
-    gone = [dim % ndim for dim in op.params["dimensions"]]
-    return Loops([range(ndim)], [[dim for dim in range(ndim) if dim not in gone]])
+    removed = [dim % ndim for dim in op.params["dimensions"]]
+    return Loops([range(ndim)], [[dim for dim in range(ndim) if dim not in removed]])
 
 
-def _reshape(op: Op) -> Loops | None:
-    """A piece of the major-most dim is one run of elements, and on both sides the same one; that of another is not."""
+def _reshape(op: OpSignature) -> Loops | None:
+    """A piece of a major dim is one run of elements, the same before and after; a piece of a minor dim is not."""
     if op.params.get("dimensions") is not None:
         return None
     (shape,), (result,) = op.operands, op.results
-    before: list[Hashable] = [None] * len(shape)
-    after: list[Hashable] = [None] * len(result)
-    for number, (left, right) in enumerate(_majors(shape, result)):
-        before[left] = after[right] = number
-    return Loops([before], [after])
+    operand_names: list[Hashable] = [None] * len(shape)
+    result_names: list[Hashable] = [None] * len(result)
+    for run, (dim, result_dim) in enumerate(_major_dims(shape, result)):
+        operand_names[dim] = result_names[result_dim] = run
+    return Loops([operand_names], [result_names])
 
 
-def _majors(shape: Shape, result: Shape) -> Iterator[tuple[int, int]]:
-    """Yields the major-most dims, on both sides, of the smallest runs of dims that hold the same elements."""
+def _major_dims(shape: Shape, result: Shape) -> Iterator[tuple[int, int]]:
+    """Yields the first dims, on both sides, of the shortest runs of dims with the same elements."""
     left, right = ([dim for dim, size in enumerate(side) if size != 1] for side in (shape, result))
     while left and 0 not in shape:
         first, second = left.pop(0), right.pop(0)
         yield first, second
-        before, after = shape[first], result[second]
-        while before != after:
-            if before < after:
-                before *= shape[left.pop(0)]
+        # A run ends where both sides have passed the same number of elements.
+        left_size, right_size = shape[first], result[second]
+        while left_size != right_size:
+            if left_size < right_size:
+                left_size *= shape[left.pop(0)]
             else:
-                after *= result[right.pop(0)]
+                right_size *= result[right.pop(0)]
 
 
-def _reverse(op: Op) -> Loops | None:
-    return alike(op, [dim not in op.params["dimensions"] for dim in range(len(op.operands[0]))])
+def _reverse(op: OpSignature) -> Loops | None:
+    return same_dims(op, [dim not in op.params["dimensions"] for dim in range(len(op.operands[0]))])
 
 
-def _pad(op: Op) -> Loops | None:
-    return alike(op, [tuple(one) == (0, 0, 0) for one in op.params["padding_config"]])
+def _pad(op: OpSignature) -> Loops | None:
+    return same_dims(op, [tuple(padding) == (0, 0, 0) for padding in op.params["padding_config"]])
 
 
-def _cut(op: Op) -> Loops | None:
-    """What is cut has to be whole: of a dim that is split XLA brings all pieces together, even for a slice of one."""
-    return alike(op, [all(size == result[dim] for result in op.results) for dim, size in enumerate(op.operands[0])])
+def _cut(op: OpSignature) -> Loops | None:
+    """A dim that is cut has to be whole: XLA gathers all pieces of it, even for a slice of one element."""
+    shape = op.operands[0]
+    return same_dims(op, [all(size == result[dim] for result in op.results) for dim, size in enumerate(shape)])
 
 
-def _update(op: Op) -> Loops | None:
-    """Of a dim that is written to in part, XLA moves nothing for an update of length one, but forgets it if it starts
-    beyond the end, where it should be the last one that is written: so such dims are whole too.
+def _update(op: OpSignature) -> Loops | None:
+    """A dim that is written to in part has to be whole.
+
+    XLA moves nothing for an update of length one, but drops it where it starts beyond the end, instead of moving it to
+    the last position.
     """
-    shape, piece, *starts = op.operands
-    names = [dim if size == given else None for dim, (size, given) in enumerate(zip(shape, piece, strict=True))]
+    shape, update, *starts = op.operands
+    names = [dim if size == length else None for dim, (size, length) in enumerate(zip(shape, update, strict=True))]
     return Loops([names, names, *(whole(start) for start in starts)], [names])
 
 
-def _concatenate(op: Op) -> Loops | None:
-    return alike(op, [dim != op.params["dimension"] for dim in range(len(op.results[0]))])
+def _concatenate(op: OpSignature) -> Loops | None:
+    return same_dims(op, [dim != op.params["dimension"] for dim in range(len(op.results[0]))])
 
 
-def _stack(op: Op) -> Loops | None:
+def _stack(op: OpSignature) -> Loops | None:
     dims = list(range(len(op.operands[0])))
-    return Loops([dims for _ in op.operands], [_with_none(dims, op.params["axis"])])
+    return Loops([dims for _ in op.operands], [_with_whole_dim(dims, op.params["axis"])])
 
 
-def _unstack(op: Op) -> Loops | None:
+def _unstack(op: OpSignature) -> Loops | None:
     dims = list(range(len(op.results[0])))
-    return Loops([_with_none(dims, op.params["axis"])], [dims for _ in op.results])
+    return Loops([_with_whole_dim(dims, op.params["axis"])], [dims for _ in op.results])
 
 
-def _with_none(names: list[int], at: int) -> list[int | None]:
-    place = at % (len(names) + 1)
-    return [*names[:place], None, *names[place:]]
+def _with_whole_dim(names: list[int], axis: int) -> list[int | None]:
+    dim = axis % (len(names) + 1)
+    return [*names[:dim], None, *names[dim:]]
 
 
-def _tile(op: Op) -> Loops | None:
+def _tile(op: OpSignature) -> Loops | None:
     """Copies may be on different devices; the operand then is on all of them."""
     reps = dict(enumerate(op.params["reps"]))
-    names = [dim if times == 1 else None for dim, times in reps.items()]
-    return Loops([names], [list(reps)], sizes={dim: times for dim, times in reps.items() if times > 1})
+    names = [dim if count == 1 else None for dim, count in reps.items()]
+    return Loops([names], [list(reps)], sizes={dim: count for dim, count in reps.items() if count > 1})
 
 
-def _bitcast(op: Op) -> Loops | None:
-    """Between types of unlike width a last dim comes or goes."""
-    return leading(op, min(len(op.operands[0]), len(op.results[0])))
+def _bitcast(op: OpSignature) -> Loops | None:
+    """Between dtypes of different widths a last dim comes or goes."""
+    return leading_dims(op, min(len(op.operands[0]), len(op.results[0])))
 
 
-def _fresh(op: Op) -> Loops | None:
+def _fresh(op: OpSignature) -> Loops | None:
     return Loops([whole(shape) for shape in op.operands], [range(len(shape)) for shape in op.results])
 
 
-SHAPE_RULES: Mapping[str, Rule] = {
-    "iota": _fresh,
-    "empty": _fresh,
-    "empty2": _fresh,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "reshape": _reshape,
-    "rev": _reverse,
-    "pad": _pad,
-    "slice": _cut,
-    "split": _cut,
-    "dynamic_slice": _cut,
-    "dynamic_update_slice": _update,
-    "concatenate": _concatenate,
-    "stack": _stack,
-    "unstack": _unstack,
-    "tile": _tile,
-    "bitcast_convert_type": _bitcast,
+SHAPE_RULES: Mapping[str, LoopRule] = {
+    **dict.fromkeys(("iota", "empty", "empty2"), LoopRule(_fresh, ANY, ANY)),
+    "broadcast_in_dim": LoopRule(_broadcast, ONE, ONE, ("broadcast_dimensions",)),
+    "transpose": LoopRule(_transpose, ONE, ONE, ("permutation",)),
+    "squeeze": LoopRule(_squeeze, ONE, ONE, ("dimensions",)),
+    "reshape": LoopRule(_reshape, ONE, ONE),
+    "rev": LoopRule(_reverse, params=("dimensions",)),
+    "pad": LoopRule(_pad, params=("padding_config",)),
+    **dict.fromkeys(("slice", "split", "dynamic_slice"), LoopRule(_cut)),
+    "dynamic_update_slice": LoopRule(_update, range(2, ANY.stop), ONE),
+    "concatenate": LoopRule(_concatenate, params=("dimension",)),
+    "stack": LoopRule(_stack, SOME, ONE, ("axis",)),
+    "unstack": LoopRule(_unstack, ONE, SOME, ("axis",)),
+    "tile": LoopRule(_tile, ONE, ONE, ("reps",)),
+    "bitcast_convert_type": LoopRule(_bitcast, ONE, ONE),
 }
 """The rules of these operations, by primitive."""

@@ -1,9 +1,9 @@
 """Factors: how the dims of an operation's operands and results go together.
 
 An operation is a nest of loops, as an einsum is. Splitting a loop over devices splits every dim that goes with it. If
-all of them are split alike, the devices need nothing of one another, or, where the loop is summed over, one all-reduce
-at the end. The rules promise no more than what XLA's partitioner does: a loop that it splits only by moving data is
-none here. What it does was seen on compilers for CPUs and GPUs, from JAX 0.10 to 0.12.
+all of them are split alike, the devices need nothing from each other, or one all-reduce at the end where the loop is
+summed over. The rules promise no more than XLA's partitioner does: a loop that it splits only by moving data is not a
+factor here. What it does was observed on compilers for CPUs and GPUs, from JAX 0.10 to 0.12.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,16 @@ from jax.sharding import Sharding
 
 from shardrules.planning.traced.factors.index import INDEX_RULES
 from shardrules.planning.traced.factors.linear import LINEAR_RULES
-from shardrules.planning.traced.factors.loops import Loops, Op, Rule, leading, sizes_of, whole
+from shardrules.planning.traced.factors.loops import (
+    ANY,
+    ONE,
+    LoopRule,
+    Loops,
+    OpSignature,
+    leading_dims,
+    loop_sizes,
+    whole,
+)
 from shardrules.planning.traced.factors.shape import SHAPE_RULES
 
 
@@ -25,15 +34,8 @@ from shardrules.planning.traced.factors.shape import SHAPE_RULES
 class Factors:
     """How the dims of an operation's operands and results go together.
 
-    A factor that is in operands and results is parallel: split everywhere alike, it needs no communication. One that is
-    in results only is free: nothing of the operands need be split. One that is in operands only is in `reduced`.
-
-    **Arguments:**
-
-    - `operands`, `results`: for each array and dim the number of its factor, or `None` where the dim has to be whole.
-    - `sizes`: of each factor. It can be split into `n` pieces if `n` divides its size.
-    - `reduced`: the factors over which results are sums, products, maxima or the like of what the pieces give: one
-        all-reduce completes them.
+    A factor of operands and results is parallel: split alike everywhere, it needs no communication. A factor of results
+    only is free: nothing in the operands has to be split. A factor of operands only is in `reduced`.
 
     ```python
     (dot,) = jax.make_jaxpr(jnp.matmul)(jnp.ones((8, 16)), jnp.ones((16, 4))).eqns
@@ -42,112 +44,110 @@ class Factors:
     """
 
     operands: tuple[tuple[int | None, ...], ...]
+    """For each operand and dim the index of its factor, or `None` where the dim has to be whole."""
     results: tuple[tuple[int | None, ...], ...]
     sizes: tuple[int, ...]
+    """For each factor the size that the number of pieces has to divide."""
     reduced: tuple[int, ...] = ()
+    """Factors over which the results are sums, maxima or the like: one all-reduce completes them."""
 
 
 def op_factors(equation: Any) -> Factors | None:
-    """Returns the factors of an operation.
-
-    **Arguments:**
-
-    - `equation`: one of the `eqns` of a jaxpr.
-
-    **Returns:**
-
-    The `Factors`; `None` where the primitive, or this form of it, is not known. Those that hold a program of their own,
-    and those that are about shardings, are none of these.
+    """The factors of an equation; `None` where no rule covers its primitive, or this form of it.
 
     ```python
-    (one,) = jax.make_jaxpr(lambda x: x.reshape(32, 4, 8))(jnp.ones((32, 32))).eqns
-    assert op_factors(one) == Factors(((0, 1),), ((0, 1, None),), sizes=(32, 4))
+    (reshape,) = jax.make_jaxpr(lambda x: x.reshape(32, 4, 8))(jnp.ones((32, 32))).eqns
+    assert op_factors(reshape) == Factors(((0, 1),), ((0, 1, None),), sizes=(32, 4))
     ```
     """
-    rule, op = RULES.get(equation.primitive.name), _op(equation)
-    if rule is None or op is None:
+    rule, op = RULES.get(equation.primitive.name), _signature(equation)
+    if rule is None or op is None or not rule.covers(op):
         return None
-    try:
-        loops = rule(op)
-        return None if loops is None else _numbered(loops, op)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return None  # a form that the rule was not written for: another version of JAX may name parameters otherwise
+    loops = rule.find_loops(op)
+    return None if loops is None else _number_loops(loops, op)
 
 
-def _op(equation: Any) -> Op | None:
-    avals = [[one.aval for one in side] for side in (equation.invars, equation.outvars)]
-    for aval in (*avals[0], *avals[1]):
+def _signature(equation: Any) -> OpSignature | None:
+    """`None` where not all operands and results are arrays of known shapes."""
+    operands, results = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
+    for aval in (*operands, *results):
         if not isinstance(aval, ShapedArray) or not all(isinstance(size, int) for size in aval.shape):
             return None
-    operands, results = (tuple(tuple(aval.shape) for aval in side) for side in avals)
-    return Op(equation.primitive.name, operands, results, tuple(str(a.dtype) for a in avals[0]), equation.params)
-
-
-def _numbered(loops: Loops, op: Op) -> Factors:
-    sizes, given = sizes_of(loops, op), [name for names in loops.results for name in names]
-    # What only operands have has to be whole where nothing is summed over it. Nor is there a way to split no elements.
-    kept = [name for name, size in sizes.items() if size > 0 and (name in given or name in loops.reduced)]
-    numbers = {name: number for number, name in enumerate(kept)}
-    operands, results = (
-        tuple(tuple(numbers.get(name) for name in names) for names in side) for side in (loops.operands, loops.results)
+    return OpSignature(
+        equation.primitive.name,
+        tuple(tuple(aval.shape) for aval in operands),
+        tuple(tuple(aval.shape) for aval in results),
+        tuple(str(aval.dtype) for aval in operands),
+        equation.params,
     )
-    reduced = tuple(numbers[name] for name in loops.reduced if name in numbers)
+
+
+def _number_loops(loops: Loops, op: OpSignature) -> Factors:
+    sizes, result_names = loop_sizes(loops, op), [name for names in loops.results for name in names]
+    # A dim of operands only has to be whole unless it is reduced. And there is no way to split zero elements.
+    kept = [name for name, size in sizes.items() if size > 0 and (name in result_names or name in loops.reduced)]
+    factors = {name: factor for factor, name in enumerate(kept)}
+    operands, results = (
+        tuple(tuple(factors.get(name) for name in names) for names in side) for side in (loops.operands, loops.results)
+    )
+    reduced = tuple(factors[name] for name in loops.reduced if name in factors)
     return Factors(operands, results, tuple(sizes[name] for name in kept), reduced)
 
 
-def _pointwise(op: Op) -> Loops | None:
-    """Operands have the shape of the result, but for dims of size 1, or are scalars."""
+def _pointwise(op: OpSignature) -> Loops | None:
+    """Operands have the shape of the result, except for dims of size 1, or are scalars."""
     shape = op.results[0]
-    if any(other != shape for other in op.results) or any(not _fits(other, shape) for other in op.operands):
+    if any(other != shape for other in op.results) or any(not _broadcasts(other, shape) for other in op.operands):
         return None
     dims = list(range(len(shape)))
     operands = [[dim if size == shape[dim] else None for dim, size in enumerate(other)] for other in op.operands]
     return Loops(operands, [dims] * len(op.results))
 
 
-def _fits(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
     return not shape or (
-        len(shape) == len(result) and all(one in (1, size) for one, size in zip(shape, result, strict=True))
+        len(shape) == len(result) and all(size in (1, other) for size, other in zip(shape, result, strict=True))
     )
 
 
-def _handed_on(op: Op) -> Loops | None:
+def _passed_on(op: OpSignature) -> Loops | None:
     """Every operand is a result: whatever is split, the others need not be."""
-    names = [[(number, dim) for dim in range(len(shape))] for number, shape in enumerate(op.operands)]
+    names = [[(index, dim) for dim in range(len(shape))] for index, shape in enumerate(op.operands)]
     return Loops(names, names) if op.operands == op.results else None
 
 
-def _device_put(op: Op) -> Loops | None:
-    """Between kinds of memory. A sharding among the devices is a constraint, which is for the caller."""
-    return None if any(isinstance(one, Sharding | Device) for one in op.params["devices"]) else _handed_on(op)
+def _device_put(op: OpSignature) -> Loops | None:
+    """Between kinds of memory. A sharding among the devices is a constraint, which is up to the caller."""
+    is_placement = any(isinstance(device, Sharding | Device) for device in op.params["devices"])
+    return None if is_placement else _passed_on(op)
 
 
-def _keys(op: Op) -> Loops | None:
+def _from_keys(op: OpSignature) -> Loops | None:
     """Every key gives its own bits, and each device computes those that it needs.
 
-    So it is with Threefry. Other generators take one key for all of the bits, wherever it is.
+    That holds for Threefry. Other generators take one key for all of the bits, wherever it is.
     """
     (shape,), (result,) = op.operands, op.results
-    own = op.dtypes[0] == "key<fry>" and result[: len(shape)] == shape
-    return Loops([range(len(shape)) if own else whole(shape)], [range(len(result))])
+    is_per_key = op.dtypes[0] == "key<fry>" and result[: len(shape)] == shape
+    return Loops([range(len(shape)) if is_per_key else whole(shape)], [range(len(result))])
 
 
-def _by_keys(op: Op) -> Loops | None:
-    """Of each key and number one: as above, where keys are Threefry's."""
-    own = op.dtypes[0] == "key<fry>" or not op.results[0]
-    return _pointwise(op) if own else _whole(op)
+def _with_keys(op: OpSignature) -> Loops | None:
+    """One result for each key and number, computed by itself if the keys are Threefry's."""
+    is_per_key = op.dtypes[0] == "key<fry>" or not op.results[0]
+    return _pointwise(op) if is_per_key else _whole(op)
 
 
-def _key_data(op: Op) -> Loops | None:
+def _key_data(op: OpSignature) -> Loops | None:
     """Between keys and the numbers that they are."""
-    return leading(op, min(len(op.operands[0]), len(op.results[0])))
+    return leading_dims(op, min(len(op.operands[0]), len(op.results[0])))
 
 
-def _whole(op: Op) -> Loops | None:
-    """XLA brings the operands together, along whatever dim they are split.
+def _whole(op: OpSignature) -> Loops | None:
+    """XLA gathers the operands, along whatever dim they are split.
 
-    So it is with the greatest `k`, on CPUs and GPUs, though rows have nothing to do with each other, and with Fourier
-    transforms before JAX 0.12.
+    It does so for the greatest `k`, on CPUs and GPUs, although rows are independent, and for Fourier transforms before
+    JAX 0.12.
     """
     return Loops([whole(shape) for shape in op.operands], [whole(shape) for shape in op.results])
 
@@ -161,18 +161,18 @@ reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
 shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
 """
 """Of these `igamma*` and `regularized_incomplete_beta` are, as `random_gamma` is, loops that end when all elements have
-converged. To know, devices exchange one byte each time: splitting them is worth that."""
+converged. To find out, devices exchange one byte in each round: splitting them is worth that."""
 
-RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(_POINTWISE.split(), _pointwise),
-    **dict.fromkeys(("optimization_barrier", "pvary"), _handed_on),
-    "device_put": _device_put,
-    **dict.fromkeys(("random_bits", "random_split"), _keys),
-    **dict.fromkeys(("random_fold_in", "random_gamma"), _by_keys),
-    **dict.fromkeys(("random_wrap", "random_unwrap"), _key_data),
-    **dict.fromkeys(("top_k", "approx_top_k", "fft", "rng_bit_generator", "rng_uniform"), _whole),
+RULES: Mapping[str, LoopRule] = {
+    **dict.fromkeys(_POINTWISE.split(), LoopRule(_pointwise, ANY)),
+    **dict.fromkeys(("optimization_barrier", "pvary"), LoopRule(_passed_on, ANY, ANY)),
+    "device_put": LoopRule(_device_put, ANY, ANY, ("devices",)),
+    **dict.fromkeys(("random_bits", "random_split"), LoopRule(_from_keys, ONE, ONE)),
+    **dict.fromkeys(("random_fold_in", "random_gamma"), LoopRule(_with_keys)),
+    **dict.fromkeys(("random_wrap", "random_unwrap"), LoopRule(_key_data, ONE, ONE)),
+    **dict.fromkeys(("top_k", "approx_top_k", "fft", "rng_bit_generator", "rng_uniform"), LoopRule(_whole, ANY, ANY)),
     **SHAPE_RULES,
     **INDEX_RULES,
     **LINEAR_RULES,
 }
-"""The rules of all operations that are known, by primitive."""
+"""The rules of all primitives that are known."""

@@ -1,0 +1,122 @@
+"""The edges of the graph: arrays on their way from the layout that they have to the layouts that operations need."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from shardrules.planning.graph.layouts import Moves, moves
+from shardrules.planning.graph.machine import Machine
+from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
+from shardrules.planning.traced.program import TracedProgram
+
+_LOOP_COMBINE_DIVISOR = 128
+"""In a loop compilers combine collectives only below `combined_bytes` divided by this: 64 KiB by default.
+
+A round has few collectives that could wait for each other, so most pay their latency alone. A smaller divisor makes
+many small moves in loops too cheap.
+"""
+
+
+@final
+@attrs.define(eq=False)
+class EdgeBuilder:
+    """Finds the edges between homes, and adds a node for a copy of an array that several operations read."""
+
+    program: TracedProgram
+    machine: Machine
+    nodes: list[Node]
+    homes: Mapping[int, Home]
+    operand_homes: Mapping[tuple[int, int], Home]
+    edges: list[Edge] = attrs.field(factory=list)
+    edge_indices: dict[tuple[int, int], int] = attrs.field(factory=dict)
+    equal_homes: list[tuple[Home, Home]] = attrs.field(factory=list)
+    group_counts: dict[tuple[int, ...], int] = attrs.field(factory=dict)
+    _indices_by_key: dict[Any, int] = attrs.field(factory=dict)
+    _copy_nodes: dict[tuple[Home, ...], int] = attrs.field(factory=dict)
+    _moves: dict[Any, Moves] = attrs.field(factory=dict)
+
+    def add_operands(self, share_copies: bool) -> None:
+        """Adds the edges of all operands. `share_copies`: equal reads of an array by equal operations read one copy."""
+        program = self.program
+        # First by array and region, since one copy serves all that need an array in one layout there; then by how often
+        # and as what it is read.
+        groups: dict[tuple[int, int], dict[Any, list[tuple[int, int]]]] = {}
+        for op_index, operation in enumerate(program.operations):
+            for operand_index, operand in enumerate(operation.operands):
+                home = self.operand_homes.get((op_index, operand_index))
+                if home is None or operand is None or home == self.homes[operand]:
+                    continue
+                if share_copies and operation.role == "compute":
+                    reader = (operation.name, operand_index, operation.factors.operands[operand_index])
+                else:
+                    reader = (op_index, operand_index)
+                readers = groups.setdefault((operand, read_region(program, op_index, operand_index)), {})
+                key = (operation.read_counts[operand_index], reader)
+                readers.setdefault(key, []).append((op_index, operand_index))
+        for (array, region), readers in groups.items():
+            by_count: dict[int, dict[int, None]] = {}
+            for (count, _), operands in readers.items():
+                edge_index = self._edge_index(array, self.homes[array], self._copy_home(operands), count, region)
+                by_count.setdefault(count, {})[edge_index] = None
+                self.edge_indices.update(dict.fromkeys(operands, edge_index))
+            for count, edge_indices in by_count.items():
+                self._count_group(tuple(sorted(edge_indices)), count)
+
+    def add_results(self, produced_homes: Mapping[tuple[int, int], Home]) -> None:
+        """Adds the edges of results that change their layout right after the operation."""
+        for (op_index, result_index), produced in produced_homes.items():
+            operation = self.program.operations[op_index]
+            array = operation.results[result_index]
+            edge_index = self._edge_index(array, produced, self.homes[array], operation.run_count, operation.region)
+            self.edge_indices[op_index, -1 - result_index] = edge_index
+            self._count_group((edge_index,), operation.run_count)
+
+    def _count_group(self, group: tuple[int, ...], count: int) -> None:
+        self.group_counts[group] = self.group_counts.get(group, 0) + count
+
+    def _copy_home(self, operands: Sequence[tuple[int, int]]) -> Home:
+        """Where the copy of an array is that some operations read; a node of its own if they have several."""
+        ends = tuple(dict.fromkeys(self.operand_homes[operand] for operand in operands))
+        if len(ends) == 1:
+            return ends[0]
+        dims = tuple(range(len(ends[0].dims)))
+        if ends not in self._copy_nodes:
+            # The copy can have the layouts that all of its readers have, and each reader then has the copy's.
+            rows = [np.unique(project(self.nodes[end.node].layouts, end), axis=0) for end in ends]
+            common = [row for row in rows[0].tolist() if all((other == row).all(axis=1).any() for other in rows[1:])]
+            self.nodes.append(Node(np.array(common, np.int8), np.zeros(len(common)), "copy"))
+            self._copy_nodes[ends] = len(self.nodes) - 1
+            self.equal_homes += [(Home(self._copy_nodes[ends], dims), end) for end in ends]
+        return Home(self._copy_nodes[ends], dims)
+
+    def _edge_index(self, array: int, start: Home, end: Home, count: int, region: int) -> int:
+        """The index of an edge, which equal moves of equal arrays share."""
+        nbytes, in_loop = self.program.arrays[array].nbytes, self.program.regions[region].run_count > 1
+        key = (start, end, nbytes, count, in_loop)
+        if key not in self._indices_by_key:
+            self._indices_by_key[key] = len(self.edges)
+            self.edges.append(self._edge(start, end, nbytes, count, in_loop))
+        return self._indices_by_key[key]
+
+    def _edge(self, start: Home, end: Home, nbytes: int, count: int, in_loop: bool) -> Edge:
+        # Many layouts of a node are one layout of the array. The tables of moves, which are most of the memory of a
+        # problem, are over these few, and edges between the same layouts share them.
+        first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
+        last, to_codes = np.unique(project(self.nodes[end.node].layouts, end), axis=0, return_inverse=True)
+        key = (first.tobytes(), first.shape, last.tobytes(), last.shape)
+        if key not in self._moves:
+            self._moves[key] = moves(first, last, self.machine)
+        return Edge(
+            start.node,
+            end.node,
+            nbytes,
+            count,
+            from_codes.ravel(),
+            to_codes.ravel(),
+            first,
+            last,
+            self._moves[key],
+            self.machine.assumptions.combined_bytes // (_LOOP_COMBINE_DIVISOR if in_loop else 1),
+        )
