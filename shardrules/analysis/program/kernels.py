@@ -7,54 +7,41 @@ from typing import final
 import attrs
 
 from shardrules.analysis.program.flops import Matmul
-from shardrules.analysis.program.flow import Times
+from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES, Times
 from shardrules.analysis.program.program import CompiledProgram, Source
 from shardrules.analysis.program.text import Computation, Instruction
-from shardrules.analysis.program.traffic import fused, is_collective, read_bytes, written_bytes
+from shardrules.analysis.program.traffic import fusion_of, is_collective, read_bytes, written_bytes
 
-_STEPS_INTO = ("while", "conditional", "call", "call-start", "async-start")
+_CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
 """Operations that run another computation kernel by kernel."""
 
-_ROLES = (
-    *("body", "condition", "calls", "to_apply", "called_computations"),
-    *("branch_computations", "true_computation", "false_computation"),
-)
 _NO_KERNELS = (
-    *_STEPS_INTO,
+    *_CONTROL_FLOW,
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "async-update", "after-all", "add-dependency"),
     *("optimization-barrier", "opt-barrier", "domain", "partition-id", "replica-id"),
     *("send", "recv", "infeed", "outfeed"),
-    # Between the memories of a device, or to those of its host: the kernels that use the array count it.
+    # Copies between the memories of a device, or to its host: the kernels that use the array count its bytes.
     *("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"),
 )
 _NO_WORK = re.compile(r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|Sharding|SPMD|MoveTo|PinTo|annotate_")
-"""Custom calls that tell the compiler something and move nothing."""
+"""Targets of custom calls that pass information to the compiler and move nothing."""
 
 
 @final
 @attrs.frozen
 class Kernel:
-    """One kernel of a compiled program, as one device runs it.
+    """One kernel of a compiled program, as one device runs it. Bytes and FLOPs are for each time that it runs."""
 
-    **Arguments:**
-
-    - `name`, `computation`: where it is in the program.
-    - `op`: how the program writes it: `"fusion"`, `"dot"`, or the target of a custom call.
-    - `op_name`: the path of the JAX operation behind it.
-    - `stack`: the lines of Python behind it, the innermost first.
-    - `read_bytes`, `written_bytes`: what it reads from memory and writes to it, each time.
-    - `flops`: those of the matmuls inside it, each time, as pairs of (dtype, precision) and a number.
-    - `times`: how often it runs.
-    """
-
-    name: str
+    name: str  # of the instruction
     computation: str
-    op: str
-    op_name: str
-    stack: tuple[Source, ...]
+    op: str  # how the program writes it: "fusion", "dot", or the target of a custom call
+    op_name: str  # the path of the JAX operation
+    stack: tuple[Source, ...]  # lines of Python, the innermost first
     read_bytes: int
     written_bytes: int
     flops: tuple[tuple[tuple[str, str], int], ...]
+    """The FLOPs of the matmuls inside it, in pairs of (dtype, precision) and FLOPs."""
+
     times: Times
 
     @property
@@ -69,87 +56,77 @@ class Kernel:
 
 
 def find_kernels(program: CompiledProgram, matmuls: Iterable[Matmul]) -> tuple[Kernel, ...]:
-    """Finds the kernels of a program: those of its loops, branches and calls too, but no collectives.
+    """Finds the kernels of a program in the order of the text: those in loops, branches and calls, but no collectives.
 
-    A fusion is one kernel, whatever it does inside. Some things the text of a program does not tell. The memory that a
-    TPU has beside its cores is not told from its main memory: what stays there from one kernel to the next is counted
-    as if it went to main memory and back, and so is what stays in a cache.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `matmuls`: its matmuls, as `find_matmuls` returns them.
-
-    **Returns:**
-
-    In the order of the text.
+    A fusion is one kernel. The text does not tell the memories of a TPU apart: what stays in the memory beside the
+    cores between two kernels counts as if it went to main memory and back. So does what stays in a cache.
 
     ```python
     from shardrules.analysis.program.flops import find_matmuls
+    from shardrules.analysis.program.kernels import find_kernels
     from shardrules.analysis.program.program import read_program
 
     a, b = jnp.ones((64, 128)), jnp.ones((128, 32))
     program = read_program(jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text())
-    (one,) = find_kernels(program, find_matmuls(program))
-    assert (one.read_bytes, one.written_bytes) == (a.nbytes + b.nbytes, 64 * 32 * 4)
-    assert one.flops == ((("f32", "default"), 2 * 64 * 128 * 32),)
+    (kernel,) = find_kernels(program, find_matmuls(program))
+    assert (kernel.read_bytes, kernel.written_bytes) == (a.nbytes + b.nbytes, 64 * 32 * 4)
+    assert kernel.flops == ((("f32", "default"), 2 * 64 * 128 * 32),)
     ```
     """
-    inside: dict[str, list[Matmul]] = {}
-    for one in matmuls:
-        inside.setdefault(one.computation, []).append(one)
-    return tuple(
-        found
-        for computation in _stepped(program)
-        for one in computation.instructions
-        if (found := _kernel(program, computation, one, inside)) is not None
+    matmuls_in: dict[str, list[Matmul]] = {}
+    for matmul in matmuls:
+        matmuls_in.setdefault(matmul.computation, []).append(matmul)
+    kernels = (
+        _read_kernel(program, computation, instruction, matmuls_in)
+        for computation in _control_computations(program)
+        for instruction in computation.instructions
     )
+    return tuple(kernel for kernel in kernels if kernel is not None)
 
 
-def _stepped(program: CompiledProgram) -> Iterator[Computation]:
+def _control_computations(program: CompiledProgram) -> Iterator[Computation]:
     """Yields the computations that run kernel by kernel, in the order of the text."""
     names = [program.entry]
-    for name in names:  # grows as it is walked
+    for name in names:  # grows while iterated
         called = [
-            each
-            for one in program.find(name).instructions
-            if one.op in _STEPS_INTO
-            for role in _ROLES
-            for each in one.references(role)
+            callee
+            for instruction in program.find(name).instructions
+            if instruction.op in _CONTROL_FLOW
+            for role in (*LOOP_ROLES, *CALL_ROLES)
+            for callee in instruction.references(role)
         ]
-        names += [each for each in dict.fromkeys(called) if each not in names]
+        names += [callee for callee in dict.fromkeys(called) if callee not in names]
     for computation in program.computations:
         if computation.name in names and program.times(computation.name).count:
             yield computation
 
 
-def _kernel(
-    program: CompiledProgram, computation: Computation, one: Instruction, inside: Mapping[str, list[Matmul]]
+def _read_kernel(
+    program: CompiledProgram, computation: Computation, instruction: Instruction, matmuls_in: Mapping[str, list[Matmul]]
 ) -> Kernel | None:
-    if one.op in _NO_KERNELS or one.op.endswith("-done") or is_collective(one):
+    if instruction.op in _NO_KERNELS or instruction.op.endswith("-done") or is_collective(instruction):
         return None
-    target = one.attributes.get("custom_call_target", "").strip('"') if one.op.startswith("custom-call") else ""
-    if _NO_WORK.match(target):
+    if _NO_WORK.match(instruction.custom_call_target):
         return None
-    read = read_bytes(program, computation, one)
-    within = fused(program, one)
-    if within is None:
-        matmuls = [each for each in inside.get(computation.name, ()) if each.name == one.name]
-    elif not read and any(map(is_collective, within.top.instructions)):
-        return None  # a collective with what begins or ends it
+    bytes_read = read_bytes(program, computation, instruction)
+    fusion = fusion_of(program, instruction)
+    if fusion is None:
+        matmuls = [matmul for matmul in matmuls_in.get(computation.name, ()) if matmul.name == instruction.name]
+    elif not bytes_read and any(map(is_collective, fusion.top.instructions)):
+        return None  # a collective, fused with what starts or ends it
     else:
-        matmuls = [each for part in within.computations for each in inside.get(part.name, ())]
+        matmuls = [matmul for part in fusion.computations for matmul in matmuls_in.get(part.name, ())]
     flops: dict[tuple[str, str], int] = {}
-    for each in matmuls:
-        flops[each.dtype, each.precision] = flops.get((each.dtype, each.precision), 0) + each.flops
+    for matmul in matmuls:
+        flops[matmul.dtype, matmul.precision] = flops.get((matmul.dtype, matmul.precision), 0) + matmul.flops
     return Kernel(
-        one.name,
+        instruction.name,
         computation.name,
-        target or one.op,
-        one.op_name,
-        program.stack(one),
-        read,
-        written_bytes(program, computation, one),
+        instruction.custom_call_target or instruction.op,
+        instruction.op_name,
+        program.stack(instruction),
+        bytes_read,
+        written_bytes(program, computation, instruction),
         tuple(flops.items()),
         program.times(computation.name),
     )

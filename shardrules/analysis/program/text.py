@@ -1,7 +1,11 @@
 """The words of a compiled program's text: array types, instructions with their attributes, computations.
 
-XLA prints an instruction on one line, `%name = type op(operands), attribute=value, ...`. What most readers of a program
-never look at, the attributes, is kept as text and taken apart when it is asked for: they are most of the bytes.
+XLA prints an instruction on one line:
+
+    %dot.3 = f32[8,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general"}
+     name      type         op  operands           attributes
+
+The attributes are most of the bytes, and few readers look at them. So they are kept as text, and split on first use.
 """
 
 import functools
@@ -16,12 +20,17 @@ import attrs
 
 from shardrules.core.errors import ProgramTextError
 
+# An array type: dtype, sizes, layout. Tuple types are read array by array: (f32[8]{0}, s32[])
 _TYPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](\{[^{}]*\})?")
+# A layout says how many bits an element is stored in where XLA packs them: s4[5,3]{1,0:E(4)}
 _STORED_BITS = re.compile(r"E\((\d+)\)")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
+"""Dtypes whose size is not in their name."""
+
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\(")
 _REFERENCE = re.compile(r"%([^\s,()]+)")
-_ASIDE = re.compile(r"\[.*?\]|\{.*?\}|\(.*?\)|/\*.*?\*/")
+_BRACKETED = re.compile(r"\[.*?\]|\{.*?\}|\(.*?\)|/\*.*?\*/")
+# Brackets and commas inside quoted text do not count: op_name="f(x, y)"
 _BRACKET_OR_TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}()\[\],]')
 _ESCAPE = re.compile(rb"\\([0-7]{3}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _CONTROL = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
@@ -31,32 +40,21 @@ _FIELD = re.compile(r'(\w+)=("[^"\\]*(?:\\.[^"\\]*)*"|[^\s}]+)')
 @final
 @attrs.frozen
 class ArrayType:
-    """The type of one array, as one device holds it.
+    """The type of one array, as one device holds it."""
 
-    **Arguments:**
-
-    - `dtype`: as XLA writes it: `"f32"`, `"bf16"`, `"pred"`.
-    - `shape`: its shape.
-    - `bits`: what an element takes in memory. Types of fewer than 8 bits take 8, unless XLA packs them.
-
-    ```python
-    assert read_types("s4[5,3]{1,0:E(4)}") == (ArrayType("s4", (5, 3), bits=4),)
-    assert ArrayType("s4", (5, 3), bits=4).nbytes == 8
-    ```
-    """
-
-    dtype: str
+    dtype: str  # as XLA writes it: "f32", "bf16", "pred"
     shape: tuple[int, ...]
     bits: int
+    """The bits of an element in memory. Dtypes of fewer than 8 bits take 8, unless XLA packs them."""
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory, without the padding of a layout."""
+        """The bytes in memory, without the padding of a layout."""
         return -(-self.size * self.bits // 8)
 
     def __str__(self) -> str:
@@ -66,31 +64,14 @@ class ArrayType:
 @final
 @attrs.frozen
 class Instruction:
-    """One instruction.
+    """One instruction of a computation."""
 
-    **Arguments:**
-
-    - `name`: its name, unique in the program.
-    - `op`: what it does, as XLA writes it: `"dot"`, `"all-gather-start"`.
-    - `types`: of its results; tuples are flattened.
-    - `operands`: the names of what it takes.
-    - `literal`: what stands in the brackets of a constant or a parameter: `"12"`.
-    - `text`: its attributes as they are printed.
-
-    ```python
-    line = '%d = f32[4]{0} dot(%a, %b), lhs_contracting_dims={1}, metadata={op_name="mlp/dot" source_line=7}'
-    one, is_root = read_instruction(line, {})
-    assert (one.op, one.operands, one.op_name) == ("dot", ("a", "b"), "mlp/dot")
-    assert one.attributes["lhs_contracting_dims"] == "{1}"
-    ```
-    """
-
-    name: str
-    op: str
-    types: tuple[ArrayType, ...]
-    operands: tuple[str, ...]
-    literal: str = ""
-    text: str = attrs.field(default="", repr=False)
+    name: str  # unique in the program
+    op: str  # as XLA writes it: "dot", "all-gather-start"
+    types: tuple[ArrayType, ...]  # of the results, tuples flattened
+    operands: tuple[str, ...]  # names of instructions
+    literal: str = ""  # what a constant or a parameter has in its brackets: "12"
+    text: str = attrs.field(default="", repr=False)  # the attributes, as printed
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, str]:
@@ -99,54 +80,41 @@ class Instruction:
 
     @functools.cached_property
     def backend_config(self) -> Mapping[str, Any]:
-        """What the compiler says of its own plans for the instruction; empty where it says nothing."""
+        """The compiler's own notes on the instruction; empty without any."""
         text = self.attributes.get("backend_config", "")
         try:
-            config = json.loads(_plain(text) if text.startswith('"') else text or "{}")
-        except ValueError:  # some backends write a text of their own
+            config = json.loads(_unquoted(text) if text.startswith('"') else text or "{}")
+        except ValueError:  # some backends do not write JSON
             return {}
         return config if isinstance(config, dict) else {}
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
-        """Where it comes from: `op_name`, `source_file`, `source_line`, `stack_frame_id`, as far as they are known."""
+        """The origin of the instruction: any of `op_name`, `source_file`, `source_line`, `stack_frame_id`."""
         fields = _FIELD.findall(self.attributes.get("metadata", ""))
-        return {name: _plain(value) if value.startswith('"') else value for name, value in fields}
+        return {name: _unquoted(value) if value.startswith('"') else value for name, value in fields}
 
     @property
     def op_name(self) -> str:
-        """The path of the JAX operation behind it, `"jit(step)/mlp/dot_general"`; of a parameter its argument's."""
+        """The path of its JAX operation, `"jit(step)/mlp/dot_general"`, or for a parameter that of its argument."""
         return self.metadata.get("op_name", "")
 
     @property
+    def custom_call_target(self) -> str:
+        """The function that a custom call calls; empty for other operations."""
+        return self.attributes.get("custom_call_target", "").strip('"') if self.op.startswith("custom-call") else ""
+
+    @property
     def nbytes(self) -> int:
-        """What its results take together."""
-        return sum(one.nbytes for one in self.types)
+        """The bytes of all results together."""
+        return sum(result.nbytes for result in self.types)
 
     def dims(self, attribute: str) -> tuple[int, ...]:
-        """Returns an attribute that is a list of whole numbers.
-
-        **Arguments:**
-
-        - `attribute`: its name, `"lhs_contracting_dims"`.
-
-        **Returns:**
-
-        The numbers; none where there is no such attribute.
-        """
+        """Returns the integers of an attribute, such as `lhs_contracting_dims={1}`; none where it is missing."""
         return tuple(map(int, re.findall(r"\d+", self.attributes.get(attribute, ""))))
 
     def references(self, attribute: str) -> tuple[str, ...]:
-        """Returns the computations that an attribute names.
-
-        **Arguments:**
-
-        - `attribute`: its name, `"calls"` or `"branch_computations"`.
-
-        **Returns:**
-
-        Their names; none where there is no such attribute.
-        """
+        """Returns the computations that an attribute names, such as `calls=%fused`; none where it is missing."""
         names = self.attributes.get(attribute, "").strip("{}").split(",")
         return tuple(name.strip().removeprefix("%") for name in names if name.strip())
 
@@ -154,14 +122,7 @@ class Instruction:
 @final
 @attrs.frozen
 class Computation:
-    """A computation: instructions, operands before those that use them.
-
-    **Arguments:**
-
-    - `name`: its name, unique in the program.
-    - `instructions`: what it does.
-    - `root`: the name of the instruction whose result is its own.
-    """
+    """A computation: instructions, each after its operands. The result of the instruction `root` is its result."""
 
     name: str
     instructions: tuple[Instruction, ...] = attrs.field(repr=False)
@@ -169,174 +130,124 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Instruction]:
-        """Its instructions by their names."""
-        return {one.name: one for one in self.instructions}
+        """Its instructions by name."""
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """For each instruction that is used, those which use it."""
+        """For the name of each instruction that is used, its users."""
         users: dict[str, list[Instruction]] = {}
-        for one in self.instructions:
-            for operand in dict.fromkeys(one.operands):
-                users.setdefault(operand, []).append(one)
-        return {name: tuple(each) for name, each in users.items()}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users.setdefault(operand, []).append(instruction)
+        return {name: tuple(instructions) for name, instructions in users.items()}
 
     @property
     def parameters(self) -> tuple[Instruction, ...]:
-        """Its parameters, in their order."""
-        found = [one for one in self.instructions if one.op == "parameter"]
-        return tuple(sorted(found, key=lambda one: int(one.literal)))
+        """Its parameters, in order."""
+        parameters = [instruction for instruction in self.instructions if instruction.op == "parameter"]
+        return tuple(sorted(parameters, key=lambda parameter: int(parameter.literal)))
 
     def operand_types(self, instruction: Instruction) -> tuple[ArrayType, ...]:
-        """Returns the types of what an instruction takes.
-
-        **Arguments:**
-
-        - `instruction`: one of this computation.
-
-        **Returns:**
-
-        One after the other, tuples flattened.
-        """
-        return tuple(each for name in instruction.operands for each in self.by_name[name].types)
+        """Returns the types of an instruction's operands, tuples flattened."""
+        return tuple(operand for name in instruction.operands for operand in self.by_name[name].types)
 
     @classmethod
-    def read(cls, name: str, lines: list[str], memo: dict[str, tuple[ArrayType, ...]]) -> Self:
-        """Reads the lines between the braces of a computation.
-
-        **Arguments:**
-
-        - `name`: the computation's.
-        - `lines`: one for each instruction.
-        - `memo`: types that have been read before, by their text; new ones are added.
-
-        **Returns:**
-
-        A `Computation`.
-
-        **Raises:**
-
-        `ProgramTextError` for a line that is no instruction.
-        """
-        read = [read_instruction(line, memo) for line in lines]
-        roots = [one.name for one, is_root in read if is_root]
-        if not read:
+    def read(cls, name: str, lines: list[str], types_by_text: dict[str, tuple[ArrayType, ...]]) -> Self:
+        """Reads the lines between the braces of a computation. `types_by_text` is as in `read_instruction`."""
+        pairs = [read_instruction(line, types_by_text) for line in lines]
+        if not pairs:
             raise ProgramTextError(f"computation {name!r} is empty")
-        return cls(name, tuple(one for one, _ in read), roots[0] if roots else read[-1][0].name)
+        roots = [instruction.name for instruction, is_root in pairs if is_root]
+        return cls(name, tuple(instruction for instruction, _ in pairs), roots[0] if roots else pairs[-1][0].name)
 
 
 def read_types(text: str) -> tuple[ArrayType, ...]:
-    """Reads a type; that of a tuple is flattened.
-
-    **Arguments:**
-
-    - `text`: for instance `"(f32[8]{0}, s32[])"`; layouts and comments may stand in it.
-
-    **Returns:**
-
-    The types of the arrays in it.
-    """
+    """Reads the arrays of a type such as `"(f32[8]{0}, s32[])"`, which may contain layouts and comments."""
     return tuple(
+        # A dynamic dimension is printed with its bound: f32[<=8]
         ArrayType(dtype, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size), _bits(dtype, layout))
         for dtype, sizes, layout in _TYPE.findall(text)
     )
 
 
 def _bits(dtype: str, layout: str) -> int:
-    stored = _STORED_BITS.search(layout) if layout else None
-    if stored:
-        return int(stored[1])
+    packed = _STORED_BITS.search(layout) if layout else None
+    if packed:
+        return int(packed[1])
     if dtype in _BITS:
         return _BITS[dtype]
-    return max(8, int("".join(re.findall(r"\d+", dtype)[:1]) or 0))
+    return max(8, int("".join(re.findall(r"\d+", dtype)[:1]) or 0))  # the first number: f8e4m3fn has 8 bits
 
 
-def read_instruction(line: str, memo: dict[str, tuple[ArrayType, ...]]) -> tuple[Instruction, bool]:
-    """Reads one line of a computation.
+def read_instruction(line: str, types_by_text: dict[str, tuple[ArrayType, ...]]) -> tuple[Instruction, bool]:
+    """Reads one line of a computation, and whether it is the root.
 
-    **Arguments:**
-
-    - `line`: the line.
-    - `memo`: types that have been read before, by their text; a new one is added.
-
-    **Returns:**
-
-    The instruction, and whether it is the root.
-
-    **Raises:**
-
-    `ProgramTextError` when it is no instruction.
+    Programs repeat few types on thousands of lines: `types_by_text` keeps those that have been read.
     """
-    found = _INSTRUCTION.match(line)
-    if found is None:
-        raise ProgramTextError(f"this is no instruction as XLA prints them: {line[:200]!r}")
-    root, name, type_text, op = found.groups()
-    types = memo.get(type_text)
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        raise ProgramTextError(f"not an instruction as XLA prints them: {line[:200]!r}")
+    root, name, type_text, op = match.groups()
+    types = types_by_text.get(type_text)
     if types is None:
-        types = memo[type_text] = read_types(type_text)
-    end = _closing(line, found.end())
-    inside, rest = line[found.end() : end], line[end + 1 :].removeprefix(", ")
+        types = types_by_text[type_text] = read_types(type_text)
+    end = _closing_bracket(line, match.end())
+    inside, rest = line[match.end() : end], line[end + 1 :].removeprefix(", ")
     if op in ("constant", "parameter"):
         return Instruction(name, op, types, (), inside, rest), bool(root)
     operands = _REFERENCE.findall(inside)
-    if not operands and inside:  # printed without the percent signs
-        operands = [each.split()[-1] for each in _ASIDE.sub("", inside).split(",") if each.strip()]
+    if not operands and inside:  # printed without percent signs: dot(f32[8,4]{1,0} x, f32[4,4]{1,0} w)
+        operands = [operand.split()[-1] for operand in _BRACKETED.sub("", inside).split(",") if operand.strip()]
     return Instruction(name, op, types, tuple(operands), "", rest), bool(root)
 
 
-def _closing(line: str, start: int) -> int:
-    """Where the bracket closes that opened just before `start`."""
+def _closing_bracket(line: str, start: int) -> int:
+    """The position of the bracket that closes the one just before `start`."""
     end = line.find(")", start)
+    # Nearly every line has no bracket in between: two searches of the string are much faster than the loop below.
     if end < 0 or line.find("(", start, end) < 0:
         return end if end >= 0 else len(line)
     depth = 0
-    for found in _BRACKET_OR_TEXT.finditer(line, start):
-        if found[0] == "(":
+    for match in _BRACKET_OR_TEXT.finditer(line, start):
+        if match[0] == "(":
             depth += 1
-        elif found[0] == ")":
+        elif match[0] == ")":
             if not depth:
-                return found.start()
+                return match.start()
             depth -= 1
     return len(line)
 
 
 def read_attributes(text: str) -> dict[str, str]:
-    """Takes `name=value, name=value` apart.
-
-    **Arguments:**
-
-    - `text`: attributes, whose values may hold brackets, commas and quoted text.
-
-    **Returns:**
-
-    The values by name, as they are printed.
+    """Splits `name=value, name=value`, where values may contain brackets, commas and quoted text.
 
     ```python
     assert read_attributes('slice={[0:4], [1:2]}, to_apply=%add') == {"slice": "{[0:4], [1:2]}", "to_apply": "%add"}
     ```
     """
     cuts, depth = [-1], 0
-    for found in _BRACKET_OR_TEXT.finditer(text):
-        mark = found[0]
+    for match in _BRACKET_OR_TEXT.finditer(text):
+        mark = match[0]
         if mark in "{([":
             depth += 1
         elif mark in "})]":
             depth -= 1
         elif mark == "," and not depth:
-            cuts.append(found.start())
+            cuts.append(match.start())
     cuts.append(len(text))
     parts = (text[start + 1 : end].strip().partition("=") for start, end in itertools.pairwise(cuts))
     return {name: value for name, equals, value in parts if equals}
 
 
-def _plain(quoted: str) -> str:
-    """The text between quotes, its escapes undone: XLA may write every byte that is not ASCII as one."""
+def _unquoted(quoted: str) -> str:
+    """The text between quotes, without escapes: XLA may escape every byte that is not ASCII, `\\303\\244` for an ä."""
     inner = quoted[1:-1]
     return _ESCAPE.sub(_unescaped, inner.encode()).decode(errors="replace") if "\\" in inner else inner
 
 
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    code = found[1]
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    code = match[1]
     if code.isdigit():
         return bytes([int(code, 8) & 255])
     return bytes([int(code[1:], 16)]) if len(code) > 1 else _CONTROL.get(code, code)

@@ -1,8 +1,12 @@
 """What an instruction of a compiled program reads from memory, and what it writes to it.
 
-What is inside a fusion never reaches memory. Of an array that a kernel only takes a slice or rows from it reads no more
-than that, and one that it updates in place it neither reads nor writes but where it is updated. That is what makes a
-loop over stacked layers read each of them once.
+Values inside a fusion never reach memory. A kernel that takes a slice or some rows of an array reads only those,
+and a kernel that updates an array in place reads and writes only what it updates. For this reason a loop over stacked
+layers reads each layer once:
+
+    %fused (stack: f32[12,64,64], i: s32[]) -> f32[64,64] {      reads 64 x 64 elements of the stack, not 12 x 64 x 64
+      %layer = f32[1,64,64] dynamic-slice(%stack, %i, ...)
+      ...
 """
 
 import re
@@ -16,284 +20,248 @@ from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction
 
-_SCRATCH = re.compile(r"__cublas|__cudnn|cusolver")
-"""Custom calls that return, last, the memory that they have worked in."""
+_WITH_SCRATCH = re.compile(r"__cublas|__cudnn|cusolver")
+"""Targets of custom calls whose last result is their scratch memory."""
 
 _TAKE_A_PART = ("slice", "dynamic-slice", "gather")
 _UPDATE_IN_PLACE = ("dynamic-update-slice", "scatter")
 _SAME_BYTES = ("bitcast", "reshape")
 _SAME_ELEMENTS = (*_SAME_BYTES, "bitcast-convert", "convert", "copy", "transpose")
-_MAY_KEEP = (*_SAME_BYTES, *_UPDATE_IN_PLACE, "convert")
-"""Operations after which an array may still be in its place."""
+_MAY_STAY_IN_PLACE = (*_SAME_BYTES, *_UPDATE_IN_PLACE, "convert")
+"""Operations whose result may be in the memory of their operand."""
 
 
-def is_collective(one: Instruction) -> bool:
-    """Tells whether an instruction is a collective: what it moves goes over the wire.
-
-    **Arguments:**
-
-    - `one`: any instruction.
-
-    **Returns:**
-
-    Whether it is one, or the start of one.
-    """
-    return one.op.removesuffix("-start") in KINDS
+def is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or the start of one: it moves data over the wire, not through memory."""
+    return instruction.op.removesuffix("-start") in KINDS
 
 
-def read_bytes(program: CompiledProgram, computation: Computation, one: Instruction) -> int:
-    """Returns what an instruction reads from memory.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `computation`: where the instruction is.
-    - `one`: the instruction.
-
-    **Returns:**
-
-    The bytes of its operands, each array once, of some of them a part.
+def read_bytes(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
+    """Returns the bytes that an instruction reads: its operands, each array once, or the parts of them that it takes.
 
     ```python
     from shardrules.analysis.program.program import read_program
+    from shardrules.analysis.program.traffic import read_bytes, written_bytes
 
     table, rows = jnp.ones((5000, 16)), jnp.arange(4)
     program = read_program(jax.jit(lambda table, rows: table[rows]).lower(table, rows).compile().as_text())
     entry = program.entry_computation
-    (one,) = [one for one in entry.instructions if one.op == "fusion"]
-    assert read_bytes(program, entry, one) == 4 * 16 * 4 + rows.nbytes
-    assert written_bytes(program, entry, one) == 4 * 16 * 4
+    (fusion,) = [instruction for instruction in entry.instructions if instruction.op == "fusion"]
+    assert read_bytes(program, entry, fusion) == 4 * 16 * 4 + rows.nbytes
+    assert written_bytes(program, entry, fusion) == 4 * 16 * 4
     ```
     """
-    inside = fused(program, one)
-    given: Iterable[Instruction | None] = inside.top.parameters if inside else [None] * len(one.operands)
-    read: dict[str, int] = {}
-    for name, parameter in zip(one.operands, given, strict=True):
+    fusion = fusion_of(program, instruction)
+    parameters = fusion.top.parameters if fusion else ()
+    bytes_by_array: dict[str, int] = {}
+    for index, name in enumerate(instruction.operands):
         whole = _bytes(computation.by_name[name].types)
-        if inside and parameter:
-            taken = inside.read_bytes(parameter)
+        if fusion:
+            part = fusion.read_bytes(parameters[index])
         else:
-            elements = _taken(computation, one, name)
-            taken = whole if elements is None else _packed(computation.by_name[name].types[0], elements)
+            elements = _elements_read(computation, instruction, name)
+            part = whole if elements is None else _packed_bytes(computation.by_name[name].types[0], elements)
+        # A kernel may get one array several times, under other shapes: together it reads no more than all of it.
         array = _behind_bitcasts(computation, name)
-        read[array] = min(whole, read.get(array, 0) + taken)
-    return sum(read.values())
+        bytes_by_array[array] = min(whole, bytes_by_array.get(array, 0) + part)
+    return sum(bytes_by_array.values())
 
 
-def written_bytes(program: CompiledProgram, computation: Computation, one: Instruction) -> int:
-    """Returns what an instruction writes to memory.
+def written_bytes(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
+    """Returns the bytes that an instruction writes: its results, or what it updates of them in place.
 
-    **Arguments:**
-
-    - `program`: the program.
-    - `computation`: where the instruction is.
-    - `one`: the instruction.
-
-    **Returns:**
-
-    The bytes of its results; of one that is updated in place those of the update. Memory that a library works in is
-    not counted.
+    The scratch memory of a library is not counted.
     """
-    inside = fused(program, one)
-    if inside:
-        return inside.written_bytes()
-    if one.op in _UPDATE_IN_PLACE:
-        return sum(_packed(each, _updated(computation, one)) for each in one.types)
-    types = one.types
-    if one.op.endswith("-start"):  # what it takes and its signals are among its results
-        ends = [user for user in computation.users.get(one.name, ()) if user.op.endswith("-done")]
+    fusion = fusion_of(program, instruction)
+    if fusion:
+        return fusion.written_bytes()
+    if instruction.op in _UPDATE_IN_PLACE:
+        elements = _elements_updated(computation, instruction)
+        return sum(_packed_bytes(result, elements) for result in instruction.types)
+    types = instruction.types
+    if instruction.op.endswith("-start"):
+        # The results of a start include its operands and signals; its end has the results alone.
+        users = computation.users.get(instruction.name, ())
+        ends = [user for user in users if user.op.endswith("-done")]
         types = ends[0].types if ends else types
-    target = one.attributes.get("custom_call_target", "").strip('"')
-    if _SCRATCH.match(target) and len(types) > 1 and types[-1].dtype in ("s8", "u8") and len(types[-1].shape) == 1:
-        types = types[:-1]
+    if _WITH_SCRATCH.match(instruction.custom_call_target) and len(types) > 1:
+        is_bytes = types[-1].dtype in ("s8", "u8") and len(types[-1].shape) == 1
+        types = types[:-1] if is_bytes else types
     return _bytes(types)
 
 
-def fused(program: CompiledProgram, one: Instruction) -> "Fused | None":
-    """Returns what is inside a fusion.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `one`: any instruction.
-
-    **Returns:**
-
-    A `Fused`; `None` for what is no fusion.
-    """
-    if one.op not in ("fusion", "fusion-start"):
+def fusion_of(program: CompiledProgram, instruction: Instruction) -> "Fusion | None":
+    """Returns the inside of a fusion; `None` for any other instruction."""
+    if instruction.op not in ("fusion", "fusion-start"):
         return None
-    return Fused(program, program.find(one.references("calls")[0]))
+    return Fusion(program, program.find(instruction.references("calls")[0]))
 
 
 @final
 @attrs.frozen
-class Fused:
-    """What is inside a fusion. TPUs have fusions in fusions: together they are one kernel.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `top`: the computation of the outermost fusion.
-    """
+class Fusion:
+    """The inside of a fusion, from its computation `top` on, with the fusions inside: together they are one kernel."""
 
     program: CompiledProgram
     top: Computation
 
     @property
     def computations(self) -> Iterator[Computation]:
-        """Its computation and those in it."""
+        """Its computation and those of the fusions inside."""
         inside = [self.top]
-        for computation in inside:  # grows as it is walked
-            inside += [self._called(one) for one in computation.instructions if one.op == "fusion"]
+        for computation in inside:  # grows while iterated
+            inside += [self._called(inner) for inner in computation.instructions if inner.op == "fusion"]
             yield computation
 
     def read_bytes(self, parameter: Instruction) -> int:
-        """Returns what is read of a parameter.
+        """Returns the bytes read of a parameter of `top`: the parts taken from it, or all of it where it is used whole.
 
-        **Arguments:**
-
-        - `parameter`: one of `top`.
-
-        **Returns:**
-
-        The bytes of the parts that are taken from it; of all of it where anything else is done with it. An array that
-        comes out as it went in is not read.
+        An array that is returned as it came in is not read.
         """
         whole = _bytes(parameter.types)
         if len(parameter.types) != 1:
             return whole
-        kind, taken = parameter.types[0], dict[str, int]()
+        array, elements_read = parameter.types[0], dict[str, int]()
+        # Follow the array through the fusion, with whether it may still be in the memory of the parameter.
         pending = [(Value(self.top.name, parameter.name), True)]
-        for place, kept in pending:  # grows as it is walked
-            computation, value = self.program.find(place.computation), self.program.instruction(place)
-            kept = kept and (value.op != "convert" or _keeps(kind, value.types[0]))
-            comes_out = kept and value.types[0].dtype == kind.dtype
-            if value.name == computation.root:
+        for value, in_place in pending:  # grows while iterated
+            computation, instruction = self.program.find(value.computation), self.program.instruction(value)
+            in_place = in_place and (instruction.op != "convert" or _contains(array, instruction.types[0]))
+            is_returned_unread = in_place and instruction.types[0].dtype == array.dtype
+            if instruction.name == computation.root:
                 if computation is not self.top:
-                    pending.append((self._outside(computation), kept))
-                elif not comes_out:
+                    pending.append((self._call_of(computation), in_place))
+                elif not is_returned_unread:
                     return whole
-            for user in computation.users.get(value.name, ()):
-                part = _taken(computation, user, value.name)
-                if part is not None:
-                    taken[user.name] = part
-                if user.op in _SAME_ELEMENTS or (part is not None and user.op in _UPDATE_IN_PLACE):
-                    pending.append((Value(computation.name, user.name), kept and user.op in _MAY_KEEP))
+            for user in computation.users.get(instruction.name, ()):
+                elements = _elements_read(computation, user, instruction.name)
+                if elements is not None:
+                    elements_read[user.name] = elements
+                if user.op in _SAME_ELEMENTS or (elements is not None and user.op in _UPDATE_IN_PLACE):
+                    pending.append((Value(computation.name, user.name), in_place and user.op in _MAY_STAY_IN_PLACE))
                 elif user.op == "fusion":
                     called = self._called(user)
-                    given = zip(user.operands, called.parameters, strict=True)
-                    pending += [(Value(called.name, to.name), kept) for name, to in given if name == value.name]
+                    pairs = zip(user.operands, called.parameters, strict=True)
+                    pending += [
+                        (Value(called.name, inner.name), in_place) for name, inner in pairs if name == instruction.name
+                    ]
                 elif user.op == "tuple" and user.name == self.top.root:
-                    if not comes_out:
+                    if not is_returned_unread:
                         return whole
-                elif part is None and not _on_the_wire(user):
+                elif elements is None and not _is_on_the_wire(user):
                     return whole
-        return min(whole, _packed(kind, sum(taken.values())))
+        return min(whole, _packed_bytes(array, sum(elements_read.values())))
 
     def written_bytes(self) -> int:
-        """Returns what is written.
-
-        **Returns:**
-
-        The bytes of the results, and of those that are arrays updated in place only what is updated.
-        """
+        """Returns the bytes of the results; for an array that is updated in place only those of the update."""
         total = 0
-        for place in self._results(Value(self.top.name, self.top.root)):
-            types = self.program.instruction(place).types
-            elements = self._updated(place, types[0])
-            total += _bytes(types) if elements is None else sum(_packed(each, elements) for each in types)
+        for value in self._results(Value(self.top.name, self.top.root)):
+            types = self.program.instruction(value).types
+            elements = self._elements_updated(value, types[0])
+            total += _bytes(types) if elements is None else sum(_packed_bytes(result, elements) for result in types)
         return total
 
-    def _called(self, one: Instruction) -> Computation:
-        return self.program.find(one.references("calls")[0])
+    def _called(self, fusion: Instruction) -> Computation:
+        return self.program.find(fusion.references("calls")[0])
 
-    def _outside(self, computation: Computation) -> Value:
+    def _call_of(self, computation: Computation) -> Value:
+        """The result of the fusion in this one that calls a computation."""
         call = self.program.callers(computation.name)[0]
         return Value(call.caller, call.instruction.name)
 
-    def _results(self, place: Value) -> Iterator[Value]:
-        made = self._made(place)
-        one = self.program.instruction(made)
-        if one.op != "tuple":
-            yield place
+    def _results(self, value: Value) -> Iterator[Value]:
+        """Yields the arrays in a value, through tuples of tuples."""
+        maker = self._maker(value)
+        instruction = self.program.instruction(maker)
+        if instruction.op != "tuple":
+            yield value
         else:
-            for name in one.operands:
-                yield from self._results(Value(made.computation, name))
+            for name in instruction.operands:
+                yield from self._results(Value(maker.computation, name))
 
-    def _updated(self, place: Value, kind: ArrayType) -> int | None:
-        """How many elements of an array that was handed in are updated to give this; `None` where it was made here."""
-        place = self._made(place, kind)
-        computation, one = self.program.find(place.computation), self.program.instruction(place)
-        if one.op == "parameter":
-            return 0 if one.types[0].dtype == kind.dtype else None
-        if one.op not in _UPDATE_IN_PLACE:
-            return 0 if _on_the_wire(one) else None
-        before = self._updated(Value(computation.name, one.operands[0]), kind)
-        return None if before is None else before + _updated(computation, one)
+    def _elements_updated(self, value: Value, array: ArrayType) -> int | None:
+        """How many elements of a parameter are updated to give this value; `None` where the array is made here."""
+        maker = self._maker(value, array)
+        computation, instruction = self.program.find(maker.computation), self.program.instruction(maker)
+        if instruction.op == "parameter":
+            return 0 if instruction.types[0].dtype == array.dtype else None
+        if instruction.op not in _UPDATE_IN_PLACE:
+            return 0 if _is_on_the_wire(instruction) else None
+        before = self._elements_updated(Value(computation.name, instruction.operands[0]), array)
+        return None if before is None else before + _elements_updated(computation, instruction)
 
-    def _made(self, place: Value, kind: ArrayType | None = None) -> Value:
-        """What made a value, behind bitcasts, tuples and the borders of fusions in this one.
+    def _maker(self, value: Value, array: ArrayType | None = None) -> Value:
+        """What made a value, behind bitcasts, tuples and the borders of inner fusions.
 
-        With `kind` also behind conversions of an array of that kind to a wider one and back, which leave it as it was.
+        With `array` also behind conversions of that array to a wider dtype and back, which lose nothing.
         """
         while True:
-            computation, one = self.program.find(place.computation), self.program.instruction(place)
-            operand = one.operands[0] if one.operands else ""
-            if one.op in _SAME_BYTES or (one.op == "convert" and _keeps(kind, computation.by_name[operand].types[0])):
-                place = Value(computation.name, operand)
-            elif one.op == "fusion":
-                called = self._called(one)
-                place = Value(called.name, called.root, place.index)
-            elif one.op == "get-tuple-element":
-                place = Value(computation.name, operand, int(one.attributes["index"]))
-            elif one.op == "tuple" and place.index is not None:
-                place = Value(computation.name, one.operands[place.index])
-            elif one.op == "parameter" and computation is not self.top:
+            computation, instruction = self.program.find(value.computation), self.program.instruction(value)
+            operand = instruction.operands[0] if instruction.operands else ""
+            is_same = instruction.op in _SAME_BYTES or (
+                instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0])
+            )
+            if is_same:
+                value = Value(computation.name, operand)
+            elif instruction.op == "fusion":
+                called = self._called(instruction)
+                value = Value(called.name, called.root, value.index)
+            elif instruction.op == "get-tuple-element":
+                value = Value(computation.name, operand, int(instruction.attributes["index"]))
+            elif instruction.op == "tuple" and value.index is not None:
+                value = Value(computation.name, instruction.operands[value.index])
+            elif instruction.op == "parameter" and computation is not self.top:
                 call = self.program.callers(computation.name)[0]
-                place = Value(call.caller, call.instruction.operands[int(one.literal)])
+                value = Value(call.caller, call.instruction.operands[int(instruction.literal)])
             else:
-                return place
+                return value
 
 
-def _keeps(kind: ArrayType | None, other: ArrayType) -> bool:
-    """Whether an array of one kind is still all there in the other: so CPUs update bfloat16, which they lack."""
-    return kind is not None and (other.dtype == kind.dtype or other.bits > kind.bits)
+def _contains(array: ArrayType | None, other: ArrayType) -> bool:
+    """Whether an array keeps every element in another dtype.
+
+    CPUs cannot compute in bfloat16: they update such an array between a conversion to float32 and one back.
+    """
+    return array is not None and (other.dtype == array.dtype or other.bits > array.bits)
 
 
-def _taken(computation: Computation, one: Instruction, name: str) -> int | None:
-    """How many elements of one of its operands an instruction reads, where it takes or updates a part; else `None`."""
-    if one.operands.count(name) == 1:
-        if one.op in _TAKE_A_PART and one.operands[0] == name:
-            return one.types[0].size
-        if one.op == "dynamic-update-slice" and one.operands[0] == name:
+def _elements_read(computation: Computation, instruction: Instruction, operand: str) -> int | None:
+    """How many elements an instruction reads of an operand, where it takes or updates a part of it; else `None`."""
+    if instruction.operands.count(operand) == 1:
+        if instruction.op in _TAKE_A_PART and instruction.operands[0] == operand:
+            return instruction.types[0].size
+        if instruction.op == "dynamic-update-slice" and instruction.operands[0] == operand:
             return 0
-        if one.op == "scatter" and name in one.operands[: max(1, (len(one.operands) - 1) // 2)]:
-            return _updated(computation, one)  # to combine them with what comes
+        # The operands of a scatter of n arrays: n arrays, their indices, n updates. It combines old with new elements.
+        if (
+            instruction.op == "scatter"
+            and operand in instruction.operands[: max(1, (len(instruction.operands) - 1) // 2)]
+        ):
+            return _elements_updated(computation, instruction)
     return None
 
 
-def _updated(computation: Computation, one: Instruction) -> int:
-    """How many elements an update in place touches, of each of its arrays: a scatter may have several."""
-    update = one.operands[-1] if one.op == "scatter" else one.operands[1]
+def _elements_updated(computation: Computation, instruction: Instruction) -> int:
+    """How many elements an update in place changes in each of its arrays, of which a scatter may have several."""
+    update = instruction.operands[-1] if instruction.op == "scatter" else instruction.operands[1]
     return computation.by_name[update].types[0].size
 
 
-def _on_the_wire(one: Instruction) -> bool:
-    return is_collective(one) or "AsyncCollective" in one.attributes.get("custom_call_target", "")
+def _is_on_the_wire(instruction: Instruction) -> bool:
+    return is_collective(instruction) or "AsyncCollective" in instruction.custom_call_target
 
 
 def _behind_bitcasts(computation: Computation, name: str) -> str:
-    """The array itself, so that it is read once, in whichever shapes it is looked at."""
+    """The array itself, whichever shapes it is used in."""
     while computation.by_name[name].op == "bitcast":
         name = computation.by_name[name].operands[0]
     return name
 
 
 def _bytes(types: Iterable[ArrayType]) -> int:
-    return sum(each.nbytes for each in types)
+    return sum(array.nbytes for array in types)
 
 
-def _packed(kind: ArrayType, elements: int) -> int:
-    """What so many elements of an array take."""
-    return -(-elements * kind.bits // 8)
+def _packed_bytes(array: ArrayType, elements: int) -> int:
+    """The bytes of so many elements of an array."""
+    return -(-elements * array.bits // 8)

@@ -134,11 +134,11 @@ ENTRY %e (p: f32[]) -> f32[] {
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a compiled program starts with 'HloModule', this with ''"),
+        ("", "a compiled program starts with 'HloModule', this text with ''"),
         ("module @jit_f {}", r"pass what jax.jit\(f\).lower\(...\).compile\(\).as_text\(\) returns"),
         ("HloModule m\n\n%f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n", "'m' has no ENTRY"),
-        ("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n", "its text is cut off"),
-        ("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  oh\n}\n", "this is no instruction"),
+        ("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n", "its text is incomplete"),
+        ("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  oh\n}\n", "not an instruction"),
     ],
 )
 def test_other_texts_are_refused(text: str, message: str) -> None:

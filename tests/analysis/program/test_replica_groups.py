@@ -51,7 +51,7 @@ def test_forms(text: str, groups: Groups) -> None:
 
 @pytest.mark.parametrize("text", ["{data}", "[a]", "mesh[]", "everybody"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ProgramTextError, match="these are no replica groups as XLA prints them"):
+    with pytest.raises(ProgramTextError, match="not replica groups as XLA prints them"):
         read_groups(text, 8)
 
 

@@ -84,7 +84,7 @@ def test_targets(target: str, groups: tuple[tuple[int, ...], ...]) -> None:
 @pytest.mark.parametrize("target", ['"{1,3}x{0:3}"', '"{1,2}x{0:4}"', "{{100000,300000}}", '"{a}x{b}"'])
 def test_slices_and_chips_that_are_not_there(target: str) -> None:
     one, _ = read_instruction(send(target), {})
-    with pytest.raises(ProgramTextError, match=r"s goes between slices .*, of which 2 slices of 4 are known"):
+    with pytest.raises(ProgramTextError, match=r"s goes between slices .*, but the mesh has 2 slices of 4 chips"):
         SLICES.groups_between(one)
 
 

@@ -129,7 +129,7 @@ def test_attributes_of_the_header() -> None:
 
 @pytest.mark.parametrize("line", ["", "what is this", "%a = f32[4]", "%a f32[4] add(%b)"])
 def test_a_line_that_is_no_instruction_is_refused(line: str) -> None:
-    with pytest.raises(ProgramTextError, match="this is no instruction as XLA prints them"):
+    with pytest.raises(ProgramTextError, match="not an instruction as XLA prints them"):
         read(line)
 
 
