@@ -14,7 +14,7 @@ from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
 from shardrules.placement.jit import FilterJit
 from shardrules.planning.answer.diff import AutoPlanDiff
-from shardrules.planning.answer.explain import Alternative, SplitDim, Use
+from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate
 from shardrules.planning.answer.report import AutoPlanReport
@@ -56,6 +56,6 @@ __all__ = [
     "SplitDim",
     "StepTime",
     "Totals",
-    "Use",
+    "ArrayUse",
     "Weight",
 ]

@@ -1,13 +1,15 @@
-"""`autoplan`: finds where everything in a function is to be."""
+"""`autoplan`: finds where everything in a function goes.
+
+It reads, then searches, then tells. Everything that searches, for the plan and for what its pins cost, divides one
+deadline; findings are made from what the searches returned.
+"""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardrules.analysis.compiling.compile import name_of
@@ -15,6 +17,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import (
+    ConfigError,
     DoesNotFitError,
     MeshError,
     PlanError,
@@ -28,15 +31,26 @@ from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
+from shardrules.planning.answer.findings import (
+    COSTLY_RATIO,
+    PinCosts,
+    does_not_fit_text,
+    machine_findings,
+    nothing_split,
+    pin_findings,
+    program_findings,
+    untried_meshes,
+)
 from shardrules.planning.answer.plan import AutoPlan, Candidate
-from shardrules.planning.graph.machine import Assumptions, Machine, has_sheet
+from shardrules.planning.graph.machine import Assumptions, Machine
 from shardrules.planning.run.call import Call, read_call
-from shardrules.planning.solve.search import Task
+from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 _RESERVE = 0.1
-_DEAR = 2.0
-_LARGE = 2**20
+"""The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
+fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
 
 
 def autoplan(
@@ -49,24 +63,24 @@ def autoplan(
     assumptions: Assumptions | None = None,
     time_limit: float = 60,
 ) -> AutoPlan:
-    """Finds where the arguments, the results and everything inside of a function are to be, so that it runs fastest.
+    """Finds how to split the arguments, the results and everything inside of a function so that it runs fastest.
 
     The function is traced, and every layout of every array in it is weighed by what computing and communicating would
-    take. Nothing is run or compiled.
+    cost. Nothing is run or compiled.
 
     **Arguments:**
 
-    - `fn`: any function that JAX can trace: a whole train step, say. `eqx.filter_*` functions will do.
-    - `args`: its arguments; shapes will do. An argument that comes back as a result, as the state of training does,
-        comes back where it was.
-    - `mesh`: a mesh, with devices or without; or a number of devices, for which meshes are tried, too.
-    - `memory_limit`: the most that may lie in the memory of a device, in bytes or as text (`"60GiB"`): arguments,
+    - `fn`: any function that JAX can trace, such as a whole train step. `eqx.filter_*` functions are also accepted.
+    - `args`: its arguments, as arrays or shapes. An argument that comes back as a result, such as the state of
+        training, comes back in the same layout.
+    - `mesh`: a mesh, with devices or without; or a device count, for which several meshes are tried.
+    - `memory_limit`: the most that may lie in the memory of a device, in bytes or as a string (`"60GiB"`): arguments,
         results and everything in between. By default the device's memory less a tenth.
-    - `pins`: a rule for the tuple of arguments. What it has an opinion on stays as it says.
-    - `hardware`: what the devices can do; by default the sheet of the mesh's own devices, and that of H100s for a mesh
-        without.
-    - `assumptions`: which part of what they can do they reach; by default `Assumptions()`.
-    - `time_limit`: after how many seconds the best plan known by then will do.
+    - `pins`: a rule for the tuple of arguments. Where it has an opinion, the plan follows it.
+    - `hardware`: what the devices reach; by default the sheet of the mesh's devices, or of H100s if it has none.
+    - `assumptions`: which part of that functions reach; by default `Assumptions()`.
+    - `time_limit`: the seconds that searching may take, over all meshes and pins. If it is reached, the best plan so
+        far is returned, with its gap.
 
     **Returns:**
 
@@ -74,9 +88,9 @@ def autoplan(
 
     **Raises:**
 
-    `DoesNotFitError` where nothing fits, with about the smallest limit that something fits in; `PlanError` where pins
-    do not divide; `RuleTypeError` where they are no rule; `MeshError` where `mesh` is no mesh and no number of devices;
-    whatever `fn` raises when it is traced.
+    `DoesNotFitError` if nothing fits, with about the smallest limit that something fits in; `ConfigError` if no plan
+    was found in time; `PlanError` if pins do not divide; `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh`
+    is neither a mesh nor a device count; and whatever `fn` raises when it is traced.
 
     ```python
     def loss(w, x):
@@ -88,18 +102,19 @@ def autoplan(
     assert planned.plan.specs[0] == {"up": P(None, "model"), "down": P("model")}
     ```
     """
-    begun = time.monotonic()
-    wishes = _Wishes(memory_limit, pins, hardware, assumptions, time_limit)
+    deadline = Deadline.after(time_limit)
+    options = _Options(memory_limit, pins, hardware, assumptions, time_limit)
     if isinstance(mesh, int):
-        return _search(fn, args, mesh, wishes)
+        return _best_mesh(fn, args, mesh, options, deadline)
     check_mesh(mesh)
-    return _planned(read_call(fn, args, mesh, name_of(fn)), args, mesh, wishes, begun + time_limit)
+    query = _read(fn, args, mesh, options)
+    return _answer(query, query.search(deadline), deadline)
 
 
 @final
 @attrs.frozen
-class _Wishes:
-    """What is asked for, beside the function and the mesh."""
+class _Options:
+    """What the user asks for, beside the function and the mesh."""
 
     memory_limit: int | str | None
     pins: ShardingRule | None
@@ -107,235 +122,181 @@ class _Wishes:
     assumptions: Assumptions | None
     time_limit: float
 
-    def limit(self, machine: Machine) -> int:
-        """The most that may lie in memory, in bytes."""
-        if self.memory_limit is None:
-            return int(machine.hardware.memory_bytes * (1 - _RESERVE))
-        return read_bytes("memory_limit", self.memory_limit)
+
+@final
+@attrs.frozen(eq=False)
+class _Query:
+    """A function to plan on one mesh: everything that is read before a search."""
+
+    call: Call
+    args: tuple[Any, ...]
+    mesh: AnyMesh
+    options: _Options
+    program: TracedProgram
+    machine: Machine
+    limit_bytes: int
+    pinned: dict[int, PartitionSpec]
+    """For indices of arrays of the arguments the specs that they have to have."""
+    task: Task
+
+    def search(self, deadline: Deadline) -> SearchResult:
+        """Finds the best choice that fits."""
+        return self.task.within(self.limit_bytes, deadline)
+
+    def with_pins(self, pinned: Mapping[int, PartitionSpec]) -> "_Query":
+        """Returns the same query with other pins."""
+        task = Task.of(self.program, self.machine, self.call.paths, self.call.feedback, pinned)
+        return attrs.evolve(self, pinned=dict(pinned), task=task)
 
 
-def _planned(call: Call, args: tuple[Any, ...], mesh: AnyMesh, wishes: _Wishes, deadline: float) -> AutoPlan:
-    machine = Machine.of(mesh, wishes.hardware, wishes.assumptions)
+def _read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options: _Options) -> _Query:
+    call = read_call(fn, args, mesh, name_of(fn))
+    machine = Machine.of(mesh, options.hardware, options.assumptions)
     program = read_jaxpr(call.jaxpr)
-    limit = wishes.limit(machine)
-    pinned = _pinned(args, wishes.pins, mesh)
+    if options.memory_limit is None:
+        limit_bytes = int(machine.hardware.memory_bytes * (1 - _RESERVE))
+    else:
+        limit_bytes = read_bytes("memory_limit", options.memory_limit)
+    pinned = _pinned_specs(args, options.pins, mesh)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
-    found = task.within(limit, deadline)
-    free = Task.of(program, machine, call.paths, call.feedback, {}) if pinned else task
-    if found.solution is None:
-        if found.is_late:
-            raise PlanError(
-                f"{call.name}: nothing that fits in {bytes_text(limit)} was found on {mesh_text(mesh)} before the time "
-                f"was up, {wishes.time_limit:.3g} s; the least that was met takes {bytes_text(found.peak_bytes)}. "
-                "Raise time_limit, or pin what you know"
-            )
-        text = _too_large(call, mesh, limit, found.peak_bytes, free, pinned, deadline)
-        raise DoesNotFitError(text, int(found.peak_bytes))
-    findings = [*_about_machine(mesh, wishes.hardware), *_about_program(call, program, task)]
-    plan = AutoPlan(call, args, mesh, limit, wishes.time_limit, task, found)
-    if pinned:
-        findings += _about_pins(plan, free, pinned, deadline)
-    labels = zip(task.problem.nodes, plan.choice, strict=True)
-    if not any((node.layouts[label] >= 0).any() for node, label in labels):
-        findings.append(_nothing(plan))
-    return attrs.evolve(plan, findings=tuple(findings))
+    return _Query(call, args, mesh, options, program, machine, limit_bytes, pinned, task)
 
 
-def _pinned(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
-    """For numbers of arrays the specs that they have to have."""
+def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
     if pins is None:
         return {}
     if not isinstance(pins, ShardingRule):
-        raise RuleTypeError(f"pins is a rule, got {pins!r:.80}. SpecTreeShardingRule makes one of a tree of specs")
+        raise RuleTypeError(
+            f"pins must be a rule, got {pins!r:.80}. SpecTreeShardingRule makes one from a tree of specs"
+        )
     plan = pins.plan(args, mesh)
     plan.check()
     order = list(mesh_sizes(mesh))
-    wrong = [
+    # Layouts have one order of the axes on a dim, the mesh's; plans with another could not be compared.
+    misordered = [
         Finding(
             "error",
             "axis-order",
-            f"it is pinned as {spec_repr(spec)}, and several axes on one dim stand in the order of the mesh",
+            f"pinned as {spec_repr(spec)}, but several axes on one dim must be in the order of the mesh",
             path,
-            "Name them in that order, or make the mesh the other way round",
+            "Name them in that order, or reverse the mesh",
         )
         for path in plan.paths
         for spec in [plan.decision(path).spec]
         if spec is not None
-        and any(isinstance(one, tuple) and sorted(one, key=order.index) != list(one) for one in spec)
+        and any(isinstance(entry, tuple) and sorted(entry, key=order.index) != list(entry) for entry in spec)
     ]
-    if wrong:
-        raise plan_error("pins that the planner cannot keep", wrong)
-    decided = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kind_of]
-    arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), decided, strict=True) if array_kind(leaf) is not None]
-    return {number: spec for number, spec in enumerate(arrays) if spec is not None}
+    if misordered:
+        raise plan_error("pins that the planner cannot keep", misordered)
+    specs = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kind_of]
+    arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), specs, strict=True) if array_kind(leaf) is not None]
+    return {index: spec for index, spec in enumerate(arrays) if spec is not None}
 
 
-def _too_large(
-    call: Call, mesh: AnyMesh, limit: int, least: float, free: Task, pinned: Mapping[int, Any], deadline: float
-) -> str:
-    text = f"{call.name} does not fit in {bytes_text(limit)} on {mesh_text(mesh)}: it takes about {bytes_text(least)}"
-    if pinned and free.within(limit, max(deadline, time.monotonic() + 10)).solution is not None:
-        largest = sorted(pinned, key=lambda number: -math.prod(call.structs[number].shape))
-        names = [call.paths[number] for number in largest]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return f"{text} as it is pinned, and would fit without the pins. Pinned: {shown}. Take out what splits least"
-    return f"{text} at the least. Take more devices, a smaller batch, or recompute activations (jax.checkpoint)"
-
-
-def _about_machine(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding]:
-    if hardware is None and not has_sheet(mesh):
-        yield Finding(
-            "note",
-            "assumed-hardware",
-            f"{mesh_text(mesh)} has no devices that there is a sheet for: it is planned for H100s",
-            remedy="Pass hardware=",
-        )
-
-
-def _about_program(call: Call, program: TracedProgram, task: Task) -> Iterator[Finding]:
-    back = dict.fromkeys(call.names[call.owners[number]] for number in call.feedback.values())
-    if back:
-        yield Finding(
-            "note",
-            "fed-back",
-            f"{', '.join(back)} {'come' if len(back) > 1 else 'comes'} back as results of the same structure: in the "
-            "same layout, and over the same memory if it is donated",
-        )
-    for name, count in program.unknown_primitives:
-        yield Finding(
-            "warning",
-            "unknown-operation",
-            f"there is no rule for {name}, which is taken {count} time{'s' * (count > 1)}: what it takes and gives is "
-            "whole on every device",
-            remedy="Put it in jax.shard_map, where it can be split by hand",
-        )
-    printed = sum(operation.name.startswith("debug_") for operation in program.operations)
-    if printed:
-        yield Finding(
-            "note",
-            "debug-callback",
-            f"{printed} debug callback{'s gather what they get' if printed > 1 else ' gathers what it gets'}, whole",
-            remedy="Take them out, or give them less",
-        )
-    opaque = sum(operation.role == "opaque" for operation in program.operations)
-    if opaque:
-        stay = "shard_maps stay" if opaque > 1 else "shard_map stays"
-        yield Finding("note", "opaque", f"{opaque} {stay} as written; what is computed inside is in no figure")
-    for spec in task.ignored:
-        yield Finding(
-            "warning",
-            "constraint-ignored",
-            f"a constraint in the function asks for {spec}, which does not divide, or is no layout of this mesh: it is "
-            "not planned for, and the compiler makes of it what it can",
-            remedy="Correct it, or take it out",
-        )
-    held_whole = sum(program.arrays[number].nbytes for number in program.constants)
-    if held_whole >= _LARGE:
-        yield Finding(
-            "warning",
-            "whole-constant",
-            f"the function holds {bytes_text(held_whole)} in arrays that are no arguments: it is on every device",
-            remedy="Make them arguments",
-        )
-    fixed = sum(operation.role == "fixed" for operation in program.operations)
-    if fixed:
-        yield Finding(
-            "note",
-            "constrained",
-            f"{fixed} constraint{'s' * (fixed > 1)} in the function {'are' if fixed > 1 else 'is'} obeyed",
-            remedy="Take them out to leave these layouts to the planner",
-        )
-
-
-def _about_pins(plan: AutoPlan, free: Task, pinned: Mapping[int, PartitionSpec], deadline: float) -> Iterator[Finding]:
-    """Pins that cost much, each by itself."""
-    best = free.within(plan.memory_limit, max(deadline, time.monotonic() + 10))
-    if best.solution is None:
-        return
-    least = free.problem.cost(best.choice)
-    if plan.cost < _DEAR * least:
-        return
-    task = plan.task
-    groups: dict[tuple[int, Any], list[int]] = {}
-    for number, spec in pinned.items():
-        home = task.problem.homes.get(task.problem.program.arguments[number])
-        if home is not None:
-            groups.setdefault((home.node, spec_repr(spec)), []).append(number)
-    blamed = False
-    for numbers in groups.values():
-        alone = Task.of(
-            task.problem.program,
-            task.problem.machine,
-            plan.call.paths,
-            plan.call.feedback,
-            {number: pinned[number] for number in numbers},
-        )
-        found = alone.within(plan.memory_limit, time.monotonic() + 10)
-        cost = np.inf if found.solution is None else alone.problem.cost(found.choice)
-        if cost >= _DEAR * least:
-            blamed = True
-            yield _dear(plan, numbers, pinned, cost, least)
-    if not blamed:
-        yield _dear(plan, list(pinned), pinned, plan.cost, least)
-
-
-def _dear(
-    plan: AutoPlan, numbers: list[int], pinned: Mapping[int, PartitionSpec], cost: float, least: float
-) -> Finding:
-    return Finding(
-        "warning",
-        "costly-pin",
-        f"pinned as {spec_repr(pinned[numbers[0]])}, a call takes {1000 * cost:.4g} ms; {1000 * least:.4g} ms without",
-        plan.call.paths[numbers[0]],
-        "Take the pin out, or say why it is so",
-        tuple(plan.call.structs[numbers[0]].shape),
-        count=len(numbers),
-    )
-
-
-def _nothing(plan: AutoPlan) -> Finding:
-    return Finding(
-        "note",
-        "nothing-split",
-        f"nothing in {plan.call.name} is worth splitting: all of it is done on every device",
-    )
-
-
-def _search(fn: Callable[..., Any], args: tuple[Any, ...], count: int, wishes: _Wishes) -> AutoPlan:
-    """Tries meshes of a number of devices."""
+def _best_mesh(
+    fn: Callable[..., Any], args: tuple[Any, ...], count: int, options: _Options, deadline: Deadline
+) -> AutoPlan:
+    """Searches on meshes of some devices, which divide the time, and returns the plan of the best."""
     if count < 1:
-        raise MeshError(f"mesh is a mesh or a number of devices, 1 or more; got {count}")
-    texts = _shapes(count)
-    plans: list[AutoPlan] = []
+        raise MeshError(f"mesh must be a mesh or a device count of at least 1, got {count}")
+    texts = _mesh_texts(count)
+    outcomes: list[tuple[_Query, SearchResult]] = []
     candidates: list[Candidate] = []
-    refused: ShardRulesError | None = None
-    for text in texts:
-        mesh = mesh_shape(text)
-        left = max(5.0, wishes.time_limit / len(texts))
+    refusal: ShardRulesError | None = None
+    for index, text in enumerate(texts):
+        if outcomes and deadline.is_over:
+            break
         try:
-            call = read_call(fn, args, mesh, name_of(fn))
-            plan = _planned(call, args, mesh, wishes, time.monotonic() + left)
-        except DoesNotFitError as error:
-            smaller = not isinstance(refused, DoesNotFitError) or error.needed_bytes < refused.needed_bytes
-            refused = error if smaller else refused
-            candidates.append(Candidate(text, None, error.needed_bytes))
-            continue
+            query = _read(fn, args, mesh_shape(text), options)
         except (PlanError, UnknownAxisError) as error:  # pins and constraints may name axes that not all meshes have
-            refused = error if refused is None else refused
+            refusal = refusal or error
             candidates.append(Candidate(text, None, 0))
             continue
-        plans.append(plan)
-        candidates.append(Candidate(text, plan.cost, plan.peak_bytes))
-    if not plans:
-        assert refused is not None, "every mesh is planned or refused"
-        raise refused
-    best = min(plans, key=lambda plan: (plan.cost, mesh_text(plan.mesh)))
-    candidates.sort(key=lambda one: (one.seconds is None, one.seconds or 0.0, one.mesh))
-    return attrs.evolve(best, candidates=tuple(candidates))
+        result = query.search(deadline.share(len(texts) - index))
+        outcomes.append((query, result))
+        seconds = None if result.solution is None else query.task.problem.cost(result.choice)
+        candidates.append(Candidate(text, seconds, 0 if result.is_late else int(result.peak_bytes)))
+    if not outcomes:
+        assert refusal is not None, "every mesh is searched or refused"
+        raise refusal
+    best, result = min(outcomes, key=_rank)
+    plan = _answer(best, result, deadline)
+    candidates.sort(key=lambda candidate: (candidate.seconds is None, candidate.seconds or 0.0, candidate.mesh))
+    untried = texts[len(candidates) :]
+    findings = (*plan.findings, untried_meshes(untried)) if untried else plan.findings
+    return attrs.evolve(plan, candidates=tuple(candidates), findings=findings)
 
 
-def _shapes(count: int) -> list[str]:
-    """Meshes of one and two axes, the larger axis first and last."""
-    found = [f"data:{count}"]
-    found += [f"data:{count // size},model:{size}" for size in range(2, count) if count % size == 0]
-    return found
+def _rank(outcome: tuple[_Query, SearchResult]) -> tuple[int, float, str]:
+    """Orders outcomes: plans by their cost, then what does not fit by what it needs, then searches without a result."""
+    query, result = outcome
+    if result.solution is not None:
+        return 0, query.task.problem.cost(result.choice), mesh_text(query.mesh)
+    return (2, 0.0, "") if result.is_late else (1, int(result.peak_bytes), "")
+
+
+def _mesh_texts(count: int) -> list[str]:
+    """Returns meshes of one and two axes, the larger axis first and last."""
+    texts = [f"data:{count}"]
+    texts += [f"data:{count // size},model:{size}" for size in range(2, count) if count % size == 0]
+    return texts
+
+
+def _answer(query: _Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
+    """Returns the plan that a search found, with its findings, or raises what kept it from finding any."""
+    if result.solution is None and result.is_late:
+        raise ConfigError(
+            f"{query.call.name}: no plan that fits in {bytes_text(query.limit_bytes)} on {mesh_text(query.mesh)} was "
+            f"found within time_limit={query.options.time_limit:.3g} s; the smallest plan met needs "
+            f"{bytes_text(result.peak_bytes)}. Raise time_limit, or pin what you know"
+        )
+    costs = _pin_costs(query, result, deadline)
+    if result.solution is None:
+        text = does_not_fit_text(
+            query.call, query.mesh, query.limit_bytes, result.peak_bytes, list(query.pinned), costs
+        )
+        raise DoesNotFitError(text, int(result.peak_bytes))
+    plan = AutoPlan(query.call, query.args, query.mesh, query.limit_bytes, query.options.time_limit, query.task, result)
+    return attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
+
+
+def _findings(query: _Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
+    yield from machine_findings(query.mesh, query.options.hardware)
+    yield from program_findings(query.call, query.task)
+    if query.pinned:
+        yield from pin_findings(query.call, query.pinned, plan.cost, costs)
+    chosen = zip(query.task.problem.nodes, plan.choice, strict=True)
+    if not any((node.layouts[layout_index] >= 0).any() for node, layout_index in chosen):
+        yield nothing_split(query.call)
+
+
+def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCosts:
+    """Searches without pins, and if those cost much, with one group of pins at a time: as far as the time goes."""
+    if not query.pinned:
+        return PinCosts(is_complete=True)
+    if deadline.is_over:
+        return PinCosts()
+    free = query.with_pins({})
+    free_result = free.search(deadline)
+    if free_result.solution is None:
+        return PinCosts(is_complete=not free_result.is_late)
+    free_seconds = free.task.problem.cost(free_result.choice)
+    if result.solution is None or query.task.problem.cost(result.choice) < COSTLY_RATIO * free_seconds:
+        return PinCosts(True, free_seconds)
+    # Arrays of repeated layers share a node: with the same spec, they are pinned by the same line of a rule.
+    groups: dict[tuple[int, str], list[int]] = {}
+    for index, spec in query.pinned.items():
+        home = query.task.problem.homes.get(query.program.arguments[index])
+        if home is not None:
+            groups.setdefault((home.node, spec_repr(spec)), []).append(index)
+    group_seconds: list[tuple[tuple[int, ...], float]] = []
+    for count, indices in enumerate(groups.values()):
+        if deadline.is_over:
+            break
+        alone = query.with_pins({index: query.pinned[index] for index in indices})
+        alone_result = alone.search(deadline.share(len(groups) - count))
+        if alone_result.solution is not None:
+            group_seconds.append((tuple(indices), alone.task.problem.cost(alone_result.choice)))
+        elif not alone_result.is_late:
+            group_seconds.append((tuple(indices), math.inf))
+    return PinCosts(True, free_seconds, tuple(group_seconds))

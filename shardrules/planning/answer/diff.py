@@ -1,4 +1,4 @@
-"""What is other in another plan of the same function."""
+"""What differs in another plan of the same function."""
 
 from typing import TypeAlias, final
 
@@ -14,39 +14,23 @@ Side: TypeAlias = tuple[Placements, float, int, int]
 @final
 @attrs.frozen
 class AutoPlanDiff:
-    """What is other in another plan of the same function. `AutoPlan.diff` makes them.
-
-    **Arguments:**
-
-    - `arguments`: what is other with the arguments.
-    - `seconds`: the modelled time of a call, before and after.
-    - `wire_bytes`: what a device sends in one, before and after.
-    - `peak_bytes`: the most that lies in its memory, before and after.
-    """
+    """What differs in another plan of the same function, before and after. `AutoPlan.diff` makes them."""
 
     arguments: PlanDiff
     seconds: tuple[float, float]
+    """The modelled time of a call."""
     wire_bytes: tuple[int, int]
+    """What a device sends in a call."""
     peak_bytes: tuple[int, int]
 
+    @classmethod
+    def between(cls, before: Side, after: Side) -> "AutoPlanDiff":
+        """Returns what differs."""
+        placements, *figures = zip(before, after, strict=True)
+        return cls(PlanDiff.between(*placements), *figures)
+
     def __str__(self) -> str:
-        time = " -> ".join(f"{1000 * one:.4g} ms" for one in self.seconds)
+        time = " -> ".join(f"{1000 * seconds:.4g} ms" for seconds in self.seconds)
         wire = " -> ".join(map(bytes_text, self.wire_bytes))
         peak = " -> ".join(map(bytes_text, self.peak_bytes))
         return f"time {time}\nwire {wire}\nmemory {peak}\n{self.arguments}"
-
-
-def difference(before: Side, after: Side) -> AutoPlanDiff:
-    """Returns what is other.
-
-    **Arguments:**
-
-    - `before`, `after`: the plans.
-
-    **Returns:**
-
-    An `AutoPlanDiff`.
-    """
-    return AutoPlanDiff(
-        PlanDiff.between(before[0], after[0]), (before[1], after[1]), (before[2], after[2]), (before[3], after[3])
-    )

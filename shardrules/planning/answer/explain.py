@@ -1,7 +1,7 @@
-"""Why a plan is as it is: which dims go together and what splits them, who takes an argument, what else could be."""
+"""Why a plan is as it is: which dims go together and what splits them, what uses an argument, what else could be."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import attrs
 from jax.sharding import PartitionSpec
@@ -16,75 +16,59 @@ from shardrules.planning.graph.problem import Problem
 from shardrules.planning.traced.program import TracedProgram
 
 _SHOWN = 3
+"""How many dims of arguments name a family of dims: more make lines that are hard to read."""
+
+_Dim: TypeAlias = tuple[int, int]
+"""The index of an array and one of its dims."""
 
 
 @final
 @attrs.frozen
 class SplitDim:
-    """Dims that go together through a function, and the axes that split them where most is computed.
-
-    **Arguments:**
-
-    - `name`: arguments that have such a dim, `"w[1], x[0]"`; `"inside"` where none has.
-    - `size`: the size.
-    - `axes`: the mesh axes that split it in most of the products, by their FLOPs.
-    - `stored`: the mesh axes that split it in arguments beyond that.
-    """
+    """Dims that go together through a function, as batch or heads do, and the axes that split them."""
 
     name: str
+    """Arguments that have such a dim, `"w[1], x[0]"`; `"inside"` if none has."""
     size: int
     axes: tuple[str, ...]
+    """The mesh axes that split it in most of the products, by their FLOPs."""
     stored: tuple[str, ...] = ()
+    """The mesh axes that split it in arguments beyond that."""
 
     def __str__(self) -> str:
-        where = ", ".join(self.axes) or "whole"
-        kept = f" (stored over {', '.join(self.stored)})" if self.stored else ""
-        return f"{self.name} ({self.size}) -> {where}{kept}"
+        axes = ", ".join(self.axes) or "whole"
+        stored = f" (stored over {', '.join(self.stored)})" if self.stored else ""
+        return f"{self.name} ({self.size}) -> {axes}{stored}"
 
 
 @final
 @attrs.frozen
-class Use:
-    """An operation that takes an argument.
-
-    **Arguments:**
-
-    - `operation`: its name.
-    - `line`: the line of Python behind it; empty where none is known.
-    - `spec`: the layout in which it takes the array.
-    - `kinds`: the collectives that bring it there.
-    - `wire_bytes`: what a device sends for that in one call.
-    - `seconds`: what that takes.
-    """
+class ArrayUse:
+    """An operation that uses an argument, and what bringing the array there costs in one call."""
 
     operation: str
     line: str
+    """The line of Python behind it; empty if unknown."""
     spec: PartitionSpec
+    """The layout in which it takes the array."""
     kinds: tuple[str, ...]
+    """The collectives that bring the array there."""
     wire_bytes: int
+    """What a device sends for that."""
     seconds: float
 
     def __str__(self) -> str:
-        how = (
-            f" by {' and '.join(self.kinds)}: {bytes_text(self.wire_bytes)}, {1000 * self.seconds:.3g} ms"
-            if self.kinds
-            else ""
-        )
-        return f"{self.operation}{f' at {self.line}' if self.line else ''} takes it as {spec_repr(self.spec)}{how}"
+        location = f" at {self.line}" if self.line else ""
+        moved = ""
+        if self.kinds:
+            moved = f" by {' and '.join(self.kinds)}: {bytes_text(self.wire_bytes)}, {1000 * self.seconds:.3g} ms"
+        return f"{self.operation}{location} takes it as {spec_repr(self.spec)}{moved}"
 
 
 @final
 @attrs.frozen
 class Alternative:
-    """The best plan in which an argument is laid out in another way, against the one that was found.
-
-    **Arguments:**
-
-    - `spec`: the other layout.
-    - `seconds`: how much longer a call takes.
-    - `wire_bytes`: how much more a device sends.
-    - `peak_bytes`: how much more memory it takes.
-    """
+    """The best plan in which an argument has another layout, and how much more it takes than the plan."""
 
     spec: PartitionSpec
     seconds: float
@@ -92,17 +76,8 @@ class Alternative:
     peak_bytes: int
 
 
-def alternatives_text(other: Alternative | None) -> str:
-    """Says what the next best would cost.
-
-    **Arguments:**
-
-    - `other`: it.
-
-    **Returns:**
-
-    One line.
-    """
+def alternative_text(other: Alternative | None) -> str:
+    """Returns one line about the next best plan."""
     if other is None:
         return "no other layout of it fits"
     wire = f"{'+' if other.wire_bytes >= 0 else '-'}{bytes_text(abs(other.wire_bytes))} on the wire"
@@ -110,111 +85,94 @@ def alternatives_text(other: Alternative | None) -> str:
     return f"next best: {spec_repr(other.spec)}, {1000 * other.seconds:+.3g} ms, {wire}, {peak}"
 
 
-def uses(problem: Problem, choice: Sequence[int], number: int) -> tuple[Use, ...]:
-    """Returns what takes an argument, and in which layout.
-
-    **Arguments:**
-
-    - `problem`, `choice`: the plan.
-    - `number`: which argument.
-
-    **Returns:**
-
-    A `Use` for each operation.
-    """
+def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[ArrayUse, ...]:
+    """Returns the operations that use an argument."""
     program = problem.program
-    array = program.arguments[number]
-    followed = dict.fromkeys([array])
-    found = []
-    for at, operation in enumerate(program.operations):
-        for place, operand in enumerate(operation.operands):
-            if operand not in followed:
+    array = program.arguments[argument_index]
+    aliases = dict.fromkeys([array])
+    uses = []
+    for op_index, operation in enumerate(program.operations):
+        for position, operand in enumerate(operation.operands):
+            if operand not in aliases:
                 continue
-            if operation.role in ("enter", "join"):  # the loop takes it on
-                followed[operation.results[0]] = None
-            if (at, place) not in problem.operand_homes or operation.role == "return":
+            if operation.role in ("enter", "join"):  # inside the loop it has another index
+                aliases[operation.results[0]] = None
+            if (op_index, position) not in problem.operand_homes or operation.role == "return":
                 continue
-            layout = problem.layout(problem.operand_homes[at, place], choice)
-            paid, kinds, sent = _moved(problem, choice, at, place)
+            layout = problem.layout(problem.operand_homes[op_index, position], choice)
+            seconds, kinds, wire_bytes = _move(problem, choice, op_index, position)
             if operation.role != "compute" and not kinds:
                 continue
             line = "" if operation.equation is None else short_line(equation_line(operation.equation))
-            ndim = len(program.arrays[operand].shape)
-            found.append(Use(operation.name, line, spec_of(layout, ndim, problem.machine), kinds, int(sent), paid))
-    return tuple(dict.fromkeys(found))
+            spec = spec_of(layout, len(program.arrays[operand].shape), problem.machine)
+            uses.append(ArrayUse(operation.name, line, spec, kinds, int(wire_bytes), seconds))
+    return tuple(dict.fromkeys(uses))
 
 
-def _moved(problem: Problem, choice: Sequence[int], at: int, place: int) -> tuple[float, tuple[str, ...], float]:
-    """What it costs to bring an operand to an operation."""
-    number = problem.edge_indices.get((at, place))
-    if number is None:
+def _move(
+    problem: Problem, choice: Sequence[int], op_index: int, position: int
+) -> tuple[float, tuple[str, ...], float]:
+    """Returns the seconds, collectives and bytes that it takes to bring an operand to an operation."""
+    edge_index = problem.edge_indices.get((op_index, position))
+    if edge_index is None:
         return 0.0, (), 0.0
-    edge = problem.edges[number]
+    edge = problem.edges[edge_index]
     row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
     sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
-    kinds = tuple(kind for kind, amount in zip(COLLECTIVE_KINDS, sent, strict=True) if amount)
+    kinds = tuple(kind for kind, sent_bytes in zip(COLLECTIVE_KINDS, sent, strict=True) if sent_bytes)
     return float(edge.seconds[row, column]) * edge.move_count, kinds, float(sent.sum())
 
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
-    """Finds dims that go together, and what splits them.
-
-    **Arguments:**
-
-    - `problem`, `choice`: the plan.
-    - `paths`: the names of the arguments.
-
-    **Returns:**
-
-    Those that any axis splits, the most computed with first.
-    """
-    family = _Families(problem.program)
-    work = _work(problem, choice, family)
-    names, stored = _stored(problem, choice, paths, family)
+    """Returns the families of dims that any axis splits, the most computed with first."""
+    families = _Families(problem.program)
+    flops = _flops_by_axes(problem, choice, families)
+    names, stored = _stored_axes(problem, choice, paths, families)
     rows = []
-    for root in dict.fromkeys([*work, *stored]):
-        on = max(work[root].items(), key=lambda item: item[1])[0] if root in work else ()
-        beyond = tuple(name for name in problem.machine.axes if name in stored.get(root, ()) and name not in on)
-        if on or beyond:
+    for root in dict.fromkeys([*flops, *stored]):
+        axes = max(flops[root].items(), key=lambda item: item[1])[0] if root in flops else ()
+        beyond = tuple(axis for axis in problem.machine.axes if axis in stored.get(root, ()) and axis not in axes)
+        if axes or beyond:
             size = problem.program.arrays[root[0]].shape[root[1]]
-            weight = sum(work.get(root, {}).values())
-            rows.append((weight, SplitDim(_label(names.get(root, [])), size, on, beyond)))
+            total_flops = sum(flops.get(root, {}).values())
+            rows.append((total_flops, SplitDim(_family_name(names.get(root, [])), size, axes, beyond)))
     rows.sort(key=lambda row: (not row[1].axes, -row[0], row[1].name))
-    alike: dict[SplitDim, list[SplitDim]] = {}
-    for _, row in rows:
-        alike.setdefault(attrs.evolve(row, name=template(row.name)), []).append(row)
-    return tuple(own[0] if len(own) == 1 else whole for whole, own in alike.items())
+    # Repeated layers have a family each: they become one line, unless there is only one of them.
+    similar: dict[SplitDim, list[SplitDim]] = {}
+    for _, dim in rows:
+        similar.setdefault(attrs.evolve(dim, name=template(dim.name)), []).append(dim)
+    return tuple(dims[0] if len(dims) == 1 else common for common, dims in similar.items())
 
 
-def _work(
-    problem: Problem, choice: Sequence[int], family: "_Families"
-) -> dict[tuple[int, int], dict[tuple[str, ...], float]]:
-    """For dims the FLOPs that are done with them split over some axes."""
+def _flops_by_axes(
+    problem: Problem, choice: Sequence[int], families: "_Families"
+) -> dict[_Dim, dict[tuple[str, ...], float]]:
+    """Returns for each family of dims the FLOPs that are done with it split over some axes."""
     program = problem.program
-    found: dict[tuple[int, int], dict[tuple[str, ...], float]] = {}
-    for at, operation in enumerate(program.operations):
+    flops: dict[_Dim, dict[tuple[str, ...], float]] = {}
+    for op_index, operation in enumerate(program.operations):
         if not operation.flops:
             continue
-        on: dict[tuple[int, int], tuple[str, ...]] = {}
-        for place, operand in enumerate(operation.operands):
-            if operand is None or (at, place) not in problem.operand_homes:
+        split_by: dict[_Dim, tuple[str, ...]] = {}
+        for position, operand in enumerate(operation.operands):
+            if operand is None or (op_index, position) not in problem.operand_homes:
                 continue
-            layout = problem.layout(problem.operand_homes[at, place], choice)
-            for dim, factor in enumerate(operation.factors.operands[place]):
+            layout = problem.layout(problem.operand_homes[op_index, position], choice)
+            for dim, factor in enumerate(operation.factors.operands[position]):
                 if factor is not None and program.arrays[operand].shape[dim] > 1:
-                    on.setdefault(family.root((operand, dim)), _splitting(problem, layout, dim))
-        for root, names in on.items():
-            weights = found.setdefault(root, {})
-            weights[names] = weights.get(names, 0.0) + operation.flops * operation.run_count
-    return found
+                    split_by.setdefault(families.root((operand, dim)), _axes_on(problem, layout, dim))
+        for root, axes in split_by.items():
+            by_axes = flops.setdefault(root, {})
+            by_axes[axes] = by_axes.get(axes, 0.0) + operation.flops * operation.run_count
+    return flops
 
 
-def _stored(
-    problem: Problem, choice: Sequence[int], paths: Sequence[str], family: "_Families"
-) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[int, int], dict[str, None]]]:
-    """For dims the arguments that have them, and the axes that split them there."""
-    names: dict[tuple[int, int], list[str]] = {}
-    stored: dict[tuple[int, int], dict[str, None]] = {}
+def _stored_axes(
+    problem: Problem, choice: Sequence[int], paths: Sequence[str], families: "_Families"
+) -> tuple[dict[_Dim, list[str]], dict[_Dim, dict[str, None]]]:
+    """Returns for each family the arguments that have it, and the axes that split it in them."""
+    names: dict[_Dim, list[str]] = {}
+    stored: dict[_Dim, dict[str, None]] = {}
     for path, array in zip(paths, problem.program.arguments, strict=True):
         home = problem.homes.get(array)
         if home is None:
@@ -222,56 +180,56 @@ def _stored(
         layout = problem.layout(home, choice)
         for dim, size in enumerate(problem.program.arrays[array].shape):
             if size > 1:
-                root = family.root((array, dim))
+                root = families.root((array, dim))
                 names.setdefault(root, []).append(f"{path}[{dim}]")
-                on = _splitting(problem, layout, dim)
-                if on:
-                    stored.setdefault(root, {}).update(dict.fromkeys(on))
+                axes = _axes_on(problem, layout, dim)
+                if axes:
+                    stored.setdefault(root, {}).update(dict.fromkeys(axes))
     return names, stored
 
 
-def _splitting(problem: Problem, layout: Sequence[int], dim: int) -> tuple[str, ...]:
-    """The axes that split a dim."""
-    return tuple(name for name, own in zip(problem.machine.axes, layout, strict=True) if own == dim)
+def _axes_on(problem: Problem, layout: Sequence[int], dim: int) -> tuple[str, ...]:
+    return tuple(axis for axis, split_dim in zip(problem.machine.axes, layout, strict=True) if split_dim == dim)
 
 
-def _label(names: list[str]) -> str:
-    """A few of the arguments' dims."""
-    short = list(dict.fromkeys(names))
-    if not short:
+def _family_name(names: list[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    if not distinct:
         return "inside"
-    return ", ".join(short[:_SHOWN]) + (" ..." if len(short) > _SHOWN else "")
+    return ", ".join(distinct[:_SHOWN]) + (" ..." if len(distinct) > _SHOWN else "")
 
 
 @final
 class _Families:
-    """Which dims of arrays go together."""
+    """Which dims of arrays go together: a union-find over the factors of operations."""
 
     def __init__(self, program: TracedProgram) -> None:
-        self.above: dict[tuple[int, int], tuple[int, int]] = {}
+        self.parents: dict[_Dim, _Dim] = {}
         for operation in program.operations:
-            groups: dict[int, list[tuple[int, int]]] = {}
+            groups: dict[int, list[_Dim]] = {}
             sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
             sides += [*zip(operation.results, operation.factors.results, strict=True)]
-            for array, dims in sides:
-                for dim, factor in enumerate(() if array is None else dims):
-                    if factor is not None and program.arrays[array or 0].shape[dim] > 1:
-                        groups.setdefault(factor, []).append((array or 0, dim))
+            for array, factors in sides:
+                if array is None:
+                    continue
+                for dim, factor in enumerate(factors):
+                    if factor is not None and program.arrays[array].shape[dim] > 1:
+                        groups.setdefault(factor, []).append((array, dim))
             for first, *others in groups.values():
                 for other in others:
                     self.join(first, other)
 
-    def root(self, one: tuple[int, int]) -> tuple[int, int]:
-        """The dim that stands for all that go with one."""
+    def root(self, dim: _Dim) -> _Dim:
+        """Returns the dim that represents its family."""
         path = []
-        while self.above.get(one, one) != one:
-            path.append(one)
-            one = self.above[one]
+        while self.parents.get(dim, dim) != dim:
+            path.append(dim)
+            dim = self.parents[dim]
         for step in path:
-            self.above[step] = one
-        return one
+            self.parents[step] = dim
+        return dim
 
-    def join(self, first: tuple[int, int], second: tuple[int, int]) -> None:
-        """Two dims go together."""
-        one, other = sorted((self.root(first), self.root(second)))
-        self.above[other] = one
+    def join(self, first: _Dim, second: _Dim) -> None:
+        """Joins two families; the dim that comes first in the program represents both."""
+        low, high = sorted((self.root(first), self.root(second)))
+        self.parents[high] = low

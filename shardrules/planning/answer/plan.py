@@ -1,8 +1,7 @@
-"""The plan that `autoplan` finds: what it is worth, why it is so, and how to run a function by it."""
+"""The plan that `autoplan` finds: what it costs, why it is so, and how to run a function by it."""
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import attrs
@@ -21,52 +20,44 @@ from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements
 from shardrules.core.views.table import aligned
-from shardrules.planning.answer.diff import AutoPlanDiff, difference
-from shardrules.planning.answer.explain import Alternative, SplitDim, Use, alternatives_text, split_dims, uses
+from shardrules.planning.answer.diff import AutoPlanDiff
+from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim, alternative_text, array_uses, split_dims
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.run.call import Call
 from shardrules.planning.run.replay import PlannedFunction
-from shardrules.planning.solve.search import Found, Task
+from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.solve.solver import Status
+
+_OPTIMAL_GAP = 2e-3
+"""By what part a plan may cost more than the bound and be called optimal: twice the solver's `CLOSE`, since bounds are
+lowered by the preference among equal plans. Doubled, users would see `optimal` on plans that a search could better."""
+
+_NANOSECOND = 1e-9
+"""What no plan is called worse for, in seconds: functions that cost next to nothing have gaps of rounding only."""
+
+_FRONTIER_STEP = 1.01
+"""The first budget of a frontier is that much above the least memory met, which is a little below what fits."""
 
 
 @final
 @attrs.frozen
 class Candidate:
-    """A mesh that was tried.
-
-    **Arguments:**
-
-    - `mesh`: its axes, as text.
-    - `seconds`: the modelled time of a call on it; `None` where nothing fits.
-    - `peak_bytes`: the most that lies in the memory of a device; where nothing fits, about the least that would.
-    """
+    """A mesh that was tried."""
 
     mesh: str
     seconds: float | None
+    """The modelled time of a call on it; `None` where nothing fits."""
     peak_bytes: int
+    """The peak of the best plan; where nothing fits, about the least that would."""
 
 
 @final
 @attrs.frozen(eq=False)
 class AutoPlan:
-    """A plan for a function: where its arguments, its results and everything in between are to be.
-
-    `autoplan` makes them.
-
-    **Arguments:**
-
-    - `call`: the function, traced.
-    - `args`: the arguments that it was planned for.
-    - `mesh`: the mesh.
-    - `memory_limit`: the most that may lie in the memory of a device, in bytes.
-    - `time_limit`: how long a search may take, in seconds.
-    - `task`: what was to be chosen.
-    - `found`: what was.
-    - `findings`: what is worth knowing.
-    - `candidates`: the meshes that were tried, the best first, where the number of devices was given only.
+    """A plan for a function: where its arguments, its results and everything in between are. `autoplan` makes them.
 
     ```python
     def step(w, x):
@@ -80,25 +71,31 @@ class AutoPlan:
     """
 
     call: Call = attrs.field(repr=False)
+    """The function, traced."""
     args: tuple[Any, ...] = attrs.field(repr=False)
     mesh: AnyMesh
     memory_limit: int
+    """The most that may lie in the memory of a device, in bytes."""
     time_limit: float
+    """How long a search may take, in seconds."""
     task: Task = attrs.field(repr=False)
-    found: Found = attrs.field(repr=False)
+    """What was to be chosen."""
+    result: SearchResult = attrs.field(repr=False)
+    """What was chosen."""
     findings: tuple[Finding, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    """The meshes that were tried, the best first, if a device count was given."""
 
     @property
     def choice(self) -> tuple[int, ...]:
-        """For each node of the problem the number of its label."""
-        return self.found.choice
+        """For each node of the problem the index of its layout."""
+        return self.result.choice
 
     @property
     def status(self) -> Status:
-        """`"optimal"` where no plan of the model is better by 0.2 % and a nanosecond; else `"feasible"`: one may be, by
-        `gap` at the most."""
-        return "optimal" if self.cost - self.bound < 2e-3 * self.cost + 1e-9 else "feasible"
+        """`"optimal"` if no plan of the model is better by 0.2 % and a nanosecond; else `"feasible"`: one may be, by
+        `gap` at most."""
+        return "optimal" if self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND else "feasible"
 
     @functools.cached_property
     def cost(self) -> float:
@@ -107,29 +104,30 @@ class AutoPlan:
 
     @property
     def bound(self) -> float:
-        """What every plan that fits takes at least, in seconds."""
-        return min(self.found.bound, self.cost)
+        """What every plan that fits costs at least, in seconds."""
+        return min(self.result.bound, self.cost)
 
     @property
     def gap(self) -> float:
-        """By how much the best plan may be better, as a part of the cost."""
+        """By what part of the cost the best plan may be better."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     @property
     def seconds(self) -> float:
         """How long the search took."""
-        return self.found.seconds
+        return self.result.seconds
 
     @property
     def price_of_memory(self) -> float:
-        """What one more byte of memory would save, in seconds for each call; 0 where memory is no matter."""
-        return self.found.price
+        """What one more byte of memory would save, in seconds for each call; 0 if memory does not matter."""
+        return self.result.price
 
     @functools.cached_property
     def step_time(self) -> StepTime:
         """The modelled time of one call, in its parts."""
-        communicating = sum(paid * count for paid, count, _ in self.task.problem.chosen_moves(self.choice))
-        return StepTime(self.cost - communicating, communicating)
+        moves = self.task.problem.chosen_moves(self.choice)
+        communication = sum(seconds * count for seconds, count, _ in moves)
+        return StepTime(self.cost - communication, communication)
 
     @functools.cached_property
     def sent_bytes(self) -> dict[str, int]:
@@ -147,7 +145,7 @@ class AutoPlan:
     @property
     def peak_bytes(self) -> int:
         """The most that lies in the memory of a device, as modelled."""
-        return int(self.found.peak_bytes)
+        return int(self.result.peak_bytes)
 
     @functools.cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -160,16 +158,7 @@ class AutoPlan:
         return tuple(map(self.spec_of, self.task.problem.program.results))
 
     def spec_of(self, array: int | None) -> PartitionSpec:
-        """Returns where an array of the program is.
-
-        **Arguments:**
-
-        - `array`: its number; `None` stands for a constant.
-
-        **Returns:**
-
-        A `PartitionSpec`.
-        """
+        """Returns the spec of an array of the program, by its index; `None` is a constant."""
         problem = self.task.problem
         home = None if array is None else problem.homes.get(array)
         if home is None or array is None:
@@ -178,54 +167,31 @@ class AutoPlan:
 
     @functools.cached_property
     def plan(self) -> ShardingPlan:
-        """The plan of all arguments, which are a tuple."""
+        """The plan of the tuple of arguments."""
         return self._plan_of(self.args, self.specs)
 
-    def argument_plan(self, number: int) -> ShardingPlan:
-        """Returns the plan of one argument: for `filter_init`, checkpoints and everything else that takes plans.
-
-        **Arguments:**
-
-        - `number`: which argument, counted from 0.
-
-        **Returns:**
-
-        A `ShardingPlan`.
-        """
-        own = [spec for spec, owner in zip(self.specs, self.call.owners, strict=True) if owner == number]
-        return self._plan_of(self.args[number], own)
+    def argument_plan(self, argument_index: int) -> ShardingPlan:
+        """Returns the plan of one argument: for `filter_init`, checkpoints and everything else that takes plans."""
+        owners = zip(self.specs, self.call.argument_indices, strict=True)
+        return self._plan_of(self.args[argument_index], [spec for spec, owner in owners if owner == argument_index])
 
     def _plan_of(self, tree: Any, specs: Sequence[PartitionSpec]) -> ShardingPlan:
-        """The plan of a tree, from the specs of its arrays."""
         leaves, treedef = jtu.tree_flatten(tree)
         rest = iter(specs)
-        every = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
-        return SpecTreeShardingRule(treedef.unflatten(every)).plan(tree, self.mesh)
+        leaf_specs = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
+        return SpecTreeShardingRule(treedef.unflatten(leaf_specs)).plan(tree, self.mesh)
 
     def as_rule(self) -> SpecTreeShardingRule:
-        """Returns a rule for the tuple of arguments that decides as the plan does.
-
-        **Returns:**
-
-        A `SpecTreeShardingRule`.
-        """
+        """Returns a rule for the tuple of arguments that decides as the plan does."""
         return self.plan.as_rule()
 
     def jit(self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> PlannedFunction:
-        """Returns the function, to be run as planned: with arguments and results where they are to be, and with
-        everything inside held where it is to be. The function's code stays as it is.
+        """Returns the function compiled as planned, with arguments, results and everything inside where the plan says.
 
-        **Arguments:**
-
-        - `fn`: the function that was planned.
-        - `donate_argnums`: the arguments whose memory may be used for results, as in `jax.jit`. The model of memory
-            takes it that arguments which come back as results are given.
-
-        **Returns:**
-
-        A `PlannedFunction`: it is called as `fn` is, and has `.lower(*args)`.
-        Both raise `TreeError` where the function or the shapes are not those that were planned, and `NoMeshError` where
-        the mesh has no devices and none like it is in force.
+        `fn` is the function that was planned; its code stays as it is. Call the result as you call `fn`, or lower it
+        with `.lower(*args)`. Both raise `TreeError` if the function or the shapes are not the planned ones, and
+        `NoMeshError` if the mesh has no devices and none like it is in force. `donate_argnums` is as in `jax.jit`; the
+        model of memory assumes that arguments which come back as results are donated.
 
         ```python
         double = lambda x: 2 * x
@@ -234,7 +200,6 @@ class AutoPlan:
         assert (planned.jit(double)(x) == 2 * x).all()
         ```
         """
-        donated = donated_arguments(donate_argnums, len(self.args))
         return PlannedFunction(
             fn,
             self.call,
@@ -243,7 +208,7 @@ class AutoPlan:
             self.choice,
             self.specs,
             self.result_specs,
-            donated,
+            donated_arguments(donate_argnums, len(self.args)),
             self.memory_limit,
             self.peak_bytes,
         )
@@ -253,31 +218,13 @@ class AutoPlan:
         """Dims that go together through the function, as batch, heads and features do, and the axes that split them."""
         return split_dims(self.task.problem, self.choice, self.call.paths)
 
-    def uses(self, path: str) -> tuple[Use, ...]:
-        """Returns what takes an argument, and in which layout.
-
-        **Arguments:**
-
-        - `path`: the array, as `call.paths` has it: `"state/0/embed"`.
-
-        **Returns:**
-
-        A `Use` for each operation that takes it, or takes what is computed from it place by place.
-        """
-        return uses(self.task.problem, self.choice, self._number(path))
+    def uses(self, path: str) -> tuple[ArrayUse, ...]:
+        """Returns the operations that use an argument, by its path in `call.paths`, and the layouts they take it in."""
+        return array_uses(self.task.problem, self.choice, self._argument_index(path))
 
     def alternative(self, path: str) -> Alternative | None:
-        """Finds the best plan in which an argument is laid out in any other way. That takes another search.
-
-        **Arguments:**
-
-        - `path`: the array.
-
-        **Returns:**
-
-        An `Alternative`; `None` where there is no other way that fits.
-        """
-        array = self.task.problem.program.arguments[self._number(path)]
+        """Searches for the best plan in which an argument has another layout; `None` if none fits."""
+        array = self.task.problem.program.arguments[self._argument_index(path)]
         home = self.task.problem.homes.get(array)
         if home is None:
             return None
@@ -285,10 +232,10 @@ class AutoPlan:
         keep[home.node] = np.delete(keep[home.node], self.choice[home.node])
         if not len(keep[home.node]):
             return None
-        other = self.task.only(keep).within(self.memory_limit, time.monotonic() + self.time_limit)
+        other = self.task.only(keep).within(self.memory_limit, Deadline.after(self.time_limit))
         if other.solution is None:
             return None
-        changed = attrs.evolve(self, found=other.among(keep))
+        changed = attrs.evolve(self, result=other.reindexed(keep))
         return Alternative(
             changed.spec_of(array),
             changed.cost - self.cost,
@@ -297,27 +244,14 @@ class AutoPlan:
         )
 
     def explain(self, path: str) -> str:
-        """Says what an argument got, why, and what the next best would cost.
+        """Returns a few lines on the spec of an argument: what uses it, and what the next best would cost."""
+        index = self._argument_index(path)
+        array = self.call.structs[index]
+        head = f"{path} {array.dtype.name}{list(array.shape)}: {spec_repr(self.specs[index])}"
+        uses = [f"  {use}" for use in self.uses(path)]
+        return "\n".join([head, *uses, f"  {alternative_text(self.alternative(path))}"])
 
-        **Arguments:**
-
-        - `path`: the array.
-
-        **Returns:**
-
-        A few lines.
-
-        **Raises:**
-
-        `TreeError` where the arguments have no such array.
-        """
-        number = self._number(path)
-        one = self.call.structs[number]
-        head = f"{path} {one.dtype.name}{list(one.shape)}: {spec_repr(self.specs[number])}"
-        taken = [f"  {use}" for use in self.uses(path)]
-        return "\n".join([head, *taken, f"  {alternatives_text(self.alternative(path))}"])
-
-    def _number(self, path: str) -> int:
+    def _argument_index(self, path: str) -> int:
         if path not in self.call.paths:
             raise TreeError(
                 f"no array {path!r} among the arguments of {self.call.name}{suggest(path, self.call.paths)}"
@@ -325,89 +259,79 @@ class AutoPlan:
         return self.call.paths.index(path)
 
     def frontier(self, count: int = 6) -> Frontier:
-        """Returns what less memory costs: the best plans from the least budget on which any fits to as much as helps.
+        """Returns what less memory costs: the best plan for each of `count` budgets, by a search each.
 
-        **Arguments:**
-
-        - `count`: how many budgets. Each takes a search.
-
-        **Returns:**
-
-        A `Frontier`.
+        They go from the least budget that anything fits in to the largest that helps.
         """
-        deadline = time.monotonic() + self.time_limit
-        most = self.task.within(float("inf"), deadline)
-        least = self.task.within(0.0, deadline)
+        deadline = Deadline.after(self.time_limit)
+        fastest = self.task.within(float("inf"), deadline)
+        smallest = self.task.within(0.0, deadline)
         points: list[FrontierPoint] = []
-        best = least.choice  # what fits in less fits in more
-        first = max(1.0, least.peak_bytes * 1.01)
-        for limit in np.geomspace(first, max(most.peak_bytes, first * 1.01), count):
-            found = self.task.within(float(limit), time.monotonic() + max(1.0, self.time_limit / count))
-            if found.solution is not None:
-                best = min(best, found.choice, key=self.task.problem.cost)
+        best = smallest.choice
+        first = max(1.0, smallest.peak_bytes * _FRONTIER_STEP)
+        for limit in np.geomspace(first, max(fastest.peak_bytes, first * _FRONTIER_STEP), count):
+            result = self.task.within(float(limit), Deadline.after(max(1.0, self.time_limit / count)))
+            if result.solution is not None:  # what fits in less fits in more, and may be the better of the two
+                best = min(best, result.choice, key=self.task.problem.cost)
             cost, peak = self.task.problem.cost(best), self.task.occupancy.timeline(best).max()
-            points.append(FrontierPoint(int(limit), cost, int(peak), found.price))
+            points.append(FrontierPoint(int(limit), cost, int(peak), result.price))
         return Frontier(self.call.name, mesh_text(self.mesh), tuple(points))
 
     def diff(self, other: "AutoPlan") -> AutoPlanDiff:
-        """Returns what is other in another plan of the same function.
-
-        **Arguments:**
-
-        - `other`: the other plan.
-
-        **Returns:**
-
-        An `AutoPlanDiff`, from this one to the other.
-        """
-        return difference(
+        """Returns what differs in another plan of the same function, from this one to the other."""
+        return AutoPlanDiff.between(
             (self._placements(), self.cost, self.wire_bytes, self.peak_bytes),
             (other._placements(), other.cost, other.wire_bytes, other.peak_bytes),
         )
 
     def _placements(self) -> Placements:
-        """How all arguments are placed, under their names."""
-        own = self.plan.placements()
-        parts = [path.partition("/") for path in own.leaves]
-        named = [f"{self.call.names[int(number)]}{slash}{rest}" for number, slash, rest in parts]
-        return attrs.evolve(own, leaves=dict(zip(named, own.leaves.values(), strict=True)))
+        """Returns how all arguments are placed, with their names instead of their indices."""
+        placements = self.plan.placements()
+        parts = [path.partition("/") for path in placements.leaves]
+        paths = [f"{self.call.argument_names[int(index)]}{slash}{rest}" for index, slash, rest in parts]
+        return attrs.evolve(placements, leaves=dict(zip(paths, placements.leaves.values(), strict=True)))
 
     def __str__(self) -> str:
+        lines = [*self._summary(), "", *self._argument_table()]
+        if self.candidates:
+            lines += ["", *self._candidate_table()]
+        if self.findings:
+            lines += ["", listing(self.findings)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _summary(self) -> Iterator[str]:
         time = self.step_time
-        lines = [
+        yield (
             f"{self.call.name} on {mesh_text(self.mesh)}: {1000 * self.cost:.4g} ms a call "
             f"(compute {1000 * time.compute_seconds:.4g}, communication {1000 * time.communication_seconds:.4g}), "
             f"{self.status}"
             + (f", at most {100 * self.gap:.1f} % above the best" if self.status == "feasible" else "")
-            + f", found in {self.seconds:.1f} s",
-            f"memory {bytes_text(self.peak_bytes)} of {bytes_text(self.memory_limit)}; on the wire "
-            + (", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent) or "nothing"),
-        ]
+            + f", found in {self.seconds:.1f} s"
+        )
+        sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
+        memory = f"{bytes_text(self.peak_bytes)} of {bytes_text(self.memory_limit)}"
+        yield f"memory {memory}; on the wire {sent or 'nothing'}"
         if self.price_of_memory:
-            part = self.memory_limit // 100
-            saved = 1000 * part * self.price_of_memory
-            lines.append(f"1 % more memory ({bytes_text(part)}) would save about {saved:.3g} ms a call")
+            percent = self.memory_limit // 100
+            saved = 1000 * percent * self.price_of_memory
+            yield f"1 % more memory ({bytes_text(percent)}) would save about {saved:.3g} ms a call"
         if self.split_dims:
-            lines.append("; ".join(map(str, self.split_dims)))
-        alike: dict[tuple[str, str, str], list[str]] = {}
-        for path, one, spec in zip(self.call.paths, self.call.structs, self.specs, strict=True):
-            row = (template(path), f"{one.dtype.name}{list(one.shape)}", spec_repr(spec))
-            alike.setdefault(row, []).append(path)
+            yield "; ".join(map(str, self.split_dims))
+
+    def _argument_table(self) -> list[str]:
+        """Returns a row for each argument; those of repeated layers share one."""
+        similar: dict[tuple[str, str, str], list[str]] = {}
+        for path, array, spec in zip(self.call.paths, self.call.structs, self.specs, strict=True):
+            row = (template(path), f"{array.dtype.name}{list(array.shape)}", spec_repr(spec))
+            similar.setdefault(row, []).append(path)
         rows = [("argument", "shape", "spec")]
-        for (pattern, shape, spec), paths in alike.items():
+        for (pattern, shape, spec), paths in similar.items():
             rows.append((paths[0] if len(paths) == 1 else f"{pattern}  x{len(paths)}", shape, spec))
-        lines += ["", *aligned(rows)]
-        if self.candidates:
-            tried = [("mesh", "time", "memory")]
-            tried += [
-                (
-                    one.mesh,
-                    "does not fit" if one.seconds is None else f"{1000 * one.seconds:.4g} ms",
-                    bytes_text(one.peak_bytes),
-                )
-                for one in self.candidates
-            ]
-            lines += ["", *aligned(tried)]
-        if self.findings:
-            lines += ["", listing(self.findings)]
-        return "\n".join(line.rstrip() for line in lines)
+        return aligned(rows)
+
+    def _candidate_table(self) -> list[str]:
+        rows = [("mesh", "time", "memory")]
+        for candidate in self.candidates:
+            time = "does not fit" if candidate.seconds is None else f"{1000 * candidate.seconds:.4g} ms"
+            rows.append((candidate.mesh, time, bytes_text(candidate.peak_bytes)))
+        return aligned(rows)

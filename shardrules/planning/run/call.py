@@ -2,8 +2,8 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
 
 import attrs
 import jax
@@ -19,227 +19,162 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 
+_Kind: TypeAlias = tuple[tuple[int, ...], Any] | None
+"""Shape and dtype of an array; `None` for other leaves."""
+
 
 @final
 @attrs.frozen(eq=False)
 class Call:
-    """A traced function.
-
-    **Arguments:**
-
-    - `name`: of the function.
-    - `jaxpr`: its program, without what nothing depends on.
-    - `structs`: shape and dtype of each array of the arguments.
-    - `paths`: what they are called.
-    - `names`: those of the arguments.
-    - `owners`: the number of the argument that each array is in.
-    - `returned`: the leaves of what it returns; those that are no arrays are there, for others `None`.
-    - `treedef`: the structure of what it returns.
-    - `fingerprint`: the same for two programs only if they are the same.
-    - `arguments`: the structure of each argument, and shape and dtype of each of its leaves.
-    """
+    """A traced function."""
 
     name: str
     jaxpr: ClosedJaxpr
+    """Its program, without dead code."""
     structs: tuple[jax.ShapeDtypeStruct, ...]
+    """Shape and dtype of each array of the arguments."""
     paths: tuple[str, ...]
-    names: tuple[str, ...]
-    owners: tuple[int, ...]
+    """The name of each array: `"params/layers/up"`."""
+    argument_names: tuple[str, ...]
+    argument_indices: tuple[int, ...]
+    """For each array the index of the argument that it is in."""
     returned: tuple[Any, ...]
+    """The leaves that the function returns, with `None` for arrays."""
     treedef: Any
+    """The structure of what it returns."""
     fingerprint: str
-    arguments: tuple[tuple[Any, list[Any]], ...]
+    """The same for two programs only if they are the same."""
+    arguments: tuple[tuple[Any, tuple[_Kind, ...]], ...]
+    """The structure of each argument, and the kinds of its leaves."""
 
     @property
     def feedback(self) -> dict[int, int]:
-        """For numbers of results the arguments that they are to be in the next call.
+        """Maps indices of results to the indices of the arrays that they replace in the next call.
 
         These are results with the structure, shapes and dtypes of a whole argument.
         """
-        kinds = [None if one is not None else (tuple(s.shape), s.dtype) for one, s in self._results()]
-        whole = self.treedef
-        items = whole.children()
-        found: dict[int, int] = {}
-        places: list[tuple[Any, int, int]] = []
-        start = 0
-        for item in items:
-            places.append((item, start, start + item.num_leaves))
-            start += item.num_leaves
-        places.append((whole, 0, whole.num_leaves))
-        taken: list[bool] = [False] * len(places)
-        arrays: list[int] = []
+        kinds = self._returned_kinds()
+        result_indices: list[int] = []  # of each leaf that is an array among the arrays
         count = 0
         for kind in kinds:
-            arrays.append(count)
+            result_indices.append(count)
             count += kind is not None
-        for number, (treedef, own) in enumerate(self.arguments):
-            for at, (item, first, last) in enumerate(places):
-                if taken[at] or item != treedef or kinds[first:last] != own or not any(own):
+        # What an argument may come back as: an item of what is returned, or all of it.
+        candidates: list[tuple[Any, int, int]] = []
+        start = 0
+        for item in self.treedef.children():
+            candidates.append((item, start, start + item.num_leaves))
+            start += item.num_leaves
+        candidates.append((self.treedef, 0, self.treedef.num_leaves))
+        used = [False] * len(candidates)
+        feedback: dict[int, int] = {}
+        for argument_index, (treedef, argument_kinds) in enumerate(self.arguments):
+            for position, (item, first, last) in enumerate(candidates):
+                if used[position] or item != treedef or kinds[first:last] != argument_kinds or not any(argument_kinds):
                     continue
-                taken[at] = True
-                firsts = [position for position, owner in enumerate(self.owners) if owner == number]
-                results = [arrays[place] for place in range(first, last) if kinds[place] is not None]
-                found.update(zip(results, firsts, strict=True))
+                used[position] = True
+                arrays = [index for index, owner in enumerate(self.argument_indices) if owner == argument_index]
+                results = [result_indices[leaf] for leaf in range(first, last) if kinds[leaf] is not None]
+                feedback.update(zip(results, arrays, strict=True))
                 break
-        return found
+        return feedback
 
-    def _results(self) -> Iterator[tuple[Any, Any]]:
-        rest = iter(self.jaxpr.out_avals)
-        for leaf in self.returned:
-            yield (None, next(rest)) if leaf is None else (leaf, None)
+    def _returned_kinds(self) -> tuple[_Kind, ...]:
+        avals = iter(self.jaxpr.out_avals)
+        return tuple(_aval_kind(next(avals)) if leaf is None else None for leaf in self.returned)
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
-        """Returns what the function returns.
-
-        **Arguments:**
-
-        - `arrays`: the arrays in it.
-
-        **Returns:**
-
-        A tree.
-        """
+        """Returns what the function returns, from its arrays."""
         rest = iter(arrays)
         return self.treedef.unflatten([next(rest) if leaf is None else leaf for leaf in self.returned])
 
 
 def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name: str) -> Call:
-    """Traces a function; nothing is run.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `args`: its arguments; shapes will do.
-    - `mesh`: the mesh, which the function may name the axes of.
-    - `name`: what it is called.
-
-    **Returns:**
-
-    A `Call`.
-
-    **Raises:**
-
-    Whatever `fn` and JAX raise.
-    """
+    """Traces a function, which may use the axis names of a mesh; nothing is run."""
     leaves, treedef = jtu.tree_flatten(args)
-    kept = [leaf for leaf in leaves if array_kind(leaf) is not None]
-    outcome: list[Any] = []
+    array_leaves = [leaf for leaf in leaves if array_kind(leaf) is not None]
+    outputs: list[Any] = []
 
     def run(*arrays: Any) -> list[Any]:
         rest = iter(arrays)
-        outcome.append(fn(*treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in leaves])))
-        return [leaf for leaf in jtu.tree_leaves(outcome[-1]) if array_kind(leaf) is not None]
+        outputs.append(fn(*treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in leaves])))
+        return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
-    structs = tuple(struct(leaf) for leaf in kept)
-    with naming(mesh):
+    structs = tuple(map(struct, array_leaves))
+    with axis_names_of(mesh):
         traced = jax.make_jaxpr(run)(*structs)
     program = ClosedJaxpr(without_dead_code(traced), traced.consts)
-    returned, whole = jtu.tree_flatten(outcome[-1])
+    returned, returned_treedef = jtu.tree_flatten(outputs[-1])
     names = argument_names(fn, len(args))
     paths: list[str] = []
-    owners: list[int] = []
-    arguments: list[tuple[Any, list[Any]]] = []
-    for number, (label, arg) in enumerate(zip(names, args, strict=True)):
-        own = jtu.tree_leaves(arg)
-        arguments.append((jtu.tree_structure(arg), [_kind(leaf) for leaf in own]))
-        for leaf, path in zip(own, leaf_paths(arg), strict=True):
+    argument_indices: list[int] = []
+    arguments: list[tuple[Any, tuple[_Kind, ...]]] = []
+    for argument_index, (argument_name, arg) in enumerate(zip(names, args, strict=True)):
+        argument_leaves = jtu.tree_leaves(arg)
+        arguments.append((jtu.tree_structure(arg), tuple(map(_leaf_kind, argument_leaves))))
+        for leaf, path in zip(argument_leaves, leaf_paths(arg), strict=True):
             if array_kind(leaf) is not None:
-                paths.append(f"{label}/{path}".rstrip("/"))
-                owners.append(number)
+                paths.append(f"{argument_name}/{path}".rstrip("/"))
+                argument_indices.append(argument_index)
     return Call(
         name,
         program,
         structs,
         tuple(paths),
         tuple(names),
-        tuple(owners),
+        tuple(argument_indices),
         tuple(None if array_kind(leaf) is not None else leaf for leaf in returned),
-        whole,
+        returned_treedef,
         fingerprint(program),
         tuple(arguments),
     )
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of an array.
-
-    **Arguments:**
-
-    - `leaf`: it, or what stands for it.
-
-    **Returns:**
-
-    A `jax.ShapeDtypeStruct` without a sharding.
-    """
+    """Returns the shape and dtype of an array, without a sharding."""
     shape, dtype = array_kind(leaf) or ((), None)
     weak = bool(getattr(leaf, "weak_type", False))
     return jax.ShapeDtypeStruct(shape, device_dtype(dtype), weak_type=weak)
 
 
-def _kind(leaf: Any) -> Any:
-    if array_kind(leaf) is None:
-        return None
-    one = struct(leaf)
-    return tuple(one.shape), one.dtype
+def _leaf_kind(leaf: Any) -> _Kind:
+    return None if array_kind(leaf) is None else _aval_kind(struct(leaf))
 
 
-def automatic(mesh: AnyMesh) -> AnyMesh:
-    """Returns a mesh whose axes are all left to the compiler.
+def _aval_kind(aval: Any) -> _Kind:
+    return tuple(aval.shape), aval.dtype
 
-    **Arguments:**
 
-    - `mesh`: the mesh.
-
-    **Returns:**
-
-    It, with Auto axes.
-    """
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """Returns a mesh with Auto axes only: all of them are left to the compiler."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
 
 
-def naming(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which functions may name the axes of a mesh.
-
-    **Arguments:**
-
-    - `mesh`: the mesh.
-
-    **Returns:**
-
-    A context manager.
-    """
-    there = automatic(mesh)
-    return jax.sharding.use_abstract_mesh(there.abstract_mesh if isinstance(there, Mesh) else there)
+def axis_names_of(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which functions may use the axis names of a mesh."""
+    auto = auto_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(auto.abstract_mesh if isinstance(auto, Mesh) else auto)
 
 
 def fingerprint(program: ClosedJaxpr) -> str:
-    """Returns a text that is the same for two programs only if they do the same on the same shapes.
-
-    **Arguments:**
-
-    - `program`: the program.
-
-    **Returns:**
-
-    Some letters and digits.
-    """
+    """Returns a string that is the same for two programs only if they do the same on the same shapes."""
     digest = hashlib.sha256()
     for equation in equations(program):
         shapes = [
-            (tuple(one.aval.shape), str(one.aval.dtype))
-            for one in equation.outvars
-            if isinstance(one.aval, ShapedArray)
+            (tuple(var.aval.shape), str(var.aval.dtype))
+            for var in equation.outvars
+            if isinstance(var.aval, ShapedArray)
         ]
+        # Only what prints alike in every process: the repr of a function has an address in it.
         params = sorted((name, repr(value)) for name, value in equation.params.items() if _is_plain(value))
         digest.update(f"{equation.primitive.name}{shapes}{params}".encode())
     return digest.hexdigest()[:16]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a parameter is written alike wherever it means the same."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)

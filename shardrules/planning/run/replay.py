@@ -19,33 +19,25 @@ from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.placement.transfer import put
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.run.call import Call, automatic, naming, read_call, struct
-from shardrules.planning.run.rewrite import held, rewritten
+from shardrules.planning.run.call import Call, auto_mesh, axis_names_of, read_call, struct
+from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
 
-_XLA_TAKES = 0.8
-"""The part of a GPU's memory that XLA reckons with."""
+_XLA_MEMORY = 0.8
+"""The part of a GPU's memory that XLA schedules for."""
 
-_XLA_LEAVES = 95
-"""How many per cent of that it fills by default."""
+_XLA_DEFAULT_PERCENT = 95
+"""How many per cent of that it fills by default: `xla_gpu_memory_limit_slop_factor`."""
 
-_SURE, _ENOUGH = 0.98, 0.95
+_MOST_OF_LIMIT, _LEAST_OF_PEAK = 0.98, 0.95
+"""Parts of the memory limit and of the modelled peak that XLA is given. It overshoots what it is given by a per cent or
+two, so that with all of the limit functions would exceed it; with much less than the peak it computes things twice, and
+needs more memory after all."""
 
 
 @final
 @attrs.frozen(eq=False)
 class PlannedFunction:
-    """A function that runs as planned. `AutoPlan.jit` makes them.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `planned`: what was planned.
-    - `mesh`: the mesh.
-    - `problem`, `choice`: where everything in it is.
-    - `specs`, `result_specs`: where arguments and results are.
-    - `donated`: the arguments whose memory may be used for results.
-    - `memory_limit`, `peak_bytes`: the most that may lie in the memory of a device, and that does, as modelled.
-    """
+    """A function that runs as planned; `AutoPlan.jit` makes them. Call it as you call `fn`."""
 
     fn: Callable[..., Any]
     planned: Call = attrs.field(repr=False)
@@ -53,11 +45,13 @@ class PlannedFunction:
     problem: Problem = attrs.field(repr=False)
     choice: tuple[int, ...] = attrs.field(repr=False)
     specs: tuple[PartitionSpec, ...] = attrs.field(repr=False)
+    """Of the arrays of the arguments."""
     result_specs: tuple[PartitionSpec, ...] = attrs.field(repr=False)
     donated: tuple[int, ...]
+    """The arguments whose memory may be used for results."""
     memory_limit: int
     peak_bytes: int
-    _known: dict[Any, tuple[Call, Any, list[Any]]] = attrs.field(factory=dict, repr=False, init=False)
+    _compiled: dict[Any, tuple[Call, Any, list[Any]]] = attrs.field(factory=dict, repr=False, init=False)
 
     @property
     def __name__(self) -> str:
@@ -65,171 +59,151 @@ class PlannedFunction:
         return self.planned.name
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function, to be compiled: `planned.lower(*args).compile()`.
-
-        **Arguments:**
-
-        - `args`: its arguments; shapes will do.
-
-        **Returns:**
-
-        What `jax.jit(fn).lower(*args)` returns.
-        """
+        """Lowers the function, as `jax.jit(fn).lower(*args)` does; shapes are accepted as arguments."""
         _, run, arrays = self._prepared(args)
-        return run.lower(*[struct(one) for one in arrays])
+        return run.lower(*map(struct, arrays))
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function."""
         call, run, arrays = self._prepared(args)
-        return call.rebuilt(run(*self._there(arrays)))
+        return call.rebuilt(run(*self._placed(arrays)))
 
-    def _there(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays where they are to be. Those that lie whole everywhere, or nowhere yet, are put there.
+    def _placed(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the arrays as planned: those that are replicated, or not placed yet, are put there.
 
-        To jit an array that it has to place is of another type than one that is there already: it would compile twice.
+        To jit, an array that it has to place has another type than a placed one: it would compile twice.
         """
-        where = automatic(placed(self.mesh))
-        found, wrong = list(arrays), []
+        mesh = auto_mesh(concrete_mesh(self.mesh))
+        placed, misplaced = list(arrays), []
         to_put: dict[int, NamedSharding] = {}
-        for at, (path, array, spec) in enumerate(zip(self.planned.paths, arrays, self.specs, strict=True)):
-            there = NamedSharding(where, spec)
+        for index, (path, array, spec) in enumerate(zip(self.planned.paths, arrays, self.specs, strict=True)):
+            target = NamedSharding(mesh, spec)
             if isinstance(array, Tracer):
-                own = jax.typeof(array).sharding
-                if AxisType.Explicit in own.mesh.axis_types:
-                    found[at] = jax.device_put(array, there)
+                if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
+                    placed[index] = jax.device_put(array, target)
             elif isinstance(array, jax.Array) and array.committed:
-                own = array.sharding
-                named = own if isinstance(own, NamedSharding) else None
-                if own.is_equivalent_to(there, array.ndim) or (named is not None and named.is_fully_replicated):
-                    to_put[at] = there
-                elif named is not None:  # of others JAX says why not
-                    wrong.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(spec)}")
+                sharding = array.sharding
+                named = sharding if isinstance(sharding, NamedSharding) else None
+                if sharding.is_equivalent_to(target, array.ndim) or (named is not None and named.is_fully_replicated):
+                    to_put[index] = target
+                elif named is not None:  # JAX explains the others
+                    misplaced.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(spec)}")
             elif not under_trace():
-                to_put[at] = there
-        if wrong:
+                to_put[index] = target
+        if misplaced:
             raise TreeError(
-                f"{self.planned.name}: {len(wrong)} arrays lie elsewhere than planned:\n  "
-                + "\n  ".join(wrong)
+                f"{self.planned.name}: {len(misplaced)} arrays are not where they were planned:\n  "
+                + "\n  ".join(misplaced)
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
-        for at, array in zip(to_put, put([arrays[at] for at in to_put], [*to_put.values()]), strict=True):
-            found[at] = array
-        return found
+        for index, array in zip(to_put, put([arrays[index] for index in to_put], [*to_put.values()]), strict=True):
+            placed[index] = array
+        return placed
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:
+        """Returns the call, the jitted function and the arrays for some arguments: traced once for each shape."""
         leaves, treedef = jtu.tree_flatten(args)
-        kinds = [array_kind(leaf) is not None for leaf in leaves]
-        arrays = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind]
-        others = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not kind]
-        structs = tuple((one.shape, one.dtype, one.weak_type) for one in map(struct, arrays))
-        key = (placed(self.mesh), under_trace(), treedef, tuple(kinds), structs, tuple(map(_static, others)))
-        if key not in self._known:
-            call, run = self._made(args)
-            self._known[key] = (call, run, others)  # whose numbers stay theirs while they are kept
-        call, run, _ = self._known[key]
+        is_array = [array_kind(leaf) is not None for leaf in leaves]
+        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        others = [leaf for leaf, array in zip(leaves, is_array, strict=True) if not array]
+        structs = tuple((array.shape, array.dtype, array.weak_type) for array in map(struct, arrays))
+        mesh = concrete_mesh(self.mesh)
+        key = (mesh, under_trace(), treedef, tuple(is_array), structs, tuple(map(_static_key, others)))
+        if key not in self._compiled:
+            call, run = self._jitted(args)
+            # Kept with the objects whose ids are in the key, so that no other object gets the same id.
+            self._compiled[key] = (call, run, others)
+        call, run, _ = self._compiled[key]
         return call, run, arrays
 
-    def _made(self, args: tuple[Any, ...]) -> tuple[Call, Any]:
-        mesh = placed(self.mesh)
+    def _jitted(self, args: tuple[Any, ...]) -> tuple[Call, Any]:
+        mesh = concrete_mesh(self.mesh)
         call = read_call(self.fn, args, mesh, self.planned.name)
         if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:
             raise TreeError(_difference(self.planned, call))
-        there = automatic(mesh)
-        program = jaxpr_as_fun(rewritten(call.jaxpr, held(self.problem, self.choice), there))
+        auto = auto_mesh(mesh)
+        program = jaxpr_as_fun(with_layouts(call.jaxpr, chosen_layouts(self.problem, self.choice), auto))
 
         def named(*arrays: Any) -> Any:
-            with naming(mesh):
+            with axis_names_of(mesh):
                 return program(*arrays)
 
         named.__name__ = call.name
-        given = [NamedSharding(there, spec) for spec in self.specs]
-        taken = [NamedSharding(there, spec) for spec in self.result_specs]
-        donated = [number for number, owner in enumerate(call.owners) if owner in self.donated]
         run = jax.jit(
             named,
-            in_shardings=given,
-            out_shardings=taken,
-            donate_argnums=donated,
+            in_shardings=[NamedSharding(auto, spec) for spec in self.specs],
+            out_shardings=[NamedSharding(auto, spec) for spec in self.result_specs],
+            donate_argnums=[index for index, owner in enumerate(call.argument_indices) if owner in self.donated],
             keep_unused=True,
-            compiler_options=self._told(mesh) or None,
+            compiler_options=self._compiler_options(mesh) or None,
         )
         return call, run
 
-    def _told(self, mesh: Mesh) -> dict[str, Any]:
-        """What the compiler is told of the limit.
+    def _compiler_options(self, mesh: Mesh) -> dict[str, Any]:
+        """Returns XLA options with the memory limit, for GPUs.
 
-        XLA fills what a GPU has, so as to overlap more, if it is told nothing. It takes a part, in whole per cent, of
-        what arguments and results leave; told too little, it computes things twice and needs more after all.
+        By default XLA fills what a GPU has, so as to overlap more. The option is a part, in whole per cent, of what
+        arguments and results leave.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}
-        program, owners, sizes = self.problem.program, self.planned.owners, mesh_sizes(mesh)
-        over = dict.fromkeys(at for at, number in self.planned.feedback.items() if owners[number] in self.donated)
-        given = [*zip(program.arguments, self.specs, strict=True)]
-        made = [pair for at, pair in enumerate(zip(program.results, self.result_specs, strict=True)) if at not in over]
-        held, new = (
-            sum(
+        program, owners, sizes = self.problem.program, self.planned.argument_indices, mesh_sizes(mesh)
+        feedback = self.planned.feedback
+        overwriting = [result_index for result_index, index in feedback.items() if owners[index] in self.donated]
+
+        def total_bytes(arrays: Sequence[int | None], specs: Sequence[PartitionSpec]) -> int:
+            return sum(
                 shard_bytes(program.arrays[array].shape, program.arrays[array].dtype, spec, sizes)
-                for array, spec in pairs
+                for array, spec in zip(arrays, specs, strict=True)
                 if array is not None
             )
-            for pairs in (given, made)  # others are written over arguments
-        )
-        hundredth = (_XLA_TAKES * self.problem.machine.hardware.memory_bytes - held - new) / 100
-        if hundredth <= 0:
+
+        argument_bytes = total_bytes(program.arguments, self.specs)
+        # Results in the memory of donated arguments take none of their own.
+        fresh = [None if index in overwriting else array for index, array in enumerate(program.results)]
+        result_bytes = total_bytes(fresh, self.result_specs)
+        available = _XLA_MEMORY * self.problem.machine.hardware.memory_bytes - argument_bytes - result_bytes
+        if available <= 0:
             return {}
-        most = math.floor(_SURE * (self.memory_limit - held) / hundredth)
-        least = math.ceil(_ENOUGH * (self.peak_bytes - held) / hundredth)
-        part = max(1, most, least)
-        return {"xla_gpu_memory_limit_slop_factor": part} if part < _XLA_LEAVES else {}
+        most = math.floor(_MOST_OF_LIMIT * (self.memory_limit - argument_bytes) / (available / 100))
+        least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / (available / 100))
+        percent = max(1, most, least)
+        return {"xla_gpu_memory_limit_slop_factor": percent} if percent < _XLA_DEFAULT_PERCENT else {}
 
 
-def _static(leaf: Any) -> Any:
-    """What tells one leaf that is no array from another: its value if it is a number or a text, else the object."""
+def _static_key(leaf: Any) -> Any:
+    """Returns what tells non-array leaves apart: the value of numbers and strings, the id of other objects."""
     plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
     return (type(leaf), leaf) if plain else id(leaf)
 
 
-def placed(mesh: AnyMesh) -> Mesh:
-    """Returns a mesh on devices.
-
-    **Arguments:**
-
-    - `mesh`: the mesh; if it has none, that in force is taken, if it has the same axes.
-
-    **Returns:**
-
-    A `Mesh`.
-
-    **Raises:**
-
-    `NoMeshError` where none is in force.
-    """
+def concrete_mesh(mesh: AnyMesh) -> Mesh:
+    """Returns a mesh with devices: if it has none, the mesh in force, provided that it has the same axes."""
     if isinstance(mesh, Mesh):
         return mesh
-    here = current_mesh()
-    if isinstance(here, Mesh) and mesh_sizes(here) == mesh_sizes(mesh):
-        return here
+    current = current_mesh()
+    if isinstance(current, Mesh) and mesh_sizes(current) == mesh_sizes(mesh):
+        return current
     raise NoMeshError(
-        f"the plan is for {mesh_text(mesh)}, which has no devices: make a mesh of these axes, and run it under "
-        "`with jax.set_mesh(mesh)`, or plan for that mesh"
+        f"the plan is for {mesh_text(mesh)}, which has no devices. Make a mesh with these axes and run the function "
+        "under `with jax.set_mesh(mesh)`, or plan for that mesh"
     )
 
 
 def _difference(planned: Call, called: Call) -> str:
-    """What is other than planned."""
-    then = dict(zip(planned.paths, planned.structs, strict=True))
-    now = dict(zip(called.paths, called.structs, strict=True))
-    other = [
-        f"{path} was {_kind(then[path])} and is {_kind(now[path])}"
-        for path in now
-        if path in then and (then[path].shape, then[path].dtype) != (now[path].shape, now[path].dtype)
+    """Returns a message that says what differs from the plan."""
+    before = dict(zip(planned.paths, planned.structs, strict=True))
+    after = dict(zip(called.paths, called.structs, strict=True))
+    differences = [
+        f"{path} was {_struct_text(before[path])} and is {_struct_text(after[path])}"
+        for path in after
+        if path in before and (before[path].shape, before[path].dtype) != (after[path].shape, after[path].dtype)
     ]
-    other += [f"{path} is new" for path in now if path not in then]
-    other += [f"{path} is gone" for path in then if path not in now]
-    why = "; ".join(other) if other else "its arguments are the same, but what it computes of them is not"
-    return f"{called.name} was planned otherwise: {why}. Call autoplan for this"
+    differences += [f"{path} is new" for path in after if path not in before]
+    differences += [f"{path} is gone" for path in before if path not in after]
+    why = "; ".join(differences) if differences else "the arguments are the same, but what it computes is not"
+    return f"{called.name} differs from the function that was planned: {why}. Call autoplan for this one"
 
 
-def _kind(one: jax.ShapeDtypeStruct) -> str:
-    return f"{one.dtype.name}{list(one.shape)}"
+def _struct_text(array: jax.ShapeDtypeStruct) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

@@ -1,11 +1,11 @@
 """A traced function with the layouts of a plan written into it, as constraints that compilers obey.
 
-Every array is held where an operation makes it, and again where another one needs it in another layout. The equations
-stay as they are, so that what they say of the user's code stays true.
+Every array is constrained where an operation computes it, and again where another needs it in another layout. The
+equations stay as they are, so that what they say about the user's code stays true.
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import jax
@@ -18,78 +18,59 @@ from shardrules.planning.graph.layouts import relayout_steps, spec_of
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.traced.program import INLINED, inlined_jaxpr, open_jaxpr, scan_counts
 
+_OpKey: TypeAlias = tuple[int, str, int]
+"""The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""
+
 
 @final
 @attrs.frozen
-class Held:
-    """The layouts at one operation.
-
-    **Arguments:**
-
-    - `operands`: for each operand the layouts that it is brought through; none where it stays as it is.
-    - `results`: for each result the layouts that it is held in, one after the other.
-    """
+class OperationLayouts:
+    """The layouts at one operation."""
 
     operands: tuple[tuple[PartitionSpec, ...], ...]
+    """For each operand the layouts that it is brought through; none where it stays as it is."""
     results: tuple[tuple[PartitionSpec, ...], ...]
+    """For each result the layouts that it goes through, the last of which it keeps."""
 
 
-def held(problem: Problem, choice: Sequence[int]) -> dict[tuple[int, str, int], Held]:
-    """Returns what a choice says for each operation.
-
-    **Arguments:**
-
-    - `problem`: what was to be chosen.
-    - `choice`: for each node the number of its label.
-
-    **Returns:**
-
-    For the number, role and slot of operations the layouts there.
-    """
+def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
+    """Returns what a choice says about each operation."""
     program, machine = problem.program, problem.machine
-    found: dict[tuple[int, str, int], Held] = {}
+    layouts: dict[_OpKey, OperationLayouts] = {}
 
     def spec(layout: Sequence[int], array: int) -> PartitionSpec:
         return spec_of(layout, len(program.arrays[array].shape), machine)
 
-    for at, operation in enumerate(program.operations):
+    for op_index, operation in enumerate(program.operations):
         operands: list[tuple[PartitionSpec, ...]] = []
-        for place, operand in enumerate(operation.operands):
-            taken = problem.operand_homes.get((at, place))
-            if taken is None or operand is None or operand not in problem.homes:
+        for position, operand in enumerate(operation.operands):
+            take = problem.operand_homes.get((op_index, position))
+            if take is None or operand is None or operand not in problem.homes:
                 operands.append(())
                 continue
-            there, here = problem.layout(taken, choice), problem.layout(problem.homes[operand], choice)
-            operands.append(tuple(spec(row, operand) for row in relayout_steps(here, there)))
+            before, after = problem.layout(problem.homes[operand], choice), problem.layout(take, choice)
+            operands.append(tuple(spec(layout, operand) for layout in relayout_steps(before, after)))
         results: list[tuple[PartitionSpec, ...]] = []
-        for place, result in enumerate(operation.results):
+        for position, result in enumerate(operation.results):
             if result not in problem.homes:
                 results.append(())
                 continue
-            last = problem.layout(problem.homes[result], choice)
-            made = problem.layout(problem.produced_homes.get((at, place), problem.homes[result]), choice)
-            if operation.role == "exit":  # or else compilers carry it as it is to be after the loop
-                made = problem.layout(problem.homes[operation.operands[0] or 0], choice)
-            results.append((spec(made, result), *(spec(row, result) for row in relayout_steps(made, last))))
+            after = problem.layout(problem.homes[result], choice)
+            before = problem.layout(problem.produced_homes.get((op_index, position), problem.homes[result]), choice)
+            if operation.role == "exit":
+                # Without a constraint to what the loop carries, compilers carry it in the layout that follows it.
+                carried = operation.operands[0]
+                assert carried is not None, "what leaves a loop was carried by it"
+                before = problem.layout(problem.homes[carried], choice)
+            results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
         if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
-            found[operation.equation_index, role, operation.slot] = Held(tuple(operands), tuple(results))
-    return found
+            layouts[operation.equation_index, role, operation.slot] = OperationLayouts(tuple(operands), tuple(results))
+    return layouts
 
 
-def rewritten(program: ClosedJaxpr, layouts: dict[tuple[int, str, int], Held], mesh: AnyMesh) -> ClosedJaxpr:
-    """Writes layouts into a traced function.
-
-    **Arguments:**
-
-    - `program`: the function.
-    - `layouts`: what `held` returns for it.
-    - `mesh`: the mesh.
-
-    **Returns:**
-
-    A function that computes the same.
-    """
+def with_layouts(program: ClosedJaxpr, layouts: dict[_OpKey, OperationLayouts], mesh: AnyMesh) -> ClosedJaxpr:
+    """Returns a traced function with layouts, as `chosen_layouts` returns them, written into it."""
     rewriter = _Rewriter(layouts, mesh)
     return ClosedJaxpr(rewriter.body(program.jaxpr, (), ()), program.consts)
 
@@ -97,12 +78,16 @@ def rewritten(program: ClosedJaxpr, layouts: dict[tuple[int, str, int], Held], m
 @final
 @attrs.define(eq=False)
 class _Rewriter:
-    """The state of a walk through a program, in the order in which it was read."""
+    """The state of a walk through a program, in the order in which it was read.
 
-    layouts: dict[tuple[int, str, int], Held]
+    Methods append to `equations`. `current` has for each variable of the old program the one that stands in its place,
+    which is the result of its last constraint.
+    """
+
+    layouts: dict[_OpKey, OperationLayouts]
     mesh: AnyMesh
-    counted: int = 0
-    patterns: dict[Any, Any] = attrs.field(factory=dict)
+    equation_count: int = 0
+    constraints: dict[Any, Any] = attrs.field(factory=dict)
 
     def body(
         self,
@@ -110,157 +95,167 @@ class _Rewriter:
         first: Sequence[PartitionSpec | None],
         last: Sequence[PartitionSpec | None],
     ) -> Jaxpr:
-        """A program in which what comes in and goes out is held, too."""
+        """Returns a program rewritten, with its inputs and outputs constrained, too."""
         equations: list[Any] = []
-        copies: dict[tuple[Any, Any], Any] = {}  # which its operations share; bodies inside know none of its variables
-        now: dict[Var, Var] = {}
+        copies: dict[tuple[Any, Any], Any] = {}  # shared by its operations, not with bodies inside: other variables
+        current: dict[Var, Var] = {}
         for var, spec in zip(program.invars, first, strict=False):
             if spec is not None:
-                now[var] = self.hold(var, spec, equations, None)
+                current[var] = self.constrain(var, spec, equations, None)
         for equation in program.eqns:
-            self.equation(equation, equations, now, copies)
+            self.rewrite(equation, equations, current, copies)
         results = []
-        for place, var in enumerate(program.outvars):
-            spec = last[place] if place < len(last) else None
-            own = var if isinstance(var, Literal) else now.get(var, var)
+        for position, var in enumerate(program.outvars):
+            spec = last[position] if position < len(last) else None
+            result = var if isinstance(var, Literal) else current.get(var, var)
             if spec is not None and not isinstance(var, Literal):
-                own = self.hold(own, spec, equations, None)
-            results.append(own)
+                result = self.constrain(result, spec, equations, None)
+            results.append(result)
         return program.replace(eqns=equations, outvars=results)
 
-    def hold(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
-        """Adds a constraint, and returns what it makes of an array."""
-        pattern = self.pattern(var.aval, spec)
-        fresh = Var(var.aval)
+    def constrain(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
+        """Adds a constraint, with the source line of the equation `like`, and returns its result."""
+        constraint = self.constraint(var.aval, spec)
+        result = Var(var.aval)
         source = {} if like is None else {"source_info": like.source_info}
-        equations.append(pattern.replace(invars=[var], outvars=[fresh], **source))
-        return fresh
+        equations.append(constraint.replace(invars=[var], outvars=[result], **source))
+        return result
 
-    def pattern(self, aval: Any, spec: PartitionSpec) -> Any:
+    def constraint(self, aval: Any, spec: PartitionSpec) -> Any:
+        """Returns the equation of a constraint, traced once for each shape and spec."""
         key = (aval.shape, aval.dtype, aval.weak_type, spec_key(spec))
-        if key not in self.patterns:
-            there = NamedSharding(self.mesh, spec)
-            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, there))(
+        if key not in self.constraints:
+            sharding = NamedSharding(self.mesh, spec)
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
                 jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
             )
-            self.patterns[key] = traced.eqns[0]
-        return self.patterns[key]
+            self.constraints[key] = traced.eqns[0]
+        return self.constraints[key]
 
-    def equation(self, equation: Any, equations: list[Any], now: dict[Var, Var], copies: dict[Any, Any]) -> None:
-        number, self.counted = self.counted, self.counted + 1
+    def rewrite(self, equation: Any, equations: list[Any], current: dict[Var, Var], copies: dict[Any, Any]) -> None:
+        """Adds an equation and the constraints around it."""
+        # Equations are counted in the order in which `read_jaxpr` did, so that the keys of layouts agree.
+        index, self.equation_count = self.equation_count, self.equation_count + 1
         name = equation.primitive.name
         inner = inlined_jaxpr(equation)
-        own = [one if isinstance(one, Literal) else now.get(one, one) for one in equation.invars]
+        inputs = [var if isinstance(var, Literal) else current.get(var, var) for var in equation.invars]
         if inner is not None:
             key = next(key for key in INLINED[name] if key in equation.params)
             body = self.body(open_jaxpr(inner), (), ())
-            equations.append(equation.replace(invars=own, params={**equation.params, key: _closed(inner, body)}))
+            equations.append(equation.replace(invars=inputs, params={**equation.params, key: _closed(inner, body)}))
             return
-        nested = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
+        nested = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if nested is not None:
-            nested(equation, number, own, equations, now)
+            nested(equation, index, inputs, equations, current)
             return
-        here = self.layouts.get((number, "compute", 0))
-        if here is None:
-            equations.append(equation.replace(invars=own))
+        layouts = self.layouts.get((index, "compute", 0))
+        if layouts is None:
+            equations.append(equation.replace(invars=inputs))
             return
-        taken = []
-        for var, chain in zip(own, here.operands, strict=True):
+        operands = []
+        for var, specs in zip(inputs, layouts.operands, strict=True):
             last = var
-            for spec in () if isinstance(var, Literal) else chain:
+            for spec in () if isinstance(var, Literal) else specs:
                 key = (last, spec_key(spec))
                 if key not in copies:
-                    copies[key] = self.hold(last, spec, equations, equation)
+                    copies[key] = self.constrain(last, spec, equations, equation)
                 last = copies[key]
-            taken.append(last)
-        equations.append(equation.replace(invars=taken))
-        self.results(equation, here.results, equations, now)
+            operands.append(last)
+        equations.append(equation.replace(invars=operands))
+        self.constrain_results(equation, layouts.results, equations, current)
 
-    def results(
-        self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], now: dict[Var, Var]
+    def constrain_results(
+        self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], current: dict[Var, Var]
     ) -> None:
-        for var, chain in zip(equation.outvars, specs, strict=True):
-            if type(var) is not Var:  # nobody needs it
+        """Brings the results of an equation through their layouts."""
+        for var, result_specs in zip(equation.outvars, specs, strict=True):
+            if type(var) is not Var:  # a DropVar: nothing needs it
                 continue
             last = var
-            for spec in chain:
-                last = self.hold(last, spec, equations, equation)
-            if chain:
-                now[var] = last
+            for spec in result_specs:
+                last = self.constrain(last, spec, equations, equation)
+            if result_specs:
+                current[var] = last
 
-    def inside(self, number: int, role: str, slot: int) -> PartitionSpec | None:
-        """Where an array is that enters a loop, goes round in it or leaves it."""
-        here = self.layouts.get((number, role, slot))
-        return None if here is None or not here.results[0] else here.results[0][-1]
+    def spec_inside(self, index: int, role: str, slot: int) -> PartitionSpec | None:
+        """Returns the spec of an array that enters a loop, goes round in it or leaves it."""
+        layouts = self.layouts.get((index, role, slot))
+        return None if layouts is None or not layouts.results[0] else layouts.results[0][-1]
 
-    def entered(
-        self, number: int, role: str, own: list[Any], places: Sequence[int], first: int, equations: list[Any]
+    def enter(
+        self, index: int, role: str, inputs: list[Any], positions: Sequence[int], first_slot: int, equations: list[Any]
     ) -> list[PartitionSpec | None]:
-        """Brings what enters to where it is wanted; returns where it is inside."""
-        for slot, place in enumerate(places, first):
-            here = self.layouts.get((number, role, slot))
-            if here is None or isinstance(own[place], Literal):
+        """Brings inputs of a loop to where it needs them, in place, and returns their specs inside."""
+        for slot, position in enumerate(positions, first_slot):
+            layouts = self.layouts.get((index, role, slot))
+            if layouts is None or isinstance(inputs[position], Literal):
                 continue
-            chain = here.operands[0] or (here.results[0] if role == "join" else ())
-            for spec in chain:
-                own[place] = self.hold(own[place], spec, equations, None)
-        return [self.inside(number, role, slot) for slot in range(first, first + len(places))]
+            specs = layouts.operands[0] or (layouts.results[0] if role == "join" else ())
+            for spec in specs:
+                inputs[position] = self.constrain(inputs[position], spec, equations, None)
+        return [self.spec_inside(index, role, slot) for slot in range(first_slot, first_slot + len(positions))]
 
-    def scan(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
+    def scan(self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]) -> None:
+        """Adds a scan: constants, then what is carried, then what is sliced."""
         params = equation.params
-        fixed, carry = scan_counts(params)
-        given = self.entered(number, "enter", own, range(fixed), 0, equations)
-        rounds = self.entered(number, "join", own, range(fixed, fixed + carry), 0, equations)
-        rest = self.entered(number, "enter", own, range(fixed + carry, len(own)), fixed, equations)
-        ends = [self.inside(number, "join", slot) for slot in range(carry)]
-        stacked = len(equation.outvars) - carry
-        left = [self.leaving(number, slot) for slot in range(stacked)]
-        body = self.body(open_jaxpr(params["jaxpr"]), [*given, *rounds, *rest], [*ends, *left])
-        equations.append(equation.replace(invars=own, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
-        outside = self.exits(number, carry)
-        outside += [
-            self.layouts[number, "leave", slot].results[0] if (number, "leave", slot) in self.layouts else ()
-            for slot in range(stacked)
-        ]
-        self.results(equation, outside, equations, now)
+        const_count, carry_count = scan_counts(params)
+        first_slice = const_count + carry_count
+        consts = self.enter(index, "enter", inputs, range(const_count), 0, equations)
+        carry = self.enter(index, "join", inputs, range(const_count, first_slice), 0, equations)
+        slices = self.enter(index, "enter", inputs, range(first_slice, len(inputs)), const_count, equations)
+        carry_out = [self.spec_inside(index, "join", slot) for slot in range(carry_count)]
+        stacked_count = len(equation.outvars) - carry_count
+        stacked = [self.slice_spec(index, slot) for slot in range(stacked_count)]
+        body = self.body(open_jaxpr(params["jaxpr"]), [*consts, *carry, *slices], [*carry_out, *stacked])
+        equations.append(equation.replace(invars=inputs, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
+        specs = self.carry_specs(index, carry_count)
+        for slot in range(stacked_count):
+            layouts = self.layouts.get((index, "leave", slot))
+            specs.append(() if layouts is None else layouts.results[0])
+        self.constrain_results(equation, specs, equations, current)
 
-    def exits(self, number: int, count: int) -> list[tuple[PartitionSpec, ...]]:
-        """Where what went round in a loop is after it."""
-        found = [self.layouts.get((number, "exit", slot)) for slot in range(count)]
-        return [() if here is None else here.results[0] for here in found]
+    def carry_specs(self, index: int, count: int) -> list[tuple[PartitionSpec, ...]]:
+        """Returns the layouts of what a loop carries once it has ended."""
+        exits = [self.layouts.get((index, "exit", slot)) for slot in range(count)]
+        return [() if layouts is None else layouts.results[0] for layouts in exits]
 
-    def leaving(self, number: int, slot: int) -> PartitionSpec | None:
-        """Where a part of a stacked array is when it leaves a loop."""
-        here = self.layouts.get((number, "leave", slot))
-        if here is None or not here.results[0]:
-            return None
-        return PartitionSpec(*tuple(here.results[0][-1])[1:])
+    def slice_spec(self, index: int, slot: int) -> PartitionSpec | None:
+        """Returns the spec of a part of a stacked result, inside the loop."""
+        stacked = self.spec_inside(index, "leave", slot)
+        return None if stacked is None else PartitionSpec(*tuple(stacked)[1:])
 
-    def loop(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
+    def while_loop(
+        self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]
+    ) -> None:
+        """Adds a while loop: constants of the condition, those of the body, then what is carried."""
         params = equation.params
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        asked = self.entered(number, "enter", own, range(first), 0, equations)
-        given = self.entered(number, "enter", own, range(first, first + second), first, equations)
-        rounds = self.entered(number, "join", own, range(first + second, len(own)), 0, equations)
-        body = self.body(open_jaxpr(params["body_jaxpr"]), [*given, *rounds], rounds)
-        condition = self.body(open_jaxpr(params["cond_jaxpr"]), [*asked, *rounds], ())
+        cond_count = params["cond_nconsts"]
+        first_carry = cond_count + params["body_nconsts"]
+        cond_consts = self.enter(index, "enter", inputs, range(cond_count), 0, equations)
+        body_consts = self.enter(index, "enter", inputs, range(cond_count, first_carry), cond_count, equations)
+        carry = self.enter(index, "join", inputs, range(first_carry, len(inputs)), 0, equations)
+        body = self.body(open_jaxpr(params["body_jaxpr"]), [*body_consts, *carry], carry)
+        condition = self.body(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], ())
         changed = {
             "body_jaxpr": _closed(params["body_jaxpr"], body),
             "cond_jaxpr": _closed(params["cond_jaxpr"], condition),
         }
-        equations.append(equation.replace(invars=own, params={**params, **changed}))
-        self.results(equation, self.exits(number, len(rounds)), equations, now)
+        equations.append(equation.replace(invars=inputs, params={**params, **changed}))
+        self.constrain_results(equation, self.carry_specs(index, len(carry)), equations, current)
 
-    def branches(self, equation: Any, number: int, own: list[Any], equations: list[Any], now: dict[Var, Var]) -> None:
-        changed = []
-        ends = [self.inside(number, "join", slot) for slot in range(len(equation.outvars))]
-        for index, branch in enumerate(equation.params["branches"]):
+    def cond(self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]) -> None:
+        """Adds a conditional: its operands are constrained in each branch, and so are its results."""
+        branches = []
+        results = [self.spec_inside(index, "join", slot) for slot in range(len(equation.outvars))]
+        for branch_index, branch in enumerate(equation.params["branches"]):
             program = open_jaxpr(branch)
             count = len(program.invars)
-            first = [self.inside(number, "enter", index * count + slot) for slot in range(count)]
-            changed.append(_closed(branch, self.body(program, first, ends)))
-        equations.append(equation.replace(invars=own, params={**equation.params, "branches": tuple(changed)}))
-        self.results(equation, [() if spec is None else (spec,) for spec in ends], equations, now)
+            operands = [self.spec_inside(index, "enter", branch_index * count + slot) for slot in range(count)]
+            branches.append(_closed(branch, self.body(program, operands, results)))
+        params = {**equation.params, "branches": tuple(branches)}
+        equations.append(equation.replace(invars=inputs, params=params))
+        specs = [() if spec is None else (spec,) for spec in results]
+        self.constrain_results(equation, specs, equations, current)
 
 
 def _closed(like: Any, body: Jaxpr) -> Any:

@@ -1,83 +1,80 @@
 """What every choice costs at least, for problems too large to be solved at once.
 
 Costs are moved between nodes and edges without changing the cost of any choice, so that each of them alone, at its
-cheapest, is as dear as can be. The sum of these is a bound that only grows.
+cheapest, costs as much as can be. The sum of these is a bound that only grows. This is message passing for the dual of
+the linear program (MPLP, Globerson and Jaakkola 2007), which needs no matrix.
 """
 
-import time
 from typing import final
 
 import attrs
 import numpy as np
 
 from shardrules.planning.graph.problem import Problem, project
+from shardrules.planning.solve.deadline import Deadline
 
 _WORK = 4e7
-"""How many entries of cost tables are looked at: a number rather than a time, so that all hosts find the same."""
+"""How many entries of cost tables are looked at, about a second: a count rather than a time, so that all hosts find the
+same. Doubled, large problems get a slightly higher bound, twice as late."""
 
-_SWEEPS = (20, 400)
+_LEAST_SWEEPS, _MOST_SWEEPS = 20, 400
+"""How often all edges are visited: at least so often that messages get across a program, and for small problems no
+more often than anything changes."""
+
 _STILL = 1e-5
-_NEVER = 1e3
-"""What costs as much, in seconds, is not to be had: infinity cannot be moved around."""
+"""The part by which a sweep has to raise the bound; below it, the rest is noise beside the 1e-3 of a proof."""
+
+_IMPOSSIBLE = 1e3
+"""What costs as much, in seconds, is impossible: infinity cannot be moved around. Far above any call, and small enough
+that microseconds beside it are not rounded away."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Bound:
-    """What choices cost at least.
-
-    **Arguments:**
-
-    - `seconds`: every one of them.
-    - `labels`: for each node, and each of its labels, those that take it.
-    """
+    """What choices cost at least."""
 
     seconds: float
-    labels: tuple[np.ndarray, ...]
+    """Any choice."""
+    layouts: tuple[np.ndarray, ...]
+    """For each node and layout the choices that take it."""
 
 
-def lower_bound(problem: Problem, deadline: float) -> Bound:
-    """Finds a cost that no choice is below.
-
-    **Arguments:**
-
-    - `problem`: the problem.
-    - `deadline`: when to stop, as `time.monotonic` has it.
-
-    **Returns:**
-
-    A `Bound`.
-    """
+def lower_bound(problem: Problem, deadline: Deadline) -> Bound:
+    """Finds a cost that no choice is below."""
     beliefs = [np.array(node.seconds, float) for node in problem.nodes]
     factors = _factors(problem)
     messages = [(np.zeros(cost.shape[0]), np.zeros(cost.shape[1])) for *_, cost in factors]
     total = best = -np.inf
     entries = sum(cost.size for *_, cost in factors)
-    least, most = _SWEEPS
-    for sweep in range(int(min(most, max(least, _WORK / max(1, entries))))):
+    for sweep in range(int(min(_MOST_SWEEPS, max(_LEAST_SWEEPS, _WORK / max(1, entries))))):
+        # To and fro, so that what is decided at either end of a program reaches the other in one sweep.
         order = range(len(factors)) if sweep % 2 == 0 else range(len(factors) - 1, -1, -1)
-        for number in order:
-            start, from_codes, end, to_codes, cost = factors[number]
-            rows, columns = messages[number]
+        for factor_index in order:
+            start, from_codes, end, to_codes, cost = factors[factor_index]
+            rows, columns = messages[factor_index]
+            # Take back what this edge gave its nodes, see what each pair of layouts costs with both of them at their
+            # cheapest, and give either node half of that.
             first, second = beliefs[start] - rows[from_codes], beliefs[end] - columns[to_codes]
-            cheapest_rows = np.full(cost.shape[0], _NEVER)
+            cheapest_rows = np.full(cost.shape[0], _IMPOSSIBLE)
             np.minimum.at(cheapest_rows, from_codes, first)
-            cheapest_columns = np.full(cost.shape[1], _NEVER)
+            cheapest_columns = np.full(cost.shape[1], _IMPOSSIBLE)
             np.minimum.at(cheapest_columns, to_codes, second)
             joint = cost + cheapest_rows[:, None] + cheapest_columns[None, :]
             rows = joint.min(axis=1) / 2 - cheapest_rows
             columns = joint.min(axis=0) / 2 - cheapest_columns
-            messages[number] = (rows, columns)
+            messages[factor_index] = (rows, columns)
             beliefs[start], beliefs[end] = first + rows[from_codes], second + columns[to_codes]
-        total = _sum(beliefs, factors, messages)
-        still = total - best < _STILL * abs(total)
+        total = _total(beliefs, factors, messages)
+        is_still = total - best < _STILL * abs(total)
         best = max(total, best)
-        if still or time.monotonic() > deadline:
+        if is_still or deadline.is_over:
             break
     return Bound(max(0.0, best), tuple(total - belief.min() + belief for belief in beliefs))
 
 
-def _sum(beliefs: list[np.ndarray], factors: list[tuple], messages: list[tuple[np.ndarray, np.ndarray]]) -> float:
+def _total(beliefs: list[np.ndarray], factors: list[tuple], messages: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Returns the bound: every node and every edge at its cheapest."""
     total = sum(float(belief.min()) for belief in beliefs)
     for (*_, cost), (rows, columns) in zip(factors, messages, strict=True):
         total += float((cost - rows[:, None] - columns[None, :]).min())
@@ -85,23 +82,24 @@ def _sum(beliefs: list[np.ndarray], factors: list[tuple], messages: list[tuple[n
 
 
 def _factors(problem: Problem) -> list[tuple]:
-    """Everything that two nodes have to do with each other: the nodes, their codes, and what each pair of these costs.
+    """Returns what pairs of nodes cost: the nodes, their codes, and the cost of each pair of codes.
 
-    What several edges share costs each of them a part: together no more than the dearest.
+    Edges that share their cost are charged a part of it each: together at most the most expensive of them.
     """
-    found: list[tuple] = []
+    factors: list[tuple] = []
     for group, count in problem.edge_groups:
-        for number in group:
-            edge = problem.edges[number]
-            cost = np.minimum(edge.seconds * count / len(group), _NEVER)
+        for edge_index in group:
+            edge = problem.edges[edge_index]
+            cost = np.minimum(edge.seconds * count / len(group), _IMPOSSIBLE)
             if edge.start == edge.end:
                 continue
             if (cost != 0).any():
-                found.append((edge.start, edge.from_codes, edge.end, edge.to_codes, cost))
+                factors.append((edge.start, edge.from_codes, edge.end, edge.to_codes, cost))
     for first, second in problem.equal_homes:
-        rows = [project(problem.nodes[home.node].layouts, home) for home in (first, second)]
-        known, codes = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
+        layouts = [project(problem.nodes[home.node].layouts, home) for home in (first, second)]
+        distinct, codes = np.unique(np.concatenate(layouts), axis=0, return_inverse=True)
         codes = codes.ravel()
-        cost = np.where(np.eye(len(known), dtype=bool), 0.0, _NEVER)
-        found.append((first.node, codes[: len(rows[0])], second.node, codes[len(rows[0]) :], cost))
-    return found
+        cut = len(layouts[0])
+        cost = np.where(np.eye(len(distinct), dtype=bool), 0.0, _IMPOSSIBLE)
+        factors.append((first.node, codes[:cut], second.node, codes[cut:], cost))
+    return factors

@@ -1,4 +1,10 @@
-"""Finds the best choice within a budget of memory, and what it takes at least."""
+"""Finds the best choice within a budget of memory, and what it costs at least.
+
+A search goes from cheap to exact. A price on memory (`price.py`) gives a good choice, a lower bound, and for each
+layout how far above that bound it is; layouts that cannot be part of anything better are dropped, and what is left is
+solved with exact bounds on memory. Problems over several mesh axes that are too large for that are solved for two axes
+at a time, with the others as they are.
+"""
 
 import functools
 import itertools
@@ -13,6 +19,7 @@ from shardrules.planning.graph.build import build_problem
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.graph.restrict import layouts_where, restrict, variable_count
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.formulation import Formulation
 from shardrules.planning.solve.lower_bound import lower_bound
 from shardrules.planning.solve.memory import Occupancy, peaks
@@ -21,32 +28,47 @@ from shardrules.planning.solve.solver import CLOSE, SMALL, Solution, Status, lea
 from shardrules.planning.traced.program import TracedProgram
 
 _ROUNDS = 12
-_EXACT = 1e-6
-_SAME = 1e-9
-_AT_ONCE = 100_000
-_PROVABLE = 300_000
+"""How often an exact search may be repeated with more operations watched. Each round adds the peaks of the last choice,
+so that most searches need two or three; one that needs more than these is given up for what pricing found."""
+
+_LIMIT_TOLERANCE = 1e-6
+"""By what part a choice may exceed the limit: HiGHS satisfies constraints to 1e-7, in units of the largest array.
+Smaller, choices that fit would be searched for again; a thousand times as large, real bytes would be missing."""
+
+_TIE = 1e-9
+"""By what part, and by how many seconds, costs may differ and count as the same: what rounding leaves."""
+
+_BETTER = 1e-6
+"""By what part another choice has to be cheaper to replace the first: less is the noise of a solver, and plans would
+differ between machines."""
+
+_MAX_JOINT_SIZE = 100_000
+"""Problems with more variables are solved for two axes at a time, which takes seconds where all at once would take
+minutes. A tenth of it would do so with problems that are solved exactly in a few seconds."""
+
+_MAX_PROOF_SIZE = 300_000
+"""With more variables left once layouts are dropped, the plan found by parts is not tried to be proved or improved:
+that would take longer than finding it. Smaller, more plans are `feasible` rather than `optimal`."""
+
+_PREFERENCE = 1e-6
+"""What a layout costs more than the one before it, in microseconds: nothing beside any real cost, and enough to decide
+between choices that cost the same."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Task:
-    """A program to plan on a machine, made ready to be solved.
-
-    **Arguments:**
-
-    - `problem`: what is to be chosen.
-    - `occupancy`: who lies in memory when.
-    - `ignored`: specs of constraints in the function that are no layouts of the mesh.
-    """
+    """A program to plan on a machine, ready to be solved."""
 
     problem: Problem
     occupancy: Occupancy
     ignored: tuple[str, ...] = ()
+    """Specs of constraints in the function that are not layouts of the mesh."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
         """The problem as a linear program."""
-        return Formulation(self.problem, _preference(self.problem))
+        return Formulation(self.problem, layout_preference(self.problem))
 
     @classmethod
     def of(
@@ -58,254 +80,209 @@ class Task:
         pinned: Mapping[int, Any],
         tie: bool = True,
     ) -> "Task":
-        """Makes a program ready.
+        """Returns the task of a program whose arguments have these `paths`.
 
-        **Arguments:**
-
-        - `program`: the program.
-        - `machine`: the mesh.
-        - `paths`: the names of its arguments.
-        - `feedback`: for numbers of results the arguments that they are to be.
-        - `pinned`: for numbers of arguments the specs that they have to have.
-        - `tie`: whether operations alike are to be laid out alike.
-
-        **Returns:**
-
-        A `Task`.
+        `feedback` maps result indices to the indices of the arguments that they become, `pinned` argument indices to
+        specs. With `tie`, operations alike are laid out alike.
         """
-        back = {
-            result: program.arguments[feedback[number]]
-            for number, result in enumerate(program.results)
-            if result is not None and number in feedback
+        feedback_arrays = {
+            result: program.arguments[feedback[result_index]]
+            for result_index, result in enumerate(program.results)
+            if result is not None and result_index in feedback
         }
-        problem = build_problem(program, machine, paths, back, pinned, tie)
+        problem = build_problem(program, machine, paths, feedback_arrays, pinned, tie)
         return cls(problem, Occupancy.of(problem), problem.ignored_specs)
 
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
-        """Returns the task with fewer labels to choose from.
-
-        **Arguments:**
-
-        - `keep`: for each node the numbers of the labels that stay.
-
-        **Returns:**
-
-        A `Task`.
-        """
+        """Returns the task with fewer layouts: for each node the indices of those to keep."""
         problem = restrict(self.problem, keep)
         return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
-    def within(self, limit: float, deadline: float = float("inf")) -> "Found":
-        """Finds the best choice that fits.
+    def within(self, limit_bytes: float, deadline: Deadline = NO_DEADLINE) -> "SearchResult":
+        """Finds the best choice that fits."""
+        if variable_count(self.problem) > _MAX_JOINT_SIZE and len(self.problem.machine.sizes) > 1:
+            return self._by_parts(limit_bytes, deadline)
+        return self._jointly(limit_bytes, deadline, {})
 
-        **Arguments:**
-
-        - `limit`: the most that may lie in memory, in bytes.
-        - `deadline`: when to stop, as `time.monotonic` has it.
-
-        **Returns:**
-
-        What was found.
-        """
-        if variable_count(self.problem) > _AT_ONCE and len(self.problem.machine.sizes) > 1:
-            return self._by_parts(limit, deadline)
-        return self._at_once(limit, deadline, {})
-
-    def _at_once(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+    def _jointly(self, limit_bytes: float, deadline: Deadline, moments: dict[int, None]) -> "SearchResult":
         """Solves it for all axes together. `moments` are operations at which memory is watched."""
-        begun = time.monotonic()
+        start = time.monotonic()
         if not self.problem.nodes:
-            held = float(self.occupancy.timeline(()).max())
-            solution = Solution((), 0.0, 0.0, "optimal", ()) if held <= limit else None
-            return Found(solution, held, 0.0)
-        found = self._priced(limit, deadline, moments)
-        if found.solution is None and self.formulation.count <= SMALL:
-            found = self._emptiest(found, limit, deadline, moments)
-        return attrs.evolve(found, seconds=time.monotonic() - begun)
+            peak = float(self.occupancy.timeline(()).max())
+            solution = Solution((), 0.0, 0.0, "optimal", ()) if peak <= limit_bytes else None
+            return SearchResult(solution, peak, 0.0)
+        result = self._priced(limit_bytes, deadline, moments)
+        if result.solution is None and self.formulation.column_count <= SMALL:
+            result = self._emptiest(result, limit_bytes, deadline, moments)
+        return attrs.evolve(result, seconds=time.monotonic() - start)
 
-    def _priced(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
+    def _priced(self, limit_bytes: float, deadline: Deadline, moments: dict[int, None]) -> "SearchResult":
         """Puts a price on memory, and solves exactly what that leaves open."""
-        known = within_budget(self.occupancy, self.formulation, limit, deadline, moments)
-        if known.choice is None:
-            nothing = Found(None, known.peak_bytes, known.bound, emptiest=known.emptiest)
-            if known.is_hopeless:
+        budget = within_budget(self.occupancy, self.formulation, limit_bytes, deadline, moments)
+        if budget.choice is None:
+            nothing = SearchResult(None, budget.peak_bytes, budget.bound, emptiest=budget.emptiest)
+            if budget.is_hopeless:
                 return nothing
-            found = self._exactly(limit, deadline, moments)
-            return attrs.evolve(nothing, is_late=found.is_late) if found.solution is None else found
-        solution = Solution(known.choice, known.cost, known.bound, "feasible", (known.price,))
-        best = _proven(Found(solution, known.peak_bytes, known.bound), known.bound)
-        if known.cost <= known.bound * (1 + CLOSE) or time.monotonic() > deadline:
+            result = self._exactly(limit_bytes, deadline, moments)
+            return attrs.evolve(nothing, is_late=result.is_late) if result.solution is None else result
+        solution = Solution(budget.choice, budget.cost, budget.bound, "feasible", (budget.price,))
+        best = _with_bound(SearchResult(solution, budget.peak_bytes, budget.bound), budget.bound)
+        if budget.cost <= budget.bound * (1 + CLOSE) or deadline.is_over:
             return best
-        left = self._worthwhile(best, known.bound, known.extra)
-        found = self.only(left)._exactly(limit, deadline, moments)
-        if found.solution is not None:
-            best = _better(best, found.among(left))
-        return _proven(best, max(known.bound, min(known.cost, found.bound)))
+        keep = self._worthwhile(best, budget.bound, budget.extra)
+        result = self.only(keep)._exactly(limit_bytes, deadline, moments)
+        if result.solution is not None:
+            best = _better(best, result.reindexed(keep))
+        # What was dropped costs at least as much as the best so far, and what was kept at least `result.bound`.
+        return _with_bound(best, max(budget.bound, min(budget.cost, result.bound)))
 
-    def _worthwhile(self, best: "Found", bound: float, extra: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The labels of each node with which something may be better than the best so far."""
-        cost = _cost(best) * (1 + _SAME) + _SAME
-        keep = [np.flatnonzero(bound + more <= cost) for more in extra]
-        return [np.union1d(kept, [own]) for kept, own in zip(keep, best.choice, strict=True)]
+    def _worthwhile(self, best: "SearchResult", bound: float, extra: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the layouts of each node with which something may be better than the best so far."""
+        cost = _cost(best) * (1 + _TIE) + _TIE
+        keep = [np.flatnonzero(bound + layout_extra <= cost) for layout_extra in extra]
+        return [np.union1d(kept, [layout_index]) for kept, layout_index in zip(keep, best.choice, strict=True)]
 
-    def _exactly(self, limit: float, deadline: float, moments: dict[int, None]) -> "Found":
-        """Solves it with bounds on what lies in memory."""
-        limits = dict.fromkeys(moments, limit)
+    def _exactly(self, limit_bytes: float, deadline: Deadline, moments: dict[int, None]) -> "SearchResult":
+        """Solves it with bounds on what lies in memory at the moments, which grow until no other operation exceeds it.
+
+        An operation is first watched with a constraint that rules out no choice that fits, so that the bound holds. One
+        that exceeds the limit all the same is watched strictly from then on, and with a lower limit if even that fails.
+        """
+        limits = dict.fromkeys(moments, limit_bytes)
         bound = 0.0
-        wary: dict[int, None] = {}
+        strict_moments: dict[int, None] = {}
         for _ in range(_ROUNDS):
-            rows = [self.occupancy.row(at, allowed, sure=at not in wary) for at, allowed in limits.items()]
-            solution = solve(self.formulation, rows, deadline)
-            if not wary:  # only then do rows watch for no more than there is
+            constraints = [
+                self.occupancy.constraint(op_index, limit, certain=op_index not in strict_moments)
+                for op_index, limit in limits.items()
+            ]
+            solution = solve(self.formulation, constraints, deadline)
+            if not strict_moments:
                 bound = max(bound, solution.bound)
             if solution.choice is None:
-                return Found(None, np.inf, bound, is_late=solution.status != "infeasible")
+                return SearchResult(None, np.inf, bound, is_late=solution.status != "infeasible")
             timeline = self.occupancy.timeline(solution.choice)
             peak = float(timeline.max())
-            if peak <= limit * (1 + _EXACT):
-                return Found(solution, peak, bound)
-            for at in peaks(timeline, limit):
-                if at in wary:
-                    limits[at] -= float(timeline[at]) - limit
-                elif at in limits:
-                    wary[at] = None
-                limits.setdefault(at, limit)
-                moments[at] = None
-            if time.monotonic() > deadline:
+            if peak <= limit_bytes * (1 + _LIMIT_TOLERANCE):
+                return SearchResult(solution, peak, bound)
+            for op_index in peaks(timeline, limit_bytes):
+                if op_index in strict_moments:
+                    limits[op_index] -= float(timeline[op_index]) - limit_bytes
+                elif op_index in limits:
+                    strict_moments[op_index] = None
+                limits.setdefault(op_index, limit_bytes)
+                moments[op_index] = None
+            if deadline.is_over:
                 break
-        return Found(None, np.inf, bound, is_late=time.monotonic() > deadline)
+        return SearchResult(None, np.inf, bound, is_late=deadline.is_over)
 
-    def _emptiest(self, found: "Found", limit: float, deadline: float, moments: Mapping[int, None]) -> "Found":
-        """Finds what takes the least memory, where nothing was found that fits."""
-        best = found.emptiest
+    def _emptiest(
+        self, result: "SearchResult", limit_bytes: float, deadline: Deadline, moments: Mapping[int, None]
+    ) -> "SearchResult":
+        """Finds what takes the least memory, where nothing that fits was found."""
+        best = result.emptiest
         timeline = self.occupancy.timeline(best)
-        least = float(timeline.max())
+        least_peak = float(timeline.max())
         watched = dict.fromkeys([*moments, int(timeline.argmax())])
-        wary: dict[int, None] = {}
+        strict_moments: dict[int, None] = {}
         bound = 0.0
         for _ in range(_ROUNDS):
-            rows = [self.occupancy.row(at, 0.0, sure=at not in wary) for at in watched]
-            choice, needed = least_memory(self.formulation, rows, deadline)
+            constraints = [
+                self.occupancy.constraint(op_index, 0.0, certain=op_index not in strict_moments) for op_index in watched
+            ]
+            choice, needed_bytes = least_memory(self.formulation, constraints, deadline)
             if choice is None:
                 break
-            if not wary:
-                bound = needed
+            if not strict_moments:
+                bound = needed_bytes
             timeline = self.occupancy.timeline(choice)
-            if timeline.max() < least:
-                best, least = choice, float(timeline.max())
-            at = int(timeline.argmax())
-            if least <= bound * (1 + CLOSE) or at in wary or time.monotonic() > deadline:
+            if timeline.max() < least_peak:
+                best, least_peak = choice, float(timeline.max())
+            fullest = int(timeline.argmax())
+            if least_peak <= bound * (1 + CLOSE) or fullest in strict_moments or deadline.is_over:
                 break
-            if at in watched:
-                wary[at] = None
-            watched[at] = None
+            if fullest in watched:
+                strict_moments[fullest] = None
+            watched[fullest] = None
         cost = self.problem.cost(best)
-        if least > limit or not np.isfinite(cost):
-            return attrs.evolve(found, peak_bytes=least, emptiest=best)
-        return Found(Solution(best, cost, found.bound, "feasible", ()), least, found.bound)
+        if least_peak > limit_bytes or not np.isfinite(cost):
+            return attrs.evolve(result, peak_bytes=least_peak, emptiest=best)
+        # It does fit: the exact search gave up, but this one came across a choice.
+        return SearchResult(Solution(best, cost, result.bound, "feasible", ()), least_peak, result.bound)
 
-    def _by_parts(self, limit: float, deadline: float) -> "Found":
-        """Solves it for two axes of three at a time, or one of two, as the others are, until that changes nothing."""
-        begun = time.monotonic()
+    def _by_parts(self, limit_bytes: float, deadline: Deadline) -> "SearchResult":
+        """Solves it for two axes of three at a time, or one of two, with the others as they are, until nothing changes.
+
+        It begins with the best choice in which two axes split everything alike, as if they were one.
+        """
+        start = time.monotonic()
         axes = range(len(self.problem.machine.sizes))
         moments: dict[int, None] = {}
-        best: Found | None = None
+        best: SearchResult | None = None
         for pair in itertools.combinations(axes, 2):
-            together = layouts_where(
-                self.problem, lambda labels, _, pair=pair: labels[:, pair[0]] == labels[:, pair[1]]
-            )
-            best = _better(best, self._part(together, limit, deadline, moments))
+            if best is not None and deadline.is_over:
+                break
+            alike = layouts_where(self.problem, lambda rows, _, pair=pair: rows[:, pair[0]] == rows[:, pair[1]])
+            best = _better(best, self._part(alike, limit_bytes, deadline, moments))
         assert best is not None, "there are two axes and more"
         tried: dict[tuple[int, ...], tuple[int, ...]] = {}
-        while time.monotonic() < deadline:
+        while not deadline.is_over:
             before = best
             for pair in itertools.combinations(axes, min(2, len(axes) - 1)):
                 choice = best.choice
-                if tried.get(pair) == choice or time.monotonic() > deadline:
+                if tried.get(pair) == choice or deadline.is_over:
                     continue
-                rest = [axis for axis in axes if axis not in pair]
-                best = _better(best, self._part(_as_chosen(self.problem, choice, rest), limit, deadline, moments))
+                others = [axis for axis in axes if axis not in pair]
+                keep = _layouts_as_chosen(self.problem, choice, others)
+                best = _better(best, self._part(keep, limit_bytes, deadline, moments))
                 tried[pair] = best.choice
             if best is before:
                 break
-        if best.solution is None:  # only all labels together can tell that nothing fits
-            everything = self._at_once(limit, deadline, moments)
-            best = attrs.evolve(_better(best, everything), is_late=everything.is_late)
-        else:
-            best = self._reduced(best, limit, deadline, moments)
-        return attrs.evolve(best, seconds=time.monotonic() - begun)
+        if best.solution is not None:
+            best = self._improved(best, limit_bytes, deadline, moments)
+        elif deadline.is_over:
+            best = attrs.evolve(best, is_late=True)
+        else:  # only all layouts together can prove that nothing fits
+            joint = self._jointly(limit_bytes, deadline, moments)
+            best = attrs.evolve(_better(best, joint), is_late=joint.is_late)
+        return attrs.evolve(best, seconds=time.monotonic() - start)
 
-    def _reduced(self, best: "Found", limit: float, deadline: float, moments: dict[int, None]) -> "Found":
-        """Leaves out every label with which nothing is as good as the best so far, and solves what is left exactly."""
+    def _improved(
+        self, best: "SearchResult", limit_bytes: float, deadline: Deadline, moments: dict[int, None]
+    ) -> "SearchResult":
+        """Drops every layout with which nothing is as good as the best so far, and solves what is left exactly."""
         bound = lower_bound(self.problem, deadline)
         assert np.isfinite(bound.seconds), "costs are moved, and none of them is infinite"
-        keep = self._worthwhile(best, 0.0, bound.labels)
-        if variable_count(restrict(self.problem, keep)) > _PROVABLE or time.monotonic() > deadline:
-            return _proven(best, bound.seconds)
-        found = self._part(keep, limit, deadline, moments)
-        least = bound.seconds if found.solution is None else max(bound.seconds, min(_cost(best), found.bound))
-        return _proven(_better(best, found), least)
+        keep = self._worthwhile(best, 0.0, bound.layouts)
+        if variable_count(restrict(self.problem, keep)) > _MAX_PROOF_SIZE or deadline.is_over:
+            return _with_bound(best, bound.seconds)
+        result = self._part(keep, limit_bytes, deadline, moments)
+        least = bound.seconds if result.solution is None else max(bound.seconds, min(_cost(best), result.bound))
+        return _with_bound(_better(best, result), least)
 
-    def _part(self, keep: Sequence[np.ndarray], limit: float, deadline: float, moments: dict[int, None]) -> "Found":
-        """Solves it for some of the labels."""
-        return self.only(keep)._at_once(limit, deadline, moments).among(keep)
-
-
-def _cost(found: "Found") -> float:
-    """What it costs; infinitely much where nothing fits."""
-    return np.inf if found.solution is None else found.solution.cost
-
-
-def _proven(found: "Found", bound: float) -> "Found":
-    """What was found, where it is known what every choice costs at least."""
-    if found.solution is None:
-        return found
-    cost, bound = found.solution.cost, max(0.0, bound)
-    status: Status = "optimal" if cost <= bound * (1 + CLOSE) else "feasible"
-    solution = attrs.evolve(found.solution, bound=min(bound, cost), status=status)
-    return attrs.evolve(found, solution=solution, bound=min(bound, cost))
-
-
-def _better(first: "Found | None", second: "Found") -> "Found":
-    """That of two which costs less, or needs less where nothing fits; the first if both are alike."""
-    if first is None:
-        return second
-    if first.solution is None or second.solution is None:
-        if first.solution is second.solution:
-            return second if second.peak_bytes < first.peak_bytes else first
-        return second if first.solution is None else first
-    return second if second.solution.cost < first.solution.cost * (1 - 1e-6) else first
-
-
-def _as_chosen(problem: Problem, choice: Sequence[int], axes: Sequence[int]) -> list[np.ndarray]:
-    """The labels of each node that are as chosen along some axes."""
-    nodes = problem.nodes
-    return layouts_where(
-        problem, lambda labels, at: (labels[:, axes] == nodes[at].layouts[choice[at]][axes]).all(axis=1)
-    )
+    def _part(
+        self, keep: Sequence[np.ndarray], limit_bytes: float, deadline: Deadline, moments: dict[int, None]
+    ) -> "SearchResult":
+        """Solves it for some of the layouts."""
+        return self.only(keep)._jointly(limit_bytes, deadline, moments).reindexed(keep)
 
 
 @final
 @attrs.frozen(eq=False)
-class Found:
-    """What a search found.
-
-    **Arguments:**
-
-    - `solution`: the best choice; `None` where nothing fits.
-    - `peak_bytes`: the most that lies in memory; where nothing fits, about the least that would.
-    - `bound`: what every choice that fits costs at least.
-    - `seconds`: how long the search took.
-    - `is_late`: whether the time was up before anything was found that fits.
-    - `emptiest`: where nothing fits, the choice that takes `peak_bytes`.
-    """
+class SearchResult:
+    """What a search found."""
 
     solution: Solution | None
+    """The best choice; `None` where nothing fits."""
     peak_bytes: float
+    """The peak of `choice`: where nothing fits, about the least that would."""
     bound: float
+    """What every choice that fits costs at least."""
     seconds: float = 0.0
     is_late: bool = False
+    """Whether the time was up before anything that fits was found."""
     emptiest: tuple[int, ...] = ()
+    """Where nothing fits, the choice with the least memory."""
 
     @property
     def price(self) -> float:
@@ -314,26 +291,53 @@ class Found:
 
     @property
     def choice(self) -> tuple[int, ...]:
-        """For each node the number of its label; where nothing fits, those with which memory is emptiest."""
+        """For each node the index of its layout; where nothing fits, those with the least memory."""
         return self.emptiest if self.solution is None else self.solution.choice or ()
 
-    def among(self, keep: Sequence[np.ndarray]) -> "Found":
-        """Returns what was found for some of the labels, in the numbers that all of them have.
-
-        **Arguments:**
-
-        - `keep`: for each node the numbers of these labels.
-
-        **Returns:**
-
-        A `Found`.
-        """
-        choice = tuple(int(kept[label]) for kept, label in zip(keep, self.choice, strict=True))
+    def reindexed(self, keep: Sequence[np.ndarray]) -> "SearchResult":
+        """Returns the result of a search over the layouts `keep`, with the indices that the whole problem has."""
+        choice = tuple(int(kept[layout_index]) for kept, layout_index in zip(keep, self.choice, strict=True))
         if self.solution is None:
             return attrs.evolve(self, emptiest=choice)
         return attrs.evolve(self, solution=attrs.evolve(self.solution, choice=choice))
 
 
-def _preference(problem: Problem) -> list[np.ndarray]:
-    """Between choices that cost the same, that which splits least, and in the order of the mesh."""
-    return [1e-6 * np.arange(len(node.layouts)) for node in problem.nodes]
+def layout_preference(problem: Problem) -> list[np.ndarray]:
+    """Returns what decides between choices that cost the same, in microseconds: the one that splits least, and in the
+    order of the mesh."""
+    return [_PREFERENCE * np.arange(len(node.layouts)) for node in problem.nodes]
+
+
+def _cost(result: SearchResult) -> float:
+    return np.inf if result.solution is None else result.solution.cost
+
+
+def _with_bound(result: SearchResult, bound: float) -> SearchResult:
+    """Returns the result once it is known what every choice costs at least."""
+    if result.solution is None:
+        return result
+    cost, bound = result.solution.cost, max(0.0, bound)
+    status: Status = "optimal" if cost <= bound * (1 + CLOSE) else "feasible"
+    solution = attrs.evolve(result.solution, bound=min(bound, cost), status=status)
+    return attrs.evolve(result, solution=solution, bound=min(bound, cost))
+
+
+def _better(first: SearchResult | None, second: SearchResult) -> SearchResult:
+    """Returns the cheaper of two, or the smaller where nothing fits; the first if both are alike."""
+    if first is None:
+        return second
+    if first.solution is None or second.solution is None:
+        if first.solution is second.solution:
+            return second if second.peak_bytes < first.peak_bytes else first
+        return second if first.solution is None else first
+    return second if second.solution.cost < first.solution.cost * (1 - _BETTER) else first
+
+
+def _layouts_as_chosen(problem: Problem, choice: Sequence[int], axes: Sequence[int]) -> list[np.ndarray]:
+    """Returns the layouts of each node that are as chosen along some axes."""
+    nodes = problem.nodes
+
+    def is_as_chosen(rows: np.ndarray, node_index: int) -> np.ndarray:
+        return (rows[:, axes] == nodes[node_index].layouts[choice[node_index]][axes]).all(axis=1)
+
+    return layouts_where(problem, is_as_chosen)

@@ -237,7 +237,7 @@ def test_other_trees_are_named() -> None:
 
 def test_another_function_is_refused() -> None:
     plan = step_plan("data:8")
-    with pytest.raises(TreeError, match="what it computes of them is not"):
+    with pytest.raises(TreeError, match="what it computes is not"):
         plan.jit(lambda w, x, y: (w, mlp_loss(w, x, y)))(*STEP.args)  # which has no gradient
 
 

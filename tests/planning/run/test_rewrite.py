@@ -15,7 +15,7 @@ from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.run.call import Call, read_call
-from shardrules.planning.run.rewrite import held, rewritten
+from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
 from shardrules.planning.solve.search import Task
 from shardrules.planning.traced.program import read_jaxpr
 from tests.planning.models import FAST, SMALL, TRAINED, WRITTEN, Case, compare
@@ -77,7 +77,7 @@ def constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def written(call: Call, problem: Problem, choice: Sequence[int], axes: str) -> ClosedJaxpr:
-    return rewritten(call.jaxpr, held(problem, choice), sr.create_mesh(axes))
+    return with_layouts(call.jaxpr, chosen_layouts(problem, choice), sr.create_mesh(axes))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

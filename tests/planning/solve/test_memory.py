@@ -154,10 +154,11 @@ def test_bounds_on_memory_count_no_less_than_there_is(seed: int) -> None:
         choice = [int(rng.integers(len(node.layouts))) for node in problem.nodes]
         timeline = task.occupancy.timeline(choice)
         for moment in range(len(problem.program.operations) + 1):
-            row = task.occupancy.row(moment, np.inf)
-            counted = row.constant + sum(sizes[choice[node]] for node, sizes in row.labels.items())
-            for number, sizes in row.copies.items():
-                edge = problem.edges[number]
+            constraint = task.occupancy.constraint(moment, np.inf)
+            counted = constraint.constant_bytes
+            counted += sum(sizes[choice[node]] for node, sizes in constraint.layout_bytes.items())
+            for edge_index, sizes in constraint.copy_bytes.items():
+                edge = problem.edges[edge_index]
                 before, after = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
                 if (edge.from_layouts[before] != edge.to_layouts[after]).any():
                     counted += sizes[after]

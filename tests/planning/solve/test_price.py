@@ -8,10 +8,11 @@ import pytest
 import shardrules as sr
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.solve import search, solver
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.formulation import Formulation
 from shardrules.planning.solve.memory import peaks
 from shardrules.planning.solve.price import Budget, within_budget
-from shardrules.planning.solve.search import Found, Task, _preference
+from shardrules.planning.solve.search import SearchResult, Task, layout_preference
 from shardrules.planning.solve.solver import cheapest
 from shardrules.planning.traced.program import read_jaxpr
 from tests.planning.solve.test_search import LOOSE, TIGHT, budget
@@ -21,8 +22,8 @@ SEEDS = (*TIGHT[:4], *TIGHT[6:], *LOOSE)
 
 
 def priced(task: Task, limit: float) -> Budget:
-    formulation = Formulation(task.problem, _preference(task.problem))
-    return within_budget(task.occupancy, formulation, limit, np.inf, {})
+    formulation = Formulation(task.problem, layout_preference(task.problem))
+    return within_budget(task.occupancy, formulation, limit, NO_DEADLINE, {})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -72,9 +73,9 @@ def test_labels_cost_no_more_above_the_bound_than_is_said(seed: int) -> None:
     """What a label adds to the bound is below the best choice that takes it, with a price on memory, too."""
     task = random_task(seed)
     problem, limit = task.problem, budget(task, 0.3)
-    formulation = Formulation(problem, _preference(problem))
+    formulation = Formulation(problem, layout_preference(problem))
     moments = dict.fromkeys(peaks(task.occupancy.timeline(task.within(np.inf).choice), limit))
-    rows = [task.occupancy.row(at, limit, sure=True) for at in moments]
+    rows = [task.occupancy.constraint(moment, limit, certain=True) for moment in moments]
     for price in (0.0, best_cost(problem) / limit / len(rows)):
         found = cheapest(formulation, rows, [price] * len(rows))
         for node in range(len(problem.nodes)):
@@ -114,10 +115,10 @@ def test_large_problems_find_what_small_ones_do(seed: int, part: float, monkeypa
 def test_late_searches_give_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SMALL", 0)
     task = random_task(6)
-    known = task.within(task.occupancy.timeline((0,) * len(task.problem.nodes)).max(), 0.0)
+    known = task.within(task.occupancy.timeline((0,) * len(task.problem.nodes)).max(), Deadline(0.0))
     assert known.solution is not None
     assert known.solution.cost <= task.problem.cost((0,) * len(task.problem.nodes))
-    late = task.within(task.within(0.0).peak_bytes * 0.99, 0.0)
+    late = task.within(task.within(0.0).peak_bytes * 0.99, Deadline(0.0))
     assert late.solution is None
     assert late.peak_bytes > 0
 
@@ -127,7 +128,7 @@ def test_what_is_found_at_last_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     task = random_task(9)
     limit = task.within(0.0).peak_bytes * 1.0001
     exact = task.within(limit)
-    monkeypatch.setattr(Task, "_exactly", lambda *_: Found(None, np.inf, 0.0))
+    monkeypatch.setattr(Task, "_exactly", lambda *_: SearchResult(None, np.inf, 0.0))
     found = task.within(limit)
     assert found.solution is not None
     assert exact.solution is not None

@@ -17,7 +17,7 @@ from shardrules.planning.graph import build as problems
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Problem
 from shardrules.planning.solve.formulation import Formulation
-from shardrules.planning.solve.search import Task, _preference
+from shardrules.planning.solve.search import Task, layout_preference
 from shardrules.planning.solve.solver import Solution, solve
 from shardrules.planning.traced.clusters import Clusters
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
@@ -331,7 +331,7 @@ def smallest(task: Task) -> list[np.ndarray]:
             choice = {stay.home.node: label}
             layout = problem.layout(stay.home, choice)  # pyright: ignore[reportArgumentType]  of this node it asks only
             cut = np.prod([size for size, dim in zip(problem.machine.sizes, layout, strict=True) if dim >= 0])
-            found[stay.home.node][label, stay.first : stay.last + 1] += stay.nbytes * occupancy.room(stay) / cut
+            found[stay.home.node][label, stay.first : stay.last + 1] += stay.nbytes * occupancy.overhead(stay) / cut
     return found
 
 
@@ -369,7 +369,7 @@ def within(task: Task, limit: float) -> float:
             if (now + rest[len(order) - 1 - depth]).max() <= limit * (1 + 1e-9):
                 go(depth + 1, {**choice, node: label}, float(costs[label]), now)
 
-    go(0, {}, problem.cost(brute.best()), np.full(sizes[0].shape[1], float(task.occupancy.fixed)))
+    go(0, {}, problem.cost(brute.best()), np.full(sizes[0].shape[1], float(task.occupancy.fixed_bytes)))
     return best
 
 
@@ -386,7 +386,7 @@ def without_preference(problem: Problem) -> Solution:
 
 def preferred(problem: Problem) -> float:
     """What it may cost at the most that of plans that cost the same the simplest is taken."""
-    return sum(float(extra.max()) for extra in _preference(problem)) / 1e6
+    return sum(float(extra.max()) for extra in layout_preference(problem)) / 1e6
 
 
 @pytest.mark.parametrize("seed", range(0, COUNT, 6))
@@ -437,7 +437,7 @@ def test_random_programs_are_worth_planning() -> None:
 @pytest.mark.parametrize("seed", range(0, COUNT, 3))
 def test_of_plans_that_cost_the_same_the_simplest_is_taken(seed: int) -> None:
     problem = random_task(seed).problem
-    found = solve(Formulation(problem, _preference(problem)))
+    found = solve(Formulation(problem, layout_preference(problem)))
     assert found.cost <= best_cost(problem) * (1 + 1e-6) + preferred(problem)
 
 

@@ -1,0 +1,184 @@
+"""What is worth knowing about a plan: told after the search, which it does not repeat."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import attrs
+from jax.sharding import PartitionSpec
+
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding
+from shardrules.core.spec import spec_repr
+from shardrules.planning.graph.machine import has_sheet
+from shardrules.planning.run.call import Call
+from shardrules.planning.solve.search import Task
+from shardrules.planning.traced.program import TracedProgram
+
+COSTLY_RATIO = 2.0
+"""How many times as long a call takes with a pin that is called costly. Pins have reasons that the planner does not
+know, so that a few per cent are not worth a warning; with 4, tensor parallelism on the wrong axis would pass."""
+
+_LARGE_CONSTANT = 2**20
+"""Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
+
+_SHOWN_PINS = 8
+"""How many pinned arguments an error lists: those that take most of the memory, as they come first."""
+
+
+@final
+@attrs.frozen
+class PinCosts:
+    """What pins cost, from searches without them and with some of them."""
+
+    is_complete: bool = False
+    """Whether the time sufficed for a search without pins."""
+    free_seconds: float | None = None
+    """The time of a call without pins; `None` if unknown, or if nothing fits."""
+    group_seconds: tuple[tuple[tuple[int, ...], float], ...] = ()
+    """For groups of pinned arrays, which get the same layout by the same pin, the time with no other pin."""
+
+
+def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding]:
+    """Yields what is assumed about the devices."""
+    if hardware is None and not has_sheet(mesh):
+        yield Finding(
+            "note",
+            "assumed-hardware",
+            f"{mesh_text(mesh)} has no devices with a hardware sheet; planned for H100s",
+            remedy="Pass hardware=",
+        )
+
+
+def program_findings(call: Call, task: Task) -> Iterator[Finding]:
+    """Yields what is special about a function."""
+    program = task.problem.program
+    yield from _feedback_findings(call)
+    yield from _operation_findings(program)
+    for spec in task.ignored:
+        yield Finding(
+            "warning",
+            "constraint-ignored",
+            f"the function has a constraint {spec}, which does not divide its array or is not a layout of this mesh: "
+            "the plan ignores it, and the compiler may not",
+            remedy="Correct it, or remove it",
+        )
+    constant_bytes = sum(program.arrays[array].nbytes for array in program.constants)
+    if constant_bytes >= _LARGE_CONSTANT:
+        yield Finding(
+            "warning",
+            "whole-constant",
+            f"the function closes over {bytes_text(constant_bytes)} of arrays, which every device holds whole",
+            remedy="Pass them as arguments",
+        )
+
+
+def _feedback_findings(call: Call) -> Iterator[Finding]:
+    arguments = dict.fromkeys(call.argument_names[call.argument_indices[index]] for index in call.feedback.values())
+    if arguments:
+        verb = "come" if len(arguments) > 1 else "comes"
+        yield Finding(
+            "note",
+            "fed-back",
+            f"{', '.join(arguments)} {verb} back as results of the same structure: in the same layout, and in the same "
+            "memory if donated",
+        )
+
+
+def _operation_findings(program: TracedProgram) -> Iterator[Finding]:
+    for name, count in program.unknown_primitives:
+        yield Finding(
+            "warning",
+            "unknown-operation",
+            f"no rule for {name}, used {count} time{'s' * (count > 1)}: every device holds its operands and results "
+            "whole",
+            remedy="Put it in jax.shard_map, where you can split it by hand",
+        )
+    callbacks = sum(operation.name.startswith("debug_") for operation in program.operations)
+    if callbacks:
+        yield Finding(
+            "note",
+            "debug-callback",
+            f"{callbacks} debug callback{'s gather their' if callbacks > 1 else ' gathers its'} operands",
+            remedy="Remove them, or pass them less",
+        )
+    opaque = sum(operation.role == "opaque" for operation in program.operations)
+    if opaque:
+        stay = "shard_maps stay" if opaque > 1 else "shard_map stays"
+        yield Finding("note", "opaque", f"{opaque} {stay} as written; no figure counts what is computed inside")
+    fixed = sum(operation.role == "fixed" for operation in program.operations)
+    if fixed:
+        yield Finding(
+            "note",
+            "constrained",
+            f"{fixed} constraint{'s' * (fixed > 1)} in the function {'are' if fixed > 1 else 'is'} obeyed",
+            remedy="Remove them to leave these layouts to the planner",
+        )
+
+
+def pin_findings(call: Call, pinned: Mapping[int, PartitionSpec], seconds: float, costs: PinCosts) -> Iterator[Finding]:
+    """Yields the pins that make a call, which takes `seconds`, much slower: those that do by themselves, else all."""
+    if not costs.is_complete:
+        yield Finding(
+            "note",
+            "pins-not-compared",
+            "the time limit was reached before the plan could be compared with one without pins",
+            remedy="Raise time_limit",
+        )
+    if costs.free_seconds is None or seconds < COSTLY_RATIO * costs.free_seconds:
+        return
+    costly = [
+        (indices, pin_seconds)
+        for indices, pin_seconds in costs.group_seconds
+        if pin_seconds >= COSTLY_RATIO * costs.free_seconds
+    ]
+    for indices, pin_seconds in costly or [(tuple(pinned), seconds)]:
+        first = indices[0]
+        spec = spec_repr(pinned[first])
+        yield Finding(
+            "warning",
+            "costly-pin",
+            f"pinned as {spec}, a call takes {1000 * pin_seconds:.4g} ms; {1000 * costs.free_seconds:.4g} ms without",
+            call.paths[first],
+            "Remove the pin, or note why you need it",
+            tuple(call.structs[first].shape),
+            count=len(indices),
+        )
+
+
+def nothing_split(call: Call) -> Finding:
+    """Returns the finding that every device does the same."""
+    return Finding(
+        "note", "nothing-split", f"nothing in {call.name} is worth splitting: every device computes all of it"
+    )
+
+
+def untried_meshes(meshes: Sequence[str]) -> Finding:
+    """Returns the finding that there was no time for some meshes."""
+    return Finding(
+        "warning",
+        "untried-meshes",
+        f"the time limit was reached before {', '.join(meshes)} could be tried",
+        remedy="Raise time_limit",
+    )
+
+
+def does_not_fit_text(
+    call: Call, mesh: AnyMesh, limit_bytes: int, least_bytes: float, pinned: Sequence[int], costs: PinCosts
+) -> str:
+    """Returns the message of a plan that does not fit: whether the pins are behind it, and what to do."""
+    text = f"{call.name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}: it needs about "
+    text += bytes_text(least_bytes)
+    if pinned and costs.free_seconds is not None:
+        largest = sorted(pinned, key=lambda index: -math.prod(call.structs[index].shape))
+        names = [call.paths[index] for index in largest]
+        shown = ", ".join(names[:_SHOWN_PINS])
+        if len(names) > _SHOWN_PINS:
+            shown += f" and {len(names) - _SHOWN_PINS} more"
+        return f"{text} with these pins, and fits without them. Pinned: {shown}. Remove the pins that split least"
+    remedy = "Use more devices, a smaller batch, or recompute activations (jax.checkpoint)"
+    if pinned and not costs.is_complete:
+        return f"{text} with these pins; the time limit was reached before a search without them. {remedy}"
+    return f"{text}. {remedy}"

@@ -1,0 +1,47 @@
+"""When a search has to end."""
+
+import time
+from typing import Self, final
+
+import attrs
+
+_LEAST_SECONDS = 0.1
+"""What a solver gets once the time is up, in seconds: HiGHS returns nothing at all if it gets none, and small programs
+are solved in that. A search calls a handful of solvers after its deadline, so with ten times as much a time limit
+would be missed by seconds; with a tenth, late searches would return fewer plans."""
+
+
+@final
+@attrs.frozen
+class Deadline:
+    """The moment at which a search has to end; by default never."""
+
+    moment: float = float("inf")
+    """As `time.monotonic` counts."""
+
+    @classmethod
+    def after(cls, seconds: float) -> Self:
+        """Returns the deadline that is some seconds away."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def seconds_left(self) -> float:
+        """How far away it is; negative once it is over."""
+        return self.moment - time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.seconds_left < 0
+
+    def share(self, count: int) -> "Deadline":
+        """Returns the deadline of the first of several searches that divide what is left."""
+        return Deadline.after(max(0.0, self.seconds_left) / count)
+
+    def solver_options(self) -> dict[str, float]:
+        """Returns the time limit of one call of HiGHS, as options of SciPy."""
+        return {} if self.moment == float("inf") else {"time_limit": max(_LEAST_SECONDS, self.seconds_left)}
+
+
+NO_DEADLINE = Deadline()
+"""A deadline that is never over."""
