@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.axes import AnyMesh
 from shardrules.core.rule import decide
-from shardrules.core.tree import ReadsIndex
 
 T = TypeVar("T")
 Entries: TypeAlias = Mapping[str, Callable[[], T]]
@@ -106,13 +105,7 @@ class EachLeaf(sr.LeavesShardingRule):
 
     rule: sr.ShardingRule
     mesh: AnyMesh | None = attrs.field(init=False, default=attrs.Factory(lambda self: self.rule.mesh, takes_self=True))
-    parts: tuple[sr.ShardingRule, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: (self.rule,), takes_self=True)
-    )
-    tree_budgets: tuple[int, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: self.rule.tree_budgets, takes_self=True)
-    )
-    reads_index: ReadsIndex = attrs.field(init=False, default="value")
+    reads_index = "value"
 
     def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
         return decide(self.rule, leaves)

@@ -26,7 +26,6 @@ from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
 from shardrules.core.storage.files import write_text
-from shardrules.core.views.table import rule_text
 from shardrules.mesh.shape import mesh_shape
 
 _LIMITS = ("runs", "wire_bytes", "max_runs", "max_wire_bytes")
@@ -84,7 +83,7 @@ def _reworded(golden: ShardingPlan, plan: ShardingPlan, seen: Sequence[str]) -> 
         if path in told:
             continue
         old, new = (
-            f"{spec_repr(one.spec)} by {rule_text(one.rule)}: {one.reason}"
+            f"{spec_repr(one.spec)} by {one.rule_name}: {one.reason}"
             for one in (golden.decision(path), plan.decision(path))
         )
         if old != new:

@@ -1,7 +1,8 @@
 """What is wrong with a plan, or worth knowing: the findings that every plan computes, from shapes alone."""
 
+import collections
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -10,7 +11,9 @@ from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.leaves import Leaves, RuleCall
 from shardrules.core.spec import UNCONSTRAINED, Entry, divisible_prefix, entries, make_spec, spec_repr
+from shardrules.core.tree import Survey
 
 LARGE_BYTES = 16 * 2**20
 """From this size on, a leaf that is replicated though no rule said so is a warning."""
@@ -253,3 +256,61 @@ def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Fin
             leaf.shape,
             count=count,
         )
+
+
+def ambiguous_paths(survey: Survey) -> Iterator[Finding]:
+    """Yields an error for each path that several leaves share, which a key with a slash in it can cause."""
+    if not survey.slashed:
+        return
+    for path, count in collections.Counter(survey.paths()).items():
+        if count > 1:
+            why = f"{count} leaves have this path, since a key has a slash or is empty; plans tell leaves apart by path"
+            yield Finding("error", "ambiguous-path", why, path, "Rename one of the keys")
+
+
+def over_budget(limits: Sequence[int], leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Finding]:
+    """Yields an error for each limit on the whole tree that a plan misses, with leaves that other rules decided."""
+    if not limits:
+        return
+    sizes = mesh_sizes(leaves.survey.mesh)
+    device_bytes = sum(
+        decision.device_bytes(leaf, sizes) * count
+        for leaf, decision, count in zip(leaves.items, decisions, leaves.counts, strict=True)
+    )
+    for limit in dict.fromkeys(limits):
+        if device_bytes > limit:
+            why = f"all arrays together take {device_bytes:,} bytes per device, the limit for the tree is {limit:,}"
+            remedy = "Let the rule with the limit come last in a CompositeShardingRule, so that it sees all the others"
+            yield Finding("error", "over-budget", why, remedy=remedy)
+
+
+def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
+    """Yields the finding of each pattern that won no leaf in any call of its rule, or of an equal rule."""
+    every_call = list(_nested_calls(calls))
+    reported: list[tuple[object, int]] = []
+    for call in every_call:
+        for pattern_index, finding in call.verdict.idle:
+            if (call.rule, pattern_index) in reported:
+                continue
+            reported.append((call.rule, pattern_index))
+            equal_calls = [other for other in every_call if other.rule == call.rule]
+            if all(pattern_index in dict(other.verdict.idle) for other in equal_calls):
+                yield finding
+
+
+def _nested_calls(calls: Iterable[RuleCall]) -> Iterator[RuleCall]:
+    for call in calls:
+        yield from _nested_calls(call.inside)
+        yield call
+
+
+def with_templates(findings: Iterable[Finding], survey: Survey) -> Iterator[Finding]:
+    """Yields findings about several leaves with the path template of all of them, instead of the first one's path."""
+    templates: dict[str, str] | None = None
+    for finding in findings:
+        if finding.count == 1:
+            yield finding
+            continue
+        if templates is None:  # spelled out only when a finding needs them
+            templates = dict(zip((leaf.path for leaf in survey.kinds), survey.patterns(), strict=True))
+        yield attrs.evolve(finding, path=templates.get(finding.path, finding.path))

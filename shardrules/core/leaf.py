@@ -1,6 +1,7 @@
 """Leaf and Decision: what a rule is asked, and what it answers."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -14,15 +15,24 @@ from shardrules.core.spec import (
     Entries,
     array_bytes,
     axis_names,
+    canonical,
     code,
     entries,
     make_spec,
+    shard_bytes,
     spec_key,
     spec_repr,
 )
 
 LogicalName: TypeAlias = str | tuple[str, ...] | None
 """What a box calls a dimension: a name, several (which some boxes hold for mesh axes), or nothing."""
+
+
+def conflict(error: RuleError) -> Finding:
+    """Returns the finding that says what a `RuleError` says; the engine adds the rule and the count."""
+    return Finding(
+        "error", "conflict", error.why, error.path, error.hint, error.shape, axis=error.axis, rule=error.rule
+    )
 
 
 @final
@@ -48,6 +58,39 @@ class Decision:
     rule: object = None
     findings: tuple[Finding, ...] = ()
     blank: PartitionSpec = attrs.field(default=PartitionSpec(), eq=False, repr=False)
+
+    @property
+    def rule_name(self) -> str:
+        """The short name of the rule, `FSDPShardingRule`; `-` without one."""
+        if self.rule is None:
+            return "-"
+        return self.rule if isinstance(self.rule, str) else type(self.rule).__name__
+
+    @property
+    def applied_spec(self) -> PartitionSpec:
+        """The spec that `apply` returns: `blank` for no opinion."""
+        return self.blank if self.spec is None else self.spec
+
+    @property
+    def placement(self) -> str:
+        """The canonical form of the placement as text, `"P('data')"`: the same on every host; no opinion is `"P()"`."""
+        return "P()" if self.spec is None else spec_repr(canonical(self.spec))
+
+    def device_bytes(self, leaf: "Leaf", sizes: Mapping[str, int]) -> int:
+        """Returns the bytes that `leaf` takes on one device; no opinion counts as replicated.
+
+        **Arguments:**
+
+        - `leaf`: the leaf that this decides.
+        - `sizes`: the size of each mesh axis.
+
+        **Returns:**
+
+        Bytes, as XLA would allocate them.
+        """
+        if self.spec is None:
+            return leaf.nbytes
+        return shard_bytes(leaf.shape, leaf.dtype, self.spec, sizes)
 
 
 @final
@@ -309,6 +352,27 @@ class Leaf:
                     None, f"{spec_repr(spec)} and {self._so_far()}, decided before, disagree on dimension {dim}"
                 )
         return Decision(make_spec(tuple(new or old for old, new in zip(current, wanted, strict=True))), reason)
+
+    def try_refine(self, spec: PartitionSpec, reason: str) -> Decision:
+        """As `refine`, but a conflict becomes a finding of the decision, so that a plan reports all of them at once.
+
+        **Arguments:**
+
+        - `spec`, `reason`: as for `refine`.
+
+        **Returns:**
+
+        A `Decision`; no opinion after a conflict.
+
+        ```python
+        decision = sr.Leaf("w", (8, 6), jnp.float32, spec=P("data")).try_refine(P("model"), "")
+        assert decision.spec is None and decision.findings[0].code == "conflict"
+        ```
+        """
+        try:
+            return self.refine(spec, reason)
+        except RuleError as error:
+            return Decision(None, error.why, findings=(conflict(error),))
 
     def _so_far(self) -> str:
         here = [] if self.spec is None else [spec_repr(self.spec)]

@@ -13,72 +13,83 @@ from shardrules.core.tree import Survey
 @final
 @attrs.frozen
 class Verdict:
-    """What a rule says about some leaves.
+    """What a rule decides about some leaves.
 
     **Arguments:**
 
     - `decisions`: one for each leaf, in order.
-    - `findings`: what is worth knowing beside them.
-    - `idle`: the patterns that won no leaf: the rule, the number of the pattern in it, and the finding that says so. It
-        is dropped when an equal rule stands in another place as well, and the pattern wins there.
+    - `findings`: what is worth knowing beside them. A rule around other rules hands on what they found.
+    - `idle`: the rule's own patterns that won no leaf: the index of each, and the finding that says so. The engine
+        collects them, and drops those that win a leaf where an equal rule is asked about other leaves.
     """
 
     decisions: tuple[Decision, ...]
     findings: tuple[Finding, ...] = ()
-    idle: tuple[tuple[Any, int, Finding], ...] = ()
+    idle: tuple[tuple[int, Finding], ...] = ()
+
+
+@final
+@attrs.frozen(eq=False)
+class RuleCall:
+    """One call of a rule: what it was asked, what it decided, and the calls of the rules inside it."""
+
+    rule: Any
+    leaves: "Leaves"
+    verdict: Verdict
+    inside: "list[RuleCall]"
 
 
 @final
 @attrs.frozen(eq=False)
 class Leaves:
-    """Some leaves of a tree, which a rule is to decide.
+    """Some leaves of a tree, for a rule to decide.
 
     **Arguments:**
 
     - `items`: one `Leaf` for each kind.
     - `counts`: how many leaves of the tree are of each kind.
-    - `places`: the number of each kind in the survey.
+    - `kind_indices`: the index of each kind in the survey.
     - `survey`: the whole tree.
-    - `settled`: what earlier rules of a composite have decided: leaf, with its spec, and count.
-    - `heard`: where to write down what each rule says; `None`, except for `plan.explain`.
+    - `settled`: what earlier rules of a composite have decided: each leaf with its spec, and its count.
+    - `calls`: where the engine records every call of a rule.
     """
 
     items: tuple[Leaf, ...]
     counts: tuple[int, ...]
-    places: tuple[int, ...]
+    kind_indices: tuple[int, ...]
     survey: Survey
     settled: tuple[tuple[Leaf, int], ...] = ()
-    heard: list[Any] | None = None
+    calls: list[RuleCall] = attrs.field(factory=list)
 
-    def select(self, chosen: Sequence[int], settled: Iterable[tuple[Leaf, int]] = ()) -> "Leaves":
+    def select(self, positions: Sequence[int], settled: Iterable[tuple[Leaf, int]] = ()) -> "Leaves":
         """Returns some of these leaves.
 
         **Arguments:**
 
-        - `chosen`: positions in `items`, ascending.
+        - `positions`: ascending positions in `items`.
         - `settled`: leaves that have been decided meanwhile.
 
         **Returns:**
 
         The leaves at those positions.
         """
-        if len(chosen) == len(self.items) and not settled:
+        if len(positions) == len(self.items) and not settled:
             return self
         return Leaves(
-            tuple([self.items[one] for one in chosen]),
-            tuple([self.counts[one] for one in chosen]),
-            tuple([self.places[one] for one in chosen]),
+            tuple([self.items[position] for position in positions]),
+            tuple([self.counts[position] for position in positions]),
+            tuple([self.kind_indices[position] for position in positions]),
             self.survey,
             (*self.settled, *settled),
-            self.heard,
+            self.calls,
         )
 
     def replace(self, items: Iterable[Leaf]) -> "Leaves":
-        """Returns the same places with other leaves in them: another shape, mesh, or spec so far.
+        """Returns these leaves with `items` in their place: with another shape, mesh, or spec so far.
 
         **Arguments:**
 
-        - `items`: one leaf for each of `items`.
+        - `items`: one leaf for each of the current `items`.
 
         **Returns:**
 
@@ -86,14 +97,9 @@ class Leaves:
         """
         return attrs.evolve(self, items=tuple(items))
 
-    def names(self) -> tuple[str, ...]:
-        """Returns the path of each of `items` with the fields of named tuples by name, in plans of either path style.
-
-        **Returns:**
-
-        A tuple of paths.
-        """
+    def attr_paths(self) -> tuple[str, ...]:
+        """Returns the path of each of `items`, with the fields of named tuples by name in any path style."""
         if self.survey.path_style == "attr":
             return tuple([leaf.path for leaf in self.items])
-        found = self.survey.kind_names()
-        return tuple([found[place] for place in self.places])
+        paths = self.survey.kind_attr_paths()
+        return tuple([paths[kind] for kind in self.kind_indices])

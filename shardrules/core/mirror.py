@@ -15,11 +15,11 @@ from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import entries, make_spec, same
 
-Planned: TypeAlias = tuple[tuple[int, ...], PartitionSpec]
+PlannedLeaf: TypeAlias = tuple[tuple[int, ...], PartitionSpec]
 """The shape of a planned leaf, and its spec."""
 
 
-def homes(paths: Iterable[str], planned: Mapping[str, Planned]) -> Counter[str]:
+def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Counter[str]:
     """Counts, for each place of a state in which a copy of the planned tree may stand, the planned leaves found there.
 
     With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: below `0/mu` both are found, below `0` only one.
@@ -35,13 +35,15 @@ def homes(paths: Iterable[str], planned: Mapping[str, Planned]) -> Counter[str]:
 
     ```python
     planned = {path: ((8,), P()) for path in ("w", "mu/w")}
-    assert homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
+    assert count_homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
     ```
     """
     return Counter(home for path in paths for home, ending in _cuts(path) if ending in planned)
 
 
-def mirror(leaf: Leaf, path: str, planned: Mapping[str, Planned], homes: Mapping[str, int] | None = None) -> Decision:
+def mirror_leaf(
+    leaf: Leaf, path: str, planned: Mapping[str, PlannedLeaf], homes: Mapping[str, int] | None = None
+) -> Decision:
     """Returns what `leaf` takes from the planned leaf that it mirrors.
 
     **Arguments:**
@@ -49,8 +51,8 @@ def mirror(leaf: Leaf, path: str, planned: Mapping[str, Planned], homes: Mapping
     - `leaf`: a leaf of an optimizer state, of gradients, of an average.
     - `path`: its path, in the style of the planned paths.
     - `planned`: shape and spec of each planned leaf, by path.
-    - `homes`: what `homes` counted. Where several planned leaves end the path, the one below the place that holds most
-        of the planned tree comes first, and of equal ones the one with the longest path.
+    - `homes`: what `count_homes` counted. Where several planned leaves end the path, the one below the place that
+        holds most of the planned tree comes first, and of equal ones the one with the longest path.
 
     **Returns:**
 
@@ -59,7 +61,7 @@ def mirror(leaf: Leaf, path: str, planned: Mapping[str, Planned], homes: Mapping
     has is `P()`, with the reason.
 
     ```python
-    found = mirror(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})
+    found = mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})
     assert found.spec == P("data")
     ```
     """

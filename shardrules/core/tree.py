@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import SpecError, TreeError
+from shardrules.core.errors import ConfigError, PlanError, TreeError
 from shardrules.core.finding import common_path
 from shardrules.core.leaf import Leaf, LogicalName
 from shardrules.core.spec import device_dtype
@@ -88,28 +88,25 @@ class Survey:
         """Returns the path of every array of the tree, in order."""
         return tuple(path for path, kind in _spell(self.root, "") if kind != _STATIC)
 
-    def by_name(self) -> "Survey":
-        """Returns the survey in whose paths the fields of named tuples have their names: this one, or another look.
-
-        **Raises:**
-
-        `TreeError` where there is no tree to look at, as in a plan that was read from JSON.
-        """
+    def in_attr_style(self) -> "Survey":
+        """Returns the survey whose paths name the fields of named tuples; a `TreeError` if that needs a tree."""
         if self.path_style == "attr":
             return self
         if self.treedef is None:
             raise TreeError(
-                "these paths name the fields of named tuples by position, and without the tree their names are not "
-                "known: read the plan with ShardingPlan.from_json(text, tree)"
+                "these paths have the fields of named tuples by position, and their names need the tree: read the plan "
+                "with ShardingPlan.from_json(text, tree)"
             )
         return survey(self.structs(self.kinds, None), None)
 
-    def kind_names(self) -> tuple[str, ...]:
+    def kind_attr_paths(self) -> tuple[str, ...]:
         """Returns the path of the first leaf of each kind, the fields of named tuples by name."""
         if self.path_style == "attr":
             return tuple([leaf.path for leaf in self.kinds])
         first: dict[int, str] = {}
-        for kind, path in zip((kind for kind in self.kind_of if kind != _STATIC), self.by_name().paths(), strict=True):
+        for kind, path in zip(
+            (kind for kind in self.kind_of if kind != _STATIC), self.in_attr_style().paths(), strict=True
+        ):
             first.setdefault(kind, path)
         return tuple([first[kind] for kind in range(len(self.kinds))])
 
@@ -119,17 +116,15 @@ class Survey:
         return tuple("/".join(found[kind]) for kind in range(len(self.kinds)))
 
     def unflatten(self, values: Sequence[Any], number: Any) -> Any:
-        """Returns a tree of this structure. Callables and the like stay what they were.
+        """Returns a tree of this structure, with one of `values` for each array by kind, and `number` for numbers.
 
-        **Arguments:**
-
-        - `values`: one value for each kind.
-        - `number`: the value for Python numbers.
-
-        **Returns:**
-
-        The tree.
+        Callables and the like stay what they were. A plan from JSON without its tree raises a `PlanError`.
         """
+        if self.treedef is None:
+            raise PlanError(
+                "this plan was read from JSON without its tree: read it with ShardingPlan.from_json(text, tree), or "
+                "use plan.as_rule().plan(tree, mesh)"
+            )
         table = [*values, number]  # index -1 is what is no array
         result = list(map(table.__getitem__, self.kind_of))
         for position, value in self.carried:
@@ -330,7 +325,7 @@ def survey(
     `SpecError` for a style of paths that there is not.
     """
     if path_style not in _STYLES:
-        raise SpecError(f"path_style is one of {', '.join(map(repr, _STYLES))}; got {path_style!r}")
+        raise ConfigError(f"path_style must be one of {', '.join(map(repr, _STYLES))}; got {path_style!r}")
     try:
         return _survey(tree, mesh, in_force, reads_index, path_style, None)
     except _BoxFoundError:

@@ -17,7 +17,7 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
 from shardrules.core.storage.codec import finding_to_json
 from shardrules.core.views.pictures import blocks_of, split_dims
-from shardrules.core.views.table import Row, device_bytes, rule_text
+from shardrules.core.views.table import Row
 from shardrules.drawing.blocks import Blocks
 from shardrules.drawing.treemap import Treemap, treemap
 from shardrules.planning.answer.frontier import Frontier
@@ -76,7 +76,7 @@ def page_data(
     least = largest[_DRAWN - 1] if len(largest) > _DRAWN else 0
     for part in parts:
         own = {kind: len(rows) + number for number, row in enumerate(part.plan.rows) for kind in row.kinds}
-        each = [device_bytes(row.leaf, row.decision, sizes) for row in part.plan.rows]
+        each = [row.decision.device_bytes(row.leaf, sizes) for row in part.plan.rows]
         for path, kind in zip(part.plan.paths, part.plan.kind_indices, strict=True):
             paths.append(part.prefix + path)
             row_of.append(own[kind])
@@ -139,7 +139,7 @@ def _row(row: Row, size: int, prefix: str, drawings: _Drawings, least: int) -> d
         "spec": spec_repr(row.decision.spec),
         "bytes": row.leaf.nbytes,
         "device_bytes": size,
-        "rule": rule_text(row.decision.rule),
+        "rule": row.decision.rule_name,
         "reason": row.decision.reason,
         "dims": [[whole, math.prod(drawings.sizes.get(axis, 1) for axis in axes), list(axes)] for whole, axes in dims],
         "drawing": drawings.of(row) if row.device_bytes >= least else None,

@@ -7,9 +7,8 @@ import attrs
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, budgets_of, decide, derived
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, decide
 from shardrules.core.spec import axis_names
-from shardrules.core.tree import ReadsIndex, widest
 
 
 @final
@@ -31,9 +30,6 @@ class CompositeShardingRule(LeavesShardingRule):
 
     rules: tuple[ShardingRule, ...]
     empty_is_opinion: bool = True
-    parts: tuple[ShardingRule, ...] = derived(lambda self: self.rules)
-    reads_index: ReadsIndex = derived(lambda self: widest(rule.reads_index for rule in self.rules))
-    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.rules))
 
     def __init__(self, *rules: ShardingRule, empty_is_opinion: bool = True) -> None:
         self.__attrs_init__(as_rules(rules, "CompositeShardingRule"), empty_is_opinion)  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,7 +52,6 @@ class CompositeShardingRule(LeavesShardingRule):
         decided: dict[int, Decision] = {}
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []
-        idle: list[tuple[ShardingRule, int, Finding]] = []
         settled: list[tuple[Leaf, int]] = []
         left = list(range(len(leaves.items)))
         for rule in self.rules:
@@ -65,7 +60,6 @@ class CompositeShardingRule(LeavesShardingRule):
                 continue
             verdict = decide(rule, leaves.select(left, settled))
             findings += verdict.findings
-            idle += verdict.idle
             still: list[int] = []
             for number, decision in zip(left, verdict.decisions, strict=True):
                 if self._wins(decision):
@@ -77,7 +71,7 @@ class CompositeShardingRule(LeavesShardingRule):
             left = still
         for number in left:
             decided[number] = leaves.items[number].skip("; ".join(dict.fromkeys(declined[number])))
-        return Verdict(tuple([decided[number] for number in range(len(leaves.items))]), tuple(findings), tuple(idle))
+        return Verdict(tuple([decided[number] for number in range(len(leaves.items))]), tuple(findings))
 
     def _wins(self, decision: Decision) -> bool:
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))

@@ -1,7 +1,7 @@
 """`FittedShardingRule`: the only place where a misfit is forgiven, and never in silence."""
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 import attrs
 from jax.sharding import AbstractMesh
@@ -11,9 +11,8 @@ from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, budgets_of, decide, derived
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, decide
 from shardrules.core.spec import UNCONSTRAINED, divisible_prefix, entries, make_spec, spec_repr
-from shardrules.core.tree import ReadsIndex
 
 
 @final
@@ -37,9 +36,6 @@ class FittedShardingRule(LeavesShardingRule):
     """
 
     rule: ShardingRule = attrs.field(converter=as_rule("FittedShardingRule"))
-    parts: tuple[ShardingRule, ...] = derived(lambda self: (self.rule,))
-    reads_index: ReadsIndex = derived(lambda self: self.rule.reads_index)
-    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.parts))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the fitted decisions of the rule inside.
@@ -56,7 +52,7 @@ class FittedShardingRule(LeavesShardingRule):
         fitted = [_fit(leaf, one) for leaf, one in zip(leaves.items, verdict.decisions, strict=True)]
         told = dict.fromkeys(found.axis for one in fitted for found in one.findings)
         unseen = [_unseen(name, leaves.items[0]) for name in lacking if name not in told]
-        return Verdict(tuple(fitted), (*verdict.findings, *unseen), verdict.idle)
+        return Verdict(tuple(fitted), (*verdict.findings, *unseen))
 
     def _ask(self, leaves: Leaves) -> tuple[Verdict, list[str]]:
         """What the rule inside says, and the axes that it asked for and the mesh lacks.
@@ -68,13 +64,12 @@ class FittedShardingRule(LeavesShardingRule):
         lacking: list[str] = []
         asked = leaves
         while True:
-            heard: list[Any] | None = None if leaves.heard is None else []
-            verdict = decide(self.rule, attrs.evolve(asked, heard=heard))
+            trial = attrs.evolve(asked, calls=[])
+            verdict = decide(self.rule, trial)
             refused = (found.axis for found in verdict.findings if found.code == "conflict" and found.axis is not None)
             more = [name for name in dict.fromkeys(refused) if name not in sizes and name not in lacking]
             if not more:
-                if leaves.heard is not None:
-                    leaves.heard.extend(heard or [])
+                leaves.calls.extend(trial.calls)
                 return verdict, lacking
             lacking += more
             known = {**sizes, **dict.fromkeys(lacking, 1)}

@@ -15,9 +15,8 @@ from shardrules.core.fields import byte_count, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, derived
+from shardrules.core.rule import LeavesShardingRule, from_fields
 from shardrules.core.spec import Entries, axis_names, make_spec, pad, shard_bytes
-from shardrules.core.tree import ReadsIndex
 from shardrules.rules.auto import as_axes
 from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 
@@ -57,9 +56,9 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     mesh: AnyMesh | None = attrs.field(default=None, converter=as_mesh, repr=mesh_repr, eq=mesh_key)
     axis_names: tuple[Axis, ...] | None = attrs.field(default=None, converter=as_axes)
     scope: Scope = attrs.field(default="array", converter=one_of("scope", "array", "tree"))
-    reads_index: ReadsIndex = derived(lambda self: "no" if self.scope == "array" else "value")
-    tree_budgets: tuple[int, ...] = derived(lambda self: (self.max_memory_per_device,) if self.scope == "tree" else ())
     # Of equal layers the tree may need only some split, so each leaf is looked at by itself.
+    reads_index = from_fields(lambda rule: "no" if rule.scope == "array" else "value")
+    tree_budgets = from_fields(lambda rule: (rule.max_memory_per_device,) if rule.scope == "tree" else ())
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the decisions that meet the limit.

@@ -1,5 +1,6 @@
 """`RegexShardingRule`: path patterns, in order; the first that matches decides."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, final
@@ -12,7 +13,7 @@ from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, budgets_of, decide, derived, refined
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields
 from shardrules.core.spec import checked_spec, code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
@@ -100,26 +101,23 @@ class RegexShardingRule(LeavesShardingRule):
     )
     unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
-    parts: tuple[ShardingRule, ...] = derived(
-        lambda self: tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
-    )
-    reads_index: ReadsIndex = derived(_reads_index)
-    tree_budgets: tuple[int, ...] = derived(lambda self: budgets_of(self.parts))
-    # A rule with a limit for the whole tree comes last, and sees what became of all other leaves.
-    _asked: tuple[tuple[int, ShardingRule], ...] = derived(
-        lambda self: tuple(
-            sorted(
-                [(number, value) for number, (_, value) in enumerate(self.rules) if isinstance(value, ShardingRule)],
-                key=lambda one: bool(one[1].tree_budgets),
-            )
-        )
-    )
-    _matchers: tuple[Callable[[str], object], ...] = derived(
-        lambda self: tuple(getattr(re.compile(pattern), self.match) for pattern, _ in self.rules)
-    )
-    _ready: tuple[Decision | None, ...] = derived(
-        lambda self: tuple(_ready(self, pattern, value) for pattern, value in self.rules)
-    )
+    reads_index = from_fields(_reads_index)
+
+    @functools.cached_property
+    def _delegates(self) -> tuple[tuple[int, ShardingRule], ...]:
+        """The rules among the values, each with the index of its pattern, in the order in which they are asked."""
+        rules = [(index, value) for index, (_, value) in enumerate(self.rules) if isinstance(value, ShardingRule)]
+        # A rule with a limit for the whole tree comes last, and sees what became of all other leaves.
+        return tuple(sorted(rules, key=lambda pair: bool(pair[1].tree_budgets)))
+
+    @functools.cached_property
+    def _matchers(self) -> tuple[Callable[[str], object], ...]:
+        return tuple(getattr(re.compile(pattern), self.match) for pattern, _ in self.rules)
+
+    @functools.cached_property
+    def _ready(self) -> tuple[Decision | None, ...]:
+        """The decision of each pattern whose value is a spec or `None`."""
+        return tuple(_ready(self, pattern, value) for pattern, value in self.rules)
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns what the patterns say, asking the rules among their values about the leaves that they won.
@@ -137,7 +135,7 @@ class RegexShardingRule(LeavesShardingRule):
         delegated: dict[int, list[int]] = {}
         won: set[int] = set()
         findings: list[Finding] = []
-        idle: list[tuple[ShardingRule, int, Finding]] = []
+        idle: list[tuple[int, Finding]] = []
         for place, leaf in enumerate(leaves.items):
             path = leaf.path
             number = 0
@@ -146,7 +144,7 @@ class RegexShardingRule(LeavesShardingRule):
                     break
                 number += 1
             else:
-                decisions.append(self._unmatched(leaf, leaves.counts[place], findings))
+                decisions.append(self._unmatched(leaf))
                 continue
             won.add(number)
             decision = ready[number]
@@ -156,9 +154,9 @@ class RegexShardingRule(LeavesShardingRule):
                 delegated.setdefault(number, []).append(place)
                 decision = leaf.skip("")
             if leaf.spec is not None and decision.spec is not None:
-                decision = refined(self, leaf, leaves.counts[place], decision.spec, decision.reason, findings)
+                decision = leaf.try_refine(decision.spec, decision.reason)
             decisions.append(decision)
-        for number, rule in self._asked:
+        for number, rule in self._delegates:
             pattern = self.rules[number][0]
             places = delegated.get(number, [])
             settled = [
@@ -168,25 +166,23 @@ class RegexShardingRule(LeavesShardingRule):
             ]
             verdict = decide(rule, leaves.select(places, settled))
             findings += verdict.findings
-            idle += verdict.idle
             for place, decision in zip(places, verdict.decisions, strict=True):
                 reason = f"{pattern!r}: {decision.reason}"
                 decisions[place] = attrs.evolve(decision, reason=reason)
         for number in range(len(self.rules)):
             if number not in won:
                 finding = self._idle(number, matchers[number], leaves)
-                idle += [] if finding is None else [(self, number, finding)]
+                idle += [] if finding is None else [(number, finding)]
         return Verdict(tuple(decisions), tuple(findings), tuple(idle))
 
-    def _unmatched(self, leaf: Leaf, count: int, findings: list[Finding]) -> Decision:
+    def _unmatched(self, leaf: Leaf) -> Decision:
         if self.unmatched == "replicate":
-            return refined(self, leaf, count, PartitionSpec(), "no pattern matches", findings)
+            return leaf.try_refine(PartitionSpec(), "no pattern matches")
         if self.unmatched == "error":
             why = "no pattern matches"
             hint = "Add a pattern for it; ('.*', P()) at the end replicates what is left"
-            findings.append(
-                Finding("error", "conflict", why, leaf.path, hint, leaf.shape, count=count, rule="RegexShardingRule")
-            )
+            finding = Finding("error", "conflict", why, leaf.path, hint, leaf.shape, rule="RegexShardingRule")
+            return Decision(None, why, findings=(finding,))
         return leaf.skip("no pattern matches")
 
     def _idle(self, number: int, matches: Callable[[str], object], leaves: Leaves) -> Finding | None:

@@ -10,7 +10,7 @@ from shardrules.core.errors import PatternError, SpecError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, refined
+from shardrules.core.rule import LeavesShardingRule
 from shardrules.core.spec import checked_spec, code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]
@@ -78,8 +78,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
         """
         won: dict[int, None] = {}
         decisions: list[Decision] = []
-        findings: list[Finding] = []
-        for leaf, count in zip(leaves.items, leaves.counts, strict=True):
+        for leaf in leaves.items:
             hits = (number for number, (pattern, _) in enumerate(self.patterns) if _matches(pattern, leaf.shape))
             number = next(hits, None)
             if number is None:
@@ -87,11 +86,9 @@ class ShapeBasedShardingRule(LeavesShardingRule):
                 continue
             won[number] = None
             pattern, spec = self.patterns[number]
-            decisions.append(refined(self, leaf, count, spec, f"shape matches {pattern}", findings))
+            decisions.append(leaf.try_refine(spec, f"shape matches {pattern}"))
         idle = [number for number in range(len(self.patterns)) if number not in won]
-        return Verdict(
-            tuple(decisions), tuple(findings), tuple((self, number, self._idle(number, leaves)) for number in idle)
-        )
+        return Verdict(tuple(decisions), idle=tuple((number, self._idle(number, leaves)) for number in idle))
 
     def _idle(self, number: int, leaves: Leaves) -> Finding:
         pattern = self.patterns[number][0]

@@ -10,9 +10,8 @@ from shardrules.core.fields import integer
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, decide, derived, refined
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, decide
 from shardrules.core.spec import Entries, axis_names, entries, make_spec
-from shardrules.core.tree import ReadsIndex
 
 
 @final
@@ -38,8 +37,7 @@ class StackedShardingRule(LeavesShardingRule):
     rule: ShardingRule = attrs.field(converter=as_rule("StackedShardingRule"))
     dims: int = attrs.field(default=1, converter=integer("dims", 1))
     axis: Axis | None = attrs.field(default=None, converter=attrs.converters.optional(as_axis))
-    parts: tuple[ShardingRule, ...] = derived(lambda self: (self.rule,))
-    reads_index: ReadsIndex = derived(lambda self: self.rule.reads_index)
+    tree_budgets = ()  # a limit of the rule inside is for one layer
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns what the rule inside says of one layer, with the stacked dimensions before it.
@@ -53,7 +51,6 @@ class StackedShardingRule(LeavesShardingRule):
         A `Verdict`.
         """
         decisions: list[Decision] = []
-        findings: list[Finding] = []
         stacks: dict[int, tuple[Leaf, Entries]] = {}  # with what splits the leading dimensions
         for number, leaf in enumerate(leaves.items):
             if leaf.ndim < self.dims:
@@ -62,7 +59,7 @@ class StackedShardingRule(LeavesShardingRule):
                 continue
             spec = leaf.spec
             if self.axis is not None:
-                decisions.append(refined(self, leaf, leaves.counts[number], PartitionSpec(self.axis), "", findings))
+                decisions.append(leaf.try_refine(PartitionSpec(self.axis), ""))
                 spec = decisions[number].spec
                 if spec is None:
                     continue
@@ -74,8 +71,8 @@ class StackedShardingRule(LeavesShardingRule):
         for (number, stack), decision in zip(stacks.items(), verdict.decisions, strict=True):
             decisions[number] = self._stack(*stack, decision)
         whole = {leaf.path: leaf for leaf, _ in stacks.values()}
-        findings += [self._of_the_stack(found, whole.get(found.path)) for found in verdict.findings]
-        return Verdict(tuple(decisions), tuple(findings), verdict.idle)
+        findings = [self._of_the_stack(found, whole.get(found.path)) for found in verdict.findings]
+        return Verdict(tuple(decisions), tuple(findings))
 
     def _one_layer(self, leaf: Leaf, before: Entries) -> Leaf:
         spec = None if leaf.spec is None else make_spec(leaf.entries[self.dims :])

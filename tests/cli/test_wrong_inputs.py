@@ -279,10 +279,10 @@ WRONG = {
         ("plan", "model.py:make", *AUTO, "--optimizer", "adamw(beta=1)"), "--optimizer adamw(beta=1) raised TypeError: "
     ),
     "a path that is none": Wrong(
-        ("explain", "model.py:make", "7", *AUTO), "no leaf of the plan is at, or matches, '7'"
+        ("explain", "model.py:make", "7", *AUTO), "the plan has no leaf at '7', and no path matches it as a pattern"
     ),
     "a pattern that is none": Wrong(
-        ("explain", "model.py:make", "(7", *AUTO), "no leaf of the plan is at '(7', and it is no pattern"
+        ("explain", "model.py:make", "(7", *AUTO), "the plan has no leaf at '(7', and it is not a valid pattern"
     ),
     "a budget that is none": Wrong(
         ("check", "model.py:make", *AUTO, "--budget", "lots"), "--budget is bytes, or a text like '80GB'"

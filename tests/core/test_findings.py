@@ -237,15 +237,15 @@ CASES: dict[str, Case] = {
         "dead-pin",
         "layers/0/ww",
         r"P\('data'\) is pinned at 'layers/0/ww', where the tree has no leaf \(did you mean 'layers/0/w'\?\)",
-        "Correct the path, or take the pin out",
+        "Correct the path, or remove the pin",
     ),
     "two meshes": Case(
         lambda: sr.AutoShardingRule(sr.mesh_shape("data:2")).plan(layers(8, 4), MESH),
         "warning",
         "mesh-ignored",
         "",
-        r"the rule's own mesh \(data:2\) was taken, not the one given \(data:4,model:2\)",
-        "Give the mesh in one place",
+        r"the rule's own mesh \(data:2\) is used, not the one passed to plan \(data:4,model:2\)",
+        "Pass the mesh in one place",
     ),
     "an axis dropped because the mesh lacks it": Case(
         lambda: sr.FittedShardingRule(REGEX([("w", P("modle", "data"))])).plan({"w": f32(8, 8)}, MESH),
@@ -351,7 +351,7 @@ CASES: dict[str, Case] = {
         "error",
         "ambiguous-path",
         "a/b",
-        "2 leaves have this path, since a key holds a slash or is empty",
+        "2 leaves have this path, since a key has a slash or is empty",
         "Rename one of the keys",
     ),
 }

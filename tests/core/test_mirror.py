@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.mirror import Planned, homes, mirror
+from shardrules.core.mirror import PlannedLeaf, count_homes, mirror_leaf
 from shardrules.core.spec import entries, make_spec, same
 
 MESH = sr.mesh_shape("a:2,b:2,c:2")
@@ -409,17 +409,17 @@ def test_the_rule_is_a_value_that_prints_as_code() -> None:
 
 
 def test_homes_counts_planned_leaves_below_each_place() -> None:
-    planned: dict[str, Planned] = {"w": ((8,), P()), "mu/w": ((8,), P())}
-    assert homes(["0/mu/w", "0/mu/mu/w", "0/count"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
-    assert homes(["0/mu", ""], {"": ((8,), P())}) == {"0/mu": 1, "": 1}
+    planned: dict[str, PlannedLeaf] = {"w": ((8,), P()), "mu/w": ((8,), P())}
+    assert count_homes(["0/mu/w", "0/mu/mu/w", "0/count"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
+    assert count_homes(["0/mu", ""], {"": ((8,), P())}) == {"0/mu": 1, "": 1}
 
 
 def test_the_fuller_home_comes_first_and_then_the_longest_path() -> None:
     leaf = sr.Leaf("0/mu/w", (8,), jnp.float32)
     planned = {"w": ((8,), P("a")), "mu/w": ((8,), P("b"))}
-    assert mirror(leaf, leaf.path, planned).spec == P("b")
-    assert mirror(leaf, leaf.path, planned, {"0/mu": 1, "0": 1}).spec == P("b")
-    assert mirror(leaf, leaf.path, planned, {"0/mu": 2, "0": 1}).spec == P("a")
+    assert mirror_leaf(leaf, leaf.path, planned).spec == P("b")
+    assert mirror_leaf(leaf, leaf.path, planned, {"0/mu": 1, "0": 1}).spec == P("b")
+    assert mirror_leaf(leaf, leaf.path, planned, {"0/mu": 2, "0": 1}).spec == P("a")
 
 
 # ---- in a chain, in other styles of paths, and what is no plan ----
@@ -470,5 +470,5 @@ def test_a_factor_is_known_by_the_name_of_its_field_in_plans_of_either_style() -
 
 @pytest.mark.parametrize("plan", [{"w": P()}, None, "w", (("w", P()),)], ids=str)
 def test_what_is_no_plan_is_not_mirrored(plan: Any) -> None:
-    with pytest.raises(sr.errors.RuleTypeError, match=r"takes a plan, or its \(path, shape, spec\) triples; got"):
+    with pytest.raises(sr.errors.ConfigTypeError, match=r"takes a plan, or its \(path, shape, spec\) triples; got"):
         sr.MirrorShardingRule(plan)

@@ -245,7 +245,7 @@ def test_explain_tells_who_decided_and_what_the_others_said() -> None:
         "  rule by rule:",
         "    CompositeShardingRule: P('data', 'model'), matches 'mlp/up'",
         "      RegexShardingRule: P('data', 'model'), matches 'mlp/up'",
-        "      FSDPShardingRule: not asked; alone it would say P(None, 'data'), largest free dim over 'data'",
+        "      FSDPShardingRule: not asked; alone it would decide P(None, 'data'), largest free dim over 'data'",
     ]
 
 
@@ -563,7 +563,9 @@ def test_paths_of_both_styles_come_back_from_json(style: Any) -> None:
         assert sorted(without.planned(), key=str) == sorted(plan.planned(), key=str)
         return
     for use in (without.planned, without.as_rule, lambda: without.mirror(state)):
-        with pytest.raises(sr.errors.TreeError, match=r"by position, and without the tree.*from_json\(text, tree\)"):
+        with pytest.raises(
+            sr.errors.TreeError, match=r"by position, and their names need the tree.*from_json\(text, tree\)"
+        ):
             use()
 
 
@@ -580,7 +582,7 @@ def test_a_plan_read_without_its_tree_says_how_to_get_one() -> None:
 def test_another_tree_is_refused_and_every_difference_listed() -> None:
     text = RULE.plan(llama(3), MESH).to_json()
     tree = {**llama(2), "embed": jax.ShapeDtypeStruct((32768, 1024), jnp.float32), "more": f32(5), "step": f32(2)}
-    with pytest.raises(sr.errors.TreeError, match="the tree is not the one that was planned") as caught:
+    with pytest.raises(sr.errors.TreeError, match="the tree differs from the planned one") as caught:
         sr.ShardingPlan.from_json(text, tree)
     assert str(caught.value).splitlines()[1:] == [
         "  embed: (32768, 1024) float32 in the tree, (32768, 1024) bfloat16 in the plan",

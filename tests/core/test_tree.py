@@ -152,9 +152,9 @@ def test_a_node_without_keys_counts_its_children() -> None:
 
 @pytest.mark.parametrize("style", ["atr", "", None])
 def test_a_style_of_paths_that_there_is_not(style: Any) -> None:
-    with pytest.raises(sr.errors.SpecError, match="path_style is one of 'attr', 'index'; got"):
+    with pytest.raises(sr.errors.ConfigError, match="path_style must be one of 'attr', 'index'; got"):
         sr.ReplicateShardingRule().plan({"w": np.ones(2)}, path_style=style)
-    with pytest.raises(sr.errors.SpecError, match="path_style is one of"):
+    with pytest.raises(sr.errors.ConfigError, match="path_style must be one of"):
         sr.leaf_paths({"w": np.ones(2)}, style)
 
 
@@ -175,7 +175,7 @@ def test_of_boxes_in_boxes_the_innermost_names_count() -> None:
 def test_keys_without_a_text_do_not_hide_that_paths_are_equal(tree: Any, path: str) -> None:
     plan = sr.DimShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4"))
     assert [(one.code, one.path) for one in plan.findings if one.severity == "error"] == [("ambiguous-path", path)]
-    assert "a key holds a slash or is empty" in plan.findings[0].message
+    assert "a key has a slash or is empty" in plan.findings[0].message
     assert sr.DimShardingRule("data", 0).plan({"": np.ones(4)}, sr.mesh_shape("data:4")).check().paths == ("",)
 
 

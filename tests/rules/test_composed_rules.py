@@ -140,7 +140,7 @@ def test_what_apply_may_not_return_is_told_with_path_and_rule() -> None:
 
     for spec in (P(3), "data", P("data", unreduced={"model"})):  # pyright: ignore[reportArgumentType]
         with pytest.raises(
-            sr.errors.PlanError, match=r"(?s)2 leaves .*a \(8,\): apply returned no placement.*\[.*Wrong.*b \(8, 8\)"
+            sr.errors.PlanError, match=r"(?s)2 leaves .*a \(8,\): apply returned an invalid spec.*\[.*Wrong.*b \(8, 8\)"
         ):
             Wrong(spec).plan({"a": f32(8), "b": f32(8, 8), "s": f32()}, MESH)
 
@@ -181,7 +181,7 @@ def test_a_verdict_is_a_verdict() -> None:
         def decide_all(self, leaves: sr.Leaves) -> Any:
             return [leaf.skip("") for leaf in leaves.items]
 
-    with pytest.raises(sr.errors.RuleTypeError, match=r"decide_all returned \[.*, not a Verdict"):
+    with pytest.raises(sr.errors.ConfigTypeError, match=r"decide_all returned \[.*, not a Verdict"):
         Listed().plan({"w": f32(8)}, MESH)
 
 

@@ -92,7 +92,7 @@ def _bill(old: ShardingPlan, new: ShardingPlan) -> Iterator[str]:
 
 def _between_meshes(old: ShardingPlan, new: ShardingPlan) -> Iterator[str]:
     """What devices lack of what they are to hold, if those of one mesh are the first of the other."""
-    before, after = (dict(zip(plan.paths, plan.placed_blocks(), strict=True)) for plan in (old, new))
+    before, after = (dict(zip(plan.paths, plan.leaf_blocks(), strict=True)) for plan in (old, new))
     sizes = dict(zip(new.paths, new.leaves, strict=True))
     lacking: Counter[int] = Counter()
     known: dict[tuple[Blocks, Blocks], list[tuple[int, int]]] = {}

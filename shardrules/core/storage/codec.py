@@ -1,5 +1,6 @@
 """Plans as JSON: plain lists and strings, laid out for people who read diffs."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from types import UnionType
@@ -9,31 +10,23 @@ import attrs
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import PlanError
-from shardrules.core.finding import Finding, Severity
+from shardrules.core.finding import Finding, Severity, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
-from shardrules.core.spec import spec_from_json, spec_to_json
-from shardrules.core.tree import PathStyle
+from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
+from shardrules.core.tree import PathStyle, Survey
 
 FORMAT = 1
-"""The version of the layout. A change that older readers would misread raises it."""
+"""The version of the layout. Raise it with a change that older readers would misread."""
 
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 @final
 @attrs.frozen
-class Written:
-    """What the text of a plan says.
-
-    **Arguments:**
-
-    - `mesh`: the mesh.
-    - `groups`: for each kind of leaf its paths, the leaf and its decision.
-    - `findings`: those that came from rules and are about no decision.
-    - `path_style`: how fields of named tuples appear in paths.
-    - `fingerprint`: that of the plan when it was written.
-    """
+class SavedPlan:
+    """What the text of a plan holds: for each kind of leaf its paths, the leaf and its decision."""
 
     mesh: AbstractMesh | None
     groups: tuple[tuple[list[str], Leaf, Decision], ...]
@@ -41,27 +34,59 @@ class Written:
     path_style: PathStyle
     fingerprint: str
 
+    def survey(self) -> Survey:
+        """Returns the paths and kinds as a survey; it has no structure to build a tree with."""
+        kinds = tuple([leaf for _, leaf, _ in self.groups])
+        paths = [path for paths, _, _ in self.groups for path in paths]
+        kind_of = [kind for kind, (paths, _, _) in enumerate(self.groups) for _ in paths]
+        return Survey(kinds, kind_of, None, (), (), (paths, kind_of), path_style=self.path_style)
 
-def leaf_to_json(paths: Sequence[str], leaf: Leaf, decision: Decision, rule: str) -> dict[str, Any]:
-    """Returns one kind of leaf as plain data.
 
-    **Arguments:**
+def group_leaves(
+    kind_by_path: Mapping[str, int], kinds: Sequence[Leaf], decisions: Sequence[Decision]
+) -> list[dict[str, Any]]:
+    """Returns the leaves of a plan as plain data, those that differ in the indices of their paths as one.
 
-    - `paths`: where in the tree the leaves of this kind are.
-    - `leaf`, `decision`: the kind, and what was decided.
-    - `rule`: the name of the rule that decided.
-
-    **Returns:**
-
-    A dictionary of plain values.
+    They are grouped again, since the kinds of a plan depend on what its rules read of indices, and equal plans must
+    give equal text.
     """
+    keys = [
+        (
+            leaf.shape,
+            leaf.dtype,
+            leaf.axes,
+            spec_repr(decision.spec),
+            decision.reason,
+            decision.rule_name,
+            tuple([attrs.evolve(finding, path=template(finding.path)) for finding in decision.findings]),
+        )
+        for leaf, decision in zip(kinds, decisions, strict=True)
+    ]
+    groups: dict[Any, tuple[list[str], int]] = {}
+    for path, kind in kind_by_path.items():
+        groups.setdefault((template(path), keys[kind]), ([], kind))[0].append(path)
+    return [leaf_to_json(paths, kinds[kind], decisions[kind]) for paths, kind in groups.values()]
+
+
+def fingerprint(
+    kind_by_path: Mapping[str, int], kinds: Sequence[Leaf], decisions: Sequence[Decision], mesh: AnyMesh | None
+) -> str:
+    """Returns a hash of mesh, paths, shapes, dtypes and placements."""
+    pairs = zip(kinds, decisions, strict=True)
+    texts = [f"|{leaf.shape}|{leaf.dtype}|{decision.placement}" for leaf, decision in pairs]
+    lines = sorted([path + texts[kind] for path, kind in kind_by_path.items()])
+    return hashlib.sha256("\n".join([mesh_text(mesh), *lines]).encode()).hexdigest()
+
+
+def leaf_to_json(paths: Sequence[str], leaf: Leaf, decision: Decision) -> dict[str, Any]:
+    """Returns one kind of leaf as plain data, with the paths of all leaves of the kind."""
     return {
         "paths": list(paths),
         "shape": list(leaf.shape),
         "dtype": str(leaf.dtype),
         "axes": None if leaf.axes is None else list(leaf.axes),
         "spec": None if decision.spec is None else spec_to_json(decision.spec),
-        "rule": rule,
+        "rule": decision.rule_name,
         "reason": decision.reason,
         "findings": [finding_to_json(finding) for finding in decision.findings],
     }
@@ -74,20 +99,7 @@ def dumps(
     path_style: PathStyle,
     fingerprint: str,
 ) -> str:
-    """Returns the text of a plan.
-
-    **Arguments:**
-
-    - `mesh`: the size of each axis.
-    - `leaves`: what `leaf_to_json` gave.
-    - `findings`: those that came from rules and are about no decision.
-    - `path_style`: how fields of named tuples appear in paths.
-    - `fingerprint`: that of the plan.
-
-    **Returns:**
-
-    JSON.
-    """
+    """Returns the text of a plan: `leaves` are what `group_leaves` gives, `findings` come from rules."""
     data = {
         "shardrules": FORMAT,
         "fingerprint": fingerprint,
@@ -99,119 +111,87 @@ def dumps(
     return json.dumps(data, indent=1)
 
 
-def loads(text: str) -> Written:
-    """Returns what `dumps` wrote.
-
-    **Arguments:**
-
-    - `text`: JSON.
-
-    **Returns:**
-
-    What it says.
-
-    **Raises:**
-
-    `PlanError` when the text is not a plan.
-    """
+def loads(text: str) -> SavedPlan:
+    """Returns what `dumps` wrote; a `PlanError` when the text is not a plan."""
     try:
         data = json.loads(text)
         if data["shardrules"] != FORMAT:
-            raise PlanError(f"this plan is of format {data['shardrules']!r}, this version reads {FORMAT}")
-        mesh = None if data["mesh"] is None else _mesh(data["mesh"])
-        groups = tuple(_leaf_from_json(one, mesh) for one in _read(data["leaves"], list))
+            raise PlanError(f"this plan has format {data['shardrules']!r}, and this version reads {FORMAT}")
+        mesh = None if data["mesh"] is None else _mesh_from_json(data["mesh"])
+        groups = tuple(_leaf_from_json(item, mesh) for item in _typed(data["leaves"], list))
         style = data["path_style"]
         if style not in get_args(PathStyle):
-            raise ValueError(f"{style!r} is no path style")
-        return Written(mesh, groups, _findings(data["findings"]), style, _read(data["fingerprint"], str))
+            raise ValueError(f"unknown path style {style!r}")
+        findings = _findings_from_json(data["findings"])
+        return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str))
     except (LookupError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"this text is not a plan: {type(error).__name__}: {error}") from error
 
 
-def _read(value: Any, kind: type | UnionType) -> Any:
-    """Returns `value`, which people may have edited, after a look at its type."""
+def _typed(value: Any, kind: type | UnionType) -> Any:
+    """Returns `value`, which people may have edited, after checking its type."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{value!r} where {kind.__name__ if isinstance(kind, type) else kind} is wanted")
+        raise TypeError(f"expected {kind.__name__ if isinstance(kind, type) else kind}, got {value!r}")
     return value
 
 
-def _tuple(value: Any, kind: type | UnionType, least: int = 0) -> tuple[Any, ...]:
-    found = tuple(_read(one, kind) for one in _read(value, list))
-    if any(isinstance(one, int) and one < least for one in found):
+def _typed_tuple(value: Any, kind: type | UnionType, least: int = 0) -> tuple[Any, ...]:
+    items = tuple(_typed(item, kind) for item in _typed(value, list))
+    if any(isinstance(item, int) and item < least for item in items):
         raise ValueError(f"{value!r} has a number below {least}")
-    return found
+    return items
 
 
-def _mesh(sizes: Any) -> AbstractMesh:
-    axis_types = (AxisType.Auto,) * len(_read(sizes, dict))  # which some versions of JAX do not give by default
-    return AbstractMesh(_tuple(list(sizes.values()), int, 1), tuple(sizes), axis_types=axis_types)
+def _mesh_from_json(sizes: Any) -> AbstractMesh:
+    axis_types = (AxisType.Auto,) * len(_typed(sizes, dict))  # some versions of JAX have another default
+    return AbstractMesh(_typed_tuple(list(sizes.values()), int, 1), tuple(sizes), axis_types=axis_types)
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:
-    """Returns a finding as JSON has it.
-
-    **Arguments:**
-
-    - `finding`: the finding.
-
-    **Returns:**
-
-    A dictionary. A source that is not known is left out: findings of plans have none.
-    """
+    """Returns a finding as plain data, without `source` where that is unknown: findings of plans have none."""
     return attrs.asdict(finding, filter=lambda field, value: field.name != "source" or bool(value))
 
 
-def _findings(data: Any) -> tuple[Finding, ...]:
-    return tuple(finding_from_json(one) for one in _read(data, list))
+def _findings_from_json(data: Any) -> tuple[Finding, ...]:
+    return tuple(finding_from_json(item) for item in _typed(data, list))
 
 
 def finding_from_json(data: Any) -> Finding:
-    """Returns what `finding_to_json` wrote.
-
-    **Arguments:**
-
-    - `data`: a dictionary, which people may have edited.
-
-    **Returns:**
-
-    The finding.
-
-    **Raises:**
-
-    `LookupError`, `TypeError` or `ValueError` where it is none.
-    """
+    """Returns what `finding_to_json` wrote; invalid data is a `LookupError`, `TypeError` or `ValueError`."""
     for field in ("code", "message", "path", "remedy", "rule"):
-        _read(data[field], str)
+        _typed(data[field], str)
     if "source" in data:
-        _read(data["source"], str)
-    _read(data["dim"], int | None)
-    _read(data["axis"], str | None)
-    _read(data["count"], int)
+        _typed(data["source"], str)
+    _typed(data["dim"], int | None)
+    _typed(data["axis"], str | None)
+    _typed(data["count"], int)
     if data["severity"] not in get_args(Severity):
-        raise ValueError(f"{data['severity']!r} is no severity")
-    return Finding(**{**data, "shape": None if data["shape"] is None else _tuple(data["shape"], int)})
+        raise ValueError(f"unknown severity {data['severity']!r}")
+    return Finding(**{**data, "shape": None if data["shape"] is None else _typed_tuple(data["shape"], int)})
 
 
 def _leaf_from_json(data: Any, mesh: AbstractMesh | None) -> tuple[list[str], Leaf, Decision]:
-    spec = None if data["spec"] is None else spec_from_json(_read(data["spec"], list))
-    axes = None if data["axes"] is None else tuple(map(_name, _read(data["axes"], list)))
-    paths, rule = list(_tuple(data["paths"], str)), _read(data["rule"], str)
-    leaf = Leaf(paths[0], _tuple(data["shape"], int), _dtype(_read(data["dtype"], str)), mesh, None, axes)
-    reason, findings = _read(data["reason"], str), _findings(data["findings"])
+    spec = None if data["spec"] is None else spec_from_json(_typed(data["spec"], list))
+    axes = None if data["axes"] is None else tuple(map(_logical_name, _typed(data["axes"], list)))
+    paths, rule = list(_typed_tuple(data["paths"], str)), _typed(data["rule"], str)
+    dtype = _dtype_from_name(_typed(data["dtype"], str))
+    leaf = Leaf(paths[0], _typed_tuple(data["shape"], int), dtype, mesh, None, axes)
+    reason, findings = _typed(data["reason"], str), _findings_from_json(data["findings"])
     return paths, leaf, Decision(spec, reason, None if rule == "-" else rule, findings)
 
 
-def _name(data: Any) -> LogicalName:
-    return _tuple(data, str) if isinstance(data, list) else _read(data, str | None)
+def _logical_name(data: Any) -> LogicalName:
+    return _typed_tuple(data, str) if isinstance(data, list) else _typed(data, str | None)
 
 
-def _dtype(name: str) -> Any:
+def _dtype_from_name(name: str) -> Any:
     if not name.startswith("key<"):
         return jax.numpy.dtype(name)
-    known = [jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype for impl in _KEY_IMPLS]
-    found = [dtype for dtype in known if str(dtype) == name]
-    if not found:
-        raise PlanError(f"a PRNG key type {name!r} that JAX does not bring; known are {', '.join(map(str, known))}")
-    return found[0]
+    # The dtypes of PRNG keys cannot be built from their names.
+    dtypes = [jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype for impl in _KEY_IMPLS]
+    matches = [dtype for dtype in dtypes if str(dtype) == name]
+    if not matches:
+        raise PlanError(f"unknown PRNG key type {name!r}; JAX has {', '.join(map(str, dtypes))}")
+    return matches[0]

@@ -1,13 +1,15 @@
 """What differs between two plans."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
 
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
+from shardrules.core.leaf import Decision, Leaf
 
 
 @final
@@ -41,6 +43,18 @@ class Placements:
 
     mesh: str
     leaves: Mapping[str, Placement]
+
+
+def placements(
+    kind_by_path: Mapping[str, int], kinds: Sequence[Leaf], decisions: Sequence[Decision], mesh: AnyMesh | None
+) -> Placements:
+    """Returns how the leaves of a plan are placed."""
+    sizes = mesh_sizes(mesh)
+    each = [
+        Placement(leaf.shape, str(leaf.dtype), decision.placement, decision.device_bytes(leaf, sizes))
+        for leaf, decision in zip(kinds, decisions, strict=True)
+    ]
+    return Placements(mesh_text(mesh), {path: each[kind] for path, kind in kind_by_path.items()})
 
 
 @final

@@ -10,7 +10,6 @@ from shardrules.core.errors import NoMeshError
 from shardrules.core.finding import plan_error
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import UNCONSTRAINED, entries, spec_repr
-from shardrules.core.views.table import device_bytes
 from shardrules.drawing.blocks import Blocks, Split
 from shardrules.drawing.picture import Picture
 from shardrules.drawing.treemap import treemap
@@ -101,7 +100,7 @@ def plan_picture(
 
     A `Picture`.
     """
-    held = [device_bytes(leaf, one, sizes) for leaf, one in zip(leaves, decisions, strict=True)]
+    held = [one.device_bytes(leaf, sizes) for leaf, one in zip(leaves, decisions, strict=True)]
     specs = [spec_repr(one.spec) for one in decisions]
     said = [f"{spec}, {bytes_text(amount)} per device" for spec, amount in zip(specs, held, strict=True)]
     colours = spec_colours([specs[kind] for kind in kinds], [held[kind] for kind in kinds])

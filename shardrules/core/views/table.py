@@ -1,7 +1,7 @@
 """How a plan looks: a table in which equal layers are one row, as text and as HTML."""
 
 import html
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import attrs
@@ -10,7 +10,7 @@ from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.spec import canonical, shard_bytes, spec_repr
+from shardrules.core.spec import spec_repr
 
 HEAD = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
 """The columns of the table of a plan."""
@@ -49,42 +49,9 @@ class Row:
             str(self.leaf.dtype),
             spec_repr(self.decision.spec),
             bytes_text(self.device_bytes),
-            rule_text(self.decision.rule),
+            self.decision.rule_name,
             self.decision.reason,
         )
-
-
-def rule_text(rule: object) -> str:
-    """Returns the short name of a rule, `FSDPShardingRule`.
-
-    **Arguments:**
-
-    - `rule`: a rule, its name already, or `None`.
-
-    **Returns:**
-
-    A text.
-    """
-    if rule is None:
-        return "-"
-    return rule if isinstance(rule, str) else type(rule).__name__
-
-
-def device_bytes(leaf: Leaf, decision: Decision, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes that a leaf takes on one device; no opinion counts as replicated.
-
-    **Arguments:**
-
-    - `leaf`, `decision`: the leaf and what was decided about it.
-    - `sizes`: the size of each mesh axis.
-
-    **Returns:**
-
-    A whole number of bytes.
-    """
-    if decision.spec is None:
-        return leaf.nbytes
-    return shard_bytes(leaf.shape, leaf.dtype, decision.spec, sizes)
 
 
 def rows(
@@ -109,8 +76,8 @@ def rows(
     groups: dict[Any, Row] = {}
     for kind, (path, leaf, decision, count) in enumerate(zip(paths, leaves, decisions, counts, strict=True)):
         spec = spec_repr(decision.spec)
-        key = (template(path), leaf.shape, str(leaf.dtype), spec, rule_text(decision.rule), decision.reason)
-        amount = count * device_bytes(leaf, decision, sizes)
+        key = (template(path), leaf.shape, str(leaf.dtype), spec, decision.rule_name, decision.reason)
+        amount = count * decision.device_bytes(leaf, sizes)
         old = groups.get(key)
         if old is None:
             groups[key] = Row(path, count, leaf, decision, amount, (kind,))
@@ -150,6 +117,18 @@ class Totals:
         where = "without a mesh" if self.mesh is None else f"mesh {mesh_text(self.mesh)}"
         whole, part = bytes_text(self.total_bytes), bytes_text(self.device_bytes)
         return f"{arrays}, {whole} in all, {part} per device{share}, {where}"
+
+
+def totals(kinds: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None) -> Totals:
+    """Returns what leaves take in all and on one device; `counts` says how many leaves are of each kind."""
+    sizes = mesh_sizes(mesh)
+    triples = list(zip(kinds, decisions, counts, strict=True))
+    return Totals(
+        sum(counts),
+        sum(leaf.nbytes * count for leaf, _, count in triples),
+        sum(decision.device_bytes(leaf, sizes) * count for leaf, decision, count in triples),
+        mesh,
+    )
 
 
 def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
@@ -234,19 +213,3 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
 def _side(column: int) -> str:
     return "right" if column == RIGHT else "left"
-
-
-def placement_text(decision: Decision) -> str:
-    """Returns the placement of a leaf in its one canonical form, as text; no opinion is `P()`.
-
-    **Arguments:**
-
-    - `decision`: what was decided.
-
-    **Returns:**
-
-    Code such as `"P('data')"`, the same on every host.
-    """
-    if decision.spec is None:
-        return "P()"
-    return spec_repr(canonical(decision.spec))

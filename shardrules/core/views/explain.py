@@ -1,0 +1,88 @@
+"""What `plan.explain` prints: which rule decided a leaf, and what every other rule would have decided."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import PatternError, ShardRulesError, TreeError, suggest
+from shardrules.core.finding import shape_text
+from shardrules.core.leaf import Decision
+from shardrules.core.leaves import Leaves, RuleCall, Verdict
+from shardrules.core.spec import spec_repr
+
+
+def find_kinds(path: str, kind_by_path: Mapping[str, int]) -> dict[int, str]:
+    """Returns the kinds that `path`, a path or else a regular expression, matches; each with its first path."""
+    if path in kind_by_path:
+        return {kind_by_path[path]: path}
+    try:
+        pattern = re.compile(path)
+    except re.error as error:
+        raise PatternError(f"the plan has no leaf at {path!r}, and it is not a valid pattern: {error}") from error
+    matches: dict[int, str] = {}
+    for leaf_path, kind in kind_by_path.items():
+        if kind not in matches and pattern.search(leaf_path):
+            matches[kind] = leaf_path
+    if not matches:
+        raise TreeError(
+            f"the plan has no leaf at {path!r}{suggest(path, kind_by_path)}, and no path matches it as a pattern"
+        )
+    return matches
+
+
+def explain_kind(
+    leaves: Leaves,
+    kind: int,
+    path: str,
+    decision: Decision,
+    sizes: Mapping[str, int],
+    decide: Callable[[Any, Leaves], Verdict],
+) -> Iterator[str]:
+    """Yields the lines about one kind of leaf, whose first match is at `path`.
+
+    `leaves` holds the calls of the rules that decided the plan, if there are any; `decide` asks a rule.
+    """
+    leaf = leaves.items[kind]
+    yield f"{path or '(the tree)'}  {shape_text(leaf.shape)} {leaf.dtype}  ({leaves.counts[kind]} of this kind)"
+    device_bytes = decision.device_bytes(leaf, sizes)
+    yield f"  {spec_repr(decision.spec)}, {bytes_text(device_bytes)} of {bytes_text(leaf.nbytes)} per device"
+    yield f"  decided by {decision.rule_name}: {decision.reason}"
+    if leaves.calls:
+        yield "  rule by rule:"
+        yield from _call_lines(leaves.calls[0], kind, "    ", decide)
+
+
+def _call_lines(call: RuleCall, kind: int, indent: str, decide: Callable[[Any, Leaves], Verdict]) -> Iterator[str]:
+    name = type(call.rule).__name__
+    decision = _decision_about(call, kind)
+    if decision is None:
+        yield f"{indent}{name}: not asked"
+        return
+    yield f"{indent}{name}: {spec_repr(decision.spec)}, {decision.reason}"
+    for part in call.rule.parts:
+        calls = [inner for inner in call.inside if inner.rule is part and _decision_about(inner, kind) is not None]
+        if calls:
+            yield from _call_lines(calls[0], kind, indent + "  ", decide)
+        else:
+            yield f"{indent}  {type(part).__name__}: not asked; {_alone(part, call.leaves, kind, decide)}"
+
+
+def _decision_about(call: RuleCall, kind: int) -> Decision | None:
+    if kind not in call.leaves.kind_indices:
+        return None
+    return call.verdict.decisions[call.leaves.kind_indices.index(kind)]
+
+
+def _alone(rule: Any, leaves: Leaves, kind: int, decide: Callable[[Any, Leaves], Verdict]) -> str:
+    """What `rule` would have decided, had no rule before it decided."""
+    alone = attrs.evolve(leaves.select([leaves.kind_indices.index(kind)]), settled=(), calls=[])
+    try:
+        verdict = decide(rule, alone)
+    except ShardRulesError as error:
+        return f"alone it fails: {error}"
+    if verdict.findings and verdict.findings[0].code == "conflict":
+        return f"alone it would refuse: {verdict.findings[0].message}"
+    return f"alone it would decide {spec_repr(verdict.decisions[0].spec)}, {verdict.decisions[0].reason}"
