@@ -160,14 +160,14 @@ class Question:
         import jax
 
         import shardrules as sr
-        from shardrules.analysis.compiling.model_flops import matmul_flops, without_dead_code
+        from shardrules.analysis.compiling.model_flops import model_matmuls, without_dead_code
 
         shape = sr.mesh_shape(mesh)
         target = sr.Target.parse(f"cpu:{shape.size}" if smoke else f"cuda:h100:{shape.size}")
         step, args = model.build(shape.size, smoke)
         arrays, rest = eqx.partition(args, is_shape)
         traced = jax.jit(lambda *given: eqx.filter(step(*eqx.combine(given, rest)), eqx.is_array)).trace(*arrays)
-        asked = sum(one.flops for one in matmul_flops(without_dead_code(traced.jaxpr)))
+        asked = sum(one.flops for one in model_matmuls(without_dead_code(traced.jaxpr)))
         return cls(model, mesh, target.mesh(shape), target, step, args, asked)
 
     @property

@@ -1,13 +1,13 @@
 """What functions of shardrules return: reports, differences, pictures and plans of whole functions."""
 
 from shardrules.analysis.audits.diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
-from shardrules.analysis.audits.evidence import MemoryUse
+from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.fits import BatchSearch, Fit
 from shardrules.analysis.program.collectives import Collective
-from shardrules.analysis.report import AxisUse, ShardingReport, Weight
+from shardrules.analysis.report import AxisUse, ReplicatedLeaf, ShardingReport
 from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Totals
 from shardrules.drawing.blocks import Block, Blocks
@@ -24,6 +24,7 @@ from shardrules.reshard.plan import LeafMove, ReshardPlan
 __all__ = [
     "Alternative",
     "ArrayChange",
+    "ArrayUse",
     "AuditDiff",
     "AuditReport",
     "AuditedArray",
@@ -51,11 +52,10 @@ __all__ = [
     "Placements",
     "PlanDiff",
     "PlannedFunction",
+    "ReplicatedLeaf",
     "ReshardPlan",
     "ShardingReport",
     "SplitDim",
     "StepTime",
     "Totals",
-    "ArrayUse",
-    "Weight",
 ]

@@ -1,19 +1,19 @@
-"""`ShardingAnalyzer`: what is wrong with specs, what they cost and add up to, and what compilers make of them."""
+"""`ShardingAnalyzer`: what is wrong with specs, what they add up to, and what compilers make of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
 
-from shardrules.analysis.placed import as_spec, mesh_for, pair, place
-from shardrules.analysis.report import ShardingReport, report
+from shardrules.analysis.placed import as_spec, mesh_for, pair_leaves, place_leaves
+from shardrules.analysis.report import ShardingReport, sharding_report
 from shardrules.core.axes import AnyMesh, mesh_key, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
-from shardrules.core.errors import SpecError, TreeError
+from shardrules.core.errors import ConfigTypeError, SpecError, TreeError
 from shardrules.core.leaf import Leaf
 from shardrules.mesh.creation import AxisTypes
 
-if TYPE_CHECKING:  # what asks compilers is a third of the package: it is loaded when somebody asks
+if TYPE_CHECKING:  # compiling is a third of the package: it is loaded when `audit` is called
     from shardrules.analysis.audits.report import AuditReport
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # what asks compilers is a third of the package: it is loaded
 @final
 @attrs.frozen
 class ShardingAnalyzer:
-    """Analyses a tree and the specs it is to have from shapes alone, and audits functions on the real compilers.
+    """Analyzes a tree and its specs from shapes alone, and audits functions with the real compilers.
 
     **Arguments:**
 
-    - `mesh`: the mesh; by default the one that the arrays are on, else the one in force when a method is called.
+    - `mesh`: the mesh; by default the mesh of the arrays, else the mesh in force when a method is called.
 
     ```python
     analyzer = sr.ShardingAnalyzer(sr.mesh_shape("dp:2,tp:4"))
@@ -37,22 +37,22 @@ class ShardingAnalyzer:
 
     mesh: AnyMesh | None = attrs.field(default=None, repr=mesh_repr, eq=mesh_key)
 
-    def _mesh(self, tree: Any) -> AnyMesh:
-        return mesh_for(self.mesh, lambda: tree, "the analysis needs a mesh: ShardingAnalyzer(mesh)")
+    def _mesh_for(self, tree: Any) -> AnyMesh:
+        return mesh_for(self.mesh, lambda: tree, "the analysis needs a mesh: pass ShardingAnalyzer(mesh)")
 
     def validate_partition_specs(self, tree: Any, specs: Any) -> list[str]:
-        """Returns one text for each thing that is wrong, with path, shape and numbers; none when the specs are sound.
+        """Returns a message for each problem, with path, shape and numbers; none when the specs are sound.
 
-        Unsound specs are reported and never raised; so is a tree of specs that has another structure.
+        Unsound specs are reported, never raised; so is a tree of specs with a different structure.
 
         **Arguments:**
 
         - `tree`: any pytree of arrays or shapes.
-        - `specs`: a tree of the same structure with a PartitionSpec at every array.
+        - `specs`: a tree of the same structure with a PartitionSpec for each array.
 
         **Returns:**
 
-        A list of texts, in the order of the tree.
+        A list of strings, in the order of the tree.
 
         **Raises:**
 
@@ -64,23 +64,23 @@ class ShardingAnalyzer:
         assert issues[0].startswith("a: Array shape (8, 15) not divisible by mesh axis tp size 4")
         ```
         """
-        mesh = self._mesh(tree)
+        mesh = self._mesh_for(tree)
         try:
-            pairs = pair(tree, specs, mesh)
+            pairs = pair_leaves(tree, specs, mesh)
         except TreeError as error:
             return [str(error)]
-        return [f"{leaf.path or 'the tree'}: {text}" for leaf, spec in pairs for text in _issues(leaf, spec)]
+        return [f"{leaf.path or 'the tree'}: {issue}" for leaf, spec in pairs for issue in _issues(leaf, spec)]
 
     def estimate_memory_usage(self, tree: Any, specs: Any) -> dict[str, int]:
-        """Returns how many bytes the arrays take, in all and on one device.
+        """Returns how many bytes the arrays take, in total and on one device.
 
-        It is what XLA allocates for arguments: sub-byte types are packed, the largest shard counts where shards are
-        uneven, PRNG keys have the size of their words.
+        These are the bytes that XLA allocates for arguments: sub-byte types are packed, the largest shard counts where
+        shards are uneven, and PRNG keys have the size of their words.
 
         **Arguments:**
 
         - `tree`: any pytree of arrays or shapes.
-        - `specs`: a tree of the same structure with a PartitionSpec at every array.
+        - `specs`: a tree of the same structure with a PartitionSpec for each array.
 
         **Returns:**
 
@@ -93,14 +93,14 @@ class ShardingAnalyzer:
         assert (usage["total_size"], usage["size_per_device"]) == (512, 64)
         ```
         """
-        found = self.analyze(tree, specs)
-        whole = found.total_bytes - found.sharded_bytes
+        report = self.analyze(tree, specs)
+        replicated_bytes = report.total_bytes - report.sharded_bytes
         return {
-            "total_size": found.total_bytes,
-            "size_per_device": found.device_bytes,
-            "sharded_size": found.device_bytes - whole,
-            "replicated_size": whole,
-            "device_count": found.device_count,
+            "total_size": report.total_bytes,
+            "size_per_device": report.device_bytes,
+            "sharded_size": report.device_bytes - replicated_bytes,
+            "replicated_size": replicated_bytes,
+            "device_count": report.device_count,
         }
 
     def analyze(self, tree: Any, specs: Any, *, largest: int = 10) -> ShardingReport:
@@ -109,20 +109,20 @@ class ShardingAnalyzer:
         **Arguments:**
 
         - `tree`: any pytree of arrays or shapes.
-        - `specs`: a tree of the same structure with a PartitionSpec at every array.
+        - `specs`: a tree of the same structure with a PartitionSpec for each array.
         - `largest`: how many of the replicated arrays to list.
 
         **Returns:**
 
-        A `ShardingReport`.
+        A `shardrules.reports.ShardingReport`.
 
         ```python
         analyzer = sr.ShardingAnalyzer(sr.mesh_shape("data:4"))
         print(analyzer.analyze({"w": np.ones((8, 4))}, {"w": P("data")}))
         ```
         """
-        mesh = self._mesh(tree)
-        return report(place(tree, specs, mesh), mesh, largest)
+        mesh = self._mesh_for(tree)
+        return sharding_report(place_leaves(tree, specs, mesh), mesh, largest)
 
     def audit(
         self,
@@ -137,36 +137,37 @@ class ShardingAnalyzer:
         hardware: "Hardware | None" = None,
         axis_types: AxisTypes = "auto",
     ) -> "AuditReport":
-        """Compiles a function for a target, and reports what the compiled program will really do. Nothing is run.
+        """Compiles a function for a target, and reports what the compiled program will do. Nothing runs.
 
         **Arguments:**
 
-        - `fn`: the function, a whole train step for instance. One that is jitted already keeps what it says itself. If
-            it names a mesh of its own with the same axes, the target's takes its place.
-        - `args`: its arguments; `jax.ShapeDtypeStruct`s stand for arrays. What is no array is static.
+        - `fn`: the function, a whole train step for instance. A jitted function keeps its own shardings and donation.
+            If it names a mesh with the same axes, the target's mesh replaces it.
+        - `args`: its arguments; `jax.ShapeDtypeStruct`s are accepted for arrays. Anything else is static.
         - `plan`: a plan or a rule for the tuple of all arguments, or for the only one. Or a plan of the first
             argument; then the others take what mirrors it, as an optimizer's state does.
-        - `in_shardings`: a tuple with one item for each argument, or one item that is for each of them: a rule, a plan,
-            a PartitionSpec, or a tree or prefix of specs and shardings. `None`: as the plan says, else as the argument
-            lies, else as the compiler likes.
-        - `out_shardings`: the same for the result; a tuple stands for the items of a tuple.
-        - `donate_argnums`: the arguments whose memory results may take.
+        - `in_shardings`: a tuple with one item per argument, or one item for all of them: a rule, a plan, a
+            PartitionSpec, or a tree or prefix of specs and shardings. `None`: what the plan says, else where the
+            argument already is, else what the compiler chooses.
+        - `out_shardings`: the same for the result; a tuple is for the items of a tuple.
+        - `donate_argnums`: the arguments whose memory results may reuse.
         - `target`: what to compile for: a `Target`, or `"cpu"`, `"tpu:v5e:4x4"`, `"cuda:h100:8"`.
         - `roles`: what the arguments are for, a tree or prefix of `"parameters"`, `"optimizer state"` and `"batch"`. By
-            default that is found: what is copied with equal paths and shapes is a parameter, the copies are state.
-        - `hardware`: the sheet of the device; by default that of the target.
-        - `axis_types`: the types that the axes have while `fn` is traced; `None`: those of the mesh.
+            default they are guessed: arrays that are repeated under equal paths and shapes are parameters, and the
+            repetitions are state.
+        - `hardware`: the sheet of the device; by default the target's.
+        - `axis_types`: the types of the axes while `fn` is traced; `None`: the mesh's own.
 
         **Returns:**
 
-        An `AuditReport`.
+        A `shardrules.reports.AuditReport`.
 
         **Raises:**
 
-        `PlanError`, which lists every array that cannot be where it is asked to be, or names the line of the function
-        that speaks of an unknown axis; `MissingCompilerError` with the command that installs it; `TargetError` for a
-        mesh of another size than the target; `DoesNotFitError` where a compiler refuses what takes too much memory;
-        `NoMeshError`.
+        `PlanError`, which lists every array whose requested sharding is impossible, or names the line of the function
+        that uses an unknown axis; `MissingCompilerError` with the command that installs it; `TargetError` for a
+        mesh of another size than the target; `DoesNotFitError` where a compiler refuses a program that needs too much
+        memory; `NoMeshError`.
 
         ```python
         def step(params, batch):
@@ -175,15 +176,15 @@ class ShardingAnalyzer:
         analyzer = sr.ShardingAnalyzer(sr.mesh_shape("data:8"))
         weights, batch = jnp.ones((16, 16)), jax.ShapeDtypeStruct((64, 16), jnp.float32)
         report = analyzer.audit(step, weights, batch, in_shardings=(P(), P("data")))
-        assert [one.kind for one in report.collectives] == ["all-reduce"] and not report.problems
+        assert [collective.kind for collective in report.collectives] == ["all-reduce"] and not report.problems
         ```
         """
         from shardrules.analysis.audits.audit import audit
-        from shardrules.analysis.compiling.question import Question
+        from shardrules.analysis.compiling.request import CompileRequest
 
-        found = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
-        question = Question(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
-        return audit(question, args, self._mesh(args) if found is None else found, target, hardware)
+        mesh = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
+        request = CompileRequest(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
+        return audit(request, args, self._mesh_for(args) if mesh is None else mesh, target, hardware)
 
 
 def _issues(leaf: Leaf, spec: object) -> Iterator[str]:
@@ -191,41 +192,33 @@ def _issues(leaf: Leaf, spec: object) -> Iterator[str]:
         for finding in check_spec(leaf.path, leaf.shape, as_spec(spec), mesh_sizes(leaf.mesh)):
             if finding.severity == "error":
                 yield finding.message
-    except (SpecError, TreeError) as error:
+    except (SpecError, ConfigTypeError) as error:
         yield str(error)
 
 
 def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> dict[str, Any]:
-    """Returns the figures of a sharding strategy as a dictionary. `ShardingAnalyzer.analyze` says more.
+    """Returns the figures of `ShardingAnalyzer.analyze` as a dictionary with eformer's keys.
 
-    **Arguments:**
-
-    - `tree`: any pytree of arrays or shapes.
-    - `specs`: a tree of the same structure with a PartitionSpec at every array.
-    - `mesh`: the mesh; by default the one that the arrays are on, else the one in force.
-
-    **Returns:**
-
-    `total_parameters` and `sharded_parameters` (elements), `memory_per_device` (bytes), `balance_score` (1 is even),
-    `partition_stats` (for each mesh axis its size, the arrays and the bytes split over it), and `communication_cost`
-    (the bytes that a device receives when every split array is gathered once).
+    `balance_score` is 1 where devices are filled evenly, `partition_stats` has for each mesh axis its size and the
+    arrays and bytes split over it, and `communication_cost` is what a device receives when every split array is
+    gathered once.
 
     ```python
     from shardrules.presets import eformer
 
     tree = {"a": np.ones((8, 16), np.float32), "s": np.ones(3, np.float32)}
-    found = eformer.analyze_sharding_strategy(tree, {"a": P("dp", "tp"), "s": P()}, sr.mesh_shape("dp:2,tp:4"))
-    assert (found["total_parameters"], found["sharded_parameters"], found["memory_per_device"]) == (131, 128, 76)
+    figures = eformer.analyze_sharding_strategy(tree, {"a": P("dp", "tp"), "s": P()}, sr.mesh_shape("dp:2,tp:4"))
+    assert (figures["total_parameters"], figures["sharded_parameters"], figures["memory_per_device"]) == (131, 128, 76)
     ```
     """
-    found = ShardingAnalyzer(mesh).analyze(tree, specs)
+    report = ShardingAnalyzer(mesh).analyze(tree, specs)
     return {
-        "total_parameters": found.element_count,
-        "sharded_parameters": found.sharded_element_count,
-        "memory_per_device": found.device_bytes,
-        "balance_score": found.balance,
+        "total_parameters": report.element_count,
+        "sharded_parameters": report.sharded_element_count,
+        "memory_per_device": report.device_bytes,
+        "balance_score": report.balance,
         "partition_stats": {
-            use.axis: {"size": use.size, "arrays": use.array_count, "bytes": use.split_bytes} for use in found.axes
+            use.axis: {"size": use.size, "arrays": use.array_count, "bytes": use.split_bytes} for use in report.axes
         },
-        "communication_cost": found.total_bytes - found.device_bytes,
+        "communication_cost": report.total_bytes - report.device_bytes,
     }

@@ -1,4 +1,4 @@
-"""`create_monitored_function`: a function that tells how long it took and what its argument costs."""
+"""`create_monitored_function`: a function that also returns how long it took and what its argument takes in memory."""
 
 import functools
 import inspect
@@ -10,31 +10,18 @@ from typing import Any
 import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
-from shardrules.core.errors import ShardingWarning, ShardRulesError, TreeError
+from shardrules.core.errors import ConfigTypeError, ShardingWarning, ShardRulesError
 
 
 def create_monitored_function(
     fn: Callable[..., Any], partition_specs: Any, analyzer: ShardingAnalyzer
 ) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that does what `fn` does, and says what it took.
+    """Returns a function that returns the result of `fn` and a dictionary of metrics.
 
-    **Arguments:**
-
-    - `fn`: any function; its first argument, by position or by name, is the tree that `partition_specs` is for.
-    - `partition_specs`: a tree with a PartitionSpec at every array.
-    - `analyzer`: checks the specs and counts bytes.
-
-    **Returns:**
-
-    A function that returns the result of `fn` and a dictionary: `execution_time` in seconds, from when the arguments
-    are there until the result is; `memory_usage`, as `estimate_memory_usage` gives it, or `None` where unsound specs
-    have no size; `validation_issues`, as `validate_partition_specs` lists them.
-
-    A `ShardingWarning` tells of issues, and where there is no mesh to check for; the function is run all the same.
-
-    **Raises:**
-
-    `TreeError`, from the function that is returned, when it is called without its first argument.
+    `partition_specs` are for the first argument of `fn`. The metrics are `execution_time` in seconds, from when the
+    arguments are ready until the result is; `memory_usage`, as `estimate_memory_usage` returns it, or `None` where
+    unsound specs have no size; `validation_issues`, as `validate_partition_specs` lists them. Issues, and a missing
+    mesh, are a `ShardingWarning`: the function runs all the same.
 
     ```python
     from shardrules.presets import eformer
@@ -48,41 +35,44 @@ def create_monitored_function(
 
     @functools.wraps(fn)
     def monitored(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        tree = _tree(fn, args, kwargs)
-        verdict, issues = _issues(tree, partition_specs, analyzer)
+        tree = _first_argument(fn, args, kwargs)
+        problem, issues = _validate(tree, partition_specs, analyzer)
         if issues:
-            listed = "\n".join(f"  {issue}" for issue in issues)
-            warnings.warn(f"the specs of {fn!r} {verdict}:\n{listed}", ShardingWarning, stacklevel=2)
-        usage = _usage(tree, partition_specs, analyzer)  # now: fn may donate its argument
+            issue_lines = "\n".join(f"  {issue}" for issue in issues)
+            warnings.warn(f"the specs of {fn!r} {problem}:\n{issue_lines}", ShardingWarning, stacklevel=2)
+        usage = _memory_usage(tree, partition_specs, analyzer)  # before the call: fn may donate its argument
+        # Dispatch is asynchronous: without both waits the time would include earlier work, or miss this function's.
         jax.block_until_ready((args, kwargs))
         start = time.perf_counter()
         result = jax.block_until_ready(fn(*args, **kwargs))
-        took = time.perf_counter() - start
-        return result, {"execution_time": took, "memory_usage": usage, "validation_issues": issues}
+        seconds = time.perf_counter() - start
+        return result, {"execution_time": seconds, "memory_usage": usage, "validation_issues": issues}
 
     return monitored
 
 
-def _tree(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _first_argument(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
         return args[0]
     try:
         first = next(iter(inspect.signature(fn).parameters), "")
-    except (TypeError, ValueError):  # some functions written in C tell nothing of their parameters
+    except (TypeError, ValueError):  # some functions written in C have no signature
         first = ""
     if first not in kwargs:
-        raise TreeError(f"{fn!r} was called without its first argument, which is the tree that partition_specs is for")
+        raise ConfigTypeError(
+            f"{fn!r} was called without its first argument, which is the tree that partition_specs is for"
+        )
     return kwargs[first]
 
 
-def _issues(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> tuple[str, list[str]]:
+def _validate(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> tuple[str, list[str]]:
     try:
         return "are unsound", analyzer.validate_partition_specs(tree, partition_specs)
-    except ShardRulesError as error:  # no mesh: the function may do without
+    except ShardRulesError as error:  # no mesh: the function may not need one
         return "cannot be checked", [str(error)]
 
 
-def _usage(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> dict[str, int] | None:
+def _memory_usage(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> dict[str, int] | None:
     try:
         return analyzer.estimate_memory_usage(tree, partition_specs)
     except ShardRulesError:  # the issues say why

@@ -1,4 +1,4 @@
-"""What a sharded tree adds up to: totals, shares, balance, and the leaves that weigh most."""
+"""What a sharded tree adds up to: totals, shares, balance, and its largest replicated arrays."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.placed import Placed
+from shardrules.analysis.placed import PlacedLeaf
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import shape_text, template
@@ -16,14 +16,7 @@ from shardrules.core.spec import axis_names
 @final
 @attrs.frozen
 class AxisUse:
-    """What one mesh axis does.
-
-    **Arguments:**
-
-    - `axis`, `size`: the axis.
-    - `array_count`: how many arrays are split over it.
-    - `split_bytes`: how many bytes these arrays have, each counted whole.
-    """
+    """How many arrays a mesh axis splits, and their bytes, each array counted whole."""
 
     axis: str
     size: int
@@ -33,15 +26,10 @@ class AxisUse:
 
 @final
 @attrs.frozen
-class Weight:
-    """A replicated array, or equal ones.
+class ReplicatedLeaf:
+    """A replicated array, or `count` arrays that share a path template and a shape.
 
-    **Arguments:**
-
-    - `path`: where it is, with `*` for indices where there are several.
-    - `shape`: its shape.
-    - `count`: how many.
-    - `device_bytes`: what they take together on every device.
+    `path` has `*` for indices where there are several; `device_bytes` is what all of them take on every device.
     """
 
     path: str
@@ -53,19 +41,7 @@ class Weight:
 @final
 @attrs.frozen
 class ShardingReport:
-    """What a tree and its specs add up to. It prints as a page of text.
-
-    **Arguments:**
-
-    - `mesh`: the mesh as text.
-    - `device_count`: how many devices it has.
-    - `array_count`, `element_count`: the arrays of the tree, and their elements.
-    - `sharded_array_count`, `sharded_element_count`: those whose spec names an axis.
-    - `total_bytes`, `sharded_bytes`: of all arrays, and of those whose spec names an axis, each counted once.
-    - `device_bytes`: on the device that holds most.
-    - `stored_bytes`: on all devices together, copies included.
-    - `axes`: what each mesh axis does.
-    - `replicated`: the replicated arrays that weigh most, heaviest first.
+    """What a tree and its specs add up to, from `ShardingAnalyzer.analyze`. It prints as a page of text.
 
     ```python
     specs = {"w": P("data"), "b": P()}
@@ -80,22 +56,27 @@ class ShardingReport:
     array_count: int
     element_count: int
     sharded_array_count: int
+    """How many arrays have a spec that names an axis."""
     sharded_element_count: int
     total_bytes: int
+    """Each array counted once."""
     sharded_bytes: int
     device_bytes: int
+    """On the device that stores most."""
     stored_bytes: int
+    """On all devices together, copies included."""
     axes: tuple[AxisUse, ...]
-    replicated: tuple[Weight, ...]
+    replicated: tuple[ReplicatedLeaf, ...]
+    """The largest replicated arrays, largest first."""
 
     @property
     def sharded_share(self) -> float:
-        """The share of all bytes that is in arrays whose spec names an axis; 0 for no bytes at all."""
+        """The share of all bytes in arrays whose spec names an axis; 0 for no bytes at all."""
         return self.sharded_bytes / self.total_bytes if self.total_bytes else 0.0
 
     @property
     def balance(self) -> float:
-        """How evenly devices are filled: the average of them over the fullest. 1 is even."""
+        """How evenly devices are filled: the average device over the fullest. 1 is even."""
         return self.stored_bytes / (self.device_count * self.device_bytes) if self.device_bytes else 1.0
 
     @property
@@ -106,8 +87,8 @@ class ShardingReport:
     def __str__(self) -> str:
         lines = [
             f"mesh          {self.mesh} ({self.device_count} devices)",
-            f"arrays        {self.array_count:,}, of which {self.sharded_array_count:,} are split",
-            f"bytes         {bytes_text(self.total_bytes)} in all, {self.sharded_share:.1%} in split arrays",
+            f"arrays        {self.array_count:,}, {self.sharded_array_count:,} of them split",
+            f"bytes         {bytes_text(self.total_bytes)} in total, {self.sharded_share:.1%} in split arrays",
             f"per device    {bytes_text(self.device_bytes)}, balance {self.balance:.3f}, {self.redundancy:.2f} copies",
         ]
         lines += [
@@ -116,57 +97,49 @@ class ShardingReport:
         ]
         if self.replicated:
             lines.append("largest replicated:")
-        for one in self.replicated:
-            many = f"  x{one.count}" if one.count > 1 else ""
-            lines.append(f"  {bytes_text(one.device_bytes):>10}  {one.path}{many}  {shape_text(one.shape)}")
+        for leaf in self.replicated:
+            times = f"  x{leaf.count}" if leaf.count > 1 else ""
+            lines.append(f"  {bytes_text(leaf.device_bytes):>10}  {leaf.path}{times}  {shape_text(leaf.shape)}")
         return "\n".join(lines)
 
 
-def report(arrays: Sequence[Placed], mesh: AnyMesh | None, largest: int) -> ShardingReport:
-    """Returns the report on some arrays.
-
-    **Arguments:**
-
-    - `arrays`: what `place` returned.
-    - `mesh`: the mesh, or `None`, which counts as one device.
-    - `largest`: how many of the replicated arrays to list.
-
-    **Returns:**
-
-    A `ShardingReport`.
-    """
+def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None, largest: int) -> ShardingReport:
+    """Adds up leaves, and lists the `largest` replicated ones. No mesh counts as one device."""
     sizes = mesh_sizes(mesh)
-    devices = math.prod(sizes.values())
-    split = [one for one in arrays if one.is_split]
-    # An axis that a spec names twice is an error of the spec; here it must not make copies vanish.
-    stored = sum(one.shards_bytes * max(1, devices // one.ways) for one in arrays)
+    device_count = math.prod(sizes.values())
+    split = [leaf for leaf in leaves if leaf.is_split]
+    # A spec that names an axis twice is wrong, and counts here as more parts than there are devices. Without the
+    # `max` such an array would have no copy at all.
+    stored_bytes = sum(leaf.shards_bytes * max(1, device_count // leaf.ways) for leaf in leaves)
     return ShardingReport(
-        mesh_text(mesh),
-        devices,
-        len(arrays),
-        sum(one.leaf.size for one in arrays),
-        len(split),
-        sum(one.leaf.size for one in split),
-        sum(one.leaf.nbytes for one in arrays),
-        sum(one.leaf.nbytes for one in split),
-        sum(one.device_bytes for one in arrays),
-        stored,
-        tuple(_use(name, size, split) for name, size in sizes.items()),
-        _heaviest([one for one in arrays if not one.is_split], largest),
+        mesh=mesh_text(mesh),
+        device_count=device_count,
+        array_count=len(leaves),
+        element_count=sum(leaf.leaf.size for leaf in leaves),
+        sharded_array_count=len(split),
+        sharded_element_count=sum(leaf.leaf.size for leaf in split),
+        total_bytes=sum(leaf.leaf.nbytes for leaf in leaves),
+        sharded_bytes=sum(leaf.leaf.nbytes for leaf in split),
+        device_bytes=sum(leaf.device_bytes for leaf in leaves),
+        stored_bytes=stored_bytes,
+        axes=tuple(_axis_use(name, size, split) for name, size in sizes.items()),
+        replicated=_largest_replicated([leaf for leaf in leaves if not leaf.is_split], largest),
     )
 
 
-def _use(axis: str, size: int, split: Sequence[Placed]) -> AxisUse:
-    over = [one for one in split if axis in axis_names(one.spec)]
-    return AxisUse(axis, size, len(over), sum(one.leaf.nbytes for one in over))
+def _axis_use(axis: str, size: int, split: Sequence[PlacedLeaf]) -> AxisUse:
+    users = [leaf for leaf in split if axis in axis_names(leaf.spec)]
+    return AxisUse(axis, size, len(users), sum(leaf.leaf.nbytes for leaf in users))
 
 
-def _heaviest(whole: Sequence[Placed], largest: int) -> tuple[Weight, ...]:
-    groups: dict[tuple[str, tuple[int, ...]], list[Placed]] = {}
-    for one in whole:
-        groups.setdefault((template(one.leaf.path), one.leaf.shape), []).append(one)
-    weights = [
-        Weight(same[0].leaf.path if len(same) == 1 else path, shape, len(same), sum(one.device_bytes for one in same))
-        for (path, shape), same in groups.items()
+def _largest_replicated(replicated: Sequence[PlacedLeaf], largest: int) -> tuple[ReplicatedLeaf, ...]:
+    groups: dict[tuple[str, tuple[int, ...]], list[PlacedLeaf]] = {}
+    for leaf in replicated:
+        groups.setdefault((template(leaf.leaf.path), leaf.leaf.shape), []).append(leaf)
+    merged = [
+        ReplicatedLeaf(
+            group[0].leaf.path if len(group) == 1 else path, shape, len(group), sum(leaf.device_bytes for leaf in group)
+        )
+        for (path, shape), group in groups.items()
     ]
-    return tuple(sorted(weights, key=lambda one: (-one.device_bytes, one.path))[:largest])
+    return tuple(sorted(merged, key=lambda leaf: (-leaf.device_bytes, leaf.path))[:largest])

@@ -7,7 +7,7 @@ from typing import Any, final
 import attrs
 
 from shardrules.analysis.audits.report import AuditReport
-from shardrules.analysis.audits.text import by_cost, count_text, dearest
+from shardrules.analysis.audits.text import by_cost, count_text, group_collectives
 from shardrules.analysis.program.collectives import totals_by_kind
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.check import bytes_text
@@ -175,7 +175,7 @@ def _audit(report: AuditReport) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.hardware.memory_bytes,
         "axes": [_along(name, report) for name, total in report.totals_by_axes().items() if total.wire_bytes],
-        "collectives": [attrs.asdict(one) for one in dearest(report.collectives)[:_COLLECTIVES]],
+        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:_COLLECTIVES]],
         "modules": [[one.path, one.flops, one.wire_bytes] for one in by_cost(report.modules)],
         "findings": [finding_to_json(one) for one in report.findings],
     }

@@ -1,4 +1,4 @@
-"""What the analyzer says of trees and specs, sound and unsound."""
+"""What the analyzer reports on trees and specs, sound and unsound."""
 
 import math
 from typing import Any
@@ -66,33 +66,37 @@ UNSOUND: tuple[tuple[tuple[int, ...], Any, str], ...] = (
         "w/0: P('dp', 'dp') uses axis 'dp' twice (duplicate entries for `dp`): dimensions 0 and 1",
     ),
     ((8,), P(3), "w/0: an entry of a PartitionSpec is None, an axis or a tuple of axes, got 3"),
-    ((8,), "dp", "w/0: a PartitionSpec, a NamedSharding or None is wanted, got str 'dp'"),
+    ((8,), "dp", "w/0: expected a PartitionSpec, a NamedSharding or None, got str 'dp'"),
 )
 
 
 @pytest.mark.parametrize(("shape", "spec", "issue"), UNSOUND)
-def test_an_unsound_spec_is_one_issue_with_path_and_numbers(shape: tuple[int, ...], spec: Any, issue: str) -> None:
+def test_an_issue_has_path_and_numbers(shape: tuple[int, ...], spec: Any, issue: str) -> None:
     assert ANALYZER.validate_partition_specs({"w": [f32(*shape)]}, {"w": [spec]}) == [issue]
 
 
-def test_all_issues_of_all_leaves_are_listed_in_tree_order() -> None:
-    tree = {f"w{number}": f32(*shape) for number, (shape, *_) in enumerate(UNSOUND)}
-    specs = {f"w{number}": spec for number, (_, spec, _) in enumerate(UNSOUND)}
-    expected = [f"w{number}{issue.removeprefix('w/0')}" for number, (*_, issue) in enumerate(UNSOUND)]
+def test_issues_are_in_tree_order() -> None:
+    tree = {f"w{index}": f32(*shape) for index, (shape, *_) in enumerate(UNSOUND)}
+    specs = {f"w{index}": spec for index, (_, spec, _) in enumerate(UNSOUND)}
+    expected = [f"w{index}{issue.removeprefix('w/0')}" for index, (*_, issue) in enumerate(UNSOUND)]
     assert ANALYZER.validate_partition_specs(tree, specs) == expected
     several = ANALYZER.validate_partition_specs(f32(7, 8), P("tp", ("dp", "dp"), "zz"))
     assert [issue.split(":")[0] for issue in several] == ["the tree"] * 3
-    assert [len([one for one in several if word in one]) for word in ("3 entries", "divisible", "twice")] == [1, 1, 1]
+    assert [len([issue for issue in several if word in issue]) for word in ("3 entries", "divisible", "twice")] == [
+        1,
+        1,
+        1,
+    ]
 
 
-def test_another_structure_is_an_issue_and_not_an_error() -> None:
+def test_another_structure_is_an_issue() -> None:
     issues = ANALYZER.validate_partition_specs({"a": f32(8), "b": f32(8)}, {"a": P("dp")})
     assert len(issues) == 1
     assert "does not have the structure of the tree" in issues[0]
     assert "'b'" in issues[0]
 
 
-def test_static_leaves_and_numbers_are_passed_over() -> None:
+def test_static_leaves_are_skipped() -> None:
     model = eqx.nn.MLP(4, 8, 16, 2, key=jax.random.key(0))
     specs = sr.FSDPShardingRule("tp", min_size_mb=0).plan(model, MESH).specs
     assert ANALYZER.validate_partition_specs(model, specs) == []
@@ -102,7 +106,7 @@ def test_static_leaves_and_numbers_are_passed_over() -> None:
 # ---- estimate_memory_usage ----
 
 
-def test_usage_is_told_in_bytes() -> None:
+def test_usage_is_in_bytes() -> None:
     tree = {"a": f32(8, 16), "b": f32(16), "i": jax.ShapeDtypeStruct((6, 2), jnp.int4)}
     usage = ANALYZER.estimate_memory_usage(tree, {"a": P(("dp", "tp")), "b": P(), "i": P("dp")})
     # i: 12 elements of 4 bits are 6 bytes, 6 elements on a device are 3.
@@ -115,7 +119,7 @@ def test_usage_is_told_in_bytes() -> None:
     }
 
 
-def test_of_uneven_shards_the_largest_counts() -> None:
+def test_the_largest_of_uneven_shards_counts() -> None:
     assert ANALYZER.estimate_memory_usage(f32(10), P("tp"))["size_per_device"] == 3 * 4
     assert ANALYZER.estimate_memory_usage(f32(3), P("tp"))["size_per_device"] == 4
 
@@ -135,14 +139,16 @@ def test_an_optimizer_state_counts_like_any_tree() -> None:
     assert usage["size_per_device"] == 2 * (8 * 16 + 16) * 4 // 4 + 4
 
 
-def test_estimates_refuse_what_is_no_spec_and_list_it_all() -> None:
-    with pytest.raises(sr.errors.TreeError, match=r"(?s)w: a PartitionSpec.*got str 'dp'.*z: .*got int 3"):
+def test_an_error_lists_all_leaves_that_are_not_specs() -> None:
+    with pytest.raises(
+        sr.errors.ConfigTypeError, match=r"(?s)w: expected a PartitionSpec.*got str 'dp'.*z: .*got int 3"
+    ):
         ANALYZER.estimate_memory_usage({"w": f32(8), "y": f32(8), "z": f32(8)}, {"w": "dp", "y": P(), "z": 3})
     with pytest.raises(sr.errors.TreeError, match="structure of the tree"):
         ANALYZER.estimate_memory_usage({"w": f32(8)}, {"v": P()})
 
 
-def test_the_mesh_is_the_own_one_or_the_one_in_force() -> None:
+def test_the_analyzers_mesh_comes_before_the_one_in_force() -> None:
     analyzer = sr.ShardingAnalyzer()
     with pytest.raises(sr.errors.NoMeshError, match=r"ShardingAnalyzer\(mesh\)"):
         analyzer.estimate_memory_usage(f32(8), P("dp"))
@@ -198,17 +204,17 @@ def test_a_report_adds_up() -> None:
     assert report.balance == 1.0
 
 
-def test_a_report_tells_what_each_axis_does() -> None:
+def test_a_report_has_what_each_axis_splits() -> None:
     axes = ANALYZER.analyze(*tree_and_specs()).axes
     assert axes == (sr.reports.AxisUse("dp", 2, 1, 4096), sr.reports.AxisUse("tp", 4, 4, 4096 + 3 * 1024))
 
 
-def test_a_report_lists_the_heaviest_replicated_arrays() -> None:
+def test_a_report_lists_the_largest_replicated_arrays() -> None:
     report = ANALYZER.analyze(*tree_and_specs())
     assert report.replicated == (
-        sr.reports.Weight("head", (16, 64), 1, 4096),
-        sr.reports.Weight("layers/*/norm", (16,), 3, 192),
-        sr.reports.Weight("scale", (), 1, 4),
+        sr.reports.ReplicatedLeaf("head", (16, 64), 1, 4096),
+        sr.reports.ReplicatedLeaf("layers/*/norm", (16,), 3, 192),
+        sr.reports.ReplicatedLeaf("scale", (), 1, 4),
     )
     tree, specs = tree_and_specs()
     assert ANALYZER.analyze(tree, specs, largest=1).replicated == report.replicated[:1]
@@ -217,8 +223,8 @@ def test_a_report_lists_the_heaviest_replicated_arrays() -> None:
 
 PAGE = """\
 mesh          dp:2,tp:4 (8 devices)
-arrays        9, of which 4 are split
-bytes         11.2 KiB in all, 62.5% in split arrays
+arrays        9, 4 of them split
+bytes         11.2 KiB in total, 62.5% in split arrays
 per device    5.4 KiB, balance 1.000, 3.89 copies
 axis 'dp'     size 2, splits 1 arrays, 4.0 KiB
 axis 'tp'     size 4, splits 4 arrays, 7.0 KiB
@@ -233,7 +239,7 @@ def test_a_report_prints_as_a_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "spec", "held"),
+    ("shape", "dtype", "spec", "per_device"),
     [
         ((8, 16), jnp.float32, P(("tp", "dp")), [64] * 8),
         ((10,), jnp.float32, P("tp"), [12, 12, 12, 12, 12, 12, 4, 4]),
@@ -245,12 +251,12 @@ def test_a_report_prints_as_a_page() -> None:
     ],
 )
 def test_balance_is_the_average_device_over_the_fullest(
-    shape: tuple[int, ...], dtype: Any, spec: P, held: list[int]
+    shape: tuple[int, ...], dtype: Any, spec: P, per_device: list[int]
 ) -> None:
     report = ANALYZER.analyze(jax.ShapeDtypeStruct(shape, dtype), spec)
-    assert report.device_bytes == max(held)
-    assert report.stored_bytes == sum(held)
-    assert report.balance == (sum(held) / 8 / max(held) if max(held) else 1.0)
+    assert report.device_bytes == max(per_device)
+    assert report.stored_bytes == sum(per_device)
+    assert report.balance == (sum(per_device) / 8 / max(per_device) if max(per_device) else 1.0)
 
 
 def test_a_report_on_nothing_divides_by_nothing() -> None:
@@ -271,9 +277,9 @@ def test_a_report_is_a_value() -> None:
 
 def test_a_strategy_has_every_field_filled() -> None:
     tree, specs = tree_and_specs()
-    found = eformer.analyze_sharding_strategy(tree, specs, MESH)
+    figures = eformer.analyze_sharding_strategy(tree, specs, MESH)
     report = ANALYZER.analyze(tree, specs)
-    assert found == {
+    assert figures == {
         "total_parameters": report.element_count,
         "sharded_parameters": report.sharded_element_count,
         "memory_per_device": report.device_bytes,
@@ -286,19 +292,19 @@ def test_a_strategy_has_every_field_filled() -> None:
     }
 
 
-def test_communication_is_what_a_device_lacks_of_the_split_arrays() -> None:
+def test_communication_is_what_a_device_lacks_of_split_arrays() -> None:
     tree, specs = tree_and_specs()
-    found = eformer.analyze_sharding_strategy(tree, specs, MESH)
+    figures = eformer.analyze_sharding_strategy(tree, specs, MESH)
     lacking = [
         math.prod(x.shape) * 4 * (1 - 1 / ways)
         for x, ways in ((tree["embed"], 8), *((layer["w"], 4) for layer in tree["layers"]))
     ]
-    assert found["communication_cost"] == sum(lacking)
+    assert figures["communication_cost"] == sum(lacking)
 
 
 def test_a_strategy_takes_the_mesh_in_force() -> None:
     with jax.set_mesh(jax.make_mesh((8,), ("dp",))):
-        found = eformer.analyze_sharding_strategy({"w": np.ones((8, 4), np.float32)}, {"w": P("dp")})
-    assert found["memory_per_device"] == 16
+        figures = eformer.analyze_sharding_strategy({"w": np.ones((8, 4), np.float32)}, {"w": P("dp")})
+    assert figures["memory_per_device"] == 16
     with pytest.raises(sr.errors.NoMeshError, match="needs a mesh"):
         eformer.analyze_sharding_strategy({"w": f32(8)}, {"w": P("dp")})

@@ -17,10 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.audits.evidence import MemoryUse
+from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.fits import BatchSearch, Fit, fits, largest_batch
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.errors import (
+    ConfigError,
+    ConfigTypeError,
     DoesNotFitError,
     HardwareError,
     NoMeshError,
@@ -49,7 +51,7 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def given(name: str, value: Any) -> dict[str, Any]:
+def option(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
@@ -102,7 +104,7 @@ def test_it_is_the_memory_of_an_audit(target: str) -> None:
     text = "data:4,model:2"
     mesh = mesh_on(target, text)
     plan = RULES.plan(PARAMS, sr.mesh_shape(text))
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "plan": plan,
         "in_shardings": (None, None, P("data")),
         "out_shardings": (plan, plan.mirror),
@@ -110,22 +112,22 @@ def test_it_is_the_memory_of_an_audit(target: str) -> None:
         "target": target,
     }
     args = PARAMS, PARAMS, shape(64, 64)
-    found = fits(step, *args, mesh=mesh, budget="1 GiB", **asked)
-    assert found.memory == sr.ShardingAnalyzer(mesh).audit(step, *args, **asked).memory
-    assert found.memory is not None
-    assert found.memory.outputs_bytes < 1024  # else nothing was donated
+    fit = fits(step, *args, mesh=mesh, budget="1 GiB", **options)
+    assert fit.memory == sr.ShardingAnalyzer(mesh).audit(step, *args, **options).memory
+    assert fit.memory is not None
+    assert fit.memory.outputs_bytes < 1024  # else nothing was donated
 
 
 def test_it_asks_as_an_audit_does() -> None:
     """Roles, types of axes, and a function that is jitted already and names a mesh of its own."""
     mesh = sr.create_mesh("data:4,model:2")
-    own = NamedSharding(mesh, P("data"))
+    rows_split = NamedSharding(mesh, P("data"))
 
     def constrained(x: Any, w: Any) -> Any:
         return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", "model")))
 
-    jitted = jax.jit(constrained, in_shardings=(own, None), donate_argnums=0)
-    unused = jax.jit(lambda x, w: w + 1, in_shardings=(own, None))
+    jitted = jax.jit(constrained, in_shardings=(rows_split, None), donate_argnums=0)
+    unused = jax.jit(lambda x, w: w + 1, in_shardings=(rows_split, None))
     args = shape(64, 64), shape(64, 64)
     cases: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
         (jitted, mesh, {}),
@@ -135,10 +137,10 @@ def test_it_asks_as_an_audit_does() -> None:
         (grown, mesh, {"in_shardings": P("data"), "axis_types": None}),
         (grown, mesh, {"in_shardings": P("data"), "out_shardings": P()}),
     ]
-    for fn, there, asked in cases:
-        taken = args if fn is not grown else args[:1]
-        found = fits(fn, *taken, mesh=there, budget="1 GiB", **asked)
-        assert found.memory == sr.ShardingAnalyzer(there).audit(fn, *taken, **asked).memory
+    for fn, case_mesh, options in cases:
+        case_args = args if fn is not grown else args[:1]
+        fit = fits(fn, *case_args, mesh=case_mesh, budget="1 GiB", **options)
+        assert fit.memory == sr.ShardingAnalyzer(case_mesh).audit(fn, *case_args, **options).memory
     whole = fits(grown, *args[:1], mesh=mesh, budget=0, in_shardings=P("data"), out_shardings=P()).memory
     assert whole is not None
     assert whole.outputs_bytes == 64 * 64 * 4
@@ -161,16 +163,16 @@ def test_a_function_may_name_a_mesh_of_its_own(target: str) -> None:
 
 def test_the_sheet_is_the_budget() -> None:
     mesh, memory_bytes = mesh_on(CUDA, "data:8"), sr.Hardware.named("cuda:h100").memory_bytes
-    found = fits(grown, *rows(64), mesh=mesh, target=CUDA, in_shardings=P("data"))
-    assert found
-    assert found.budget_bytes == memory_bytes
+    fit = fits(grown, *rows(64), mesh=mesh, target=CUDA, in_shardings=P("data"))
+    assert fit
+    assert fit.budget_bytes == memory_bytes
     assert fits(grown, *rows(64), mesh=mesh, target=CUDA, reserve="8 GiB").budget_bytes == memory_bytes - 8 * 2**30
 
 
 def test_a_cpu_has_no_sheet() -> None:
     with pytest.raises(HardwareError, match=r"cpu:8 has no memory of its own.* budget='40 GiB'.*'cuda:h100:8'"):
         fits(grown, *rows(8), mesh=MESH, target=CPU)
-    with pytest.raises(HardwareError, match=r"Name a budget"):
+    with pytest.raises(HardwareError, match=r"Pass a budget"):
         largest_batch(grown, rows, mesh=MESH)
 
 
@@ -180,28 +182,28 @@ def test_a_cpu_has_no_sheet() -> None:
         ("80 gigs", 0, "budget is bytes, or a text like '80GB'"),
         (-1, 0, "budget is a number of bytes, 0 or more; got -1"),
         ("1 GB", "much", "reserve is bytes, or a text"),
-        ("1 KiB", 2000, "reserve is 2.0 KiB, more than the 1.0 KiB that there are"),
+        ("1 KiB", 2000, "reserve is 2.0 KiB, more than the available 1.0 KiB"),
     ],
 )
 def test_what_is_no_budget(budget: Any, reserve: Any, complaint: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(complaint)):
+    with pytest.raises((ConfigError, SpecError), match=re.escape(complaint)):
         fits(grown, *rows(8), mesh=MESH, budget=budget, reserve=reserve)
-    with pytest.raises(SpecError, match=re.escape(complaint)):
+    with pytest.raises((ConfigError, SpecError), match=re.escape(complaint)):
         largest_batch(grown, rows, mesh=MESH, budget=budget, reserve=reserve)
 
 
 def test_where_the_mesh_is_from() -> None:
     budget, mesh = "1 MiB", sr.create_mesh("data:4,model:2")
-    there = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    assert fits(grown, there, budget=budget).mesh == "data:4,model:2"
-    assert fits(grown, there, budget=budget, mesh=sr.mesh_shape("data:2")).mesh == "data:2"
+    placed = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    assert fits(grown, placed, budget=budget).mesh == "data:4,model:2"
+    assert fits(grown, placed, budget=budget, mesh=sr.mesh_shape("data:2")).mesh == "data:2"
     plan = sr.DimShardingRule("data", 0).plan(shape(64, 64), MESH)
     assert fits(grown, shape(64, 64), budget=budget, plan=plan).mesh == "data:8"
     with jax.set_mesh(mesh):
         assert fits(grown, shape(64, 64), budget=budget).mesh == "data:4,model:2"
     with pytest.raises(NoMeshError, match=r"mesh=sr.mesh_shape\('data:8'\)"):
         fits(grown, shape(64, 64), budget=budget)
-    with pytest.raises(NoMeshError, match="there is no mesh to compile for"):
+    with pytest.raises(NoMeshError, match="no mesh to compile for"):
         largest_batch(grown, rows, budget=budget)
     with pytest.raises(TargetError, match="has 8 devices, but target cpu:4 has 4"):
         fits(grown, shape(64, 64), budget=budget, mesh=MESH, target="cpu:4")
@@ -218,12 +220,12 @@ def test_the_compiler_for_tpus_refuses() -> None:
     mesh = mesh_on(TPU, "data:8")
     needs = 4_000_000 * ROW * 4
     ask = functools.partial(fits, grown, shape(8 * 4_000_000, 4 * WIDTH), mesh=mesh, target=TPU, in_shardings=P("data"))
-    found = ask()
-    assert not found
-    assert (found.memory, found.headroom_bytes) == (None, None)
-    assert found.peak_bytes == pytest.approx(needs, rel=0.01)
-    assert "Ran out of memory" in found.refusal
-    text = str(found)
+    fit = ask()
+    assert not fit
+    assert (fit.memory, fit.headroom_bytes) == (None, None)
+    assert fit.peak_bytes == pytest.approx(needs, rel=0.01)
+    assert "Ran out of memory" in fit.refusal
+    text = str(fit)
     assert text.startswith("grown on tpu:v5e:4x2, mesh data:8, does not fit: the compiler for tpu refuses")
     assert not ask(budget="1 TiB")  # no budget makes a device larger
 
@@ -232,10 +234,10 @@ def test_the_compiler_is_asked_where_the_sum_is_not_enough() -> None:
     """So near the limit the arrays have room, and what libtpu needs beside them has not."""
     ask = functools.partial(fits, mesh=mesh_on(TPU, "data:8"), target=TPU, in_shardings=P("data"))
     assert ask(grown, shape(258_000 * 64, 1024))
-    found = ask(grown, shape(258_015 * 64, 1024))
-    assert not found
-    assert found.budget_bytes > 2 * 258_015 * 8 * 1024 * 4
-    assert found.refusal
+    fit = ask(grown, shape(258_015 * 64, 1024))
+    assert not fit
+    assert fit.budget_bytes > 2 * 258_015 * 8 * 1024 * 4
+    assert fit.refusal
 
 
 def test_what_a_fit_prints() -> None:
@@ -249,9 +251,9 @@ def test_what_a_fit_prints() -> None:
         "step on cuda:h100:8, mesh data:8, does not fit: a device needs 8.0 GiB of 4.0 GiB, 4.0 GiB too much",
         "  -> Make the batch smaller, split activations, or recompute them (jax.checkpoint)",
     ]
-    for place in range(6):  # whatever takes most, there is something to do about it
-        most = MemoryUse(*(100 if place == other else 1 for other in range(6)))
-        name = list(most.shares())[place]
+    for index in range(6):  # whatever takes most, there is something to do about it
+        most = MemoryUse(*(100 if index == other else 1 for other in range(6)))
+        name = list(most.shares())[index]
         assert re.search(rf"\n  {name} 100 B \(95%\), .*\n  -> [A-Z]", str(Fit("f", fit.target, "", 1, 105, most)))
 
 
@@ -269,27 +271,27 @@ def test_the_largest_batch_to_the_byte(target: str) -> None:
         return grown(x)
 
     make, calls = counted(rows)
-    found = largest_batch(counting, make, budget=512 * ROW, mesh=mesh, target=target, in_shardings=P("data"))
-    assert (found.batch, found.multiple_of) == (8 * 512, 8)
-    assert found.fit
-    assert found.fit.headroom_bytes == 0
-    assert not dict(found.tried)[8 * 512 + 8]
-    assert traced == [batch for batch, _ in found.tried]
+    search = largest_batch(counting, make, budget=512 * ROW, mesh=mesh, target=target, in_shardings=P("data"))
+    assert (search.batch, search.multiple_of) == (8 * 512, 8)
+    assert search.fit
+    assert search.fit.headroom_bytes == 0
+    assert not dict(search.trials)[8 * 512 + 8]
+    assert traced == [batch for batch, _ in search.trials]
     assert list(calls.values()) == [1] * len(calls)  # those that tell the multiple are tried, too
     assert len(traced) == len(Counter(traced)) <= 7
 
 
 def test_libtpu_ends_the_search() -> None:
     mesh = mesh_on(TPU, "data:8")
-    found = largest_batch(
+    search = largest_batch(
         grown, lambda batch: (shape(batch, 1024),), mesh=mesh, target=TPU, in_shardings=P("data"), multiple_of=8 * 1024
     )
-    tried = dict(found.tried)
-    refused = tried[found.batch + 8 * 1024]
-    assert found.batch == 2015 * 8 * 1024
+    tried = dict(search.trials)
+    refused = tried[search.batch + 8 * 1024]
+    assert search.batch == 2015 * 8 * 1024
     assert (refused.memory, bool(refused.refusal)) == (None, True)
     assert len(tried) <= 8
-    assert re.search(r"^16,515,072 .* no .* the compiler refuses$", str(found), re.MULTILINE)
+    assert re.search(r"^16,515,072 .* no .* the compiler refuses$", str(search), re.MULTILINE)
 
 
 def curve(memory: Callable[[int], int]) -> Callable[[int], tuple[Any, ...]]:
@@ -324,11 +326,11 @@ def test_memory_that_is_no_line(name: str) -> None:
         traced.append(x.size)
         return x[0].astype(jnp.float32)
 
-    found = largest_batch(first, make, budget=2**20, mesh=sr.mesh_shape("data:1"), multiple_of=1)
-    assert all(fit.peak_bytes == memory(batch) for batch, fit in found.tried)  # else this test tests nothing
-    assert found.batch == largest
-    assert not dict(found.tried)[largest + 1]
-    assert calls == Counter([batch for batch, _ in found.tried])
+    search = largest_batch(first, make, budget=2**20, mesh=sr.mesh_shape("data:1"), multiple_of=1)
+    assert all(fit.peak_bytes == memory(batch) for batch, fit in search.trials)  # else this test tests nothing
+    assert search.batch == largest
+    assert not dict(search.trials)[largest + 1]
+    assert calls == Counter([batch for batch, _ in search.trials])
     assert traced == list(dict.fromkeys(memory(batch) - 4 for batch in calls))  # each program once
     assert len(traced) <= enough
     assert name != "falls" or max(calls) < 6000  # the line through the two largest would lead far beyond
@@ -340,7 +342,7 @@ def test_memory_that_does_not_grow_with_every_step(multiple_of: int, at_least: i
     def memory(batch: int) -> int:
         return 1000 + 900 * batch + int(NOISE[batch])
 
-    found = largest_batch(
+    search = largest_batch(
         lambda x: x[0].astype(jnp.float32),
         curve(memory),
         budget=2**20,
@@ -348,9 +350,9 @@ def test_memory_that_does_not_grow_with_every_step(multiple_of: int, at_least: i
         multiple_of=multiple_of,
         at_least=at_least,
     )
-    assert found.batch % multiple_of == 0
-    assert memory(found.batch) <= 2**20 < memory(found.batch + multiple_of)
-    assert min(batch for batch, _ in found.tried) == -(-at_least // multiple_of) * multiple_of
+    assert search.batch % multiple_of == 0
+    assert memory(search.batch) <= 2**20 < memory(search.batch + multiple_of)
+    assert min(batch for batch, _ in search.trials) == -(-at_least // multiple_of) * multiple_of
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,7 @@ def test_memory_that_does_not_grow_with_every_step(multiple_of: int, at_least: i
         ("data:4,model:2", rows, P(None, "model"), 1),
         ("data:4,model:2", rows, P(), 1),
         ("data:4,model:2", rows, sr.DimShardingRule("model", 0), 2),
-        ("data:4,model:2", rows, None, 8),  # nobody says
+        ("data:4,model:2", rows, None, 8),  # no sharding says how it is split
         ("data:4,model:2", rows, P(P.UNCONSTRAINED), 8),
         ("data:8", lambda batch: (shape(batch * 128),), P("data"), 1),  # a batch of sequences as one dimension
         ("data:8", lambda batch: (shape(batch * 2),), P("data"), 4),
@@ -378,41 +380,41 @@ def test_memory_that_does_not_grow_with_every_step(multiple_of: int, at_least: i
 )
 def test_the_multiple(axes: str, make: Callable[[int], tuple[Any, ...]], in_shardings: Any, unit: int) -> None:
     mesh = sr.mesh_shape(axes)
-    found = largest_batch(
+    search = largest_batch(
         lambda *args: args, make, budget="1 GiB", mesh=mesh, in_shardings=in_shardings, at_most=2 * unit
     )
-    assert found.multiple_of == unit
-    assert found.batch == 2 * unit
+    assert search.multiple_of == unit
+    assert search.batch == 2 * unit
 
 
 def test_a_multiple_that_cannot_be_split() -> None:
     with pytest.raises(PlanError, match=r"\(6, 256\) not divisible by mesh axis data size 8") as caught:
         largest_batch(grown, rows, budget="1 GiB", mesh=MESH, in_shardings=P("data"), multiple_of=6)
     assert caught.value.__notes__ == [
-        "while trying a batch of 6: multiple_of, at_least and at_most say which are tried"
+        "while trying a batch of 6; multiple_of, at_least and at_most set which batches are tried"
     ]
 
 
 def test_from_one_to_another() -> None:
     ask = functools.partial(largest_batch, grown, rows, budget=512 * ROW, mesh=MESH, in_shardings=P("data"))
-    found = ask(at_most=2000)
-    assert found.batch == 2000
-    assert max(batch for batch, _ in found.tried) == 2000
-    assert ", nothing larger\n" in str(found)
+    search = ask(at_most=2000)
+    assert search.batch == 2000
+    assert max(batch for batch, _ in search.trials) == 2000
+    assert ", nothing larger\n" in str(search)
     assert ask(at_most=2007).batch == 2000
     assert ask(at_most=5000) == ask()
     late = ask(at_least=4001)
     assert late.batch == 4096
-    assert late.tried[0][0] == 4008
-    assert [batch for batch, _ in ask(at_least=4096).tried] == [4096, 8192, 4104]
-    assert [batch for batch, _ in ask(at_least=16, at_most=16).tried] == [16]
-    with pytest.raises(SpecError, match="no multiple of 8 from at_least=9 to at_most=15"):
+    assert late.trials[0][0] == 4008
+    assert [batch for batch, _ in ask(at_least=4096).trials] == [4096, 8192, 4104]
+    assert [batch for batch, _ in ask(at_least=16, at_most=16).trials] == [16]
+    with pytest.raises(ConfigError, match="no multiple of 8 is between at_least=9 and at_most=15"):
         ask(at_least=9, at_most=15)
     for name in ("multiple_of", "at_least", "at_most"):
-        with pytest.raises(SpecError, match=f"{name} is 1 or more, got 0"):
-            ask(**given(name, 0))
-        with pytest.raises(SpecError, match=f"{name} is an integer, got 'x'"):
-            ask(**given(name, "x"))
+        with pytest.raises((ConfigError, SpecError), match=f"{name} is 1 or more, got 0"):
+            ask(**option(name, 0))
+        with pytest.raises((ConfigError, SpecError), match=f"{name} is an integer, got 'x'"):
+            ask(**option(name, "x"))
 
 
 def test_what_is_donated_makes_room() -> None:
@@ -451,12 +453,12 @@ def test_nothing_fits_a_tpu() -> None:
 def test_a_search_that_would_not_end() -> None:
     ask = functools.partial(largest_batch, grown, mesh=MESH, budget="1 GiB")
     with pytest.raises(
-        TreeError, match=r"the same shapes for batch 1 and for batch 1,099,.*: it has to use its argument"
+        ConfigError, match=r"the same shapes for batch 1 and for batch 1,099,.*: it has to use its argument"
     ):
         ask(lambda batch: rows(64))
-    with pytest.raises(TreeError, match="the same shapes for batch 1 and for batch 64:"):
+    with pytest.raises(ConfigError, match="the same shapes for batch 1 and for batch 64:"):
         ask(lambda batch: rows(64), at_most=64)
-    with pytest.raises(TreeError, match="even a batch of 1,099,511,627,776 fits: name at_most"):
+    with pytest.raises(ConfigError, match="even a batch of 1,099,511,627,776 fits: set at_most"):
         ask(lambda batch: rows(batch.bit_length()))
 
 
@@ -473,7 +475,7 @@ def test_make_args_that_rounds_up() -> None:
     ask = functools.partial(largest_batch, counting, padded, budget=5000 * ROW // 8, mesh=MESH, in_shardings=P("data"))
     assert ask(multiple_of=8).batch == 4096
     assert len(traced) == len(dict.fromkeys(traced))
-    with pytest.raises(TreeError, match=r"batch 8 and for batch 96:.*If it rounds batches up, give multiple_of"):
+    with pytest.raises(ConfigError, match=r"batch 8 and for batch 96:.*If it rounds batches up, set multiple_of"):
         ask(multiple_of=8, at_most=100)
     assert ask(multiple_of=128, at_most=1000).batch == 896
 
@@ -484,10 +486,10 @@ def test_a_knob_that_is_no_shape() -> None:
     def run(x: Any, layers: int) -> Any:
         return jnp.concatenate([x] * layers)
 
-    found = largest_batch(
+    search = largest_batch(
         run, lambda layers: (shape(1024), layers), budget=100 * 2**10, mesh=sr.mesh_shape("data:1"), multiple_of=1
     )
-    assert found.batch == 24
+    assert search.batch == 24
 
 
 def test_what_make_args_raises_names_the_batch() -> None:
@@ -500,10 +502,10 @@ def test_what_make_args_raises_names_the_batch() -> None:
     with pytest.raises(ValueError, match="the table of positions has 100 rows") as caught:
         ask(make)
     assert caught.value.__notes__ == [
-        "while trying a batch of 256: multiple_of, at_least and at_most say which are tried"
+        "while trying a batch of 256; multiple_of, at_least and at_most set which batches are tried"
     ]
     assert ask(make, at_most=100).batch == 96
-    with pytest.raises(TreeError, match="make_args returns the tuple of arguments, got ShapeDtypeStruct"):
+    with pytest.raises(ConfigTypeError, match="make_args must return a tuple of arguments, got ShapeDtypeStruct"):
         ask(lambda batch: rows(batch)[0])  # pyright: ignore[reportArgumentType]  what else would raise
 
 
@@ -515,15 +517,15 @@ def test_what_the_function_raises_names_the_batch() -> None:
 
     with pytest.raises(ZeroDivisionError, match="not 16") as caught:
         largest_batch(picky, rows, budget="1 GiB", mesh=MESH, in_shardings=P("data"))
-    assert caught.value.__notes__[-1].startswith("while trying a batch of 16:")
+    assert caught.value.__notes__[-1].startswith("while trying a batch of 16;")
 
 
 def test_what_a_search_prints() -> None:
-    found = largest_batch(
+    search = largest_batch(
         grown, rows, budget=512 * ROW, mesh=MESH, in_shardings=P("data"), at_least=2048, roles="parameters"
     )
-    assert str(found).splitlines() == [
-        "largest batch 4,096, of multiples of 8; 3 tried",
+    assert str(search).splitlines() == [
+        "largest batch 4,096, in multiples of 8; 3 tried",
         "",
         "batch  per device   to spare  fits  most of it",
         "-----  ----------  ---------  ----  --------------",
@@ -534,5 +536,5 @@ def test_what_a_search_prints() -> None:
         "grown on cpu, mesh data:8, fits: a device needs 1.0 MiB of 1.0 MiB, 0 B to spare",
         "  parameters 512.0 KiB (50%), outputs 512.0 KiB (50%)",
     ]
-    assert isinstance(found, BatchSearch)
-    assert found == attrs.evolve(found)
+    assert isinstance(search, BatchSearch)
+    assert search == attrs.evolve(search)

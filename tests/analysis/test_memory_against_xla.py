@@ -114,16 +114,18 @@ def test_the_trees_hold_all_that_is_to_be_shown() -> None:
         for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
     ]
     names = [
-        [one for part in spec if part for one in ((part,) if isinstance(part, str) else part)] for *_, spec in pairs
+        [name for part in spec if part for name in ((part,) if isinstance(part, str) else part)] for *_, spec in pairs
     ]
     shapes = [(x.shape, x.dtype) for _, x, _ in pairs]
-    assert [dtype for dtype in DTYPES if not any(one == dtype for _, one in shapes)] == []
+    assert [dtype for dtype in DTYPES if not any(shape_dtype == dtype for _, shape_dtype in shapes)] == []
     counted = {
         "tuple axes": sum(any(isinstance(part, tuple) and len(part) > 1 for part in spec) for *_, spec in pairs),
-        "size-1 axes": sum(any(axes[one] == 1 for one in ones) for (axes, *_), ones in zip(pairs, names, strict=True)),
+        "size-1 axes": sum(
+            any(axes[name] == 1 for name in ones) for (axes, *_), ones in zip(pairs, names, strict=True)
+        ),
         "replicated": sum(not ones and math.prod(x.shape) > 1 for (_, x, _), ones in zip(pairs, names, strict=True)),
         "all devices": sum(
-            math.prod(axes[one] for one in ones) == 8 for (axes, *_), ones in zip(pairs, names, strict=True)
+            math.prod(axes[name] for name in ones) == 8 for (axes, *_), ones in zip(pairs, names, strict=True)
         ),
         "scalars": sum(shape == () for shape, _ in shapes),
         "no elements": sum(0 in shape for shape, _ in shapes),
@@ -135,8 +137,8 @@ def test_bytes_per_device_do_not_depend_on_how_a_spec_is_written() -> None:
     mesh = make_mesh(MESHES[1])
     tree = {"w": jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)}
     ways = (P("data"), P(("data",)), P("data", None), P(["data"], None))
-    found = {sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, {"w": spec})["size_per_device"] for spec in ways}
-    assert found == {compiled_bytes(mesh, tree, {"w": P("data")})} == {64}
+    sizes = {sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, {"w": spec})["size_per_device"] for spec in ways}
+    assert sizes == {compiled_bytes(mesh, tree, {"w": P("data")})} == {64}
 
 
 def test_optimizer_states_and_arrays_on_devices() -> None:

@@ -1,4 +1,4 @@
-"""Functions that tell what they took."""
+"""Functions that also return their time and memory."""
 
 import time
 import warnings
@@ -28,17 +28,17 @@ def test_result_and_metrics() -> None:
     assert metrics["validation_issues"] == []
 
 
-def test_the_clock_stops_when_the_result_is_there() -> None:
+def test_the_clock_stops_when_the_result_is_ready() -> None:
     def slow(x: Any) -> Any:
-        return jax.pure_callback(lambda one: (time.sleep(0.3), one)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
+        return jax.pure_callback(lambda value: (time.sleep(0.3), value)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
 
     _, metrics = eformer.create_monitored_function(jax.jit(slow), P(), ANALYZER)(jnp.float32(1))
     assert 0.3 <= metrics["execution_time"] < 30
 
 
-def test_what_is_not_computed_yet_is_not_counted() -> None:
+def test_earlier_work_is_not_counted() -> None:
     pending = jax.jit(
-        lambda x: jax.pure_callback(lambda one: (time.sleep(0.5), one)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
+        lambda x: jax.pure_callback(lambda value: (time.sleep(0.5), value)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
     )(jnp.float32(1))
     _, metrics = eformer.create_monitored_function(lambda x: x, P(), ANALYZER)(pending)
     assert metrics["execution_time"] < 0.3
@@ -52,7 +52,7 @@ def test_what_is_not_computed_yet_is_not_counted() -> None:
         (P(("dp", "tp"), None, "tp"), "a: ", None),
     ],
 )
-def test_issues_are_told_and_work_goes_on(spec: P, issue: str | None, per_device: int | None) -> None:
+def test_issues_are_warned_of_and_the_function_runs(spec: P, issue: str | None, per_device: int | None) -> None:
     step = eformer.create_monitored_function(lambda tree: tree["a"].sum(), {"a": spec}, ANALYZER)
     if issue is None:
         with warnings.catch_warnings():
@@ -67,14 +67,14 @@ def test_issues_are_told_and_work_goes_on(spec: P, issue: str | None, per_device
     assert per_device is None or usage["size_per_device"] == per_device
 
 
-def test_it_is_known_by_the_name_of_the_function() -> None:
+def test_the_name_of_the_function_is_kept() -> None:
     def train_step(tree: Any) -> Any:
         return tree
 
     assert eformer.create_monitored_function(train_step, P(), ANALYZER).__name__ == "train_step"
 
 
-def test_the_tree_can_be_given_by_name() -> None:
+def test_the_tree_can_be_a_keyword_argument() -> None:
     def step(tree: Any, scale: int = 2) -> Any:
         return tree["a"].sum() * scale
 
@@ -86,7 +86,7 @@ def test_the_tree_can_be_given_by_name() -> None:
         assert (result, metrics["memory_usage"]["size_per_device"]) == (384, 256)
     assert eformer.create_monitored_function(by_name, {"a": P("dp")}, ANALYZER)(tree=TREE)[0] == 128
     for fn in (step, jnp.sum, max):
-        with pytest.raises(sr.errors.TreeError, match="called without its first argument, which is the tree"):
+        with pytest.raises(sr.errors.ConfigTypeError, match="called without its first argument, which is the tree"):
             eformer.create_monitored_function(fn, P(), ANALYZER)(scale=3)
 
 

@@ -9,5 +9,5 @@ import shardrules as sr
 def test_an_axis_that_a_spec_names_twice_makes_no_copy_vanish() -> None:
     # 64 elements over 16 parts of 4 bytes each, on 4 devices: at least each part is stored once.
     mesh = sr.mesh_shape("data:4")
-    found = sr.ShardingAnalyzer(mesh).analyze({"w": np.ones((16, 16), np.float32)}, {"w": P("data", "data")})
-    assert found.stored_bytes == 1024
+    report = sr.ShardingAnalyzer(mesh).analyze({"w": np.ones((16, 16), np.float32)}, {"w": P("data", "data")})
+    assert report.stored_bytes == 1024

@@ -23,7 +23,7 @@ LAZY: dict[str, str] = {
     "etils": "comes with orbax, which takes only its paths",
     "matplotlib": "an extra, and slow to import; only figures need it",
     "shardrules.cli.main": "it needs an extra; without it the user gets a one-line message",
-    "shardrules.analysis.compiling.question": "as audit",
+    "shardrules.analysis.compiling.request": "as audit",
     "shardrules.analysis.audits.audit": "what asks compilers is a third of the package, and most programs never do",
 }
 """What may be imported inside a function, and why."""

@@ -1,119 +1,105 @@
-"""The audit: a user's own function, compiled for a target, and what the compiled program will really do."""
+"""The audit: compiles a user's function for a target, and reports what the compiled program will do."""
 
 from typing import Any
 
 import attrs
 
-from shardrules.analysis.audits.evidence import Evidence, spec_text
+from shardrules.analysis.audits.checks import run_checks
+from shardrules.analysis.audits.facts import AuditFacts, spec_text
 from shardrules.analysis.audits.modules import module_costs
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.audits.roofline import step_time
-from shardrules.analysis.audits.surprises import surprises
 from shardrules.analysis.compiling.compile import name_of
-from shardrules.analysis.compiling.question import Question
+from shardrules.analysis.compiling.request import CompileRequest
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flops import find_matmuls, flops_by_dtype
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
-from shardrules.core.errors import HardwareError
+from shardrules.core.errors import ConfigTypeError
 from shardrules.core.spec import spec_repr
 
 
 def audit(
-    question: Question,
+    request: CompileRequest,
     args: tuple[Any, ...],
     mesh: AnyMesh,
     target: Target | str,
     hardware: Hardware | None = None,
 ) -> AuditReport:
-    """Compiles a function for a target and reads what came out. Nothing is run, and nothing has to be there.
-
-    **Arguments:**
-
-    - `question`: the function, and where its arrays are to be.
-    - `args`: its arguments.
-    - `mesh`: the axes to compile for.
-    - `target`: the machine.
-    - `hardware`: the sheet of the device; by default that of the target.
-
-    **Returns:**
-
-    An `AuditReport`.
-
-    **Raises:**
-
-    As `ShardingAnalyzer.audit`.
-    """
+    """Compiles a function for a target and reads the compiled program. Nothing runs, and no device is needed."""
     target = Target.parse(target)
     sheet = target.hardware if hardware is None else hardware
     if not isinstance(sheet, Hardware):
-        raise HardwareError(
-            f"hardware is a Hardware, got {sheet!r:.60}; that of a target is Target.parse(...).hardware"
-        )
-    answer = question.ask(args, mesh, target, tolerant=True)
-    there, compiled = answer.mesh, answer.compiled
-    program = read_program(compiled.text)
+        raise ConfigTypeError(f"hardware must be a Hardware, such as Target.parse(...).hardware; got {sheet!r:.60}")
+    # Tolerant: a program that does not fit still has a report, which says what takes the memory.
+    result = request.compile(args, mesh, target, tolerant=True)
+    program = read_program(result.compiled.text)
     matmuls = find_matmuls(program)
-    known = Evidence(
-        compiled,
+    facts = AuditFacts(
+        result.compiled,
         program,
-        answer.arguments.arrays,
-        answer.roles,
-        find_collectives(program, there, target),
+        result.arguments.arrays,
+        result.roles,
+        find_collectives(program, result.mesh, target),
         matmuls,
-        mesh_sizes(there),
+        mesh_sizes(result.mesh),
         sheet,
     )
-    named = tuple(attrs.evolve(one, arguments=known.named(one.arguments)) for one in known.collectives)
-    asked = known.asked_matmuls
+    model_matmuls = facts.model_matmuls
     return AuditReport(
-        name_of(question.fn),
-        target,
-        sheet,
-        mesh_text(there),
-        there.size,
-        _arrays(known),
-        named,
-        module_costs(known.collectives, matmuls),
-        known.memory,
-        tuple(flops_by_dtype(matmuls).items()),
-        sum(one.flops for one in asked) if all(one.is_certain for one in asked) else None,
-        step_time(program, known.collectives, matmuls, sheet),
-        surprises(known),
-        answer.seconds,
-        compiled.text,
+        name=name_of(request.fn),
+        target=target,
+        hardware=sheet,
+        mesh=mesh_text(result.mesh),
+        device_count=result.mesh.size,
+        arrays=_audited_arrays(facts),
+        collectives=tuple(
+            attrs.evolve(collective, arguments=facts.paths_of(collective.arguments)) for collective in facts.collectives
+        ),
+        modules=module_costs(facts.collectives, matmuls),
+        memory=facts.memory,
+        flops_by_dtype=tuple(flops_by_dtype(matmuls).items()),
+        model_flops=(
+            sum(matmul.flops for matmul in model_matmuls)
+            if all(matmul.is_certain for matmul in model_matmuls)
+            else None
+        ),
+        time=step_time(program, facts.collectives, matmuls, sheet),
+        findings=run_checks(facts),
+        compile_seconds=result.seconds,
+        hlo_text=result.compiled.text,
     )
 
 
-def _arrays(known: Evidence) -> tuple[AuditedArray, ...]:
-    over = {one.parameter: None for one in known.program.aliases}
-    taken = (
+def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
+    aliased = {alias.parameter for alias in facts.program.aliases}
+    arguments = (
         AuditedArray(
-            one.path,
-            one.shape,
-            str(one.dtype),
+            array.path,
+            array.shape,
+            str(array.dtype),
             role,
-            "" if one.spec is None else spec_repr(one.spec),
-            spec_text(at),
+            "" if array.spec is None else spec_repr(array.spec),
+            spec_text(sharding),
             size,
-            number in over,
+            array_index in aliased,
         )
-        for number, (one, role, at, size) in enumerate(
-            zip(known.arguments, known.roles, known.compiled.arguments, known.device_bytes, strict=True)
+        for array_index, (array, role, sharding, size) in enumerate(
+            zip(facts.arguments, facts.roles, facts.compiled.argument_shardings, facts.device_bytes, strict=True)
         )
     )
-    returned = (
+    results = (
         AuditedArray(
-            f"result/{one.path}".rstrip("/"),
-            tuple(one.struct.shape),
-            str(one.struct.dtype),
+            f"result/{array.path}".rstrip("/"),
+            tuple(array.struct.shape),
+            str(array.struct.dtype),
             "result",
-            "" if one.asked is None else spec_repr(one.asked.spec),
-            spec_text(one.at),
-            size.nbytes,
+            "" if array.requested is None else spec_repr(array.requested.spec),
+            spec_text(array.sharding),
+            output.nbytes,
         )
-        for one, size in zip(known.compiled.results, known.program.outputs, strict=True)
+        for array, output in zip(facts.compiled.results, facts.program.outputs, strict=True)
     )
-    return (*taken, *returned)
+    return (*arguments, *results)

@@ -1,4 +1,4 @@
-"""What has changed between two reports of an audit."""
+"""What has changed between two audit reports."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -15,13 +15,7 @@ from shardrules.core.finding import Finding, common_path, listing, template
 @final
 @attrs.frozen
 class FigureChange:
-    """A figure that has changed.
-
-    **Arguments:**
-
-    - `name`: what it is of.
-    - `old`, `new`: the figure.
-    """
+    """A total that has changed."""
 
     name: str
     old: int
@@ -36,14 +30,7 @@ class FigureChange:
 @final
 @attrs.frozen
 class CollectivesChange:
-    """What has changed about the collectives of one kind over the same axes.
-
-    **Arguments:**
-
-    - `kind`, `axes`: which they are.
-    - `old_runs`, `new_runs`: how often they run.
-    - `old_bytes`, `new_bytes`: what one device sends.
-    """
+    """The collectives of one kind over the same axes: their runs, and the bytes that one device sends."""
 
     kind: str
     axes: str
@@ -62,13 +49,7 @@ class CollectivesChange:
 @final
 @attrs.frozen
 class ArrayChange:
-    """An array that goes in or comes out, and is compiled in another way.
-
-    **Arguments:**
-
-    - `path`: the array.
-    - `old`, `new`: its shape, dtype and spec; empty where there is no such array.
-    """
+    """An argument or result that is compiled differently: shape, dtype and spec, empty where there is no such array."""
 
     path: str
     old: str
@@ -83,16 +64,11 @@ class ArrayChange:
 class AuditDiff:
     """What has changed between two reports. It is false when nothing has, and prints as a list.
 
-    **Arguments:**
-
-    - `old`, `new`: function, target and mesh of each.
-    - `figures`: totals that differ.
-    - `collectives`: kinds and axes whose number or bytes differ.
-    - `arrays`: arguments and results that are compiled otherwise.
-    - `appeared`, `vanished`: findings that only the new one has, and only the old one.
+    `old` and `new` are the function, target and mesh of each; `appeared` and `vanished` are the findings that only the
+    new one has, and only the old one.
 
     ```python
-    assert not AuditDiff("f on cpu", "f on cpu", (), (), (), (), ())
+    assert not sr.reports.AuditDiff("f on cpu", "f on cpu", (), (), (), (), ())
     ```
     """
 
@@ -113,59 +89,40 @@ class AuditDiff:
         lines = [] if self.old == self.new else [f"{self.old} -> {self.new}"]
         lines += map(str, (*self.figures, *self.collectives))
         layers: dict[ArrayChange, list[str]] = {}
-        for one in self.arrays:
-            layers.setdefault(attrs.evolve(one, path=template(one.path)), []).append(one.path)
-        for one, paths in layers.items():
-            many = f" x{len(paths)}" if len(paths) > 1 else ""
-            lines.append(str(attrs.evolve(one, path=f"{functools.reduce(common_path, paths)}{many}")))
-        for title, found in (("new findings:", self.appeared), ("findings that are gone:", self.vanished)):
-            lines += [title, listing(found)] if found else []
+        for change in self.arrays:
+            layers.setdefault(attrs.evolve(change, path=template(change.path)), []).append(change.path)
+        for change, paths in layers.items():
+            times = f" x{len(paths)}" if len(paths) > 1 else ""
+            lines.append(str(attrs.evolve(change, path=f"{functools.reduce(common_path, paths)}{times}")))
+        for title, findings in (("new findings:", self.appeared), ("findings that are gone:", self.vanished)):
+            lines += [title, listing(findings)] if findings else []
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def changed_collectives(old: Iterable[Collective], new: Iterable[Collective]) -> tuple[CollectivesChange, ...]:
-    """Finds the kinds and axes whose collectives have changed.
-
-    **Arguments:**
-
-    - `old`, `new`: the collectives of two programs.
-
-    **Returns:**
-
-    One change for each kind and axes, those that cost most first.
-    """
+    """Returns the kinds and axes whose runs or bytes differ, most bytes first."""
     before, after = _totals(old), _totals(new)
-    none = (0, 0)
-    found = [
-        CollectivesChange(*key, before.get(key, none)[0], after.get(key, none)[0], before.get(key, none)[1], bytes_)
-        for key in dict.fromkeys((*before, *after))
-        for bytes_ in [after.get(key, none)[1]]
-        if before.get(key, none) != after.get(key, none)
-    ]
-    return tuple(sorted(found, key=lambda one: -max(one.old_bytes, one.new_bytes)))
+    changes: list[CollectivesChange] = []
+    for key in dict.fromkeys((*before, *after)):
+        (old_runs, old_bytes), (new_runs, new_bytes) = before.get(key, (0, 0)), after.get(key, (0, 0))
+        if (old_runs, old_bytes) != (new_runs, new_bytes):
+            changes.append(CollectivesChange(*key, old_runs, new_runs, old_bytes, new_bytes))
+    return tuple(sorted(changes, key=lambda change: -max(change.old_bytes, change.new_bytes)))
 
 
 def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
     totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for one in collectives:
-        runs, wire = totals.get((one.kind, one.axes_text), (0, 0))
-        totals[one.kind, one.axes_text] = runs + one.times.count, wire + one.total_wire_bytes
+    for collective in collectives:
+        key = collective.kind, collective.axes_text
+        runs, wire_bytes = totals.get(key, (0, 0))
+        totals[key] = runs + collective.times.count, wire_bytes + collective.total_wire_bytes
     return totals
 
 
 def changed_arrays(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[ArrayChange, ...]:
-    """Finds the arrays that are compiled otherwise.
-
-    **Arguments:**
-
-    - `old`, `new`: for each path what is known of the array, as text.
-
-    **Returns:**
-
-    One change for each.
-    """
+    """Returns the paths whose descriptions differ."""
     return tuple(
         ArrayChange(path, old.get(path, ""), new.get(path, ""))
         for path in dict.fromkeys((*old, *new))

@@ -1,8 +1,8 @@
-"""How long a step of a compiled program takes at least: a roofline for each kernel, a ring for each collective.
+"""A lower bound for the time of a compiled step: a roofline for each kernel, a ring for each collective.
 
-Every kernel takes as long as its FLOPs at the peak rate of what they multiply, or as long as its traffic with memory at
-the peak bandwidth, whichever is longer. Collectives then run after the kernels, or all of them beside these: the truth
-lies between both sums, further up by what nothing ever reaches of its peak.
+A kernel takes as long as its FLOPs at the peak rate of their dtype, or as long as its memory traffic at the peak
+bandwidth, whichever is longer. Collectives run after all kernels, or all of them at the same time: a real step is
+between these two sums, and slower by the part of the peak rates that is never reached.
 """
 
 import re
@@ -18,11 +18,13 @@ from shardrules.analysis.program.kernels import Kernel, find_kernels
 from shardrules.analysis.program.program import CompiledProgram
 
 Bound: TypeAlias = Literal["compute", "memory", "communication"]
-"""What a step waits for most."""
+"""What limits a step."""
 
 _PASSES = re.compile(r"_x(\d+)$")
-_NAMES = {"tf32": "f32", "any": "f8"}
-"""What XLA calls the types of some algorithms, and what they are multiplied as."""
+"""How many products of a smaller type an algorithm adds up: 3 in `dot_bf16_bf16_f32_x3`."""
+
+_DTYPES = {"tf32": "f32", "any": "f8"}
+"""The sheet's names for types that XLA names differently in its algorithms."""
 
 
 @final
@@ -30,14 +32,11 @@ _NAMES = {"tf32": "f32", "any": "f8"}
 class StepTime:
     """The modelled time of one call of a program on one device.
 
-    **Arguments:**
-
-    - `compute_seconds`: what its kernels take, one after the other.
-    - `communication_seconds`: what its collectives take, one after the other.
-    - `memory_seconds`: the part of `compute_seconds` in kernels that wait for memory.
+    Kernels and collectives each run one after the other; `memory_seconds` is the part of `compute_seconds` in kernels
+    that are limited by memory bandwidth.
 
     ```python
-    time = StepTime(0.012, 0.0051, 0.004)
+    time = sr.reports.StepTime(0.012, 0.0051, 0.004)
     assert time.overlapped_seconds == 0.012 and time.bound == "compute"
     assert str(time) == "12 ms to 17.1 ms: compute 12 ms (4 ms of it at memory), communication 5.1 ms"
     ```
@@ -49,17 +48,17 @@ class StepTime:
 
     @property
     def serial_seconds(self) -> float:
-        """What both take if nothing overlaps."""
+        """The time without any overlap."""
         return self.compute_seconds + self.communication_seconds
 
     @property
     def overlapped_seconds(self) -> float:
-        """What both take if the shorter is hidden behind the longer one."""
+        """The time if compute and communication overlap perfectly."""
         return max(self.compute_seconds, self.communication_seconds)
 
     @property
     def bound(self) -> Bound:
-        """Which of them is longer, and, where that is the kernels, what most of their time is spent on."""
+        """Which of the two is longer; for kernels, what limits most of their time."""
         if self.communication_seconds > self.compute_seconds:
             return "communication"
         return "memory" if 2 * self.memory_seconds > self.compute_seconds else "compute"
@@ -74,54 +73,34 @@ class StepTime:
 def step_time(
     program: CompiledProgram, collectives: Iterable[Collective], matmuls: Iterable[Matmul], hardware: Hardware
 ) -> StepTime:
-    """Models how long a program takes.
+    """Models how long a program takes. `collectives` were found with a target, so that hosts are known.
 
-    **Arguments:**
-
-    - `program`: the program.
-    - `collectives`: its collectives, as `find_collectives` returns them: with a target, so that it is known which of
-        them go between hosts.
-    - `matmuls`: its matmuls, as `find_matmuls` returns them.
-    - `hardware`: what it runs on.
-
-    **Returns:**
-
-    A `StepTime`. A conditional takes as long as all of its branches, and a loop that runs until something happens as
-    long as one round.
+    A conditional takes as long as all of its branches, and a loop of unknown length as long as one round.
 
     ```python
+    from jax.sharding import NamedSharding
     from shardrules.analysis.program.collectives import find_collectives
     from shardrules.analysis.program.flops import find_matmuls
     from shardrules.analysis.program.program import read_program
 
     mesh = sr.create_mesh("data:8")
-    x = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P("data")))
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     program = read_program(jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().as_text())
     time = step_time(program, find_collectives(program, mesh), find_matmuls(program), sr.Hardware.named("cuda:h100"))
-    assert time.bound == "communication"  # waiting for each other is all there is to do for so little
+    assert time.bound == "communication"  # for so little data all time is latency
     assert time.overlapped_seconds < time.serial_seconds
     ```
     """
-    spent = [(_seconds(one, hardware), one.times.count) for one in find_kernels(program, matmuls)]
+    times = [(_kernel_seconds(kernel, hardware), kernel.times.count) for kernel in find_kernels(program, matmuls)]
     return StepTime(
-        sum(max(computing, moving) * count for (computing, moving), count in spent),
-        sum(collective_seconds(one, hardware) for one in collectives),
-        sum(moving * count for (computing, moving), count in spent if moving > computing),
+        sum(max(compute, memory) * count for (compute, memory), count in times),
+        sum(collective_seconds(collective, hardware) for collective in collectives),
+        sum(memory * count for (compute, memory), count in times if memory > compute),
     )
 
 
 def compute_seconds(kernels: Iterable[Kernel], hardware: Hardware) -> float:
-    """Models how long kernels take, one after the other.
-
-    **Arguments:**
-
-    - `kernels`: the kernels.
-    - `hardware`: what they run on.
-
-    **Returns:**
-
-    The sum over all runs of the longer of two times: that of the FLOPs at their peak rates, and that of the traffic
-    with memory at its bandwidth. Nothing is added for launching them.
+    """Models how long all runs of kernels take, one after the other. Launching them is free.
 
     ```python
     from shardrules.analysis.program.flow import Times
@@ -133,27 +112,17 @@ def compute_seconds(kernels: Iterable[Kernel], hardware: Hardware) -> float:
     assert np.isclose(compute_seconds([busy], h100), 12 * 10**12 / 989.4e12)
     ```
     """
-    return sum(max(_seconds(one, hardware)) * one.times.count for one in kernels)
+    return sum(max(_kernel_seconds(kernel, hardware)) * kernel.times.count for kernel in kernels)
 
 
 def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """Models how long a collective takes in one call of a program, all of its runs together.
+    """Models how long all runs of a collective take in one call of a program. A single device takes no time.
 
-    Inside a host or a slice the devices of a group form a ring over their links. Of those of a torus a group has the
-    part of the dimensions along which it lies; that a ring along a dimension that is not closed has half of that, and
-    that others may go along the same links, is left out. Over several hosts the ring enters and leaves each of them
-    once, over the network shares of all its members there. An all-to-all sends what is for another host over each
-    device's own share, and so does a permute.
-
-    **Arguments:**
-
-    - `collective`: the collective. One that was found without a target is taken to stay inside a host.
-    - `hardware`: what it runs on.
-
-    **Returns:**
-
-    The time to send, and the latency of every step: one for a permute, else one less than there are devices, twice
-    that for an all-reduce; of these, one less than there are hosts go over the network. A single device takes none.
+    Inside a host or a slice the devices of a group form a ring over their links. On a torus a group uses the links of
+    the dimensions that it spans; that a ring along an open dimension has half of that, and that other groups may share
+    the links, is not modelled. Over several hosts the ring enters and leaves each host once, over the network shares of
+    all its members there. An all-to-all sends what is for another host over each device's own share, and so does a
+    permute.
 
     ```python
     from shardrules.analysis.program.flow import Times
@@ -166,63 +135,68 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     assert np.isclose(collective_seconds(across, h100), 3 * (wire / 50e9 + 7 * 14e-6))
     ```
     """
-    count, hosts = collective.group_size, _host_count(collective)
-    if count < 2:
+    size, host_count = collective.group_size, _host_count(collective)
+    if size < 2:
         return 0.0
-    permute = collective.kind == "collective-permute"
+    # A ring of n devices has n - 1 steps, an all-reduce twice as many, and each step waits for a message. All steps but
+    # those that change hosts are over links. A permute is one step.
+    is_permute = collective.kind == "collective-permute"
     rounds = 2 if collective.kind == "all-reduce" else 1
-    far = min(1, hosts - 1) if permute else rounds * (hosts - 1)
-    near = 1 - far if permute else rounds * (count - hosts)
-    waiting = near * hardware.link_latency_seconds + far * hardware.network_latency_seconds
-    linked, networked = _sent(collective, count, hosts)
-    sending = max(
-        linked / (hardware.link_bytes_per_second * _links(collective, hardware)),
-        networked / hardware.network_bytes_per_second,
+    network_steps = min(1, host_count - 1) if is_permute else rounds * (host_count - 1)
+    link_steps = 1 - network_steps if is_permute else rounds * (size - host_count)
+    latency = link_steps * hardware.link_latency_seconds + network_steps * hardware.network_latency_seconds
+    link_bytes, network_bytes = _sent_bytes(collective, size, host_count)
+    # Links and network work at the same time, on different parts of the data.
+    transfer = max(
+        link_bytes / (hardware.link_bytes_per_second * _link_share(collective, hardware)),
+        network_bytes / hardware.network_bytes_per_second,
     )
-    return (sending + waiting) * collective.times.count
+    return (transfer + latency) * collective.times.count
 
 
 def _host_count(collective: Collective) -> int:
-    """How many hosts or slices it spans. Without a target only one between slices is known to span several."""
+    """How many hosts or slices it spans. Without a target this is known only of collectives between slices."""
     if collective.between_slices and collective.host_count == 1:
         return collective.group_size
     return collective.host_count
 
 
-def _links(collective: Collective, hardware: Hardware) -> float:
-    """The part of the links of a device that a group has. One whose place in the torus is not known has all."""
+def _link_share(collective: Collective, hardware: Hardware) -> float:
+    """The share of a device's links that a group uses; all of them if its place in the torus is unknown."""
     if not hardware.torus_dims or not collective.torus_dims:
         return 1.0
     return min(collective.torus_dims, hardware.torus_dims) / hardware.torus_dims
 
 
-def _sent(collective: Collective, count: int, hosts: int) -> tuple[float, float]:
+def _sent_bytes(collective: Collective, size: int, host_count: int) -> tuple[float, float]:
     """What a device sends over its links, and what its share of the network carries."""
-    wire, members = collective.wire_bytes, count / hosts
-    if hosts == 1:
-        return wire, 0.0
+    wire_bytes, per_host = collective.wire_bytes, size / host_count
+    if host_count == 1:
+        return wire_bytes, 0.0
     if collective.kind == "collective-permute":
-        return 0.0, wire
+        return 0.0, wire_bytes
     if collective.kind.endswith("all-to-all"):
-        outside = wire * (count - members) / (count - 1)
-        return wire - outside, outside
-    return wire if members > 1 else 0.0, wire / members
+        # Of the other `size - 1` devices, `size - per_host` are on other hosts, and each gets an equal part.
+        outside = wire_bytes * (size - per_host) / (size - 1)
+        return wire_bytes - outside, outside
+    # The ring's bytes leave a host once, over the network shares of all its members.
+    return wire_bytes if per_host > 1 else 0.0, wire_bytes / per_host
 
 
-def _seconds(kernel: Kernel, hardware: Hardware) -> tuple[float, float]:
-    """What the FLOPs of a kernel take, and what its traffic with memory takes, each time it runs."""
-    computing = sum(_flops_seconds(flops, *kind, hardware) for kind, flops in kernel.flops)
-    return computing, (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bytes_per_second
+def _kernel_seconds(kernel: Kernel, hardware: Hardware) -> tuple[float, float]:
+    """The time of a kernel's FLOPs, and of its memory traffic, each time it runs."""
+    compute = sum(_flops_seconds(flops, *product, hardware) for product, flops in kernel.flops)
+    return compute, (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bytes_per_second
 
 
 def _flops_seconds(flops: int, dtype: str, precision: str, hardware: Hardware) -> float:
-    passes = _PASSES.search(precision)  # an algorithm that adds up several products of a smaller type
+    passes = _PASSES.search(precision)
     highest = precision == "highest" or precision.startswith("dot_f32")
-    rate = hardware.flops_per_second(_NAMES.get(dtype, dtype), highest=highest)
+    rate = hardware.flops_per_second(_DTYPES.get(dtype, dtype), highest=highest)
     return flops * (int(passes[1]) if passes else 1) / rate
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits that count."""
+    """Milliseconds with three significant digits."""
     value = 1000 * seconds
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

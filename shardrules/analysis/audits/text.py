@@ -1,4 +1,4 @@
-"""How the report of an audit looks: its tables, in the order of what costs most."""
+"""How the report of an audit prints: its tables, in the order of what costs most."""
 
 import functools
 from collections.abc import Sequence
@@ -7,26 +7,20 @@ from typing import final
 import attrs
 
 from shardrules.analysis.audits.modules import ModuleCost
-from shardrules.analysis.compiling.source import short_line, users_line
+from shardrules.analysis.compiling.source import short_line, user_line
 from shardrules.analysis.program.collectives import Collective, totals_by_axes
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, common_path, template
 from shardrules.core.views.table import aligned
 
-_DEAREST = 10
-_MODULES = 12
+_MAX_COLLECTIVES = 10
+_MAX_MODULES = 12
+"""How many rows the tables of collectives and modules have: the whole report fits a screen. The rest is in the report's
+attributes and on its page; half as many rows would leave out what a usual model has."""
 
 
 def count_text(count: float) -> str:
-    """Returns a large number as a person reads it.
-
-    **Arguments:**
-
-    - `count`: for instance FLOPs.
-
-    **Returns:**
-
-    For instance `"1.5 T"`.
+    """Returns a large number with a unit.
 
     ```python
     assert count_text(1.5e12) == "1.5 T" and count_text(640) == "640 "
@@ -41,20 +35,11 @@ def count_text(count: float) -> str:
 
 
 def axes_table(collectives: Sequence[Collective]) -> list[str]:
-    """Returns what goes along each mesh axis, as lines.
-
-    **Arguments:**
-
-    - `collectives`: those of a program.
-
-    **Returns:**
-
-    The lines; none where nothing is sent.
-    """
+    """Returns the lines of a table of what goes over each mesh axis; none where nothing is sent."""
     kinds: dict[str, dict[str, None]] = {}
-    moving = [one for one in collectives if one.wire_bytes]
-    for one in moving:
-        kinds.setdefault(one.axes_text, {})[one.kind] = None
+    moving = [collective for collective in collectives if collective.wire_bytes]
+    for collective in moving:
+        kinds.setdefault(collective.axes_text, {})[collective.kind] = None
     rows = [
         (
             axes,
@@ -69,75 +54,42 @@ def axes_table(collectives: Sequence[Collective]) -> list[str]:
 
 
 def by_cost(modules: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
-    """Returns modules in the order of what they cost: their parts of all FLOPs and of all bytes on the wire.
-
-    **Arguments:**
-
-    - `modules`: those of a program.
-
-    **Returns:**
-
-    The same, the dearest first.
-    """
-    flops, wire = _sums(modules)
-    return tuple(sorted(modules, key=lambda one: -(one.flops / flops + one.wire_bytes / wire)))
+    """Sorts modules by their shares of all FLOPs and of all wire bytes together, largest first."""
+    flops, wire_bytes = _module_totals(modules)
+    return tuple(sorted(modules, key=lambda module: -(module.flops / flops + module.wire_bytes / wire_bytes)))
 
 
-def _sums(modules: Sequence[ModuleCost]) -> tuple[int, int]:
-    """All FLOPs and all bytes on the wire, to divide by."""
-    return max(1, sum(one.flops for one in modules)), max(1, sum(one.wire_bytes for one in modules))
+def _module_totals(modules: Sequence[ModuleCost]) -> tuple[int, int]:
+    """All FLOPs and all wire bytes, at least 1 each to divide by."""
+    return max(1, sum(module.flops for module in modules)), max(1, sum(module.wire_bytes for module in modules))
 
 
 def modules_table(modules: Sequence[ModuleCost]) -> list[str]:
-    """Returns what the modules cost that cost most, as lines.
+    """Returns the lines of a table of the modules that cost most; none where there are no modules."""
+    flops, wire_bytes = _module_totals(modules)
 
-    **Arguments:**
+    def row(name: str, group: Sequence[ModuleCost]) -> tuple[str, ...]:
+        group_flops, group_wire = sum(module.flops for module in group), sum(module.wire_bytes for module in group)
+        return (
+            name,
+            count_text(group_flops),
+            f"{group_flops / flops:.0%}",
+            bytes_text(group_wire),
+            f"{group_wire / wire_bytes:.0%}",
+        )
 
-    - `modules`: those of a program.
-
-    **Returns:**
-
-    The lines; none where there are no modules.
-    """
-    flops, wire = _sums(modules)
     order = by_cost(modules)
-    rows = [
-        (
-            one.path,
-            f"{count_text(one.flops)}",
-            f"{one.flops / flops:.0%}",
-            bytes_text(one.wire_bytes),
-            f"{one.wire_bytes / wire:.0%}",
-        )
-        for one in order[:_MODULES]
-    ]
-    more = order[_MODULES:]
-    if more:
-        rest = sum(one.flops for one in more), sum(one.wire_bytes for one in more)
-        rows.append(
-            (
-                f"{len(more)} more",
-                count_text(rest[0]),
-                f"{rest[0] / flops:.0%}",
-                bytes_text(rest[1]),
-                f"{rest[1] / wire:.0%}",
-            )
-        )
+    rows = [row(module.path, [module]) for module in order[:_MAX_MODULES]]
+    rest = order[_MAX_MODULES:]
+    if rest:
+        rows.append(row(f"{len(rest)} more", rest))
     return aligned([("module", "FLOPs", "", "wire", ""), *rows], (1, 2, 3, 4)) if rows else []
 
 
 @final
 @attrs.frozen
-class Moved:
-    """What collectives of one line of code and one kind of array add up to.
-
-    **Arguments:**
-
-    - `kind`, `axes`: the kind, and the mesh axes as text.
-    - `array`: what they move, as text.
-    - `line`: the line of the user's own code; empty where none is known.
-    - `run_count`, `wire_bytes`: how often they run in one call, and what a device sends in all of them.
-    """
+class CollectiveGroup:
+    """The collectives of one kind, axes, array and user line: how often they run, and what one device sends."""
 
     kind: str
     axes: str
@@ -147,81 +99,46 @@ class Moved:
     wire_bytes: int
 
 
-def dearest(collectives: Sequence[Collective]) -> tuple[Moved, ...]:
-    """Adds collectives up by line of code and array.
-
-    **Arguments:**
-
-    - `collectives`: those of a program; `arguments` are paths that people know.
-
-    **Returns:**
-
-    What they add up to, the dearest first; nothing for those that move nothing.
-    """
+def group_collectives(collectives: Sequence[Collective]) -> tuple[CollectiveGroup, ...]:
+    """Groups the collectives that send something, most bytes first. Their `arguments` have to be paths."""
     groups: dict[tuple[str, str, str, str], list[Collective]] = {}
-    for one in collectives:
-        if one.wire_bytes:
-            groups.setdefault((one.kind, one.axes_text, array_text(one), users_line(one.stack)), []).append(one)
-    found = [
-        Moved(
+    for collective in collectives:
+        if collective.wire_bytes:
+            key = collective.kind, collective.axes_text, array_text(collective), user_line(collective.stack)
+            groups.setdefault(key, []).append(collective)
+    grouped = [
+        CollectiveGroup(
             kind,
             axes,
-            what,
+            array,
             short_line(line),
-            sum(one.times.count for one in same),
-            sum(one.total_wire_bytes for one in same),
+            sum(collective.times.count for collective in group),
+            sum(collective.total_wire_bytes for collective in group),
         )
-        for (kind, axes, what, line), same in groups.items()
+        for (kind, axes, array, line), group in groups.items()
     ]
-    return tuple(sorted(found, key=lambda one: -one.wire_bytes))
+    return tuple(sorted(grouped, key=lambda group: -group.wire_bytes))
 
 
-def dearest_table(collectives: Sequence[Collective]) -> list[str]:
-    """Returns the collectives that cost most, as lines: those of one line of code and one kind of array are one row.
-
-    **Arguments:**
-
-    - `collectives`: those of a program; `arguments` are paths that people know.
-
-    **Returns:**
-
-    The lines; none where nothing is sent.
-    """
+def collectives_table(collectives: Sequence[Collective]) -> list[str]:
+    """Returns the lines of a table of the groups of collectives that send most; none where nothing is sent."""
     rows = [
-        (bytes_text(one.wire_bytes), f"{one.run_count:,}", one.kind, one.axes, one.array, one.line)
-        for one in dearest(collectives)[:_DEAREST]
+        (bytes_text(group.wire_bytes), f"{group.run_count:,}", group.kind, group.axes, group.array, group.line)
+        for group in group_collectives(collectives)[:_MAX_COLLECTIVES]
     ]
     return aligned([("wire", "runs", "collective", "over", "array", "line"), *rows], (0, 1)) if rows else []
 
 
-def array_text(one: Collective) -> str:
-    """Returns what a collective moves: the argument or arguments, if these can be told, else the largest array.
-
-    **Arguments:**
-
-    - `one`: the collective; `arguments` are paths that people know.
-
-    **Returns:**
-
-    For instance `"params/up and 3 more"`, `"f32[8,16]"`.
-    """
-    named = [path for path in dict.fromkeys(one.arguments) if path]
-    largest = max(one.arrays, key=lambda each: each.nbytes, default="")
-    count = len(named or one.arrays)
-    return f"{named[0] if named else largest}{f' and {count - 1} more' if count > 1 else ''}"
+def array_text(collective: Collective) -> str:
+    """Returns what a collective moves: its arguments if known, `"params/up and 3 more"`, else its largest array."""
+    paths = [path for path in dict.fromkeys(collective.arguments) if path]
+    largest = max(collective.arrays, key=lambda array: array.nbytes, default="")
+    count = len(paths or collective.arrays)
+    return f"{paths[0] if paths else largest}{f' and {count - 1} more' if count > 1 else ''}"
 
 
 def arrays_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns arrays as asked and as compiled, as lines; equal layers are one row.
-
-    **Arguments:**
-
-    - `rows`: for each array path, shape, dtype, role, what was asked, what was compiled, and whether it is donated.
-
-    **Returns:**
-
-    The lines.
-    """
+    """Returns the lines of a table of arrays from their paths and other columns; equal layers are one row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for path, *rest in rows:
         groups.setdefault((template(path), *rest), []).append(path)
@@ -229,23 +146,19 @@ def arrays_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         (f"{functools.reduce(common_path, paths)}{f'  x{len(paths)}' if len(paths) > 1 else ''}", *rest)
         for (_, *rest), paths in groups.items()
     ]
-    return aligned([("array", "shape", "dtype", "role", "asked", "compiled", "donated"), *grid])
+    return aligned([("array", "shape", "dtype", "role", "requested", "compiled", "donated"), *grid])
 
 
 def findings_list(findings: Sequence[Finding]) -> list[str]:
-    """Returns findings as lines: errors and warnings in full, notes by their number.
-
-    **Arguments:**
-
-    - `findings`: the findings.
-
-    **Returns:**
-
-    The lines.
-    """
+    """Returns findings as lines: errors and warnings in full, notes as a count."""
     if not findings:
         return ["no findings"]
-    kinds = [found.severity for found in findings]
-    counted = [f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) > 1)}" for kind in dict.fromkeys(kinds)]
-    loud = [attrs.evolve(one, source=short_line(one.source)) for one in findings if one.severity != "note"]
-    return [f"findings: {', '.join(counted)}", *(f"  {line}" for found in loud for line in str(found).splitlines())]
+    severities = [finding.severity for finding in findings]
+    counts = [
+        f"{severities.count(severity)} {severity}{'s' * (severities.count(severity) > 1)}"
+        for severity in dict.fromkeys(severities)
+    ]
+    problems = [
+        attrs.evolve(finding, source=short_line(finding.source)) for finding in findings if finding.severity != "note"
+    ]
+    return [f"findings: {', '.join(counts)}", *(f"  {line}" for each in problems for line in str(each).splitlines())]

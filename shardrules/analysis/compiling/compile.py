@@ -1,4 +1,4 @@
-"""A function compiled for a target, from shapes alone, with everything that the compiler says of it."""
+"""Compiles a function for a target, from shapes alone, and keeps everything that the compiler reports."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.analysis.compiling.arguments import Arguments, result_shardings
-from shardrules.analysis.compiling.constraints import constraints, weakened
-from shardrules.analysis.compiling.retarget import on_mesh
+from shardrules.analysis.compiling.constraints import find_constraints, weakened_constraints
+from shardrules.analysis.compiling.retarget import retarget
 from shardrules.analysis.compiling.source import naming_lines
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.errors import DoesNotFitError
@@ -27,219 +27,181 @@ from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
 
 REMATERIALISED = "Involuntary full rematerialization"
-"""What XLA says when it gathers a whole array only to cut it in another way."""
+"""In XLA's warning when it gathers a whole array only to split it in another way."""
 
-_LISTENING = threading.Lock()
+_STDERR_LOCK = threading.Lock()
+"""A process has one standard error, so threads that read it take turns in compiling."""
+
+# libtpu: "... (19.31G) exceeds ..." or "Used 19.31G of 15.75G hbm". The numbers are rounded.
 _NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
 _NOISE = re.compile(r"hlo_rematerialization\.cc.*Can't reduce memory use")
-"""What compilers say of programs that do not fit: the report says it better."""
+"""XLA's warning for programs that do not fit: the report says the same, with numbers."""
 
 _TOLERANT: dict[str, bool | str] = {"xla_tpu_no_crash_on_oom": True}
+"""Makes libtpu finish a program that is larger than the memory, as the compilers for CPUs and GPUs always do."""
 
 
 @final
 @attrs.frozen
 class CompilerMemory:
-    """What one device needs, in the compiler's own words.
-
-    **Arguments:**
-
-    - `argument_bytes`, `output_bytes`: arguments and results.
-    - `alias_bytes`: results that are written over arguments.
-    - `temporary_bytes`: everything in between.
-    - `host_argument_bytes`: the arguments in the host's memory, where the compiler tells them from others.
-    """
+    """What one device needs, as the compiler reports it."""
 
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
+    """Results that are written over donated arguments: they count as both."""
     temporary_bytes: int
     host_argument_bytes: int = 0
+    """Arguments in the host's memory, where the compiler counts them apart."""
 
     @property
     def peak_bytes(self) -> int:
-        """All of it together, shared memory once."""
+        """The sum, with aliased memory counted once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
 
 @final
 @attrs.frozen(eq=False)
-class Result:
-    """One array that a function returns.
-
-    **Arguments:**
-
-    - `path`: where it is in what the function returns.
-    - `struct`: its shape and dtype.
-    - `asked`, `at`: where it was asked to be, if anybody said, and where it is.
-    """
+class ResultArray:
+    """An array that a function returns: its path in the result, the requested sharding, and the compiled one."""
 
     path: str
     struct: Any
-    asked: NamedSharding | None
-    at: Sharding
+    requested: NamedSharding | None
+    sharding: Sharding
 
 
 @final
 @attrs.frozen(eq=False)
 class Compiled:
-    """A function as a compiler made it.
-
-    **Arguments:**
-
-    - `jaxpr`: the program before any compiler saw it.
-    - `text`: the compiled program.
-    - `memory`: what it needs.
-    - `arguments`: where each array of the arguments is.
-    - `results`: the arrays that are returned.
-    - `donated`: the numbers of the arrays whose memory may be used for results.
-    - `messages`: what the compiler said aloud.
-    - `refusal`: what it said where it refused the program for its size, before it was asked to go on; else empty.
-    """
+    """A compiled function."""
 
     jaxpr: ClosedJaxpr
     text: str
+    """The compiled program, as XLA prints it."""
     memory: CompilerMemory
-    arguments: tuple[Sharding, ...]
-    results: tuple[Result, ...]
+    argument_shardings: tuple[Sharding, ...]
+    results: tuple[ResultArray, ...]
     donated: tuple[int, ...]
+    """The indices of the arrays whose memory results may reuse."""
     messages: tuple[str, ...]
+    """XLA's warnings on standard error about rematerialized arrays."""
     refusal: str
+    """The compiler's error where it refused the program for its size before it was asked to go on; else empty."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Traced:
-    """A function as JAX traced it, on the mesh that it knows.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `jaxpr`: its program; of a function that is jitted already, what is inside.
-    - `result`: what it returns, with tracers for arrays.
-    - `structs`: the shapes of these.
-    - `donated`: the numbers of the arguments that a function which is jitted already gives away.
-    - `said`: for numbers of arguments where it says that they are to be.
-    - `said_of_results`: the same for each result; `None` where it says nothing.
-    """
+    """A function as JAX traced it, on the mesh that it knows. For a jitted function, the program inside the jit."""
 
     fn: Callable[..., Any]
     jaxpr: ClosedJaxpr
     result: Any
+    """What the function returns, with tracers for arrays."""
     structs: tuple[Any, ...]
+    """The shapes of the arrays in `result`."""
     donated: tuple[int, ...]
-    said: Mapping[int, PartitionSpec]
-    said_of_results: tuple[PartitionSpec | None, ...]
+    """The indices of the arrays that a jitted function donates itself."""
+    input_specs: Mapping[int, PartitionSpec]
+    """The specs that a jitted function has itself, by the index of the array."""
+    output_specs: tuple[PartitionSpec | None, ...]
 
 
-def trace(fn: Callable[..., Any], found: Arguments, mesh: Mesh) -> Traced:
-    """Traces a function, of which nothing is run.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `found`: its arguments.
-    - `mesh`: the mesh that is in force meanwhile, and that the function may name.
-
-    **Returns:**
-
-    A `Traced`.
-
-    **Raises:**
-
-    Whatever `fn` and JAX raise, with a note that names the line of the user's code; `PlanError` where that is about an
-    axis.
-    """
+def trace(fn: Callable[..., Any], arguments: Arguments, mesh: Mesh) -> Traced:
+    """Traces a function with `mesh` in force. Errors get a note with the user's line."""
     results: list[Any] = []
 
     def run(*args: Any) -> list[Any]:
-        results.append(fn(*found.rebuilt(args)))
+        results.append(fn(*arguments.rebuilt(args)))
         return [leaf for leaf in jtu.tree_leaves(results[-1]) if array_kind(leaf) is not None]
 
     with jax.set_mesh(mesh), naming_lines():
-        traced = jax.jit(run, keep_unused=True).trace(*[one.struct(mesh) for one in found.arrays])
+        traced = jax.jit(run, keep_unused=True).trace(*[array.struct(mesh) for array in arguments.arrays])
     structs = tuple(jtu.tree_leaves(traced.out_info))
     program = traced.jaxpr.jaxpr
+    # A jitted function is one single `jit` equation, whose parameters are what its `jax.jit` was called with.
     inner = program.eqns[0] if len(program.eqns) == 1 and program.eqns[0].primitive.name in ("jit", "pjit") else None
     if inner is None:
         return Traced(fn, traced.jaxpr, results[-1], structs, (), {}, (None,) * len(structs))
-    numbers = {id(one): number for number, one in enumerate(program.invars)}
-    places = [numbers.get(id(one)) for one in inner.invars]
-    given, arguments, outputs = (inner.params[name] for name in ("donated_invars", "in_shardings", "out_shardings"))
-    said = {
-        number: one.spec
-        for number, one in zip(places, arguments, strict=True)
-        if number is not None and isinstance(one, NamedSharding)
+    index_of = {id(variable): index for index, variable in enumerate(program.invars)}
+    # `None`: an array that the function closes over.
+    input_indices = [index_of.get(id(variable)) for variable in inner.invars]
+    donated, in_shardings, out_shardings = (
+        inner.params[name] for name in ("donated_invars", "in_shardings", "out_shardings")
+    )
+    input_specs = {
+        index: sharding.spec
+        for index, sharding in zip(input_indices, in_shardings, strict=True)
+        if index is not None and isinstance(sharding, NamedSharding)
     }
-    returned = {
-        id(var): one.spec for var, one in zip(inner.outvars, outputs, strict=True) if isinstance(one, NamedSharding)
+    output_specs = {
+        id(variable): sharding.spec
+        for variable, sharding in zip(inner.outvars, out_shardings, strict=True)
+        if isinstance(sharding, NamedSharding)
     }
-    # Where it is all that there is, it is taken off: inside are the lines of code, and shardings by name.
-    is_all = [*places] == [*range(len(program.invars))] and [*map(id, inner.outvars)] == [*map(id, program.outvars)]
+    # If the jit takes and returns all arrays in order, its inside is the program. There equations have their own lines
+    # of code, and constraints their shardings; seen from outside, everything is on the line of the call.
+    is_whole = [*input_indices] == [*range(len(program.invars))] and (
+        [*map(id, inner.outvars)] == [*map(id, program.outvars)]
+    )
     return Traced(
         fn,
-        inner.params["jaxpr"] if is_all and not program.constvars else traced.jaxpr,
+        inner.params["jaxpr"] if is_whole and not program.constvars else traced.jaxpr,
         results[-1],
         structs,
-        tuple(number for number, is_given in zip(places, given, strict=True) if is_given and number is not None),
-        said,
-        tuple(returned.get(id(one)) for one in program.outvars),
+        tuple(
+            index for index, is_donated in zip(input_indices, donated, strict=True) if is_donated and index is not None
+        ),
+        input_specs,
+        tuple(output_specs.get(id(variable)) for variable in program.outvars),
     )
 
 
 def compile_for(
     traced: Traced,
-    found: Arguments,
+    arguments: Arguments,
     mesh: Mesh,
     out_shardings: Any = None,
     donated: Sequence[int] = (),
     tolerant: bool = False,
 ) -> Compiled:
-    """Compiles a traced function.
+    """Compiles a traced function for `mesh`, which replaces the mesh that it was traced on.
 
-    **Arguments:**
-
-    - `traced`: the function. If it was traced on another mesh than `mesh`, that takes its place.
-    - `found`: its arguments.
-    - `mesh`: the mesh, on devices of the target.
-    - `out_shardings`: where results are to be; see `result_shardings`.
-    - `donated`: the numbers of the arrays whose memory may be used for results.
-    - `tolerant`: whether a compiler that refuses what does not fit should be asked to go on, where it can.
-
-    **Returns:**
-
-    A `Compiled`.
-
-    **Raises:**
-
-    `DoesNotFitError` where the compiler refuses a program that takes too much memory; `PlanError` where it cannot do
-    with constraints that do not divide.
+    `donated` are indices of arrays. `tolerant`: a compiler that refuses what does not fit is asked to go on, if it can.
     """
-    jaxpr = on_mesh(traced.jaxpr, mesh)
-    given = tuple(sorted({*donated, *traced.donated}))
+    jaxpr = retarget(traced.jaxpr, mesh)
+    all_donated = tuple(sorted({*donated, *traced.donated}))
     with jax.set_mesh(mesh):
-        paths, asked = _asked(traced, out_shardings, mesh)
+        paths, requested = _requested_shardings(traced, out_shardings, mesh)
+        # `keep_unused`: XLA would drop unused arguments, and with them the memory that they take on the device.
         run = jax.jit(
-            _named(jaxpr_as_fun(jaxpr), traced.fn), out_shardings=asked, keep_unused=True, donate_argnums=given
+            _renamed(jaxpr_as_fun(jaxpr), traced.fn),
+            out_shardings=requested,
+            keep_unused=True,
+            donate_argnums=all_donated,
         )
         with warnings.catch_warnings():
-            # What is donated in vain shows in the program itself.
+            # Which donated arrays are not reused shows in the compiled program itself.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             with naming_lines():
-                lowered = run.lower(*[one.struct(mesh) for one in found.arrays])
-        with _listening() as said:
+                lowered = run.lower(*[array.struct(mesh) for array in arguments.arrays])
+        with _capturing_stderr() as messages:
             try:
-                compiled, refusal = _compiled(lowered, mesh, tolerant)
-            except ValueError as error:  # newer JAX has no name for some splits that XLA may choose then
-                problems = list(weakened(constraints(jaxpr), mesh_sizes(mesh)))
+                compiled, refusal = _compile(lowered, mesh, tolerant)
+            except ValueError as error:
+                # For constraints that do not divide XLA may choose splits that no PartitionSpec can express. JAX 0.12
+                # raises on these when it builds the output shardings.
+                problems = list(weakened_constraints(find_constraints(jaxpr), mesh_sizes(mesh)))
                 if not problems:
                     raise
                 raise plan_error("the function cannot be compiled", problems) from error
     usage, text = compiled.memory_analysis(), compiled.as_text()
-    assert usage is not None, "every backend of a Target tells"
-    assert text is not None, "every backend of a Target tells"
-    where = jtu.tree_leaves(compiled.output_shardings)
+    assert usage is not None, "every backend of a Target reports its memory"
+    assert text is not None, "every backend of a Target prints its program"
+    output_shardings = jtu.tree_leaves(compiled.output_shardings)
     return Compiled(
         jaxpr,
         text,
@@ -251,28 +213,30 @@ def compile_for(
             usage.host_argument_size_in_bytes,
         ),
         tuple(jtu.tree_leaves(compiled.input_shardings)),
-        tuple(map(Result, paths, traced.structs, asked, where)),
-        given,
-        tuple(said),
+        tuple(map(ResultArray, paths, traced.structs, requested, output_shardings)),
+        all_donated,
+        tuple(messages),
         refusal,
     )
 
 
-def _asked(traced: Traced, out_shardings: Any, mesh: Mesh) -> tuple[list[str], list[NamedSharding | None]]:
-    """Paths of the arrays that a function returns, and where they are to be."""
+def _requested_shardings(
+    traced: Traced, out_shardings: Any, mesh: Mesh
+) -> tuple[list[str], list[NamedSharding | None]]:
+    """The paths of the arrays that a function returns, and their requested shardings: the caller's, else its own."""
     leaves, treedef = jtu.tree_flatten(traced.result)
-    rest = iter(traced.structs)
-    shapes = [next(rest) if array_kind(leaf) is not None else leaf for leaf in leaves]
-    said = result_shardings(treedef.unflatten(shapes), out_shardings, mesh)
-    kept = [array_kind(leaf) is not None for leaf in leaves]
-    paths = [path for path, is_array in zip(leaf_paths(traced.result), kept, strict=True) if is_array]
-    asked = [one for one, is_array in zip(said, kept, strict=True) if is_array]
-    own = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.said_of_results]
-    return paths, [one or other for one, other in zip(asked, own, strict=True)]
+    is_array = [array_kind(leaf) is not None for leaf in leaves]
+    structs = iter(traced.structs)
+    shapes = [next(structs) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    of_leaves = result_shardings(treedef.unflatten(shapes), out_shardings, mesh)
+    paths = [path for path, array in zip(leaf_paths(traced.result), is_array, strict=True) if array]
+    of_arrays = [sharding for sharding, array in zip(of_leaves, is_array, strict=True) if array]
+    of_function = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.output_specs]
+    return paths, [first or second for first, second in zip(of_arrays, of_function, strict=True)]
 
 
-def _named(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` under the name of `fn`, by which the compiler calls what is in it."""
+def _renamed(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` under the name of `fn`, which XLA gives to the program and to the paths of its operations."""
 
     def renamed(*args: Any) -> Any:
         return run(*args)
@@ -282,15 +246,7 @@ def _named(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Returns what a function is called in a report.
-
-    **Arguments:**
-
-    - `fn`: a function, a method, a partial function, a module that is called.
-
-    **Returns:**
-
-    Its name, or that of its type.
+    """Returns what reports call a function, a method, a partial function or a callable object.
 
     ```python
     import functools
@@ -303,63 +259,62 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)  # modules and other callables have no name of their own
 
 
-def _compiled(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> tuple[jax.stages.Compiled, str]:
-    """The program, and what its compiler said if it refused it first."""
+def _compile(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> tuple[jax.stages.Compiled, str]:
+    """The program, and the compiler's error if it refused the program for its size at first."""
     platform = mesh.devices.flat[0].platform
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():  # a kernel that is too large for the chip
+        # libtpu reports the same code for a kernel that overflows VMEM: that is a bug of the kernel, and no mesh helps.
+        if "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():
             raise
         first = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
         if tolerant and platform == "tpu":
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # what is too large by far is refused again
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # a program that is far too large is refused again
                 return lowered.compile(compiler_options=dict(_TOLERANT)), first
         raise DoesNotFitError(
             f"the compiler for {platform} refuses a program that takes more memory than a device has: {first} Split "
             "more, make the batch smaller, or recompute activations (jax.checkpoint)",
-            _needed(text),
+            _needed_bytes(text),
         ) from error
 
 
-def _needed(text: str) -> int:
-    found = _NEEDED.search(text)
-    if found is None:
+def _needed_bytes(text: str) -> int:
+    """The memory in libtpu's error; 0 where it names none."""
+    match = _NEEDED.search(text)
+    if match is None:
         return 0
-    number, unit = [group for group in found.groups() if group]
-    return int(float(number) * _UNITS[unit])
+    amount, unit = [group for group in match.groups() if group]
+    return int(float(amount) * _UNITS[unit])
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    """Takes what compilers write to the standard error of the process, and hands on what is not about this program.
+def _capturing_stderr() -> Iterator[list[str]]:
+    """Collects XLA's warnings about rematerialization, and passes everything else on.
 
-    There is one standard error, so that threads which audit take turns in compiling.
+    XLA has no other channel for them than the standard error of the process, file descriptor 2: Python's `sys.stderr`
+    does not see what C++ writes.
     """
-    said: list[str] = []
-    with _LISTENING, tempfile.TemporaryFile() as heard:
+    messages: list[str] = []
+    with _STDERR_LOCK, tempfile.TemporaryFile() as captured:
         _flush()
-        own = os.dup(2)
-        os.dup2(heard.fileno(), 2)
+        stderr = os.dup(2)
+        os.dup2(captured.fileno(), 2)
         try:
-            yield said
+            yield messages
         finally:
             _flush()
-            os.dup2(own, 2)
-            os.close(own)
-            heard.seek(0)
-            for line in heard.read().decode(errors="replace").splitlines():
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            captured.seek(0)
+            for line in captured.read().decode(errors="replace").splitlines():
                 if REMATERIALISED in line:
-                    said.append(line)
+                    messages.append(line)
                 elif not _NOISE.search(line):
-                    _pass_on(line)
+                    os.write(2, f"{line}\n".encode())
 
 
 def _flush() -> None:
-    if sys.stderr is not None:  # as in a process without a console
+    if sys.stderr is not None:  # a process without a console has none
         sys.stderr.flush()
-
-
-def _pass_on(line: str) -> None:
-    os.write(2, f"{line}\n".encode())

@@ -1,11 +1,11 @@
-"""A traced function moved to another mesh of the same axes.
+"""Moves a traced function to another mesh with the same axes.
 
 Model code often closes over the mesh that it was written for, `NamedSharding(mesh, P("data"))` or
 `shard_map(mesh=mesh)`, and JAX refuses to compile that for the devices of another machine. So a function is traced on
-the mesh that it knows. In the traced program this mesh stands in parameters of operations, in the types of values and
-in the context of each operation, and everywhere there another one can be put in its place.
+the mesh that it knows. The traced program has this mesh in the parameters of operations, in the types of values and in
+the context of each operation, and it can be replaced in all three.
 
-A compiler for GPUs takes no calls back to Python where there is no GPU. Those that only print are left out for it.
+The compiler for GPUs cannot compile calls back to Python where there is no GPU. Prints are dropped there.
 """
 
 from typing import Any, final
@@ -19,97 +19,95 @@ from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.jax_state import context_on
 
 
-def on_mesh(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Puts a mesh in the place of every mesh on other devices that has the same axes, and silences it on GPUs.
-
-    **Arguments:**
-
-    - `program`: a traced function.
-    - `mesh`: the mesh that is to be in it.
-
-    **Returns:**
-
-    The program.
+def retarget(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
+    """Replaces every mesh with the same axes by `mesh`, and drops prints if `mesh` is on GPUs.
 
     ```python
-    ours, theirs = sr.create_mesh("data:8"), jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
-    there = jax.sharding.NamedSharding(theirs, P("data"))
-    program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, there))(jnp.ones(8))
-    assert on_mesh(program, ours).eqns[0].params["sharding"].mesh == ours
+    from jax.sharding import Mesh, NamedSharding
+
+    mesh, model_mesh = sr.create_mesh("data:8"), Mesh(np.array(jax.devices()[::-1]), ("data",))
+    sharding = NamedSharding(model_mesh, P("data"))
+    program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(jnp.ones(8))
+    assert retarget(program, mesh).eqns[0].params["sharding"].mesh == mesh
     ```
     """
-    return _Move(mesh, mesh.devices.flat[0].platform == "gpu").value(program)
+    return _Retargeter(mesh, mesh.devices.flat[0].platform == "gpu").rewrite(program)
 
 
 @final
 @attrs.frozen(eq=False)
-class _Move:
-    """Everything in a program, with `mesh` in it. What is nowhere on another mesh is handed on as it is."""
+class _Retargeter:
+    """Rewrites anything inside a program to be on `mesh`. Objects that hold no other mesh are returned unchanged."""
 
     mesh: Mesh
-    silent: bool
+    drops_prints: bool
     variables: dict[Var, Any] = attrs.field(factory=dict)
 
-    def value(self, value: Any) -> Any:
-        """Whatever stands in a program."""
+    def rewrite(self, value: Any) -> Any:
+        """Rewrites a mesh, a sharding, a program, a container of these, or anything else."""
         if isinstance(value, Mesh):
-            return self.mesh if value != self.mesh and self._is_alike(value) else value
+            return self.mesh if value != self.mesh and self._has_same_axes(value) else value
         if isinstance(value, AbstractMesh):
             return self._abstract(value)
         if isinstance(value, NamedSharding):
-            there = self.value(value.mesh)
-            return value if there is value.mesh else NamedSharding(there, value.spec, memory_kind=value.memory_kind)
-        if isinstance(value, Jaxpr):  # newer JAX has one class for both kinds, which has constants
+            mesh = self.rewrite(value.mesh)
+            return value if mesh is value.mesh else NamedSharding(mesh, value.spec, memory_kind=value.memory_kind)
+        # JAX 0.12 has one class for open and closed jaxprs, which carries the constants: it has to be tried first.
+        if isinstance(value, Jaxpr):
             constants = {"consts": value.consts} if isinstance(value, ClosedJaxpr) else {}
             return value.replace(
                 **constants,
-                constvars=self._all(value.constvars),
-                invars=self._all(value.invars),
-                outvars=self._all(value.outvars),
-                eqns=[self._equation(one) for one in value.eqns if not (self.silent and _is_print(one))],
+                constvars=self._variables(value.constvars),
+                invars=self._variables(value.invars),
+                outvars=self._variables(value.outvars),
+                eqns=[self._equation(eqn) for eqn in value.eqns if not (self.drops_prints and _is_print(eqn))],
             )
         if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(self.value(value.jaxpr), value.consts)
+            return ClosedJaxpr(self.rewrite(value.jaxpr), value.consts)
+        # Named tuples and other subclasses are parameters of operations that JAX builds itself: they hold no meshes.
         if type(value) in (tuple, list):
-            return type(value)(map(self.value, value))
+            return type(value)(map(self.rewrite, value))
         return value
 
-    def _is_alike(self, mesh: AnyMesh) -> bool:
+    def _has_same_axes(self, mesh: AnyMesh) -> bool:
         return mesh_sizes(mesh) == mesh_sizes(self.mesh)
 
     def _abstract(self, mesh: AbstractMesh) -> AbstractMesh:
-        """The shape of a mesh knows what kind of device it is for, and its axes may be Manual here."""
-        if mesh.empty or not self._is_alike(mesh):
+        """An abstract mesh knows the kind of device, so it is replaced too. Its axes may be Manual here: they stay."""
+        if mesh.empty or not self._has_same_axes(mesh):
             return mesh
         return self.mesh.abstract_mesh.update(axis_types=mesh.axis_types)
 
-    def _all(self, variables: Any) -> list[Any]:
-        return [self._variable(one) for one in variables]
+    def _variables(self, variables: Any) -> list[Any]:
+        return [self._variable(variable) for variable in variables]
 
-    def _variable(self, one: Any) -> Any:
-        aval = self._type(one.aval)
-        if aval is one.aval:
-            return one
-        if isinstance(one, Literal):  # whose value may know a mesh, too
-            value = np.asarray(one.val)
+    def _variable(self, variable: Any) -> Any:
+        aval = self._aval(variable.aval)
+        if aval is variable.aval:
+            return variable
+        if isinstance(variable, Literal):
+            # The value may be an array on the old mesh. A weakly typed literal has to stay a Python number.
+            value = np.asarray(variable.val)
             return Literal(value.item() if aval.weak_type else value, aval)
-        if one not in self.variables:
-            self.variables[one] = Var(aval)
-        return self.variables[one]
+        # The same variable is bound once and read often: each must become the same new one.
+        if variable not in self.variables:
+            self.variables[variable] = Var(aval)
+        return self.variables[variable]
 
-    def _type(self, aval: Any) -> Any:
-        own = getattr(aval, "sharding", None)  # tokens and references have none
-        moved = self.value(own)
-        return aval if moved is own else aval.update(sharding=moved)
+    def _aval(self, aval: Any) -> Any:
+        sharding = getattr(aval, "sharding", None)  # tokens and references have none
+        moved = self.rewrite(sharding)
+        return aval if moved is sharding else aval.update(sharding=moved)
 
     def _equation(self, equation: Any) -> Any:
-        here = equation.ctx.cur_abstract_mesh
-        there = self.value(here)
+        # JAX lowers each operation in the mesh context that it was traced in, whatever mesh is set by then.
+        traced_on = equation.ctx.cur_abstract_mesh
+        mesh = self.rewrite(traced_on)
         return equation.replace(
-            invars=self._all(equation.invars),
-            outvars=self._all(equation.outvars),
-            params={name: self.value(value) for name, value in equation.params.items()},
-            ctx=equation.ctx if there is here else context_on(equation.ctx, there),
+            invars=self._variables(equation.invars),
+            outvars=self._variables(equation.outvars),
+            params={name: self.rewrite(value) for name, value in equation.params.items()},
+            ctx=equation.ctx if mesh is traced_on else context_on(equation.ctx, mesh),
         )
 
 

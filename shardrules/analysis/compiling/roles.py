@@ -1,8 +1,8 @@
 """What the arguments of a function are for: parameters, optimizer state, or the batch.
 
 An optimizer keeps copies of the parameters: leaves of the same shape under a path that ends in the parameter's own.
-What is copied elsewhere among the arguments is a parameter, the copies and what lies beside them are its optimizer's
-state, and everything else is what the step works on.
+Arrays that are copied elsewhere among the arguments are parameters, the copies and the leaves beside them are the
+optimizer's state, and everything else is the batch.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from shardrules.analysis.compiling.arguments import Argument, Arguments
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import ConfigError
 from shardrules.core.tree import array_kind, leaf_paths, spread
 
 Role: TypeAlias = Literal["parameters", "optimizer state", "batch"]
@@ -22,141 +22,158 @@ PARAMETERS, STATE, BATCH = get_args(Role)
 """The three roles, by name."""
 
 _Path: TypeAlias = tuple[str, ...]
-_FEWEST = 3
-"""So many leaves must be copied before siblings count as parameters and their moments, and not as equal layers."""
+
+_MIN_SIBLING_LEAVES = 3
+"""How many leaves two siblings must share to count as parameters and moments, and not as two equal layers.
+
+A layer commonly has a weight and a bias, so with 2 or less `[layer, layer]` would be a model with its state. With 6,
+small models with hand-written moments beside them would be layers."""
 
 
-def read_roles(found: Arguments, roles: Any = None) -> tuple[Role, ...]:
-    """Returns the role of each array.
-
-    **Arguments:**
-
-    - `found`: the arguments.
-    - `roles`: the roles as the caller knows them: a tuple with one item for each argument, each a role or a tree of
-        roles that is a prefix of the argument. `None`, for all or for some, finds them.
-
-    **Returns:**
-
-    One role for each array.
-
-    **Raises:**
-
-    `TreeError` for a role that is none, or a tree of them that does not fit.
+def read_roles(arguments: Arguments, roles: Any = None) -> tuple[Role, ...]:
+    """Returns the role of each array. `roles` has what the caller knows; `None` in it, or for all of it, is guessed.
 
     ```python
     from shardrules.analysis.compiling.arguments import read_arguments
 
     params = {"w": np.ones((8, 4))}
-    found = read_arguments(lambda params, moments, x: 0, (params, {"m": params}, np.ones(8)), sr.mesh_shape("data:8"))
-    assert read_roles(found) == ("parameters", "optimizer state", "batch")
+    args, mesh = (params, {"m": params}, np.ones(8)), sr.mesh_shape("data:8")
+    arguments = read_arguments(lambda params, moments, x: 0, args, mesh)
+    assert read_roles(arguments) == ("parameters", "optimizer state", "batch")
     ```
     """
-    likely = _found(found)
-    return likely if roles is None else _said(found, roles, likely)
+    guesses = _guess_roles(arguments)
+    return guesses if roles is None else _with_callers_roles(arguments, roles, guesses)
 
 
-def _said(found: Arguments, roles: Any, likely: tuple[Role, ...]) -> tuple[Role, ...]:
-    tree = jtu.tree_unflatten(found.treedef, found.leaves)
-    said = spread(roles, tree, lambda node: node is None or isinstance(node, str), "roles")
-    other = [one for one in said if one is not None and one not in get_args(Role)]
-    if other:
-        raise TreeError(f"a role is {', '.join(map(repr, get_args(Role)))}; got {other[0]!r}")
-    told = [one for one, leaf in zip(said, found.leaves, strict=True) if array_kind(leaf) is not None]
-    return tuple(one or guess for one, guess in zip(told, likely, strict=True))
+def _with_callers_roles(arguments: Arguments, roles: Any, guesses: tuple[Role, ...]) -> tuple[Role, ...]:
+    tree = jtu.tree_unflatten(arguments.treedef, arguments.leaves)
+    of_leaves = spread(roles, tree, lambda node: node is None or isinstance(node, str), "roles")
+    unknown = [role for role in of_leaves if role is not None and role not in get_args(Role)]
+    if unknown:
+        raise ConfigError(f"unknown role {unknown[0]!r}; roles are {', '.join(map(repr, get_args(Role)))}")
+    leaves = zip(of_leaves, arguments.leaves, strict=True)
+    of_arrays = [role for role, leaf in leaves if array_kind(leaf) is not None]
+    return tuple(role or guess for role, guess in zip(of_arrays, guesses, strict=True))
 
 
-def _found(found: Arguments) -> tuple[Role, ...]:
-    rest = _without_optimizer(found)
-    home = _homes(found)
-    if home is not None:
-        paths = zip(_paths(found), found.arrays, rest, strict=True)
-        return tuple(_beside(path, one.shape, *home) or other for path, one, other in paths)
-    state = {owner: None for one, owner in zip(found.arrays, found.owners, strict=True) if one.mirrors and one.shape}
-    if state:
+def _guess_roles(arguments: Arguments) -> tuple[Role, ...]:
+    """From the copies of the parameters where there are any; else from what a plan mirrors; else from dtypes."""
+    fallback = _roles_without_optimizer(arguments)
+    homes = _find_homes(arguments)
+    if homes is not None:
+        arrays = zip(_array_paths(arguments), arguments.arrays, fallback, strict=True)
+        return tuple(_role_by_path(path, array.shape, *homes) or other for path, array, other in arrays)
+    # A state whose leaves have no copied path, like the moments of a single matrix, is known if a plan mirrors it.
+    # Scalars are mirrored everywhere: they say nothing.
+    state_owners = {
+        owner: None
+        for array, owner in zip(arguments.arrays, arguments.owners, strict=True)
+        if array.mirrors and array.shape
+    }
+    if state_owners:
         return tuple(
-            STATE if owner in state else PARAMETERS if one.planned and not one.mirrors else BATCH
-            for one, owner in zip(found.arrays, found.owners, strict=True)
+            STATE if owner in state_owners else PARAMETERS if array.planned and not array.mirrors else BATCH
+            for array, owner in zip(arguments.arrays, arguments.owners, strict=True)
         )
-    return rest
+    return fallback
 
 
-def _homes(found: Arguments) -> tuple[_Path, list[_Path]] | None:
-    """Where the parameters are, an argument or an item of one, and where copies of them are."""
-    paths = [(path, one.shape) for path, one in zip(_paths(found), found.arrays, strict=True) if one.shape]
+def _find_homes(arguments: Arguments) -> tuple[_Path, list[_Path]] | None:
+    """Where the parameters are, and where copies of them are: paths of arguments or of things inside them."""
+    arrays = [
+        (path, array.shape)
+        for path, array in zip(_array_paths(arguments), arguments.arrays, strict=True)
+        if array.shape  # counts and steps are nobody's copies
+    ]
+    # Every end of every path, with its beginning: "0/mu/layers/0/w" ends in "layers/0/w", the path of a parameter.
     ends: dict[_Path, list[tuple[_Path, tuple[int, ...]]]] = {}
-    for path, shape in paths:
+    for path, shape in arrays:
         for cut in range(1, len(path)):
             ends.setdefault(path[cut:], []).append((path[:cut], shape))
+    # Parameters are an argument of their own, or one item of an argument that also has the state. Deeper roots would
+    # find single layers that happen to be equal.
     for depth in (1, 2):
-        for root in dict.fromkeys(path[:depth] for path, _ in paths if len(path) > depth):
-            own = [(path[depth:], shape) for path, shape in paths if path[:depth] == root]
-            counts = Counter(
+        for root in dict.fromkeys(path[:depth] for path, _ in arrays if len(path) > depth):
+            inside = [(path[depth:], shape) for path, shape in arrays if path[:depth] == root]
+            copies = Counter(
                 home
-                for end, shape in own
-                for home, other in ends[end]
-                if _apart(home, root) and (other == shape or len(other) < len(shape) or other == (1,))  # or a factor
+                for end, shape in inside
+                for home, other_shape in ends[end]
+                # Adafactor keeps a row and a column in place of a matrix, and (1,) for what it does not use.
+                if not _overlap(home, root)
+                and (other_shape == shape or len(other_shape) < len(shape) or other_shape == (1,))
             )
-            homes = [home for home, count in counts.items() if _is_copy(root, home, count, len(own))]
+            homes = [home for home, count in copies.items() if _is_copy(root, home, count, len(inside))]
             if homes:
                 return root, homes
     return None
 
 
-def _paths(found: Arguments) -> list[_Path]:
-    """The paths of all arrays, the first part being the number of the argument: `*args` give it a name of two parts."""
-    args = jtu.tree_unflatten(found.treedef, found.leaves)
-    inside = [path for arg in args for path in leaf_paths(arg)]
-    kept = [path for path, leaf in zip(inside, found.leaves, strict=True) if array_kind(leaf) is not None]
-    return [(str(owner), *(path.split("/") if path else ())) for owner, path in zip(found.owners, kept, strict=True)]
+def _array_paths(arguments: Arguments) -> list[_Path]:
+    """The paths of all arrays. They start with the index of the argument: its name in `*args` would be two parts."""
+    args = jtu.tree_unflatten(arguments.treedef, arguments.leaves)
+    of_leaves = [path for arg in args for path in leaf_paths(arg)]
+    leaves = zip(of_leaves, arguments.leaves, strict=True)
+    of_arrays = [path for path, leaf in leaves if array_kind(leaf) is not None]
+    owners = zip(arguments.owners, of_arrays, strict=True)
+    return [(str(owner), *(path.split("/") if path else ())) for owner, path in owners]
 
 
-def _apart(one: _Path, other: _Path) -> bool:
-    shorter = min(len(one), len(other))
-    return one[:shorter] != other[:shorter]
+def _overlap(path: _Path, other: _Path) -> bool:
+    """Whether one path is inside the other."""
+    shorter = min(len(path), len(other))
+    return path[:shorter] == other[:shorter]
 
 
-def _is_copy(root: _Path, home: _Path, count: int, size: int) -> bool:
+def _is_copy(root: _Path, home: _Path, count: int, root_size: int) -> bool:
+    """Whether `home`, where `count` of the leaves of `root` are found again, is a copy of it."""
+    # Siblings in one container may as well be equal layers, so that all leaves must agree.
     if len(root) == len(home) and len(root) > 1 and root[:-1] == home[:-1]:
-        return count == size >= _FEWEST
-    return 2 * count >= size
+        return count == root_size >= _MIN_SIBLING_LEAVES
+    # Elsewhere half are enough: optax.masked and optax.partition keep moments of some parameters only.
+    return 2 * count >= root_size
 
 
-def _beside(path: _Path, shape: tuple[int, ...], root: _Path, homes: list[_Path]) -> Role | None:
-    """The role of one array, once it is known where parameters and their copies are; `None` in other arguments."""
+def _role_by_path(path: _Path, shape: tuple[int, ...], root: _Path, homes: list[_Path]) -> Role | None:
+    """The role of an array, given the homes of parameters and copies; `None` in arguments that have neither."""
     if path[: len(root)] == root:
         return PARAMETERS
-    within = [home for home in homes if home[0] == path[0]]
-    if not within:
+    homes_in_argument = [home for home in homes if home[0] == path[0]]
+    if not homes_in_argument:
         return None
+    # An argument with copies alone is a state, with all that is in it. In one that has the parameters too, as a train
+    # state, only scalars (counts, steps) and what is beside the copies are state: the rest may be a batch.
     if root[0] != path[0] or shape == ():
-        return STATE  # a count, a step, a factor of a moment
-    return STATE if any(path[:2] == home[:2] for home in within) else BATCH
+        return STATE
+    return STATE if any(path[:2] == home[:2] for home in homes_in_argument) else BATCH
 
 
-def _without_optimizer(found: Arguments) -> tuple[Role, ...]:
-    """Integers and keys are data, and so is the last argument whose arrays agree in their first dimension, with others
-    that agree with it, but for the first argument of several. What a plan speaks of alone is the model."""
-    parts: dict[int, list[Argument]] = {}
-    for one, owner in zip(found.arrays, found.owners, strict=True):
-        parts.setdefault(owner, []).append(one)
-    planned = [owner for owner, part in parts.items() if any(one.planned for one in part)]
-    if 0 < len(planned) < len(parts):
-        data = [owner for owner in parts if owner not in planned]
-    elif len(found.arrays) == 1 and not planned:
-        data = list(parts)
+def _roles_without_optimizer(arguments: Arguments) -> tuple[Role, ...]:
+    """Roles where nothing is copied: integers, keys and the last arguments with a common first dimension are data."""
+    by_owner: dict[int, list[Argument]] = {}
+    for array, owner in zip(arguments.arrays, arguments.owners, strict=True):
+        by_owner.setdefault(owner, []).append(array)
+    planned = [owner for owner, arrays in by_owner.items() if any(array.planned for array in arrays)]
+    if 0 < len(planned) < len(by_owner):  # a plan of some arguments is a plan of the model
+        data = [owner for owner in by_owner if owner not in planned]
+    elif len(arguments.arrays) == 1 and not planned:
+        data = list(by_owner)
     else:
-        sizes = {owner: {one.shape[:1] for one in parts[owner]} for owner in list(parts)[1:]}
-        alike = [owner for owner, first in sizes.items() if len(first) == 1 and () not in first]
-        alike = [owner for owner in alike if any(_is_number(one.dtype) for one in parts[owner])]
-        data = [owner for owner in alike if sizes[owner] == sizes[alike[-1]]]
+        # The arrays of a batch agree in their first dimension, and batches usually come last and models first. So the
+        # last argument that qualifies is the batch, with those of the same size: inputs and labels.
+        firsts = {owner: {array.shape[:1] for array in by_owner[owner]} for owner in list(by_owner)[1:]}
+        uniform = [owner for owner, sizes in firsts.items() if len(sizes) == 1 and () not in sizes]
+        uniform = [owner for owner in uniform if any(_is_number(array.dtype) for array in by_owner[owner])]
+        data = [owner for owner in uniform if firsts[owner] == firsts[uniform[-1]]]
     return tuple(
-        BATCH if owner in data or not _is_float(one.dtype) else PARAMETERS
-        for one, owner in zip(found.arrays, found.owners, strict=True)
+        BATCH if owner in data or not _is_float(array.dtype) else PARAMETERS
+        for array, owner in zip(arguments.arrays, arguments.owners, strict=True)
     )
 
 
 def _is_number(dtype: Any) -> bool:
-    """Whether it is no PRNG key."""
+    """Whether it is not a PRNG key, new (an extended dtype) or old (uint32)."""
     return isinstance(dtype, np.dtype) and dtype != np.uint32
 
 

@@ -1,4 +1,4 @@
-"""Which line of the user's Python is behind something: behind an error, an equation, an instruction."""
+"""Which line of the user's Python is behind an error, an equation or an instruction."""
 
 import contextlib
 import itertools
@@ -16,34 +16,28 @@ from shardrules.analysis.program.program import Source
 from shardrules.core.errors import ShardRulesError, suggest
 from shardrules.core.finding import Finding, plan_error
 
+# Messages of JAX's own checks, which it has no error classes for.
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\w+) of (.*) is not found in mesh: (\(.*?\))")
 _OTHER_MESH = re.compile(r"incompatible devices|should match the mesh passed")
-_TWICE = re.compile(r"at most one positional dimension, but (.*) has duplicate entries for `(\w+)`")
+_DUPLICATE_AXIS = re.compile(r"at most one positional dimension, but (.*) has duplicate entries for `(\w+)`")
+
 _JAX = f"{Path(jax.__file__).parent}{os.sep}"
 _LIBRARIES = (
     _JAX,
     f"{Path(equinox.__file__).parent}{os.sep}",
     f"{Path(__file__).parents[2]}{os.sep}",
     f"{Path(os.__file__).parent}{os.sep}",
-    "<",  # code that attrs and others make up
+    "<",  # code that attrs and others generate
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-"""Where code lies that is not the user's."""
+"""Folders of code that is not the user's."""
 
-_TRACER = str(Path("shardrules", "analysis", "compiling.py"))
-"""Where the user's function is called."""
+_TRACER = str(Path("shardrules", "analysis", "compiling", "compile.py"))
+"""The file that calls the user's function. Frames outside it belong to whoever called the audit."""
 
 
 def is_library(file: str) -> bool:
-    """Tells whether a file is JAX's, this package's, or was installed otherwise.
-
-    **Arguments:**
-
-    - `file`: its path.
-
-    **Returns:**
-
-    Whether it is.
+    """Whether a file belongs to JAX, to this package, or to any installed package.
 
     ```python
     assert is_library(jax.__file__) and not is_library("model.py")
@@ -52,77 +46,46 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
 
 
-def users_line(stack: Sequence[Source]) -> str:
-    """Returns the innermost line of a stack that is the user's own.
+def user_line(stack: Sequence[Source]) -> str:
+    """Returns the innermost user line of a stack, innermost first: `"model.py:12"`.
 
-    **Arguments:**
-
-    - `stack`: the innermost first.
-
-    **Returns:**
-
-    `"model.py:12"`, with its path. Where all lines are libraries', the innermost that is not JAX's; empty where there
-    is none.
+    Without any, the innermost line of a library other than JAX, or an empty string.
 
     ```python
-    assert users_line([Source(jax.__file__, 7), Source("model.py", 12)]) == "model.py:12"
+    assert user_line([Source(jax.__file__, 7), Source("model.py", 12)]) == "model.py:12"
     ```
     """
-    others = [one for one in stack if not one.file.startswith(_JAX) and not one.file.endswith(_TRACER)]
-    return str((users_own(stack) or others or [""])[0])
+    others = [frame for frame in stack if not frame.file.startswith(_JAX) and not frame.file.endswith(_TRACER)]
+    return str((user_frames(stack) or others or [""])[0])
 
 
-def users_own(stack: Sequence[Source]) -> list[Source]:
-    """Returns the lines of a stack that are the user's own, down to where this package calls the user's function.
-
-    **Arguments:**
-
-    - `stack`: the innermost first.
-
-    **Returns:**
-
-    The lines, in the same order.
+def user_frames(stack: Sequence[Source]) -> list[Source]:
+    """Returns the user's frames of a stack, innermost first, up to where this package calls the user's function.
 
     ```python
-    assert users_own([Source(jax.__file__, 7), Source("model.py", 12)]) == [Source("model.py", 12)]
+    assert user_frames([Source(jax.__file__, 7), Source("model.py", 12)]) == [Source("model.py", 12)]
     ```
     """
-    inside = itertools.takewhile(lambda one: not one.file.endswith(_TRACER), stack)
-    return [one for one in inside if not is_library(one.file)]
+    inside = itertools.takewhile(lambda frame: not frame.file.endswith(_TRACER), stack)
+    return [frame for frame in inside if not is_library(frame.file)]
 
 
 def called_from(stack: Sequence[Source]) -> str:
-    """Returns where the function around the innermost line of the user's own was called.
+    """Returns where the function around the innermost user line was called: `" (called at model.py:44)"`, or `""`.
 
-    A constraint often stands in a little function of its own, whose callers are what one looks for.
-
-    **Arguments:**
-
-    - `stack`: the innermost first.
-
-    **Returns:**
-
-    `" (called at model.py:44)"`; empty where that is not known.
+    Constraints are often in a small helper, and its callers are what one looks for.
 
     ```python
-    stack = [Source("model.py", 12, "held"), Source(jax.__file__, 7, "f"), Source("model.py", 44, "block")]
+    stack = [Source("model.py", 12, "constrain"), Source(jax.__file__, 7, "f"), Source("model.py", 44, "block")]
     assert called_from(stack) == " (called at model.py:44)"
     ```
     """
-    own = users_own(stack)
-    return f" (called at {short_line(str(own[1]))})" if len(own) > 1 else ""
+    frames = user_frames(stack)
+    return f" (called at {short_line(str(frames[1]))})" if len(frames) > 1 else ""
 
 
 def short_line(line: str) -> str:
-    """Returns a line of code as tables have it: the last two parts of its path.
-
-    **Arguments:**
-
-    - `line`: `"/home/me/project/models/llama.py:12"`.
-
-    **Returns:**
-
-    A text.
+    """Returns a line of code as tables show it: the last two parts of its path.
 
     ```python
     assert short_line("/home/me/project/models/llama.py:12") == "models/llama.py:12"
@@ -132,39 +95,21 @@ def short_line(line: str) -> str:
 
 
 def equation_line(equation: Any) -> str:
-    """Returns the line behind an equation of a traced program.
-
-    **Arguments:**
-
-    - `equation`: one of the `eqns` of a jaxpr.
-
-    **Returns:**
-
-    As `users_line`.
-    """
-    return users_line(equation_stack(equation))
+    """Returns the user line behind an equation of a traced program."""
+    return user_line(equation_stack(equation))
 
 
 def equation_stack(equation: Any) -> list[Source]:
-    """Returns the lines behind an equation of a traced program.
-
-    **Arguments:**
-
-    - `equation`: one of the `eqns` of a jaxpr.
-
-    **Returns:**
-
-    The innermost first; none where a transformation made it up.
-    """
-    known = equation.source_info.traceback
-    if known is None:
+    """Returns the lines behind an equation, innermost first; none where a transformation generated it."""
+    frames = equation.source_info.traceback
+    if frames is None:
         return []
-    return [Source(frame.file_name, frame.line_num, frame.function_name) for frame in known.frames]
+    return [Source(frame.file_name, frame.line_num, frame.function_name) for frame in frames.frames]
 
 
 @contextlib.contextmanager
 def naming_lines() -> Iterator[None]:
-    """Makes errors of a trace name the line of the user's code. Those about axes become a `PlanError` with a finding.
+    """Makes errors of a trace name the user's line. Errors about axes become a `PlanError` with a finding.
 
     ```python
     try:
@@ -176,20 +121,21 @@ def naming_lines() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # whatever the function raises, and goes on being raised
+    except Exception as error:  # the user's function may raise anything, and all of it is raised again
         frames = reversed(traceback.extract_tb(error.__traceback__))
         stack = [Source(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-        source = users_line(users_own(stack))
-        finding = _about_axes(str(error), source, called_from(stack))
+        source = user_line(user_frames(stack))
+        finding = _axis_finding(str(error), source, called_from(stack))
         if finding is not None and not isinstance(error, ShardRulesError):
             raise plan_error("the function cannot be traced", [finding]) from error
         if source:
             error.add_note(f"while tracing {source}")
         if _OTHER_MESH.search(str(error)) and "pmap" not in str(error):
             error.add_note(
-                "The function names a mesh of its own. Give the analyzer that very mesh, ShardingAnalyzer(mesh): then "
-                "the target's takes its place"
+                "The function names a mesh of its own. Pass that mesh to the analyzer, ShardingAnalyzer(mesh): the "
+                "target's mesh then replaces it"
             )
+        # To lower a callback JAX looks up the platform's backend in this process, and without a GPU there is none.
         if "Unknown backend" in str(error):
             error.add_note(
                 "The function calls back to Python (pure_callback, io_callback, eqx.error_if), which "
@@ -198,17 +144,17 @@ def naming_lines() -> Iterator[None]:
         raise
 
 
-def _about_axes(text: str, source: str, caller: str) -> Finding | None:
+def _axis_finding(text: str, source: str, caller: str) -> Finding | None:
+    """The finding for an error of JAX about a mesh axis; `None` for any other error."""
     unknown = _UNKNOWN_AXIS.search(text)
     if unknown is not None:
-        name, spec, known = unknown.groups()
-        axes = re.findall(r"'([^']*)'", known)
-        message = (
-            f"{spec} names axis {name!r}, which is not in the mesh ({', '.join(axes)}){suggest(name, axes)}{caller}"
-        )
+        name, spec, mesh = unknown.groups()
+        axes = re.findall(r"'([^']*)'", mesh)
+        message = f"unknown axis {name!r} in {spec}{suggest(name, axes)}; the mesh has ({', '.join(axes)}){caller}"
         return Finding("error", "unknown-axis", message, "", "Correct the name", axis=name, source=source)
-    if (twice := _TWICE.search(text)) is not None:
-        spec, name = twice.groups()
+    duplicate = _DUPLICATE_AXIS.search(text)
+    if duplicate is not None:
+        spec, name = duplicate.groups()
         message = f"{spec} uses axis {name!r} more than once{caller}"
         return Finding("error", "duplicate-axis", message, "", "Split one dimension by it", axis=name, source=source)
     return None

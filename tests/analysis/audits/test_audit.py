@@ -52,15 +52,15 @@ def product(w: Any, x: Any) -> Any:
 
 
 def specs(report: AuditReport) -> dict[str, str]:
-    return {one.path: one.compiled for one in report.arrays}
+    return {array.path: array.compiled for array in report.arrays}
 
 
-def asked(report: AuditReport) -> dict[str, str]:
-    return {one.path: one.asked for one in report.arrays}
+def requested(report: AuditReport) -> dict[str, str]:
+    return {array.path: array.requested for array in report.arrays}
 
 
 def roles(report: AuditReport) -> dict[str, str]:
-    return {one.path: one.role for one in report.arrays}
+    return {array.path: array.role for array in report.arrays}
 
 
 # ---- closed forms ----
@@ -87,27 +87,32 @@ def test_closed_forms_as_tpus_have_them(case: Closed) -> None:
     """All that differs from the formulas is that what is gathered for a matmul has half the bytes."""
     report = closed(case.name, TPU)
     moved = [
-        attrs.evolve(one, payload_bytes=one.payload_bytes // 2)
-        if one.kind == "all-gather" and case.name in HALVED
-        else one
-        for one in case.moved
+        attrs.evolve(moved_array, payload_bytes=moved_array.payload_bytes // 2)
+        if moved_array.kind == "all-gather" and case.name in HALVED
+        else moved_array
+        for moved_array in case.moved
     ]
     assert arrays_moved(report.collectives) == expected(tuple(moved))
     assert report.wire_bytes == ring_bytes(tuple(moved), case.axes)
     assert report.flops == case.flops
     assert report.model_flops == case.flops * 8
-    gathered = [each.dtype for one in report.collectives if one.kind == "all-gather" for each in one.arrays]
+    gathered = [
+        each.dtype for collective in report.collectives if collective.kind == "all-gather" for each in collective.arrays
+    ]
     assert set(gathered) == ({"bf16"} if case.name in HALVED else set())
 
 
 @targets
 def test_loops_and_arguments_are_known(target: str) -> None:
     report = closed("scanned", target)
-    gathers = [one for one in report.collectives if one.kind == "all-gather"]
-    assert {one.times.count for one in gathers} == {LAYERS}
-    assert sorted(path for one in gathers for path in one.arguments) == ["layers/down"] * 2 + ["layers/up"] * 2
+    gathers = [collective for collective in report.collectives if collective.kind == "all-gather"]
+    assert {collective.times.count for collective in gathers} == {LAYERS}
+    assert (
+        sorted(path for collective in gathers for path in collective.arguments)
+        == ["layers/down"] * 2 + ["layers/up"] * 2
+    )
     accumulated = closed("accumulated", target)
-    assert {one.times.count for one in accumulated.collectives} <= {1, STEPS}
+    assert {collective.times.count for collective in accumulated.collectives} <= {1, STEPS}
 
 
 @targets
@@ -116,7 +121,7 @@ def test_a_language_model_multiplies_what_it_has_to(plan: str, target: str) -> N
     report = language(target, plan)
     assert report.flops == language_flops()
     assert report.model_flops == 8 * language_flops()
-    assert [one.role for one in report.arrays[:7]] == ["parameters"] * 6 + ["batch"]
+    assert [array.role for array in report.arrays[:7]] == ["parameters"] * 6 + ["batch"]
     assert PLANS[plan][0] == "data"
 
 
@@ -135,7 +140,9 @@ def plainly(
     def there(tree: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree, is_leaf=is_spec)
 
-    structs = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), args, there(specs))
+    structs = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args, there(specs)
+    )
     with jax.set_mesh(mesh):
         jitted = jax.jit(fn, out_shardings=there(out), donate_argnums=donate)
         return jitted.lower(*structs).compile().memory_analysis()
@@ -206,23 +213,23 @@ def test_categories_of_memory_by_hand(target: str) -> None:
 @targets
 def test_donated_arrays_are_written_over(target: str) -> None:
     report = trained(target, (0, 1))
-    given = {one.path: one.donated for one in report.arrays if one.role != "result"}
-    assert given == {path: not path.startswith(("x", "y")) for path in given}
-    assert len(given) == 2 + 5 + 2
+    donated = {array.path: array.donated for array in report.arrays if array.role != "result"}
+    assert donated == {path: not path.startswith(("x", "y")) for path in donated}
+    assert len(donated) == 2 + 5 + 2
     assert report.peak_bytes < trained(target, (0,)).peak_bytes < trained(target, ()).peak_bytes
-    assert not any(one.donated for one in trained(target, ()).arrays)
+    assert not any(array.donated for array in trained(target, ()).arrays)
 
 
 @targets
 def test_arrays_have_their_size_on_a_device(target: str) -> None:
     report = trained(target, ())
-    sizes = {one.path: one.device_bytes for one in report.arrays}
+    sizes = {array.path: array.device_bytes for array in report.arrays}
     assert sizes["params/w"] == sizes["result/0/w"] == 64 * 160 * 4 // 8
     assert sizes["params/b"] == 160 * 4 // 2
     assert sizes["x"] == 24 * 64 * 4 // 4
     assert sizes["result/2"] == 4
-    assert asked(report)["params/w"] == specs(report)["params/w"] == "P('data', 'model')"
-    assert asked(report)["result/2"] == ""
+    assert requested(report)["params/w"] == specs(report)["params/w"] == "P('data', 'model')"
+    assert requested(report)["result/2"] == ""
 
 
 @pytest.mark.parametrize("target", [CUDA, TPU])
@@ -266,8 +273,8 @@ def said_plainly() -> AuditReport:
 @pytest.mark.parametrize("way", ONE_ARGUMENT)
 def test_one_argument_is_told_in_many_ways(way: str) -> None:
     report = audit(of_tree, TREE, target=CPU, **ONE_ARGUMENT[way])
-    assert asked(report)["tree/w"] == specs(report)["tree/w"] == "P(None, 'model')"
-    assert asked(report)["tree/x"] == specs(report)["tree/x"] == "P('data')"
+    assert requested(report)["tree/w"] == specs(report)["tree/w"] == "P(None, 'model')"
+    assert requested(report)["tree/x"] == specs(report)["tree/x"] == "P('data')"
     assert report.flops == said_plainly().flops == PRODUCT // 8
     assert report.peak_bytes == said_plainly().peak_bytes
 
@@ -311,17 +318,19 @@ def test_a_plan_of_the_model_is_mirrored_by_the_state(name: str, target: str) ->
         in_shardings=(None, None, P("data"), P("data")),
         out_shardings=(plan, plan.mirror, None),
     )
-    found = {one.path: one for one in report.arrays}
-    for path, one in found.items():
-        if one.role != "optimizer state" or one.shape in ((), (1,)):
+    arrays = {array.path: array for array in report.arrays}
+    for path, array in arrays.items():
+        if array.role != "optimizer state" or array.shape in ((), (1,)):
             continue
         _, _, tail = path.partition("/layers/")
-        parameter = found[f"model/layers/{tail}"]
-        if one.shape == parameter.shape:
-            assert (one.asked, one.compiled) == (parameter.asked, parameter.compiled)
-            assert one.donated
-    assert found["model/layers/0/weight"].compiled == found["result/0/layers/0/weight"].compiled == "P('model', 'data')"
-    assert {one.role for path, one in found.items() if path.startswith("state")} == {"optimizer state"}
+        parameter = arrays[f"model/layers/{tail}"]
+        if array.shape == parameter.shape:
+            assert (array.requested, array.compiled) == (parameter.requested, parameter.compiled)
+            assert array.donated
+    assert (
+        arrays["model/layers/0/weight"].compiled == arrays["result/0/layers/0/weight"].compiled == "P('model', 'data')"
+    )
+    assert {array.role for path, array in arrays.items() if path.startswith("state")} == {"optimizer state"}
     sizes = [(160, 64), (160, 160), (32, 160)]
     assert report.memory.parameters_bytes == sum(4 * (rows * columns // 8 + rows // 2) for rows, columns in sizes)
     assert "does-not-fit" not in codes(report)
@@ -331,10 +340,10 @@ def test_a_plan_of_the_model_is_mirrored_by_the_state(name: str, target: str) ->
 def test_a_rule_for_all_arguments() -> None:
     everything = sr.RegexShardingRule([(r"weight", P("model", "data")), (r"^[23]$", P("data")), (".*", P())])
     report = trained_equinox("adam", CPU, plan=everything)
-    found = specs(report)
-    assert found["model/layers/0/weight"] == found["state/0/mu/layers/0/weight"] == "P('model', 'data')"
-    assert found["x"] == found["y"] == "P('data')"
-    assert found["model/layers/0/bias"] == "P()"
+    compiled = specs(report)
+    assert compiled["model/layers/0/weight"] == compiled["state/0/mu/layers/0/weight"] == "P('model', 'data')"
+    assert compiled["x"] == compiled["y"] == "P('data')"
+    assert compiled["model/layers/0/bias"] == "P()"
 
 
 def test_out_shardings_that_ask_for_another_place() -> None:
@@ -342,13 +351,13 @@ def test_out_shardings_that_ask_for_another_place() -> None:
     report = audit(
         lambda w, x: (product(w, x), {"x": x, "n": 3}), W, X, out_shardings=(P("data", "model"), P()), **options
     )
-    assert asked(report)["result/0"] == specs(report)["result/0"] == "P('data', 'model')"
+    assert requested(report)["result/0"] == specs(report)["result/0"] == "P('data', 'model')"
     assert specs(report)["result/1/x"] == "P()"
     (gather,) = report.collectives
     assert (gather.kind, gather.axes, gather.arguments) == ("all-gather", ("data",), ("x",))
     assert report.problems == ()
-    one = audit(lambda w, x: [product(w, x), x], W, X, out_shardings=P("data"), **options)
-    assert [specs(one)[f"result/{number}"] for number in (0, 1)] == ["P('data')", "P('data')"]
+    report_of_list = audit(lambda w, x: [product(w, x), x], W, X, out_shardings=P("data"), **options)
+    assert [specs(report_of_list)[f"result/{index}"] for index in (0, 1)] == ["P('data')", "P('data')"]
 
 
 # ---- what arguments may be ----
@@ -411,9 +420,9 @@ def test_arguments_of_all_kinds(name: str, target: str) -> None:
     assert report.flops == PRODUCT // 8
     assert report.model_flops == PRODUCT
     assert report.problems == ()
-    matrices = [one for one in report.arrays if one.role != "result" and len(one.shape) == 2]
-    assert [one.compiled for one in matrices] == ["P(None, 'model')", "P('data')"]
-    assert sum(one.device_bytes for one in matrices) == 64 * 128 * 4 // 2 + 32 * 64 * 4 // 4
+    matrices = [array for array in report.arrays if array.role != "result" and len(array.shape) == 2]
+    assert [array.compiled for array in matrices] == ["P(None, 'model')", "P('data')"]
+    assert sum(array.device_bytes for array in matrices) == 64 * 128 * 4 // 2 + 32 * 64 * 4 // 4
 
 
 def test_a_module_that_is_the_function_itself() -> None:
@@ -421,9 +430,9 @@ def test_a_module_that_is_the_function_itself() -> None:
     linear = eqx.nn.Linear(64, 128, key=KEY)
     report = audit(jax.vmap(linear), X, in_shardings=P("data"), target=CPU)
     assert report.model_flops == PRODUCT
-    assert [one.device_bytes for one in report.arrays] == [32 * 64 * 4 // 4, 32 * 128 * 4 // 4]
+    assert [array.device_bytes for array in report.arrays] == [32 * 64 * 4 // 4, 32 * 128 * 4 // 4]
     alone = audit(linear, f32(64), target=CPU)
-    assert (alone.name, [one.path for one in alone.arrays]) == ("Linear", ["x", "result"])
+    assert (alone.name, [array.path for array in alone.arrays]) == ("Linear", ["x", "result"])
 
 
 def test_arrays_that_lie_on_devices_stay_there() -> None:
@@ -453,7 +462,7 @@ def test_results_that_are_no_arrays(target: str) -> None:
         return {"y": product(w, x), "n": 3, "name": "me", "none": None, "act": jax.nn.relu}
 
     report = audit(fn, W, X, in_shardings=IN, target=target)
-    assert [one.path for one in report.arrays if one.role == "result"] == ["result/y"]
+    assert [array.path for array in report.arrays if array.role == "result"] == ["result/y"]
 
 
 @targets
@@ -480,7 +489,7 @@ def test_functions_that_need_an_answer_from_python_cannot_be_compiled_without_a_
 def test_functions_without_arguments_or_results() -> None:
     assert audit(lambda: jnp.ones((8, 8)) @ jnp.ones((8, 8)), target=CPU).model_flops == 2 * 8**3
     nothing = audit(lambda x: None, X, in_shardings=P("data"), target=CPU)
-    assert [one.path for one in nothing.arrays] == ["x"]
+    assert [array.path for array in nothing.arrays] == ["x"]
     assert nothing.memory.outputs_bytes == 0
 
 
@@ -488,9 +497,9 @@ def test_small_types_and_empty_arrays() -> None:
     dtypes = (jnp.int4, jnp.bfloat16, jnp.bool_, jnp.complex64, jnp.float8_e4m3fn)
     args = [jax.ShapeDtypeStruct((64,), dtype) for dtype in dtypes]
     report = audit(lambda *args: args, *args, f32(0, 8), in_shardings=P(("data", "model")), target=CPU)
-    sizes = [one.device_bytes for one in report.arrays if one.role != "result"]
+    sizes = [array.device_bytes for array in report.arrays if array.role != "result"]
     assert sizes == [4, 16, 8, 64, 8, 0]
-    assert [one.dtype for one in report.arrays[:5]] == ["int4", "bfloat16", "bool", "complex64", "float8_e4m3fn"]
+    assert [array.dtype for array in report.arrays[:5]] == ["int4", "bfloat16", "bool", "complex64", "float8_e4m3fn"]
 
 
 # ---- functions that are jitted already ----
@@ -508,9 +517,14 @@ JITTED = jax.jit(
 def test_a_jitted_function_keeps_what_it_says(target: str) -> None:
     mesh_on(target, AXES)
     report = sr.ShardingAnalyzer(OWN).audit(JITTED, W, X, target=target)
-    assert asked(report) == {"w": "P(None, 'model')", "x": "P('data')", "result/0": "P(None, 'model')", "result/1": ""}
+    assert requested(report) == {
+        "w": "P(None, 'model')",
+        "x": "P('data')",
+        "result/0": "P(None, 'model')",
+        "result/1": "",
+    }
     assert specs(report)["w"] == specs(report)["result/0"] == "P(None, 'model')"
-    assert {one.path: one.donated for one in report.arrays[:2]} == {"w": True, "x": False}
+    assert {array.path: array.donated for array in report.arrays[:2]} == {"w": True, "x": False}
     assert report.problems == ()
     same = audit(
         lambda w, x: (w - x.T @ product(w, x), x.sum()),
@@ -572,7 +586,7 @@ def test_shard_map(reduce: Callable[..., Any], mesh: Mesh | None, target: str) -
     shardings = (P("model"), P("data", "model"))
     report = sr.ShardingAnalyzer(OWN).audit(by_hand(mesh, reduce), W, X, in_shardings=shardings, target=target)
     assert (report.flops, report.model_flops) == (PRODUCT // 8, PRODUCT)
-    assert [(one.kind, one.axes) for one in report.collectives] == [("all-reduce", ("model",))]
+    assert [(collective.kind, collective.axes) for collective in report.collectives] == [("all-reduce", ("model",))]
     assert report.wire_bytes == 8 * 128 * 4
     assert report.problems == ()
 
@@ -648,8 +662,8 @@ def test_loops(target: str) -> None:
 
     report = audit(fn, f32(64, 64), f32(48, 64), in_shardings=(P("model"), P("data", "model")), target=target)
     assert report.flops * 8 == report.model_flops == 5 * 2 * 48 * 64 * 64
-    sums = [one for one in report.collectives if one.kind in ("all-reduce", "reduce-scatter")]
-    assert sum(one.times.count for one in sums) == 5
+    sums = [collective for collective in report.collectives if collective.kind in ("all-reduce", "reduce-scatter")]
+    assert sum(collective.times.count for collective in sums) == 5
     assert report.problems == ()
 
 
@@ -662,7 +676,7 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so(target: str) -> None:
     assert report.flops == 2 * 32 * 64 * 64 // 8
     assert report.model_flops is None
     assert codes(report, "note") == ["unknown-loop"]
-    assert any(one.times.unknown for one in report.collectives)
+    assert any(collective.times.unknown for collective in report.collectives)
 
 
 @targets
@@ -756,11 +770,11 @@ def test_laws_of_any_program(seed: int, target: str) -> None:
         target=target,
     )
     assert min(report.memory.shares().values()) >= 0
-    assert sum(one.flops for one in report.modules) == report.flops
-    assert sum(one.wire_bytes for one in report.modules) == report.wire_bytes
-    assert all(one.crossed for one in report.collectives if one.wire_bytes)
-    assert all(one.message for one in report.findings)
-    assert all(one.asked == one.compiled or not one.asked for one in report.arrays)
+    assert sum(module.flops for module in report.modules) == report.flops
+    assert sum(module.wire_bytes for module in report.modules) == report.wire_bytes
+    assert all(collective.crossed for collective in report.collectives if collective.wire_bytes)
+    assert all(finding.message for finding in report.findings)
+    assert all(array.requested == array.compiled or not array.requested for array in report.arrays)
     assert AuditReport.from_json(report.to_json()) == report
     assert report.name in str(report)
 
@@ -804,7 +818,7 @@ def test_a_model_of_flax(target: str) -> None:
     assert report.memory.parameters_bytes == 4 * size
     assert report.memory.state_bytes == 2 * 4 * size + 4
     assert report.wire_bytes == 2 * 7 * (4 * size + 4) // 8  # all gradients and the loss, over all devices
-    assert {one.axes for one in report.collectives} == {("data",)}
+    assert {collective.axes for collective in report.collectives} == {("data",)}
 
 
 def test_a_model_of_nnx() -> None:
@@ -859,7 +873,7 @@ def test_a_negative_number_counts_from_the_end() -> None:
         donate_argnums=-1,
         target=CPU,
     )
-    assert [one.donated for one in report.arrays[:2]] == [False, True]
+    assert [array.donated for array in report.arrays[:2]] == [False, True]
 
 
 def test_the_same_audit_twice_is_the_same_report() -> None:
@@ -883,7 +897,7 @@ def test_nothing_is_run() -> None:
 
 def test_a_tree_that_looks_like_a_tuple_takes_one_spec_for_all() -> None:
     report = audit(lambda w, x: Pair(product(w, x), x), W, X, in_shardings=IN, out_shardings=P("data"), target=CPU)
-    assert [one.compiled for one in report.arrays if one.role == "result"] == ["P('data')", "P('data')"]
+    assert [array.compiled for array in report.arrays if array.role == "result"] == ["P('data')", "P('data')"]
 
 
 def test_roles_as_the_caller_knows_them() -> None:

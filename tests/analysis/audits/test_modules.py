@@ -87,10 +87,12 @@ def costs(target: str, fn: Any, model: Any) -> dict[str, int]:
     report = sr.ShardingAnalyzer(mesh_on(target, "data:8")).audit(
         fn, model, f32(64, 64), in_shardings=(P(), P("data")), target=target
     )
-    assert sum(one.flops for one in report.modules) == report.flops
-    assert sum(one.wire_bytes for one in report.modules) == report.wire_bytes
-    assert sum(one.run_count for one in report.modules) == sum(one.times.count for one in report.collectives)
-    return {one.path: one.flops for one in report.modules if one.flops}
+    assert sum(module.flops for module in report.modules) == report.flops
+    assert sum(module.wire_bytes for module in report.modules) == report.wire_bytes
+    assert sum(module.run_count for module in report.modules) == sum(
+        collective.times.count for collective in report.collectives
+    )
+    return {module.path: module.flops for module in report.modules if module.flops}
 
 
 PRODUCT = 2 * 8 * 64
@@ -125,5 +127,5 @@ def test_scopes_and_functions(target: str) -> None:
     def inner(w: Any, x: Any) -> Any:
         return x @ w
 
-    found = costs(target, outer, f32(64, 64))
-    assert found == {"attention/query": PRODUCT * 64, "inner": PRODUCT * 64}
+    flops = costs(target, outer, f32(64, 64))
+    assert flops == {"attention/query": PRODUCT * 64, "inner": PRODUCT * 64}

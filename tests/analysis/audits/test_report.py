@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.audits.diff import ArrayChange, CollectivesChange, FigureChange
-from shardrules.analysis.audits.evidence import MemoryUse
+from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.audits.roofline import StepTime
@@ -125,7 +125,7 @@ def test_totals() -> None:
     assert (by_axes["data"].run_count, by_axes["data"].wire_bytes) == (12, 12 * 24576)
     assert by_axes["none"].wire_bytes == 0
     by_kind = REPORT.totals_by_kind()
-    assert {kind: (one.op_count, one.run_count) for kind, one in by_kind.items()} == {
+    assert {kind: (total.op_count, total.run_count) for kind, total in by_kind.items()} == {
         "all-gather": (1, 12),
         "all-reduce": (2, 2),
     }
@@ -249,13 +249,13 @@ BROKEN = (
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_other_texts_are_no_reports(text: str) -> None:
-    with pytest.raises(ReportError, match="this text is no report of an audit: "):
+    with pytest.raises(ReportError, match="this text is not an audit report: "):
         AuditReport.from_json(text)
 
 
 def test_another_format_is_named() -> None:
     text = REPORT.to_json().replace('"shardrules_audit": 1', '"shardrules_audit": 2')
-    with pytest.raises(ReportError, match="this report is of format 2, this version reads 1"):
+    with pytest.raises(ReportError, match="this report has format 2, this version reads 1"):
         AuditReport.from_json(text)
 
 
@@ -300,7 +300,7 @@ def test_a_report_that_lacks_a_part_is_refused(part: str) -> None:
     ],
 )
 def test_a_report_that_was_edited_wrongly_is_refused(path: tuple[Any, ...], value: Any) -> None:
-    with pytest.raises(ReportError, match="this text is no report of an audit: "):
+    with pytest.raises(ReportError, match="this text is not an audit report: "):
         AuditReport.from_json(edited(*path, value=value))
 
 
@@ -325,7 +325,7 @@ def test_a_field_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
     value = dict(FIELDS)[path]
     others = [[], {}, [3]] + ([3.5] if isinstance(value, str) else ["3"])
     for other in others:
-        with pytest.raises(ReportError, match=r"this text is no report of an audit|this report is of format"):
+        with pytest.raises(ReportError, match=r"this text is not an audit report|this report has format"):
             AuditReport.from_json(edited(*path, value=other))
 
 
@@ -394,7 +394,7 @@ def test_the_page_of_a_report_without_anything() -> None:
 def test_equal_layers_are_one_row() -> None:
     table = REPORT.arrays_text()
     assert squeezed(table) == [
-        ["array", "shape", "dtype", "role", "asked", "compiled", "donated"],
+        ["array", "shape", "dtype", "role", "requested", "compiled", "donated"],
         ["params/layers/*/up", "x2", "(64,", "256)", "bfloat16", "parameters", "P('data')", "P('data')", "yes"],
         ["x", "(32,", "64)", "int32", "batch", "P('data')", "P('data')"],
         ["result", "()", "float32", "result", "-", "P()"],
@@ -418,7 +418,7 @@ def test_the_ten_dearest_are_shown() -> None:
 
 
 def test_modules_that_are_not_shown_are_added_up() -> None:
-    many = tuple(ModuleCost(f"m{number}", 100, 10, 1) for number in range(20))
+    many = tuple(ModuleCost(f"m{index}", 100, 10, 1) for index in range(20))
     page = str(attrs.evolve(REPORT, modules=many))
     (row,) = [line for line in page.splitlines() if line.startswith("8 more")]
     assert row.split() == ["8", "more", "800", "40%", "80", "B", "40%"]
@@ -487,17 +487,17 @@ def test_collectives_that_differ() -> None:
         CollectivesChange("all-reduce", "data+model", 1, 0, 1799, 0),
     )
     assert str(difference.collectives[1]) == "collective-permute over data: 0 runs, 0 B -> 2 runs, 48.0 KiB"
-    assert [one.name for one in difference.figures] == ["wire bytes"]
+    assert [figure.name for figure in difference.figures] == ["wire bytes"]
 
 
 def test_arrays_that_differ() -> None:
     first, second, x, result = REPORT.arrays
-    moved = [attrs.evolve(one, compiled="P(None, 'data')") for one in (first, second)]
+    moved = [attrs.evolve(change, compiled="P(None, 'data')") for change in (first, second)]
     difference = changed(arrays=(*moved, attrs.evolve(x, path="y"), result))
     assert difference.arrays == (
         *(
-            ArrayChange(one.path, "(64, 256) bfloat16 P('data')", "(64, 256) bfloat16 P(None, 'data')")
-            for one in (first, second)
+            ArrayChange(change.path, "(64, 256) bfloat16 P('data')", "(64, 256) bfloat16 P(None, 'data')")
+            for change in (first, second)
         ),
         ArrayChange("x", "(32, 64) int32 P('data')", ""),
         ArrayChange("y", "", "(32, 64) int32 P('data')"),
@@ -541,12 +541,14 @@ DIFFERENT: tuple[Callable[[AuditReport], AuditReport], ...] = (
 
 @pytest.mark.parametrize("change", DIFFERENT)
 def test_the_way_back_is_the_way_there_turned_round(change: Callable[[AuditReport], AuditReport]) -> None:
-    there, back = REPORT.diff(change(REPORT)), change(REPORT).diff(REPORT)
-    assert there
+    forward, back = REPORT.diff(change(REPORT)), change(REPORT).diff(REPORT)
+    assert forward
     assert back
-    assert [(one.new, one.old) for one in there.figures] == [(one.old, one.new) for one in back.figures]
-    assert (there.appeared, there.vanished) == (back.vanished, back.appeared)
-    assert {one.path for one in there.arrays} == {one.path for one in back.arrays}
+    assert [(figure.new, figure.old) for figure in forward.figures] == [
+        (figure.old, figure.new) for figure in back.figures
+    ]
+    assert (forward.appeared, forward.vanished) == (back.vanished, back.appeared)
+    assert {array.path for array in forward.arrays} == {array.path for array in back.arrays}
 
 
 def test_two_plans_of_one_function_differ_in_what_they_move() -> None:
@@ -559,11 +561,11 @@ def test_two_plans_of_one_function_differ_in_what_they_move() -> None:
         analyzer.audit(loss, w, x, in_shardings=(spec, P("data")), target="cpu:8") for spec in (P(), P("data"))
     )
     difference = whole.diff(split)
-    assert [(one.kind, one.axes, one.old_runs, one.new_runs) for one in difference.collectives] == [
+    assert [(change.kind, change.axes, change.old_runs, change.new_runs) for change in difference.collectives] == [
         ("all-gather", "data", 0, 1)
     ]
     assert difference.collectives[0].new_bytes == 64 * 64 * 4 * 7 // 8
-    assert [(one.path, one.old, one.new) for one in difference.arrays] == [
+    assert [(change.path, change.old, change.new) for change in difference.arrays] == [
         ("w", "(64, 64) float32 P()", "(64, 64) float32 P('data')")
     ]
-    assert [one.code for one in difference.appeared] == ["fsdp"]
+    assert [finding.code for finding in difference.appeared] == ["fsdp"]

@@ -45,7 +45,7 @@ def collective(kind: str, size: int, wire: int, **more: Any) -> Collective:
 
 
 @pytest.mark.parametrize(
-    ("one", "seconds"),
+    ("kernel", "seconds"),
     [
         (kernel(150, 50), 2.0),
         (kernel(150, 50, count=12), 24.0),
@@ -62,13 +62,13 @@ def collective(kind: str, size: int, wire: int, **more: Any) -> Collective:
         (kernel(0, 0, (("bf16", "default"), 1000), (("f32", "default"), 1000)), 3.0),
     ],
 )
-def test_a_kernel_takes_as_long_as_what_it_waits_for(one: Kernel, seconds: float) -> None:
-    assert compute_seconds([one], ROUND) == pytest.approx(seconds)
-    assert compute_seconds([one, one], ROUND) == pytest.approx(2 * seconds)
+def test_a_kernel_takes_as_long_as_what_it_waits_for(kernel: Kernel, seconds: float) -> None:
+    assert compute_seconds([kernel], ROUND) == pytest.approx(seconds)
+    assert compute_seconds([kernel, kernel], ROUND) == pytest.approx(2 * seconds)
 
 
 @pytest.mark.parametrize(
-    ("one", "sending", "waiting"),
+    ("collective", "sending", "waiting"),
     [
         (collective("all-gather", 8, 70), 7.0, 7 * 0.1),
         (collective("reduce-scatter", 8, 70), 7.0, 7 * 0.1),
@@ -87,36 +87,38 @@ def test_a_kernel_takes_as_long_as_what_it_waits_for(one: Kernel, seconds: float
         (collective("all-to-all", 16, 150), 80.0, 14 * 0.1 + 0.5),
     ],
 )
-def test_a_collective_sends_and_waits(one: Collective, sending: float, waiting: float) -> None:
-    hosts = 2 if one.group_size > 8 or (one.kind, one.group_size) == ("all-gather", 2) else 1
-    one = attrs.evolve(one, host_count=hosts)
-    assert collective_seconds(one, ROUND) == pytest.approx(sending + waiting)
-    assert collective_seconds(attrs.evolve(one, times=Times(12)), ROUND) == pytest.approx(12 * (sending + waiting))
+def test_a_collective_sends_and_waits(collective: Collective, sending: float, waiting: float) -> None:
+    hosts = 2 if collective.group_size > 8 or (collective.kind, collective.group_size) == ("all-gather", 2) else 1
+    collective = attrs.evolve(collective, host_count=hosts)
+    assert collective_seconds(collective, ROUND) == pytest.approx(sending + waiting)
+    assert collective_seconds(attrs.evolve(collective, times=Times(12)), ROUND) == pytest.approx(
+        12 * (sending + waiting)
+    )
 
 
 @pytest.mark.parametrize(
     ("dims", "share"), [(0, 1.0), (1, 1 / 3), (2, 2 / 3), (3, 1.0)], ids=["unknown", "one", "two", "three"]
 )
 def test_a_group_has_the_links_along_which_it_lies(dims: int, share: float) -> None:
-    one = collective("all-gather", 4, 600, torus_dims=dims)
+    gather = collective("all-gather", 4, 600, torus_dims=dims)
     torus = attrs.evolve(ROUND, torus_dims=3)
-    assert collective_seconds(one, torus) == pytest.approx(60 / share + 0.3)
-    assert collective_seconds(one, ROUND) == pytest.approx(60.3), "a switch joins all to all"
+    assert collective_seconds(gather, torus) == pytest.approx(60 / share + 0.3)
+    assert collective_seconds(gather, ROUND) == pytest.approx(60.3), "a switch joins all to all"
     flat = attrs.evolve(ROUND, torus_dims=2)  # a chip of two devices, or a group that is not on this hardware
-    assert collective_seconds(one, flat) == pytest.approx(60 / min(1.0, (dims or 2) / 2) + 0.3)
+    assert collective_seconds(gather, flat) == pytest.approx(60 / min(1.0, (dims or 2) / 2) + 0.3)
 
 
 def test_one_device_on_each_host_uses_no_links() -> None:
     fast = attrs.evolve(ROUND, network_bytes_per_second=100.0)
-    one = collective("all-gather", 2, 70, host_count=2)
-    assert collective_seconds(one, fast) == pytest.approx(0.7 + 0.5)
-    assert collective_seconds(attrs.evolve(one, group_size=4), fast) == pytest.approx(7 + 0.5 + 2 * 0.1)
+    gather = collective("all-gather", 2, 70, host_count=2)
+    assert collective_seconds(gather, fast) == pytest.approx(0.7 + 0.5)
+    assert collective_seconds(attrs.evolve(gather, group_size=4), fast) == pytest.approx(7 + 0.5 + 2 * 0.1)
 
 
 def test_between_slices_goes_over_the_network_even_where_the_target_is_not_known() -> None:
-    one = collective("all-reduce", 2, 70, between_slices=True)
-    assert collective_seconds(one, ROUND) == pytest.approx(70 + 2 * 0.5)
-    assert collective_seconds(attrs.evolve(one, host_count=2), ROUND) == pytest.approx(70 + 2 * 0.5)
+    reduce = collective("all-reduce", 2, 70, between_slices=True)
+    assert collective_seconds(reduce, ROUND) == pytest.approx(70 + 2 * 0.5)
+    assert collective_seconds(attrs.evolve(reduce, host_count=2), ROUND) == pytest.approx(70 + 2 * 0.5)
 
 
 @given(
@@ -131,21 +133,21 @@ def test_between_slices_goes_over_the_network_even_where_the_target_is_not_known
 def test_what_holds_for_every_collective(
     kind: str, members: int, hosts: int, wire: int, dims: int, count: int, hardware: Hardware
 ) -> None:
-    one = collective(kind, members * hosts, wire, host_count=hosts, torus_dims=dims)
-    seconds = collective_seconds(one, hardware)
+    sample = collective(kind, members * hosts, wire, host_count=hosts, torus_dims=dims)
+    seconds = collective_seconds(sample, hardware)
     assert seconds >= 0
     assert (seconds == 0) == (members * hosts == 1)
     slack = 1 + 1e-9
-    assert seconds <= collective_seconds(attrs.evolve(one, wire_bytes=wire + 1000), hardware) * slack
-    assert count * seconds == pytest.approx(collective_seconds(attrs.evolve(one, times=Times(count)), hardware))
+    assert seconds <= collective_seconds(attrs.evolve(sample, wire_bytes=wire + 1000), hardware) * slack
+    assert count * seconds == pytest.approx(collective_seconds(attrs.evolve(sample, times=Times(count)), hardware))
     for figure in ("link_bytes_per_second", "network_bytes_per_second"):
         faster = attrs.evolve(hardware, **{figure: 2 * getattr(hardware, figure)})
-        assert seconds / 2 / slack <= collective_seconds(one, faster) <= seconds * slack
+        assert seconds / 2 / slack <= collective_seconds(sample, faster) <= seconds * slack
     if hosts == 1 and members > 1:
-        spread = attrs.evolve(one, host_count=members)
+        spread = attrs.evolve(sample, host_count=members)
         assert collective_seconds(spread, hardware) * slack >= seconds
     if dims:
-        assert collective_seconds(attrs.evolve(one, torus_dims=dims + 1), hardware) <= seconds * slack
+        assert collective_seconds(attrs.evolve(sample, torus_dims=dims + 1), hardware) <= seconds * slack
 
 
 @given(
@@ -156,18 +158,18 @@ def test_what_holds_for_every_collective(
     hardware=st.sampled_from([H100, V5E, V5P, ROUND]),
 )
 def test_what_holds_for_every_kernel(read: int, written: int, flops: int, dtype: str, hardware: Hardware) -> None:
-    one = kernel(read, written, ((dtype, "default"), flops))
-    seconds = compute_seconds([one], hardware)
+    sample = kernel(read, written, ((dtype, "default"), flops))
+    seconds = compute_seconds([sample], hardware)
     more = (
-        attrs.evolve(one, read_bytes=read + 10),
-        attrs.evolve(one, written_bytes=written + 10),
-        attrs.evolve(one, flops=(((dtype, "default"), flops + 10),)),
-        attrs.evolve(one, flops=(((dtype, "highest"), flops),)),
+        attrs.evolve(sample, read_bytes=read + 10),
+        attrs.evolve(sample, written_bytes=written + 10),
+        attrs.evolve(sample, flops=(((dtype, "default"), flops + 10),)),
+        attrs.evolve(sample, flops=(((dtype, "highest"), flops),)),
     )
     assert all(compute_seconds([each], hardware) >= seconds for each in more)
     faster = attrs.evolve(hardware, memory_bytes_per_second=2 * hardware.memory_bytes_per_second)
-    assert compute_seconds([one], faster) <= seconds
-    assert compute_seconds([one, *more], hardware) >= 5 * seconds
+    assert compute_seconds([sample], faster) <= seconds
+    assert compute_seconds([sample, *more], hardware) >= 5 * seconds
 
 
 @pytest.mark.parametrize(
@@ -202,11 +204,13 @@ def test_a_step_is_its_kernels_and_its_collectives(target: str) -> None:
     kernels, collectives = find_kernels(program, matmuls), find_collectives(program, mesh, Target.parse(target))
     step = step_time(program, collectives, matmuls, hardware)
     assert step.compute_seconds == pytest.approx(compute_seconds(kernels, hardware))
-    assert step.communication_seconds == pytest.approx(sum(collective_seconds(one, hardware) for one in collectives))
+    assert step.communication_seconds == pytest.approx(
+        sum(collective_seconds(collective, hardware) for collective in collectives)
+    )
     at_memory = [
-        one
-        for one in kernels
-        if compute_seconds([attrs.evolve(one, flops=())], hardware) >= compute_seconds([one], hardware)
+        kernel
+        for kernel in kernels
+        if compute_seconds([attrs.evolve(kernel, flops=())], hardware) >= compute_seconds([kernel], hardware)
     ]
     assert step.memory_seconds == pytest.approx(compute_seconds(at_memory, hardware))
     assert 0 < step.memory_seconds <= step.compute_seconds
@@ -224,32 +228,32 @@ def test_a_closed_form() -> None:
     assert step.communication_seconds == pytest.approx(x / 10 + 2 * 0.1)
 
 
-def summed(target: str, text: str, axes: Any, held: P) -> float:
+def summed(target: str, text: str, axes: Any, spec: P) -> float:
     """The seconds to add up 64 MiB on each device along axes of a mesh."""
     mesh = mesh_on(target, text)
-    mapped = jax.shard_map(lambda x: lax.psum(x, axes), mesh=mesh, in_specs=held, out_specs=P(), check_vma=False)
-    program = program_of(mapped, array(mesh, (mesh.size * 2**12, 2**12), held[0]))
-    found = find_collectives(program, mesh, Target.parse(target))
-    return sum(collective_seconds(one, Target.parse(target).hardware) for one in found)
+    mapped = jax.shard_map(lambda x: lax.psum(x, axes), mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
+    program = program_of(mapped, array(mesh, (mesh.size * 2**12, 2**12), spec[0]))
+    collectives = find_collectives(program, mesh, Target.parse(target))
+    return sum(collective_seconds(collective, Target.parse(target).hardware) for collective in collectives)
 
 
 PART = 2**26
 
 
 def test_on_one_host_and_on_two() -> None:
-    one = summed("cuda:h100:8", "data:8", "data", P("data"))
-    assert one == pytest.approx(2 * PART * 7 / 8 / 450e9 + 14 * 3.4e-6, rel=1e-3)
+    single = summed("cuda:h100:8", "data:8", "data", P("data"))
+    assert single == pytest.approx(2 * PART * 7 / 8 / 450e9 + 14 * 3.4e-6, rel=1e-3)
     two = summed("cuda:h100:16", "data:16", "data", P("data"))
     assert two == pytest.approx(2 * PART * 15 / 16 / (8 * 50e9) + 28 * 3.4e-6 + 2 * 14e-6, rel=1e-3)
     across = summed("cuda:h100:16", "data:2,model:8", "data", P(("data", "model")))
     assert across == pytest.approx(PART / 50e9 + 2 * 14e-6, rel=1e-3)
     inside = summed("cuda:h100:16", "data:2,model:8", "model", P(("data", "model")))
-    assert inside == pytest.approx(one)
+    assert inside == pytest.approx(single)
 
 
 def test_along_one_dimension_of_a_torus_and_along_two() -> None:
-    one = summed("tpu:v5e:4x4", "data:4,model:4", "data", P(("data", "model")))
-    assert one == pytest.approx(2 * PART * 3 / 4 / 100e9 + 6e-6, rel=1e-3)
+    along_row = summed("tpu:v5e:4x4", "data:4,model:4", "data", P(("data", "model")))
+    assert along_row == pytest.approx(2 * PART * 3 / 4 / 100e9 + 6e-6, rel=1e-3)
     two = summed("tpu:v5e:4x4", "data:16", "data", P("data"))
     assert two == pytest.approx(2 * PART * 15 / 16 / 200e9 + 30e-6, rel=1e-3)
 

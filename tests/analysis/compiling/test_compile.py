@@ -37,13 +37,13 @@ def built(
     *args: Any,
     mesh: Mesh | None = None,
     shardings: Any = IN,
-    known: Mesh | None = None,
+    trace_mesh: Mesh | None = None,
     **options: Any,
 ) -> Compiled:
     mesh = mesh or mesh_on(CPU, AXES)
-    found = read_arguments(fn, args, mesh, in_shardings=shardings)
-    traced = trace(fn, found, known or mesh)
-    return compile_for(traced, found.with_specs(traced.said, mesh), mesh, **options)
+    arguments = read_arguments(fn, args, mesh, in_shardings=shardings)
+    traced = trace(fn, arguments, trace_mesh or mesh)
+    return compile_for(traced, arguments.with_specs(traced.input_specs, mesh), mesh, **options)
 
 
 def plainly(fn: Callable[..., Any], mesh: Mesh, *args: Any, shardings: Any = IN, **options: Any) -> Any:
@@ -82,13 +82,13 @@ def test_memory_is_what_jax_says(fn: Callable[..., Any], target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_donated_memory_is_counted_once(target: str) -> None:
     mesh = mesh_on(target, AXES)
-    there = NamedSharding(mesh, P(None, "model"))
-    usage = plainly(both, mesh, W, X, donate_argnums=0, out_shardings=(there, None)).memory_analysis()
-    found = built(both, W, X, mesh=mesh, out_shardings=(P(None, "model"), None), donated=(0,))
-    assert found.donated == (0,)
-    assert found.memory.alias_bytes == usage.alias_size_in_bytes > 0
-    assert found.memory.temporary_bytes == usage.temp_size_in_bytes
-    memory = found.memory
+    columns = NamedSharding(mesh, P(None, "model"))
+    usage = plainly(both, mesh, W, X, donate_argnums=0, out_shardings=(columns, None)).memory_analysis()
+    compiled = built(both, W, X, mesh=mesh, out_shardings=(P(None, "model"), None), donated=(0,))
+    assert compiled.donated == (0,)
+    assert compiled.memory.alias_bytes == usage.alias_size_in_bytes > 0
+    assert compiled.memory.temporary_bytes == usage.temp_size_in_bytes
+    memory = compiled.memory
     assert memory.peak_bytes + memory.alias_bytes == (
         memory.argument_bytes + memory.output_bytes + memory.temporary_bytes
     )
@@ -99,26 +99,28 @@ def test_peak_of_a_memory_by_hand() -> None:
 
 
 def test_arguments_and_results_are_where_the_compiler_put_them() -> None:
-    found = built(both, W, X, out_shardings=(P("data", "model"), None))
-    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
-    first, second = found.results
+    compiled = built(both, W, X, out_shardings=(P("data", "model"), None))
+    assert [sharding.spec for sharding in compiled.argument_shardings if isinstance(sharding, NamedSharding)] == list(
+        IN
+    )
+    first, second = compiled.results
     assert (first.path, first.struct.shape, second.path, second.struct.shape) == ("0", (64, 64), "1", ())
-    assert first.asked is not None
-    assert first.asked.spec == P("data", "model")
-    assert isinstance(first.at, NamedSharding)
-    assert first.at.spec == P("data", "model")
-    assert second.asked is None
+    assert first.requested is not None
+    assert first.requested.spec == P("data", "model")
+    assert isinstance(first.sharding, NamedSharding)
+    assert first.sharding.spec == P("data", "model")
+    assert second.requested is None
 
 
 def test_what_nobody_says_is_left_to_the_compiler() -> None:
     """Of the product it knows one factor. The other it may take as it likes best."""
-    found = built(lambda w, x: lax.with_sharding_constraint(x, P("data")) @ w, W, X, shardings=None)
-    assert len(found.arguments) == 2
+    compiled = built(lambda w, x: lax.with_sharding_constraint(x, P("data")) @ w, W, X, shardings=None)
+    assert len(compiled.argument_shardings) == 2
 
 
 def test_results_that_are_no_arrays_have_no_place() -> None:
-    found = built(lambda w, x: {"y": x @ w, "n": 3, "name": "me", "none": None, "act": jax.nn.relu}, W, X)
-    assert [one.path for one in found.results] == ["y"]
+    compiled = built(lambda w, x: {"y": x @ w, "n": 3, "name": "me", "none": None, "act": jax.nn.relu}, W, X)
+    assert [result.path for result in compiled.results] == ["y"]
     assert built(lambda w, x: None, W, X).results == ()
 
 
@@ -127,9 +129,9 @@ def test_the_program_keeps_the_name_of_the_function() -> None:
 
 
 def test_arguments_that_are_not_used_are_counted() -> None:
-    found = built(lambda w, x: x.sum(), W, X)
-    assert found.memory.argument_bytes == 64 * 32 * 4 + 8 * 64 * 4
-    assert len(found.arguments) == 2
+    compiled = built(lambda w, x: x.sum(), W, X)
+    assert compiled.memory.argument_bytes == 64 * 32 * 4 + 8 * 64 * 4
+    assert len(compiled.argument_shardings) == 2
 
 
 def test_nothing_is_run_and_nothing_traced_twice() -> None:
@@ -145,16 +147,16 @@ def test_nothing_is_run_and_nothing_traced_twice() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_mesh_of_the_users_is_replaced_by_the_targets(target: str) -> None:
-    own = sr.create_mesh(AXES)
-    there = mesh_on(target, AXES)
+    user_mesh = sr.create_mesh(AXES)
+    target_mesh = mesh_on(target, AXES)
 
     def constrained(w: Any, x: Any) -> Any:
-        return lax.with_sharding_constraint(x @ w, NamedSharding(own, P("data", "model")))
+        return lax.with_sharding_constraint(x @ w, NamedSharding(user_mesh, P("data", "model")))
 
-    found = built(constrained, W, X, mesh=there, known=own)
-    (result,) = found.results
-    assert isinstance(result.at, NamedSharding)
-    assert (result.at.mesh, result.at.spec) == (there, P("data", "model"))
+    compiled = built(constrained, W, X, mesh=target_mesh, trace_mesh=user_mesh)
+    (result,) = compiled.results
+    assert isinstance(result.sharding, NamedSharding)
+    assert (result.sharding.mesh, result.sharding.spec) == (target_mesh, P("data", "model"))
 
 
 # ---- functions that are jitted already ----
@@ -170,30 +172,37 @@ JITTED = jax.jit(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_a_jitted_function_says_is_kept(target: str) -> None:
-    there = mesh_on(target, AXES)
-    found = built(JITTED, W, X, mesh=there, known=OWN, shardings=None)
-    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
-    assert [one.asked.spec if one.asked else None for one in found.results] == [P(None, "model"), None]
-    assert found.donated == (0,)
-    assert found.memory.alias_bytes > 0
-    assert "jit_both" in found.text[:40]
+    target_mesh = mesh_on(target, AXES)
+    compiled = built(JITTED, W, X, mesh=target_mesh, trace_mesh=OWN, shardings=None)
+    assert [sharding.spec for sharding in compiled.argument_shardings if isinstance(sharding, NamedSharding)] == list(
+        IN
+    )
+    assert [result.requested.spec if result.requested else None for result in compiled.results] == [
+        P(None, "model"),
+        None,
+    ]
+    assert compiled.donated == (0,)
+    assert compiled.memory.alias_bytes > 0
+    assert "jit_both" in compiled.text[:40]
 
 
 def test_what_the_caller_says_comes_first() -> None:
     jitted = jax.jit(both, donate_argnums=1)
-    found = built(jitted, W, X, donated=(0,), out_shardings=(P("data"), None))
-    assert found.donated == (0, 1)
-    assert found.results[0].asked is not None
-    assert found.results[0].asked.spec == P("data")
+    compiled = built(jitted, W, X, donated=(0,), out_shardings=(P("data"), None))
+    assert compiled.donated == (0, 1)
+    assert compiled.results[0].requested is not None
+    assert compiled.results[0].requested.spec == P("data")
 
 
 def test_a_jitted_function_that_holds_arrays_is_heard_too() -> None:
-    held = jnp.arange(64.0)
-    there = NamedSharding(OWN, P(None, "model"))
-    jitted = jax.jit(lambda w, x: (w + held, x.sum()), in_shardings=(there, None), donate_argnums=0)
-    found = built(jitted, W, X, shardings=(None, P("data")), out_shardings=(P(None, "model"), None))
-    assert [one.spec for one in found.arguments if isinstance(one, NamedSharding)] == list(IN)
-    assert found.donated == (0,)
+    offset = jnp.arange(64.0)
+    columns = NamedSharding(OWN, P(None, "model"))
+    jitted = jax.jit(lambda w, x: (w + offset, x.sum()), in_shardings=(columns, None), donate_argnums=0)
+    compiled = built(jitted, W, X, shardings=(None, P("data")), out_shardings=(P(None, "model"), None))
+    assert [sharding.spec for sharding in compiled.argument_shardings if isinstance(sharding, NamedSharding)] == list(
+        IN
+    )
+    assert compiled.donated == (0,)
 
 
 def test_donation_inside_of_a_larger_function_is_its_own_affair() -> None:
@@ -264,8 +273,8 @@ def test_other_compilers_refuse_nothing() -> None:
     big = f32(64, 2**20, 2**12)
     for target in (CPU, CUDA):
         mesh = mesh_on(target, "data:8")
-        found = built(lambda x: jnp.tanh(x) * 2, big, mesh=mesh, shardings=P("data"))
-        assert found.memory.argument_bytes == 2**40 // 8
+        compiled = built(lambda x: jnp.tanh(x) * 2, big, mesh=mesh, shardings=P("data"))
+        assert compiled.memory.argument_bytes == 2**40 // 8
 
 
 def test_an_error_of_a_trace_names_the_line() -> None:
@@ -290,9 +299,11 @@ def test_a_function_that_names_a_mesh_which_the_analyzer_does_not_know() -> None
 @pytest.mark.parametrize("target", TARGETS)
 def test_jitted_functions_inside_go_to_the_machine_too(target: str) -> None:
     jitted = jax.jit(lambda x: x * 2, in_shardings=NamedSharding(OWN, P("data")))
-    there = mesh_on(target, AXES)
-    found = built(lambda x: jitted(x) + 1, X, mesh=there, known=OWN, shardings=P("data"))
-    assert [one.at.mesh for one in found.results if isinstance(one.at, NamedSharding)] == [there]
+    target_mesh = mesh_on(target, AXES)
+    compiled = built(lambda x: jitted(x) + 1, X, mesh=target_mesh, trace_mesh=OWN, shardings=P("data"))
+    assert [result.sharding.mesh for result in compiled.results if isinstance(result.sharding, NamedSharding)] == [
+        target_mesh
+    ]
 
 
 # ---- what compilers say aloud ----
@@ -303,9 +314,9 @@ def test_other_noise_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
         os.write(2, b"while tracing\n")
         return x @ w
 
-    found = built(noisy, W, X)
+    compiled = built(noisy, W, X)
     sys.stderr.write("after it\n")
-    assert found.messages == ()
-    heard = capfd.readouterr().err
-    assert "while tracing\n" in heard
-    assert heard.endswith("after it\n")
+    assert compiled.messages == ()
+    stderr = capfd.readouterr().err
+    assert "while tracing\n" in stderr
+    assert stderr.endswith("after it\n")

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.compiling.constraints import constraints, weakened
+from shardrules.analysis.compiling.constraints import find_constraints, weakened_constraints
 from shardrules.analysis.compiling.jaxprs import equations
-from shardrules.analysis.compiling.source import users_line
+from shardrules.analysis.compiling.source import user_line
 
 MESH = sr.create_mesh("data:4,model:2")
 SIZES = {"data": 4, "model": 2}
@@ -45,15 +45,15 @@ PROGRAMS: dict[str, Any] = {
 def test_constraints_are_found_wherever_they_are(name: str) -> None:
     with jax.set_mesh(MESH):
         program = jax.make_jaxpr(PROGRAMS[name])(X)
-    ((shape, spec, stack),) = constraints(program)
+    ((shape, spec, stack),) = find_constraints(program)
     assert (shape, spec) == ((16, 32), P("data"))
-    assert users_line(stack).startswith(f"{__file__}:")
+    assert user_line(stack).startswith(f"{__file__}:")
 
 
 def test_a_batch_in_front_takes_part() -> None:
     with jax.set_mesh(MESH):
         program = jax.make_jaxpr(jax.vmap(once))(jnp.ones((3, 16, 32)))
-    ((shape, spec, _),) = constraints(program)
+    ((shape, spec, _),) = find_constraints(program)
     assert shape == (3, 16, 32)
     assert spec[1] == "data"
 
@@ -61,25 +61,25 @@ def test_a_batch_in_front_takes_part() -> None:
 def test_gradients_are_constrained_as_their_values() -> None:
     with jax.set_mesh(MESH):
         program = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(once(x * 2) ** 2)))(X)
-    assert [spec for _, spec, _ in constraints(program)] == [P("data"), P("data")]
+    assert [spec for _, spec, _ in find_constraints(program)] == [P("data"), P("data")]
 
 
 def test_explicit_meshes_have_them_too() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         program = jax.make_jaxpr(lambda x: jax.sharding.reshard(x, P(None, "model")))(X)
-    assert [(shape, spec) for shape, spec, _ in constraints(program)] == [((16, 32), P(None, "model"))]
+    assert [(shape, spec) for shape, spec, _ in find_constraints(program)] == [((16, 32), P(None, "model"))]
 
 
 def test_what_constrains_nothing_has_none() -> None:
-    assert list(constraints(jax.make_jaxpr(lambda x: jnp.tanh(x) @ x.T)(X))) == []
+    assert list(find_constraints(jax.make_jaxpr(lambda x: jnp.tanh(x) @ x.T)(X))) == []
 
 
 def test_all_equations_are_walked() -> None:
     def nested(x: Any) -> Any:
         return lax.scan(lambda c, _: (jax.jit(jnp.tanh)(c), None), x, None, length=3)[0]
 
-    assert "tanh" in [one.primitive.name for one in equations(jax.make_jaxpr(nested)(X))]
+    assert "tanh" in [equation.primitive.name for equation in equations(jax.make_jaxpr(nested)(X))]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,6 @@ def test_constraints_that_do_not_divide(rows: int, spec: P, stays: bool) -> None
 
     with jax.set_mesh(MESH):
         program = jax.make_jaxpr(fn)(jnp.ones((rows, 32)))
-    found = list(weakened(constraints(program), SIZES))
-    assert [one.code for one in found] == ([] if stays else ["weakened"])
-    assert all(f"({rows}, 32)" in one.message and one.source.startswith(__file__) for one in found)
+    findings = list(weakened_constraints(find_constraints(program), SIZES))
+    assert [finding.code for finding in findings] == ([] if stays else ["weakened"])
+    assert all(f"({rows}, 32)" in finding.message and finding.source.startswith(__file__) for finding in findings)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.compiling.model_flops import matmul_flops, model_flops, without_dead_code
+from shardrules.analysis.compiling.model_flops import model_flops, model_matmuls, without_dead_code
 
 BATCH, WIDTH, HIDDEN = 4, 8, 16
 PRODUCT = 2 * BATCH * WIDTH * HIDDEN
@@ -53,7 +53,7 @@ def brute_force(image: int, kernel: int, out: int, stride: int, hole: int, chann
     """One dimension of a convolution without padding, position by position."""
     batch, inputs, outputs = channels
     touched = [(position * stride + element * hole, element) for position in range(out) for element in range(kernel)]
-    assert all(0 <= place < image for place, _ in touched)
+    assert all(0 <= index < image for index, _ in touched)
     return 2 * len(touched) * batch * inputs * outputs
 
 
@@ -100,9 +100,9 @@ def test_the_gradient_of_a_kernel_is_as_dear_as_the_convolution() -> None:
     def forward(k: Any, x: Any) -> Any:
         return lax.conv_general_dilated(x, k, (2,), "VALID")
 
-    one = flops(forward, kernel, image)
-    assert one == brute_force(16, 4, 7, 2, 1, (2, 3, 5))
-    assert flops(lambda k, x: jax.vjp(lambda k: forward(k, x), k)[1](forward(k, x)), kernel, image) == 3 * one
+    forward_flops = flops(forward, kernel, image)
+    assert forward_flops == brute_force(16, 4, 7, 2, 1, (2, 3, 5))
+    assert flops(lambda k, x: jax.vjp(lambda k: forward(k, x), k)[1](forward(k, x)), kernel, image) == 3 * forward_flops
 
 
 def test_zeros_of_a_dilated_image_are_not_multiplied() -> None:
@@ -112,7 +112,7 @@ def test_zeros_of_a_dilated_image_are_not_multiplied() -> None:
     def spread(x: Any, k: Any) -> Any:
         return lax.conv_general_dilated(x, k, (1,), [(0, 0)], lhs_dilation=(2,))
 
-    filled = [place % 2 == 0 for place in range(7)]
+    filled = [index % 2 == 0 for index in range(7)]
     met = sum(filled[start + element] for start in range(4) for element in range(4))
     assert flops(spread, image, kernel) == 2 * met
 
@@ -188,7 +188,7 @@ def test_all_branches_count_as_they_do_in_a_compiled_program() -> None:
 def test_an_equation_of_each_product() -> None:
     """A scan counts its products as often as it goes round, one of a step counts once."""
     program = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c @ SQUARE, None), x @ SQUARE, None, length=7)[0])(X)
-    assert [(one.equation.primitive.name, one.flops) for one in matmul_flops(program)] == [
+    assert [(matmul.equation.primitive.name, matmul.flops) for matmul in model_matmuls(program)] == [
         ("dot_general", TURN),
         ("dot_general", 7 * TURN),
     ]
@@ -258,8 +258,13 @@ def test_what_cannot_be_known_beforehand_is_marked() -> None:
         x = lax.while_loop(lambda x: x.sum() < 9, lambda x: lax.map(lambda row: row @ SQUARE, x), x @ SQUARE)
         return lax.ragged_dot(x, jnp.ones((2, WIDTH, WIDTH)), jnp.array([1, 3])) @ SQUARE
 
-    found = list(matmul_flops(jax.make_jaxpr(step)(X)))
-    assert [(one.flops, one.is_certain) for one in found] == [(TURN, True), (TURN, False), (TURN, False), (TURN, True)]
+    matmuls = list(model_matmuls(jax.make_jaxpr(step)(X)))
+    assert [(matmul.flops, matmul.is_certain) for matmul in matmuls] == [
+        (TURN, True),
+        (TURN, False),
+        (TURN, False),
+        (TURN, True),
+    ]
 
 
 def test_what_multiplies_no_matrices_asks_for_nothing() -> None:

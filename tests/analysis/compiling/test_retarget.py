@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.compiling.retarget import on_mesh
+from shardrules.analysis.compiling.retarget import retarget
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
 AXES = "data:4,model:2"
@@ -81,28 +81,28 @@ def parts(value: Any) -> Iterator[Any]:
     if isinstance(value, ClosedJaxpr) and not isinstance(value, Jaxpr):  # newer JAX has one class for both
         yield from parts(value.jaxpr)
     elif isinstance(value, Jaxpr):
-        for one in (*value.invars, *value.constvars, *value.outvars):
-            yield one.aval
+        for variable in (*value.invars, *value.constvars, *value.outvars):
+            yield variable.aval
         for equation in value.eqns:
             yield equation.ctx.cur_abstract_mesh
-            yield from (one.aval for one in (*equation.invars, *equation.outvars))
+            yield from (variable.aval for variable in (*equation.invars, *equation.outvars))
             for param in equation.params.values():
                 yield from parts(param)
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from parts(one)
+        for item in value:
+            yield from parts(item)
     else:
         yield value
 
 
 def meshes(program: ClosedJaxpr) -> list[Any]:
-    found: list[Any] = []
-    for one in parts(program):
-        sharding = getattr(one, "sharding", one)
+    all_meshes: list[Any] = []
+    for part in parts(program):
+        sharding = getattr(part, "sharding", part)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else sharding
         if isinstance(mesh, Mesh | AbstractMesh) and not mesh.empty:
-            found.append(mesh)
-    return found
+            all_meshes.append(mesh)
+    return all_meshes
 
 
 def traced(fn: Callable[..., Any], mesh: Mesh = HERE) -> ClosedJaxpr:
@@ -113,8 +113,8 @@ def traced(fn: Callable[..., Any], mesh: Mesh = HERE) -> ClosedJaxpr:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_moved_program_computes_the_same(name: str) -> None:
     fn = PROGRAMS[name]
-    moved = on_mesh(traced(fn), THERE)
-    assert all(one == THERE for one in meshes(moved) if isinstance(one, Mesh))
+    moved = retarget(traced(fn), THERE)
+    assert all(mesh == THERE for mesh in meshes(moved) if isinstance(mesh, Mesh))
     with jax.set_mesh(HERE):
         expected = jax.tree.leaves(jax.jit(fn)(X))
     with jax.set_mesh(THERE):
@@ -127,48 +127,50 @@ def test_a_moved_program_computes_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_moved_program_compiles_for_another_machine(name: str, target: str) -> None:
     """JAX refuses a program in which one mesh of CPUs is left."""
-    there = mesh_on(target, AXES)
-    moved = on_mesh(traced(PROGRAMS[name]), there)
-    kinds = {one.device_kind for mesh in meshes(moved) for one in (mesh.devices.flat if isinstance(mesh, Mesh) else ())}
-    assert kinds <= {there.devices.flat[0].device_kind}
-    with jax.set_mesh(there):
+    target_mesh = mesh_on(target, AXES)
+    moved = retarget(traced(PROGRAMS[name]), target_mesh)
+    kinds = {
+        device.device_kind for mesh in meshes(moved) for device in (mesh.devices.flat if isinstance(mesh, Mesh) else ())
+    }
+    assert kinds <= {target_mesh.devices.flat[0].device_kind}
+    with jax.set_mesh(target_mesh):
         text = jax.jit(jaxpr_as_fun(moved)).lower(jax.ShapeDtypeStruct(X.shape, X.dtype)).compile().as_text()
     assert "num_partitions=8" in (text or "")
 
 
 def test_specs_memory_and_types_of_axes_are_kept() -> None:
     explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    there = Mesh(THERE.devices, THERE.axis_names, axis_types=explicit.axis_types)
+    target_mesh = Mesh(THERE.devices, THERE.axis_names, axis_types=explicit.axis_types)
     with jax.set_mesh(explicit):
         program = jax.jit(lambda x: jax.sharding.reshard(x, P(None, "model"))).trace(X).jaxpr
-    (equation,) = on_mesh(program, there).jaxpr.eqns
+    (equation,) = retarget(program, target_mesh).jaxpr.eqns
     assert equation.params["dst_sharding"].spec == P(None, "model")
-    moved = on_mesh(traced(plain), THERE)
+    moved = retarget(traced(plain), THERE)
     assert moved.jaxpr.eqns[0].params["sharding"] == NamedSharding(THERE, P("data", "model"))
 
 
 def test_a_mesh_of_other_axes_stays() -> None:
     rows = sr.create_mesh("rows:8")
     program = traced(lambda x: con(x, "rows", mesh=rows), rows)
-    assert on_mesh(program, THERE).jaxpr.eqns[0].params["sharding"].mesh == rows
+    assert retarget(program, THERE).jaxpr.eqns[0].params["sharding"].mesh == rows
 
 
 def test_a_mesh_of_the_same_names_in_other_sizes_stays() -> None:
     other = sr.create_mesh("data:2,model:4")
     program = traced(lambda x: con(x, "data", mesh=other), other)
-    assert on_mesh(program, THERE).jaxpr.eqns[0].params["sharding"].mesh == other
+    assert retarget(program, THERE).jaxpr.eqns[0].params["sharding"].mesh == other
 
 
 def test_constants_are_kept() -> None:
-    held = np.arange(32.0)
-    moved = on_mesh(traced(lambda x: con(x, "data") + jnp.asarray(held)), THERE)
+    constant = np.arange(32.0)
+    moved = retarget(traced(lambda x: con(x, "data") + jnp.asarray(constant)), THERE)
     with jax.set_mesh(THERE):
-        np.testing.assert_allclose(jax.jit(jaxpr_as_fun(moved))(X)[0], X + held)
+        np.testing.assert_allclose(jax.jit(jaxpr_as_fun(moved))(X)[0], X + constant)
 
 
 def test_the_program_itself_is_left_alone() -> None:
     program = traced(mapped)
     before = str(program)
-    on_mesh(program, THERE)
+    retarget(program, THERE)
     assert str(program) == before
-    assert all(one == HERE for one in meshes(program) if isinstance(one, Mesh))
+    assert all(mesh == HERE for mesh in meshes(program) if isinstance(mesh, Mesh))

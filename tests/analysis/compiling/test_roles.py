@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.compiling.arguments import read_arguments
 from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, STATE, read_roles
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import ConfigError, TreeError
 
 MESH = sr.mesh_shape("data:4,model:2")
 
@@ -42,17 +42,18 @@ def step_of_any(*args: Any) -> Any:
 
 def roles_of(*args: Any, plan: Any = None, roles: Any = None) -> list[dict[str, None]]:
     """The roles that are found in each argument, in order of appearance."""
-    found = read_arguments(step, args, MESH, plan)
+    arguments = read_arguments(step, args, MESH, plan)
     by_owner: list[dict[str, None]] = [{} for _ in args]
-    for role, owner in zip(read_roles(found, roles), found.owners, strict=True):
+    for role, owner in zip(read_roles(arguments, roles), arguments.owners, strict=True):
         by_owner[owner][role] = None
     return by_owner
 
 
 def by_path(*args: Any, **options: Any) -> dict[str, str]:
-    found = read_arguments(step, args, MESH)
+    arguments = read_arguments(step, args, MESH)
     return {
-        one.path.partition("/")[2]: role for one, role in zip(found.arrays, read_roles(found, **options), strict=True)
+        array.path.partition("/")[2]: role
+        for array, role in zip(arguments.arrays, read_roles(arguments, **options), strict=True)
     }
 
 
@@ -170,19 +171,19 @@ def test_a_train_state_of_flax() -> None:
         return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
 
     state = jax.eval_shape(init)
-    found = by_path(state, f32(16, 8))
-    assert {path for path, role in found.items() if role == PARAMETERS} == {
+    by_leaf = by_path(state, f32(16, 8))
+    assert {path for path, role in by_leaf.items() if role == PARAMETERS} == {
         f"params/Dense_{layer}/{name}" for layer in (0, 1) for name in ("kernel", "bias")
     }
-    assert {path for path, role in found.items() if role == BATCH} == {""}
-    assert found["step"] == found["opt_state/0/count"] == STATE
+    assert {path for path, role in by_leaf.items() if role == BATCH} == {""}
+    assert by_leaf["step"] == by_leaf["opt_state/0/count"] == STATE
 
 
 def test_hand_written_moments() -> None:
     assert roles_of(PARAMS, {"m": PARAMS, "v": PARAMS}, i32(16, 8)) == only(PARAMETERS, STATE, BATCH)
     assert roles_of(PARAMS, PARAMS, PARAMS, i32(16, 8)) == only(PARAMETERS, STATE, STATE, BATCH)
-    found = by_path((PARAMS, PARAMS, PARAMS), i32(16, 8))
-    assert {path.split("/")[0]: role for path, role in found.items() if path} == {
+    by_leaf = by_path((PARAMS, PARAMS, PARAMS), i32(16, 8))
+    assert {path.split("/")[0]: role for path, role in by_leaf.items() if path} == {
         "0": PARAMETERS,
         "1": STATE,
         "2": STATE,
@@ -237,8 +238,8 @@ def test_without_an_optimizer(args: tuple[Any, ...], roles: tuple[str, ...]) -> 
 
 def test_without_an_optimizer_what_is_planned_is_the_model() -> None:
     plan = sr.ReplicateShardingRule().plan(PARAMS, MESH)
-    found = read_arguments(step, (PARAMS, {"a": f32(8, 3), "b": f32(5)}), MESH, plan)
-    roles = dict(zip(found.owners, read_roles(found), strict=True))
+    arguments = read_arguments(step, (PARAMS, {"a": f32(8, 3), "b": f32(5)}), MESH, plan)
+    roles = dict(zip(arguments.owners, read_roles(arguments), strict=True))
     assert roles == {0: PARAMETERS, 1: BATCH}
 
 
@@ -252,8 +253,13 @@ def test_integers_among_parameters_of_a_lone_argument_are_data() -> None:
 def test_the_caller_knows_best() -> None:
     assert roles_of(PARAMS, f32(16, 8), roles=(BATCH, PARAMETERS)) == only(BATCH, PARAMETERS)
     prefix = ({"embed": BATCH, "layers": PARAMETERS, "head": STATE}, BATCH)
-    found = by_path(PARAMS, f32(16, 8), roles=prefix)
-    assert (found["embed"], found["layers/1/kernel"], found["head"], found[""]) == (BATCH, PARAMETERS, STATE, BATCH)
+    by_leaf = by_path(PARAMS, f32(16, 8), roles=prefix)
+    assert (by_leaf["embed"], by_leaf["layers/1/kernel"], by_leaf["head"], by_leaf[""]) == (
+        BATCH,
+        PARAMETERS,
+        STATE,
+        BATCH,
+    )
     assert roles_of(PARAMS, f32(16, 8), roles=BATCH) == only(BATCH, BATCH)
 
 
@@ -263,16 +269,20 @@ def test_none_leaves_it_to_be_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "message"),
+    ("roles", "error", "message"),
     [
-        (("prameters", BATCH), r"a role is 'parameters', 'optimizer state', 'batch'; got 'prameters'"),
-        ((PARAMETERS,), "roles"),
-        (({"embed": BATCH}, BATCH), "roles"),
-        ((PARAMETERS, 3), "roles|a role is"),
+        (
+            ("prameters", BATCH),
+            ConfigError,
+            r"unknown role 'prameters'; roles are 'parameters', 'optimizer state', 'batch'",
+        ),
+        ((PARAMETERS,), TreeError, "roles"),
+        (({"embed": BATCH}, BATCH), TreeError, "roles"),
+        ((PARAMETERS, 3), ConfigError, "unknown role 3"),
     ],
 )
-def test_wrong_roles_are_refused(roles: Any, message: str) -> None:
-    with pytest.raises(TreeError, match=message):
+def test_wrong_roles_are_refused(roles: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         roles_of(PARAMS, f32(16, 8), roles=roles)
 
 
@@ -282,13 +292,13 @@ def test_names_of_arguments_do_not_matter(kind: str) -> None:
     both, _ = CONTAINERS[kind](state_of("adam", PARAMS))
     for args in ((both, i32(16, 8)), (PARAMS, state_of("adafactor", PARAMS), i32(16, 8)), (PARAMS, f32(16, 8))):
         named, unnamed = read_arguments(step, args, MESH), read_arguments(step_of_any, args, MESH)
-        assert [one.path.removeprefix("args/") for one in unnamed.arrays] != [one.path for one in named.arrays]
+        assert [array.path.removeprefix("args/") for array in unnamed.arrays] != [array.path for array in named.arrays]
         assert read_roles(named) == read_roles(unnamed)
 
 
 def test_numbers_and_texts_have_no_role() -> None:
-    found = read_arguments(step_of_any, (PARAMS, 3, "relu", None, f32(16, 8)), MESH)
-    assert len(read_roles(found)) == len(found.arrays) == 7
+    arguments = read_arguments(step_of_any, (PARAMS, 3, "relu", None, f32(16, 8)), MESH)
+    assert len(read_roles(arguments)) == len(arguments.arrays) == 7
 
 
 def test_roles_are_alike_for_equal_arguments() -> None:

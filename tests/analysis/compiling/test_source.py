@@ -26,7 +26,7 @@ from shardrules.analysis.compiling.source import (
     is_library,
     naming_lines,
     short_line,
-    users_line,
+    user_line,
 )
 from shardrules.analysis.program.program import Source
 from tests.analysis.audited import told
@@ -38,9 +38,9 @@ X = jnp.ones((16, 32))
 def here(marker: str) -> str:
     """The line of this file that ends in a comment with a marker: `# <marker>`."""
     lines, _ = inspect.findsource(here)
-    found = [number for number, line in enumerate(lines, 1) if line.rstrip().endswith(f"# <{marker}>")]
-    assert len(found) == 1, f"marker {marker!r} is on lines {found}"
-    return f"{__file__}:{found[0]}"
+    line_numbers = [line_number for line_number, line in enumerate(lines, 1) if line.rstrip().endswith(f"# <{marker}>")]
+    assert len(line_numbers) == 1, f"marker {marker!r} is on lines {line_numbers}"
+    return f"{__file__}:{line_numbers[0]}"
 
 
 # ---- whose file it is ----
@@ -65,11 +65,11 @@ def test_all_else_is(file: str) -> None:
 
 def test_the_innermost_line_of_the_user() -> None:
     library, inner, outer = Source(jax.__file__, 7), Source("model.py", 12), Source("train.py", 30)
-    assert users_line([library, inner, outer]) == "model.py:12"
-    assert users_line([outer, library, inner]) == "train.py:30"
-    assert users_line([library, Source(eqx.__file__, 9)]) == f"{eqx.__file__}:9"
-    assert users_line([library]) == ""
-    assert users_line([]) == ""
+    assert user_line([library, inner, outer]) == "model.py:12"
+    assert user_line([outer, library, inner]) == "train.py:30"
+    assert user_line([library, Source(eqx.__file__, 9)]) == f"{eqx.__file__}:9"
+    assert user_line([library]) == ""
+    assert user_line([]) == ""
 
 
 def test_short_lines() -> None:
@@ -90,7 +90,7 @@ def test_the_caller_of_a_little_function_is_told() -> None:
 def lines_of(fn: Callable[..., Any], *args: Any) -> dict[str, str]:
     """The line of each operation of a function."""
     with jax.set_mesh(MESH):
-        return {one.primitive.name: equation_line(one) for one in jax.make_jaxpr(fn)(*args).eqns}
+        return {equation.primitive.name: equation_line(equation) for equation in jax.make_jaxpr(fn)(*args).eqns}
 
 
 def test_an_equation_is_on_the_line_that_calls_jax() -> None:
@@ -101,9 +101,9 @@ def test_an_equation_is_on_the_line_that_calls_jax() -> None:
             P("data"),
         )
 
-    found = lines_of(layer, X)
-    assert (found["tanh"], found["sin"]) == (here("tanh"), here("sin"))
-    assert found["sharding_constraint"] in (here("sin"), *(f"{__file__}:{int(here('sin').rpartition(':')[2]) - 1}",))
+    lines = lines_of(layer, X)
+    assert (lines["tanh"], lines["sin"]) == (here("tanh"), here("sin"))
+    assert lines["sharding_constraint"] in (here("sin"), *(f"{__file__}:{int(here('sin').rpartition(':')[2]) - 1}",))
 
 
 def test_an_equation_of_a_library_is_on_the_line_that_calls_it() -> None:
@@ -119,8 +119,8 @@ def test_what_a_gradient_adds_is_on_the_line_of_its_cause() -> None:
     def loss(x: Any) -> Any:
         return jnp.sum(lax.cos(x) * 2)  # <cos>
 
-    found = lines_of(jax.grad(loss), X)
-    assert found["sin"] == here("cos")
+    lines = lines_of(jax.grad(loss), X)
+    assert lines["sin"] == here("cos")
 
 
 # ---- errors ----

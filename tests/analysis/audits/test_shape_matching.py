@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrules.analysis.audits.likeness import Shapes, split_shapes
+from shardrules.analysis.audits.shape_matching import ShapeSet, split_shapes
 
 SHAPES = st.lists(st.sampled_from((1, 2, 3, 4, 6, 8)), min_size=1, max_size=4).map(tuple)
 
 
 @pytest.mark.parametrize(
-    ("known", "shape", "is_alike"),
+    ("shape_in_set", "shape", "is_alike"),
     [
         ((8, 16), (16, 8), True),
         ((8, 16), (1, 8, 1, 16), True),
@@ -29,17 +29,17 @@ SHAPES = st.lists(st.sampled_from((1, 2, 3, 4, 6, 8)), min_size=1, max_size=4).m
         ((8,), (4,), False),
     ],
 )
-def test_shapes_are_alike_or_not(known: tuple[int, ...], shape: tuple[int, ...], is_alike: bool) -> None:
-    assert Shapes.of([known]).has(shape) is is_alike
+def test_shapes_are_alike_or_not(shape_in_set: tuple[int, ...], shape: tuple[int, ...], is_alike: bool) -> None:
+    assert ShapeSet.of([shape_in_set]).matches(shape) is is_alike
 
 
 def test_parts_of_a_dimension_count_where_they_are_asked_for() -> None:
-    assert Shapes.of([(8, 16)]).has((2, 4, 16), in_parts=True)
-    assert not Shapes.of([(8, 16)]).has((2, 8, 4, 4), in_parts=True)
+    assert ShapeSet.of([(8, 16)]).matches((2, 4, 16), split_dims=True)
+    assert not ShapeSet.of([(8, 16)]).matches((2, 8, 4, 4), split_dims=True)
 
 
 def test_nothing_is_like_no_shape() -> None:
-    assert not Shapes.of([]).has((8,))
+    assert not ShapeSet.of([]).matches((8,))
 
 
 @given(SHAPES, st.data())
@@ -52,13 +52,13 @@ def test_whatever_is_merged_and_transposed_is_alike(shape: tuple[int, ...], data
             groups.append([size])
         else:
             groups[-1].append(size)
-    assert Shapes.of([shape]).has(map(math.prod, groups))
+    assert ShapeSet.of([shape]).matches(map(math.prod, groups))
 
 
 @given(SHAPES, SHAPES)
-def test_only_arrays_of_one_size_are_alike(one: tuple[int, ...], other: tuple[int, ...]) -> None:
-    if math.prod(one) != math.prod(other):
-        assert not Shapes.of([one]).has(other, in_parts=True)
+def test_only_arrays_of_one_size_are_alike(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    if math.prod(shape) != math.prod(other):
+        assert not ShapeSet.of([shape]).matches(other, split_dims=True)
 
 
 @given(st.lists(st.sampled_from((1, 4, 8, 12)), max_size=3).map(tuple))

@@ -42,8 +42,8 @@ OWN = sr.create_mesh(audited.AXES)
 
 def only(report: AuditReport, code: str) -> sr.Finding:
     """The one finding of a code."""
-    (found,) = [one for one in report.findings if one.code == code]
-    return found
+    (finding,) = [finding for finding in report.findings if finding.code == code]
+    return finding
 
 
 # ---- clean programs ----
@@ -96,7 +96,7 @@ def at(marker: str) -> str:
 
 
 def parts(report: AuditReport, code: str) -> dict[str, sr.Finding]:
-    return {one.source: one for one in report.findings if one.code == code}
+    return {finding.source: finding for finding in report.findings if finding.code == code}
 
 
 FIGHTING = {"split_embedding": True, "constrain": False}
@@ -106,8 +106,8 @@ FIGHTING = {"split_embedding": True, "constrain": False}
 def test_weights_that_are_summed_over_instead_of_gathered(target: str) -> None:
     """The batch is whole on every device, which sums a part of it for all: partial sums of that go over the wire."""
     report = language(target, "both", **FIGHTING)
-    found = parts(report, "partial-sums")
-    up = found[at("up")]
+    by_line = parts(report, "partial-sums")
+    up = by_line[at("up")]
     assert (up.severity, up.axis) == ("warning", "data")
     assert "params/layers/*/up" in up.message
     assert f"{DEPTH} x " in up.message
@@ -125,19 +125,17 @@ def test_the_numbers_of_partial_sums_are_those_of_the_collectives(target: str) -
     sent = rounds * whole * 3 // 4 * DEPTH
     assert f": {sent / 1024:,.1f} KiB on the wire per device and step" in up.message
     kind = "all-reduce" if rounds == 2 else "reduce-scatter"
-    assert (
-        f"{DEPTH} x {kind} over data, the largest of f32[{BATCH if rounds == 2 else BATCH // 4},24,128]" in up.message
-    )
+    assert f"{DEPTH} x {kind} over data, largest array f32[{BATCH if rounds == 2 else BATCH // 4},24,128]" in up.message
 
 
 @targets
 def test_activations_that_are_gathered_over_the_batch(target: str) -> None:
     report = language(target, "both", **FIGHTING)
-    (found, *_) = [one for one in report.findings if one.code == "gathered-batch"]
-    assert (found.severity, found.axis) == ("warning", "data")
-    assert "all-gather over data" in found.message
-    assert re.search(r"the largest of (f32|bf16)\[16,24,\d+\]", found.message)
-    assert found.source.startswith(f"{audited.__file__}:")
+    (finding, *_) = [finding for finding in report.findings if finding.code == "gathered-batch"]
+    assert (finding.severity, finding.axis) == ("warning", "data")
+    assert "all-gather over data" in finding.message
+    assert re.search(r"largest array (f32|bf16)\[16,24,\d+\]", finding.message)
+    assert finding.source.startswith(f"{audited.__file__}:")
 
 
 def test_all_that_a_plan_costs_too_much_is_in_some_finding() -> None:
@@ -145,11 +143,11 @@ def test_all_that_a_plan_costs_too_much_is_in_some_finding() -> None:
     fights, clean = language(CPU, "both", **FIGHTING), language(CPU, "both", split_embedding=True)
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     named = 0.0
-    for one in fights.findings:
-        if one.code in ("partial-sums", "gathered-batch", "gathered-activation", "resharding", "gathered"):
-            told = re.search(r": ([\d.,]+) (B|KiB|MiB) on the wire", one.message)
-            assert told is not None
-            named += float(told[1].replace(",", "")) * units[told[2]]
+    for finding in fights.findings:
+        if finding.code in ("partial-sums", "gathered-batch", "gathered-activation", "resharding", "gathered"):
+            match = re.search(r": ([\d.,]+) (B|KiB|MiB) on the wire", finding.message)
+            assert match is not None
+            named += float(match[1].replace(",", "")) * units[match[2]]
     extra = fights.wire_bytes - clean.wire_bytes
     assert extra > 1.5 * clean.wire_bytes
     assert 0.95 * extra < named <= fights.wire_bytes
@@ -160,7 +158,7 @@ def test_the_same_with_constraints_is_no_fight(target: str) -> None:
     """Only what the lookup in a split table costs is left."""
     report, fights = language(target, "both", split_embedding=True), language(target, "both", **FIGHTING)
     assert "partial-sums" not in codes(report)
-    assert {one.source for one in report.problems} <= {at("lookup"), line_of(con, "con"), ""}
+    assert {finding.source for finding in report.problems} <= {at("lookup"), line_of(con, "con"), ""}
     assert 3 * report.wire_bytes < fights.wire_bytes
 
 
@@ -177,14 +175,18 @@ def test_sizes_that_happen_to_be_equal_hide_nothing(vocabulary: int) -> None:
 @targets
 def test_weights_of_fully_sharded_plans_are_a_note(target: str) -> None:
     report = language(target, "fully sharded")
-    found = only(report, "fsdp")
-    assert (found.severity, found.axis, found.remedy) == ("note", "data", "")
+    finding = only(report, "fsdp")
+    assert (finding.severity, finding.axis, finding.remedy) == ("note", "data", "")
     for name in ("params/layers/*/up", "params/layers/*/down", "params/head"):
-        assert name in found.message
-    gathers = [one for one in report.collectives if any(path.startswith("params") for path in one.arguments)]
-    assert f"{sum(one.times.count for one in gathers)} x all-gather over data" in found.message
-    sent = sum(one.total_wire_bytes for one in gathers)
-    assert f"{sent / 1024:,.1f} KiB on the wire" in found.message
+        assert name in finding.message
+    gathers = [
+        collective
+        for collective in report.collectives
+        if any(path.startswith("params") for path in collective.arguments)
+    ]
+    assert f"{sum(collective.times.count for collective in gathers)} x all-gather over data" in finding.message
+    sent = sum(collective.total_wire_bytes for collective in gathers)
+    assert f"{sent / 1024:,.1f} KiB on the wire" in finding.message
 
 
 # ---- weights that fight activations ----
@@ -199,11 +201,11 @@ def column(w: Any, x: Any) -> Any:
 def test_a_weight_that_fights_a_constraint(target: str) -> None:
     """The columns of the weight are split, and so is its product, of which a constraint wants the whole rows."""
     report = audit(column, W, X, in_shardings=(P(None, "model"), P("data")), target=target)
-    found = only(report, "gathered-activation")
-    assert (found.severity, found.axis) == ("warning", "model")
-    assert "1 x all-gather over model, the largest of f32[12,1536]: 36.0 KiB on the wire" in found.message
-    assert found.source in (line_of(column, "column"), f"{__file__}:{column.__code__.co_firstlineno + 2}")
-    assert re.search(r"near by: .*\bw\b", found.message)
+    finding = only(report, "gathered-activation")
+    assert (finding.severity, finding.axis) == ("warning", "model")
+    assert "1 x all-gather over model, largest array f32[12,1536]: 36.0 KiB on the wire" in finding.message
+    assert finding.source in (line_of(column, "column"), f"{__file__}:{column.__code__.co_firstlineno + 2}")
+    assert re.search(r"nearby: .*\bw\b", finding.message)
 
 
 @targets
@@ -230,10 +232,10 @@ def test_two_weights_that_fight_each_other(target: str) -> None:
     params = {"up": W, "down": f32(1536, 64)}
     shardings = ({"up": P(None, "model"), "down": P(None, "model")}, P("data"))
     report = audit(two_columns, params, X, in_shardings=shardings, target=target)
-    found = only(report, "gathered-activation")
-    assert (found.severity, found.axis) == ("warning", "model")
-    assert found.source in (line_of(two_columns, "first"), line_of(two_columns, "second"))
-    assert re.search(r"the largest of (f32|bf16)\[12,1536\]", found.message)
+    finding = only(report, "gathered-activation")
+    assert (finding.severity, finding.axis) == ("warning", "model")
+    assert finding.source in (line_of(two_columns, "first"), line_of(two_columns, "second"))
+    assert re.search(r"largest array (f32|bf16)\[12,1536\]", finding.message)
 
     def agreed(params: Any, x: Any) -> Any:
         return con(jnp.tanh(x @ params["up"]) @ params["down"], "data")
@@ -250,10 +252,10 @@ def wide(w: Any, x: Any) -> Any:
 def test_an_argument_that_is_put_together_again(target: str) -> None:
     """The batch is split in its features, too, over the axis that splits the columns of the weight."""
     report = audit(wide, W, X, in_shardings=(P(None, "model"), P("data", "model")), target=target)
-    found = only(report, "gathered")
-    assert (found.severity, found.axis, found.source) == ("warning", "model", line_of(wide, "wide"))
-    assert "The plan splits x over model" in found.message
-    assert ("768 B" if "bf16" in found.message else "1.5 KiB") in found.message
+    finding = only(report, "gathered")
+    assert (finding.severity, finding.axis, finding.source) == ("warning", "model", line_of(wide, "wide"))
+    assert "The plan splits x over model" in finding.message
+    assert ("768 B" if "bf16" in finding.message else "1.5 KiB") in finding.message
     assert audit(wide, W, X, in_shardings=(P(None, "model"), P("data")), target=target).problems == ()
 
 
@@ -267,14 +269,14 @@ def test_what_somebody_asks_for_is_no_surprise(target: str) -> None:
     def turned(x: Any) -> Any:
         return con(jnp.sin(con(jnp.cos(x), "data")), None, "data")
 
-    asked = audit(by_hand, W, X, axes="data:8", in_shardings=(P(None, "data"), P("data")), target=target)
-    assert asked.problems == ()
+    by_constraint = audit(by_hand, W, X, axes="data:8", in_shardings=(P(None, "data"), P("data")), target=target)
+    assert by_constraint.problems == ()
     result = audit(lambda x: (x.sum(), x), X, in_shardings=P("data"), out_shardings=(None, P()), target=target)
     assert result.problems == ()
-    assert [one.kind for one in result.collectives if one.payload_bytes > 4] == ["all-gather"]
+    assert [collective.kind for collective in result.collectives if collective.payload_bytes > 4] == ["all-gather"]
     moved = audit(turned, f32(64, 64), in_shardings=P("data"), target=target)
     assert moved.problems == ()
-    assert [one.kind for one in moved.collectives] == ["all-to-all"]
+    assert [collective.kind for collective in moved.collectives] == ["all-to-all"]
 
 
 def ordered(w: Any, x: Any) -> Any:
@@ -286,9 +288,9 @@ def ordered(w: Any, x: Any) -> Any:
 def test_an_array_that_is_split_in_one_way_and_used_in_another(target: str) -> None:
     """Rows are split, and sorted along their columns."""
     report = audit(ordered, W, X, axes="data:8", in_shardings=(P(), P("data")), target=target)
-    found = only(report, "resharding")
-    assert (found.severity, found.axis, found.source) == ("warning", "data", line_of(ordered, "sorted"))
-    assert "all-to-all over data" in found.message
+    finding = only(report, "resharding")
+    assert (finding.severity, finding.axis, finding.source) == ("warning", "data", line_of(ordered, "sorted"))
+    assert "all-to-all over data" in finding.message
     columns = audit(ordered, W, X, axes="data:8", in_shardings=(P(None, "data"), P()), roles=WEIGHTS, target=target)
     assert columns.problems == ()
 
@@ -347,11 +349,11 @@ def ten_rows(w: Any, x: Any) -> Any:
 @targets
 def test_a_constraint_that_does_not_divide(target: str) -> None:
     report = audit(ten_rows, W, f32(10, 64), in_shardings=(P(), P()), target=target)
-    found = only(report, "weakened")
-    assert (found.severity, found.source) == ("warning", line_of(ten_rows, "ten"))
+    finding = only(report, "weakened")
+    assert (finding.severity, finding.source) == ("warning", line_of(ten_rows, "ten"))
     for text in ("('data', 'model')", "(10, 1536)", "dimension 0"):
-        assert text in found.message
-    assert found.remedy
+        assert text in finding.message
+    assert finding.remedy
     twin = audit(ten_rows, W, f32(16, 64), in_shardings=(P(), P(("data", "model"))), target=target)
     assert twin.problems == ()
 
@@ -369,10 +371,10 @@ def twice(w: Any, x: Any) -> Any:
 def test_a_constraint_that_cannot_be(fn: Callable[..., Any], code: str, axis: str, target: str) -> None:
     with pytest.raises(sr.errors.PlanError, match="the function cannot be traced") as caught:
         audit(fn, W, X, in_shardings=(P(), P("data")), target=target)
-    (found,) = told(caught.value)
-    assert (found.severity, found.code, found.axis) == ("error", code, axis)
-    assert found.source == line_of(fn, fn.__name__)
-    assert found.source in str(caught.value)
+    (finding,) = told(caught.value)
+    assert (finding.severity, finding.code, finding.axis) == ("error", code, axis)
+    assert finding.source == line_of(fn, fn.__name__)
+    assert finding.source in str(caught.value)
 
 
 @targets
@@ -380,7 +382,9 @@ def test_a_plan_with_a_typo(target: str) -> None:
     rule = sr.RegexShardingRule([("w", P("dta", "model")), ("x", P("data", None, "model"))])
     with pytest.raises(sr.errors.PlanError, match="the plan is unsound") as caught:
         audit(lambda args: args["x"] @ args["w"], {"w": W, "x": X}, plan=rule, target=target)
-    assert {(one.path, one.code, one.axis) for one in told(caught.value)} >= {("w", "unknown-axis", "dta")}
+    assert {(finding.path, finding.code, finding.axis) for finding in told(caught.value)} >= {
+        ("w", "unknown-axis", "dta")
+    }
     assert "did you mean 'data'" in str(caught.value)
 
 
@@ -394,10 +398,15 @@ def used(w: Any, x: Any, y: Any) -> Any:
 @targets
 def test_a_batch_that_is_not_split(target: str) -> None:
     report = audit(used, W, X, f32(48, 1536), in_shardings=(P(), P(), P("data")), target=target)
-    found = only(report, "unsharded-batch")
-    assert (found.severity, found.path, found.shape, found.source) == ("warning", "x", (48, 64), line_of(used, "used"))
-    assert "each of the 8 devices gets all of it" in found.message
-    assert "P('data')" in found.remedy
+    finding = only(report, "unsharded-batch")
+    assert (finding.severity, finding.path, finding.shape, finding.source) == (
+        "warning",
+        "x",
+        (48, 64),
+        line_of(used, "used"),
+    )
+    assert "each of the 8 devices gets all of it" in finding.message
+    assert "P('data')" in finding.remedy
 
 
 @targets
@@ -406,9 +415,9 @@ def test_a_batch_of_which_nobody_says_how_it_is_split(target: str) -> None:
         return con(con(x, "data") @ w, "data")
 
     report = audit(constrained, W, X, in_shardings=(P(), None), target=target)
-    found = only(report, "unsharded-batch")
-    assert (found.path, found.shape) == ("x", (48, 64))
-    assert "nobody says how it is to be split" in found.message or "gets all of it" in found.message
+    finding = only(report, "unsharded-batch")
+    assert (finding.path, finding.shape) == ("x", (48, 64))
+    assert "no spec says how to split it" in finding.message or "gets all of it" in finding.message
 
 
 @targets
@@ -432,7 +441,7 @@ def test_every_part_of_a_batch_is_looked_at() -> None:
         in_shardings=(P(), None),
         target=CPU,
     )
-    assert [one.path for one in report.findings if one.code == "unsharded-batch"] == ["batch/x", "batch/y"]
+    assert [finding.path for finding in report.findings if finding.code == "unsharded-batch"] == ["batch/x", "batch/y"]
 
 
 def test_what_is_no_batch_may_be_whole() -> None:
@@ -456,9 +465,9 @@ def test_work_that_devices_do_alike(spec: P, times: int, target: str) -> None:
     if times == 1:
         assert "replicated-compute" not in codes(report)
         return
-    found = only(report, "replicated-compute")
-    assert (found.severity, found.source) == ("warning", line_of(dense, "dense"))
-    assert f"{times}.00 times as many" in found.message
+    finding = only(report, "replicated-compute")
+    assert (finding.severity, finding.source) == ("warning", line_of(dense, "dense"))
+    assert f"{times}.00 times as many" in finding.message
 
 
 @targets
@@ -501,13 +510,13 @@ def test_what_does_not_fit(target: str) -> None:
     options: dict[str, Any] = {"in_shardings": (P(), P(("data", "model"))), "target": target}
     peak = audit(growing, W, X, **options).peak_bytes
     report = audit(growing, W, X, hardware=small(peak - 1), **options)
-    found = only(report, "does-not-fit")
-    assert found.severity == "error"
+    finding = only(report, "does-not-fit")
+    assert finding.severity == "error"
     assert not report.fits
-    assert "a small chip has" in found.message
-    assert "1 B too much" in found.message
-    assert "w 384.0 KiB" in found.message
-    assert found.remedy
+    assert "a small chip has" in finding.message
+    assert "1 B too much" in finding.message
+    assert "w 384.0 KiB" in finding.message
+    assert finding.remedy
     twin = audit(growing, W, X, hardware=small(peak), **options)
     assert twin.fits
     assert twin.problems == ()
@@ -516,14 +525,16 @@ def test_what_does_not_fit(target: str) -> None:
 def test_what_takes_the_memory_is_named_with_its_remedy() -> None:
     options: dict[str, Any] = {"target": CPU, "hardware": small(1024)}
     weights = audit(lambda w, x: x @ w, f32(64, 4096), X, in_shardings=(P(), P(("data", "model"))), **options)
-    found = only(weights, "does-not-fit")
-    assert "Most of it are parameters, 1.0 MiB" in found.message
-    assert "plit the parameters" in found.remedy
+    finding = only(weights, "does-not-fit")
+    assert "Largest share: parameters, 1.0 MiB" in finding.message
+    assert "plit the parameters" in finding.remedy
     results = audit(
         lambda w, x: con(x[:, :1] * w[:1], "data"), f32(64, 65536), X, in_shardings=(P(None, "model"), P()), **options
     )
-    found = only(results, "does-not-fit")
-    assert "Most of it are outputs, 3.0 MiB" in found.message or "Most of it are parameters, 8.0 MiB" in found.message
+    finding = only(results, "does-not-fit")
+    assert (
+        "Largest share: outputs, 3.0 MiB" in finding.message or "Largest share: parameters, 8.0 MiB" in finding.message
+    )
 
 
 def test_a_cpu_has_as_much_memory_as_it_has() -> None:
@@ -543,20 +554,20 @@ def test_too_much_for_the_real_chip(target: str) -> None:
     options: dict[str, Any] = {"axes": "data:8", "in_shardings": P("data"), "target": target}
     fits, count = {CUDA: (True, 24), TPU: (False, 8)}[target]
     assert audit(double, big, **options).fits is fits
-    found = only(audit(double, f32(count, 2**20, 2**12), **options), "does-not-fit")
-    assert f"x {count * 2:,}.0 GiB" in found.message
+    finding = only(audit(double, f32(count, 2**20, 2**12), **options), "does-not-fit")
+    assert f"x {count * 2:,}.0 GiB" in finding.message
 
 
 @targets
 def test_large_arrays_that_a_function_closes_over(target: str) -> None:
     """They are in the program, and in no category of memory."""
-    held = jnp.ones((64, 8192))
+    weights = jnp.ones((64, 8192))
     options: dict[str, Any] = {"in_shardings": P(("data", "model")), "target": target}
-    found = only(audit(lambda x: jnp.tanh(x @ held), X, **options), "closed-over")
-    assert found.severity == "warning"
-    assert "2.0 MiB" in found.message
-    assert "float32[64, 8192]" in found.message
-    assert "arguments" in found.remedy
+    finding = only(audit(lambda x: jnp.tanh(x @ weights), X, **options), "closed-over")
+    assert finding.severity == "warning"
+    assert "2.0 MiB" in finding.message
+    assert "float32[64, 8192]" in finding.message
+    assert "arguments" in finding.remedy
     little = jnp.ones((64, 8))
     assert audit(lambda x: jnp.tanh(x @ little), X, **options).findings == ()
 
@@ -573,12 +584,12 @@ def test_arrays_that_are_given_away_in_vain(target: str) -> None:
     shardings = (P("data"), P("data"), P(("data", "model")))
     options: dict[str, Any] = {"in_shardings": shardings, "out_shardings": (P("data"), P("data"), None)}
     report = audit(step, *args, donate_argnums=(0, 1), target=target, **options)
-    found = only(report, "donated-in-vain")
-    assert found.severity == "warning"
-    assert "1 donated arrays, 10.0 KiB per device" in found.message
-    assert "dtype and sharding of v" in found.message
-    assert "out_shardings" in found.remedy
-    assert {one.path: one.donated for one in report.arrays if one.role != "result"} == {
+    finding = only(report, "donated-in-vain")
+    assert finding.severity == "warning"
+    assert "1 donated arrays, 10.0 KiB per device" in finding.message
+    assert "dtype and sharding of v" in finding.message
+    assert "out_shardings" in finding.remedy
+    assert {array.path: array.donated for array in report.arrays if array.role != "result"} == {
         "w": True,
         "v": False,
         "x": False,
@@ -602,8 +613,8 @@ def test_a_loop_without_a_known_end(target: str) -> None:
         return lax.while_loop(lambda x: jnp.max(x) > 3, lambda x: jnp.sin(x @ w), x)  # <until>
 
     report = audit(until, f32(64, 64), X, in_shardings=(P(), P(("data", "model"))), target=target)
-    found = only(report, "unknown-loop")
-    assert (found.severity, found.source) == ("note", line_of(until, "until"))
+    finding = only(report, "unknown-loop")
+    assert (finding.severity, finding.source) == ("note", line_of(until, "until"))
     assert report.model_flops is None
 
     def counted(w: Any, x: Any) -> Any:
@@ -626,12 +637,12 @@ def turned_twice(x: Any) -> Any:
 @pytest.mark.parametrize("target", [CPU, CUDA])
 def test_arrays_that_xla_can_only_move_by_gathering_them(target: str) -> None:
     report = audit(turned_twice, f32(16, 16, 16), axes="a:2,b:2,c:2", in_shardings=P("b", "a", "c"), target=target)
-    found = only(report, "rematerialised")
-    assert found.severity == "warning"
-    assert found.source in (line_of(turned_twice, "from"), line_of(turned_twice, "to"))
-    assert found.message.startswith("f32[8,8,8] goes from {")
-    assert "gather the whole array" in found.message
-    assert "two steps" in found.remedy
+    finding = only(report, "rematerialised")
+    assert finding.severity == "warning"
+    assert finding.source in (line_of(turned_twice, "from"), line_of(turned_twice, "to"))
+    assert finding.message.startswith("f32[8,8,8] goes from {")
+    assert "gather the whole array" in finding.message
+    assert "two steps" in finding.remedy
 
     def stays(x: Any) -> Any:
         h = lax.with_sharding_constraint(jnp.sin(x), P("b", "a", "c"))
@@ -648,12 +659,16 @@ def test_arrays_that_xla_can_only_move_by_gathering_them(target: str) -> None:
 def test_errors_come_first_and_lines_are_the_users(target: str) -> None:
     report = language(target, "both", **FIGHTING)
     order = ["error", "warning", "note"]
-    ranks = [order.index(one.severity) for one in report.findings]
+    ranks = [order.index(finding.severity) for finding in report.findings]
     assert ranks == sorted(ranks)
-    assert all(one.source.startswith(f"{audited.__file__}:") for one in report.problems if one.code != "rematerialised")
-    assert all(one.message and one.remedy for one in report.problems)
+    assert all(
+        finding.source.startswith(f"{audited.__file__}:")
+        for finding in report.problems
+        if finding.code != "rematerialised"
+    )
+    assert all(finding.message and finding.remedy for finding in report.problems)
     text = str(report)
-    assert all(one.code in text for one in report.problems)
+    assert all(finding.code in text for finding in report.problems)
 
 
 @targets
@@ -662,11 +677,11 @@ def test_small_moves_are_notes(target: str) -> None:
     report = language(target, "both", **FIGHTING)
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     told_bytes = re.compile(r": ([\d.,]+) (B|KiB|MiB) on the wire")
-    moves = [(one, told_bytes.search(one.message)) for one in report.findings if one.code != "fsdp"]
+    moves = [(finding, told_bytes.search(finding.message)) for finding in report.findings if finding.code != "fsdp"]
     shares = [
-        (one.severity, float(found[1].replace(",", "")) * units[found[2]] / report.wire_bytes)
-        for one, found in moves
-        if found is not None
+        (finding.severity, float(match[1].replace(",", "")) * units[match[2]] / report.wire_bytes)
+        for finding, match in moves
+        if match is not None
     ]
     assert all((severity == "warning") is (share >= 0.0099) for severity, share in shares)
     assert {severity for severity, _ in shares} == {"warning", "note"}
@@ -676,7 +691,7 @@ def test_a_mesh_on_devices_and_its_shape_give_the_same_findings() -> None:
     def fn(w: Any, x: Any) -> Any:
         return lax.with_sharding_constraint(x @ w, NamedSharding(OWN, P("data", None)))
 
-    one = sr.ShardingAnalyzer(OWN).audit(fn, W, X, in_shardings=(P(None, "model"), P("data")), target=CPU)
+    report = sr.ShardingAnalyzer(OWN).audit(fn, W, X, in_shardings=(P(None, "model"), P("data")), target=CPU)
     other = audit(fn, W, X, in_shardings=(P(None, "model"), P("data")), target=CPU)
-    assert one.findings == other.findings
-    assert one.problems
+    assert report.findings == other.findings
+    assert report.problems

@@ -1,0 +1,237 @@
+"""The facts about a function and its compiled program that the checks of an audit look at."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import attrs
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
+
+from shardrules.analysis.audits.memory import MemoryUse, argument_bytes, argument_indices, memory_use
+from shardrules.analysis.audits.shape_matching import ShapeSet, split_shapes
+from shardrules.analysis.compiling.arguments import Argument
+from shardrules.analysis.compiling.compile import Compiled
+from shardrules.analysis.compiling.constraints import Constraint, find_constraints
+from shardrules.analysis.compiling.model_flops import ModelMatmul, model_matmuls, without_dead_code
+from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, Role
+from shardrules.analysis.compiling.source import equation_line, user_line
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.flops import Matmul
+from shardrules.analysis.program.flow import Value
+from shardrules.analysis.program.program import CompiledProgram
+from shardrules.analysis.program.text import ArrayType, Instruction
+from shardrules.core.spec import axis_names, entries, shard_shape, spec_repr
+
+_MAX_HOPS = 24
+"""How many gathers to follow back from the operand of a matmul to an argument.
+
+Chosen by hand, only to bound the walk: chains of gathers are far shorter, so that neither half nor twice as many
+change what is found in a usual program."""
+
+_GATHERS = ("all-gather", "all-gather-start", "all-gather-done", "async-start", "async-done")
+
+
+@final
+@attrs.frozen(eq=False)
+class AuditFacts:
+    """A compiled function: the compiler's answer, the program read from it, and the roles of its arguments."""
+
+    compiled: Compiled
+    program: CompiledProgram
+    arguments: tuple[Argument, ...]
+    roles: tuple[Role, ...]
+    collectives: tuple[Collective, ...]
+    matmuls: tuple[Matmul, ...]
+    sizes: Mapping[str, int]
+    """The axes of the mesh."""
+    hardware: Hardware
+    _parameter_shapes: dict[tuple[str, ...], ShapeSet] = attrs.field(factory=dict, init=False)
+
+    @functools.cached_property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """The arrays whose sharding the function constrains."""
+        return tuple(find_constraints(self.compiled.jaxpr))
+
+    @functools.cached_property
+    def model_matmuls(self) -> tuple[ModelMatmul, ...]:
+        """The matmuls of the function itself."""
+        return tuple(model_matmuls(without_dead_code(self.compiled.jaxpr)))
+
+    @functools.cached_property
+    def flops_by_line(self) -> Mapping[str, tuple[int, int]]:
+        """For each line of code its FLOPs in the function, and what all devices together compute for it.
+
+        Lines are left out if it is unknown how often they run, or if compilers rewrite them to other FLOPs.
+        """
+        model_flops: dict[str, int] = {}
+        uncertain: dict[str, None] = {}
+        for matmul in self.model_matmuls:
+            line = equation_line(matmul.equation)
+            model_flops[line] = model_flops.get(line, 0) + matmul.flops
+            uncertain |= {} if matmul.is_certain else {line: None}
+        compiled_flops = {line: 0 for line in model_flops if line not in uncertain}
+        for matmul in self.matmuls:
+            line = user_line(matmul.stack)
+            # Compilers implement FFTs by matmuls, which the function's own count does not have.
+            if line in compiled_flops and not matmul.op_name.endswith("/fft"):
+                compiled_flops[line] += self.program.device_count * matmul.total_flops
+        return {line: (model_flops[line], flops) for line, flops in compiled_flops.items()}
+
+    @property
+    def flops_ratio(self) -> float:
+        """How many times the function's own FLOPs the devices compute; 1 where it has none."""
+        model_flops = sum(flops for flops, _ in self.flops_by_line.values())
+        return sum(flops for _, flops in self.flops_by_line.values()) / model_flops if model_flops else 1.0
+
+    @functools.cached_property
+    def argument_indices(self) -> Mapping[str, int]:
+        """The index of the argument behind each parameter of the program, by the parameter's name."""
+        return argument_indices(self.program)
+
+    @functools.cached_property
+    def device_bytes(self) -> tuple[int, ...]:
+        """The bytes of each argument on one device, without the padding of its layout."""
+        return argument_bytes(self.compiled, self.program, self.arguments)
+
+    @functools.cached_property
+    def memory(self) -> MemoryUse:
+        """What one device needs, by what it is for."""
+        return memory_use(self.compiled, self.program, self.arguments, self.roles)
+
+    def paths_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
+        """Returns the paths of arguments from the program's names for them; an unknown name gives an empty path."""
+        indices = self.argument_indices
+        return tuple(self.arguments[indices[name]].path if name in indices else "" for name in parameters)
+
+    @functools.cached_property
+    def idle_axes(self) -> tuple[str, ...]:
+        """The axes that split no parameter."""
+        specs = [array.spec for array, role in zip(self.arguments, self.roles, strict=True) if role == PARAMETERS]
+        used = dict.fromkeys(name for spec in specs if spec is not None for name in axis_names(spec))
+        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
+
+    @functools.cached_property
+    def has_gradients(self) -> bool:
+        """Whether it has a backward pass, whose operations JAX names `transpose(...)`."""
+        return any("transpose(" in matmul.op_name for matmul in self.matmuls)
+
+    @functools.cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch, as it was compiled, along its examples or positions."""
+
+        def dim_count(array: Argument) -> int:
+            # The last dimension of floats is their features. Integers are token ids, with positions to the end.
+            return len(array.shape) - (jnp.issubdtype(array.dtype, jnp.floating) and len(array.shape) > 1)
+
+        return self._axes_of_batch(dim_count)
+
+    @functools.cached_property
+    def example_axes(self) -> tuple[str, ...]:
+        """The axes that split the examples of the batch: its first dimension."""
+        return self._axes_of_batch(lambda array: 1)
+
+    def _axes_of_batch(self, dim_count: Callable[[Argument], int]) -> tuple[str, ...]:
+        names: list[str] = []
+        for array, role, sharding in zip(self.arguments, self.roles, self.compiled.argument_shardings, strict=True):
+            if role == BATCH and isinstance(sharding, NamedSharding):
+                batch_entries = entries(sharding.spec, len(array.shape))[: dim_count(array)]
+                names += [name for entry in batch_entries for name in entry]
+        return tuple(name for name in self.sizes if name in names)
+
+    def may_be_parameter(self, collective: Collective, array: ArrayType) -> bool:
+        """Whether an array that comes out of a collective may be a parameter or its gradient, by its shape."""
+        # What an all-gather or an all-reduce returns is whole along the axes that it goes over.
+        shapes = self._shapes_of_parameters(() if collective.kind == "reduce-scatter" else collective.crossed)
+        if shapes.matches(array.shape):
+            return True
+        # An optimizer's update may be cut into pieces of any shape. In front of a matmul such a shape is no parameter.
+        computation = self.program.find(collective.computation)
+        uses = self.program.downstream(computation, computation.by_name[collective.name])
+        return shapes.matches(array.shape, split_dims=True) and not any(
+            user.name in self._matmuls_by_name for user in uses
+        )
+
+    def _shapes_of_parameters(self, whole: tuple[str, ...]) -> ShapeSet:
+        """All shapes that a device may have of a parameter which the axes in `whole` do not split."""
+        if whole not in self._parameter_shapes:
+            sizes = {name: size for name, size in self.sizes.items() if name not in whole}
+            shapes = [array.shape for array, role in zip(self.arguments, self.roles, strict=True) if role == PARAMETERS]
+            # Layers may be stacked for a scan, which takes one slice in each round.
+            distinct = dict.fromkeys(shape for shape in (*shapes, *(shape[1:] for shape in shapes)) if shape)
+            self._parameter_shapes[whole] = ShapeSet.of(
+                local for shape in distinct for local in split_shapes(shape, sizes)
+            )
+        return self._parameter_shapes[whole]
+
+    @functools.cached_property
+    def requested_shapes(self) -> ShapeSet:
+        """What a device has of each array whose sharding the function or its caller requests."""
+        results = [
+            (tuple(array.struct.shape), array.requested.spec)
+            for array in self.compiled.results
+            if array.requested is not None
+        ]
+        constrained = [(shape, spec) for shape, spec, _ in self.constraints]
+        return ShapeSet.of(shard_shape(shape, spec, self.sizes) for shape, spec in (*results, *constrained))
+
+    @functools.cached_property
+    def argument_shapes(self) -> ShapeSet:
+        """What a device has of each argument."""
+        return ShapeSet.of(parameter.types[0].shape for parameter in self.program.entry_computation.parameters)
+
+    def arguments_near(self, collective: Collective) -> tuple[str, ...]:
+        """Returns the paths of the matrices that the matmul nearest to a collective multiplies; none if unknown."""
+        computation = self.program.find(collective.computation)
+        instruction, line = computation.by_name[collective.name], user_line(collective.stack)
+        nearby = self.program.nearby(computation, instruction)
+        if collective.kind == "all-gather":  # the reason for a gather is what uses its result
+            nearby = itertools.chain(self.program.downstream(computation, instruction), nearby)
+        for neighbor in nearby:
+            matmul = self._matmuls_by_name.get(neighbor.name)
+            # A matmul of another line would give a wrong name, which is worse than none.
+            if matmul is not None and user_line(matmul.stack) == line:
+                operands = self.program.find(matmul.computation).by_name[matmul.name].operands[:2]
+                indices = [
+                    index for name in operands for index in self._source_arguments(Value(matmul.computation, name))
+                ]
+                if indices:
+                    return tuple(dict.fromkeys(self.arguments[index].path for index in indices))
+        return ()
+
+    @functools.cached_property
+    def _matmuls_by_name(self) -> Mapping[str, Matmul]:
+        """The matmuls by the names of their instructions, and of the fusions that contain them."""
+        by_name: dict[str, Matmul] = {}
+        for matmul in self.matmuls:
+            by_name[matmul.name] = matmul
+            for call in self.program.callers(matmul.computation):
+                if call.instruction.op == "fusion":
+                    by_name.setdefault(call.instruction.name, matmul)
+        return by_name
+
+    def _source_arguments(self, value: Value) -> Iterator[int]:
+        """The indices of the arguments that a value is, gathered or not."""
+        for _ in range(_MAX_HOPS):
+            value = self.program.flow.origin(value)
+            instruction = self.program.instruction(value)
+            index = self._argument_index(value, instruction)
+            if index is not None and len(self.arguments[index].shape) > 1:
+                yield index
+            if instruction.op not in _GATHERS or not instruction.operands:
+                return
+            # A gather may move several arrays: element i of its result is operand i.
+            operand = value.index if value.index is not None and value.index < len(instruction.operands) else 0
+            value = Value(value.computation, instruction.operands[operand])
+
+    def _argument_index(self, value: Value, instruction: Instruction) -> int | None:
+        if instruction.op != "parameter" or value.computation != self.program.entry:
+            return None
+        return self.argument_indices.get(instruction.op_name)
+
+
+def spec_text(sharding: Sharding) -> str:
+    """Returns the spec of a sharding as text; without a spec, the sharding."""
+    return spec_repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)

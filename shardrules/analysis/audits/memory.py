@@ -1,0 +1,84 @@
+"""What one device needs for a compiled program, by what it is for."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import final, get_args
+
+import attrs
+
+from shardrules.analysis.compiling.arguments import Argument
+from shardrules.analysis.compiling.compile import Compiled
+from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, STATE, Role
+from shardrules.analysis.program.program import CompiledProgram
+
+_ARGUMENT = re.compile(r"args\[(\d+)\]")
+"""How XLA names parameters of a function that takes `*args`, as the traced functions here do."""
+
+
+@final
+@attrs.frozen
+class MemoryUse:
+    """What one device needs for a program, by what it is for. It adds up to what the compiler reports.
+
+    ```python
+    assert sr.reports.MemoryUse(8, 16, 4, 0, 2, 10).peak_bytes == 40
+    ```
+    """
+
+    parameters_bytes: int
+    state_bytes: int
+    batch_bytes: int
+    padding_bytes: int
+    """What the layouts of the arguments add: TPUs pad arrays to tiles."""
+    outputs_bytes: int
+    """The results that are not written over arguments."""
+    temporaries_bytes: int
+    """Everything in between: activations, gathered parameters, buffers of collectives."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The sum of all categories."""
+        return sum(self.shares().values())
+
+    def shares(self) -> dict[str, int]:
+        """Returns the bytes of each category, by the name that is printed."""
+        return dict(zip((*get_args(Role), "padding", "outputs", "temporaries"), attrs.astuple(self), strict=True))
+
+
+def memory_use(
+    compiled: Compiled, program: CompiledProgram, arguments: Sequence[Argument], roles: Sequence[Role]
+) -> MemoryUse:
+    """Returns what one device needs; `program` is the text of `compiled`, read."""
+    by_role = dict.fromkeys(get_args(Role), 0)
+    for size, role in zip(argument_bytes(compiled, program, arguments), roles, strict=True):
+        by_role[role] += size
+    reported = compiled.memory
+    return MemoryUse(
+        by_role[PARAMETERS],
+        by_role[STATE],
+        by_role[BATCH],
+        reported.argument_bytes - sum(by_role.values()),
+        reported.output_bytes - reported.alias_bytes,
+        reported.temporary_bytes,
+    )
+
+
+def argument_bytes(compiled: Compiled, program: CompiledProgram, arguments: Sequence[Argument]) -> tuple[int, ...]:
+    """Returns the bytes of each argument on one device, without the padding of its layout."""
+    indices = argument_indices(program)
+    sizes = [0] * len(arguments)
+    for parameter in program.entry_computation.parameters:
+        sizes[indices[parameter.op_name]] = parameter.nbytes
+    # Only some compilers count memory of the host apart. With the others it is part of the sum that ours must match.
+    if compiled.memory.host_argument_bytes:
+        return tuple(0 if array.memory else size for array, size in zip(arguments, sizes, strict=True))
+    return tuple(sizes)
+
+
+def argument_indices(program: CompiledProgram) -> Mapping[str, int]:
+    """Returns the index of the argument behind each parameter of the program, by the parameter's name."""
+    indices = {}
+    for parameter in program.entry_computation.parameters:
+        match = _ARGUMENT.search(parameter.op_name)
+        indices[parameter.op_name] = int(match[1]) if match else int(parameter.literal)
+    return indices
