@@ -333,7 +333,7 @@ def test_an_autoplan_is_rules_for_its_step_and_nothing_is_ignored(tmp_path: Path
     found = sr.reports.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
     fine("audit", *words, "--rules", "auto.json", "-o", "audit.json", cwd=tmp_path)
     assert len(found.frontier) == 2
-    asked = [one.asked for one in sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text()).arrays[:3]]
+    asked = [one.requested for one in sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text()).arrays[:3]]
     assert asked == [str(spec_repr(found.plan.decision(path).spec)) for path in ("0/down", "0/up", "1")]
     (tmp_path / "r.toml").write_text(
         '[[rules]]\npath = "up"\nspec = ["data"]\n[[rules]]\npath = "nowhere"\nspec = []\n'
@@ -365,7 +365,7 @@ def test_audit_autoplan_and_the_page_of_all(tmp_path: Path) -> None:
     assert done.stderr == "shardrules: warning: text: whole on every device; --batch AXES splits the first dimension\n"
     report = sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text())
     assert done.stdout == f"{report}\n"
-    asked = {one.path: one.asked for one in report.arrays}
+    asked = {one.path: one.requested for one in report.arrays}
     assert (
         asked["state/model/blocks/0/up/weight"]
         == asked["state/optimizer/0/mu/blocks/0/up/weight"]

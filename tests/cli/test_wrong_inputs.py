@@ -336,7 +336,7 @@ WRONG = {
     ),
     "an audit that is none": Wrong(
         ("report", "model.py:make", *AUTO, "--audit", "a.json"),
-        "--audit a.json: this text is no report of an audit",
+        "--audit a.json: this text is not an audit report",
         text_of("a.json", "{}"),
     ),
     "a page into nowhere": Wrong(("report", "model.py:make", *AUTO, "-o", "."), ". is a folder: name a file in it"),
