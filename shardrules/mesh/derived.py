@@ -1,4 +1,4 @@
-"""Meshes made of another: the same devices under other axes, or a part of them. The mesh they come from stays as it is.
+"""Meshes derived from another: the same devices under other axes, or a part of them. The original does not change.
 
 Axis types are kept. A mesh without devices gives one without devices.
 """
@@ -11,29 +11,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.errors import MeshError, UnknownAxisError, suggest
+from shardrules.core.errors import MeshError
+from shardrules.mesh.axes import unknown_axis
 from shardrules.mesh.shape import integers
 
 _M = TypeVar("_M", Mesh, AbstractMesh)
 
 
 def fold_axes(mesh: _M, names: Sequence[str], into: str) -> _M:
-    """Returns the mesh with several axes made one.
+    """Returns the mesh with several axes merged into one, which takes the position of the first of them.
 
-    **Arguments:**
-
-    - `mesh`: a mesh.
-    - `names`: the axes to fold, the most major first. They need not be neighbours.
-    - `into`: the name of the new axis, which stands where the first of them stood.
-
-    **Returns:**
-
-    A mesh of the same devices.
-
-    **Raises:**
-
-    `UnknownAxisError` for an axis that is not there, `MeshError` when the axes are of different types or the name is
-    taken.
+    The first of `names` becomes the most major. They need not be neighbours, but must be of one axis type.
 
     ```python
     mesh = sr.create_mesh("data:2,fsdp:2,model:2")
@@ -41,115 +29,72 @@ def fold_axes(mesh: _M, names: Sequence[str], into: str) -> _M:
     ```
     """
     folded = (names,) if isinstance(names, str) else tuple(names)
-    _check_known(mesh, folded)
+    _check_axes(mesh, folded)
     if not folded or len(dict.fromkeys(folded)) < len(folded):
-        raise MeshError(f"fold_axes folds one axis or more, each once; got {folded}")
+        raise MeshError(f"fold_axes needs at least one axis, and each only once; got {folded}")
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({types[name] for name in folded}) > 1:
-        said = ", ".join(f"{name!r} is {types[name].name}" for name in folded)
-        raise MeshError(f"fold_axes({mesh_text(mesh)}): {said}; only axes of one type make one axis")
-    left = [name for name in mesh.axis_names if name not in folded]
-    place = sum(name in left for name in mesh.axis_names[: mesh.axis_names.index(folded[0])])
-    order = [*left[:place], *folded, *left[place:]]
-    new = [*left[:place], into, *left[place:]]
+        listing = ", ".join(f"{name!r} is {types[name].name}" for name in folded)
+        raise MeshError(f"fold_axes({mesh_text(mesh)}): {listing}; only axes of the same type can be folded")
+    rest = [name for name in mesh.axis_names if name not in folded]
+    position = sum(name in rest for name in mesh.axis_names[: mesh.axis_names.index(folded[0])])
+    order = [*rest[:position], *folded, *rest[position:]]
+    new_names = [*rest[:position], into, *rest[position:]]
     sizes = {**mesh.shape, into: math.prod(mesh.shape[name] for name in folded)}
-    return _rebuilt(
-        mesh, order, new, [sizes[name] for name in new], [{**types, into: types[folded[0]]}[name] for name in new]
-    )
+    types[into] = types[folded[0]]
+    return _rebuild(mesh, order, new_names, [sizes[name] for name in new_names], [types[name] for name in new_names])
 
 
 def split_axis(mesh: _M, name: str, into: Mapping[str, int]) -> _M:
-    """Returns the mesh with one axis made several.
-
-    **Arguments:**
-
-    - `mesh`: a mesh.
-    - `name`: the axis to split.
-    - `into`: the name and the size of each new axis, the most major first; one size may be -1.
-
-    **Returns:**
-
-    A mesh of the same devices in the same order.
-
-    **Raises:**
-
-    `UnknownAxisError` for an axis that is not there, `MeshError` when the sizes do not multiply to that of the axis or
-    a name is taken.
+    """Returns the mesh with one axis split into several: name and size of each, the most major first; one may be -1.
 
     ```python
     mesh = sr.meshes.split_axis(sr.create_mesh("data:8"), "data", {"replica": 2, "fsdp": -1})
     assert dict(mesh.shape) == {"replica": 2, "fsdp": 4}
     ```
     """
-    _check_known(mesh, (name,))
+    _check_axes(mesh, (name,))
     try:
-        asked = dict(into)
+        requested = dict(into)
     except (TypeError, ValueError):
         raise MeshError(f"split_axis takes the name and the size of each new axis, {{'x': 2}}; got {into!r}") from None
-    parts = dict(zip(asked, integers(asked.values(), "the sizes of split_axis"), strict=True))
+    sizes = dict(zip(requested, integers(requested.values(), "the sizes of split_axis"), strict=True))
     whole = mesh.shape[name]
-    known = math.prod(size for size in parts.values() if size != -1)
-    open_parts = [part for part, size in parts.items() if size == -1]
-    if len(open_parts) == 1 and known > 0:
-        parts[open_parts[0]] = whole // known
-    if not parts or min(parts.values()) < 1 or math.prod(parts.values()) != whole:
-        said = ",".join(f"{part}:{size}" for part, size in asked.items())
-        raise MeshError(f"split_axis({mesh_text(mesh)}): axis {name!r} of size {whole} is not {said or 'nothing'}")
-    place = mesh.axis_names.index(name)
-    new = [*mesh.axis_names[:place], *parts, *mesh.axis_names[place + 1 :]]
-    old = list(mesh.shape.values())
-    types = list(mesh.axis_types)
-    return _rebuilt(
+    product = math.prod(size for size in sizes.values() if size != -1)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) == 1 and product > 0:
+        sizes[open_axes[0]] = whole // product
+    if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != whole:
+        listing = ",".join(f"{axis}:{size}" for axis, size in requested.items()) or "no axes"
+        raise MeshError(f"split_axis({mesh_text(mesh)}): axis {name!r} of size {whole} cannot be split into {listing}")
+    index = mesh.axis_names.index(name)
+    names, old_sizes, types = list(mesh.axis_names), list(mesh.shape.values()), list(mesh.axis_types)
+    return _rebuild(
         mesh,
-        list(mesh.axis_names),
-        new,
-        [*old[:place], *parts.values(), *old[place + 1 :]],
-        [*types[:place], *[types[place]] * len(parts), *types[place + 1 :]],
+        names,
+        [*names[:index], *sizes, *names[index + 1 :]],
+        [*old_sizes[:index], *sizes.values(), *old_sizes[index + 1 :]],
+        [*types[:index], *[types[index]] * len(sizes), *types[index + 1 :]],
     )
 
 
 def rename_axes(mesh: _M, names: Mapping[str, str]) -> _M:
-    """Returns the mesh with other names for some axes.
-
-    **Arguments:**
-
-    - `mesh`: a mesh.
-    - `names`: from the old name to the new one. Axes may swap names.
-
-    **Returns:**
-
-    A mesh of the same devices in the same order.
-
-    **Raises:**
-
-    `UnknownAxisError` for an axis that is not there, `MeshError` when two axes would have one name.
+    """Returns the mesh with new names for some axes, from the old name to the new one. Axes may swap names.
 
     ```python
     mesh = sr.meshes.rename_axes(sr.create_mesh("data:4,model:2"), {"data": "dp", "model": "tp"})
     assert mesh.axis_names == ("dp", "tp")
     ```
     """
-    _check_known(mesh, tuple(names))
-    new = [names.get(name, name) for name in mesh.axis_names]
-    return _rebuilt(mesh, list(mesh.axis_names), new, list(mesh.shape.values()), list(mesh.axis_types))
+    _check_axes(mesh, tuple(names))
+    new_names = [names.get(name, name) for name in mesh.axis_names]
+    return _rebuild(mesh, list(mesh.axis_names), new_names, list(mesh.shape.values()), list(mesh.axis_types))
 
 
 def submesh(mesh: Mesh, devices: Iterable[Any]) -> Mesh:
-    """Returns the part of a mesh that consists of exactly these devices.
+    """Returns the mesh of exactly these devices of `mesh`, in its order, with the same axes.
 
-    **Arguments:**
-
-    - `mesh`: a mesh of devices.
-    - `devices`: some of its devices, in any order, such as `mesh.devices[:2]`. On every axis they must take the same
-        places everywhere: a box, though not one without gaps.
-
-    **Returns:**
-
-    A mesh with the same axes, shorter ones among them, and the devices in the order of `mesh`.
-
-    **Raises:**
-
-    `MeshError` when a device is not of the mesh, or they are not such a part of it.
+    The devices must form a box: every combination of their coordinates along the axes. The box may have gaps.
 
     ```python
     mesh = sr.create_mesh("data:4,model:2")
@@ -157,43 +102,45 @@ def submesh(mesh: Mesh, devices: Iterable[Any]) -> Mesh:
     ```
     """
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"submesh({mesh_text(mesh)}): a mesh without devices has no part that consists of devices")
+        raise MeshError(f"submesh({mesh_text(mesh)}): a mesh without devices has no submesh")
     if not isinstance(devices, Iterable):
-        raise MeshError(f"submesh({mesh_text(mesh)}): devices is a list of devices, got {devices!r}")
-    asked = list(dict.fromkeys(np.asarray(list(devices), dtype=object).flat))
-    place_of = {device: place for place, device in np.ndenumerate(mesh.devices)}
-    strange = [device for device in asked if device not in place_of]
-    if strange or not asked:
-        which = f"{strange[0]} is none of its devices" if strange else "no devices were given"
-        raise MeshError(f"submesh({mesh_text(mesh)}): {which}")
-    places = [place_of[device] for device in asked]
-    taken = [sorted(dict.fromkeys(place[dim] for place in places)) for dim in range(mesh.devices.ndim)]
-    if math.prod(map(len, taken)) != len(asked):
-        box = " x ".join(f"{name} {rows}" for name, rows in zip(mesh.axis_names, taken, strict=True))
+        raise MeshError(f"submesh({mesh_text(mesh)}): devices must be a list of devices, got {devices!r}")
+    requested = list(dict.fromkeys(np.asarray(list(devices), dtype=object).flat))
+    coordinates_of = {device: coordinates for coordinates, device in np.ndenumerate(mesh.devices)}
+    foreign = [device for device in requested if device not in coordinates_of]
+    if foreign or not requested:
+        reason = f"{foreign[0]} is not one of its devices" if foreign else "devices is empty"
+        raise MeshError(f"submesh({mesh_text(mesh)}): {reason}")
+    coordinates = [coordinates_of[device] for device in requested]
+    along = [sorted(dict.fromkeys(position[dim] for position in coordinates)) for dim in range(mesh.devices.ndim)]
+    # Every device is in the box that the coordinates span: they are the whole box if they are as many.
+    if math.prod(map(len, along)) != len(requested):
+        box = " x ".join(f"{name} {positions}" for name, positions in zip(mesh.axis_names, along, strict=True))
         raise MeshError(
-            f"submesh({mesh_text(mesh)}): {len(asked)} devices are not a mesh: they stand at {box}, which is "
-            f"{math.prod(map(len, taken))} places"
+            f"submesh({mesh_text(mesh)}): {len(requested)} devices do not form a mesh: they span {box}, which is "
+            f"{math.prod(map(len, along))} positions"
         )
-    return Mesh(mesh.devices[np.ix_(*taken)], mesh.axis_names, axis_types=mesh.axis_types)
+    return Mesh(mesh.devices[np.ix_(*along)], mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _check_known(mesh: AnyMesh, names: Sequence[str]) -> None:
+def _check_axes(mesh: AnyMesh, names: Sequence[str]) -> None:
     for name in names:
         if name not in mesh.axis_names:
-            raise UnknownAxisError(f"mesh {mesh_text(mesh)} has no axis {name!r}{suggest(name, mesh.axis_names)}")
+            raise unknown_axis(name, mesh)
 
 
-def _rebuilt(
+def _rebuild(
     mesh: _M, order: Sequence[str], names: Sequence[str], sizes: Sequence[int], types: Sequence[AxisType]
 ) -> _M:
     """The mesh with its axes put in `order` and then cut into `names` and `sizes`."""
     for name in names:
         if not isinstance(name, str) or not name or list(names).count(name) > 1:
             raise MeshError(
-                f"mesh {mesh_text(mesh)}: its axes cannot be called {', '.join(map(repr, names))}: {name!r} is taken"
+                f"mesh {mesh_text(mesh)}: invalid axis names {', '.join(map(repr, names))}: {name!r} is not a "
+                "non-empty string, or occurs twice"
             )
     if isinstance(mesh, AbstractMesh):
-        # With `update` it stays known of what devices the mesh is.
+        # `update` keeps the device kind that the mesh is for, which the constructor would lose.
         return mesh.update(axis_sizes=tuple(sizes), axis_names=tuple(names), axis_types=tuple(types))
     devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in order]).reshape(tuple(sizes))
     return Mesh(devices, tuple(names), axis_types=tuple(types))

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
-from shardrules.core.errors import MeshError, SpecError
+from shardrules.core.errors import MeshError
 
 
 def mesh_shape(text: str) -> AbstractMesh:
@@ -15,7 +15,7 @@ def mesh_shape(text: str) -> AbstractMesh:
 
     **Arguments:**
 
-    - `text`: `name:size` pairs joined by commas, the most major axis first. Blanks are ignored.
+    - `text`: `name:size` pairs separated by commas, the most major axis first. Blanks are ignored.
 
     **Returns:**
 
@@ -23,50 +23,32 @@ def mesh_shape(text: str) -> AbstractMesh:
 
     **Raises:**
 
-    `SpecError` when the text has another form, a size is not a positive integer, or a name comes twice.
+    `MeshError` when the text has another form, a size is not a positive integer, or a name occurs twice.
 
     ```python
     assert sr.mesh_shape("data:64, model:16").shape["model"] == 16
     ```
     """
     names, sizes = read_axes(text, least=1)
-    # Which type axes have when nobody says so differs between versions of JAX.
+    # The type of an axis that is not specified differs between versions of JAX.
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def read_axes(text: str, *, least: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns the names and the sizes in `"data:4,model:-1"`.
-
-    **Arguments:**
-
-    - `text`: `name:size` pairs joined by commas. Blanks are ignored.
-    - `least`: the least size that may be written: 1, or -1 where one size may be left open.
-
-    **Returns:**
-
-    Two tuples of equal length.
-
-    **Raises:**
-
-    `SpecError`, which lists all that is wrong with the text.
-
-    ```python
-    assert read_axes("data:4, model:-1", least=-1) == (("data", "model"), (4, -1))
-    ```
-    """
+    """Returns the names and the sizes in `"data:4,model:-1"`; `least` is -1 where sizes may be left open, else 1."""
     if not isinstance(text, str):
-        raise SpecError(f"a mesh shape is a text such as 'data:64,model:16', got {text!r}")
+        raise MeshError(f"a mesh shape must be a string such as 'data:64,model:16', got {text!r}")
     pairs = [pair.strip().rpartition(":") for pair in text.split(",")] if text.strip() else []
     problems = [
         f"{':'.join(part for part in (name, size) if part)!r} is not name:size with a size of 1 or more"
-        f"{', or -1 for what is left' if least < 0 else ''}"
+        f"{', or -1 for the remaining devices' if least < 0 else ''}"
         for name, colon, size in pairs
         if not (colon and name.strip() and _is_size(size.strip(), least))
     ]
     names = tuple(name.strip() for name, _, _ in pairs)
-    problems += [f"axis {name!r} comes twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems += [f"axis {name!r} occurs twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:
-        raise SpecError(f"mesh shape {text!r}: {'; '.join(problems)}. Write it as 'data:64,model:16'.")
+        raise MeshError(f"mesh shape {text!r}: {'; '.join(problems)}. Write it as 'data:64,model:16'.")
     return names, tuple(int(size) for _, _, size in pairs)
 
 
@@ -74,83 +56,46 @@ def _is_size(text: str, least: int) -> bool:
     return text == str(least) or (text.isdecimal() and int(text) > 0)
 
 
-def integers(values: Any, what: str) -> tuple[int, ...]:
-    """Returns a sequence of integers as a tuple.
-
-    **Arguments:**
-
-    - `values`: what was passed.
-    - `what`: what it is called, for the message.
-
-    **Returns:**
-
-    A tuple of `int`.
-
-    **Raises:**
-
-    `MeshError` when it is no sequence, or holds something else than integers.
-
-    ```python
-    assert integers(np.array([2, 4]), "axis_dims") == (2, 4)
-    ```
-    """
+def integers(values: Any, argument: str) -> tuple[int, ...]:
+    """Returns a sequence of integers as a tuple of `int`; `argument` is its name for the error."""
     if isinstance(values, str | set | frozenset):
-        raise MeshError(f"{what}: a tuple of integers is wanted, got {values!r}")
+        raise MeshError(f"{argument} must be a tuple of integers, got {values!r}")
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
-        raise MeshError(f"{what}: a tuple of integers is wanted, got {values!r}") from None
+        raise MeshError(f"{argument} must be a tuple of integers, got {values!r}") from None
 
 
 def resolve_sizes(
     sizes: Sequence[int], names: Sequence[str], devices: int, *, source: str = "jax.devices()", placed: bool = False
 ) -> tuple[int, ...]:
-    """Returns `sizes` with the one that is -1 filled in, so that they multiply to the number of devices.
+    """Returns `sizes` with a -1 filled in, so that they multiply to the number of devices.
 
-    **Arguments:**
-
-    - `sizes`, `names`: the axes that were asked for.
-    - `devices`: how many devices there are.
-    - `source`: where they come from, as an expression for the message.
-    - `placed`: whether a part of them makes a mesh only where each is put in its place.
-
-    **Returns:**
-
-    The sizes.
-
-    **Raises:**
-
-    `MeshError` when names and sizes do not pair up, or the devices cannot be shaped so.
-
-    ```python
-    assert resolve_sizes((2, -1), ("data", "model"), 8) == (2, 4)
-    ```
+    For the error, `source` is the expression that the devices come from, and `placed` says that a part of them makes a
+    mesh only if each device is placed by the user.
     """
     sizes = integers(sizes, "the sizes of a mesh")
     if len(sizes) != len(names):
         raise MeshError(f"a mesh needs one name for each size: {len(sizes)} sizes {sizes}, names {tuple(names)}")
     label = ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
-    strange = [name for name in names if not isinstance(name, str) or not name]
-    if strange:
-        raise MeshError(f"mesh {label}: the name of an axis is a text that is not empty, got {strange[0]!r}")
-    twice = [name for name in dict.fromkeys(names) if list(names).count(name) > 1]
-    if twice:
-        raise MeshError(f"mesh {label}: axis {twice[0]!r} comes twice. Give each axis a name of its own")
-    wrong = [size for size in sizes if size != -1 and size < 1]
-    if wrong:
-        raise MeshError(f"mesh {label}: a size is 1 or more, or -1 for what is left; got {wrong[0]}")
+    if invalid := [name for name in names if not isinstance(name, str) or not name]:
+        raise MeshError(f"mesh {label}: an axis name must be a non-empty string, got {invalid[0]!r}")
+    if repeated := [name for name in dict.fromkeys(names) if list(names).count(name) > 1]:
+        raise MeshError(f"mesh {label}: axis {repeated[0]!r} occurs twice. Give each axis its own name")
+    if too_small := [size for size in sizes if size != -1 and size < 1]:
+        raise MeshError(f"mesh {label}: a size must be 1 or more, or -1 for the remaining devices; got {too_small[0]}")
     if devices < 1:
-        raise MeshError(f"mesh {label}: there are no devices to make it of")
+        raise MeshError(f"mesh {label}: there are no devices")
     if sizes.count(-1) > 1:
-        raise MeshError(f"mesh {label}: can only specify one unknown dimension, write out all sizes but one")
-    known = math.prod(size for size in sizes if size != -1)
-    filled = tuple(devices // known if size == -1 else size for size in sizes)
+        raise MeshError(f"mesh {label}: can only specify one unknown dimension; at most one size can be -1")
+    product = math.prod(size for size in sizes if size != -1)
+    filled = tuple(devices // product if size == -1 else size for size in sizes)
     if math.prod(filled) != devices:
-        part = f"{source}[:{known}]"
+        part = f"{source}[:{product}]"
         part = f"np.array({part}).reshape{sizes}" if placed else part
-        enough = f"; devices={part} uses {known} of them" if -1 not in sizes and known < devices else ""
+        enough = f"; devices={part} uses {product} of them" if -1 not in sizes and product < devices else ""
         raise MeshError(
-            f"mesh {label}: cannot reshape array of size {devices} ({devices} devices): the sizes that are given "
-            f"multiply to {known}. A mesh takes every device that it is given, once{enough}"
+            f"mesh {label}: cannot reshape array of size {devices} ({devices} devices): the sizes multiply to "
+            f"{product}. A mesh uses each of its devices exactly once{enough}"
         )
     return filled

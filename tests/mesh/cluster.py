@@ -1,4 +1,4 @@
-"""Real processes on this machine, joined by `jax.distributed` over loopback, each with some CPU devices of its own."""
+"""Real processes on this machine, connected by `jax.distributed` over loopback, each with its own CPU devices."""
 
 import os
 import socket
@@ -35,18 +35,18 @@ class Ended:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def run_processes(code: str, *, processes: int, devices: int, timeout: float = 120) -> list[Ended]:
-    """Runs `code` in so many processes at once; it finds `process` and `processes`, and JAX initialised.
+    """Runs `code` in several processes at once, with `process` and `processes` defined and JAX initialised.
 
-    Warnings are errors. A process that has not ended in time is killed, and its code is negative.
+    Warnings are errors. A process that does not end in time is killed, and its exit code is negative.
     """
-    forgotten = ("XLA_FLAGS", "JAX_PLATFORMS")
-    environment = {name: value for name, value in os.environ.items() if name not in forgotten}
+    removed = ("XLA_FLAGS", "JAX_PLATFORMS")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -54,24 +54,24 @@ def run_processes(code: str, *, processes: int, devices: int, timeout: float = 1
     }
     text = PRELUDE + textwrap.dedent(code)
     port = free_port()
-    started = [
+    children = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", text, str(number), str(processes), str(port)],
+            [sys.executable, "-W", "error", "-c", text, str(process), str(processes), str(port)],
             env=environment,
             cwd=Path(__file__).parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in range(processes)
+        for process in range(processes)
     ]
     ended = []
-    for process in started:
+    for child in children:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = child.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            for other in started:
+            for other in children:
                 other.kill()
-            out, err = process.communicate()
-        ended.append(Ended(process.returncode, out, err))
+            out, err = child.communicate()
+        ended.append(Ended(child.returncode, out, err))
     return ended

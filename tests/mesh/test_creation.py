@@ -1,4 +1,4 @@
-"""Meshes of real devices, and of devices that are descriptions only."""
+"""Meshes of real devices, and of devices that are only descriptions."""
 
 import contextlib
 import warnings
@@ -22,7 +22,7 @@ def ids(mesh: Mesh) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("given", "sizes"),
+    ("arguments", "sizes"),
     [
         ((), {"dp": 1, "fsdp": 8, "ep": 1, "tp": 1, "sp": 1}),
         (((2, 2, 2, 1, -1),), {"dp": 2, "fsdp": 2, "ep": 2, "tp": 1, "sp": 1}),
@@ -34,41 +34,41 @@ def ids(mesh: Mesh) -> list[int]:
     ],
     ids=str,
 )
-def test_sizes_and_names_in_every_form(given: Any, sizes: dict[str, int]) -> None:
-    mesh = sr.create_mesh(*given)
+def test_sizes_and_names_in_every_form(arguments: Any, sizes: dict[str, int]) -> None:
+    mesh = sr.create_mesh(*arguments)
     assert dict(mesh.shape) == sizes
     assert ids(mesh) == list(range(8))
     assert mesh is sr.create_mesh(list(sizes.values()), list(sizes))
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("arguments", "match"),
     [
-        (((2, 4),), r"axis_dims \(2, 4\) need axis_names"),
-        (("a:8", ("b",)), "'a:8' names its axes itself"),
+        (((2, 4),), r"axis_dims \(2, 4\) needs axis_names"),
+        (("a:8", ("b",)), "'a:8' already names its axes"),
         (("a:2",), "multiply to 2"),
         (("a:3,b:-1",), "multiply to 3"),
         (("data",), "'data' is not name:size"),
         (("data:0",), "'data:0' is not name:size"),
-        ((8, "a"), "axis_dims: a tuple of integers is wanted, got 8"),
-        (((2.0, 4.0), ("a", "b")), "axis_dims: a tuple of integers is wanted"),
-        ((("2", "4"), ("a", "b")), "axis_dims: a tuple of integers is wanted"),
-        (({8}, ("a",)), "axis_dims: a tuple of integers is wanted"),
-        (((8,), {"a"}), "axis_names is a tuple of names"),
-        (((2, 4), 3), "axis_names is a tuple of names, got 3"),
-        (((2, 4), ("", "a")), "the name of an axis is a text that is not empty, got ''"),
-        (((2, 4), ("a", "b"), 1), "dcn_mesh_dims: a tuple of integers is wanted, got 1"),
+        ((8, "a"), "axis_dims must be a tuple of integers, got 8"),
+        (((2.0, 4.0), ("a", "b")), "axis_dims must be a tuple of integers"),
+        ((("2", "4"), ("a", "b")), "axis_dims must be a tuple of integers"),
+        (({8}, ("a",)), "axis_dims must be a tuple of integers"),
+        (((8,), {"a"}), "axis_names must be a tuple of names"),
+        (((2, 4), 3), "axis_names must be a tuple of names, got 3"),
+        (((2, 4), ("", "a")), "an axis name must be a non-empty string, got ''"),
+        (((2, 4), ("a", "b"), 1), "dcn_mesh_dims must be a tuple of integers, got 1"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(given: Any, match: str) -> None:
+def test_invalid_sizes_and_names_raise(arguments: Any, match: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=match):
-        sr.create_mesh(*given)
+        sr.create_mesh(*arguments)
 
 
 @pytest.mark.parametrize("use_jax", [False, True])
 @pytest.mark.parametrize(
-    ("given", "types"),
+    ("axis_types", "types"),
     [
         (None, (AUTO, AUTO)),
         ("explicit", (EXPLICIT, EXPLICIT)),
@@ -79,15 +79,17 @@ def test_what_does_not_fit_is_refused(given: Any, match: str) -> None:
     ],
     ids=str,
 )
-def test_axis_types_do_not_depend_on_the_path(given: Any, types: tuple[AxisType, ...], use_jax: bool) -> None:
-    mesh = sr.create_mesh("a:2,b:4", axis_types=given, use_jax=use_jax)
+def test_axis_types_do_not_depend_on_how_devices_are_chosen(
+    axis_types: Any, types: tuple[AxisType, ...], use_jax: bool
+) -> None:
+    mesh = sr.create_mesh("a:2,b:4", axis_types=axis_types, use_jax=use_jax)
     assert mesh.axis_types == types
     assert ids(mesh) == list(range(8))
-    assert sr.create_mesh("a:2,b:2", axis_types=given, devices=jax.devices()[:4]).axis_types == types
+    assert sr.create_mesh("a:2,b:2", axis_types=axis_types, devices=jax.devices()[:4]).axis_types == types
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "match"),
+    ("axis_types", "error", "match"),
     [
         ("explicti", ValueError, "must be one of 'auto', 'explicit', 'manual' .*did you mean 'explicit'"),
         (("auto",) * 3, ValueError, "Got 3 types for 2 axis names"),
@@ -97,42 +99,42 @@ def test_axis_types_do_not_depend_on_the_path(given: Any, types: tuple[AxisType,
     ],
     ids=str,
 )
-def test_axis_types_that_are_none_are_refused(given: Any, error: type[Exception], match: str) -> None:
+def test_invalid_axis_types_raise(axis_types: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(sr.errors.ShardRulesError, match=match) as caught:
-        sr.create_mesh("a:2,b:4", axis_types=given)
+        sr.create_mesh("a:2,b:4", axis_types=axis_types)
     assert isinstance(caught.value, error)
 
 
-def test_a_part_of_the_devices() -> None:
+def test_a_mesh_of_a_part_of_the_devices() -> None:
     mesh = sr.create_mesh("a:2,b:-1", devices=jax.devices()[4:])
     assert ids(mesh) == [4, 5, 6, 7]
     x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P(("a", "b"))))
     assert x.sum() == 28
 
 
-def test_an_order_of_ones_own() -> None:
+def test_an_array_of_devices_keeps_its_order() -> None:
     turned = np.array(jax.devices())[::-1].reshape(2, 4)
     assert ids(sr.create_mesh("a:2,b:4", devices=turned)) == [7, 6, 5, 4, 3, 2, 1, 0]
-    with pytest.raises(sr.errors.MeshError, match="dcn_mesh_dims cannot say so too"):
+    with pytest.raises(sr.errors.MeshError, match="dcn_mesh_dims cannot be combined with devices"):
         sr.create_mesh("a:2,b:4", devices=turned, dcn_mesh_dims=(1, 1))
 
 
-def test_a_list_in_an_order_of_ones_own_is_kept() -> None:
+def test_a_list_in_a_custom_order_is_kept() -> None:
     devices = jax.devices()
     order = [0, 2, 4, 6, 1, 3, 5, 7]
-    own = [devices[number] for number in order]
-    given: list[Any] = [own, tuple(own), np.array(own), [own[:4], own[4:]], np.array(own).reshape(2, 4)]
-    for one in given:
-        assert ids(sr.create_mesh("a:2,b:4", devices=one)) == order
+    custom = [devices[index] for index in order]
+    forms: list[Any] = [custom, tuple(custom), np.array(custom), [custom[:4], custom[4:]]]
+    for form in [*forms, np.array(custom).reshape(2, 4)]:
+        assert ids(sr.create_mesh("a:2,b:4", devices=form)) == order
     assert ids(sr.create_mesh("a:4", devices=devices[:4][::-1])) == [3, 2, 1, 0]
     assert ids(sr.create_mesh("a:8", devices=[*devices])) == list(range(8))
-    hosts = [sr.meshes.DeviceInfo(number, process_index=number // 4) for number in order]
+    hosts = [sr.meshes.DeviceInfo(index, process_index=index // 4) for index in order]
     assert ids(sr.create_mesh("a:2,b:4", devices=hosts)) == order
 
 
 @pytest.mark.parametrize(("option", "value"), [("dcn_mesh_dims", (1, 1)), ("use_jax", True)])
-def test_what_lays_devices_out_does_not_go_with_an_order_of_ones_own(option: str, value: Any) -> None:
-    with pytest.raises(sr.errors.MeshError, match=f"{option} cannot say so too"):
+def test_layout_options_need_devices_in_the_usual_order(option: str, value: Any) -> None:
+    with pytest.raises(sr.errors.MeshError, match=f"{option} cannot be combined with devices"):
         sr.create_mesh("a:2,b:4", devices=jax.devices()[::-1], **{option: value})
 
 
@@ -144,8 +146,8 @@ def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
         for x in range(4)
     ]
     by_host = sorted(torus, key=lambda chip: (chip.process_index, chip.id))
-    for listed in (torus, by_host):
-        mesh = sr.create_mesh("a:4,b:4", devices=listed)
+    for devices in (torus, by_host):
+        mesh = sr.create_mesh("a:4,b:4", devices=devices)
         assert ids(mesh) == sr.meshes.lay_out((4, 4), "ab", torus).ids.ravel().tolist()
     assert ids(sr.create_mesh("a:4,b:4", devices=torus[::-1])) == list(range(15, -1, -1))
 
@@ -153,29 +155,29 @@ def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
 @pytest.mark.parametrize(
     ("devices", "match"),
     [
-        (lambda d: np.array(d).reshape(4, 2), r"devices has the shape \(4, 2\) and the mesh \(2, 4\)"),
-        (lambda d: [[one] for one in d], r"devices has the shape \(8, 1\) and the mesh \(2, 4\)"),
-        (lambda d: [d[:3], d[3:]], "a mesh is made of devices, got \\["),
-        (lambda d: d[0], "devices is a list of devices"),
-        (lambda d: np.array(d[0]), "devices is a list of devices"),
-        (lambda d: range(8), "a mesh is made of devices, got 0"),
+        (lambda d: np.array(d).reshape(4, 2), r"devices has shape \(4, 2\) and the mesh \(2, 4\)"),
+        (lambda d: [[device] for device in d], r"devices has shape \(8, 1\) and the mesh \(2, 4\)"),
+        (lambda d: [d[:3], d[3:]], "a mesh needs devices, got \\["),
+        (lambda d: d[0], "devices must be a list of devices"),
+        (lambda d: np.array(d[0]), "devices must be a list of devices"),
+        (lambda d: range(8), "a mesh needs devices, got 0"),
         (lambda d: [], "there are no devices"),
     ],
 )
-def test_devices_in_no_shape_of_the_mesh_are_refused(devices: Any, match: str) -> None:
+def test_devices_of_another_shape_raise(devices: Any, match: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=match):
         sr.create_mesh("a:2,b:4", devices=devices(jax.devices()))
 
 
-def test_what_an_error_names_works() -> None:
-    pairs = [sr.meshes.DeviceInfo(number, process_index=number // 4) for number in range(8)]
-    slices = [sr.meshes.DeviceInfo(number, slice_index=number // 4) for number in range(8)]
-    chips = [sr.meshes.DeviceInfo(number, coords=(number % 2, number // 2, 0), platform="tpu") for number in range(8)]
+def test_the_devices_that_an_error_suggests_work() -> None:
+    pairs = [sr.meshes.DeviceInfo(index, process_index=index // 4) for index in range(8)]
+    slices = [sr.meshes.DeviceInfo(index, slice_index=index // 4) for index in range(8)]
+    chips = [sr.meshes.DeviceInfo(index, coords=(index % 2, index // 2, 0), platform="tpu") for index in range(8)]
     for devices in (pairs, slices, chips, np.array(pairs).reshape(2, 4), jax.devices(), None):
         with pytest.raises(sr.errors.MeshError, match="uses 6 of them") as caught:
             sr.create_mesh("a:2,b:3", devices=devices)
-        named = eval(str(caught.value).rpartition("devices=")[2].removesuffix(" uses 6 of them"))
-        assert ids(sr.create_mesh("a:2,b:3", devices=named)) == list(range(6))
+        suggested = eval(str(caught.value).rpartition("devices=")[2].removesuffix(" uses 6 of them"))
+        assert ids(sr.create_mesh("a:2,b:3", devices=suggested)) == list(range(6))
     with pytest.raises(sr.errors.MeshError, match=r"jax\.devices\('cpu'\)\[:6\] uses 6"):
         sr.create_mesh("a:6", backend="cpu")
     with pytest.raises(sr.errors.MeshError, match=r"devices=np.array\(devices\).reshape\(2, 3\)"):
@@ -184,8 +186,8 @@ def test_what_an_error_names_works() -> None:
         sr.create_mesh("tp:6", devices=pairs[:6])
 
 
-def test_devices_that_are_not_one_of_each_are_refused() -> None:
-    with pytest.raises(sr.errors.MeshError, match="8 devices and only 4 different ones"):
+def test_repeated_devices_raise() -> None:
+    with pytest.raises(sr.errors.MeshError, match="8 devices, only 4 different"):
         sr.create_mesh("a:8", devices=jax.devices()[:4] * 2)
     with pytest.raises(sr.errors.MeshError, match="devices or a backend, not both"):
         sr.create_mesh("a:8", devices=jax.devices(), backend="cpu")
@@ -195,13 +197,13 @@ def pod(slices: int, platform: str = "gpu") -> list[sr.meshes.DeviceInfo]:
     size = 16 // slices
     return [
         sr.meshes.DeviceInfo(
-            number,
-            process_index=number // 4,
-            slice_index=number // size,
-            coords=(number % size, 0, 0) if platform == "tpu" else None,
+            index,
+            process_index=index // 4,
+            slice_index=index // size,
+            coords=(index % size, 0, 0) if platform == "tpu" else None,
             platform=platform,
         )
-        for number in range(16)
+        for index in range(16)
     ]
 
 
@@ -209,12 +211,12 @@ def pod(slices: int, platform: str = "gpu") -> list[sr.meshes.DeviceInfo]:
     ("platform", "fast", "slow"),
     [("tpu", "ICI", "DCN"), ("gpu", "NVLink", "Ethernet or InfiniBand"), ("cpu", "shared memory", "the network")],
 )
-def test_a_tensor_parallel_axis_on_the_slow_network_is_a_warning(platform: str, fast: str, slow: str) -> None:
+def test_a_fast_axis_on_the_slow_network_warns(platform: str, fast: str, slow: str) -> None:
     with pytest.warns(sr.errors.MeshWarning, match=f"'tp' of size 16 spans 2 slices: .*{slow}.*slow.*{fast}.*fast"):
         sr.create_mesh("dp:1,tp:16", devices=pod(2, platform))
 
 
-def test_any_axis_can_be_said_to_need_the_fast_network() -> None:
+def test_fast_axes_names_the_axes_that_warn() -> None:
     with pytest.warns(sr.errors.MeshWarning, match="'experts'"):
         sr.create_mesh("experts:16", devices=pod(2), fast_axes=("experts",))
     sr.create_mesh("tp:16", devices=pod(2), fast_axes=())
@@ -223,19 +225,19 @@ def test_any_axis_can_be_said_to_need_the_fast_network() -> None:
     sr.create_mesh("exp:16", devices=pod(2), fast_axes="experts")
 
 
-def test_an_axis_that_crosses_slices_where_devices_are_put_is_a_warning() -> None:
-    put = np.array(pod(2))
+def test_a_fast_axis_of_placed_devices_warns() -> None:
+    devices = np.array(pod(2))
     with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 2 spans 2 slices"):
-        sr.create_mesh("dp:8,tp:2", devices=put.reshape(2, 8).T)
+        sr.create_mesh("dp:8,tp:2", devices=devices.reshape(2, 8).T)
     with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 8 spans 2 slices"):  # its first row only
-        sr.create_mesh("dp:2,tp:8", devices=put[[0, 8, *range(1, 8), *range(9, 16)]])
-    sr.create_mesh("dp:2,tp:8", devices=put.reshape(2, 8))
+        sr.create_mesh("dp:2,tp:8", devices=devices[[0, 8, *range(1, 8), *range(9, 16)]])
+    sr.create_mesh("dp:2,tp:8", devices=devices.reshape(2, 8))
 
 
-def test_gpus_of_several_hosts_are_joined_by_a_slow_network_whatever_coordinates_they_have() -> None:
+def test_coordinates_of_gpus_do_not_join_hosts() -> None:
     gpus = [
-        sr.meshes.DeviceInfo(number, process_index=number // 4, slice_index=0, coords=(number % 4,), platform="gpu")
-        for number in range(8)
+        sr.meshes.DeviceInfo(index, process_index=index // 4, slice_index=0, coords=(index % 4,), platform="gpu")
+        for index in range(8)
     ]
     with pytest.warns(sr.errors.MeshWarning, match="'model' of size 8 spans 2 processes: .*Ethernet or InfiniBand"):
         sr.create_mesh("model:8", devices=gpus)
@@ -257,27 +259,27 @@ def test_a_warning_points_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     for call in calls:
         with pytest.warns(sr.errors.MeshWarning, match="'tp'") as caught, contextlib.suppress(AttributeError):
-            call()  # no context takes descriptions for devices
-        assert [one.filename for one in caught] == [__file__]
+            call()  # contexts do not accept descriptions as devices
+        assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_nothing_is_said_where_the_fast_axes_stay_inside() -> None:
+def test_fast_axes_inside_a_granule_do_not_warn() -> None:
     sr.create_mesh("dp:2,tp:8", devices=pod(2))
     sr.create_mesh("dp:4,tp:4", devices=pod(1))
 
 
-def test_processes_of_one_device_each_tell_nothing_of_the_network() -> None:
-    each = [sr.meshes.DeviceInfo(number, process_index=number) for number in range(8)]
-    assert sr.create_mesh("tp:8", devices=each).size == 8
-    pairs = [sr.meshes.DeviceInfo(number, process_index=number // 2) for number in range(8)]
+def test_processes_of_one_device_each_do_not_warn() -> None:
+    single = [sr.meshes.DeviceInfo(index, process_index=index) for index in range(8)]
+    assert sr.create_mesh("tp:8", devices=single).size == 8
+    pairs = [sr.meshes.DeviceInfo(index, process_index=index // 2) for index in range(8)]
     with pytest.warns(sr.errors.MeshWarning, match="spans 4 processes"):
         sr.create_mesh("tp:8", devices=pairs)
 
 
-def test_slices_that_were_announced_and_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slices_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sr.create_mesh("a:8")
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    with pytest.raises(sr.errors.MeshError, match="MEGASCALE_NUM_SLICES is 2, and the 8 devices are of 1 slice"):
+    with pytest.raises(sr.errors.MeshError, match="MEGASCALE_NUM_SLICES is 2, but the 8 devices are of 1 slice"):
         sr.create_mesh("a:8")
     assert sr.create_mesh("a:8", devices=jax.devices()) is before
     assert sr.meshes.create_cpu_mesh("a:8") is before
@@ -287,19 +289,19 @@ def test_slices_that_were_announced_and_are_not_there_are_refused(monkeypatch: p
     assert sr.create_mesh("a:8") is before
 
 
-def test_jax_lays_out_one_torus_over_all_its_processes() -> None:
-    said: list[Any] = []
+def test_use_jax_takes_the_processes_of_one_torus() -> None:
+    calls: list[Any] = []
     torus = pod(1, "tpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "make_mesh", lambda *args, devices, **_: said.append((args, devices)))
+        patch.setattr(jax, "make_mesh", lambda *args, devices, **_: calls.append((args, devices)))
         sr.create_mesh("a:16", devices=torus, use_jax=True)
         with pytest.raises(sr.errors.MeshError, match="or the processes of one torus"):
             sr.create_mesh("a:16", devices=pod(1), use_jax=True)
-    assert said == [(((16,), ("a",)), torus)]
+    assert calls == [(((16,), ("a",)), torus)]
 
 
-def test_jax_lays_out_one_slice_only() -> None:
-    with pytest.raises(sr.errors.MeshError, match="use_jax=True is for one slice and one process"):
+def test_use_jax_takes_only_one_slice() -> None:
+    with pytest.raises(sr.errors.MeshError, match="use_jax=True needs devices of one slice and one process"):
         sr.create_mesh("dp:16", devices=pod(2), use_jax=True)
 
 
@@ -313,7 +315,7 @@ def test_jax_lays_out_one_slice_only() -> None:
         ("dp:-1,tp:4", ["dp", "tp"], {"dp": 2, "tp": 4}),
     ],
 )
-def test_a_text_is_read_against_names(text: str, names: Any, sizes: dict[str, int]) -> None:
+def test_parse_mesh_from_string_reads_both_forms(text: str, names: Any, sizes: dict[str, int]) -> None:
     assert list(sr.meshes.parse_mesh_from_string(text, names).shape.items()) == list(sizes.items())
 
 
@@ -327,31 +329,31 @@ def test_a_text_is_read_against_names(text: str, names: Any, sizes: dict[str, in
         ("dp:2,tp:2,tp:2", "Number of dimensions and names must match"),
         ("2,4,1", "Number of dimensions and names must match"),
         ("8", "Number of dimensions and names must match"),
-        ("dp:2,tp:x", "a size is an integer"),
-        ("2,", "a size is an integer"),
+        ("dp:2,tp:x", "a size must be an integer"),
+        ("2,", "a size must be an integer"),
         ("dp:2,4", "Axis name '' not found"),
-        ("", "a size is an integer"),
+        ("", "a size must be an integer"),
     ],
 )
-def test_a_text_that_does_not_fit_the_names_is_refused(text: str, match: str) -> None:
+def test_a_text_that_does_not_match_the_names_raises(text: str, match: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=match):
         sr.meshes.parse_mesh_from_string(text, ["dp", "tp"])
 
 
-@pytest.mark.parametrize("given", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
-def test_what_is_no_list_of_pairs_is_refused(given: Any) -> None:
-    with pytest.raises(sr.errors.MeshError, match="config_mesh is a list of pairs"):
-        sr.meshes.create_device_mesh(given)
-    with pytest.raises(sr.errors.MeshError, match="axis_dims is a text such as"):
-        sr.meshes.parse_mesh_from_string(given, ["a"])
+@pytest.mark.parametrize("pairs", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
+def test_create_device_mesh_takes_only_pairs(pairs: Any) -> None:
+    with pytest.raises(sr.errors.MeshError, match="config_mesh must be a list of pairs"):
+        sr.meshes.create_device_mesh(pairs)
+    with pytest.raises(sr.errors.MeshError, match="axis_dims must be a string such as"):
+        sr.meshes.parse_mesh_from_string(pairs, ["a"])
 
 
-def test_pairs_of_name_and_size() -> None:
+def test_create_device_mesh_takes_pairs_and_types() -> None:
     mesh = sr.meshes.create_device_mesh([("data", -1), ("model", 4)], axis_types="explicit")
     assert (dict(mesh.shape), mesh.axis_types) == ({"data": 2, "model": 4}, (EXPLICIT, EXPLICIT))
 
 
-def test_on_the_cpu() -> None:
+def test_cpu_meshes_and_contexts() -> None:
     assert sr.meshes.create_cpu_mesh() is sr.create_mesh(backend="cpu")
     with sr.meshes.force_cpu() as cpu:
         assert jnp.ones(3).devices() == {cpu} == {jax.devices("cpu")[0]}
@@ -372,13 +374,13 @@ TYPES: list[Any] = ["auto", "explicit", ("auto", "explicit"), ("explicit", "auto
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
-def test_rules_plan_alike_whatever_the_axis_types_and_arrays_go_where_they_say(rule: str, types: Any) -> None:
+def test_plans_do_not_depend_on_axis_types(rule: str, types: Any) -> None:
     tree = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "v": np.ones((16, 4), np.float32)}
     mesh = sr.create_mesh("data:4,model:2", axis_types=types)
     plan = RULES[rule]().plan(tree, mesh).check()
     assert plan.fingerprint == RULES[rule]().plan(tree, sr.mesh_shape("data:4,model:2")).fingerprint
-    for where in (mesh, AbstractMesh((4, 2), ("data", "model"), axis_types=mesh.axis_types)):
-        assert RULES[rule]().plan(tree, where).specs == plan.specs
+    for other in (mesh, AbstractMesh((4, 2), ("data", "model"), axis_types=mesh.axis_types)):
+        assert RULES[rule]().plan(tree, other).specs == plan.specs
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         placed = jax.device_put(tree, plan.shardings(mesh))

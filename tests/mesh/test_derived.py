@@ -1,4 +1,4 @@
-"""Meshes made of another: every device is kept, in the order that the axes say."""
+"""Meshes derived from another: every device is kept, in the order of the axes."""
 
 import itertools
 from typing import Any
@@ -15,7 +15,7 @@ MESH = "a:2,b:2,c:2"
 
 
 def untyped(value: Any) -> Any:
-    """What a program without types could pass."""
+    """A value that a type checker would refuse."""
     return value
 
 
@@ -35,7 +35,7 @@ def ids(mesh: Mesh) -> Any:
     ],
     ids=str,
 )
-def test_folded_axes_are_one_the_first_most_major(names: tuple[str, ...], sizes: Any, order: Any) -> None:
+def test_fold_axes_puts_the_first_most_major(names: tuple[str, ...], sizes: Any, order: Any) -> None:
     mesh = sr.meshes.fold_axes(sr.create_mesh(MESH), names, "x")
     assert list(mesh.shape.items()) == list(sizes.items())
     assert ids(mesh) == order
@@ -43,21 +43,21 @@ def test_folded_axes_are_one_the_first_most_major(names: tuple[str, ...], sizes:
     assert dict(sr.meshes.fold_axes(sr.mesh_shape(MESH), names, "x").shape) == sizes
 
 
-def test_an_array_on_folded_axes_is_where_it_was_on_the_axes_together() -> None:
+def test_an_array_on_folded_axes_stays_in_place() -> None:
     mesh = sr.create_mesh(MESH)
     for names in itertools.permutations("abc", 2):
         folded = sr.meshes.fold_axes(mesh, names, "x")
-        here, there = (NamedSharding(folded, P("x")), NamedSharding(mesh, P(names)))
-        assert here.devices_indices_map((8,)) == there.devices_indices_map((8,))
+        after, before = NamedSharding(folded, P("x")), NamedSharding(mesh, P(names))
+        assert after.devices_indices_map((8,)) == before.devices_indices_map((8,))
 
 
-def test_splitting_undoes_folding() -> None:
+def test_split_axis_undoes_fold_axes() -> None:
     mesh = sr.create_mesh(MESH)
     assert sr.meshes.split_axis(sr.meshes.fold_axes(mesh, ("a", "b"), "x"), "x", {"a": 2, "b": -1}) is mesh
     assert sr.meshes.split_axis(mesh, "c", {"d": 2, "e": 1}).axis_names == ("a", "b", "d", "e")
 
 
-def test_names_can_be_swapped() -> None:
+def test_rename_axes_can_swap_names() -> None:
     mesh = sr.create_mesh(MESH)
     swapped = sr.meshes.rename_axes(mesh, {"a": "c", "c": "a"})
     assert swapped.axis_names == ("c", "b", "a")
@@ -73,7 +73,9 @@ def test_axis_types_are_kept() -> None:
     assert sr.meshes.rename_axes(mesh, {"c": "z"}).axis_types == mesh.axis_types
     assert sr.meshes.submesh(mesh, mesh.devices[0].flat).axis_types == mesh.axis_types
     assert isinstance(sr.meshes.split_axis(mesh.abstract_mesh, "c", {"d": -1}), AbstractMesh)
-    with pytest.raises(sr.errors.MeshError, match="'b' is Auto, 'c' is Explicit; only axes of one type make one axis"):
+    with pytest.raises(
+        sr.errors.MeshError, match="'b' is Auto, 'c' is Explicit; only axes of the same type can be folded"
+    ):
         sr.meshes.fold_axes(mesh, ("b", "c"), "x")
 
 
@@ -87,12 +89,12 @@ def test_axis_types_are_kept() -> None:
     ],
     ids=str,
 )
-def test_a_box_of_devices_is_a_mesh(part: Any, sizes: dict[str, int]) -> None:
+def test_submesh_of_a_box_of_devices(part: Any, sizes: dict[str, int]) -> None:
     mesh = sr.create_mesh(MESH)
-    found = sr.meshes.submesh(mesh, mesh.devices[part].flat)
-    assert dict(found.shape) == sizes
-    assert sorted(np.ravel(ids(found))) == sorted(device.id for device in mesh.devices[part].flat)
-    assert list(np.ravel(ids(found))) == sorted(np.ravel(ids(found)))  # in the order of the mesh, whatever was given
+    box = sr.meshes.submesh(mesh, mesh.devices[part].flat)
+    assert dict(box.shape) == sizes
+    assert sorted(np.ravel(ids(box))) == sorted(device.id for device in mesh.devices[part].flat)
+    assert list(np.ravel(ids(box))) == sorted(np.ravel(ids(box)))  # in the order of the mesh, not of the argument
 
 
 def test_a_box_may_have_gaps() -> None:
@@ -106,50 +108,82 @@ def test_a_box_may_have_gaps() -> None:
         (
             lambda m: sr.meshes.fold_axes(m, ("a", "z"), "x"),
             sr.errors.UnknownAxisError,
-            "mesh a:2,b:2,c:2 has no axis 'z'",
+            "unknown axis 'z'; the mesh has a:2,b:2,c:2",
         ),
-        (lambda m: sr.meshes.fold_axes(m, (), "x"), sr.errors.MeshError, "one axis or more, each once"),
-        (lambda m: sr.meshes.fold_axes(m, ("a", "a"), "x"), sr.errors.MeshError, "each once; got"),
-        (lambda m: sr.meshes.fold_axes(m, ("a", "b"), "c"), sr.errors.MeshError, "'c' is taken"),
-        (lambda m: sr.meshes.split_axis(m, "z", {"x": 2}), sr.errors.UnknownAxisError, "no axis 'z'"),
-        (lambda m: sr.meshes.split_axis(m, "a", {"x": 3}), sr.errors.MeshError, "axis 'a' of size 2 is not x:3"),
-        (lambda m: sr.meshes.split_axis(m, "a", {"x": -1, "y": -1}), sr.errors.MeshError, "is not x:-1,y:-1"),
-        (lambda m: sr.meshes.split_axis(m, "a", {"x": -1, "y": 3}), sr.errors.MeshError, "is not x:-1,y:3"),
-        (lambda m: sr.meshes.split_axis(m, "a", {"x": 0, "y": -1}), sr.errors.MeshError, "is not x:0,y:-1"),
-        (lambda m: sr.meshes.split_axis(m, "a", {}), sr.errors.MeshError, "is not nothing"),
-        (lambda m: sr.meshes.split_axis(m, "a", {"b": 2}), sr.errors.MeshError, "'b' is taken"),
+        (lambda m: sr.meshes.fold_axes(m, (), "x"), sr.errors.MeshError, "at least one axis, and each only once"),
+        (lambda m: sr.meshes.fold_axes(m, ("a", "a"), "x"), sr.errors.MeshError, "each only once; got"),
+        (
+            lambda m: sr.meshes.fold_axes(m, ("a", "b"), "c"),
+            sr.errors.MeshError,
+            "'c' is not a non-empty string, or occurs twice",
+        ),
+        (lambda m: sr.meshes.split_axis(m, "z", {"x": 2}), sr.errors.UnknownAxisError, "unknown axis 'z'"),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", {"x": 3}),
+            sr.errors.MeshError,
+            "axis 'a' of size 2 cannot be split into x:3",
+        ),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", {"x": -1, "y": -1}),
+            sr.errors.MeshError,
+            "cannot be split into x:-1,y:-1",
+        ),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", {"x": -1, "y": 3}),
+            sr.errors.MeshError,
+            "cannot be split into x:-1,y:3",
+        ),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", {"x": 0, "y": -1}),
+            sr.errors.MeshError,
+            "cannot be split into x:0,y:-1",
+        ),
+        (lambda m: sr.meshes.split_axis(m, "a", {}), sr.errors.MeshError, "cannot be split into no axes"),
+        (
+            lambda m: sr.meshes.split_axis(m, "a", {"b": 2}),
+            sr.errors.MeshError,
+            "'b' is not a non-empty string, or occurs twice",
+        ),
         (
             lambda m: sr.meshes.split_axis(m, "a", untyped({"x": "2", "y": -1})),
             sr.errors.MeshError,
-            "a tuple of integers is wanted",
+            "must be a tuple of integers",
         ),
         (
             lambda m: sr.meshes.split_axis(m, "a", untyped([("x", 3)])),
             sr.errors.MeshError,
-            "axis 'a' of size 2 is not x:3",
+            "axis 'a' of size 2 cannot be split into x:3",
         ),
         (
             lambda m: sr.meshes.split_axis(m, "a", untyped(2)),
             sr.errors.MeshError,
             "the name and the size of each new axis, .*; got 2",
         ),
-        (lambda m: sr.meshes.submesh(m, m.devices.flat[0]), sr.errors.MeshError, "devices is a list of devices, got"),
-        (lambda m: sr.meshes.rename_axes(m, {"a": "b"}), sr.errors.MeshError, "'b' is taken"),
-        (lambda m: sr.meshes.rename_axes(m, {"z": "b"}), sr.errors.UnknownAxisError, "no axis 'z'"),
-        (lambda m: sr.meshes.submesh(m, []), sr.errors.MeshError, "no devices were given"),
+        (
+            lambda m: sr.meshes.submesh(m, m.devices.flat[0]),
+            sr.errors.MeshError,
+            "devices must be a list of devices, got",
+        ),
+        (
+            lambda m: sr.meshes.rename_axes(m, {"a": "b"}),
+            sr.errors.MeshError,
+            "'b' is not a non-empty string, or occurs twice",
+        ),
+        (lambda m: sr.meshes.rename_axes(m, {"z": "b"}), sr.errors.UnknownAxisError, "unknown axis 'z'"),
+        (lambda m: sr.meshes.submesh(m, []), sr.errors.MeshError, "devices is empty"),
         (
             lambda m: sr.meshes.submesh(m, m.devices.flat[1:4]),
             sr.errors.MeshError,
-            "3 devices are not a mesh: .* which is 4 places",
+            "3 devices do not form a mesh: .* which is 4 positions",
         ),
         (
             lambda m: sr.meshes.submesh(sr.meshes.submesh(m, m.devices[0].flat), m.devices[1].flat),
             sr.errors.MeshError,
-            "none of its devices",
+            "is not one of its devices",
         ),
         (lambda m: sr.meshes.submesh(m.abstract_mesh, jax.devices()), sr.errors.MeshError, "without devices"),
     ],
 )
-def test_what_cannot_be_made_is_refused(call: Any, error: type[Exception], match: str) -> None:
+def test_invalid_derivations_raise(call: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call(sr.create_mesh(MESH))

@@ -1,4 +1,4 @@
-"""Real processes over loopback: two of four devices, and four of two. Where time is all that counts, threads do."""
+"""Real processes over loopback: two of four devices, and four of two. Where only timing matters, threads are used."""
 
 import threading
 import time
@@ -15,15 +15,15 @@ from tests.mesh.cluster import Ended, run_processes
 SHAPES = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)])
 
 
-def told(ended: list[Ended]) -> list[list[str]]:
-    """The lines that each process printed; all must have ended well."""
-    assert [one.code for one in ended] == [0] * len(ended), "\n".join(one.out + one.err for one in ended)
-    return [one.out.splitlines() for one in ended]
+def printed_lines(ended: list[Ended]) -> list[list[str]]:
+    """The lines that each process printed; all must have succeeded."""
+    assert [child.code for child in ended] == [0] * len(ended), "\n".join(child.out + child.err for child in ended)
+    return [child.out.splitlines() for child in ended]
 
 
 @SHAPES
-def test_a_mesh_a_plan_an_array_and_a_barrier(processes: int, devices: int) -> None:
-    found = told(
+def test_meshes_plans_arrays_and_barriers_over_processes(processes: int, devices: int) -> None:
+    lines = printed_lines(
         run_processes(
             """
             mesh = sr.create_mesh("data:4,model:2")
@@ -45,15 +45,15 @@ def test_a_mesh_a_plan_an_array_and_a_barrier(processes: int, devices: int) -> N
         )
     )
     rows = 4 // processes
-    assert found[0][0] == str([[process] * 2 for process in range(processes) for _ in range(rows)])
-    assert found[0][1] == str((rows, 2))
-    assert found[0][3] == f"{float(sum(range(128)))} (4, 4)"
-    assert [lines[:4] for lines in found] == [found[0][:4]] * processes
-    assert [lines[4] for lines in found] == ["True", *["False"] * (processes - 1)]
+    assert lines[0][0] == str([[process] * 2 for process in range(processes) for _ in range(rows)])
+    assert lines[0][1] == str((rows, 2))
+    assert lines[0][3] == f"{float(sum(range(128)))} (4, 4)"
+    assert [printed[:4] for printed in lines] == [lines[0][:4]] * processes
+    assert [printed[4] for printed in lines] == ["True", *["False"] * (processes - 1)]
 
 
-def test_the_sizes_asked_for_are_kept_however_processes_are_spread() -> None:
-    found = told(
+def test_dcn_mesh_dims_keeps_the_sizes_of_the_mesh() -> None:
+    lines = printed_lines(
         run_processes(
             """
             for outer in ((2, 1), (1, 2), (-1, 1)):
@@ -68,17 +68,17 @@ def test_the_sizes_asked_for_are_kept_however_processes_are_spread() -> None:
             devices=4,
         )
     )
-    assert found[0] == found[1]
-    assert found[0][:3] == [
+    assert lines[0] == lines[1]
+    assert lines[0][:3] == [
         "{'a': 4, 'b': 2} [0, 0, 0, 0, 1, 1, 1, 1]",
         "{'a': 4, 'b': 2} [0, 1, 0, 1, 0, 1, 0, 1]",
         "{'a': 4, 'b': 2} [0, 0, 0, 0, 1, 1, 1, 1]",
     ]
-    assert found[0][3].endswith("On mesh a:4,b:2 over 2 processes these work: (2, 1), (1, 2)")
+    assert lines[0][3].endswith("On mesh a:4,b:2 over 2 processes these work: (2, 1), (1, 2)")
 
 
-def test_one_that_is_late_is_waited_for() -> None:
-    found = told(
+def test_a_barrier_waits_for_a_late_process() -> None:
+    lines = printed_lines(
         run_processes(
             """
             sr.barrier_sync(timeout=60, name="start")
@@ -91,10 +91,10 @@ def test_one_that_is_late_is_waited_for() -> None:
             devices=1,
         )
     )
-    assert found == [["0 True"], ["1 False"]]
+    assert lines == [["0 True"], ["1 False"]]
 
 
-def test_one_that_never_comes_is_named_in_the_time_asked_for() -> None:
+def test_a_missing_process_is_named_after_the_timeout() -> None:
     ended = run_processes(
         """
         sr.barrier_sync(timeout=30, name="start")
@@ -107,7 +107,7 @@ def test_one_that_never_comes_is_named_in_the_time_asked_for() -> None:
         except sr.errors.BarrierTimeoutError as error:
             print(isinstance(error, TimeoutError), 2 <= round(time.monotonic() - start, 1) <= 6)
             print(error, flush=True)
-        time.sleep(8)  # the service lives in this process, and the other one cannot do without
+        time.sleep(8)  # the service runs in this process, and the other one needs it
         os._exit(0)
         """,
         processes=2,
@@ -116,14 +116,14 @@ def test_one_that_never_comes_is_named_in_the_time_asked_for() -> None:
     first, *rest = ended[0].out.splitlines()
     assert first == "True True", ended[0].out + ended[0].err
     assert rest == [
-        "barrier 'checkpoint written': not all processes came within 2 s:",
+        "barrier 'checkpoint written': not all processes arrived within 2 s:",
         "  process 0: gave up at 'checkpoint written' (<string>:17) after 2 s",
         "  process 1: past 'start' (<string>:11)",
     ]
 
 
-def test_each_keeps_its_own_timeout_and_one_that_tries_again_meets_a_late_one() -> None:
-    found = told(
+def test_each_process_keeps_its_own_timeout() -> None:
+    lines = printed_lines(
         run_processes(
             """
             def meet(timeout):
@@ -145,7 +145,7 @@ def test_each_keeps_its_own_timeout_and_one_that_tries_again_meets_a_late_one() 
             devices=1,
         )
     )
-    assert found == [
+    assert lines == [
         ["True", "process 0: gave up at 'x' (<string>:14) after 1 s", "met"],
         ["True", "process 1: gave up at 'x' (<string>:14) after 3 s", "met"],
         ["met"],
@@ -185,7 +185,7 @@ class Store:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """Runs each function as a process of its own, a tuple of them as threads of one; what they met and were told."""
+    """Runs each list of barriers as a process, a tuple of lists as threads of one; returns what each call did."""
     store = Store()
     count = 0
     monkeypatch.setattr("shardrules.mesh.processes.coordination_client", lambda: store)
@@ -195,71 +195,71 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     def run(*ways: list[tuple[float, str, float]] | tuple[list[tuple[float, str, float]], ...]) -> list[list[str]]:
         nonlocal count
         count = len(ways)
-        heard: list[list[str]] = [[] for _ in ways]
+        outcomes: list[list[str]] = [[] for _ in ways]
 
-        def go(process: int, way: list[tuple[float, str, float]]) -> None:
-            for start, name, timeout in way:
+        def go(process: int, calls: list[tuple[float, str, float]]) -> None:
+            for start, name, timeout in calls:
                 time.sleep(max(begin + start - time.monotonic(), 0))
                 try:
                     sr.barrier_sync(timeout, name=name)
-                    heard[process].append("met")
+                    outcomes[process].append("met")
                 except sr.errors.ShardRulesError as error:
-                    heard[process].append(f"{type(error).__name__} {error}")
+                    outcomes[process].append(f"{type(error).__name__} {error}")
 
         begin = time.monotonic()
-        started = [
-            threading.Thread(target=go, args=(process, one), name=str(process))
+        workers = [
+            threading.Thread(target=go, args=(process, calls), name=str(process))
             for process, way in enumerate(ways)
-            for one in (way if isinstance(way, tuple) else (way,))
+            for calls in (way if isinstance(way, tuple) else (way,))
         ]
-        for thread in started:
+        for thread in workers:
             thread.start()
-        for thread in started:
+        for thread in workers:
             thread.join()
-        assert len([key for key in store.texts if "outcomes" in key]) <= 3  # what was read by all is not kept
-        return heard
+        assert len([key for key in store.texts if "outcomes" in key]) <= 3  # outcomes that all have read are deleted
+        return outcomes
 
     return run
 
 
-def test_one_that_is_late_for_good_is_told_who_gave_up(threads: Callable[..., list[list[str]]]) -> None:
+def test_a_process_that_is_too_late_learns_who_gave_up(threads: Callable[..., list[list[str]]]) -> None:
     first, second = threads([(0, "x", 0.1)], [(0.5, "x", 0.4)])
-    assert "not all processes came within 0.1 s" in first[0]
-    assert "process 1: has come to no barrier yet" in first[0]
+    assert "not all processes arrived within 0.1 s" in first[0]
+    assert "process 1: has not reached a barrier yet" in first[0]
     assert second[0].startswith(
-        "BarrierTimeoutError barrier 'x': not all processes came within 0.4 s:\n  process 0: gave"
+        "BarrierTimeoutError barrier 'x': not all processes arrived within 0.4 s:\n  process 0: gave"
     )
     assert "process 0: gave up at 'x' (test_processes.py:" in second[0]
     assert second[0].count("after 0.1 s\n") == second[0].count("after 0.4 s") == 1
 
 
-def test_one_that_gave_up_and_went_elsewhere_is_told_of_and_all_meet_again(
+def test_processes_meet_again_after_different_barriers(
     threads: Callable[..., list[list[str]]],
 ) -> None:
-    found = threads(
+    outcomes = threads(
         [(0, "x", 0.1), (0.2, "y", 9), (0.2, "z", 9)], [(0, "x", 9), (0, "z", 9)], [(1, "x", 9), (1, "z", 9)]
     )
-    assert [len(one) for one in found] == [3, 2, 2]
-    for told_last in (found[0][1], found[1][0], found[2][0]):
-        assert told_last.startswith("BarrierError processes wait at different barriers:\n  process 0: waiting at 'y'")
-    assert [one[-1] for one in found] == ["met"] * 3
+    assert [len(outcome) for outcome in outcomes] == [3, 2, 2]
+    for outcome in (outcomes[0][1], outcomes[1][0], outcomes[2][0]):
+        assert outcome.startswith("BarrierError processes wait at different barriers:\n  process 0: waiting at 'y'")
+    assert [outcome[-1] for outcome in outcomes] == ["met"] * 3
 
 
-def test_those_whose_time_is_up_together_all_give_up(threads: Callable[..., list[list[str]]]) -> None:
+def test_processes_with_the_same_timeout_all_give_up(threads: Callable[..., list[list[str]]]) -> None:
     begin = time.monotonic()
-    found = threads(*[[(0.01 * process, "x", 0.3), (1.6, "y", 9)] for process in range(7)], [(1.5, "y", 9)])
+    outcomes = threads(*[[(0.01 * process, "x", 0.3), (1.6, "y", 9)] for process in range(7)], [(1.5, "y", 9)])
     assert time.monotonic() - begin < 8
-    assert [one[-1] for one in found] == ["met"] * 8
-    assert all("came within 0.3 s" in one[0] and "gave up at 'x'" in one[0] for one in found[:-1])
+    assert [outcome[-1] for outcome in outcomes] == ["met"] * 8
+    assert all("arrived within 0.3 s" in outcome[0] and "gave up at 'x'" in outcome[0] for outcome in outcomes[:-1])
 
 
-def test_many_barriers_in_a_row(threads: Callable[..., list[list[str]]]) -> None:
-    assert threads(*[[(0, str(number), 9) for number in range(20)]] * 5) == [["met"] * 20] * 5
+def test_processes_meet_at_many_barriers_in_a_row(threads: Callable[..., list[list[str]]]) -> None:
+    assert threads(*[[(0, str(index), 9) for index in range(20)]] * 5) == [["met"] * 20] * 5
 
 
 def test_a_process_waits_at_one_barrier_at_a_time(threads: Callable[..., list[list[str]]]) -> None:
-    one, other = [(0.0, "a", 9.0)], [(0.1, "b", 9.0)]
-    both, alone = threads((one, other), [(0.3, "b", 9), (0.3, "c", 0.1)])
+    first, second = [(0.0, "a", 9.0)], [(0.1, "b", 9.0)]
+    both, alone = threads((first, second), [(0.3, "b", 9), (0.3, "c", 0.1)])
     assert alone[0] == "met"
     assert max(both) == "met"
     assert min(both).startswith("BarrierError barrier 'a': the others met this process waiting at 'b' (test_proc")
@@ -267,13 +267,13 @@ def test_a_process_waits_at_one_barrier_at_a_time(threads: Callable[..., list[li
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, None, "2"])
-def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
-    with pytest.raises(sr.errors.BarrierError, match="a timeout is a number of seconds, 0 or more; got"):
+def test_a_timeout_must_be_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(sr.errors.ConfigError, match="the timeout must be a number of seconds, 0 or more; got"):
         sr.barrier_sync(timeout)
 
 
-def test_processes_at_different_barriers_are_told_at_once() -> None:
-    found = told(
+def test_processes_at_different_barriers_raise_at_once() -> None:
+    lines = printed_lines(
         run_processes(
             """
             start = time.monotonic()
@@ -288,19 +288,19 @@ def test_processes_at_different_barriers_are_told_at_once() -> None:
             devices=1,
         )
     )
-    assert found == [found[0]] * 4
-    assert found[0][:3] == [
+    assert lines == [lines[0]] * 4
+    assert lines[0][:3] == [
         "True",
         "processes wait at different barriers:",
         "  process 0: waiting at 'even' (<string>:13)",
     ]
-    assert found[0][4] == "  process 2: waiting at 'even' (<string>:13)"
-    assert found[0][5] == "  process 3: waiting at 'odd' (<string>:13)"
+    assert lines[0][4] == "  process 2: waiting at 'even' (<string>:13)"
+    assert lines[0][5] == "  process 3: waiting at 'odd' (<string>:13)"
 
 
 @SHAPES
-def test_one_that_holds_another_plan_is_shown_to_all(processes: int, devices: int) -> None:
-    found = told(
+def test_a_different_plan_raises_in_all_processes(processes: int, devices: int) -> None:
+    lines = printed_lines(
         run_processes(
             """
             mesh = sr.create_mesh("data:8")
@@ -317,15 +317,15 @@ def test_one_that_holds_another_plan_is_shown_to_all(processes: int, devices: in
             devices=devices,
         )
     )
-    assert found == [found[0]] * processes
-    assert found[0][0].startswith(f"{processes} processes hold 2 different plans")
-    assert found[0][1] == "from the plan of process 0 to that of process 1:"
-    moved = " ".join(found[0][2].split())
+    assert lines == [lines[0]] * processes
+    assert lines[0][0].startswith(f"{processes} processes hold 2 different plans")
+    assert lines[0][1] == "from the plan of process 0 to that of process 1:"
+    moved = " ".join(lines[0][2].split())
     assert moved == "w (16, 16) P(None, 'data') -> P('data') 128 B -> 128 B per device"
 
 
-def test_plans_for_different_meshes_and_what_is_no_plan_are_shown_to_all() -> None:
-    found = told(
+def test_different_meshes_and_values_raise_in_all_processes() -> None:
+    lines = printed_lines(
         run_processes(
             """
             tree = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
@@ -346,25 +346,25 @@ def test_plans_for_different_meshes_and_what_is_no_plan_are_shown_to_all() -> No
             devices=4,
         )
     )
-    ids = [line for line in found[0][0].split("the mesh holds devices ") if line][1].partition("; process 0: ")
+    ids = [part for part in lines[0][0].split("the mesh holds devices ") if part][1].partition("; process 0: ")
     assert ids[0].split(", ") == ids[2].split(", ")[::-1]
-    assert found[0][0].startswith("DisagreementError 2 processes hold plans that are for different meshes. ")
-    assert found[0][1].endswith("process 1: the axes of the mesh are Explicit; process 0: Auto")
-    assert found[0][2] == "same True"
+    assert lines[0][0].startswith("DisagreementError 2 processes hold plans that are for different meshes. ")
+    assert lines[0][1].endswith("process 1: the axes of the mesh are Explicit; process 0: Auto")
+    assert lines[0][2] == "same True"
     what = "which is no plan: check_same_plan compares what rule.plan(tree, mesh) returns"
-    assert found[0][3] == f"RuleTypeError process 0 came with a dict, process 1 came with a dict, {what}"
-    assert found[0][4] == f"DisagreementError process 1 came with a dict, {what}"
-    assert found[1] == [*found[0][:4], found[0][4].replace("DisagreementError", "RuleTypeError")]
+    assert lines[0][3] == f"RuleTypeError process 0 came with a dict, process 1 came with a dict, {what}"
+    assert lines[0][4] == f"DisagreementError process 1 came with a dict, {what}"
+    assert lines[1] == [*lines[0][:4], lines[0][4].replace("DisagreementError", "RuleTypeError")]
 
 
-def test_several_processes_without_a_service_cannot_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_barrier_needs_jax_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardrules.mesh.processes.process_count", lambda: 2)
     with pytest.raises(sr.errors.BarrierError, match=r"there are 2 processes .*jax\.distributed\.initialize") as caught:
         sr.barrier_sync(name="lonely")
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_one_process_waits_for_nobody() -> None:
+def test_a_single_process_does_not_wait() -> None:
     sr.barrier_sync()
     sr.barrier_sync(0, name="any")
     assert sr.meshes.is_primary()
