@@ -238,13 +238,14 @@ def way(
 
 def move_as_between_accelerators() -> None:
     """Where devices are memory of this process, `reshard` puts shards together itself. Told that they are not, it moves
-    as it does between GPUs or TPUs. This is no setting of the library: nobody else should want it."""
+    as it does between GPUs or TPUs. The library has no such setting, since only a benchmark needs it."""
 
-    def adopts(move: Any) -> bool:
+    def moves_in_memory(schedule: Any) -> bool:
         return False
 
     for name in ("move", "plan"):
-        mock.patch.object(importlib.import_module(f"shardrules.reshard.{name}"), "adopts", adopts).start()
+        module = importlib.import_module(f"shardrules.reshard.{name}")
+        mock.patch.object(module, "moves_in_memory", moves_in_memory).start()
 
 
 def verify(found: Iterable[Block], rows: Any, columns: Any, wanted_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """Moves on CPU devices of one process: every new shard is written once, where it stays.
 
 The arrays of CPU devices are memory of this process. A new shard is put together from views of the old ones, in memory
-that is aligned as XLA wants it, and XLA takes that as its own: nothing else is ever allocated, and devices that hold
-the same part share it. (XLA never writes into memory that it was given in this way, not even into a donated array.)
+that is aligned as XLA wants it, and XLA adopts that memory: nothing else is ever allocated, and devices that hold the
+same part share it. (XLA never writes into memory that it adopted, not even into a donated array.)
 """
 
 import ctypes
@@ -17,96 +17,62 @@ from jax.sharding import Sharding
 from shardrules.reshard.schedule import Box, Device, Schedule, box_shape, slices
 
 _ALIGNMENT_BYTES = 64
+"""What XLA's CPU client asks of memory that it adopts. With half of it XLA would copy every other shard; with twice as
+much nothing changes but a few bytes."""
 
 Recipe: TypeAlias = dict[Box, tuple[tuple[Device, tuple[slice, ...], tuple[slice, ...]], ...]]
-"""For each new box: which device gives which part of its old shard to which part of the box."""
+"""For each new box: the device, the part of its old shard, and the part of the box that this fills."""
 
 
-def adopts(move: Schedule) -> bool:
-    """Returns whether a move is one on CPU devices of one process. Every process answers the same.
-
-    **Arguments:**
-
-    - `move`: the schedule of an array.
-
-    **Returns:**
-
-    `True` or `False`.
-    """
-    return len(move.processes) == 1 and all(one.platform == "cpu" for one in (*move.source, *move.target))
+def moves_in_memory(schedule: Schedule) -> bool:
+    """Returns whether a move is on CPU devices of one process. Every process answers the same."""
+    devices = (*schedule.source, *schedule.target)
+    return len(schedule.processes) == 1 and all(device.platform == "cpu" for device in devices)
 
 
-def recipe(move: Schedule) -> Recipe:
-    """Returns how each distinct new shard is put together.
-
-    **Arguments:**
-
-    - `move`: the schedule of an array.
-
-    **Returns:**
-
-    A `Recipe`, the same for every array with this schedule.
-    """
-    makers: dict[Box, Device] = {}
-    for device, box in move.target.items():
-        makers.setdefault(box, device)
-    parts: dict[Box, list[Any]] = {box: [] for box in makers}
-    for piece in move.pieces:
-        box = move.target[piece.receiver]
-        if makers[box] is piece.receiver:
-            taken, put = slices(piece.box, move.source[piece.sender]), slices(piece.box, box)
-            parts[box].append((piece.sender, taken, put))
-    return {box: tuple(made) for box, made in parts.items()}
+def make_recipe(schedule: Schedule) -> Recipe:
+    """Returns how each distinct new shard is put together, the same for every array with this schedule."""
+    # Devices with the same box share one buffer, which the pieces of the first of them fill.
+    first_device: dict[Box, Device] = {}
+    for device, box in schedule.target.items():
+        first_device.setdefault(box, device)
+    parts: dict[Box, list[Any]] = {box: [] for box in first_device}
+    for piece in schedule.pieces:
+        box = schedule.target[piece.receiver]
+        if first_device[box] is piece.receiver:
+            old_part, new_part = slices(piece.box, schedule.source[piece.sender]), slices(piece.box, box)
+            parts[box].append((piece.sender, old_part, new_part))
+    return {box: tuple(box_parts) for box, box_parts in parts.items()}
 
 
-def assembled(
-    shards: Mapping[Device, jax.Array], how: Recipe, move: Schedule, dtype: Any, sharding: Sharding
+def assemble(
+    shards: Mapping[Device, jax.Array], recipe: Recipe, schedule: Schedule, dtype: Any, sharding: Sharding
 ) -> jax.Array:
-    """Returns an array in its new sharding.
-
-    **Arguments:**
-
-    - `shards`: its old shards, all on CPU devices of this process.
-    - `how`, `move`: its recipe and its schedule.
-    - `dtype`: its dtype.
-    - `sharding`: the new sharding, on CPU devices of this process.
-
-    **Returns:**
-
-    A new array.
-    """
-    if not sharding.addressable_devices:  # it is of another process
-        return jax.make_array_from_single_device_arrays(move.shape, sharding, [], dtype=dtype)
+    """Returns an array in its new sharding, put together from its old shards in the memory of this process."""
+    if not sharding.addressable_devices:  # another process moves it
+        return jax.make_array_from_single_device_arrays(schedule.shape, sharding, [], dtype=dtype)
     old = {device: np.asarray(shard) for device, shard in shards.items()}
     new: dict[Box, np.ndarray] = {}
-    for box, parts in how.items():
-        new[box] = empty(box_shape(box), np.dtype(dtype))
-        for device, taken, put in parts:
-            new[box][put] = old[device][taken]
-    boxes = iter(move.target.values())
-    return jax.make_array_from_callback(move.shape, sharding, lambda _: new[next(boxes)], dtype=dtype)
+    for box, parts in recipe.items():
+        new[box] = aligned_empty(box_shape(box), np.dtype(dtype))
+        for device, old_part, new_part in parts:
+            new[box][new_part] = old[device][old_part]
+    # JAX asks for the shards in the order of the sharding's devices, which is that of the schedule.
+    boxes = iter(schedule.target.values())
+    return jax.make_array_from_callback(schedule.shape, sharding, lambda _: new[next(boxes)], dtype=dtype)
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns memory that the CPU backend adopts without copying it.
-
-    **Arguments:**
-
-    - `shape`, `dtype`: of the array.
-
-    **Returns:**
-
-    An array that holds anything.
-    """
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an uninitialised array in memory that the CPU backend adopts without copying it."""
     count = math.prod(shape) * dtype.itemsize
     memory = np.empty(count + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
     return memory[start : start + count].view(dtype).reshape(shape)
 
 
-def give_back() -> None:
-    """Asks the C library to return freed memory to the system, where it can: shards that XLA's threads have freed stay
-    in their heaps otherwise, and nothing else can use them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+def release_freed_memory() -> None:
+    """Asks the C library to return freed memory to the system: otherwise shards that XLA's threads have freed stay in
+    those threads' heaps, and nothing else can use them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

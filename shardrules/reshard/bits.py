@@ -1,4 +1,4 @@
-"""What arrays are made of: shards on devices, and of PRNG keys the numbers that they stand for."""
+"""What arrays consist of: shards on devices, and for PRNG keys the integers behind them."""
 
 from collections.abc import Container, Hashable, Iterator, Mapping
 from typing import Any
@@ -11,128 +11,56 @@ from shardrules.reshard.schedule import Device
 
 
 def is_key(dtype: Any) -> bool:
-    """Returns whether arrays of this dtype hold PRNG keys.
-
-    **Arguments:**
-
-    - `dtype`: any dtype.
-
-    **Returns:**
-
-    `True` or `False`.
-    """
+    """Returns whether arrays of this dtype hold PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def physical(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of what an array is made of.
-
-    **Arguments:**
-
-    - `shape`, `dtype`: of the array.
-
-    **Returns:**
-
-    The same, but for PRNG keys those of their numbers, which fill one more dimension.
-
-    ```python
-    assert physical((3,), jax.random.key(0).dtype) == ((3, 2), jnp.uint32)
-    ```
-    """
+    """Returns the shape and dtype of the data behind an array: `(3, 2)` and uint32 for three PRNG keys."""
     if not is_key(dtype):
         return shape, dtype
-    made_of = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-    return made_of.shape, made_of.dtype
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    return data.shape, data.dtype
 
 
-def held_by(array: jax.Array) -> dict[Device, jax.Array]:
-    """Returns what each device of this process holds of an array, without asking whether that was deleted.
-
-    **Arguments:**
-
-    - `array`: an array.
-
-    **Returns:**
-
-    A dict from device to its shard.
-    """
-    if array.is_fully_replicated:  # of which `addressable_data` knows one copy only
+def local_shards(array: jax.Array) -> dict[Device, jax.Array]:
+    """Returns the shard of each device of this process, without checking whether the array was deleted."""
+    if array.is_fully_replicated:  # then `addressable_data` has a single copy
         return {shard.device: shard.data for shard in array.addressable_shards}
-    # `addressable_shards` would do, and keep some 2 kB for each of them.
+    # `addressable_shards` works too, but keeps some 2 kB for each of them.
     devices = array.sharding.addressable_devices_indices_map(array.shape)
-    return {device: array.addressable_data(number) for number, device in enumerate(devices)}
+    return {device: array.addressable_data(index) for index, device in enumerate(devices)}
 
 
-def shards(held: Mapping[Device, jax.Array], dtype: Any, devices: Container[Device]) -> dict[Device, jax.Array]:
-    """Returns what some devices hold, as the numbers that it is made of.
-
-    **Arguments:**
-
-    - `held`: what the devices of this process hold of an array.
-    - `dtype`: the dtype of the array.
-    - `devices`: those that are asked for.
-
-    **Returns:**
-
-    A dict from device to shard.
-    """
-    asked = {device: data for device, data in held.items() if device in devices}
-    return {device: jax.random.key_data(data) for device, data in asked.items()} if is_key(dtype) else asked
+def data_shards(shards: Mapping[Device, jax.Array], dtype: Any, devices: Container[Device]) -> dict[Device, jax.Array]:
+    """Returns the shards on some devices, PRNG keys as the integers behind them."""
+    chosen = {device: shard for device, shard in shards.items() if device in devices}
+    return {device: jax.random.key_data(shard) for device, shard in chosen.items()} if is_key(dtype) else chosen
 
 
-def from_bits(made_of: jax.Array, like: jax.Array, sharding: Sharding) -> jax.Array:
-    """The way back: from what an array is made of to the array.
-
-    **Arguments:**
-
-    - `made_of`: an array, or the numbers of one of PRNG keys.
-    - `like`: an array of the dtype that it is to have.
-    - `sharding`: where it lies.
-
-    **Returns:**
-
-    An array of that sharding.
-    """
+def from_data(data: jax.Array, like: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns the array behind which `data` is: `data` itself, or PRNG keys of the dtype of `like`."""
     if not is_key(like.dtype):
-        return made_of
+        return data
     impl = jax.random.key_impl(like)
-    keys = {device: jax.random.wrap_key_data(data, impl=impl) for device, data in held_by(made_of).items()}
-    return _of_shards(like.shape, like.dtype, sharding, keys)
+    keys = {device: jax.random.wrap_key_data(shard, impl=impl) for device, shard in local_shards(data).items()}
+    return _from_shards(like.shape, like.dtype, sharding, keys)
 
 
-def renamed(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns an array of another sharding that puts the same on every device. It shares its memory.
-
-    **Arguments:**
-
-    - `array`: an array.
-    - `sharding`: the sharding.
-
-    **Returns:**
-
-    An array.
-    """
-    return _of_shards(array.shape, array.dtype, sharding, held_by(array))
+def with_sharding(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns an array in another sharding that has the same data on every device. It shares its memory."""
+    return _from_shards(array.shape, array.dtype, sharding, local_shards(array))
 
 
-def _of_shards(shape: tuple[int, ...], dtype: Any, sharding: Sharding, held: dict[Device, jax.Array]) -> jax.Array:
-    mine = [held[device] for device in sharding.addressable_devices_indices_map(shape)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, mine, dtype=dtype)
+def _from_shards(shape: tuple[int, ...], dtype: Any, sharding: Sharding, shards: dict[Device, jax.Array]) -> jax.Array:
+    ordered = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, ordered, dtype=dtype)
 
 
-def memory_of(value: Any) -> Iterator[Hashable]:
-    """Yields names of what an array is made of: those of two arrays are equal where they share memory.
-
-    **Arguments:**
-
-    - `value`: an array. What is none has no such names.
-
-    **Returns:**
-
-    An iterator.
-    """
+def buffers_of(value: Any) -> Iterator[Hashable]:
+    """Yields a name for each buffer of an array, and nothing for other values; arrays that share memory share names."""
     if not isinstance(value, jax.Array):
         return
-    for device, shard in held_by(value).items():
+    for device, shard in local_shards(value).items():
         if shard.size:
             yield device.id, shard.unsafe_buffer_pointer()

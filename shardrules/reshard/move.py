@@ -1,11 +1,11 @@
-"""`reshard`: arrays from where they are to where they should be."""
+"""`reshard`: arrays from one sharding to another."""
 
 import contextlib
 import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import jax
@@ -19,11 +19,18 @@ from shardrules.placement.destination import How
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.traced import host_memory
 from shardrules.placement.transfer import put
-from shardrules.reshard.assemble import Recipe, adopts, assembled, give_back, recipe
-from shardrules.reshard.bits import from_bits, is_key, memory_of, renamed, shards
-from shardrules.reshard.pieces import Mover
+from shardrules.reshard.assemble import Recipe, assemble, make_recipe, moves_in_memory, release_freed_memory
+from shardrules.reshard.bits import buffers_of, data_shards, from_data, is_key, with_sharding
+from shardrules.reshard.pieces import Mover, Shards
 from shardrules.reshard.plan import LeafMove, ReshardPlan, processes_of
-from shardrules.reshard.prepare import KEPT, Prepared, check_shardings, prepare, with_numbers
+from shardrules.reshard.prepare import (
+    CACHED_SCHEDULES,
+    MoveOptions,
+    Prepared,
+    check_shardings,
+    numbers_to_arrays,
+    prepare,
+)
 from shardrules.reshard.schedule import Device, Schedule
 
 
@@ -38,35 +45,35 @@ def reshard(
 ) -> Any:
     """Moves every array of a tree to its sharding, between any two meshes: other axes, other devices, fewer or more.
 
-    Every piece goes straight from a device that has it to the one that is to have it, and nothing is gathered on the
-    way. What cannot be moved is one error that lists every such array, and then nothing has moved. `plan_reshard` says
-    beforehand what a move carries and takes. Where several processes hold arrays together, all of them call it.
+    Every piece goes straight from a device that has it to a device that needs it; nothing is gathered on the way. If
+    any array cannot be moved, one error lists every such array, and nothing moves. `plan_reshard` says beforehand what
+    a move carries and takes. Where several processes hold arrays together, all of them call it.
 
     **Arguments:**
 
-    - `tree`: a pytree of arrays and numbers, on devices or on the host. Where a sharding says where they go, numbers
-        become arrays; `True` and `False` are flags, and stay. Under a rule or a plan all numbers stay. Weak types
-        become strong.
-    - `shardings`: a sharding, a tree or prefix of them, or a rule or plan, on the mesh it has or the one in force.
-    - `donate`: give up each array as soon as it has moved. One that stays as it is, is kept, and so is one that shares
-        memory with another that is needed.
-    - `may_alias`: `False` asks for new arrays even where nothing moves. Else the result may share memory with an array
-        that lies as it should already, and goes when that is deleted.
-    - `cache_resharding_plans`: keep what was worked out for each shape and pair of shardings, for later calls: at most
+    - `tree`: a pytree of arrays and numbers, on devices or on the host. Where a sharding covers them, numbers become
+        arrays; `True` and `False` are flags, and stay. Under a rule or a plan all numbers stay. Weak types become
+        strong.
+    - `shardings`: a sharding, a tree or prefix of them, or a rule or plan, on its own mesh or the mesh in force.
+    - `donate`: free each array as soon as it has moved. An array that stays in place is kept, and so is one that shares
+        memory with another that is still needed.
+    - `may_alias`: with `False` the result has new arrays even where nothing moves. Otherwise an array that is already
+        in place may share its memory with the result, and deleting one deletes the other.
+    - `cache_resharding_plans`: keep what was computed for each shape and pair of shardings for later calls: at most
         4,096 of them, until `jax.clear_caches()`.
-    - `max_bytes_in_flight`: arrays are moved in batches of so many bytes, over all devices and with what is under way,
-        and a batch begins when the one before has arrived. An array that is larger makes a batch of its own. By default
+    - `max_bytes_in_flight`: arrays move in batches of at most this many bytes, over all devices and with what is in
+        flight; a batch begins when the previous one has arrived. A larger array makes a batch of its own. By default
         256 MiB.
 
     **Returns:**
 
-    The tree on devices. An array that lies as it should is returned as it is, unless `may_alias` is `False`.
+    The tree on devices. An array that is already in place is returned as it is, unless `may_alias` is `False`.
 
     **Raises:**
 
     `PlanError`, listing every array that cannot be moved: dimensions that do not divide, deleted arrays, devices of
-    another backend; `TreeError` for something that is no sharding, or a tree that is no prefix; `DisagreementError`
-    where processes are about to make different moves.
+    another backend; `ConfigError` for something that is not a sharding; `TreeError` for a tree that is not a prefix;
+    `DisagreementError` where processes are about to make different moves.
 
     ```python
     mesh = sr.create_mesh("data:8")
@@ -77,126 +84,109 @@ def reshard(
     ```
     """
     if under_trace():
-        arrays, _ = with_numbers(tree, shardings)
+        arrays, _ = numbers_to_arrays(tree, shardings)
         check_shardings(arrays, shardings, "reshard")
         return filter_shard(arrays, shardings)
-    prepared = prepare(
-        tree,
-        shardings,
-        donate=donate,
-        may_alias=may_alias,
-        cache_resharding_plans=cache_resharding_plans,
-        max_bytes_in_flight=max_bytes_in_flight,
-        who="reshard",
-    )
-    return moved(prepared)
+    options = MoveOptions(donate, may_alias, cache_resharding_plans, max_bytes_in_flight)
+    return move_tree(prepare(tree, shardings, options, caller="reshard"))
 
 
-def moved(prepared: Prepared) -> Any:
-    """Carries a move out.
-
-    **Arguments:**
-
-    - `prepared`: the move.
-
-    **Returns:**
-
-    The tree, in its new place.
-
-    **Raises:**
-
-    `DisagreementError` where processes are about to make different moves.
-    """
-    values, plan = prepared.target.values, prepared.plan
-    _agree(plan)
+def move_tree(prepared: Prepared) -> Any:
+    """Makes a prepared move, and returns the tree in its new place."""
+    values, plan = prepared.destination.values, prepared.plan
+    _check_agreement(plan)
     result = list(values)
     donor = _Donor.of(prepared) if plan.donate else None
-    tool = _kept_tool if prepared.kept else functools.cache(_make_tool)
-    with jax.transfer_guard("allow"):  # it was asked for
+    make_tool = _cached_tool if prepared.cached else functools.cache(_make_tool)
+    with jax.transfer_guard("allow"):  # the user asked for these transfers
         for batch in plan.batches:
-            groups: dict[int, list[int]] = {}  # arrays with one schedule, which travel together
-            for one in batch:
-                groups.setdefault(id(plan.moves[one].schedule), []).append(one)
+            groups: dict[int, list[int]] = {}  # moves with one schedule, which travel together
+            for index in batch:
+                groups.setdefault(id(plan.moves[index].schedule), []).append(index)
             for group in groups.values():
-                moves = [plan.moves[one] for one in group]
-                old = [values[prepared.numbers[one]] for one in group]
-                new = _carried(old, [prepared.held[one] for one in group], moves, tool)
+                moves = [plan.moves[index] for index in group]
+                old = [values[prepared.leaf_indices[index]] for index in group]
+                new = _move_group(old, [prepared.shards[index] for index in group], moves, make_tool)
                 _verify(moves, new)
-                for one, array in zip(group, new, strict=True):
-                    result[prepared.numbers[one]] = array
-            arrived = [result[prepared.numbers[one]] for one in batch]
+                for index, array in zip(group, new, strict=True):
+                    result[prepared.leaf_indices[index]] = array
+            arrived = [result[prepared.leaf_indices[index]] for index in batch]
             if donor is not None or batch is not plan.batches[-1]:
                 jax.block_until_ready(arrived)
             if donor is not None:
-                donor.give_up(batch, arrived)
-    return prepared.target.treedef.unflatten(result)
+                donor.free(batch, arrived)
+    return prepared.destination.treedef.unflatten(result)
 
 
-def _agree(plan: ReshardPlan) -> None:
-    """Processes that make different moves would wait for each other for ever."""
-    if process_count() == 1 or all(len(processes_of(one)) <= 1 for one in plan.moves):
+def _check_agreement(plan: ReshardPlan) -> None:
+    """Processes that make different moves would wait for each other forever."""
+    if process_count() == 1 or all(len(processes_of(move)) <= 1 for move in plan.moves):
         return
-    told = [f"{one.path} {one.shape} {one.dtype} {one.source} {one.target} {one.copied}" for one in plan.moves]
-    names = "the move of every process"
-    marks = exchange(hashlib.sha256("\n".join(told).encode()).hexdigest(), names, "reshard", 200)
-    count = len(dict.fromkeys(marks))
+    lines = [
+        f"{move.path} {move.shape} {move.dtype} {move.source} {move.target} {move.copy_reason}" for move in plan.moves
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    # 200 seconds: processes may still be compiling the step before the move.
+    digests = exchange(digest, "the move of every process", "reshard", 200)
+    count = len(dict.fromkeys(digests))
     if count > 1:
         raise DisagreementError(
-            f"reshard: {len(marks)} processes are about to make {count} different moves, so none of them is made. "
-            f"Process {process_id()} begins with: {told[0] if told else None}. All processes call it with the same "
-            "tree and shardings; an array that each of them has on a device of its own is not the same one"
+            f"reshard: {len(digests)} processes are about to make {count} different moves, so nothing moves. "
+            f"Process {process_id()} begins with: {lines[0] if lines else None}. All processes must call it with the "
+            "same tree and shardings; arrays that each process has on a device of its own are different arrays"
         )
 
 
-def _carried(
-    values: Sequence[Any],
-    held: Sequence[Mapping[Device, jax.Array]],
-    moves: Sequence[LeafMove],
-    tool: Callable[[Schedule], Recipe | Mover],
+_Tool: TypeAlias = Recipe | Mover
+
+
+def _move_group(
+    values: Sequence[Any], shards: Sequence[Shards], moves: Sequence[LeafMove], make_tool: Callable[[Schedule], _Tool]
 ) -> list[Any]:
     """Arrays that have one schedule (or come from the host), in their new shardings."""
-    move, target = moves[0].schedule, moves[0].target
-    if move is None:
-        given = [value.copy() if one.copied else value for value, one in zip(values, moves, strict=True)]
-        return put(given, [one.target for one in moves])
+    schedule, target = moves[0].schedule, moves[0].target
+    if schedule is None:
+        host_values = [value.copy() if move.copy_reason else value for value, move in zip(values, moves, strict=True)]
+        return put(host_values, [move.target for move in moves])
     if moves[0].route == "alias":
-        return [value if value.sharding == target else renamed(value, target) for value in values]
-    made_of = [shards(one, values[0].dtype, move.source) for one in held]
-    by = tool(move)
-    wide = jax.dtypes.itemsize_bits(move.dtype) > 32  # it stays so when JAX's x64 mode is off again
+        return [value if value.sharding == target else with_sharding(value, target) for value in values]
+    data = [data_shards(array_shards, values[0].dtype, schedule.source) for array_shards in shards]
+    tool = make_tool(schedule)
+    # 64-bit arrays keep their width, even if JAX's x64 mode is off again by now.
+    wide = jax.dtypes.itemsize_bits(schedule.dtype) > 32
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        if isinstance(by, Mover):
-            new = _by_pieces(made_of, by, values[0].sharding, target)
+        if isinstance(tool, Mover):
+            new = _move_by_pieces(data, tool, values[0].sharding, target)
         else:
-            new = [assembled(one, by, move, move.dtype, target) for one in made_of]
-    return [from_bits(one, value, target) for one, value in zip(new, values, strict=True)]
+            new = [assemble(array_shards, tool, schedule, schedule.dtype, target) for array_shards in data]
+    return [from_data(array, value, target) for array, value in zip(new, values, strict=True)]
 
 
-def _make_tool(move: Schedule) -> Recipe | Mover:
-    """What carries out moves of one schedule: shards are put together in memory, or sent in pieces."""
-    return recipe(move) if adopts(move) else Mover(move)
+def _make_tool(schedule: Schedule) -> _Tool:
+    """What moves arrays of one schedule: shards are put together in memory, or sent in pieces."""
+    return make_recipe(schedule) if moves_in_memory(schedule) else Mover(schedule)
 
 
-_kept_tool = functools.lru_cache(KEPT)(_make_tool)
-register_backend_cache(_kept_tool, "shardrules: tools of moves")
+_cached_tool = functools.lru_cache(CACHED_SCHEDULES)(_make_tool)
+register_backend_cache(_cached_tool, "shardrules: tools of moves")
 
 
-def _by_pieces(
+def _move_by_pieces(
     arrays: Sequence[Mapping[Device, jax.Array]], mover: Mover, source: Sharding, target: Sharding
 ) -> list[jax.Array]:
-    """Programs cut and join in the memory of devices: what lies in the host's goes there first, and back in the end."""
-    dtype = mover.move.dtype
+    """Moves arrays by programs on devices: shards in the host's memory are copied to devices first, and back last."""
+    dtype = mover.schedule.dtype
     if host_memory(source) is not None:
         arrays = [
             {
-                device: jax.device_put(one, SingleDeviceSharding(device, memory_kind=_default_memory(device)))
-                for device, one in held.items()
+                device: jax.device_put(shard, SingleDeviceSharding(device, memory_kind=_default_memory(device)))
+                for device, shard in shards.items()
             }
-            for held in arrays
+            for shards in arrays
         ]
     if host_memory(target) is None:
         return mover(arrays, dtype, target)
-    on_devices = target.with_memory_kind(_default_memory(next(iter(mover.move.target))))
+    on_devices = target.with_memory_kind(_default_memory(next(iter(mover.schedule.target))))
     return jax.device_put(mover(arrays, dtype, on_devices), target)
 
 
@@ -205,25 +195,28 @@ def _default_memory(device: Device) -> str:
 
 
 def _verify(moves: Sequence[LeafMove], arrays: Sequence[jax.Array]) -> None:
-    """Looks where arrays lie in the end: each by its sharding, and one of them by its shards."""
+    """Checks where arrays are after the move: the sharding of each, and the shards of the first."""
     for move, array in zip(moves, arrays, strict=True):
-        # JAX writes the specs of keys in their full length.
-        same = array.sharding.is_equivalent_to(move.target, array.ndim) if is_key(move.dtype) else None
-        if not (array.sharding == move.target if same is None else same) or array.shape != move.shape:
-            raise MeshError(f"reshard: {move.path} {move.shape} was to lie by {move.target}, and is {array!r:.200}")
+        # JAX writes the specs of PRNG keys in full length.
+        same = (
+            array.sharding.is_equivalent_to(move.target, array.ndim)
+            if is_key(move.dtype)
+            else array.sharding == move.target
+        )
+        if not same or array.shape != move.shape:
+            raise MeshError(f"reshard: {move.path} {move.shape} should have {move.target}, but is {array!r:.200}")
         if array.dtype != move.dtype:
-            raise MeshError(f"reshard: {move.path} {move.shape} was {move.dtype} and is {array.dtype}")
-    held = [shard.device for shard in arrays[0].addressable_shards]
-    wanted = list(moves[0].target.addressable_devices_indices_map(moves[0].shape))
-    if held != wanted:
-        raise MeshError(f"reshard: {moves[0].path} was to lie on {wanted}, and lies on {held}")
+            raise MeshError(f"reshard: {move.path} {move.shape} should be {move.dtype}, but is {array.dtype}")
+    actual = [shard.device for shard in arrays[0].addressable_shards]
+    expected = list(moves[0].target.addressable_devices_indices_map(moves[0].shape))
+    if actual != expected:
+        raise MeshError(f"reshard: {moves[0].path} should be on {expected}, but is on {actual}")
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Donor:
-    """Gives arrays up, once nothing needs what they are made of: arrays may share shards, within the tree and with what
-    became of it."""
+    """Frees arrays once nothing needs their buffers: arrays may share shards, within the tree and with the result."""
 
     prepared: Prepared
     uses: Counter[Hashable]
@@ -231,25 +224,30 @@ class _Donor:
 
     @classmethod
     def of(cls, prepared: Prepared) -> "_Donor":
-        every = (memory_of(prepared.target.values[number]) for number in prepared.numbers)
-        return cls(prepared, Counter(one for shards in every for one in shards), [])
+        buffers = (buffers_of(prepared.destination.values[index]) for index in prepared.leaf_indices)
+        return cls(prepared, Counter(buffer for names in buffers for buffer in names), [])
 
-    def give_up(self, batch: Sequence[int], arrived: Sequence[jax.Array]) -> None:
-        values = [self.prepared.target.values[self.prepared.numbers[one]] for one in batch]
-        for one, value, new in zip(batch, values, arrived, strict=True):
+    def free(self, batch: Sequence[int], arrived: Sequence[jax.Array]) -> None:
+        """Frees the arrays of a batch that has arrived, and earlier ones whose buffers are no longer in use."""
+        for index, new in zip(batch, arrived, strict=True):
+            value = self._value(index)
             if not isinstance(value, jax.Array):
                 continue
-            self.uses.subtract(memory_of(value))
-            self.uses.update(memory_of(new))
-            if self.prepared.plan.moves[one].route != "alias":
-                self.waiting.append(one)
-        waiting, self.waiting[:] = list(self.waiting), []
-        for one in waiting:
-            value = self.prepared.target.values[self.prepared.numbers[one]]
+            self.uses.subtract(buffers_of(value))
+            self.uses.update(buffers_of(new))
+            if self.prepared.plan.moves[index].route != "alias":
+                self.waiting.append(index)
+        # An array whose buffers others still use waits for a later batch.
+        waiting, self.waiting = self.waiting, []
+        for index in waiting:
+            value = self._value(index)
             if value.is_deleted():
                 continue
-            if any(self.uses[shard] for shard in memory_of(value)):
-                self.waiting.append(one)
+            if any(self.uses[buffer] for buffer in buffers_of(value)):
+                self.waiting.append(index)
             else:
                 value.delete()
-        give_back()
+        release_freed_memory()
+
+    def _value(self, index: int) -> Any:
+        return self.prepared.destination.values[self.prepared.leaf_indices[index]]

@@ -1,4 +1,4 @@
-"""Moves between any devices of any processes: pieces are cut where they are, sent, and joined where they belong.
+"""Moves between any devices of any processes: pieces are cut on the senders, sent, and joined on the receivers.
 
 Cutting and joining are programs that run on all devices of a sharding at once and send nothing, one for each shape of
 piece. What is sent goes from device to device where one process holds both, else in a program that both processes
@@ -17,198 +17,184 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules.reshard.rounds import Round, piece_bytes, rounds
-from shardrules.reshard.schedule import Device, Piece, Schedule
+from shardrules.reshard.schedule import Box, Device, Piece, Schedule
 
-_TOGETHER = 32
-_TOGETHER_BYTES = 2 * 2**20
-"""How many arrays go through one launch of a program, and how much of them on a device."""
+_LAUNCH_ARRAYS = 32
+"""How many arrays go through one launch of a program: two thousand small ones take about 60 launches a round. Doubled,
+a program takes twice as long to compile; halved, twice as many launches."""
 
-_UNDER_WAY_BYTES = 4 * 2**20
-"""What may be under way on a device before the host waits; for large shards a sixteenth of one."""
+_LAUNCH_BYTES = 2 * 2**20
+"""How much of those arrays a device may hold, 2 MiB: larger arrays are slow enough to be launched one by one. Doubled,
+twice as much is in flight; halved, medium arrays take twice as many launches."""
+
+_IN_FLIGHT_BYTES = 4 * 2**20
+"""What may be in flight on a device before the host waits; for large shards a sixteenth of one. Doubled, the peak of a
+small move is 4 MiB higher; halved, the host waits twice as often and devices idle."""
 
 _PER_ROUND = 6
-"""Pieces that a round may keep on a device: cut, on its way, received, what is there, and two while it is joined."""
+"""Pieces that a round may keep on a device: cut, sent, received, the part that they replace, and two while one is
+joined. It is a count, not a choice: less would understate the peak."""
 
 _PART = PartitionSpec("part")
 
 Shards: TypeAlias = Mapping[Device, jax.Array]
-"""What the devices of this process hold of an array."""
+"""The shards of an array on devices of this process."""
 
 
-def staging_bytes(move: Schedule) -> int:
-    """Returns how much of an array may be under way on a device, beside its old and its new shard.
-
-    **Arguments:**
-
-    - `move`: the schedule of the array.
-
-    **Returns:**
-
-    Bytes: an upper bound.
-    """
-    if _as_they_are(move):
-        # Between processes a sender gets something in return, and a receiver gives something.
-        return 0 if _near(move) else 2 * move.new_bytes * _together(move)
-    copied = _changes(move.dtype, _line(tuple(move.target)))  # then parts cannot be joined in place
-    pieces = _PER_ROUND * min(piece_bytes(move), move.new_bytes) * _together(move)
-    return _under_way_bytes(move) + pieces + copied * move.new_bytes * _together(move)
+def staging_bytes(schedule: Schedule) -> int:
+    """Returns an upper bound of what is in flight on a device, beside its old and its new shard."""
+    if _sends_whole_shards(schedule):
+        # Between processes all that take part swap buffers: a sender receives one, and a receiver sends one.
+        return 0 if _is_within_processes(schedule) else 2 * schedule.new_bytes * _launch_arrays(schedule)
+    copied = _needs_bits(schedule.dtype, _line(tuple(schedule.target)))  # then parts cannot be joined in place
+    pieces = _PER_ROUND * min(piece_bytes(schedule), schedule.new_bytes) * _launch_arrays(schedule)
+    return _in_flight_limit(schedule) + pieces + copied * schedule.new_bytes * _launch_arrays(schedule)
 
 
-def _under_way_bytes(move: Schedule) -> int:
-    return max(_UNDER_WAY_BYTES, move.new_bytes // 16)
+def _in_flight_limit(schedule: Schedule) -> int:
+    return max(_IN_FLIGHT_BYTES, schedule.new_bytes // 16)
 
 
-def _together(move: Schedule) -> int:
-    """A power of two, so that few sizes of launch are compiled."""
-    return 1 << (min(_TOGETHER, max(1, _TOGETHER_BYTES // max(1, move.new_bytes))).bit_length() - 1)
+def _launch_arrays(schedule: Schedule) -> int:
+    """How many arrays go through one launch: a power of two, so that few sizes of launch are compiled."""
+    return 1 << (min(_LAUNCH_ARRAYS, max(1, _LAUNCH_BYTES // max(1, schedule.new_bytes))).bit_length() - 1)
 
 
-def _as_they_are(move: Schedule) -> bool:
-    """Whether shards are sent whole. Between processes only small ones are, since a receiver must give what it gets."""
-    pieces = [(move.source.get(one.sender, ()), one.box, move.target[one.receiver]) for one in move.pieces]
-    whole = all(one.relayed or old == box for one, (old, box, _) in zip(move.pieces, pieces, strict=True)) and all(
-        box == new for _, box, new in pieces
+def _sends_whole_shards(schedule: Schedule) -> bool:
+    """Whether shards are sent uncut. Between processes only small ones are: a receiver sends as much as it gets."""
+    old_boxes = [schedule.source.get(piece.sender, ()) for piece in schedule.pieces]
+    whole = all(
+        (piece.relayed or old_box == piece.box) and piece.box == schedule.target[piece.receiver]
+        for piece, old_box in zip(schedule.pieces, old_boxes, strict=True)
     )
-    return whole and (_near(move) or move.new_bytes <= piece_bytes(move))
+    return whole and (_is_within_processes(schedule) or schedule.new_bytes <= piece_bytes(schedule))
 
 
-def _near(move: Schedule) -> bool:
-    return all(piece.sender.process_index == piece.receiver.process_index for piece in move.pieces)
+def _is_within_processes(schedule: Schedule) -> bool:
+    return all(piece.sender.process_index == piece.receiver.process_index for piece in schedule.pieces)
 
 
 @final
 @attrs.frozen(eq=False)
 class Mover:
-    """What moves arrays of one schedule.
+    """Moves arrays of one schedule."""
 
-    **Arguments:**
-
-    - `move`: the schedule.
-    """
-
-    move: Schedule
+    schedule: Schedule
     _steps: tuple["_Step", ...] = attrs.field(
-        init=False, repr=False, default=attrs.Factory(lambda self: _steps(self.move), takes_self=True)
+        init=False, repr=False, default=attrs.Factory(lambda self: _steps(self.schedule), takes_self=True)
     )
 
     def __call__(self, arrays: Sequence[Shards], dtype: Any, sharding: Sharding) -> list[jax.Array]:
-        """Returns arrays in their new sharding.
-
-        **Arguments:**
-
-        - `arrays`: what the devices of this process hold of arrays of this schedule.
-        - `dtype`: their dtype.
-        - `sharding`: their new sharding.
-
-        **Returns:**
-
-        New arrays.
-        """
-        shards: list[Shards] = []
+        """Returns arrays in their new sharding, from their shards on the devices of this process."""
+        new_shards: list[Shards] = []
         rest = list(arrays)
         while rest:
-            many = min(_together(self.move), 1 << (len(rest).bit_length() - 1))
-            part, rest = rest[:many], rest[many:]
-            shards += (self._in_steps if self._steps else self._as_they_are)(part, dtype)
+            count = min(_launch_arrays(self.schedule), 1 << (len(rest).bit_length() - 1))
+            batch, rest = rest[:count], rest[count:]
+            new_shards += (self._move_in_steps if self._steps else self._move_whole)(batch, dtype)
         return [
             jax.make_array_from_single_device_arrays(
-                self.move.shape, sharding, [one[device] for device in _here(self.move.target)], dtype=dtype
+                self.schedule.shape, sharding, [shards[device] for device in _local(self.schedule.target)], dtype=dtype
             )
-            for one in shards
+            for shards in new_shards
         ]
 
-    def _as_they_are(self, old: Sequence[Shards], dtype: Any) -> list[Shards]:
+    def _move_whole(self, old: Sequence[Shards], dtype: Any) -> list[Shards]:
         new: list[dict[Device, jax.Array]] = [{} for _ in old]
-        if not self.move.pieces:  # of empty arrays
-            none = np.zeros(self.move.new_shape, dtype)
-            places = [SingleDeviceSharding(device) for device in _here(self.move.target)]
-            made = jax.device_put([none] * len(places), places)
-            return [dict(zip(_here(self.move.target), made, strict=True)) for _ in old]
-        for late, holding in ((False, old), (True, new)):
-            pieces = [piece for piece in self.move.pieces if piece.relayed == late]
-            for mine, received in zip(new, _sent(holding, pieces, self.move.new_shape, dtype), strict=True):
-                mine.update(received)
+        if not self.schedule.pieces:  # the arrays are empty
+            devices = _local(self.schedule.target)
+            empty = [np.zeros(self.schedule.new_shape, dtype)] * len(devices)
+            placed = jax.device_put(empty, [SingleDeviceSharding(device) for device in devices])
+            return [dict(zip(devices, placed, strict=True)) for _ in old]
+        # What is relayed has to arrive before it can be passed on.
+        for relayed, holders in ((False, old), (True, new)):
+            pieces = [piece for piece in self.schedule.pieces if piece.relayed == relayed]
+            for shards, received in zip(new, _send(holders, pieces, self.schedule.new_shape, dtype), strict=True):
+                shards.update(received)
         return list(new)
 
-    def _in_steps(self, old: Sequence[Shards], dtype: Any) -> list[Shards]:
-        source, target = tuple(self.move.source), tuple(self.move.target)
-        before = [_stacked(one, source, dtype, self.move.old_shape) for one in old] if _here(source) else []
-        after = _blank(target, self.move.new_shape, dtype, len(old)) if _here(target) else []
-        under_way = 0
+    def _move_in_steps(self, old: Sequence[Shards], dtype: Any) -> list[Shards]:
+        source, target = tuple(self.schedule.source), tuple(self.schedule.target)
+        before = [_stack(shards, source, dtype, self.schedule.old_shape) for shards in old] if _local(source) else []
+        after = _blank_stacks(target, self.schedule.new_shape, dtype, len(old)) if _local(target) else []
+        in_flight_bytes = 0
         for step in self._steps:
-            line, holding = (target, after) if step.relayed else (source, before)
-            shape = (len(old), *step.round.shape)  # the pieces of all arrays go together
+            line, stacks = (target, after) if step.relayed else (source, before)
+            shape = (len(old), *step.round.shape)  # the pieces of all arrays travel together
             cut: Shards = {}
-            if holding:
+            if stacks:
                 with jax.set_mesh(_line(line)):
-                    cut = _shards(_cut(holding, step.sends, line=_line(line), shape=step.round.shape))
-            received = _sent([cut], step.round.pieces, shape, dtype)[0]
+                    cut = _unstack(_cut(stacks, step.sends, line=_line(line), shape=step.round.shape))
+            received = _send([cut], step.round.pieces, shape, dtype)[0]
             if after:
                 with jax.set_mesh(_line(target)):
-                    if not step.full:  # who receives nothing puts there what is there
-                        there = _cut(after, step.receives, line=_line(target), shape=step.round.shape)
-                        received = {**_shards(there), **received}
-                        del there
-                    pieces = _stacked(received, target, dtype, shape)
+                    # The program runs on all devices: those that receive nothing write back what they have.
+                    if not step.all_receive:
+                        present = _cut(after, step.receives, line=_line(target), shape=step.round.shape)
+                        received = {**_unstack(present), **received}
+                        del present
+                    pieces = _stack(received, target, dtype, shape)
                     after = _join(after, pieces, step.receives, line=_line(target))
                 del pieces
+            # Without these names the buffers are free as soon as the programs that read them are done.
             del cut, received
-            under_way += _PER_ROUND * step.round.bytes * len(old)
-            if under_way > _under_way_bytes(self.move):
+            in_flight_bytes += _PER_ROUND * step.round.bytes * len(old)
+            if in_flight_bytes > _in_flight_limit(self.schedule):
                 jax.block_until_ready(after or before)
-                under_way = 0
-        return [_shards(one) for one in after] if after else [{} for _ in old]
+                in_flight_bytes = 0
+        return [_unstack(stack) for stack in after] if after else [{} for _ in old]
 
 
-def _steps(move: Schedule) -> tuple["_Step", ...]:
-    if _as_they_are(move):
+def _steps(schedule: Schedule) -> tuple["_Step", ...]:
+    if _sends_whole_shards(schedule):
         return ()
-    phases = ([piece for piece in move.pieces if piece.relayed == late] for late in (False, True))
-    return tuple(_Step.of(move, one) for phase in phases for one in rounds(move, phase))
+    phases = ([piece for piece in schedule.pieces if piece.relayed == relayed] for relayed in (False, True))
+    return tuple(_Step.of(schedule, each_round) for phase in phases for each_round in rounds(schedule, phase))
 
 
 @final
 @attrs.frozen(eq=False)
 class _Step:
-    """A round, with what its programs are told: where each device cuts and joins, and whether all of them join."""
+    """A round with the arguments of its programs: where each device cuts and joins, and whether all of them join."""
 
     round: Round
     relayed: bool
     sends: Any
     receives: Any
-    full: bool
+    all_receive: bool
 
     @classmethod
-    def of(cls, move: Schedule, one: Round) -> "_Step":
-        source, target = tuple(move.source), tuple(move.target)
-        relayed = one.pieces[0].relayed
+    def of(cls, schedule: Schedule, step_round: Round) -> "_Step":
+        source, target = tuple(schedule.source), tuple(schedule.target)
+        relayed = step_round.pieces[0].relayed
         senders = target if relayed else source
-        sender_at = {device: number for number, device in enumerate(senders)}
-        receiver_at = {device: number for number, device in enumerate(target)}
-        held = move.target if relayed else move.source
-        sends = np.zeros((len(senders), len(one.shape)), np.int32)
-        receives = np.zeros((len(target), len(one.shape)), np.int32)
-        for piece in one.pieces:
-            sends[sender_at[piece.sender]] = _start(piece, held[piece.sender])
-            receives[receiver_at[piece.receiver]] = _start(piece, move.target[piece.receiver])
-        return cls(one, relayed, _told(sends, senders), _told(receives, target), len(one.pieces) == len(target))
+        sender_index = {device: index for index, device in enumerate(senders)}
+        receiver_index = {device: index for index, device in enumerate(target)}
+        sent_from = schedule.target if relayed else schedule.source
+        sends = np.zeros((len(senders), len(step_round.shape)), np.int32)
+        receives = np.zeros((len(target), len(step_round.shape)), np.int32)
+        for piece in step_round.pieces:
+            sends[sender_index[piece.sender]] = _offset(piece, sent_from[piece.sender])
+            receives[receiver_index[piece.receiver]] = _offset(piece, schedule.target[piece.receiver])
+        all_receive = len(step_round.pieces) == len(target)
+        return cls(step_round, relayed, _place_rows(sends, senders), _place_rows(receives, target), all_receive)
 
 
-def _start(piece: Piece, box: Any) -> list[int]:
+def _offset(piece: Piece, box: Box) -> list[int]:
     return [start - first for (start, _), (first, _) in zip(piece.box, box, strict=True)]
 
 
-def _told(rows: np.ndarray, devices: tuple[Device, ...]) -> Any:
-    """A row for each device, on it."""
-    if not _here(devices):
+def _place_rows(rows: np.ndarray, devices: tuple[Device, ...]) -> Any:
+    """An array whose rows are on one device each; `None` where none of them is local."""
+    if not _local(devices):
         return None
-    me = jax.process_index()
-    mine = {one: rows[number : number + 1] for number, one in enumerate(devices) if one.process_index == me}
-    placed = jax.device_put(list(mine.values()), [SingleDeviceSharding(device) for device in mine])
-    return _stacked(dict(zip(mine, placed, strict=True)), devices, rows.dtype, (1, *rows.shape[1:]))
+    process = jax.process_index()
+    local = {device: rows[row : row + 1] for row, device in enumerate(devices) if device.process_index == process}
+    placed = jax.device_put(list(local.values()), [SingleDeviceSharding(device) for device in local])
+    return _stack(dict(zip(local, placed, strict=True)), devices, rows.dtype, (1, *rows.shape[1:]))
 
 
-# ---- arrays as stacks: one slice for each device ----
+# ---- stacks: arrays with one slice on each device ----
 
 
 @functools.lru_cache(maxsize=64)
@@ -216,24 +202,24 @@ def _line(devices: tuple[Device, ...]) -> Mesh:
     return Mesh(np.array(devices), ("part",))
 
 
-def _here(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """Those of this process, in their order."""
+def _local(devices: Iterable[Device]) -> tuple[Device, ...]:
+    """The devices of this process, in their order."""
     return tuple(device for device in devices if device.process_index == jax.process_index())
 
 
-def _shards(array: jax.Array) -> dict[Device, jax.Array]:
+def _unstack(array: jax.Array) -> dict[Device, jax.Array]:
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
-def _stacked(shards: Shards, devices: tuple[Device, ...], dtype: Any, shape: tuple[int, ...]) -> jax.Array:
-    """One array whose parts along the first dimension are what each device holds. Nothing is copied."""
+def _stack(shards: Shards, devices: tuple[Device, ...], dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+    """One array whose parts along the first dimension are the shards of the devices. Nothing is copied."""
     whole_shape = (shape[0] * len(devices), *shape[1:])
-    mine = [shards[device] for device in _here(devices)]
+    local = [shards[device] for device in _local(devices)]
     sharding = NamedSharding(_line(devices), _PART)
-    return jax.make_array_from_single_device_arrays(whole_shape, sharding, mine, dtype=dtype)
+    return jax.make_array_from_single_device_arrays(whole_shape, sharding, local, dtype=dtype)
 
 
-def _blank(devices: tuple[Device, ...], shape: tuple[int, ...], dtype: Any, count: int) -> list[jax.Array]:
+def _blank_stacks(devices: tuple[Device, ...], shape: tuple[int, ...], dtype: Any, count: int) -> list[jax.Array]:
     sharding = NamedSharding(_line(devices), _PART)
     with jax.set_mesh(_line(devices)):
         return _zeros((shape[0] * len(devices), *shape[1:]), dtype, count, sharding)
@@ -250,45 +236,44 @@ def _zeros(shape: tuple[int, ...], dtype: Any, count: int, sharding: NamedShardi
 @functools.partial(jax.jit, static_argnames=("line", "shape"))
 def _cut(stacks: list[jax.Array], starts: jax.Array, *, line: Mesh, shape: tuple[int, ...]) -> jax.Array:
     def on_each(parts: list[jax.Array], starts: jax.Array) -> jax.Array:
-        pieces = [lax.dynamic_slice(_as_bits(part, line), starts[0], shape) for part in parts]
-        return _as_floats(jnp.stack(pieces), parts[0].dtype)
+        pieces = [lax.dynamic_slice(_to_bits(part, line), starts[0], shape) for part in parts]
+        return _from_bits(jnp.stack(pieces), parts[0].dtype)
 
     return jax.shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)(stacks, starts)
 
 
-def _as_bits(x: jax.Array, line: Mesh) -> jax.Array:
-    """A small float on a CPU as a whole number: XLA goes through larger floats there, and changes the bits of NaNs."""
-    return lax.bitcast_convert_type(x, f"uint{jax.dtypes.itemsize_bits(x.dtype)}") if _changes(x.dtype, line) else x
+def _to_bits(x: jax.Array, line: Mesh) -> jax.Array:
+    """Small floats on CPUs as unsigned integers: XLA goes through larger floats there, and changes the bits of NaNs."""
+    return lax.bitcast_convert_type(x, f"uint{jax.dtypes.itemsize_bits(x.dtype)}") if _needs_bits(x.dtype, line) else x
 
 
-def _changes(dtype: Any, line: Mesh) -> bool:
+def _needs_bits(dtype: Any, line: Mesh) -> bool:
     small = jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.itemsize_bits(dtype) <= 16
     return small and line.devices.flat[0].platform == "cpu"
 
 
-def _as_floats(x: jax.Array, dtype: Any) -> jax.Array:
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("line",), donate_argnums=0)
 def _join(stacks: list[jax.Array], pieces: jax.Array, starts: jax.Array, *, line: Mesh) -> list[jax.Array]:
     def on_each(parts: list[jax.Array], pieces: jax.Array, starts: jax.Array) -> list[jax.Array]:
-        def joined(part: jax.Array, piece: jax.Array) -> jax.Array:
-            done = lax.dynamic_update_slice(_as_bits(part, line), piece, starts[0])
-            return _as_floats(done, part.dtype)
-
-        # The bits first: with JAX 0.12 even indexing goes through larger floats.
-        bits = _as_bits(pieces, line)
-        return [joined(part, bits[number]) for number, part in enumerate(parts)]
+        # Bits first: since JAX 0.12 even indexing an array of small floats goes through larger ones.
+        bits = _to_bits(pieces, line)
+        return [
+            _from_bits(lax.dynamic_update_slice(_to_bits(part, line), bits[index], starts[0]), part.dtype)
+            for index, part in enumerate(parts)
+        ]
 
     run = jax.shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)
     return run(stacks, pieces, starts)
 
 
 @functools.partial(jax.jit, static_argnames=("line", "pairs"))
-def _permuted(stacks: list[jax.Array], *, line: Mesh, pairs: tuple[tuple[int, int], ...]) -> list[jax.Array]:
+def _permute(stacks: list[jax.Array], *, line: Mesh, pairs: tuple[tuple[int, int], ...]) -> list[jax.Array]:
     def on_each(parts: list[jax.Array]) -> list[jax.Array]:
-        return [_as_floats(lax.ppermute(_as_bits(part, line), "part", pairs), part.dtype) for part in parts]
+        return [_from_bits(lax.ppermute(_to_bits(part, line), "part", pairs), part.dtype) for part in parts]
 
     return jax.shard_map(on_each, mesh=line, in_specs=(_PART,), out_specs=_PART, check_vma=False)(stacks)
 
@@ -296,63 +281,65 @@ def _permuted(stacks: list[jax.Array], *, line: Mesh, pairs: tuple[tuple[int, in
 # ---- from device to device ----
 
 
-def _sent(shards: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any) -> list[Shards]:
+def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any) -> list[Shards]:
     """What the devices of this process receive, for every array, when senders send what they hold, of this shape."""
-    result: list[dict[Device, jax.Array]] = [{} for _ in shards]
+    result: list[dict[Device, jax.Array]] = [{} for _ in arrays]
     near = [piece for piece in pieces if piece.sender.process_index == piece.receiver.process_index]
-    mine = [piece for piece in near if piece.sender.process_index == jax.process_index()]
-    if mine:
-        data = [one[piece.sender] for one in shards for piece in mine]
-        places = [SingleDeviceSharding(piece.receiver) for piece in mine] * len(shards)
-        copies = iter(jax.device_put(data, places, may_alias=False))
+    local = [piece for piece in near if piece.sender.process_index == jax.process_index()]
+    if local:
+        data = [shards[piece.sender] for shards in arrays for piece in local]
+        shardings = [SingleDeviceSharding(piece.receiver) for piece in local] * len(arrays)
+        copies = iter(jax.device_put(data, shardings, may_alias=False))
         for received in result:
-            received.update({piece.receiver: next(copies) for piece in mine})
+            received.update({piece.receiver: next(copies) for piece in local})
     far = [piece for piece in pieces if piece.sender.process_index != piece.receiver.process_index]
     while far:
-        turn: dict[Device, Piece] = {}  # in which no device sends twice
+        # A permutation has one destination per device, so a device that sends twice takes several turns.
+        turn: dict[Device, Piece] = {}
         for piece in far:
             turn.setdefault(piece.sender, piece)
         far = [piece for piece in far if turn[piece.sender] is not piece]
-        for received, more in zip(result, _exchanged(shards, tuple(turn.values()), shape, dtype), strict=True):
-            received.update(more)
+        for received, arrived in zip(result, _exchange(arrays, tuple(turn.values()), shape, dtype), strict=True):
+            received.update(arrived)
     return list(result)
 
 
-def _exchanged(
-    shards: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any
+def _exchange(
+    arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any
 ) -> list[dict[Device, jax.Array]]:
-    """What goes from process to process: those that take part run one program, on the devices that do."""
-    taking_part = dict.fromkeys(one for piece in pieces for one in (piece.sender, piece.receiver))
-    devices = tuple(sorted(taking_part, key=lambda device: device.id))
-    if not _here(devices):
-        return [{} for _ in shards]
+    """What goes from process to process: all that take part run one program, on the devices that send or receive."""
+    involved = dict.fromkeys(device for piece in pieces for device in (piece.sender, piece.receiver))
+    devices = tuple(sorted(involved, key=lambda device: device.id))
+    if not _local(devices):
+        return [{} for _ in arrays]
     senders = [piece.sender for piece in pieces]
     stacks: list[jax.Array] = []
-    for one in shards:
-        given = {
-            device: one[device]
+    for shards in arrays:
+        # Devices that only receive put zeros in: the program takes one operand from each.
+        operands = {
+            device: shards[device]
             if device in senders
             else jax.device_put(np.zeros(shape, dtype), SingleDeviceSharding(device))
-            for device in _here(devices)
+            for device in _local(devices)
         }
         if not shape:
-            given = {device: _reshaped(value, (1,)) for device, value in given.items()}
-        stacks.append(_stacked(given, devices, dtype, shape or (1,)))
+            operands = {device: _reshape_scalar(value, (1,)) for device, value in operands.items()}
+        stacks.append(_stack(operands, devices, dtype, shape or (1,)))
     pairs = tuple((devices.index(piece.sender), devices.index(piece.receiver)) for piece in pieces)
     with jax.set_mesh(_line(devices)):
-        # Programs that send are not left to pile up: XLA's CPU devices would wait for each other for ever.
-        permuted = jax.block_until_ready(_permuted(stacks, line=_line(devices), pairs=pairs))
+        # Programs that send must not queue up: XLA's CPU devices would wait for each other forever.
+        permuted = jax.block_until_ready(_permute(stacks, line=_line(devices), pairs=pairs))
     receivers = [piece.receiver for piece in pieces]
     return [
         {
-            device: value if shape else _reshaped(value, ())
-            for device, value in _shards(stack).items()
+            device: value if shape else _reshape_scalar(value, ())
+            for device, value in _unstack(stack).items()
             if device in receivers
         }
         for stack in permuted
     ]
 
 
-def _reshaped(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A single number in another shape, without a program: one would heed the mesh in force, which is another."""
+def _reshape_scalar(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A single element in another shape, without a program, which would read the mesh in force: that is another."""
     return jax.device_put(np.asarray(value).reshape(shape), value.sharding)

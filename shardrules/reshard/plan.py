@@ -13,7 +13,7 @@ from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, spec_repr
 from shardrules.drawing.blocks import ranges
 from shardrules.placement.traced import host_memory
-from shardrules.reshard.assemble import adopts
+from shardrules.reshard.assemble import moves_in_memory
 from shardrules.reshard.pieces import staging_bytes
 from shardrules.reshard.schedule import Box, Schedule
 
@@ -24,34 +24,28 @@ Route: TypeAlias = Literal["alias", "local", "direct", "intermediate", "host"]
 @final
 @attrs.frozen(eq=False)
 class LeafMove:
-    """How one array goes to its new sharding.
-
-    **Arguments:**
-
-    - `path`, `shape`, `dtype`: the array.
-    - `source`: where it is; `None` on the host.
-    - `target`: where it goes.
-    - `schedule`: which device sends what to which; `None` for what comes from the host.
-    - `copied`: why a new array is made even where nothing moves, or nothing.
-    """
+    """How one array goes to its new sharding."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     source: Sharding | None
+    """`None` for what comes from the host."""
     target: Sharding
     schedule: Schedule | None = attrs.field(default=None, repr=False)
-    copied: str = ""
+    """Which device sends what to which; `None` for what comes from the host."""
+    copy_reason: str = ""
+    """Why the array is copied even if nothing moves; empty where it is not."""
 
     @property
     def route(self) -> Route:
-        """`"alias"`: it stays what it is; `"local"`: each device has its new shard within its old one; `"direct"`:
-        pieces go from devices that have them to those that are to have them; `"intermediate"`: some are received by one
-        device of a network and passed on inside it; `"host"`: it comes from the host."""
+        """`"alias"`: the array stays; `"local"`: each device has its new shard within its old one; `"direct"`: pieces
+        go from devices that have them to devices that need them; `"intermediate"`: some are received by one device of a
+        network and passed on inside it; `"host"`: the array comes from the host."""
         if self.schedule is None:
             return "host"
         route = self.schedule.sums.route
-        if self.copied and route == "alias":
+        if self.copy_reason and route == "alias":
             return "local"
         return "intermediate" if route == "relayed" else route
 
@@ -66,179 +60,144 @@ class LeafMove:
         return 0 if self.schedule is None else sum(self.schedule.sums.kept.values())
 
     def received_bytes(self) -> Mapping[Any, int]:
-        """Returns what each device receives.
-
-        **Returns:**
-
-        A dict that holds only devices that receive something.
-        """
+        """Returns the bytes that each device receives; devices that receive nothing are left out."""
         if self.schedule is not None:
             return self.schedule.sums.received
         shard_bytes = array_bytes(self.target.shard_shape(self.shape), self.dtype)
         return dict.fromkeys(self.target.devices_indices_map(self.shape), shard_bytes)
 
     def old_bytes(self) -> dict[int, int]:
-        """Returns what each device holds of the array before the move.
-
-        **Returns:**
-
-        A dict from the device's id to bytes.
-        """
-        return {} if self.schedule is None else _held(self.schedule, self.schedule.source)
+        """Returns the bytes of the array on each device before the move, by the device's id."""
+        return {} if self.schedule is None else _box_bytes(self.schedule, self.schedule.source)
 
     def new_bytes(self) -> dict[int, int]:
-        """Returns what the move adds on each device: its new shard, or nothing where the array stays what it is.
-
-        **Returns:**
-
-        A dict from the device's id to bytes.
-        """
+        """Returns the bytes that the move adds on each device: its new shard, or nothing where the array stays."""
         if self.schedule is None:
             return {device.id: amount for device, amount in self.received_bytes().items()}
-        return {} if self.route == "alias" else _held(self.schedule, self.schedule.target)
+        return {} if self.route == "alias" else _box_bytes(self.schedule, self.schedule.target)
 
     def freed_bytes(self) -> dict[int, int]:
-        """Returns what each device gives up when the array is donated.
-
-        **Returns:**
-
-        A dict from the device's id to bytes.
-        """
+        """Returns the bytes that each device frees when the array is donated, by the device's id."""
         return {} if self.route == "alias" else self.old_bytes()
 
     @property
     def staging_bytes(self) -> int:
-        """What may be under way on a device beside that; an upper bound."""
-        if self.schedule is None or self.route == "alias" or adopts(self.schedule):
+        """An upper bound of what is in flight on a device, beside old and new shards."""
+        if self.schedule is None or self.route == "alias" or moves_in_memory(self.schedule):
             return 0
-        on_host = (
+        # Programs work in the memory of devices: shards in the host's memory are copied there, and back.
+        copies = (
             (self.old_bytes, host_memory(self.source) if self.source else None),
             (self.new_bytes, host_memory(self.target)),
         )
-        return staging_bytes(self.schedule) + sum(max(held().values()) for held, kind in on_host if kind is not None)
+        on_host = sum(max(shard_bytes().values()) for shard_bytes, memory in copies if memory is not None)
+        return staging_bytes(self.schedule) + on_host
 
     @property
     def reason(self) -> str:
         """Why it takes this route."""
         match self.route:
             case "alias":
-                return "lies there already"
-            case "local" if self.copied:
-                return self.copied
+                return "already in place"
+            case "local" if self.copy_reason:
+                return self.copy_reason
             case "local":
                 return "each device has its part already"
             case "host":
-                return "from the host, each device its part"
+                return "each device gets its part from the host"
         assert self.schedule is not None  # all others come from the host
         sums = self.schedule.sums
         pieces = f"{sums.piece_count} piece{'s' * (sums.piece_count > 1)}"
         if self.route == "direct":
             return f"{pieces}, each straight from a device that has it"
         once = bytes_text(self.moved_bytes - sums.relayed_bytes)
-        return f"{pieces}; {once} come from afar, {bytes_text(sums.relayed_bytes)} are passed on nearby"
+        return f"{pieces}; {once} from other networks, {bytes_text(sums.relayed_bytes)} passed on within one"
 
 
 def processes_of(move: LeafMove) -> frozenset[int]:
-    """Returns the processes that have a part in a move.
-
-    **Arguments:**
-
-    - `move`: the move of an array.
-
-    **Returns:**
-
-    Their numbers.
-    """
+    """Returns the indices of the processes that take part in a move."""
     if move.schedule is not None:
         return move.schedule.processes
     return frozenset(device.process_index for device in move.target.device_set)
 
 
-def _held(move: Schedule, boxes: Mapping[Any, Box]) -> dict[int, int]:
-    return {device.id: move.box_bytes(box) for device, box in boxes.items()}
+def _box_bytes(schedule: Schedule, boxes: Mapping[Any, Box]) -> dict[int, int]:
+    return {device.id: schedule.box_bytes(box) for device, box in boxes.items()}
 
 
 @final
 @attrs.frozen(eq=False)
 class ReshardPlan:
-    """What a move carries and takes, before it is made. Printed, it is a table.
-
-    **Arguments:**
-
-    - `moves`: one `LeafMove` for each array, in the order of the tree.
-    - `batches`: the numbers of the arrays that move together, in the order in which they do.
-    - `donate`: whether each array is given up once it has moved.
-    """
+    """What a move carries and takes, before it is made. Printed, it is a table."""
 
     moves: tuple[LeafMove, ...]
+    """One for each array, in the order of the tree."""
     batches: tuple[tuple[int, ...], ...] = attrs.field(repr=False)
+    """The indices of the moves that are made together, in their order."""
     donate: bool = False
+    """Whether each array is given up once it has moved."""
 
     @property
     def moved_bytes(self) -> int:
         """What goes from device to device or from the host to devices, over all of them."""
-        return sum(one.moved_bytes * count for one, count in self._kinds())
+        return sum(move.moved_bytes * count for move, count in _count_equal(self.moves))
 
     @property
     def kept_bytes(self) -> int:
-        """What devices have already of what they are to have, over all of them."""
-        return sum(one.kept_bytes * count for one, count in self._kinds())
+        """What devices have already of their new shards, over all of them."""
+        return sum(move.kept_bytes * count for move, count in _count_equal(self.moves))
 
     @property
     def sent_bytes(self) -> dict[int, int]:
         """What each device sends to others, by its id."""
-        return self._summed(lambda one: {} if one.schedule is None else one.schedule.sums.sent)
+        return self._sum_by_device(lambda move: {} if move.schedule is None else move.schedule.sums.sent)
 
     @property
     def received_bytes(self) -> dict[int, int]:
         """What each device receives from others and from the host, by its id."""
-        return self._summed(LeafMove.received_bytes)
+        return self._sum_by_device(LeafMove.received_bytes)
 
     @property
     def peak_bytes(self) -> dict[int, int]:
-        """The most that each device holds at any moment of the move, by its id: the arrays that are still where they
-        were, those that are where they should be, and what is under way. It is an upper bound."""
+        """The most that each device holds at any moment of the move, by its id: the arrays that have not moved yet,
+        those that have, and what is in flight. It is an upper bound."""
         live: dict[int, int] = {}
         staging: dict[int, int] = {}
-        for move, count in self._kinds():
+        for move, count in _count_equal(self.moves):
             _add(live, move.old_bytes(), count)
             staging[id(move.schedule)] = max(staging.get(id(move.schedule), 0), move.staging_bytes)
         peak = dict(live)
         for batch in self.batches:
-            coming: dict[int, int] = {}
+            arriving: dict[int, int] = {}
             leaving: dict[int, int] = {}
-            for move, count in _kinds([self.moves[number] for number in batch]):
-                _add(coming, move.new_bytes(), count)
+            for move, count in _count_equal([self.moves[index] for index in batch]):
+                _add(arriving, move.new_bytes(), count)
                 _add(leaving, move.old_bytes(), count)
-            most = max(staging[id(self.moves[number].schedule)] for number in batch)
-            for device in dict.fromkeys((*leaving, *coming)):
-                peak[device] = max(peak.get(device, 0), live.get(device, 0) + coming.get(device, 0) + most)
-            _add(live, coming, 1)
+            # Moves of a batch run one after the other, so only the largest staging counts.
+            most = max(staging[id(self.moves[index].schedule)] for index in batch)
+            for device in dict.fromkeys((*leaving, *arriving)):
+                peak[device] = max(peak.get(device, 0), live.get(device, 0) + arriving.get(device, 0) + most)
+            _add(live, arriving, 1)
             if self.donate:
-                for move, count in _kinds([self.moves[number] for number in batch]):
+                for move, count in _count_equal([self.moves[index] for index in batch]):
                     _add(live, move.freed_bytes(), -count)
         return dict(sorted(peak.items()))
 
     def to_json(self) -> str:
-        """Returns the plan as JSON: a list of arrays and a table of devices.
-
-        **Returns:**
-
-        A text, the same for equal plans.
-        """
+        """Returns the plan as JSON, a list of arrays and a table of devices: the same text for equal plans."""
         arrays = [
             {
-                "path": one.path,
-                "shape": list(one.shape),
-                "dtype": str(one.dtype),
-                "source": _place_text(one.source),
-                "target": _place_text(one.target),
-                "route": one.route,
-                "reason": one.reason,
-                "moved_bytes": one.moved_bytes,
-                "kept_bytes": one.kept_bytes,
+                "path": move.path,
+                "shape": list(move.shape),
+                "dtype": str(move.dtype),
+                "source": _sharding_text(move.source),
+                "target": _sharding_text(move.target),
+                "route": move.route,
+                "reason": move.reason,
+                "moved_bytes": move.moved_bytes,
+                "kept_bytes": move.kept_bytes,
             }
-            for one in self.moves
+            for move in self.moves
         ]
         sent, received = self.sent_bytes, self.received_bytes
         devices = {
@@ -273,23 +232,20 @@ class ReshardPlan:
             )
         return "\n".join(lines)
 
-    def _kinds(self) -> list[tuple[LeafMove, int]]:
-        return _kinds(self.moves)
-
-    def _summed(self, amounts: Callable[[LeafMove], Mapping[Any, int]]) -> dict[int, int]:
+    def _sum_by_device(self, amounts: Callable[[LeafMove], Mapping[Any, int]]) -> dict[int, int]:
         result: dict[int, int] = {}
-        for one, count in self._kinds():
-            _add(result, {device.id: amount for device, amount in amounts(one).items()}, count)
+        for move, count in _count_equal(self.moves):
+            _add(result, {device.id: amount for device, amount in amounts(move).items()}, count)
         return dict(sorted(result.items()))
 
 
-def _kinds(moves: Sequence[LeafMove]) -> list[tuple[LeafMove, int]]:
+def _count_equal(moves: Sequence[LeafMove]) -> list[tuple[LeafMove, int]]:
     """Moves that are alike, counted: what they carry is added up once for each kind."""
-    kinds: dict[Any, tuple[LeafMove, int]] = {}
-    for one in moves:
-        key = one.target, one.shape, str(one.dtype), id(one.schedule), one.copied
-        kinds[key] = one, kinds.get(key, (one, 0))[1] + 1
-    return list(kinds.values())
+    counts: dict[Any, tuple[LeafMove, int]] = {}
+    for move in moves:
+        key = move.target, move.shape, str(move.dtype), id(move.schedule), move.copy_reason
+        counts[key] = move, counts.get(key, (move, 0))[1] + 1
+    return list(counts.values())
 
 
 _HEAD = ("path", "shape", "dtype", "from", "to", "moves", "stays", "route", "why")
@@ -304,35 +260,35 @@ def _add(sums: dict[int, int], amounts: Mapping[int, int], count: int) -> None:
 def _rows(moves: Sequence[LeafMove]) -> list[tuple[str, ...]]:
     """One row for arrays that differ in nothing but the indices in their paths."""
     groups: dict[Any, tuple[str, LeafMove, int]] = {}
-    for one in moves:
-        places = _place_text(one.source), _place_text(one.target)
-        key = template(one.path), one.shape, str(one.dtype), places, one.route, one.reason
-        path, _, count = groups.get(key, (one.path, one, 0))
-        groups[key] = (common_path(path, one.path) if count else path), one, count + 1
+    for move in moves:
+        shardings = _sharding_text(move.source), _sharding_text(move.target)
+        key = template(move.path), move.shape, str(move.dtype), shardings, move.route, move.reason
+        path, _, count = groups.get(key, (move.path, move, 0))
+        groups[key] = (common_path(path, move.path) if count else path), move, count + 1
     return [
         (
             f"{path or '(the tree)'}{f'  x{count}' if count > 1 else ''}",
-            shape_text(one.shape),
-            str(one.dtype),
-            _place_text(one.source),
-            _place_text(one.target),
-            bytes_text(count * one.moved_bytes),
-            bytes_text(count * one.kept_bytes),
-            one.route,
-            one.reason,
+            shape_text(move.shape),
+            str(move.dtype),
+            _sharding_text(move.source),
+            _sharding_text(move.target),
+            bytes_text(count * move.moved_bytes),
+            bytes_text(count * move.kept_bytes),
+            move.route,
+            move.reason,
         )
-        for path, one, count in groups.values()
+        for path, move, count in groups.values()
     ]
 
 
-def _place_text(sharding: Sharding | None) -> str:
+def _sharding_text(sharding: Sharding | None) -> str:
     if sharding is None:
         return "the host"
     ids = sorted(device.id for device in sharding.device_set)
-    kind = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
+    memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
     if len(ids) == 1:
-        return f"device {ids[0]}{kind}"
-    what = (
+        return f"device {ids[0]}{memory}"
+    layout = (
         f"{spec_repr(sharding.spec)} on {mesh_text(sharding.mesh)}" if isinstance(sharding, NamedSharding) else "split"
     )
-    return f"{what} (devices {ranges(ids)}){kind}"
+    return f"{layout} (devices {ranges(ids)}){memory}"

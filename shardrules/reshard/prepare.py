@@ -1,4 +1,4 @@
-"""`plan_reshard`, and what it shares with `reshard`: a move is thought through, and refused whole or not at all."""
+"""`plan_reshard`, and what it shares with `reshard`: a move is checked as a whole before any of it is made."""
 
 import functools
 import math
@@ -7,17 +7,16 @@ from typing import Any, final
 
 import attrs
 import jax
-import jax.tree_util as jtu
 import numpy as np
 from jax.extend.backend import register_backend_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules.core.errors import PlanError, TreeError
+from shardrules.core.errors import ConfigError, PlanError, TreeError
 from shardrules.core.fields import byte_count
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype
-from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.core.tree import array_kind, leaf_paths, prefix_parts
 from shardrules.drawing.blocks import ranges
 from shardrules.placement.destination import (
     Destination,
@@ -28,196 +27,172 @@ from shardrules.placement.destination import (
     resolve_destination,
 )
 from shardrules.placement.traced import host_memory
-from shardrules.reshard.assemble import adopts
-from shardrules.reshard.bits import held_by, physical
+from shardrules.reshard.assemble import moves_in_memory
+from shardrules.reshard.bits import local_shards, physical
 from shardrules.reshard.plan import LeafMove, ReshardPlan
-from shardrules.reshard.schedule import Schedule, box_shape, boxes_of, schedule
+from shardrules.reshard.schedule import Schedule, box_shape, boxes_of, make_schedule
 
 IN_FLIGHT_BYTES = 256 * 2**20
-"""What is moved at once when nobody says how much."""
+"""The default of `max_bytes_in_flight`, over all devices: large enough that devices rarely wait for the host, and small
+beside any model. Doubled, a donated move peaks 256 MiB higher; halved, the host waits twice as often."""
 
-KEPT = 4096
-"""How many schedules, and the tools made for them, are kept for later calls."""
+CACHED_SCHEDULES = 4096
+"""How many schedules, and the programs for them, are kept for later calls: more than the distinct arrays of any model
+that was measured, twice over. Doubled, the cache may hold twice as many megabytes; halved, large models miss it."""
 
 
-def _schedule(
+def _limit_bytes(value: int | None) -> int:
+    return IN_FLIGHT_BYTES if value is None else byte_count("max_bytes_in_flight")(value)
+
+
+@final
+@attrs.frozen
+class MoveOptions:
+    """The options that `reshard` and `plan_reshard` share; `reshard` says what each means."""
+
+    donate: bool = False
+    may_alias: bool | None = None
+    cache_resharding_plans: bool = False
+    max_bytes_in_flight: int = attrs.field(default=None, converter=_limit_bytes)
+
+
+def _schedule_shardings(
     shape: tuple[int, ...], dtype: Any, source: Sharding, target: Sharding, alive: tuple[Any, ...] | None
 ) -> Schedule:
-    made_of, numbers = physical(shape, dtype)
-    more = tuple((0, size) for size in made_of[len(shape) :])  # of the numbers that a key is made of
-    old, new = ({device: (*box, *more) for device, box in boxes_of(one, shape).items()} for one in (source, target))
-    return schedule(made_of, numbers, old, new, alive)
+    data_shape, data_dtype = physical(shape, dtype)
+    key_dims = tuple((0, size) for size in data_shape[len(shape) :])  # the integers of a PRNG key are never split
+    old_boxes, new_boxes = (
+        {device: (*box, *key_dims) for device, box in boxes_of(sharding, shape).items()}
+        for sharding in (source, target)
+    )
+    return make_schedule(data_shape, data_dtype, old_boxes, new_boxes, alive)
 
 
-_kept_schedule = functools.lru_cache(KEPT)(_schedule)
-register_backend_cache(_kept_schedule, "shardrules: schedules of moves")
+_cached_schedule = functools.lru_cache(CACHED_SCHEDULES)(_schedule_shardings)
+register_backend_cache(_cached_schedule, "shardrules: schedules of moves")
 
 
 @final
 @attrs.frozen(eq=False)
 class Prepared:
-    """A move that has been thought through and may begin.
+    """A move that has been checked and may begin."""
 
-    **Arguments:**
-
-    - `target`: the tree taken apart, with the new sharding of each array.
-    - `numbers`: where the arrays stand among the leaves of the tree.
-    - `held`: what the devices of this process hold of each of them now; nothing of what comes from the host.
-    - `plan`: the plan, with one `LeafMove` for each of `numbers`.
-    - `kept`: whether what is worked out is kept for later calls.
-    """
-
-    target: Destination
-    numbers: tuple[int, ...]
-    held: tuple[Mapping[Any, jax.Array], ...]
+    destination: Destination
+    leaf_indices: tuple[int, ...]
+    """The indices of the arrays among the leaves of the tree."""
+    shards: tuple[Mapping[Any, jax.Array], ...]
+    """The shards of each array on devices of this process; none for what comes from the host."""
     plan: ReshardPlan
-    kept: bool
+    """With a `LeafMove` for each of `leaf_indices`."""
+    cached: bool
+    """Whether schedules and programs are kept for later calls."""
 
 
 def prepare(
     tree: Any,
     shardings: How,
+    options: MoveOptions,
     *,
-    donate: bool = False,
-    may_alias: bool | None = None,
-    cache_resharding_plans: bool = False,
-    max_bytes_in_flight: int | None = None,
     alive: tuple[Any, ...] | None = None,
     values: bool = True,
-    who: str,
+    caller: str,
 ) -> Prepared:
-    """Thinks a move through and refuses it as a whole if any array cannot be moved.
+    """Checks a move, and refuses it with one `PlanError` if any array cannot be moved.
 
-    **Arguments:**
-
-    - `tree`, `shardings`, `donate`, `may_alias`, `cache_resharding_plans`, `max_bytes_in_flight`: as in `reshard`.
-    - `alive`: the devices that can still send; `None` for all.
-    - `values`: whether arrays must have values; else shapes will do.
-    - `who`: the caller's name, for messages.
-
-    **Returns:**
-
-    What is to be moved, and how.
-
-    **Raises:**
-
-    `PlanError`, listing everything that is wrong; `TreeError`.
+    Only devices in `alive` can send; without `values`, shapes are accepted too.
     """
-    limit = IN_FLIGHT_BYTES if max_bytes_in_flight is None else byte_count("max_bytes_in_flight")(max_bytes_in_flight)
-    arrays, wrong = with_numbers(tree, shardings)
-    check_shardings(arrays, shardings, who)
+    arrays, problems = numbers_to_arrays(tree, shardings)
+    check_shardings(arrays, shardings, caller)
     try:
-        found = resolve_destination(arrays, shardings, caller=who, problems=wrong)
-    except PlanError as error:  # of a plan, which knows nothing of the arrays themselves
+        destination = resolve_destination(arrays, shardings, caller=caller, problems=problems)
+    except PlanError as error:  # a plan's own findings do not cover deleted arrays: list these too
         paths = leaf_paths(arrays)
-        gone = [(number, leaf) for number, leaf in enumerate(jax.tree.leaves(arrays)) if _is_deleted(leaf, None)]
-        more = [attrs.evolve(_DELETED, path=paths[number], shape=leaf.shape) for number, leaf in gone]
-        raise refusal(who, [*(one for one in error.findings if isinstance(one, Finding)), *more]) from None
-    wrong += not_placeable(found, values=values)
-    bad = {number for number, _ in wrong}
-    schedules = _kept_schedule if cache_resharding_plans else functools.cache(_schedule)
+        deleted = [(index, leaf) for index, leaf in enumerate(jax.tree.leaves(arrays)) if _is_deleted(leaf, None)]
+        findings = [attrs.evolve(_DELETED, path=paths[index], shape=leaf.shape) for index, leaf in deleted]
+        listed = [finding for finding in error.findings if isinstance(finding, Finding)]
+        raise refusal(caller, [*listed, *findings]) from None
+    problems += not_placeable(destination, values=values)
+    refused = {index for index, _ in problems}
+    # Within one call equal arrays always share a schedule.
+    schedule_of = _cached_schedule if options.cache_resharding_plans else functools.cache(_schedule_shardings)
     paths = leaf_paths(arrays)
-    numbers: list[int] = []
+    indices: list[int] = []
     moves: list[LeafMove] = []
-    held: list[Mapping[Any, jax.Array]] = []
-    for number, (value, sharding) in enumerate(zip(found.values, found.shardings, strict=True)):
-        if sharding is None and not (number in bad and isinstance(value, jax.Array)):
+    shards: list[Mapping[Any, jax.Array]] = []
+    for index, (value, sharding) in enumerate(zip(destination.values, destination.shardings, strict=True)):
+        if sharding is None and not (index in refused and isinstance(value, jax.Array)):
             continue
-        problems = list(_problems(value, None if number in bad else sharding, alive))
-        wrong += [(number, problem) for problem in problems]
-        if problems or number in bad:
+        own_problems = list(_problems(value, None if index in refused else sharding, alive))
+        problems += [(index, problem) for problem in own_problems]
+        if own_problems or index in refused:
             continue
         source = _source(value)
-        made = None if source is None else schedules(tuple(value.shape), value.dtype, source, sharding, alive)
-        moves.append(_leaf_move(paths[number], value, sharding, made, donate, may_alias))
-        wrong += [(number, gone) for gone in _lost(moves[-1])]
-        numbers.append(number)
-        held.append(held_by(value) if source is not None and isinstance(value, jax.Array) else {})
-    refuse_leaves(who, arrays, sorted(wrong, key=lambda pair: pair[0]))
-    plan = ReshardPlan(tuple(moves), _batches(moves, limit, donate), donate)
-    return Prepared(found, tuple(numbers), tuple(held), plan, cache_resharding_plans)
+        schedule = None if source is None else schedule_of(tuple(value.shape), value.dtype, source, sharding, alive)
+        moves.append(_leaf_move(paths[index], value, sharding, schedule, options))
+        problems += [(index, finding) for finding in _lost_parts(moves[-1])]
+        indices.append(index)
+        shards.append(local_shards(value) if source is not None and isinstance(value, jax.Array) else {})
+    refuse_leaves(caller, arrays, sorted(problems, key=lambda pair: pair[0]))
+    plan = ReshardPlan(tuple(moves), _batches(moves, options), options.donate)
+    return Prepared(destination, tuple(indices), tuple(shards), plan, options.cache_resharding_plans)
 
 
-def with_numbers(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, Finding]]]:
-    """Makes arrays of the numbers in a tree, where shardings say where they go. `True` and `False` are flags, and stay.
+def numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, Finding]]]:
+    """Makes arrays of the Python numbers in a tree, except flags, and returns problems by leaf index.
 
-    **Arguments:**
-
-    - `tree`, `shardings`: as in `reshard`. Under a rule or a plan numbers stay numbers, as they do in `filter_shard`.
-
-    **Returns:**
-
-    The tree, and what is wrong with numbers: pairs of a leaf's place and a finding.
+    Under a rule or a plan numbers stay numbers, as they do in `filter_shard`.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    wrong: list[tuple[int, Finding]] = []
+    problems: list[tuple[int, Finding]] = []
     if isinstance(shardings, ShardingRule | ShardingPlan):
-        return tree, wrong
-    for number, leaf in enumerate(leaves):
+        return tree, problems
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic):
-            kind = next(kind for kind in (int, float, complex) if isinstance(leaf, kind))
-            dtype = device_dtype(np.dtype(kind))
+            number_type = next(each for each in (int, float, complex) if isinstance(leaf, each))
+            dtype = device_dtype(np.dtype(number_type))
             try:
-                leaves[number] = np.asarray(leaf, dtype)
+                leaves[index] = np.asarray(leaf, dtype)
             except OverflowError:
-                what = f"{leaf} is too large for {dtype}"
-                wrong.append((number, Finding("error", "overflow", what, "", "Turn on jax_enable_x64, or keep it out")))
-                leaves[number] = np.zeros((), dtype)
-    return treedef.unflatten(leaves), wrong
+                why = f"{leaf} is too large for {dtype}"
+                remedy = "Turn on jax_enable_x64, or leave it out of the tree"
+                problems.append((index, Finding("error", "overflow", why, "", remedy)))
+                leaves[index] = np.zeros((), dtype)
+    return treedef.unflatten(leaves), problems
 
 
-def check_shardings(tree: Any, shardings: How, who: str) -> None:
-    """Refuses what says where arrays go in any other way than by a sharding, a rule or a plan.
-
-    **Arguments:**
-
-    - `tree`, `shardings`: the tree and what was given for it.
-    - `who`: the caller's name, for messages.
-
-    **Raises:**
-
-    `TreeError`, listing everything that is no sharding.
-    """
+def check_shardings(tree: Any, shardings: How, caller: str) -> None:
+    """Raises a `ConfigError` that lists everything in `shardings` that is not a sharding, a rule or a plan."""
     if isinstance(shardings, ShardingRule | ShardingPlan):
         return
-    stated, structure = jtu.tree_flatten_with_path(
-        shardings, is_leaf=lambda node: node is None or isinstance(node, Sharding | PartitionSpec)
-    )
     try:
-        parts = structure.flatten_up_to(tree)
-    except (ValueError, TypeError):
-        return  # a prefix that does not fit is refused where it is used, in better words
+        parts = prefix_parts(shardings, tree, _is_sharding_or_spec, caller, "shardings")
+    except TreeError:
+        return  # `resolve_destination` refuses a prefix that does not fit
     wrong = [
-        f"{one!r:.60} at {jtu.keystr(path, simple=True, separator='/') or 'the top'}"
-        for (path, one), part in zip(stated, parts, strict=True)
-        if not isinstance(one, Sharding) and any(array_kind(leaf) is not None for leaf in jax.tree.leaves(part))
+        f"{value!r:.60} at {path or 'the top'}"
+        for path, value, part in parts
+        if not isinstance(value, Sharding) and any(array_kind(leaf) is not None for leaf in jax.tree.leaves(part))
     ]
     if wrong:
-        raise TreeError(
-            f"the shardings that {who} is given must contain only `jax.sharding.Sharding`, got {', '.join(wrong)}. "
-            "filter_shard takes specs and devices, too"
+        raise ConfigError(
+            f"{caller}: the shardings must contain only `jax.sharding.Sharding`, got {', '.join(wrong)}. "
+            "filter_shard also accepts specs and devices"
         )
 
 
+def _is_sharding_or_spec(node: Any) -> bool:
+    return node is None or isinstance(node, Sharding | PartitionSpec)
+
+
 _DELETED = Finding(
-    "error", "deleted", "it was deleted or donated", "", "Move it before it is donated, or keep what it became"
+    "error", "deleted", "it was deleted or donated", "", "Move it before it is donated, or keep the array it became"
 )
 
 
 def is_deleted(array: jax.Array, alive: Collection[Any] | None = None) -> bool:
-    """Returns whether any shard that could be asked for is gone. An array that shares shards may lose single ones.
-
-    **Arguments:**
-
-    - `array`: an array.
-    - `alive`: the devices that will be asked; `None` for all.
-
-    **Returns:**
-
-    `True` or `False`.
-    """
+    """Returns whether a shard on a device of `alive` is gone. An array that shares shards may lose single ones."""
     return array.is_deleted() or any(
-        shard.is_deleted() for device, shard in held_by(array).items() if alive is None or device in alive
+        shard.is_deleted() for device, shard in local_shards(array).items() if alive is None or device in alive
     )
 
 
@@ -226,7 +201,7 @@ def _is_deleted(leaf: Any, alive: Collection[Any] | None) -> bool:
 
 
 def _problems(value: Any, sharding: Sharding | None, alive: Collection[Any] | None) -> Iterator[Finding]:
-    """What is wrong with one array that is to be moved, and with where it is to go, as far as that is known."""
+    """What is wrong with an array and with its new sharding, as far as that is known."""
     shape = tuple(value.shape)
 
     def problem(code: str, message: str, remedy: str) -> Finding:
@@ -237,92 +212,92 @@ def _problems(value: Any, sharding: Sharding | None, alive: Collection[Any] | No
         return
     source = _source(value)
     if isinstance(source, NamedSharding) and not isinstance(source.mesh, Mesh):
-        where = "its sharding is on the shape of a mesh: it says on no devices where the array lies"
-        yield problem("not-placeable", where, "Give it a sharding on a mesh of devices, or none")
+        why = "its sharding is on the shape of a mesh, so its devices are unknown"
+        yield problem("not-placeable", why, "Give it a sharding on a mesh of devices, or none")
         return
     if sharding is None:
         return
-    gone = [] if alive is None else sorted(one.id for one in sharding.device_set if one not in alive)
-    if gone:
-        where = f"it is to go to device{'s' * (len(gone) > 1)} {ranges(gone)}, not alive"
-        yield problem("dead-device", where, "Make a mesh of living devices: surviving_mesh")
-    for one in (source, sharding):
-        if isinstance(one, NamedSharding) and (one.spec.unreduced or one.spec.reduced):
-            yield problem("unreduced", f"{one.spec} holds sums that are not done", "Reduce it inside jit first")
-    here = {device.platform for device in source.device_set} if source is not None else set()
-    there = sorted({device.platform for device in sharding.device_set})
-    if here and sorted(here) != there:
-        what = f"it lies on {'/'.join(sorted(here))} devices and is to go to {'/'.join(there)} devices"
-        yield problem("other-backend", what, "Go over the host: filter_shard(filter_gather(tree), shardings)")
+    dead = [] if alive is None else sorted(device.id for device in sharding.device_set if device not in alive)
+    if dead:
+        why = f"its new sharding needs device{'s' * (len(dead) > 1)} {ranges(dead)}, not alive"
+        yield problem("dead-device", why, "Make a mesh of living devices: surviving_mesh")
+    for each in (source, sharding):
+        if isinstance(each, NamedSharding) and (each.spec.unreduced or each.spec.reduced):
+            yield problem("unreduced", f"{each.spec} holds unreduced sums", "Reduce it inside jit first")
+    old_platforms = sorted({device.platform for device in source.device_set}) if source is not None else []
+    new_platforms = sorted({device.platform for device in sharding.device_set})
+    if old_platforms and old_platforms != new_platforms:
+        why = f"it is on {'/'.join(old_platforms)} devices, and its new sharding on {'/'.join(new_platforms)} devices"
+        yield problem("other-backend", why, "Go through the host: filter_shard(filter_gather(tree), shardings)")
 
 
-def _lost(move: LeafMove) -> Iterator[Finding]:
-    """That parts of an array are gone with the devices that held them."""
+def _lost_parts(move: LeafMove) -> Iterator[Finding]:
+    """The parts of an array that were lost together with their devices."""
     if move.schedule is None or not move.schedule.lost:
         return
-    gone = sum(math.prod(box_shape(box)) for box in move.schedule.lost)
-    share = gone / math.prod(move.schedule.shape)
+    lost_elements = sum(math.prod(box_shape(box)) for box in move.schedule.lost)
+    share = lost_elements / math.prod(move.schedule.shape)
     lost = [f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]" for box in move.schedule.lost]
-    what = f"no living device holds {share:.1%} of it: {', '.join(lost[:2])}{', ...' * (len(lost) > 2)}"
-    yield Finding("error", "lost", what, "", "Load it from a checkpoint: load_equinox, load_orbax", move.shape)
+    why = f"no living device holds {share:.1%} of it: {', '.join(lost[:2])}{', ...' * (len(lost) > 2)}"
+    yield Finding("error", "lost", why, "", "Load it from a checkpoint: load_equinox, load_orbax", move.shape)
 
 
-def _leaf_move(
-    path: str, value: Any, sharding: Any, made: Schedule | None, donate: bool, may_alias: bool | None
-) -> LeafMove:
+def _leaf_move(path: str, value: Any, sharding: Any, schedule: Schedule | None, options: MoveOptions) -> LeafMove:
     shape, source = tuple(value.shape), _source(value)
-    copied = "lies there already; copied, as may_alias=False asks" if may_alias is False else ""
-    if made is None or source is None:
-        return LeafMove(path, shape, device_dtype(value.dtype), None, sharding, None, copied)
-    if donate and any(device not in made.target for device in made.source):
-        copied = "each device has its part already; copied, so that the rest can be given up"
+    copy_reason = "already in place; copied because may_alias is False" if options.may_alias is False else ""
+    if schedule is None or source is None:
+        return LeafMove(path, shape, device_dtype(value.dtype), None, sharding, None, copy_reason)
+    if options.donate and any(device not in schedule.target for device in schedule.source):
+        copy_reason = "each device has its part already; copied, so that the rest can be freed"
     if host_memory(source) != host_memory(sharding):
-        copied = f"from {source.memory_kind} memory to {sharding.memory_kind} memory"
-    return LeafMove(path, shape, value.dtype, source, sharding, made, copied)
+        copy_reason = f"from {source.memory_kind} memory to {sharding.memory_kind} memory"
+    return LeafMove(path, shape, value.dtype, source, sharding, schedule, copy_reason)
 
 
 def _source(value: Any) -> Sharding | None:
-    """Where an array, or what a shape says of one, lies; `None` on the host.
+    """The sharding of an array or shape; `None` on the host.
 
-    An array that nobody put anywhere counts as on the host: each process has one of its own, on another device.
+    An uncommitted array counts as on the host: each process has its own copy, on another device.
     """
     if isinstance(value, jax.Array) and not value.committed:
         return None
-    found = getattr(value, "sharding", None)  # neither numpy arrays nor most shapes have one
-    return found if isinstance(found, Sharding) else None
+    sharding = getattr(value, "sharding", None)  # numpy arrays and most shapes have none
+    return sharding if isinstance(sharding, Sharding) else None
 
 
-def _batches(moves: Sequence[LeafMove], limit: int, donate: bool) -> tuple[tuple[int, ...], ...]:
-    """Arrays that lie on the same devices, together as long as they, and what is under way, are within the limit.
+def _batches(moves: Sequence[LeafMove], options: MoveOptions) -> tuple[tuple[int, ...], ...]:
+    """Arrays on the same devices, together as long as they and what is in flight are within the limit.
 
-    What is put together in memory has arrived at once: to give it up in smaller batches costs nothing, and leaves room
-    for what JAX itself keeps about each shard.
+    What is put together in memory arrives at once: freeing it in smaller batches costs nothing, and leaves room for
+    what JAX itself keeps about each shard.
     """
+    limit = options.max_bytes_in_flight
     groups: dict[Any, list[int]] = {}
     sizes: dict[Any, tuple[int, int, int]] = {}
     devices: dict[Any, Any] = {}
-    for number, one in enumerate(moves):
-        if one.source not in devices:
-            devices[one.source] = one.source and tuple(sorted(device.id for device in one.source.device_set))
-        groups.setdefault(devices[one.source], []).append(number)
+    for index, move in enumerate(moves):
+        if move.source not in devices:
+            devices[move.source] = move.source and tuple(sorted(device.id for device in move.source.device_set))
+        groups.setdefault(devices[move.source], []).append(index)
     batches: list[tuple[int, ...]] = []
     for group in groups.values():
         batch: list[int] = []
-        full = most = 0
-        for number in group:
-            one = moves[number]
-            key = (one.target, one.shape, str(one.dtype)) if one.schedule is None else id(one.schedule)
+        total = most_staging = 0
+        for index in group:
+            move = moves[index]
+            key = (move.target, move.shape, str(move.dtype)) if move.schedule is None else id(move.schedule)
             if key not in sizes:
-                new, old = one.new_bytes(), one.old_bytes()
-                at_once = donate and one.schedule is not None and adopts(one.schedule)
+                new, old = move.new_bytes(), move.old_bytes()
+                at_once = options.donate and move.schedule is not None and moves_in_memory(move.schedule)
+                # A quarter: with less, JAX's own bookkeeping per batch outweighs what is freed earlier.
                 most_bytes = limit // 4 if at_once else limit
-                sizes[key] = sum(new.values()), one.staging_bytes * len({**new, **old}), most_bytes
+                sizes[key] = sum(new.values()), move.staging_bytes * len({**new, **old}), most_bytes
             size, staging, most_bytes = sizes[key]
-            if batch and full + size + max(most, staging) > most_bytes:
+            if batch and total + size + max(most_staging, staging) > most_bytes:
                 batches.append(tuple(batch))
-                batch, full, most = [], 0, 0
-            batch.append(number)
-            full, most = full + size, max(most, staging)
+                batch, total, most_staging = [], 0, 0
+            batch.append(index)
+            total, most_staging = total + size, max(most_staging, staging)
         batches.append(tuple(batch))
     return tuple(batches)
 
@@ -338,12 +313,12 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Says what `reshard` would carry, by which route, and what every device would hold meanwhile. Nothing moves.
 
-    The bill is for the devices that the shardings name. Those of CPUs in one process share their memory and are on one
-    network, so for them less is under way, and nothing is passed on.
+    The plan is for the devices that the shardings name. CPU devices of one process share their memory and are on one
+    network, so less is in flight between them, and nothing is passed on.
 
     **Arguments:**
 
-    - `tree`: a pytree of arrays, or of `jax.ShapeDtypeStruct`s with shardings that stand for them.
+    - `tree`: a pytree of arrays, or of `jax.ShapeDtypeStruct`s with shardings in their place.
     - `shardings`, `donate`, `may_alias`, `cache_resharding_plans`, `max_bytes_in_flight`: as in `reshard`.
 
     **Returns:**
@@ -362,14 +337,5 @@ def plan_reshard(
     assert (plan.moves[0].route, plan.moved_bytes, plan.kept_bytes) == ("direct", 14336, 2048)
     ```
     """
-    prepared = prepare(
-        tree,
-        shardings,
-        donate=donate,
-        may_alias=may_alias,
-        cache_resharding_plans=cache_resharding_plans,
-        max_bytes_in_flight=max_bytes_in_flight,
-        values=False,
-        who="plan_reshard",
-    )
-    return prepared.plan
+    options = MoveOptions(donate, may_alias, cache_resharding_plans, max_bytes_in_flight)
+    return prepare(tree, shardings, options, values=False, caller="plan_reshard").plan

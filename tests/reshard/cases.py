@@ -1,4 +1,4 @@
-"""Random arrays between random shardings, both ways in which arrays move, and a look at every shard of the result."""
+"""Random arrays between random shardings, both ways in which arrays move, and a check of every shard of the result."""
 
 import contextlib
 import importlib
@@ -25,7 +25,7 @@ WAYS = pytest.mark.parametrize("way", ["in memory", "by pieces"])
 """On CPU devices of one process shards are put together in memory; everywhere else they are sent in pieces."""
 
 RELAYED = "by pieces, relayed"
-"""As if the devices were on networks of three, on which pieces that come from afar are passed on."""
+"""As if the devices were on networks of three, inside which pieces from other networks are passed on."""
 
 KEYS = ("threefry2x32", "rbg")
 DTYPES = ("float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn", "float8_e5m2", "complex64", *KEYS)
@@ -33,22 +33,24 @@ DTYPES = ("float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn", "float
 
 @contextlib.contextmanager
 def moving(way: str) -> Iterator[None]:
-    """Inside, arrays move the way that is named."""
+    """Inside, arrays move this way."""
     with pytest.MonkeyPatch.context() as patch:
-        # `shardrules.reshard` is the function where one asks the package for it.
+        # `shardrules.reshard` as an attribute is the function.
         modules = {name: importlib.import_module(f"shardrules.reshard.{name}") for name in ("move", "plan", "schedule")}
         if way != "in memory":
             for name in ("move", "plan"):
-                patch.setattr(modules[name], "adopts", lambda move: False)
+                patch.setattr(modules[name], "moves_in_memory", lambda schedule: False)
         if way == RELAYED:
-            patch.setattr(modules["schedule"], "networks", lambda devices: {one: one.id // 3 for one in devices})
+            patch.setattr(
+                modules["schedule"], "networks", lambda devices: {device: device.id // 3 for device in devices}
+            )
         yield
 
 
 def run_alone(code: str, *arguments: str, timeout: float = 120) -> str:
     """Runs `code` in a process of its own with 8 devices, warnings being errors; returns what it printed.
 
-    It finds `way`, the first of the arguments, in force.
+    Arrays move the way that the first of the arguments names.
     """
     prelude = """
         import sys
@@ -60,24 +62,24 @@ def run_alone(code: str, *arguments: str, timeout: float = 120) -> str:
         force = cases.moving(way)
         force.__enter__()
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(prelude) + textwrap.dedent(code), *arguments],
-        # Memory that is freed goes back at once, so that what a process holds can be measured.
+        # Freed memory is returned at once, so that the memory of the process can be measured.
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 # ---- values ----
 
 
 def random_values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
-    """Any bits that the dtype can hold, on the host; keys as JAX makes them of such bits."""
+    """Any bits that the dtype can hold, on the host; PRNG keys on devices."""
     rng = np.random.default_rng(seed)
     if dtype in KEYS:
         numbers = rng.integers(0, 2**32, (*shape, 2 if dtype == "threefry2x32" else 4), np.uint32)
@@ -92,19 +94,19 @@ def random_values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
 
 
 def bits_of(values: Any) -> np.ndarray:
-    """What values are made of, as whole numbers: two NaNs may differ, and a NaN is itself."""
+    """Values as unsigned integers: two NaNs may differ, and a NaN equals itself."""
     if jax.numpy.issubdtype(values.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(values))
-    found = np.asarray(values)
-    if found.dtype == ml_dtypes.int4:
-        return found.astype(np.int8)  # what the upper half of the byte holds is nobody's business
-    return found.reshape((*found.shape, 1)).view(np.uint8)
+    array = np.asarray(values)
+    if array.dtype == ml_dtypes.int4:
+        return array.astype(np.int8)  # the upper half of the byte is undefined
+    return array.reshape((*array.shape, 1)).view(np.uint8)
 
 
 def check_shards(array: jax.Array, sharding: Sharding, values: Any) -> None:
-    """Holds every shard on every device against the whole, bit by bit."""
+    """Compares every shard on every device with the whole, bit by bit."""
     whole = bits_of(values)
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # whose specs JAX always writes out: P(None) for P()
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # JAX always writes their specs out: P(None) for P()
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
         assert array.sharding.memory_kind == sharding.memory_kind
     else:
@@ -128,7 +130,7 @@ def pointers(array: jax.Array) -> dict[int, int]:
 @final
 @attrs.frozen
 class FakeDevice:
-    """What a schedule asks of a device, for networks that no test machine has."""
+    """What a schedule reads of a device, for networks that no test machine has."""
 
     id: int
     process_index: int = 0
@@ -139,7 +141,7 @@ class FakeDevice:
 @final
 @attrs.frozen
 class Place:
-    """A sharding that prints itself whole: the ids of its devices, the mesh they make, and which axes split which dim.
+    """A sharding that prints in full: the ids of its devices, their mesh, and which axes split which dim.
 
     Without axes it is a `SingleDeviceSharding`.
     """
@@ -151,11 +153,11 @@ class Place:
 
     @property
     def sharding(self) -> Sharding:
-        found = [jax.devices()[number] for number in self.devices]
+        devices = [jax.devices()[index] for index in self.devices]
         if not self.axes:
-            return SingleDeviceSharding(found[0], memory_kind=self.memory)
+            return SingleDeviceSharding(devices[0], memory_kind=self.memory)
         names, sizes, types = zip(*self.axes, strict=True)
-        mesh = Mesh(np.array(found).reshape(sizes), names, axis_types=types)
+        mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
         return NamedSharding(mesh, P(*self.split), memory_kind=self.memory)
 
     def ways(self, dim: int) -> int:
@@ -186,7 +188,7 @@ _SIZES[8] = [(8,), (2, 4), (4, 2), (2, 2, 2)]
 
 @st.composite
 def device_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The devices of two shardings, which stand to each other in one of the six ways."""
+    """The devices of two shardings, in one of the six relations."""
     line = draw(st.permutations(range(8)))
     how = draw(st.sampled_from(DEVICE_SETS))
     if how == "same":
@@ -232,7 +234,7 @@ def places(draw: st.DrawFn, devices: tuple[int, ...], ndim: int) -> Place:
 
 @st.composite
 def cases(draw: st.DrawFn, dtypes: tuple[str, ...] = DTYPES, largest: int = 3) -> Case:
-    """Any array between any two shardings that can hold it."""
+    """Any array between any two shardings that fit it."""
     old, new = draw(device_pairs())
     ndim = draw(st.integers(0, 4))
     source, target = draw(places(old, ndim)), draw(places(new, ndim))

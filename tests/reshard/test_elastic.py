@@ -1,6 +1,6 @@
-"""What is left of a mesh, of a batch and of a state when devices are lost.
+"""Meshes, batches and states after the loss of devices.
 
-The simulator takes what a lost device held away from under the arrays: whoever reads it gets an error from JAX.
+The simulator deletes or overwrites the shards of lost devices under the arrays: reading them fails, or shows 77.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def without(*lost: int) -> list[Any]:
 
 
 def lose(tree: Any, *lost: int) -> Any:
-    """The simulator: the same arrays, but what lost devices hold is garbage, and gone where JAX can bear that.
+    """The simulator: the same arrays, but the shards of lost devices are garbage, and deleted where JAX allows that.
 
     An array whose very first shard is deleted counts as deleted.
     """
@@ -59,7 +59,7 @@ def ids(mesh: Mesh) -> list[Any]:
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
-# ---- the mesh that is left ----
+# ---- the surviving mesh ----
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def ids(mesh: Mesh) -> list[Any]:
         ("data:2,model:4", "data", [0, 7], [[1, 2, 3, 4]]),
     ],
 )
-def test_one_axis_gives_way(axes: str, axis: str, lost: list[int], left: list[Any]) -> None:
+def test_one_axis_shrinks(axes: str, axis: str, lost: list[int], left: list[Any]) -> None:
     mesh = sr.create_mesh(axes)
-    found = sr.meshes.surviving_mesh(mesh, without(*lost), axis)
-    assert ids(found) == left
-    assert found.axis_names == mesh.axis_names
+    survivors = sr.meshes.surviving_mesh(mesh, without(*lost), axis)
+    assert ids(survivors) == left
+    assert survivors.axis_names == mesh.axis_names
 
 
 def test_axis_types_are_kept() -> None:
@@ -86,22 +86,23 @@ def test_axis_types_are_kept() -> None:
     assert sr.meshes.surviving_mesh(mesh, without(0), "data").axis_types == (AxisType.Auto, AxisType.Explicit)
 
 
-def test_the_size_divides_what_it_has_to() -> None:
+def test_the_new_size_divides_the_number() -> None:
     mesh = sr.create_mesh("data:8")
     sizes = [
-        sr.meshes.surviving_mesh(mesh, without(0), "data", divides=number).shape["data"] for number in (64, 12, 7, 11)
+        sr.meshes.surviving_mesh(mesh, without(0), "data", divides=multiple).shape["data"]
+        for multiple in (64, 12, 7, 11)
     ]
     assert sizes == [4, 6, 7, 1]
 
 
-def test_devices_that_come_back_and_spare_ones_make_it_larger() -> None:
+def test_spare_devices_grow_the_mesh() -> None:
     small = sr.create_mesh("data:2,model:2", devices=DEVICES[2:6])
     assert ids(sr.meshes.surviving_mesh(small, DEVICES, "data")) == [[2, 3], [4, 5], [0, 1], [6, 7]]
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_it_is_the_largest_and_moves_nothing_that_it_need_not(data: st.DataObject) -> None:
+def test_the_mesh_is_the_largest_and_intact_rows_stay(data: st.DataObject) -> None:
     sizes = data.draw(st.sampled_from([(8,), (4, 2), (2, 4), (2, 2, 2), (1, 8)]))
     mesh = Mesh(np.array(DEVICES).reshape(sizes), tuple("abc"[: len(sizes)]))
     axis = data.draw(st.sampled_from(mesh.axis_names))
@@ -109,27 +110,30 @@ def test_it_is_the_largest_and_moves_nothing_that_it_need_not(data: st.DataObjec
     row = math.prod(size for name, size in mesh.shape.items() if name != axis)
     if (8 - len(lost)) // row == 0:
         with pytest.raises(
-            sr.errors.MeshError, match=rf"{8 - len(lost)} devices are alive, and one row of .* takes {row} "
+            sr.errors.MeshError, match=rf"{8 - len(lost)} devices are alive, but one row of .* takes {row} "
         ):
             sr.meshes.surviving_mesh(mesh, without(*lost), axis)
         return
-    found = sr.meshes.surviving_mesh(mesh, without(*lost), axis)
-    assert found.shape[axis] == (8 - len(lost)) // row
-    assert not lost & {device.id for device in found.devices.flat}
-    assert len({device.id for device in found.devices.flat}) == found.size
+    survivors = sr.meshes.surviving_mesh(mesh, without(*lost), axis)
+    assert survivors.shape[axis] == (8 - len(lost)) // row
+    assert not lost & {device.id for device in survivors.devices.flat}
+    assert len({device.id for device in survivors.devices.flat}) == survivors.size
     dim = mesh.axis_names.index(axis)
-    rows = [{device.id for device in mesh.devices.take([place], axis=dim).flat} for place in range(mesh.shape[axis])]
-    kept = [{device.id for device in found.devices.take([place], axis=dim).flat} for place in range(found.shape[axis])]
-    intact = [one for one in rows if not one & lost]
-    assert [one for one in kept if one in intact] == intact
+    rows = [{device.id for device in mesh.devices.take([index], axis=dim).flat} for index in range(mesh.shape[axis])]
+    kept = [
+        {device.id for device in survivors.devices.take([index], axis=dim).flat}
+        for index in range(survivors.shape[axis])
+    ]
+    intact = [row_ids for row_ids in rows if not row_ids & lost]
+    assert [row_ids for row_ids in kept if row_ids in intact] == intact
     if len(kept) == len(rows):
-        assert all(kept[place] == one for place, one in enumerate(rows) if one in intact)
+        assert all(kept[index] == row_ids for index, row_ids in enumerate(rows) if row_ids in intact)
 
 
 @final
 @attrs.frozen
 class Fake:
-    """A device of a pod that is not here."""
+    """A device of a pod that no test machine has."""
 
     id: int
     process_index: int
@@ -137,40 +141,38 @@ class Fake:
     platform: str = "fake"
 
 
-def test_rows_are_made_inside_a_process_first_and_across_with_a_warning() -> None:
-    pod = np.array([Fake(number, number // 4) for number in range(12)], dtype=object)
+def test_rows_across_processes_warn() -> None:
+    pod = np.array([Fake(index, index // 4) for index in range(12)], dtype=object)
     mesh = Mesh(pod.reshape(6, 2), ("data", "model"))
     alive = [device for device in pod if device.id not in (0, 2, 5, 8)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         near = sr.meshes.surviving_mesh(mesh, [device for device in alive if device.id not in (4, 9)], "data")
     assert ids(near) == [[1, 3], [6, 7], [10, 11]]
-    with pytest.warns(
-        sr.errors.MeshWarning, match="1 of 4 rows of 'data' are made of devices of several slices or processes"
-    ):
+    with pytest.warns(sr.errors.MeshWarning, match="1 of 4 rows of 'data' mix devices of several slices or processes"):
         far = sr.meshes.surviving_mesh(mesh, alive, "data")
     assert ids(far) == [[1, 3], [4, 9], [6, 7], [10, 11]]
 
 
-def test_numbers_are_no_devices() -> None:
+def test_device_ids_are_not_devices() -> None:
     mesh = sr.create_mesh("data:8")
     with pytest.raises(
-        sr.errors.MeshError, match=r"alive is a list of devices, such as jax.devices\(\)\[:4\]; got 0, 1, 2"
+        sr.errors.ConfigTypeError, match=r"alive must be a list of devices, such as jax.devices\(\)\[:4\]; got 0, 1, 2"
     ):
         sr.meshes.surviving_mesh(mesh, range(4), "data")
-    with pytest.raises(sr.errors.MeshError, match="alive is a list of devices"):
+    with pytest.raises(sr.errors.ConfigTypeError, match="alive must be a list of devices"):
         sr.recover(np.ones(8), NamedSharding(mesh, P()), [0])
 
 
-def test_what_is_no_axis() -> None:
-    with pytest.raises(sr.errors.MeshError, match=r"'date' is no axis of data:8 \(did you mean 'data'\?\)"):
+def test_the_axis_must_exist() -> None:
+    with pytest.raises(sr.errors.MeshError, match=r"unknown axis 'date'; the mesh is data:8 \(did you mean 'data'\?\)"):
         sr.meshes.surviving_mesh(sr.create_mesh("data:8"), DEVICES, "date")
 
 
-def test_groups_are_what_fails_together() -> None:
-    pod = [Fake(number, number // 2) for number in range(6)]
+def test_groups_are_slices_or_processes() -> None:
+    pod = [Fake(index, index // 2) for index in range(6)]
     assert sr.meshes.group_devices(reversed(pod)) == {0: tuple(pod[:2]), 1: tuple(pod[2:4]), 2: tuple(pod[4:])}
-    slices = [Fake(number, number, number // 3) for number in range(6)]
+    slices = [Fake(index, index, index // 3) for index in range(6)]
     assert sr.meshes.group_devices(slices) == {0: tuple(slices[:3]), 1: tuple(slices[3:])}
 
 
@@ -186,14 +188,14 @@ def test_groups_are_what_fails_together() -> None:
         (12, "data:3", "data:4", "data", 16),
     ],
 )
-def test_every_device_gets_as_much_as_before(batch: int, before: str, after: str, axis: Any, scaled: int) -> None:
+def test_batches_scale_with_the_axis(batch: int, before: str, after: str, axis: Any, scaled: int) -> None:
     assert sr.meshes.scale_batch(batch, sr.mesh_shape(before), sr.mesh_shape(after), axis) == scaled
 
 
-def test_a_batch_that_was_not_even() -> None:
-    with pytest.raises(ValueError, match=r"100 over 8 devices is 12\.50 for each.* 96 and 104 would have one"):
+def test_batches_must_divide_before() -> None:
+    with pytest.raises(ValueError, match=r"100 over 8 devices is 12\.50 for each.* start from 96 or 104"):
         sr.meshes.scale_batch(100, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
-    with pytest.raises(sr.errors.MeshError, match=r"'dta' is no axis of data:8 \(did you mean 'data'\?\)"):
+    with pytest.raises(sr.errors.MeshError, match=r"unknown axis 'dta'; the mesh is data:8 \(did you mean 'data'\?\)"):
         sr.meshes.scale_batch(96, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "dta")
     with pytest.raises(sr.errors.SpecError, match="batch_size"):
         sr.meshes.scale_batch(0, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
@@ -203,7 +205,7 @@ def test_a_batch_that_was_not_even() -> None:
 
 
 def states() -> Iterator[tuple[Any, Mesh, sr.ShardingRule]]:
-    """Training states with a second copy of every part."""
+    """Training states in two copies."""
     optim = optax.adamw(1e-3)
 
     def make() -> dict[str, Any]:
@@ -221,24 +223,24 @@ def states() -> Iterator[tuple[Any, Mesh, sr.ShardingRule]]:
 
 @WAYS
 @pytest.mark.parametrize("lost", [(0,), (7,), (0, 5), (1, 2, 3), (4, 5, 6, 7)], ids=str)
-def test_a_state_goes_on_without_lost_devices(lost: tuple[int, ...], way: str) -> None:
+def test_states_survive_lost_devices(lost: tuple[int, ...], way: str) -> None:
     for state, mesh, rules in states():
         alive = without(*lost)
         after = sr.meshes.surviving_mesh(mesh, alive, "replica")
         plan = rules.plan(state, after)
         with moving(way):
             recovered = sr.recover(lose(state, *lost), plan, alive)
-        for found, wanted, sharding in zip(
+        for array, original, sharding in zip(
             jax.tree.leaves(recovered), jax.tree.leaves(state), jax.tree.leaves(plan.shardings()), strict=True
         ):
-            assert found.sharding == sharding
-            assert not {device.id for device in found.devices()} & set(lost)
-            if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
-                found, wanted = jax.random.key_data(found), jax.random.key_data(wanted)
-            np.testing.assert_array_equal(found, wanted)
+            assert array.sharding == sharding
+            assert not {device.id for device in array.devices()} & set(lost)
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                array, original = jax.random.key_data(array), jax.random.key_data(original)
+            np.testing.assert_array_equal(array, original)
 
 
-def test_what_no_living_device_holds_is_told_for_every_array_and_nothing_moves() -> None:
+def test_every_lost_part_is_listed_and_nothing_moves() -> None:
     mesh = sr.create_mesh("data:8")
     tree = {
         "rows": sr.filter_shard(np.arange(64.0).reshape(16, 4), P("data"), mesh),
@@ -260,14 +262,16 @@ def test_what_no_living_device_holds_is_told_for_every_array_and_nothing_moves()
     np.testing.assert_array_equal(whole, np.ones(4))
 
 
-def test_a_target_that_is_not_alive() -> None:
+def test_targets_must_be_alive() -> None:
     x = sr.filter_shard(np.ones((8, 8)), P(), sr.create_mesh("data:8"))
-    there = NamedSharding(sr.create_mesh("data:4", devices=DEVICES[4:]), P("data"))
-    with pytest.raises(sr.errors.PlanError, match=r"dead-device: w \(8, 8\): it is to go to devices 5-6, not alive"):
-        sr.recover({"w": x}, there, without(5, 6))
+    target = NamedSharding(sr.create_mesh("data:4", devices=DEVICES[4:]), P("data"))
+    with pytest.raises(
+        sr.errors.PlanError, match=r"dead-device: w \(8, 8\): its new sharding needs devices 5-6, not alive"
+    ):
+        sr.recover({"w": x}, target, without(5, 6))
 
 
-def test_losses_are_found_by_brute_force() -> None:
+def test_losses_agree_with_brute_force() -> None:
     mesh = sr.create_mesh("replica:2,data:4")
     values = np.arange(64.0).reshape(8, 8)
     for spec in (P(), P("data"), P(("replica", "data")), P("replica", "data"), P(None, "replica")):
@@ -278,9 +282,9 @@ def test_losses_are_found_by_brute_force() -> None:
                 if shard.device.id not in lost:
                     seen[shard.index] = True
             alive = without(*lost)
-            there = NamedSharding(Mesh(np.array(alive), ("d",)), P())
+            target = NamedSharding(Mesh(np.array(alive), ("d",)), P())
             if seen.all():
-                np.testing.assert_array_equal(sr.recover(x, there, alive), values)
+                np.testing.assert_array_equal(sr.recover(x, target, alive), values)
             else:
                 with pytest.raises(sr.errors.PlanError, match=f"{1 - seen.mean():.1%} of it"):
-                    sr.recover(x, there, alive)
+                    sr.recover(x, target, alive)

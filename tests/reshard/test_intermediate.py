@@ -1,4 +1,4 @@
-"""Intermediate shardings: which one is found, against a count of everything that could be; and arrays sent through."""
+"""Intermediate shardings, compared with brute force, and arrays moved through them."""
 
 import itertools
 import json
@@ -36,16 +36,16 @@ from tests.mesh.cluster import Ended, run_processes
 Counts = tuple[int, ...]
 
 
-def mesh_of(text: str, devices: Any = None, kind: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of exactly these devices in this order; by default of the first ones."""
+def mesh_of(text: str, devices: Any = None, axis_type: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of these devices in this order, by default of the first ones."""
     sizes = {name: int(size) for name, size in (part.split(":") for part in text.split(","))}
-    given = jax.devices() if devices is None else devices
-    taken = np.array(given[: math.prod(sizes.values())], dtype=object).reshape(tuple(sizes.values()))
-    return Mesh(taken, tuple(sizes), axis_types=(kind,) * len(sizes))
+    available = jax.devices() if devices is None else devices
+    chosen = np.array(available[: math.prod(sizes.values())], dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(chosen, tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
 
-def placed(text: str, *partitions: Any, devices: Any = None, kind: AxisType = AxisType.Auto) -> NamedSharding:
-    return NamedSharding(mesh_of(text, devices, kind), P(*partitions))
+def placed(text: str, *partitions: Any, devices: Any = None, axis_type: AxisType = AxisType.Auto) -> NamedSharding:
+    return NamedSharding(mesh_of(text, devices, axis_type), P(*partitions))
 
 
 def other_names(text: str, *partitions: Any) -> NamedSharding:
@@ -60,15 +60,15 @@ def devices_of(sharding: Any) -> Any:
     return sharding.mesh.devices
 
 
-def told(ended: Ended) -> list[str]:
+def printed_lines(ended: Ended) -> list[str]:
     """The lines that a process printed."""
     assert ended.code == 0, ended.out + ended.err
     return ended.out.splitlines()
 
 
-# Which one is found. These run where the destination can be on devices of its own.
+# Which one is chosen. These run with 24 devices, so that source and destination share none.
 
-FOUND = """
+PRINT_RESULTS = """
 import json, math
 from jax.sharding import Mesh
 from shardrules.reshard.intermediate import *
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "an empty spec at the source": (
         (FSDP, [], TP, [None, "tp"]),
-        ["", "undividable shardings", "1, is no multiple of 4"],
+        ["", "undividable shardings", "1, is not a multiple of 4"],
     ),
     "half of one dimension stays": (
         (FSDP, ["fsdp"], {"x": 4, "y": 1}, [("x", "y")]),
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "more along one dimension than the source has": (
         ({"a": 6, "b": 2}, ["a", "b"], {"x": 1, "y": 2, "z": 4}, ["x", ["y", "z"]]),
-        ["", "undividable shardings", "6, is no multiple of 8"],
+        ["", "undividable shardings", "6, is not a multiple of 8"],
     ),
     "not a multiple": (
         ({"a": 6, "b": 2}, ["a", "b", None], {"x": 2, "y": 2, "z": 2}, ["x", "y", "z"]),
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Any, Any]] = {
             EVENS_THEN_ODDS,
         ],
     ),
-    "two dimensions that will do": (
+    "two possible dimensions": (
         ({"a": 4, "b": 2}, ["a", "b", None], {"x": 4}, [None, None, "x"]),
         [
             {"b_intermediate_replica": 2, "a": 4, "b_intermediate_split": 1},
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Any, Any]] = {
             EVENS_THEN_ODDS,
         ],
     ),
-    "two dimensions that are needed both": (
+    "two dimensions that are both needed": (
         ({"a": 3, "b": 2}, ["a", "b"], {"x": 1}, [None, "x"]),
         [
             {
@@ -179,28 +179,28 @@ CASES: dict[str, tuple[Any, Any]] = {
         ({"a": 9, "b": 2}, ["a", "b"], {"x": 2, "y": 3}, ["x", "y"]),
         ["", "no suitable dimension to split", "(9, 2)", "(2, 3)", "3 times fewer"],
     ),
-    "the only whole dimension does not come to it": (
+    "the only whole dimension is too small": (
         ({"a": 4, "b": 3}, ["a", "b"], {"x": 4}, [None, "x"]),
         ["", "no suitable dimension to split"],
     ),
 }
 
 
-def test_what_is_found_and_what_is_refused() -> None:
-    asked = json.dumps({name: question for name, (question, _) in CASES.items()})
-    (ended,) = run_processes(f"CASES = {asked!r}\n{FOUND}", processes=1, devices=24)
-    (line,) = told(ended)
-    found = json.loads(line)
+def test_expected_choices_and_refusals() -> None:
+    cases_json = json.dumps({name: question for name, (question, _) in CASES.items()})
+    (ended,) = run_processes(f"CASES = {cases_json!r}\n{PRINT_RESULTS}", processes=1, devices=24)
+    (line,) = printed_lines(ended)
+    results = json.loads(line)
     for name, (_, expected) in CASES.items():
         if isinstance(expected[0], dict):
-            assert found[name] == expected, name
+            assert results[name] == expected, name
         else:
             kind, *texts = expected
-            assert found[name][0] == f"NoIntermediateSharding{kind}Error", name
-            assert [text for text in texts if text not in found[name][1]] == [], found[name][1]
+            assert results[name][0] == f"NoIntermediateSharding{kind}Error", name
+            assert [text for text in texts if text not in results[name][1]] == [], results[name][1]
 
 
-def test_a_message_tells_both_shardings() -> None:
+def test_messages_name_both_shardings() -> None:
     source, target = placed("fsdp:4,tp:1", "fsdp", None), other_names("tp:4", None, "tp")
     with pytest.raises(NoIntermediateShardingError) as caught:  # noqa: PT011  all of it is compared below
         find_intermediate_sharding(source, target)
@@ -211,7 +211,7 @@ def test_a_message_tells_both_shardings() -> None:
     )
 
 
-def test_one_error_is_a_kind_of_the_other_and_both_pickle() -> None:
+def test_the_errors_are_related_and_pickle() -> None:
     assert issubclass(NoIntermediateShardingNeededError, NoIntermediateShardingError)
     assert issubclass(NoIntermediateShardingError, ShardRulesError)
     assert issubclass(NoIntermediateShardingError, ValueError)
@@ -224,17 +224,17 @@ SOURCE = ("fsdp:8,tp:1", "fsdp", "tp")
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_axis_types_are_kept(kind: AxisType) -> None:
-    found, _ = find_intermediate_sharding(placed(*SOURCE, kind=kind), other_names("tp:4", None, "tp"))
-    assert found.mesh.axis_types == (kind,) * 3
+    between, _ = find_intermediate_sharding(placed(*SOURCE, axis_type=kind), other_names("tp:4", None, "tp"))
+    assert between.mesh.axis_types == (kind,) * 3
 
 
-def test_both_halves_of_an_axis_are_of_its_type() -> None:
+def test_both_halves_of_an_axis_have_its_type() -> None:
     devices = np.array(jax.devices()).reshape(4, 2)
     types = (AxisType.Explicit, AxisType.Auto)
     source = NamedSharding(Mesh(devices, ("a", "b"), axis_types=types), P("a", "b", None))
-    found, axes = find_intermediate_sharding(source, other_names("x:2", None, None, "x"))
+    between, axes = find_intermediate_sharding(source, other_names("x:2", None, None, "x"))
     assert axes == ["a_intermediate_replica"]
-    assert dict(zip(found.mesh.axis_names, found.mesh.axis_types, strict=True)) == {
+    assert dict(zip(between.mesh.axis_names, between.mesh.axis_types, strict=True)) == {
         "a_intermediate_replica": AxisType.Explicit,
         "a_intermediate_split": AxisType.Explicit,
         "b": AxisType.Auto,
@@ -242,30 +242,30 @@ def test_both_halves_of_an_axis_are_of_its_type() -> None:
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
-def test_the_memory_is_kept(memory: str) -> None:
-    found, _ = find_intermediate_sharding(placed(*SOURCE).with_memory_kind(memory), other_names("tp:4", None, "tp"))
-    assert found.memory_kind == memory
+def test_memory_kinds_are_kept(memory: str) -> None:
+    between, _ = find_intermediate_sharding(placed(*SOURCE).with_memory_kind(memory), other_names("tp:4", None, "tp"))
+    assert between.memory_kind == memory
 
 
-def test_it_is_on_the_devices_of_the_source_those_side_by_side_that_held_neighbours() -> None:
+def test_replicas_held_neighbouring_parts() -> None:
     devices = list(reversed(jax.devices()))
-    found, _ = find_intermediate_sharding(placed(*SOURCE, devices=devices), other_names("tp:4", None, "tp"))
-    assert [device.id for device in devices_of(found)[:, 0, 0]] == [7, 6]
-    assert [device.id for device in devices_of(found)[:, 3, 0]] == [1, 0]
+    between, _ = find_intermediate_sharding(placed(*SOURCE, devices=devices), other_names("tp:4", None, "tp"))
+    assert [device.id for device in devices_of(between)[:, 0, 0]] == [7, 6]
+    assert [device.id for device in devices_of(between)[:, 3, 0]] == [1, 0]
 
 
-def test_the_rank_may_be_more_than_the_specs_say() -> None:
+def test_the_rank_may_exceed_the_specs() -> None:
     source, target = placed("a:4", "a"), other_names("b:2", None, "b")
     assert find_intermediate_sharding(source, target, 4)[0].spec == P("a_intermediate_split", None, None, None)
     with pytest.raises(NoIntermediateShardingError, match=r"P\(None, 'b'\) has 2 entries for an array of 1 dimensions"):
         find_intermediate_sharding(source, target, 1)
 
 
-def test_the_choice_falls_on_devices_that_need_not_be_sent_what_they_have() -> None:
+def test_parts_in_place_decide_the_choice() -> None:
     source = placed("a:2,b:2", "a", "b", None)  # device 2 a + b
     target = "x:2", None, None, "x"
     for devices, axis in (((0, 2), "b"), ((0, 1), "a")):
-        on = [jax.devices()[number] for number in devices]
+        on = [jax.devices()[device_index] for device_index in devices]
         assert find_intermediate_sharding(source, placed(*target, devices=on))[1] == [f"{axis}_intermediate_replica"]
 
 
@@ -285,23 +285,25 @@ def abstract(text: str, *partitions: Any) -> NamedSharding:
             "leaves a dimension to the compiler",
         ),
         (
-            lambda: NamedSharding(mesh_of("a:4,b:2", kind=AxisType.Explicit), P("a", None, unreduced=frozenset({"b"}))),
+            lambda: NamedSharding(
+                mesh_of("a:4,b:2", axis_type=AxisType.Explicit), P("a", None, unreduced=frozenset({"b"}))
+            ),
             lambda: placed("b:2", None, "b"),
-            "speaks of reductions",
+            "is unreduced or reduced",
         ),
         (
             lambda: placed("a:4,a_intermediate_split:2", "a"),
             lambda: placed("b:2", None, "b"),
-            "already; rename_axes",
+            "already; rename it with rename_axes",
         ),
     ],
 )
-def test_what_has_none(source: Callable[[], Any], target: Callable[[], Any], match: str) -> None:
+def test_unusable_shardings_are_refused(source: Callable[[], Any], target: Callable[[], Any], match: str) -> None:
     with pytest.raises(NoIntermediateShardingError, match=match):
         find_intermediate_sharding(source(), target())
 
 
-# Against a count of everything: cells of a grid as numpy masks, device by device.
+# Brute force: cells of a grid as numpy masks, device by device.
 
 
 def meshes() -> Iterator[Counts]:
@@ -312,32 +314,33 @@ def meshes() -> Iterator[Counts]:
 
 
 def specs(axes: int, rank: int) -> Iterator[tuple[Counts, ...]]:
-    """Every way to give axes, by number, to dimensions, in every order within one."""
-    for where in itertools.product(range(rank + 1), repeat=axes):  # the last place: none of them
+    """Every way to give axes, by index, to dimensions, in every order within one."""
+    for where in itertools.product(range(rank + 1), repeat=axes):  # the last value: no dimension
         by_dim = [[axis for axis in range(axes) if where[axis] == dim] for dim in range(rank)]
-        yield from itertools.product(*[itertools.permutations(own) for own in by_dim])
+        yield from itertools.product(*[itertools.permutations(axes_of_dim) for axes_of_dim in by_dim])
 
 
 def targets(rank: int) -> Iterator[Counts]:
     return (counts for counts in itertools.product(range(1, 9), repeat=rank) if math.prod(counts) <= 8)
 
 
-def where_of(sizes: Counts, spec: tuple[Counts, ...], place: Counts) -> Counts:
-    """Which part, along each dimension, the device at a place of the mesh holds."""
-    found = []
+def where_of(sizes: Counts, spec: tuple[Counts, ...], coordinates: Counts) -> Counts:
+    """Which part, along each dimension, the device at some coordinates of the mesh holds."""
+    parts = []
     for entry in spec:
         part = 0
         for axis in entry:
-            part = part * sizes[axis] + place[axis]
-        found.append(part)
-    return tuple(found)
+            part = part * sizes[axis] + coordinates[axis]
+        parts.append(part)
+    return tuple(parts)
 
 
 def mask(grid: Counts, parts: Counts, where: Counts) -> Any:
     cells = np.zeros(grid, dtype=bool)
     cells[
         tuple(
-            slice(at * size // many, (at + 1) * size // many) for size, many, at in zip(grid, parts, where, strict=True)
+            slice(index * size // many, (index + 1) * size // many)
+            for size, many, index in zip(grid, parts, where, strict=True)
         )
     ] = True
     return cells
@@ -378,57 +381,59 @@ class Question:
             chosen
             for chosen in itertools.product(*choices)
             if math.prod(chosen) == self.copies
-            and not any(many % one for many, one in zip(self.have, chosen, strict=True))
+            and not any(many % factor for many, factor in zip(self.have, chosen, strict=True))
         ]
 
     def fewest_axes(self, factors: Counts) -> int:
         used = [axis for entry in self.spec for axis in entry]
         for count in range(len(used) + 1):
             for axes in itertools.combinations(used, count):
-                # Axes together take a factor if each dimension's axes can, which is so where it divides their product.
-                own = [math.prod(self.sizes[axis] for axis in entry if axis in axes) for entry in self.spec]
-                if not any(size % factor for size, factor in zip(own, factors, strict=True)):
+                # Axes together can take a factor if, in each dimension, it divides their product.
+                sizes = [math.prod(self.sizes[axis] for axis in entry if axis in axes) for entry in self.spec]
+                if not any(size % factor for size, factor in zip(sizes, factors, strict=True)):
                     return count
         raise AssertionError(factors)
 
     def places(self) -> Iterator[tuple[int, Counts]]:
-        for number, place in enumerate(np.ndindex(*self.sizes)):
-            yield number, where_of(self.sizes, self.spec, place)
+        for device_index, coordinates in enumerate(np.ndindex(*self.sizes)):
+            yield device_index, where_of(self.sizes, self.spec, coordinates)
 
     def senders(self, factors: Counts) -> list[int]:
         """The first device of each group that gathers one part."""
         return [
-            number
-            for number, where in self.places()
-            if not any(at % factor for at, factor in zip(where, factors, strict=True))
+            device_index
+            for device_index, where in self.places()
+            if not any(index % factor for index, factor in zip(where, factors, strict=True))
         ]
 
     def cost(self, factors: Counts) -> tuple[int, int]:
         grid = tuple(math.lcm(*pair) for pair in zip(self.have, self.want, strict=True))
         fewer = tuple(many // factor for many, factor in zip(self.have, factors, strict=True))
-        old, held, new = {}, {}, {}
-        for number, where in self.places():
-            old[number] = mask(grid, self.have, where)
-            held[number] = mask(grid, fewer, tuple(at // factor for at, factor in zip(where, factors, strict=True)))
-        for number, where in zip(self.devices, np.ndindex(*self.want), strict=True):
-            new[number] = mask(grid, self.want, where)
-        kept = {number: held[number] for number in self.senders(factors)}
+        old, gathered, new = {}, {}, {}
+        for device_index, where in self.places():
+            old[device_index] = mask(grid, self.have, where)
+            gathered[device_index] = mask(
+                grid, fewer, tuple(index // factor for index, factor in zip(where, factors, strict=True))
+            )
+        for device_index, where in zip(self.devices, np.ndindex(*self.want), strict=True):
+            new[device_index] = mask(grid, self.want, where)
+        kept = {device_index: gathered[device_index] for device_index in self.senders(factors)}
         nothing = np.zeros(grid, dtype=bool)
-        moved = sum(int((held[number] & ~old[number]).sum()) for number in held)
-        moved += sum(int((new[number] & ~kept.get(number, nothing)).sum()) for number in new)
+        moved = sum(int((gathered[device_index] & ~old[device_index]).sum()) for device_index in gathered)
+        moved += sum(int((new[device_index] & ~kept.get(device_index, nothing)).sum()) for device_index in new)
         peak = 0
-        for number in {**old, **new}:
-            first = [old.get(number, nothing), held.get(number, nothing)]
-            then = [old.get(number, nothing), kept.get(number, nothing), new.get(number, nothing)]
+        for device_index in {**old, **new}:
+            first = [old.get(device_index, nothing), gathered.get(device_index, nothing)]
+            then = [old.get(device_index, nothing), kept.get(device_index, nothing), new.get(device_index, nothing)]
             peak = max(peak, *(sum(int(cells.sum()) for cells in step) for step in (first, then)))
         return moved, peak
 
     def shardings(self) -> tuple[NamedSharding, NamedSharding]:
         names = "abc"[: len(self.sizes)]
-        own = np.array(jax.devices()[: math.prod(self.sizes)]).reshape(self.sizes)
-        others = np.array([jax.devices()[number] for number in self.devices]).reshape(self.want)
+        own_devices = np.array(jax.devices()[: math.prod(self.sizes)]).reshape(self.sizes)
+        others = np.array([jax.devices()[device_index] for device_index in self.devices]).reshape(self.want)
         source = NamedSharding(
-            Mesh(own, tuple(names)), P(*[tuple(names[axis] for axis in entry) for entry in self.spec])
+            Mesh(own_devices, tuple(names)), P(*[tuple(names[axis] for axis in entry) for entry in self.spec])
         )
         axes = "xyz"[: len(self.want)]
         return source, NamedSharding(Mesh(others, tuple(axes)), P(*axes))
@@ -437,10 +442,10 @@ class Question:
 def questions() -> Iterator[Question]:
     refused: dict[tuple[Counts, Counts], None] = {}
     for rank in (1, 2, 3):
-        wanted = list(targets(rank))
+        new_counts = list(targets(rank))
         for sizes in meshes():
             for spec in specs(len(sizes), rank):
-                for want in wanted:
+                for want in new_counts:
                     few = math.prod(want)
                     question = Question(sizes, spec, want, tuple(range(few)))
                     if not question.expected_error():
@@ -457,18 +462,18 @@ def box(index: tuple[slice, ...], grid: Counts) -> tuple[tuple[int, int], ...]:
     return tuple(cut.indices(size)[:2] for cut, size in zip(index, grid, strict=True))
 
 
-def test_the_one_that_is_found_is_the_best_there_is() -> None:
-    refused = found = 0
+def test_the_best_intermediate_is_chosen() -> None:
+    refused_count = chosen_count = 0
     for question in questions():
         source, target = question.shardings()
         why = question.expected_error()
         if why:
-            refused += 1
+            refused_count += 1
             with pytest.raises(NoIntermediateShardingError, match=why) as caught:
                 find_intermediate_sharding(source, target)
             assert isinstance(caught.value, NoIntermediateShardingNeededError) == (why == "is needed")
             continue
-        found += 1
+        chosen_count += 1
         between, axes = find_intermediate_sharding(source, target)
         sizes = dict(between.mesh.shape)
         assert math.prod(sizes[axis] for axis in axes) == question.copies, question
@@ -488,16 +493,16 @@ def test_the_one_that_is_found_is_the_best_there_is() -> None:
             assert all(a <= c <= d <= b for (a, b), (c, d) in zip(new[device], inner, strict=True)), question
         senders = devices_of(between)[(0,) * len(axes)]
         assert sorted(device.id for device in senders.flat) == question.senders(chosen)
-        held = [new[device] for device in senders.flat]
+        kept_boxes = [new[device] for device in senders.flat]
         unused = math.prod(question.sizes) // math.prod(question.have)
-        assert sorted(held) == sorted(list(dict.fromkeys(new.values())) * unused)
+        assert sorted(kept_boxes) == sorted(list(dict.fromkeys(new.values())) * unused)
         costs = {factors: question.cost(factors) for factors in question.factors()}
         best = min(costs.values())
         assert costs[chosen] == best, (question, chosen, costs)
         fewest = min(question.fewest_axes(factors) for factors, cost in costs.items() if cost == best)
         assert len(axes) == fewest, (question, axes)
-    assert refused > 1000
-    assert found > 1000
+    assert refused_count > 1000
+    assert chosen_count > 1000
 
 
 def named(spec: P, rank: int) -> list[tuple[str, ...]]:
@@ -505,7 +510,7 @@ def named(spec: P, rank: int) -> list[tuple[str, ...]]:
     return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in parts]
 
 
-# Arrays sent through.
+# Arrays moved through an intermediate.
 
 THROUGH = pytest.mark.parametrize(
     ("source", "target", "shape"),
@@ -528,64 +533,64 @@ THROUGH = pytest.mark.parametrize(
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("donate", [False, True])
 def test_values_survive(source: Any, target: Any, shape: Counts, kind: AxisType, donate: bool) -> None:
-    here, there = placed(*source, kind=kind), other_names(*target)
+    source, target = placed(*source, axis_type=kind), other_names(*target)
     values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    x = jax.device_put(values, here)
-    moved = reshard_with_intermediate_sharding(x, here, there, donate=donate)
-    assert moved.sharding == there
+    x = jax.device_put(values, source)
+    moved = reshard_with_intermediate_sharding(x, source, target, donate=donate)
+    assert moved.sharding == target
     np.testing.assert_array_equal(moved, values)
     assert x.is_deleted() == donate
     if not donate:
         np.testing.assert_array_equal(x, values)
 
 
-def test_values_survive_on_axes_of_two_types_into_explicit_ones() -> None:
+def test_values_survive_between_axis_types() -> None:
     types = (AxisType.Explicit, AxisType.Auto)
-    here = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=types), P(("a", "b")))
-    there = placed("x:4", None, "x", kind=AxisType.Explicit)
+    source = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=types), P(("a", "b")))
+    target = placed("x:4", None, "x", axis_type=AxisType.Explicit)
     values = np.arange(64).reshape(8, 8)
-    moved = reshard_with_intermediate_sharding(jax.device_put(values, here), here, there)
-    assert moved.sharding == there
+    moved = reshard_with_intermediate_sharding(jax.device_put(values, source), source, target)
+    assert moved.sharding == target
     np.testing.assert_array_equal(moved, values)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "bool", "int4", "complex64"])
 def test_every_dtype(dtype: str) -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put((jnp.arange(64) % 5).astype(dtype).reshape(8, 8), here)
-    moved = reshard_with_intermediate_sharding(x, here, there)
-    assert (moved.dtype, moved.sharding) == (x.dtype, there)
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put((jnp.arange(64) % 5).astype(dtype).reshape(8, 8), source)
+    moved = reshard_with_intermediate_sharding(x, source, target)
+    assert (moved.dtype, moved.sharding) == (x.dtype, target)
     np.testing.assert_array_equal(moved, x)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_random_keys(kind: AxisType) -> None:
-    here, there = placed("fsdp:8", "fsdp", kind=kind), other_names("tp:4", None, "tp")
+    source, target = placed("fsdp:8", "fsdp", axis_type=kind), other_names("tp:4", None, "tp")
     keys = jax.random.split(jax.random.key(0), (8, 4))
-    moved = reshard_with_intermediate_sharding(jax.device_put(keys, here), here, there)
-    assert (moved.dtype, moved.sharding) == (keys.dtype, there)
+    moved = reshard_with_intermediate_sharding(jax.device_put(keys, source), source, target)
+    assert (moved.dtype, moved.sharding) == (keys.dtype, target)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
 @pytest.mark.parametrize(("source", "target"), [("pinned_host", "device"), ("device", "pinned_host")])
 def test_kinds_of_memory(source: str, target: str) -> None:
-    here = placed("fsdp:8", "fsdp").with_memory_kind(source)
-    there = other_names("tp:4", None, "tp").with_memory_kind(target)
+    source = placed("fsdp:8", "fsdp").with_memory_kind(source)
+    target = other_names("tp:4", None, "tp").with_memory_kind(target)
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    moved = reshard_with_intermediate_sharding(jax.device_put(values, here), here, there)
-    assert moved.sharding == there
+    moved = reshard_with_intermediate_sharding(jax.device_put(values, source), source, target)
+    assert moved.sharding == target
     np.testing.assert_array_equal(moved, values)
 
 
-def test_inside_a_mesh_in_force() -> None:
-    here, there = placed("fsdp:8", "fsdp", kind=AxisType.Explicit), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.arange(64).reshape(8, 8), here)
+def test_the_mesh_in_force_is_ignored() -> None:
+    source, target = placed("fsdp:8", "fsdp", axis_type=AxisType.Explicit), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.arange(64).reshape(8, 8), source)
     with jax.set_mesh(create_mesh("data:4,model:2")):
-        moved = reshard_with_intermediate_sharding(x, here, there)
+        moved = reshard_with_intermediate_sharding(x, source, target)
     np.testing.assert_array_equal(moved, np.arange(64).reshape(8, 8))
 
 
-def test_the_whole_way_to_devices_of_its_own() -> None:
+def test_moves_to_disjoint_devices() -> None:
     (ended,) = run_processes(
         """
         from shardrules.reshard.intermediate import *
@@ -614,11 +619,11 @@ def test_the_whole_way_to_devices_of_its_own() -> None:
     )
     columns = f"{[[device, (8, 2)] for device in (8, 9, 10, 11)]}"
     rows = f"{[[[device, (2, 8)] for device in (0, 2, 4, 6)]]}"
-    assert told(ended) == ["True True True", columns] * 2 + [rows]
+    assert printed_lines(ended) == ["True True True", columns] * 2 + [rows]
 
 
-def test_a_tree_with_prefixes_of_shardings() -> None:
-    rows, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+def test_shardings_may_be_prefixes() -> None:
+    rows, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
     cube, small = placed("a:4,b:2", None, "a", "b"), other_names("x:2", "x")
     put = jax.device_put
     tree = {
@@ -628,48 +633,48 @@ def test_a_tree_with_prefixes_of_shardings() -> None:
         "none": None,
     }
     ins = {"rows": rows, "cube": cube, "act": rows, "none": None}
-    outs = {"rows": there, "cube": small, "act": there, "none": None}
+    outs = {"rows": target, "cube": small, "act": target, "none": None}
     moved = reshard_with_intermediate_sharding(tree, ins, outs)
     assert (moved["act"], moved["none"]) == (jax.nn.relu, None)
-    assert moved["rows"]["w"].sharding == moved["rows"]["v"].sharding == there
+    assert moved["rows"]["w"].sharding == moved["rows"]["v"].sharding == target
     assert moved["cube"].sharding == small
     for new, old in zip(jax.tree.leaves(moved), jax.tree.leaves(tree), strict=True):
         if isinstance(old, jax.Array):
             np.testing.assert_array_equal(new, old)
 
 
-def test_more_arrays_than_one_program_takes_and_one_of_them_twice() -> None:
-    here, there = placed("fsdp:2", "fsdp"), placed("tp:1,x:1")
-    arrays = [jax.device_put(np.full((2,), number), here) for number in range(101)]
-    moved = reshard_with_intermediate_sharding([*arrays, arrays[0]], here, there, donate=True)
+def test_many_arrays_take_several_programs() -> None:
+    source, target = placed("fsdp:2", "fsdp"), placed("tp:1,x:1")
+    arrays = [jax.device_put(np.full((2,), device_index), source) for device_index in range(101)]
+    moved = reshard_with_intermediate_sharding([*arrays, arrays[0]], source, target, donate=True)
     assert [int(array[1]) for array in moved] == [*range(101), 0]
     assert all(array.is_deleted() for array in arrays)
 
 
 def test_nothing_is_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.ones((8, 44)), here)  # a shape that no other test has
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.ones((8, 44)), source)  # a shape that no other test has
     with jax.log_compiles():
-        reshard_with_intermediate_sharding(x, here, there)
+        reshard_with_intermediate_sharding(x, source, target)
         assert "jit(_identity)" in caplog.text
         caplog.clear()
-        reshard_with_intermediate_sharding(x, here, there)
+        reshard_with_intermediate_sharding(x, source, target)
         assert "Compiling" not in caplog.text
 
 
-def test_an_equivalent_sharding_will_do() -> None:
+def test_equivalent_in_shardings_are_accepted() -> None:
     x = jax.device_put(np.arange(64).reshape(8, 8), placed("data:8", "data"))
-    there = other_names("tp:4", None, "tp")
-    moved = reshard_with_intermediate_sharding(x, placed("fsdp:4,tp:2", ("fsdp", "tp"), None), there)
+    target = other_names("tp:4", None, "tp")
+    moved = reshard_with_intermediate_sharding(x, placed("fsdp:4,tp:2", ("fsdp", "tp"), None), target)
     np.testing.assert_array_equal(moved, x)
 
 
 # The generic form.
 
 
-def test_a_transfer_gets_the_first_copy_and_may_use_it_up() -> None:
-    here, there = placed("fsdp:4,rep:2", "fsdp"), other_names("x:2", None, "x")
-    x = jax.device_put(np.arange(16).reshape(4, 4), here)
+def test_transfers_get_the_first_copy_to_donate() -> None:
+    source, target = placed("fsdp:4,rep:2", "fsdp"), other_names("x:2", None, "x")
+    x = jax.device_put(np.arange(16).reshape(4, 4), source)
     got: list[Any] = []
 
     def send(arrays: list[jax.Array], shardings: list[Sharding], *, donate: bool) -> list[jax.Array]:
@@ -680,41 +685,41 @@ def test_a_transfer_gets_the_first_copy_and_may_use_it_up() -> None:
         array.delete()
         return [jax.device_put(host, shardings[0])]
 
-    moved = reshard_with_intermediate_sharding_generic({"w": x}, here, there, jax_array_reshard_fn=send)
+    moved = reshard_with_intermediate_sharding_generic({"w": x}, source, target, jax_array_reshard_fn=send)
     axes = {"fsdp_intermediate_replica": 1, "fsdp_intermediate_split": 2, "rep": 2}
     assert got == [(axes, [0, 1, 4, 5], True)]
-    assert moved["w"].sharding == there
+    assert moved["w"].sharding == target
     np.testing.assert_array_equal(moved["w"], x)
 
 
-def test_a_transfer_to_another_place_is_seen() -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.arange(64).reshape(8, 8), here)
-    with pytest.raises(MeshError, match=r"jax_array_reshard_fn was to bring \(8, 8\) to Named"):
+def test_wrong_transfers_raise() -> None:
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.arange(64).reshape(8, 8), source)
+    with pytest.raises(MeshError, match=r"jax_array_reshard_fn must return \(8, 8\) in Named"):
         reshard_with_intermediate_sharding_generic(
-            x, here, there, jax_array_reshard_fn=lambda arrays, shardings, donate: arrays
+            x, source, target, jax_array_reshard_fn=lambda arrays, shardings, donate: arrays
         )
 
 
 def test_the_intermediate_can_be_used_by_hand() -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.arange(64).reshape(8, 8), here)
-    between, (axis,) = find_intermediate_sharding(here, there)
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.arange(64).reshape(8, 8), source)
+    between, (axis,) = find_intermediate_sharding(source, target)
     first = split_by_mesh_axis(jax.device_put(x, between), axis)[0]
     np.testing.assert_array_equal(first, x)
-    np.testing.assert_array_equal(jax.device_put(first, there), x)
+    np.testing.assert_array_equal(jax.device_put(first, target), x)
 
 
 # What is refused.
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_what_has_no_intermediate_or_needs_none_goes_directly(donate: bool) -> None:
-    here = placed("fsdp:8", "fsdp")
+def test_arrays_without_intermediate_go_directly(donate: bool) -> None:
+    source = placed("fsdp:8", "fsdp")
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    tree = {name: jax.device_put(values + 0, here) for name in "abc"}  # three arrays: XLA may share what numpy made
-    outs = {"a": other_names("tp:4", None, "tp"), "b": other_names("tp:4", "tp"), "c": here}
-    moved = reshard_with_intermediate_sharding(tree, here, outs, donate=donate)
+    tree = {name: jax.device_put(values + 0, source) for name in "abc"}  # three arrays: XLA may share what numpy made
+    outs = {"a": other_names("tp:4", None, "tp"), "b": other_names("tp:4", "tp"), "c": source}
+    moved = reshard_with_intermediate_sharding(tree, source, outs, donate=donate)
     for name, array in moved.items():
         assert array.sharding == outs[name]
         np.testing.assert_array_equal(array, values)
@@ -722,20 +727,20 @@ def test_what_has_no_intermediate_or_needs_none_goes_directly(donate: bool) -> N
     assert {name: array.is_deleted() for name, array in tree.items()} == {"a": donate, "b": donate, "c": False}
 
 
-def test_an_array_that_goes_both_ways_is_given_up_once() -> None:
-    here = placed("fsdp:8", "fsdp")
-    x = jax.device_put(np.ones((8, 8)), here)
+def test_tied_arrays_are_freed_once() -> None:
+    source = placed("fsdp:8", "fsdp")
+    x = jax.device_put(np.ones((8, 8)), source)
     outs = [other_names("tp:4", None, "tp"), other_names("tp:4", "tp")]
-    moved = reshard_with_intermediate_sharding([x, x], here, outs, donate=True)
+    moved = reshard_with_intermediate_sharding([x, x], source, outs, donate=True)
     assert [array.sharding for array in moved] == outs
     assert x.is_deleted()
 
 
-def test_parts_that_would_be_uneven() -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.ones((8, 6)), here)
+def test_uneven_parts_are_refused() -> None:
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.ones((8, 6)), source)
     with pytest.raises(PlanError, match=r"^reshard_with_interm(?s:.)*b \(8, 6\): .*tp size 4: dimension 1 is 6"):
-        reshard_with_intermediate_sharding({"b": x}, here, there)
+        reshard_with_intermediate_sharding({"b": x}, source, target)
 
 
 def deleted(sharding: NamedSharding) -> jax.Array:
@@ -747,54 +752,62 @@ def deleted(sharding: NamedSharding) -> jax.Array:
 @pytest.mark.parametrize(
     ("leaf", "match"),
     [
-        (lambda here: np.ones((8, 8)), "w: ndarray is no JAX array"),
-        (lambda here: 1.5, "w: float is no JAX array"),
+        (lambda source: np.ones((8, 8)), "w: it is a ndarray, not a JAX array"),
+        (lambda source: 1.5, "w: it is a float, not a JAX array"),
         (deleted, r"w \(8, 8\): it has been deleted"),
-        (lambda here: jnp.ones((8, 8)), r"w \(8, 8\): it lies by SingleDeviceSharding.* says NamedSharding"),
-        (lambda here: jax.device_put(np.ones((8, 8)), placed("fsdp:8", None, "fsdp")), "it lies by NamedSharding"),
         (
-            lambda here: jax.device_put(np.ones((8, 8)), here.with_memory_kind("pinned_host")),
-            "it lies by NamedSharding",
+            lambda source: jnp.ones((8, 8)),
+            r"w \(8, 8\): its sharding is SingleDeviceSharding.*in_sharding is NamedSharding",
+        ),
+        (
+            lambda source: jax.device_put(np.ones((8, 8)), placed("fsdp:8", None, "fsdp")),
+            "its sharding is NamedSharding",
+        ),
+        (
+            lambda source: jax.device_put(np.ones((8, 8)), source.with_memory_kind("pinned_host")),
+            "its sharding is NamedSharding",
         ),
     ],
 )
-def test_what_does_not_lie_as_it_was_said_to(leaf: Callable[[NamedSharding], Any], match: str) -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    tree = {"sound": jax.device_put(np.ones((8, 8)), here), "w": leaf(here)}
+def test_in_sharding_must_match(leaf: Callable[[NamedSharding], Any], match: str) -> None:
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    tree = {"sound": jax.device_put(np.ones((8, 8)), source), "w": leaf(source)}
     with pytest.raises(TreeError, match=match) as caught:
-        reshard_with_intermediate_sharding(tree, here, there)
+        reshard_with_intermediate_sharding(tree, source, target)
     assert "sound" not in str(caught.value)
 
 
-def test_inside_jit() -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.ones((8, 8)), here)
+def test_traced_arrays_are_refused() -> None:
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.ones((8, 8)), source)
     with pytest.raises(TreeError, match="it is being traced"):
-        jax.jit(lambda x: reshard_with_intermediate_sharding(x, here, there))(x)
+        jax.jit(lambda x: reshard_with_intermediate_sharding(x, source, target))(x)
 
 
-def test_shardings_that_are_no_prefix() -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.ones((8, 8)), here)
-    for ins, outs in (({"v": here}, there), (here, [there, there]), (here, None)):
-        with pytest.raises(TreeError, match=r"nor a prefix of one|must contain only"):
+def test_shardings_must_be_prefixes() -> None:
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.ones((8, 8)), source)
+    for ins, outs in (({"v": source}, target), (source, [target, target]), (source, None)):
+        with pytest.raises(ValueError, match=r"or of a prefix of it|must contain only"):
             reshard_with_intermediate_sharding({"w": x}, ins, outs)
 
 
-def test_arrays_that_share_memory_are_given_up_together() -> None:
-    here, there = placed("fsdp:8", "fsdp", None), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), here)
+def test_arrays_that_share_memory_are_freed_together() -> None:
+    source, target = placed("fsdp:8", "fsdp", None), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), source)
     same = jax.device_put(x, placed("fsdp:8", "fsdp"))  # another array of the same shards
-    moved = reshard_with_intermediate_sharding({"a": x, "b": same}, here, there, donate=True)
+    moved = reshard_with_intermediate_sharding({"a": x, "b": same}, source, target, donate=True)
     for array in moved.values():
         np.testing.assert_array_equal(array, np.arange(64.0).reshape(8, 8))
     kept = jax.device_put(moved["a"], other_names("tp:4", None, "tp"))
     np.testing.assert_array_equal(kept, moved["b"])
 
 
-def test_what_is_no_array_needs_no_sharding() -> None:
-    here, there = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), here)
-    moved = reshard_with_intermediate_sharding({"f": jnp.tanh, "w": x}, {"f": None, "w": here}, {"f": None, "w": there})
+def test_other_leaves_need_no_sharding() -> None:
+    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), source)
+    moved = reshard_with_intermediate_sharding(
+        {"f": jnp.tanh, "w": x}, {"f": None, "w": source}, {"f": None, "w": target}
+    )
     assert moved["f"] is jnp.tanh
-    assert moved["w"].sharding == there
+    assert moved["w"].sharding == target

@@ -1,4 +1,4 @@
-"""What a plan says of a move: its bytes against sets of elements, its peak against what a process really takes."""
+"""Plans of moves: bytes compared with sets of elements, peaks compared with the memory that a process really takes."""
 
 import itertools
 import json
@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.reshard.schedule import schedule
+from shardrules.reshard.schedule import make_schedule
 from tests.reshard.cases import WAYS, Case, FakeDevice, cases, moving, run_alone
 
 WHOLE_BYTES = ("float32", "bfloat16", "int8", "bool", "complex64", "threefry2x32", "rbg")
-"""Dtypes of which every piece is a whole number of bytes."""
+"""Dtypes whose pieces are whole numbers of bytes."""
 
 LINE = Mesh(np.array(jax.devices()), ("d",))
 GRID = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -53,21 +53,21 @@ def non_zero(amounts: dict[int, int]) -> dict[int, int]:
 
 @settings(max_examples=200)
 @given(cases(WHOLE_BYTES))
-def test_bytes_are_those_of_the_elements_that_a_device_did_not_hold(case: Case) -> None:
+def test_moved_bytes_are_the_elements_that_a_device_lacked(case: Case) -> None:
     plan = sr.plan_reshard(outline_of(case), case.target.sharding)
     size = case.values().dtype.itemsize
     old, new = elements(case.source.sharding, case.shape), elements(case.target.sharding, case.shape)
     nothing = np.zeros(0, int)
-    missing = {device: np.setdiff1d(wanted, old.get(device, nothing)) for device, wanted in new.items()}
-    assert plan.received_bytes == non_zero({device: size * len(some) for device, some in missing.items()})
+    missing = {device: np.setdiff1d(expected, old.get(device, nothing)) for device, expected in new.items()}
+    assert plan.received_bytes == non_zero({device: size * len(indices) for device, indices in missing.items()})
     assert plan.moved_bytes == size * sum(map(len, missing.values()))
-    assert plan.kept_bytes == size * sum(len(wanted) - len(missing[device]) for device, wanted in new.items())
+    assert plan.kept_bytes == size * sum(len(expected) - len(missing[device]) for device, expected in new.items())
     assert sum(plan.sent_bytes.values()) == plan.moved_bytes
     if sum(map(len, old.values())) == math.prod(case.shape):  # each element has one holder, so that none can choose
-        wanted = np.concatenate([*missing.values(), nothing])
-        sent = {device: size * int(np.isin(wanted, held).sum()) for device, held in old.items()}
+        expected = np.concatenate([*missing.values(), nothing])
+        sent = {device: size * int(np.isin(expected, old_elements).sum()) for device, old_elements in old.items()}
         assert plan.sent_bytes == non_zero(sent)
-    stays = all(np.array_equal(old.get(device, nothing), wanted) for device, wanted in new.items())
+    stays = all(np.array_equal(old.get(device, nothing), expected) for device, expected in new.items())
     same_memory = case.source.memory == case.target.memory
     if math.prod(case.shape):
         route = "direct" if plan.moved_bytes else "alias" if stays and same_memory else "local"
@@ -76,27 +76,27 @@ def test_bytes_are_those_of_the_elements_that_a_device_did_not_hold(case: Case) 
 
 @settings(max_examples=100)
 @given(cases(WHOLE_BYTES))
-def test_nothing_is_sent_by_a_device_that_does_not_hold_it(case: Case) -> None:
-    """Nor is anything left out, or sent twice."""
-    found = sr.plan_reshard(outline_of(case), case.target.sharding).moves[0].schedule
-    assert found is not None
-    numbers = np.arange(math.prod(found.shape)).reshape(found.shape)  # of keys: of the numbers they are made of
-    made_of = math.prod(found.shape) // max(1, math.prod(case.shape))
-    holds = elements(case.source.sharding, case.shape)
+def test_senders_have_what_they_send(case: Case) -> None:
+    """And nothing is left out, or sent twice."""
+    schedule = sr.plan_reshard(outline_of(case), case.target.sharding).moves[0].schedule
+    assert schedule is not None
+    numbers = np.arange(math.prod(schedule.shape)).reshape(schedule.shape)  # for keys: the integers behind them
+    key_size = math.prod(schedule.shape) // max(1, math.prod(case.shape))
+    old_elements = elements(case.source.sharding, case.shape)
     filled: dict[int, list[np.ndarray]] = {device: [] for device in case.target.devices}
-    for piece in found.pieces:
+    for piece in schedule.pieces:
         part = numbers[tuple(slice(*cut) for cut in piece.box)].ravel()
-        assert np.isin(part // made_of, holds[piece.sender.id]).all()
+        assert np.isin(part // key_size, old_elements[piece.sender.id]).all()
         filled[piece.receiver.id].append(part)
-    for device, wanted in elements(case.target.sharding, case.shape).items():
-        got = np.sort(np.concatenate([*filled[device], np.zeros(0, int)]))
-        expected = (np.sort(wanted)[:, None] * made_of + np.arange(made_of)).ravel()
-        np.testing.assert_array_equal(got, expected)
+    for device, box_elements in elements(case.target.sharding, case.shape).items():
+        actual = np.sort(np.concatenate([*filled[device], np.zeros(0, int)]))
+        expected = (np.sort(box_elements)[:, None] * key_size + np.arange(key_size)).ravel()
+        np.testing.assert_array_equal(actual, expected)
 
 
 @settings(max_examples=50)
 @given(st.lists(cases(), max_size=4), st.booleans(), st.sampled_from([None, False]))
-def test_a_plan_of_shapes_is_that_of_arrays(chosen: list[Case], donate: bool, may_alias: bool | None) -> None:
+def test_shapes_and_arrays_have_the_same_plan(chosen: list[Case], donate: bool, may_alias: bool | None) -> None:
     arrays = [jax.device_put(case.values(), case.source.sharding) for case in chosen]
     targets = [case.target.sharding for case in chosen]
     plans = [
@@ -109,7 +109,7 @@ def test_a_plan_of_shapes_is_that_of_arrays(chosen: list[Case], donate: bool, ma
     assert not any(array.is_deleted() for array in arrays)
 
 
-def test_a_tree_adds_up() -> None:
+def test_figures_of_a_tree_add_up() -> None:
     tree = {
         "w": [outline((16, 8), ROWS), outline((16, 8), ROWS)],
         "same": outline((8, 8), NamedSharding(HALF, P("half"))),
@@ -117,15 +117,15 @@ def test_a_tree_adds_up() -> None:
         "act": jnp.tanh,
     }
     plan = sr.plan_reshard(tree, NamedSharding(HALF, P("half")))
-    assert [(one.path, one.route) for one in plan.moves] == [
+    assert [(move.path, move.route) for move in plan.moves] == [
         ("numpy", "host"),
         ("same", "alias"),
         ("w/0", "direct"),
         ("w/1", "direct"),
     ]
-    # Of each w four devices get 4 rows of 32 bytes, and only device 7 has some of its rows already: the last two.
-    assert [one.moved_bytes for one in plan.moves] == [8 * 4 * 4, 0, 448, 448]
-    assert [one.kept_bytes for one in plan.moves] == [0, 256, 64, 64]
+    # Four devices get 4 rows of 32 bytes of each w, and only device 7 has some of its rows already: the last two.
+    assert [move.moved_bytes for move in plan.moves] == [8 * 4 * 4, 0, 448, 448]
+    assert [move.kept_bytes for move in plan.moves] == [0, 256, 64, 64]
     assert (plan.moved_bytes, plan.kept_bytes) == (128 + 2 * 448, 256 + 2 * 64)
     assert plan.received_bytes == {**dict.fromkeys(range(4, 7), 32 + 2 * 128), 7: 32 + 2 * 64}
     assert plan.sent_bytes == dict.fromkeys(range(7), 2 * 64)
@@ -150,16 +150,16 @@ def test_an_empty_tree_moves_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "options", "route", "reason"),
     [
-        (ROWS, ROWS, {}, "alias", "lies there already"),
-        (ROWS, NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x", None)), {}, "alias", "lies there already"),
-        (ROWS, ROWS, {"may_alias": False}, "local", "lies there already; copied, as may_alias=False asks"),
-        (NamedSharding(LINE, P()), NamedSharding(HALF, P()), {}, "alias", "lies there already"),
+        (ROWS, ROWS, {}, "alias", "already in place"),
+        (ROWS, NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x", None)), {}, "alias", "already in place"),
+        (ROWS, ROWS, {"may_alias": False}, "local", "already in place; copied because may_alias is False"),
+        (NamedSharding(LINE, P()), NamedSharding(HALF, P()), {}, "alias", "already in place"),
         (
             NamedSharding(LINE, P()),
             NamedSharding(HALF, P()),
             {"donate": True},
             "local",
-            "each device has its part already; copied, so that the rest can be given up",
+            "each device has its part already; copied, so that the rest can be freed",
         ),
         (NamedSharding(LINE, P()), ROWS, {}, "local", "each device has its part already"),
         (ROWS, ROWS.with_memory_kind("pinned_host"), {}, "local", "from device memory to pinned_host memory"),
@@ -177,10 +177,10 @@ def test_an_empty_tree_moves_nothing() -> None:
             "direct",
             "1 piece, each straight from a device that has it",
         ),
-        (None, ROWS, {}, "host", "from the host, each device its part"),
+        (None, ROWS, {}, "host", "each device gets its part from the host"),
     ],
 )
-def test_every_array_takes_the_route_that_is_documented(
+def test_arrays_take_the_documented_routes(
     source: Sharding | None, target: Sharding, options: dict[str, Any], route: str, reason: str
 ) -> None:
     leaf = np.zeros((8, 8), np.float32) if source is None else outline((8, 8), source)
@@ -188,19 +188,19 @@ def test_every_array_takes_the_route_that_is_documented(
     assert (move.route, move.reason) == (route, reason)
 
 
-def test_what_goes_to_another_network_crosses_once_and_is_passed_on_there() -> None:
-    here = [FakeDevice(number) for number in range(4)]
-    there = [FakeDevice(number, process_index=1) for number in range(4, 8)]
-    rows = {device: ((2 * number, 2 * number + 2), (0, 16)) for number, device in enumerate(here)}
-    move = schedule((8, 16), np.dtype(np.float32), rows, dict.fromkeys(there, ((0, 8), (0, 16))))
-    planned = sr.reports.LeafMove("w", (8, 16), np.dtype(np.float32), ROWS, ROWS, move)
-    assert planned.route == "intermediate"
-    assert planned.reason == "16 pieces; 512 B come from afar, 1.5 KiB are passed on nearby"
-    crossing = [piece for piece in move.pieces if piece.sender.process_index != piece.receiver.process_index]
+def test_pieces_cross_to_another_network_once() -> None:
+    near = [FakeDevice(index) for index in range(4)]
+    far = [FakeDevice(index, process_index=1) for index in range(4, 8)]
+    rows = {device: ((2 * index, 2 * index + 2), (0, 16)) for index, device in enumerate(near)}
+    schedule = make_schedule((8, 16), np.dtype(np.float32), rows, dict.fromkeys(far, ((0, 8), (0, 16))))
+    leaf_move = sr.reports.LeafMove("w", (8, 16), np.dtype(np.float32), ROWS, ROWS, schedule)
+    assert leaf_move.route == "intermediate"
+    assert leaf_move.reason == "16 pieces; 512 B from other networks, 1.5 KiB passed on within one"
+    crossing = [piece for piece in schedule.pieces if piece.sender.process_index != piece.receiver.process_index]
     assert sorted(piece.box for piece in crossing) == [((n, n + 2), (0, 16)) for n in range(0, 8, 2)]
-    assert sum(move.box_bytes(piece.box) for piece in crossing) == 8 * 16 * 4
-    assert planned.moved_bytes == 4 * 8 * 16 * 4
-    assert move.sums.received == dict.fromkeys(there, 8 * 16 * 4)
+    assert sum(schedule.box_bytes(piece.box) for piece in crossing) == 8 * 16 * 4
+    assert leaf_move.moved_bytes == 4 * 8 * 16 * 4
+    assert schedule.sums.received == dict.fromkeys(far, 8 * 16 * 4)
 
 
 # ---- batches ----
@@ -213,48 +213,52 @@ def test_what_goes_to_another_network_crosses_once_and_is_passed_on_there() -> N
     ),
     st.integers(0, 40_000),
 )
-def test_batches_keep_to_the_limit_and_to_one_set_of_devices(leaves: list[tuple[int, str]], limit: int) -> None:
+def test_batches_keep_the_limit_and_one_set_of_devices(leaves: list[tuple[int, str]], limit: int) -> None:
     sources = {"rows": ROWS, "half": NamedSharding(FIRST, P()), "one": SingleDeviceSharding(jax.devices()[3])}
-    tree = [np.zeros(size, np.float32) if at == "host" else outline((size,), sources[at]) for size, at in leaves]
+    tree = [
+        np.zeros(size, np.float32) if source == "host" else outline((size,), sources[source]) for size, source in leaves
+    ]
     plan = sr.plan_reshard(tree, NamedSharding(HALF, P()), max_bytes_in_flight=limit)
     assert sorted(itertools.chain(*plan.batches)) == list(range(len(tree)))
     for batch in plan.batches:
-        amount = sum(4 * 4 * leaves[number][0] for number in batch)  # whole copies of 4 bytes on 4 devices
+        amount = sum(4 * 4 * leaves[index][0] for index in batch)  # whole copies of 4 bytes on 4 devices
         assert amount <= limit or len(batch) == 1
-        assert len({leaves[number][1] for number in batch}) == 1
+        assert len({leaves[index][1] for index in batch}) == 1
         assert list(batch) == sorted(batch)
-    for one, two in itertools.pairwise(plan.batches):  # none begins before the one before it is full
-        if leaves[one[0]][1] == leaves[two[0]][1]:
-            assert sum(16 * leaves[number][0] for number in (*one, two[0])) > limit
+    for batch, following in itertools.pairwise(plan.batches):  # none begins before the previous one is full
+        if leaves[batch[0]][1] == leaves[following[0]][1]:
+            assert sum(16 * leaves[index][0] for index in (*batch, following[0])) > limit
 
 
-def test_without_a_limit_a_batch_is_256_mib() -> None:
+def test_batches_are_256_mib_by_default() -> None:
     tree = [outline((2**20,), ROWS) for _ in range(130)]  # 4 MiB each
     assert [len(batch) for batch in sr.plan_reshard(tree, NamedSharding(HALF, P("half"))).batches] == [64, 64, 2]
 
 
-def test_what_is_donated_batch_by_batch_lowers_the_peak() -> None:
+def test_donating_batch_by_batch_lowers_the_peak() -> None:
     tree = [outline((2**18,), ROWS) for _ in range(8)]  # 1 MiB each
     target = NamedSharding(GRID, P("model"))  # 512 KiB on each device
     mib = 2**20
     assert _peak(sr.plan_reshard(tree, target)) == mib + 4 * mib
     assert _peak(sr.plan_reshard(tree, target, donate=True)) == mib + 4 * mib
     assert _peak(sr.plan_reshard(tree, target, max_bytes_in_flight=8 * mib)) == mib + 4 * mib
-    # The last two come when six eighths of the old ones are gone; then the last one when seven are. In memory, a batch
-    # of what is donated is a quarter of the limit.
-    two, one = (sr.plan_reshard(tree, target, donate=True, max_bytes_in_flight=limit) for limit in (32 * mib, 0))
-    assert _peak(two) == 2 * mib // 8 + 4 * mib
-    assert _peak(one) == mib // 8 + 4 * mib
+    # The last two arrive when six eighths of the old ones are freed; the last one when seven are. In memory, a batch of
+    # donated arrays is a quarter of the limit.
+    by_pair, by_array = (
+        sr.plan_reshard(tree, target, donate=True, max_bytes_in_flight=limit) for limit in (32 * mib, 0)
+    )
+    assert _peak(by_pair) == 2 * mib // 8 + 4 * mib
+    assert _peak(by_array) == mib // 8 + 4 * mib
 
 
 def _peak(plan: sr.reports.ReshardPlan) -> int:
-    """The peak, which is that of every device."""
+    """The peak, which is the same on every device."""
     (peak,) = dict.fromkeys(plan.peak_bytes.values())
     assert len(plan.peak_bytes) == 8
     return peak
 
 
-# ---- peaks that are measured ----
+# ---- measured peaks ----
 
 MEASURE = """
 import gc, pathlib
@@ -274,26 +278,26 @@ def counted(count, shape, sharding, dtype=jnp.float32):
 def on_host(sharding):
     return sharding.with_memory_kind("pinned_host")
 
-def asked(tree, target, **options):
+def move_of(tree, target, **options):
     return tree, target, options
 
 def added(make):
-    '''What a move takes at its highest, and what its plan says of that. Before it, another one compiles programs.'''
+    '''The peak of a move, and the peak in its plan. Another move before it compiles the programs.'''
     tree, target, options = make()
     jax.block_until_ready(sr.reshard(tree, target, **options))
     tree, target, options = make()
     plan = sr.plan_reshard(tree, target, **options)
     gc.collect()
     before = status("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the highest
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     moved = jax.block_until_ready(sr.reshard(tree, target, **options))
     most = status("VmHWM") - before
-    held = {}
+    old_bytes = {}
     for move in plan.moves:
         for device, amount in move.old_bytes().items():
-            held[device] = held.get(device, 0) + amount
+            old_bytes[device] = old_bytes.get(device, 0) + amount
     assert all(array.sharding == target for array in jax.tree.leaves(moved))
-    print(most, sum(peak - held.get(device, 0) for device, peak in plan.peak_bytes.items()))
+    print(most, sum(peak - old_bytes.get(device, 0) for device, peak in plan.peak_bytes.items()))
 
 line, grid = sr.create_mesh("d:8"), sr.create_mesh("a:4,b:2")
 half = sr.create_mesh("m:4", devices=jax.devices()[:4])
@@ -316,25 +320,25 @@ MOVES = {
 
 
 def measured(way: str, *moves: str) -> list[tuple[int, int]]:
-    """Of each move the bytes that it added to the process, and those that its plan allows."""
-    code = "\n".join(f"added(lambda: asked({move}))" for move in moves)
+    """For each move the bytes that it added to the process, and the bytes that its plan allows."""
+    code = "\n".join(f"added(lambda: move_of({move}))" for move in moves)
     lines = run_alone(MEASURE + code, way, timeout=300).splitlines()
     return [(int(most), int(bound)) for most, bound in map(str.split, lines)]
 
 
 @WAYS
-def test_the_peak_that_is_planned_bounds_the_one_that_is_measured(way: str) -> None:
-    found = dict(zip(MOVES, measured(way, *MOVES.values()), strict=True))
+def test_planned_peaks_bound_measured_ones(way: str) -> None:
+    peaks = dict(zip(MOVES, measured(way, *MOVES.values()), strict=True))
     wrong = {
         name: f"{most / 2**20:.1f} MiB measured, {bound / 2**20:.1f} MiB planned"
-        for name, (most, bound) in found.items()
+        for name, (most, bound) in peaks.items()
         if not 0.3 * bound < most <= 1.1 * bound
     }
     assert wrong == {}
 
 
 @WAYS
-def test_a_limit_keeps_what_is_added_low(way: str) -> None:
+def test_a_limit_keeps_the_peak_low(way: str) -> None:
     moves = [
         f"counted(250, (512, 512), rows), {target}, donate=True, max_bytes_in_flight=64 * MIB"
         for target in ("columns", "NamedSharding(grid, P('b', 'a'))")
@@ -354,7 +358,7 @@ def small_tree() -> dict[str, Any]:
     }
 
 
-def test_the_table_is_as_it_is() -> None:
+def test_the_printed_table() -> None:
     plan = sr.plan_reshard(small_tree(), NamedSharding(HALF, P()), donate=True)
     left = [
         "path            shape    dtype     from                         to                           ",
@@ -366,33 +370,33 @@ def test_the_table_is_as_it_is() -> None:
     ]
     right = [
         "  moves  stays  route   why",
-        "-------  -----  ------  --------------------------------------------------------------------------",
+        "-------  -----  ------  -----------------------------------------------------------------------",
         "  512 B    0 B  direct  4 pieces, each straight from a device that has it",
-        "    0 B  384 B  local   each device has its part already; copied, so that the rest can be given up",
+        "    0 B  384 B  local   each device has its part already; copied, so that the rest can be freed",
         "5.2 KiB  768 B  direct  28 pieces, each straight from a device that has it",
-        "   16 B    0 B  host    from the host, each device its part",
+        "   16 B    0 B  host    each device gets its part from the host",
     ]
     *rows, total, most = str(plan).splitlines()
-    assert rows == [one + two for one, two in zip(left, right, strict=True)]
+    assert rows == [row + rest for row, rest in zip(left, right, strict=True)]
     assert total == "8 arrays: 5.8 KiB move, 1.1 KiB stay"
     assert most == (
         "a device sends at most 1.2 KiB, receives at most 1.4 KiB, and holds at most 2.0 KiB at any moment (device 4)"
     )
 
 
-def test_json_says_the_same_and_adds_up() -> None:
+def test_json_has_the_figures_of_the_plan() -> None:
     plan = sr.plan_reshard(small_tree(), NamedSharding(HALF, P()), donate=True)
-    found = json.loads(plan.to_json())
-    assert sum(one["moved_bytes"] for one in found["arrays"]) == plan.moved_bytes
-    assert sum(one["kept_bytes"] for one in found["arrays"]) == plan.kept_bytes
-    devices = found["devices"]
-    assert sum(one["received_bytes"] for one in devices.values()) == plan.moved_bytes
-    from_host = sum(one["moved_bytes"] for one in found["arrays"] if one["route"] == "host")
-    assert sum(one["sent_bytes"] for one in devices.values()) + from_host == plan.moved_bytes
-    assert {int(device): one["peak_bytes"] for device, one in devices.items()} == plan.peak_bytes
-    assert [one["path"] for one in found["arrays"]] == [move.path for move in plan.moves]
-    assert found["donate"] is True
-    assert found["arrays"][0] == {
+    data = json.loads(plan.to_json())
+    assert sum(entry["moved_bytes"] for entry in data["arrays"]) == plan.moved_bytes
+    assert sum(entry["kept_bytes"] for entry in data["arrays"]) == plan.kept_bytes
+    devices = data["devices"]
+    assert sum(entry["received_bytes"] for entry in devices.values()) == plan.moved_bytes
+    from_host = sum(entry["moved_bytes"] for entry in data["arrays"] if entry["route"] == "host")
+    assert sum(entry["sent_bytes"] for entry in devices.values()) + from_host == plan.moved_bytes
+    assert {int(device): entry["peak_bytes"] for device, entry in devices.items()} == plan.peak_bytes
+    assert [entry["path"] for entry in data["arrays"]] == [move.path for move in plan.moves]
+    assert data["donate"] is True
+    assert data["arrays"][0] == {
         "path": "head",
         "shape": [8, 8],
         "dtype": "bfloat16",
@@ -407,18 +411,17 @@ def test_json_says_the_same_and_adds_up() -> None:
 
 
 @WAYS
-def test_a_move_does_what_its_plan_says(way: str) -> None:
-    """Nothing is planned for what then stays, and what is planned to stay is not touched."""
+def test_moves_follow_their_plan(way: str) -> None:
     tree = {"a": jax.device_put(np.ones((8, 8)), ROWS), "b": jax.device_put(np.ones(8), NamedSharding(HALF, P("half")))}
     target = NamedSharding(HALF, P("half"))
     with moving(way):
         plan = sr.plan_reshard(tree, target, donate=True)
         moved = sr.reshard(tree, target, donate=True)
-    assert [one.route for one in plan.moves] == ["direct", "alias"]
+    assert [move.route for move in plan.moves] == ["direct", "alias"]
     assert (tree["a"].is_deleted(), moved["b"] is tree["b"]) == (True, True)
 
 
-def test_a_plan_is_a_value() -> None:
+def test_plans_are_frozen() -> None:
     plan = sr.plan_reshard(small_tree(), NamedSharding(HALF, P()))
     with pytest.raises(attrs.exceptions.FrozenInstanceError, match="can't set"):
         plan.donate = True  # pyright: ignore[reportAttributeAccessIssue]

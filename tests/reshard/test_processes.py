@@ -1,4 +1,4 @@
-"""Moves over real processes: each holds some devices, knows what the array is, and looks at every shard of its own."""
+"""Moves over real processes: each has some devices, knows the values, and checks every shard of its own."""
 
 import pytest
 
@@ -54,8 +54,8 @@ def run(code: str, processes: int = 2, devices: int = 4, timeout: float = 120) -
 
 
 @SHAPES
-def test_there_and_back_between_all_devices_some_of_each_and_those_of_one_process(processes: int, devices: int) -> None:
-    found = run(
+def test_moves_between_all_some_and_one_process(processes: int, devices: int) -> None:
+    printed = run(
         """
             stations = [
                 NamedSharding(everywhere, P("d")),
@@ -84,12 +84,12 @@ def test_there_and_back_between_all_devices_some_of_each_and_those_of_one_proces
         processes,
         devices,
     )
-    assert found == [["14"]] * processes
+    assert printed == [["14"]] * processes
 
 
 @SHAPES
-def test_trees_of_keys_scalars_and_small_dtypes_move_together_and_are_given_up(processes: int, devices: int) -> None:
-    found = run(
+def test_mixed_trees_move_and_are_freed(processes: int, devices: int) -> None:
+    printed = run(
         """
             import ml_dtypes
             tree = {
@@ -133,12 +133,12 @@ def test_trees_of_keys_scalars_and_small_dtypes_move_together_and_are_given_up(p
         processes,
         devices,
     )
-    assert found == [["10"]] * processes
+    assert printed == [["10"]] * processes
 
 
 @SHAPES
-def test_whole_copies_in_the_other_process_cross_once(processes: int, devices: int) -> None:
-    found = run(
+def test_copies_in_another_process_cross_once(processes: int, devices: int) -> None:
+    printed = run(
         """
             for source in (NamedSharding(first, P("h")), NamedSharding(first, P()), SingleDeviceSharding(devices[0])):
                 array = placed(whole, source)
@@ -157,11 +157,11 @@ def test_whole_copies_in_the_other_process_cross_once(processes: int, devices: i
         processes,
         devices,
     )
-    assert found == [["intermediate True"] * 3 + ["intermediate"]] * processes
+    assert printed == [["intermediate True"] * 3 + ["intermediate"]] * processes
 
 
-def test_large_arrays_go_in_parts_and_in_batches() -> None:
-    found = run(
+def test_large_arrays_move_in_pieces_and_batches() -> None:
+    printed = run(
         """
             large = np.arange(1024 * 1536, dtype=np.float32).reshape(1024, 1536)
             many = [placed(large + number, NamedSharding(everywhere, P("d"))) for number in range(6)]
@@ -173,11 +173,11 @@ def test_large_arrays_go_in_parts_and_in_batches() -> None:
             print(len(many))
         """
     )
-    assert found == [["6"]] * 2
+    assert printed == [["6"]] * 2
 
 
 def test_many_arrays_move_without_a_deadlock() -> None:
-    found = run(
+    printed = run(
         """
             source, target = NamedSharding(everywhere, P("d")), NamedSharding(mixed, P(None, "m"))
             arrays = [placed(whole + number, source) for number in range(300)]
@@ -188,11 +188,11 @@ def test_many_arrays_move_without_a_deadlock() -> None:
             print(len(moved))
         """
     )
-    assert found == [["300"]] * 2
+    assert printed == [["300"]] * 2
 
 
-def test_a_process_that_holds_nothing_before_or_after_takes_part() -> None:
-    found = run(
+def test_processes_without_shards_take_part() -> None:
+    printed = run(
         """
             for source, target in ((first, last), (last, first), (first, first), (last, last)):
                 for values, spec in ((whole, P(None, "h")), (whole[0], P("h")), (whole[0, 0], P())):
@@ -208,11 +208,11 @@ def test_a_process_that_holds_nothing_before_or_after_takes_part() -> None:
             print("done")
         """
     )
-    assert found == [["done"]] * 2
+    assert printed == [["done"]] * 2
 
 
-def test_what_each_process_has_on_its_host_goes_where_its_devices_are() -> None:
-    found = run(
+def test_host_arrays_go_to_each_process() -> None:
+    printed = run(
         """
             for mesh in (everywhere, first, last, mixed):
                 goal = NamedSharding(mesh, P())
@@ -221,27 +221,27 @@ def test_what_each_process_has_on_its_host_goes_where_its_devices_are() -> None:
             print("done")
         """
     )
-    assert found == [["done"]] * 2
+    assert printed == [["done"]] * 2
 
 
 @pytest.mark.parametrize("values", ["3", "jnp.arange(8)", "jax.random.key(5)"])
-def test_what_each_process_made_on_a_device_of_its_own_goes_where_its_devices_are(values: str) -> None:
-    """It was asked for nowhere, so that each process has it on its own first device, like something on its host."""
-    found = run(
+def test_uncommitted_arrays_go_to_each_process(values: str) -> None:
+    """Each process has an uncommitted array on its own first device, as it would on its host."""
+    printed = run(
         f"""
             for mesh in (everywhere, first, last, mixed):
                 goal = NamedSharding(mesh, P())
-                wanted = {values} if isinstance({values}, jax.Array) else np.int32(3)
-                check(sr.reshard({{"x": {values}}}, goal)["x"], goal, wanted)
+                expected = {values} if isinstance({values}, jax.Array) else np.int32(3)
+                check(sr.reshard({{"x": {values}}}, goal)["x"], goal, expected)
             print("done")
         """,
         timeout=60,
     )
-    assert found == [["done"]] * 2
+    assert printed == [["done"]] * 2
 
 
-def test_all_processes_refuse_what_cannot_be_moved_and_can_go_on() -> None:
-    found = run(
+def test_all_processes_refuse_and_continue() -> None:
+    printed = run(
         """
             a, b = placed(whole, NamedSharding(everywhere, P("d"))), placed(whole[:6], NamedSharding(last, P()))
             tree = {"a": a, "b": b}
@@ -255,12 +255,12 @@ def test_all_processes_refuse_what_cannot_be_moved_and_can_go_on() -> None:
             check(sr.reshard(tree, goal)["b"], goal, whole[:6])
         """
     )
-    assert found == [["['b']"]] * 2
+    assert printed == [["['b']"]] * 2
 
 
 @SHAPES
-def test_training_goes_on_after_each_move(processes: int, devices: int) -> None:
-    found = run(
+def test_training_continues_after_each_move(processes: int, devices: int) -> None:
+    printed = run(
         """
             step = jax.jit(lambda w: 2 * w + 1, donate_argnums=0)
             expected = whole
@@ -274,4 +274,4 @@ def test_training_goes_on_after_each_move(processes: int, devices: int) -> None:
         processes,
         devices,
     )
-    assert found == [["done"]] * processes
+    assert printed == [["done"]] * processes

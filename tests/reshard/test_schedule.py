@@ -1,4 +1,4 @@
-"""Who sends what to whom: laws of every schedule and of the rounds in which its pieces travel. No device is needed."""
+"""Which device sends what to which: laws of schedules and of the rounds in which pieces travel. Needs no device."""
 
 import itertools
 import math
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrules.reshard.rounds import piece_bytes, rounds
-from shardrules.reshard.schedule import Box, Piece, Schedule, box_shape, networks, schedule, slices
+from shardrules.reshard.schedule import Box, Piece, Schedule, box_shape, make_schedule, networks, slices
 from tests.reshard.cases import FakeDevice
 
 FLOAT = np.dtype(np.float32)
 
 
 def boxes(shape: Sequence[int], ways: Sequence[int]) -> list[Box]:
-    """The boxes of an array of which each dim is cut into so many equal parts, in order."""
+    """The boxes of an array, each dim cut into `ways[dim]` equal parts, in order."""
     cuts = [
         [(part * size // way, (part + 1) * size // way) for part in range(way)]
         for size, way in zip(shape, ways, strict=True)
@@ -27,24 +27,24 @@ def boxes(shape: Sequence[int], ways: Sequence[int]) -> list[Box]:
     return list(itertools.product(*cuts))
 
 
-def held(devices: Sequence[FakeDevice], shape: Sequence[int], ways: Sequence[int]) -> dict[FakeDevice, Box]:
-    """Each box to as many of the devices as the next."""
+def spread_boxes(devices: Sequence[FakeDevice], shape: Sequence[int], ways: Sequence[int]) -> dict[FakeDevice, Box]:
+    """Each box on equally many of the devices."""
     parts = boxes(shape, ways)
     assert len(devices) % len(parts) == 0
-    return {device: parts[number % len(parts)] for number, device in enumerate(devices)}
+    return {device: parts[index % len(parts)] for index, device in enumerate(devices)}
 
 
 @final
 @attrs.frozen
 class Setting:
-    """What a schedule is made of."""
+    """The arguments of a schedule."""
 
     shape: tuple[int, ...]
     source: dict[FakeDevice, Box]
     target: dict[FakeDevice, Box]
 
-    def made(self, alive: Sequence[FakeDevice] | None = None) -> Schedule:
-        return schedule(self.shape, FLOAT, self.source, self.target, alive)
+    def schedule(self, alive: Sequence[FakeDevice] | None = None) -> Schedule:
+        return make_schedule(self.shape, FLOAT, self.source, self.target, alive)
 
     def networks(self) -> dict[FakeDevice, tuple[str, int]]:
         return networks((*self.source, *self.target))
@@ -72,19 +72,19 @@ def settings_of(draw: st.DrawFn, largest: int = 4) -> Setting:
     size = draw(st.sampled_from([1, 2, 3, 4, 6]))
     devices = [
         FakeDevice(
-            number,
-            process_index=0 if kind == "one" else number // size if kind == "processes" else number,
-            slice_index=number // size if kind == "slices" else None,
+            index,
+            process_index=0 if kind == "one" else index // size if kind == "processes" else index,
+            slice_index=index // size if kind == "slices" else None,
         )
-        for number in draw(st.permutations(range(12)))
+        for index in draw(st.permutations(range(12)))
     ]
     ndim = draw(st.integers(0, 3))
-    held_by = [draw(st.sampled_from([1, 2, 3, 4, 6, 8])) for _ in "ab"]
-    start = draw(st.integers(0, 12 - held_by[1]))
-    ways = [draw(grids(ndim, count)) for count in held_by]
+    counts = [draw(st.sampled_from([1, 2, 3, 4, 6, 8])) for _ in "ab"]
+    start = draw(st.integers(0, 12 - counts[1]))
+    ways = [draw(grids(ndim, count)) for count in counts]
     shape = tuple(math.lcm(*both) * draw(st.integers(1, largest)) for both in zip(*ways, strict=True))
-    source = held(devices[: held_by[0]], shape, ways[0])
-    return Setting(shape, source, held(devices[start : start + held_by[1]], shape, ways[1]))
+    source = spread_boxes(devices[: counts[0]], shape, ways[0])
+    return Setting(shape, source, spread_boxes(devices[start : start + counts[1]], shape, ways[1]))
 
 
 def elements(box: Box, shape: tuple[int, ...]) -> np.ndarray:
@@ -95,8 +95,8 @@ def inside(inner: Box, outer: Box) -> bool:
     return all(start >= first and stop <= last for (start, stop), (first, last) in zip(inner, outer, strict=True))
 
 
-def sent(move: Schedule) -> list[Piece]:
-    return [piece for piece in move.pieces if not piece.stays]
+def sent(schedule: Schedule) -> list[Piece]:
+    return [piece for piece in schedule.pieces if not piece.stays]
 
 
 # ---- laws of every schedule ----
@@ -105,76 +105,87 @@ def sent(move: Schedule) -> list[Piece]:
 @settings(max_examples=200)
 @given(settings_of())
 def test_the_pieces_of_every_receiver_tile_its_box(setting: Setting) -> None:
-    move = setting.made()
+    schedule = setting.schedule()
     for device, box in setting.target.items():
-        mine = [elements(piece.box, setting.shape) for piece in move.pieces if piece.receiver is device]
+        mine = [elements(piece.box, setting.shape) for piece in schedule.pieces if piece.receiver is device]
         assert sorted(np.concatenate(mine).tolist()) == sorted(elements(box, setting.shape).tolist())
-    assert {piece.receiver for piece in move.pieces} <= set(setting.target)
-    assert move.lost == ()
+    assert {piece.receiver for piece in schedule.pieces} <= set(setting.target)
+    assert schedule.lost == ()
 
 
 @settings(max_examples=200)
 @given(settings_of())
-def test_senders_hold_what_they_send_or_got_it_from_afar(setting: Setting) -> None:
-    move, at = setting.made(), setting.networks()
-    for piece in move.pieces:
+def test_senders_have_or_relay_what_they_send(setting: Setting) -> None:
+    schedule, network_of = setting.schedule(), setting.networks()
+    for piece in schedule.pieces:
         if not piece.relayed:
             assert inside(piece.box, setting.source[piece.sender])
             continue
         assert piece.sender not in setting.source or not inside(piece.box, setting.source[piece.sender])
-        assert at[piece.sender] == at[piece.receiver]
-        got = [one for one in sent(move) if one.receiver is piece.sender and one.box == piece.box]
-        assert [(one.relayed, at[one.sender] == at[one.receiver]) for one in got] == [(False, False)]
+        assert network_of[piece.sender] == network_of[piece.receiver]
+        received = [
+            earlier for earlier in sent(schedule) if earlier.receiver is piece.sender and earlier.box == piece.box
+        ]
+        assert [
+            (earlier.relayed, network_of[earlier.sender] == network_of[earlier.receiver]) for earlier in received
+        ] == [(False, False)]
 
 
 @settings(max_examples=200)
 @given(settings_of())
-def test_what_a_device_has_already_stays_and_nothing_crosses_twice(setting: Setting) -> None:
-    move, at = setting.made(), setting.networks()
-    for piece in move.pieces:
-        has = setting.source.get(piece.receiver)
-        assert piece.stays == (has is not None and inside(piece.box, has))
-    crossing = [piece for piece in sent(move) if at[piece.sender] != at[piece.receiver]]
-    to = [(piece.box, at[piece.receiver]) for piece in crossing]
-    assert len(dict.fromkeys(to)) == len(to)
-    for box, place in to:  # only what nobody on that network has
-        assert not any(at[device] == place and inside(box, has) for device, has in setting.source.items())
+def test_pieces_in_place_stay_and_none_crosses_twice(setting: Setting) -> None:
+    schedule, network_of = setting.schedule(), setting.networks()
+    for piece in schedule.pieces:
+        old_box = setting.source.get(piece.receiver)
+        assert piece.stays == (old_box is not None and inside(piece.box, old_box))
+    crossing = [piece for piece in sent(schedule) if network_of[piece.sender] != network_of[piece.receiver]]
+    destinations = [(piece.box, network_of[piece.receiver]) for piece in crossing]
+    assert len(dict.fromkeys(destinations)) == len(destinations)
+    for box, network in destinations:  # only what no device on that network has
+        assert not any(
+            network_of[device] == network and inside(box, old_box) for device, old_box in setting.source.items()
+        )
 
 
 @settings(max_examples=100)
 @given(settings_of())
-def test_bytes_add_up_and_the_same_is_decided_every_time(setting: Setting) -> None:
-    move = setting.made()
-    assert sum(move.sums.sent.values()) == sum(move.sums.received.values())
-    assert sum(move.sums.sent.values()) == 4 * sum(math.prod(box_shape(piece.box)) for piece in sent(move))
+def test_bytes_add_up_and_schedules_are_deterministic(setting: Setting) -> None:
+    schedule = setting.schedule()
+    assert sum(schedule.sums.sent.values()) == sum(schedule.sums.received.values())
+    assert sum(schedule.sums.sent.values()) == 4 * sum(math.prod(box_shape(piece.box)) for piece in sent(schedule))
     for device, box in setting.target.items():
-        got = move.sums.received.get(device, 0) + move.sums.kept.get(device, 0)
-        assert got == move.box_bytes(box)
-    assert move.pieces == setting.made().pieces
+        total = schedule.sums.received.get(device, 0) + schedule.sums.kept.get(device, 0)
+        assert total == schedule.box_bytes(box)
+    assert schedule.pieces == setting.schedule().pieces
 
 
 @settings(max_examples=200)
 @given(settings_of(), st.data())
-def test_lost_are_exactly_the_parts_that_no_living_device_holds(setting: Setting, data: st.DataObject) -> None:
+def test_lost_parts_are_on_no_living_device(setting: Setting, data: st.DataObject) -> None:
     alive = data.draw(st.lists(st.sampled_from(list(setting.source)), unique=True))
-    move = setting.made(alive)
+    schedule = setting.schedule(alive)
     whole = set(range(math.prod(setting.shape)))
-    there = {one for device in alive for one in elements(setting.source[device], setting.shape).tolist()}
-    wanted = {one for box in setting.target.values() for one in elements(box, setting.shape).tolist()}
-    gone = [one for box in move.lost for one in elements(box, setting.shape).tolist()]
-    assert set(gone) == (whole - there) & wanted
-    assert len(gone) >= len(set(gone))
-    for piece in move.pieces:
+    living = {element for device in alive for element in elements(setting.source[device], setting.shape).tolist()}
+    needed = {element for box in setting.target.values() for element in elements(box, setting.shape).tolist()}
+    lost = [element for box in schedule.lost for element in elements(box, setting.shape).tolist()]
+    assert set(lost) == (whole - living) & needed
+    assert len(lost) >= len(set(lost))
+    for piece in schedule.pieces:
         assert piece.relayed or piece.sender in alive
     for device, box in setting.target.items():  # what is not lost arrives
-        mine = [one for piece in move.pieces if piece.receiver is device for one in elements(piece.box, setting.shape)]
-        assert sorted(mine) == sorted(set(elements(box, setting.shape).tolist()) - set(gone))
+        arrived = [
+            element
+            for piece in schedule.pieces
+            if piece.receiver is device
+            for element in elements(piece.box, setting.shape)
+        ]
+        assert sorted(arrived) == sorted(set(elements(box, setting.shape).tolist()) - set(lost))
 
 
 @settings(max_examples=100)
 @given(settings_of())
-def test_with_all_alive_nothing_changes(setting: Setting) -> None:
-    assert setting.made(list(setting.source)).pieces == setting.made().pieces
+def test_naming_all_devices_alive_changes_nothing(setting: Setting) -> None:
+    assert setting.schedule(list(setting.source)).pieces == setting.schedule().pieces
 
 
 # ---- balance ----
@@ -182,40 +193,40 @@ def test_with_all_alive_nothing_changes(setting: Setting) -> None:
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_senders_of_one_part_send_as_much_as_each_other(
+def test_senders_of_one_part_share_the_load(
     holders: int, receivers: int, old_parts: int, new_parts: int, data: st.DataObject
 ) -> None:
-    """Where all pieces are of one size, the loads of those who hold the same differ by one piece at most."""
-    devices = [FakeDevice(number) for number in range(holders * old_parts + receivers * new_parts * old_parts)]
+    """If all pieces have one size, the loads of devices with the same part differ by at most one piece."""
+    devices = [FakeDevice(index) for index in range(holders * old_parts + receivers * new_parts * old_parts)]
     if data.draw(st.booleans()):
         devices = data.draw(st.permutations(devices))
     shape = (2 * old_parts * new_parts, 4)
-    source = held(devices[: holders * old_parts], shape, (old_parts, 1))
-    target = held(devices[holders * old_parts :], shape, (old_parts * new_parts, 1))
-    move = schedule(shape, FLOAT, source, target)
-    assert len({piece.box[0][1] - piece.box[0][0] for piece in move.pieces}) == 1
-    piece = move.box_bytes(move.pieces[0].box)
+    source = spread_boxes(devices[: holders * old_parts], shape, (old_parts, 1))
+    target = spread_boxes(devices[holders * old_parts :], shape, (old_parts * new_parts, 1))
+    schedule = make_schedule(shape, FLOAT, source, target)
+    assert len({piece.box[0][1] - piece.box[0][0] for piece in schedule.pieces}) == 1
+    piece = schedule.box_bytes(schedule.pieces[0].box)
     for box in boxes(shape, (old_parts, 1)):
-        loads = [move.sums.sent.get(device, 0) for device, has in source.items() if has == box]
+        loads = [schedule.sums.sent.get(device, 0) for device, has in source.items() if has == box]
         assert max(loads) - min(loads) <= piece
         assert sum(loads) == receivers * new_parts * piece
 
 
 def test_a_device_that_keeps_its_part_sends_too() -> None:
-    devices = [FakeDevice(number) for number in range(8)]
+    devices = [FakeDevice(index) for index in range(8)]
     whole = ((0, 8), (0, 4))
-    move = schedule((8, 4), FLOAT, dict.fromkeys(devices[:4], whole), dict.fromkeys(devices, whole))
-    assert move.sums.sent == dict.fromkeys(devices[:4], 128)
-    assert move.sums.kept == dict.fromkeys(devices[:4], 128)
+    schedule = make_schedule((8, 4), FLOAT, dict.fromkeys(devices[:4], whole), dict.fromkeys(devices, whole))
+    assert schedule.sums.sent == dict.fromkeys(devices[:4], 128)
+    assert schedule.sums.kept == dict.fromkeys(devices[:4], 128)
 
 
-def test_of_far_senders_each_sends_its_share() -> None:
-    here = [FakeDevice(number) for number in range(4)]
-    there = [FakeDevice(number, process_index=1) for number in range(4, 8)]
+def test_far_senders_share_the_load() -> None:
+    near = [FakeDevice(index) for index in range(4)]
+    far = [FakeDevice(index, process_index=1) for index in range(4, 8)]
     whole = ((0, 8), (0, 4))
-    move = schedule((8, 4), FLOAT, dict.fromkeys(here, whole), held(there, (8, 4), (4, 1)))
-    assert move.sums.sent == dict.fromkeys(here, 32)
-    assert [piece.relayed for piece in move.pieces] == [False] * 4
+    schedule = make_schedule((8, 4), FLOAT, dict.fromkeys(near, whole), spread_boxes(far, (8, 4), (4, 1)))
+    assert schedule.sums.sent == dict.fromkeys(near, 32)
+    assert [piece.relayed for piece in schedule.pieces] == [False] * 4
 
 
 # ---- networks ----
@@ -226,27 +237,27 @@ def test_of_far_senders_each_sends_its_share() -> None:
     [
         ("tpu", (0, 0, 1, 1), "slice"),
         ("tpu", (0, 0, 0, 0), "process"),  # of one slice
-        ("cpu", (0, 0, 0, 0), "process"),  # XLA says so of all CPUs
+        ("cpu", (0, 0, 0, 0), "process"),  # XLA gives all CPUs slice 0
         ("cpu", (None, None, None, None), "process"),
         ("gpu", (0, 0, 1, 1), "slice"),
         ("tpu", (0, None, 1, 1), "process"),
     ],
 )
-def test_a_network_is_a_slice_where_there_are_several_else_a_process(
+def test_networks_are_slices_if_several_else_processes(
     platform: str, slices_of: tuple[int | None, ...], name: str
 ) -> None:
-    devices = [FakeDevice(n, n % 2, number, platform) for n, number in enumerate(slices_of)]
-    wanted = slices_of if name == "slice" else (0, 1, 0, 1)
-    assert list(networks(devices).items()) == [(device, (name, n)) for device, n in zip(devices, wanted, strict=True)]
+    devices = [FakeDevice(n, n % 2, index, platform) for n, index in enumerate(slices_of)]
+    expected = slices_of if name == "slice" else (0, 1, 0, 1)
+    assert list(networks(devices).items()) == [(device, (name, n)) for device, n in zip(devices, expected, strict=True)]
 
 
-def test_a_near_replica_is_taken_before_a_far_one() -> None:
+def test_near_replicas_send_before_far_ones() -> None:
     near, far = FakeDevice(0, process_index=1), FakeDevice(1, process_index=0)
     receiver = FakeDevice(2, process_index=1)
     box = ((0, 8),)
-    move = schedule((8,), FLOAT, {far: box, near: box}, {receiver: box})
-    assert [piece.sender for piece in move.pieces] == [near]
-    assert move.sums.route == "direct"
+    schedule = make_schedule((8,), FLOAT, {far: box, near: box}, {receiver: box})
+    assert [piece.sender for piece in schedule.pieces] == [near]
+    assert schedule.sums.route == "direct"
 
 
 # ---- rounds ----
@@ -254,49 +265,49 @@ def test_a_near_replica_is_taken_before_a_far_one() -> None:
 
 @settings(max_examples=200)
 @given(settings_of(), st.sampled_from([1, 100, 300]))
-def test_rounds_cover_the_pieces_and_no_device_does_two_things_at_once(setting: Setting, scale: int) -> None:
+def test_devices_send_and_receive_once_a_round(setting: Setting, scale: int) -> None:
     bigger = tuple(size * scale for size in setting.shape)
 
-    def grown(boxes: dict[FakeDevice, Box]) -> dict[FakeDevice, Box]:
+    def scaled(boxes: dict[FakeDevice, Box]) -> dict[FakeDevice, Box]:
         return {device: tuple((start * scale, stop * scale) for start, stop in box) for device, box in boxes.items()}
 
-    move = schedule(bigger, FLOAT, grown(setting.source), grown(setting.target))
-    found = rounds(move, move.pieces)
+    schedule = make_schedule(bigger, FLOAT, scaled(setting.source), scaled(setting.target))
+    all_rounds = rounds(schedule, schedule.pieces)
     parts: dict[tuple[FakeDevice, FakeDevice, bool], list[Box]] = {}
-    for one in found:
-        assert len({id(piece.sender) for piece in one.pieces}) == len(one.pieces)
-        assert len({id(piece.receiver) for piece in one.pieces}) == len(one.pieces)
-        assert {box_shape(piece.box) for piece in one.pieces} == {one.shape}
-        assert one.bytes == 4 * math.prod(one.shape)
-        assert one.bytes <= piece_bytes(move) or math.prod(one.shape) == 1
-        for piece in one.pieces:
+    for each_round in all_rounds:
+        assert len({id(piece.sender) for piece in each_round.pieces}) == len(each_round.pieces)
+        assert len({id(piece.receiver) for piece in each_round.pieces}) == len(each_round.pieces)
+        assert {box_shape(piece.box) for piece in each_round.pieces} == {each_round.shape}
+        assert each_round.bytes == 4 * math.prod(each_round.shape)
+        assert each_round.bytes <= piece_bytes(schedule) or math.prod(each_round.shape) == 1
+        for piece in each_round.pieces:
             parts.setdefault((piece.sender, piece.receiver, piece.relayed), []).append(piece.box)
-    assert sum(len(one.pieces) for one in found) == sum(map(len, parts.values()))
-    for piece in move.pieces:
+    assert sum(len(each_round.pieces) for each_round in all_rounds) == sum(map(len, parts.values()))
+    for piece in schedule.pieces:
         mine = [box for box in parts[piece.sender, piece.receiver, piece.relayed] if inside(box, piece.box)]
         assert sum(math.prod(box_shape(box)) for box in mine) == math.prod(box_shape(piece.box))
-        for one, two in itertools.combinations(mine, 2):
-            assert any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(one, two, strict=True))
-    total = sum(move.box_bytes(piece.box) for piece in move.pieces)
-    assert sum(one.bytes * len(one.pieces) for one in found) == total
+        for each_round, other in itertools.combinations(mine, 2):
+            assert any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(each_round, other, strict=True))
+    total = sum(schedule.box_bytes(piece.box) for piece in schedule.pieces)
+    assert sum(each_round.bytes * len(each_round.pieces) for each_round in all_rounds) == total
 
 
-def test_pieces_that_meet_nowhere_share_a_round() -> None:
-    devices = [FakeDevice(number) for number in range(8)]
+def test_independent_pieces_share_a_round() -> None:
+    devices = [FakeDevice(index) for index in range(8)]
     shape = (64, 64)
-    turned = dict(zip(devices[1:] + devices[:1], boxes(shape, (8, 1)), strict=True))
-    move = schedule(shape, FLOAT, held(devices, shape, (8, 1)), turned)
-    (only,) = rounds(move, move.pieces)
+    rotated = dict(zip(devices[1:] + devices[:1], boxes(shape, (8, 1)), strict=True))
+    schedule = make_schedule(shape, FLOAT, spread_boxes(devices, shape, (8, 1)), rotated)
+    (only,) = rounds(schedule, schedule.pieces)
     assert len(only.pieces) == 8
     # All to all takes as many rounds as there are devices, and not one for each of the 64 pieces.
-    move = schedule(shape, FLOAT, held(devices, shape, (8, 1)), held(devices, shape, (1, 8)))
-    assert [len(one.pieces) for one in rounds(move, move.pieces)] == [8] * 8
+    schedule = make_schedule(shape, FLOAT, spread_boxes(devices, shape, (8, 1)), spread_boxes(devices, shape, (1, 8)))
+    assert [len(each_round.pieces) for each_round in rounds(schedule, schedule.pieces)] == [8] * 8
 
 
-def test_large_pieces_travel_in_parts_of_a_sixty_fourth_of_a_shard() -> None:
-    one, two = FakeDevice(0), FakeDevice(1)
+def test_large_pieces_are_a_64th_of_a_shard() -> None:
+    sender, receiver = FakeDevice(0), FakeDevice(1)
     box = ((0, 2**13), (0, 2**13))
-    move = schedule((2**13, 2**13), FLOAT, {one: box}, {two: box})
-    assert (move.new_bytes, piece_bytes(move)) == (2**28, 2**22)
-    found = rounds(move, move.pieces)
-    assert [(step.shape, step.bytes, len(step.pieces)) for step in found] == [((2**10, 2**10), 2**22, 1)] * 64
+    schedule = make_schedule((2**13, 2**13), FLOAT, {sender: box}, {receiver: box})
+    assert (schedule.new_bytes, piece_bytes(schedule)) == (2**28, 2**22)
+    steps = rounds(schedule, schedule.pieces)
+    assert [(step.shape, step.bytes, len(step.pieces)) for step in steps] == [((2**10, 2**10), 2**22, 1)] * 64

@@ -1,4 +1,4 @@
-"""Cutting a mesh along an axis and joining it again: values, places, memory, and all that is refused."""
+"""Cutting a mesh along an axis and joining it again: values, devices, memory, and what is refused."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,9 +20,11 @@ from tests.mesh.test_processes import SHAPES, told
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def mesh_of(sizes: Sequence[int], names: Sequence[str], types: Sequence[AxisType] | None = None, at: int = 0) -> Mesh:
+def mesh_of(
+    sizes: Sequence[int], names: Sequence[str], types: Sequence[AxisType] | None = None, start: int = 0
+) -> Mesh:
     count = int(np.prod(sizes))
-    devices = np.array(jax.devices()[at : at + count]).reshape(sizes)
+    devices = np.array(jax.devices()[start : start + count]).reshape(sizes)
     return Mesh(devices, tuple(names), axis_types=tuple(types or (AUTO,) * len(names)))
 
 
@@ -31,7 +33,7 @@ REP = mesh_of((2, 4), ("rep", "fsdp"))
 
 
 def counted(mesh: Mesh, spec: P, shape: tuple[int, ...] = (8, 8), dtype: Any = np.float32) -> jax.Array:
-    """An array of which every element is another, with memory of its own on every device."""
+    """An array of distinct elements, with its own memory on every device."""
     sharding = NamedSharding(mesh, spec)
     # Shards that come from numpy may share one memory on CPU devices.
     return jax.jit(lambda: jnp.arange(np.prod(shape), dtype=dtype).reshape(shape), out_shardings=sharding)()
@@ -53,18 +55,18 @@ def spec_on(array: jax.Array) -> P:
 
 
 def memory(array: jax.Array) -> dict[int, int]:
-    """Where the shard of each device lies."""
+    """Where in memory the shard of each device is."""
     return {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
 def merged(arrays: Sequence[jax.Array]) -> dict[int, int]:
-    found = [item for array in arrays for item in memory(array).items()]
-    assert len(dict(found)) == len(found)
-    return dict(found)
+    items = [item for array in arrays for item in memory(array).items()]
+    assert len(dict(items)) == len(items)
+    return dict(items)
 
 
 def by_hand(array: jax.Array, mesh_axis: str, start: int, stop: int) -> np.ndarray:
-    """The shards of some indices of an axis, put together with numpy alone: each goes where its device stands."""
+    """The shards of some indices of an axis, put together with numpy alone, each at the place of its device."""
     mesh, spec = mesh_on(array), spec_on(array)
     part = mesh.devices.take(range(start, stop), axis=mesh.axis_names.index(mesh_axis))
     sizes = dict(zip(mesh.axis_names, part.shape, strict=True))
@@ -75,43 +77,43 @@ def by_hand(array: jax.Array, mesh_axis: str, start: int, stop: int) -> np.ndarr
     shard_shape = next(iter(shards.values())).shape
     result = np.zeros([way * size for way, size in zip(ways, shard_shape, strict=True)], array.dtype)
     filled = np.zeros(result.shape, bool)
-    for place in np.ndindex(part.shape):
-        at = dict(zip(mesh.axis_names, place, strict=True))
+    for coordinates in np.ndindex(part.shape):
+        index_of = dict(zip(mesh.axis_names, coordinates, strict=True))
         where = []
         for entry, size in zip(entries, shard_shape, strict=True):
-            number = 0
+            index = 0
             for name in entry:
-                number = number * sizes[name] + at[name]
-            where.append(slice(number * size, (number + 1) * size))
-        result[tuple(where)] = shards[part[place]]
+                index = index * sizes[name] + index_of[name]
+            where.append(slice(index * size, (index + 1) * size))
+        result[tuple(where)] = shards[part[coordinates]]
         filled[tuple(where)] = True
     assert filled.all()
     return result
 
 
-def test_a_mesh_of_eight_in_two() -> None:
+def test_a_mesh_is_cut_in_two() -> None:
     x = counted(FSDP, P("fsdp", None))
-    one, two = split_by_mesh_axis(x, "fsdp", 2)
-    assert one.shape == two.shape == (4, 8)
-    assert spec_on(one) == spec_on(two) == P("fsdp", None)
-    assert ids(one) == [0, 1, 2, 3]
+    head, two = split_by_mesh_axis(x, "fsdp", 2)
+    assert head.shape == two.shape == (4, 8)
+    assert spec_on(head) == spec_on(two) == P("fsdp", None)
+    assert ids(head) == [0, 1, 2, 3]
     assert ids(two) == [4, 5, 6, 7]
-    np.testing.assert_array_equal(one, np.asarray(x)[:4])
+    np.testing.assert_array_equal(head, np.asarray(x)[:4])
     np.testing.assert_array_equal(two, np.asarray(x)[4:])
-    assert one.committed
+    assert head.committed
     assert not x.is_deleted()
 
 
-def test_a_cut_before_an_index_leaves_the_list_as_it_was() -> None:
+def test_lists_of_indices_are_not_changed() -> None:
     x = counted(REP, P("fsdp", None))
     sections = [1]
-    one, two = split_by_mesh_axis(x, "fsdp", sections)
+    head, two = split_by_mesh_axis(x, "fsdp", sections)
     assert sections == [1]
-    assert (one.shape, two.shape) == ((2, 8), (6, 8))
-    assert sorted(ids(one)) == [0, 4]
+    assert (head.shape, two.shape) == ((2, 8), (6, 8))
+    assert sorted(ids(head)) == [0, 4]
     assert sorted(ids(two)) == [1, 2, 3, 5, 6, 7]
     assert dict(mesh_on(two).shape) == {"rep": 2, "fsdp": 3}
-    np.testing.assert_array_equal(one, np.asarray(x)[:2])
+    np.testing.assert_array_equal(head, np.asarray(x)[:2])
     np.testing.assert_array_equal(two, np.asarray(x)[2:])
 
 
@@ -138,7 +140,7 @@ def test_sections_of_every_kind(sections: Any, lengths: list[int]) -> None:
     assert concatenate_by_mesh_axis(parts, "fsdp").sharding == x.sharding
 
 
-def test_an_axis_that_the_array_is_not_split_over_gives_whole_copies() -> None:
+def test_unsplit_arrays_give_whole_copies() -> None:
     x = counted(REP, P("fsdp"))
     parts = split_by_mesh_axis(x, "rep")
     assert [ids(part) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -150,7 +152,7 @@ def test_an_axis_that_the_array_is_not_split_over_gives_whole_copies() -> None:
     np.testing.assert_array_equal(joined, x)
 
 
-def test_of_a_minor_axis_the_shards_of_the_devices_follow_each_other() -> None:
+def test_minor_axes_give_shards_in_device_order() -> None:
     mesh = mesh_of((2, 4), ("a", "b"))
     x = counted(mesh, P(("a", "b")), (16,))
     major = split_by_mesh_axis(x, "a")
@@ -171,14 +173,14 @@ TYPES = [(AUTO,) * 3, (EXPLICIT,) * 3, (AUTO, EXPLICIT, AUTO), (EXPLICIT, AUTO, 
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(kind.name for kind in types))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("axis", ["a", "b", "c"])
-def test_there_and_back_on_axes_of_every_type(axis: str, spec: P, types: tuple[AxisType, ...]) -> None:
+def test_joining_undoes_cutting(axis: str, spec: P, types: tuple[AxisType, ...]) -> None:
     mesh = mesh_of((2, 2, 2), ("a", "b", "c"), types)
     x = counted(mesh, spec)
     parts = split_by_mesh_axis(x, axis)
-    for number, part in enumerate(parts):
+    for index, part in enumerate(parts):
         assert mesh_on(part).axis_types == types
         assert spec_on(part) == spec_on(x)
-        np.testing.assert_array_equal(part, by_hand(x, axis, number, number + 1))
+        np.testing.assert_array_equal(part, by_hand(x, axis, index, index + 1))
     joined = concatenate_by_mesh_axis(parts, axis)
     assert joined.sharding == x.sharding
     assert joined.shape == x.shape
@@ -198,7 +200,7 @@ def test_random_meshes_specs_and_sections(seed: int) -> None:
     mesh = Mesh(
         np.array(jax.devices())[order].reshape(sizes),
         tuple(names),
-        axis_types=tuple([AUTO, EXPLICIT][number] for number in random.integers(0, 2, len(names))),
+        axis_types=tuple([AUTO, EXPLICIT][index] for index in random.integers(0, 2, len(names))),
     )
     dims: list[list[str]] = [[] for _ in range(random.integers(1, 4))]
     for name in random.permutation(list(names)).tolist():
@@ -224,7 +226,7 @@ def test_random_meshes_specs_and_sections(seed: int) -> None:
 @pytest.mark.parametrize(
     "dtype", [jnp.int4, jnp.bool_, jnp.bfloat16, jnp.float8_e4m3fn, jnp.complex64, jnp.uint8], ids=str
 )
-def test_every_dtype_bit_for_bit(dtype: Any) -> None:
+def test_every_dtype_keeps_its_bits(dtype: Any) -> None:
     raw = (np.arange(64).reshape(8, 8) % 3).astype(dtype)
     x = jax.device_put(raw, NamedSharding(FSDP, P("fsdp")))
     parts = split_by_mesh_axis(x, "fsdp", [3])
@@ -234,12 +236,12 @@ def test_every_dtype_bit_for_bit(dtype: Any) -> None:
     assert np.asarray(joined).tobytes() == raw.tobytes()
 
 
-def test_bits_of_nan_and_of_minus_zero_are_kept() -> None:
+def test_nan_and_minus_zero_keep_their_bits() -> None:
     raw = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 1], np.uint32).view(np.float32).repeat(2)
     x = jax.device_put(raw, NamedSharding(FSDP, P("fsdp")))
     parts = split_by_mesh_axis(x, "fsdp", 4)
-    found = np.concatenate([np.asarray(part) for part in parts])
-    np.testing.assert_array_equal(found.view(np.uint32), raw.view(np.uint32))
+    values = np.concatenate([np.asarray(part) for part in parts])
+    np.testing.assert_array_equal(values.view(np.uint32), raw.view(np.uint32))
 
 
 def test_random_keys_stay_keys() -> None:
@@ -258,7 +260,7 @@ def test_random_keys_stay_keys() -> None:
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-def test_the_kind_of_memory_is_kept(kind: str) -> None:
+def test_memory_kinds_are_kept(kind: str) -> None:
     x = jax.device_put(np.arange(8.0), NamedSharding(FSDP, P("fsdp")).with_memory_kind(kind))
     parts = split_by_mesh_axis(x, "fsdp", [2])
     assert [part.sharding.memory_kind for part in parts] == [kind, kind]
@@ -268,7 +270,7 @@ def test_the_kind_of_memory_is_kept(kind: str) -> None:
     assert joined.tolist() == list(range(8))
 
 
-def test_parts_work_where_they_are() -> None:
+def test_parts_compute_on_their_devices() -> None:
     x = counted(REP, P("fsdp", None))
     for part in split_by_mesh_axis(x, "fsdp", 2):
         mean = jax.jit(lambda a: a - a.mean())(part)
@@ -276,7 +278,7 @@ def test_parts_work_where_they_are() -> None:
         np.testing.assert_allclose(mean, np.asarray(part) - np.asarray(part).mean())
 
 
-def test_a_tree_stays_the_tree_it_was() -> None:
+def test_trees_keep_their_structure() -> None:
     model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)
     step = counted(REP, P(), (), np.int32)
@@ -289,9 +291,9 @@ def test_a_tree_stays_the_tree_it_was() -> None:
     assert all(jax.tree.structure(part) == jax.tree.structure(tree) for part in parts)
     assert all(int(part["step"]) == 0 for part in parts)
     joined = concatenate_by_mesh_axis(tuple(parts), "fsdp")
-    for one, other in zip(jax.tree.leaves(joined), jax.tree.leaves(tree), strict=True):
-        assert one.sharding == other.sharding
-        np.testing.assert_array_equal(one, other)
+    for head, other in zip(jax.tree.leaves(joined), jax.tree.leaves(tree), strict=True):
+        assert head.sharding == other.sharding
+        np.testing.assert_array_equal(head, other)
     whole = eqx.combine(joined["params"], static)
     np.testing.assert_allclose(whole(jnp.ones(8)), model(jnp.ones(8)), atol=1e-5)
 
@@ -305,8 +307,8 @@ def test_empty_arrays_and_axes_of_one() -> None:
     assert concatenate_by_mesh_axis([same], "one").sharding == x.sharding
 
 
-def test_parts_that_were_never_one_are_joined() -> None:
-    small, large = mesh_of((2, 1), ("tp", "dp")), mesh_of((2, 3), ("tp", "dp"), at=2)
+def test_unrelated_parts_can_be_joined() -> None:
+    small, large = mesh_of((2, 1), ("tp", "dp")), mesh_of((2, 3), ("tp", "dp"), start=2)
     a, b = counted(small, P("dp", "tp"), (2, 4)), counted(large, P(("dp",), "tp"), (6, 4))
     joined = concatenate_by_mesh_axis([a, b], "dp")
     assert dict(mesh_on(joined).shape) == {"tp": 2, "dp": 4}
@@ -323,34 +325,32 @@ def test_donate_leaves_the_results_alive(donate: bool) -> None:
     values = np.asarray(x)
     parts = split_by_mesh_axis({"x": x}, "fsdp", 2, donate=donate)
     assert not x.is_deleted()
-    at = memory(x)
+    pointers = memory(x)
     del x
     np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts]), values)
     joined = concatenate_by_mesh_axis(parts, "fsdp", donate=donate)
     assert not any(part["x"].is_deleted() for part in parts)
     del parts
     np.testing.assert_array_equal(joined["x"], values)
-    assert memory(joined["x"]) == at
+    assert memory(joined["x"]) == pointers
 
 
-def test_jax_deletes_shards_for_all_who_share_them() -> None:
-    """Why `donate` deletes nothing. If this fails, JAX has changed, and it could."""
+def test_jax_deletes_shared_shards_of_all_arrays() -> None:
+    """Why `donate` deletes nothing. If this fails, JAX has changed, and `donate` could."""
     x = counted(FSDP, P("fsdp"))
     parts = split_by_mesh_axis(x, "fsdp", 2)
     x.delete()
     assert all(part.is_deleted() for part in parts)
 
 
-def test_an_array_that_lost_some_of_its_shards_is_refused() -> None:
+def test_arrays_that_lost_shards_are_refused() -> None:
     x = counted(FSDP, P("fsdp"))
-    one, two = split_by_mesh_axis({"x": x}, "fsdp", 2)
+    head, two = split_by_mesh_axis({"x": x}, "fsdp", 2)
     two["x"].delete()
-    with pytest.raises(
-        sr.errors.TreeError, match=r"deleted: x \(8, 8\): it has been deleted or donated, or something has"
-    ):
+    with pytest.raises(sr.errors.TreeError, match=r"deleted: x \(8, 8\): it has been deleted or donated, or an array"):
         split_by_mesh_axis({"x": x}, "fsdp", 2)
     with pytest.raises(sr.errors.TreeError, match=r"deleted: 1/x \(4, 8\): it has been deleted"):
-        concatenate_by_mesh_axis([one, two], "fsdp")
+        concatenate_by_mesh_axis([head, two], "fsdp")
 
 
 # What is refused.
@@ -359,15 +359,15 @@ def test_an_array_that_lost_some_of_its_shards_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (3, "an axis of size 8 has no 3 equal parts"),
-        (0, "no 0 equal parts"),
-        (-2, "no -2 equal parts"),
-        (16, "no 16 equal parts"),
-        ([8], r"the indices \[8\] are not rising numbers above 0 and below 8, the size of the axis"),
-        ([0], r"the indices \[0\] are not"),
-        ([4, 2], r"the indices \[4, 2\] are not"),
-        ((2, 2), r"the indices \[2, 2\] are not"),
-        ([-1], r"the indices \[-1\] are not"),
+        (3, "an axis of size 8 cannot be cut into 3 equal parts"),
+        (0, "into 0 equal parts"),
+        (-2, "into -2 equal parts"),
+        (16, "into 16 equal parts"),
+        ([8], r"the indices \[8\] must be increasing numbers above 0 and below 8, the size of the axis"),
+        ([0], r"the indices \[0\] must be"),
+        ([4, 2], r"the indices \[4, 2\] must be"),
+        ((2, 2), r"the indices \[2, 2\] must be"),
+        ([-1], r"the indices \[-1\] must be"),
         ("4", "a number or a list of numbers; got '4'"),
         (b"\x04", "a number or a list of numbers; got b"),
         (2.0, "a number or a list of numbers; got 2.0"),
@@ -378,35 +378,35 @@ def test_an_array_that_lost_some_of_its_shards_is_refused() -> None:
         (np.ones((1, 1), int), "a number or a list of numbers"),
     ],
 )
-def test_sections_that_are_none(sections: Any, message: str) -> None:
+def test_sections_must_be_possible(sections: Any, message: str) -> None:
     x = counted(FSDP, P("fsdp"))
     with pytest.raises(sr.errors.MeshError, match=message) as caught:
         split_by_mesh_axis(x, "fsdp", sections)
     assert isinstance(caught.value, ValueError)
 
 
-def test_an_axis_of_one_has_no_inner_index() -> None:
+def test_axes_of_size_one_have_no_inner_index() -> None:
     x = counted(mesh_of((1, 8), ("one", "fsdp")), P("fsdp"))
-    with pytest.raises(sr.errors.MeshError, match=r"the indices \[1\] are not rising numbers above 0 and below 1"):
+    with pytest.raises(sr.errors.MeshError, match=r"the indices \[1\] must be increasing numbers above 0 and below 1"):
         split_by_mesh_axis(x, "one", [1])
 
 
 @pytest.mark.parametrize("axis", ["fspd", "", None, ("fsdp",), ["fsdp"], 0])
-def test_an_axis_that_is_not_there(axis: Any) -> None:
+def test_the_axis_must_exist(axis: Any) -> None:
     x = counted(FSDP, P("fsdp"))
-    with pytest.raises(sr.errors.UnknownAxisError, match=r"the mesh fsdp:8 has no axis") as caught:
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"unknown axis .*; the mesh is fsdp:8") as caught:
         split_by_mesh_axis(x, axis)
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(sr.errors.UnknownAxisError, match=r"unknown-axis: 0: the mesh fsdp:8 has no axis"):
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"unknown-axis: 0: unknown axis .*; the mesh is fsdp:8"):
         concatenate_by_mesh_axis([x], axis)
 
 
 def test_the_nearest_axis_is_suggested() -> None:
-    with pytest.raises(sr.errors.UnknownAxisError, match=r"'fspd' \(did you mean 'fsdp'\?\)"):
+    with pytest.raises(sr.errors.UnknownAxisError, match=r"'fspd'; the mesh is fsdp:8 \(did you mean 'fsdp'\?\)"):
         split_by_mesh_axis(counted(FSDP, P("fsdp")), "fspd")
 
 
-def test_one_error_lists_everything() -> None:
+def test_one_error_lists_every_problem_of_cutting() -> None:
     gone = counted(FSDP, P("fsdp"))
     gone.delete()
     tree = {
@@ -422,25 +422,27 @@ def test_one_error_lists_everything() -> None:
         split_by_mesh_axis(tree, "fsdp", 3)
     lines = str(caught.value).splitlines()
     all_devices = "devices 0, 1, 2, 3, 4, 5, 6, 7"
-    others = f", and those before it on fsdp:8 (Auto) of {all_devices}"
+    others = f", and earlier arrays are on fsdp:8 (Auto) of {all_devices}"
     assert [line for line in lines if not line.startswith("      ->")] == [
         "split_by_mesh_axis:",
-        "  error sections: an axis of size 8 has no 3 equal parts",
-        "  error deleted: gone (8, 8): it has been deleted or donated, or something has that shared its shards",
-        "  error no-array: host (3, 2): it is of type ndarray, and no JAX array",
-        "  error no-array: layers/*/w x2: it is of type float, and no JAX array",
-        f"  error other-mesh: other (8, 8): it lies on the mesh rep:2,fsdp:4 (Auto, Auto) of {all_devices}{others}",
-        "  error no-mesh: single (5,): it lies on no mesh: its sharding is a SingleDeviceSharding",
-        f"  error other-mesh: types (8, 8): it lies on the mesh fsdp:8 (Explicit) of {all_devices}{others}",
+        "  error sections: an axis of size 8 cannot be cut into 3 equal parts",
+        "  error deleted: gone (8, 8): it has been deleted or donated, or an array that shares its shards has",
+        "  error no-array: host (3, 2): it is a ndarray, not a JAX array",
+        "  error no-array: layers/*/w x2: it is a float, not a JAX array",
+        f"  error other-mesh: other (8, 8): it is on the mesh rep:2,fsdp:4 (Auto, Auto) of {all_devices}{others}",
+        "  error no-mesh: single (5,): it is not on a mesh: its sharding is a SingleDeviceSharding",
+        f"  error other-mesh: types (8, 8): it is on the mesh fsdp:8 (Explicit) of {all_devices}{others}",
     ]
     assert sum(line.startswith("      ->") for line in lines) == 7
-    with pytest.raises(sr.errors.UnknownAxisError, match=r"no axis 'dp'(.|\n)*rising numbers above 0\n(.|\n)*gone"):
+    with pytest.raises(
+        sr.errors.UnknownAxisError, match=r"unknown axis 'dp'(.|\n)*increasing numbers above 0\n(.|\n)*gone"
+    ):
         split_by_mesh_axis(tree, "dp", [2, 1])
     with pytest.raises(sr.errors.TreeError, match="deleted: gone"):
         split_by_mesh_axis({"gone": gone}, "fsdp")
 
 
-def test_keys_that_are_deleted() -> None:
+def test_deleted_keys_are_refused() -> None:
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(FSDP, P("fsdp")))
     keys.delete()
     with pytest.raises(sr.errors.TreeError, match=r"deleted: the tree \(8,\): it has been deleted"):
@@ -448,14 +450,14 @@ def test_keys_that_are_deleted() -> None:
 
 
 @pytest.mark.parametrize("tree", [{}, [], None, {"a": None}])
-def test_a_tree_without_arrays(tree: Any) -> None:
-    with pytest.raises(sr.errors.TreeError, match="there is no array in it, and so no mesh"):
+def test_trees_need_an_array(tree: Any) -> None:
+    with pytest.raises(sr.errors.TreeError, match="the tree has no array, and so no mesh"):
         split_by_mesh_axis(tree, "fsdp", 2)
-    with pytest.raises(sr.errors.TreeError, match="there is no array in it, and so no mesh"):
+    with pytest.raises(sr.errors.TreeError, match="the tree has no array, and so no mesh"):
         concatenate_by_mesh_axis([tree, tree], "fsdp")
 
 
-def test_inside_jit_there_are_no_shards() -> None:
+def test_traced_arrays_are_refused() -> None:
     x = counted(FSDP, P("fsdp"))
     with pytest.raises(
         sr.errors.TreeError, match=r"traced: the tree \(8, 8\): it is being traced\n *-> Call it outside of jit"
@@ -471,12 +473,10 @@ def unreduced(mesh: Mesh) -> jax.Array:
         return jax.jit(lambda a, b: jnp.einsum("ij,jk->ik", a, b, out_sharding=P(unreduced=frozenset(["fsdp"]))))(a, b)
 
 
-def test_sums_that_have_not_been_taken() -> None:
+def test_unreduced_arrays_are_refused() -> None:
     x = unreduced(mesh_of((2, 4), ("rep", "fsdp"), (EXPLICIT, EXPLICIT)))
     assert spec_on(x).unreduced == {"fsdp"}
-    with pytest.raises(
-        sr.errors.TreeError, match=r"unreduced: x \(8, 8\): it is a sum over 'fsdp' that has not been taken"
-    ):
+    with pytest.raises(sr.errors.TreeError, match=r"unreduced: x \(8, 8\): it is an unreduced sum over 'fsdp'"):
         split_by_mesh_axis({"x": x}, "fsdp")
     parts = split_by_mesh_axis({"x": x}, "rep")
     assert spec_on(parts[0]["x"]).unreduced == {"fsdp"}
@@ -484,38 +484,38 @@ def test_sums_that_have_not_been_taken() -> None:
     other = counted(mesh_on(parts[1]["x"]), P(None, None))
     with pytest.raises(sr.errors.TreeError, match=r"misfit: 1/x \(8, 8\): its spec is .*, and in tree 0 .*unreduced"):
         concatenate_by_mesh_axis([parts[0], {"x": other}], "rep")
-    with pytest.raises(sr.errors.TreeError, match=r"unreduced: \*/x \(8, 8\) x2: it is a sum over 'fsdp'"):
+    with pytest.raises(sr.errors.TreeError, match=r"unreduced: \*/x \(8, 8\) x2: it is an unreduced sum over 'fsdp'"):
         concatenate_by_mesh_axis(parts, "fsdp")
 
 
-LEFT, RIGHT = mesh_of((4,), ("fsdp",)), mesh_of((4,), ("fsdp",), at=4)
+LEFT, RIGHT = mesh_of((4,), ("fsdp",)), mesh_of((4,), ("fsdp",), start=4)
 
 
 @pytest.mark.parametrize("trees", [[], (), "", None, 3, {"a": 1}, np.ones(3), iter([1])])
-def test_what_is_no_list_of_trees(trees: Any) -> None:
+def test_trees_must_be_a_list(trees: Any) -> None:
     with pytest.raises(
-        sr.errors.TreeError, match="concatenate_by_mesh_axis takes a list or tuple of one tree or more, got"
+        sr.errors.ConfigTypeError, match="concatenate_by_mesh_axis: trees must be a list or tuple of pytrees, got"
     ):
         concatenate_by_mesh_axis(trees, "fsdp")
 
 
-def test_an_array_is_no_list_of_trees() -> None:
-    with pytest.raises(sr.errors.TreeError, match="takes a list or tuple"):
+def test_an_array_is_not_a_list_of_trees() -> None:
+    with pytest.raises(sr.errors.ConfigTypeError, match="must be a list or tuple"):
         concatenate_by_mesh_axis(counted(FSDP, P("fsdp")), "fsdp")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (mesh_of((4,), ("dp",), at=4), r"differs from fsdp:4 in more than the size of 'fsdp'"),
-        (mesh_of((2, 2), ("rep", "fsdp"), at=4), r"differs from fsdp:4 in more"),
+        (mesh_of((4,), ("dp",), start=4), r"differs from fsdp:4 in more than the size of 'fsdp'"),
+        (mesh_of((2, 2), ("rep", "fsdp"), start=4), r"differs from fsdp:4 in more"),
         (
-            mesh_of((4,), ("fsdp",), (EXPLICIT,), at=4),
-            r"has axes of other types than fsdp:4 \(Auto\) of devices 0, 1, 2, 3",
+            mesh_of((4,), ("fsdp",), (EXPLICIT,), start=4),
+            r"has other axis types than fsdp:4 \(Auto\) of devices 0, 1, 2, 3",
         ),
-        (mesh_of((4,), ("fsdp",), at=2), r"of devices 2, 3, 4, 5 shares devices 2, 3 with one before it"),
-        (LEFT, r"shares devices 0, 1, 2, 3 with one before it"),
-        (FSDP, r"shares devices 0, 1, 2, 3 with one before it"),
+        (mesh_of((4,), ("fsdp",), start=2), r"of devices 2, 3, 4, 5 shares devices 2, 3 with an earlier one"),
+        (LEFT, r"shares devices 0, 1, 2, 3 with an earlier one"),
+        (FSDP, r"shares devices 0, 1, 2, 3 with an earlier one"),
     ],
 )
 def test_meshes_that_cannot_be_joined(mesh: Mesh, message: str) -> None:
@@ -524,70 +524,70 @@ def test_meshes_that_cannot_be_joined(mesh: Mesh, message: str) -> None:
         concatenate_by_mesh_axis([x, y], "fsdp")
 
 
-def test_meshes_of_other_sizes_elsewhere() -> None:
+def test_other_axes_must_have_equal_sizes() -> None:
     x = counted(mesh_of((2, 1), ("tp", "fsdp")), P("fsdp"))
-    y = counted(mesh_of((3, 1), ("tp", "fsdp"), at=2), P("fsdp"))
+    y = counted(mesh_of((3, 1), ("tp", "fsdp"), start=2), P("fsdp"))
     with pytest.raises(sr.errors.MeshError, match=r"differs from tp:2,fsdp:1 in more than the size of 'fsdp'"):
         concatenate_by_mesh_axis([x, y], "fsdp")
 
 
-def test_a_third_mesh_may_overlap_the_second() -> None:
-    meshes = [mesh_of((2,), ("fsdp",), at=at) for at in (0, 2, 3)]
+def test_no_two_meshes_may_overlap() -> None:
+    meshes = [mesh_of((2,), ("fsdp",), start=start) for start in (0, 2, 3)]
     trees = [counted(mesh, P("fsdp"), (4,)) for mesh in meshes]
     with pytest.raises(
-        sr.errors.MeshError, match=r"other-mesh: 2: the mesh fsdp:2 .* shares devices 3 with one before it"
+        sr.errors.MeshError, match=r"other-mesh: 2: the mesh fsdp:2 .* shares devices 3 with an earlier one"
     ):
         concatenate_by_mesh_axis(trees, "fsdp")
 
 
-def place(x: Any, spec: P, mesh: Mesh = RIGHT, kind: str = "device") -> jax.Array:
+def put(x: Any, spec: P, mesh: Mesh = RIGHT, kind: str = "device") -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=kind))
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (place(np.ones((8, 4), np.int32), P("fsdp")), "its dtype is int32, and in tree 0 float32"),
+        (put(np.ones((8, 4), np.int32), P("fsdp")), "its dtype is int32, and in tree 0 float32"),
         (
-            place(np.ones((8, 4), np.float32), P(None, "fsdp")),
+            put(np.ones((8, 4), np.float32), P(None, "fsdp")),
             r"its spec is P\(None, 'fsdp'\), and in tree 0 P\('fsdp'\)",
         ),
-        (place(np.ones((8, 4), np.float32), P()), r"its spec is P\(\), and in tree 0 P\('fsdp'\)"),
-        (place(np.ones((4, 4), np.float32), P("fsdp")), r"its shards are \(1, 4\), and in tree 0 \(2, 4\)"),
-        (place(np.ones((8, 2), np.float32), P("fsdp")), r"its shards are \(2, 2\), and in tree 0 \(2, 4\)"),
-        (place(np.ones((8,), np.float32), P("fsdp")), r"its shards are \(2,\), and in tree 0 \(2, 4\)"),
+        (put(np.ones((8, 4), np.float32), P()), r"its spec is P\(\), and in tree 0 P\('fsdp'\)"),
+        (put(np.ones((4, 4), np.float32), P("fsdp")), r"its shards are \(1, 4\), and in tree 0 \(2, 4\)"),
+        (put(np.ones((8, 2), np.float32), P("fsdp")), r"its shards are \(2, 2\), and in tree 0 \(2, 4\)"),
+        (put(np.ones((8,), np.float32), P("fsdp")), r"its shards are \(2,\), and in tree 0 \(2, 4\)"),
         (
-            place(np.ones((8, 4), np.float32), P("fsdp"), kind="pinned_host"),
+            put(np.ones((8, 4), np.float32), P("fsdp"), kind="pinned_host"),
             "its kind of memory is pinned_host, and in tree 0",
         ),
     ],
 )
 def test_arrays_that_cannot_be_joined(other: jax.Array, message: str) -> None:
-    first = {"w": place(np.ones((8, 4), np.float32), P("fsdp"), LEFT)}
+    first = {"w": put(np.ones((8, 4), np.float32), P("fsdp"), LEFT)}
     with pytest.raises(sr.errors.TreeError, match=rf"misfit: 1/w \({other.shape[0]},.*: {message}"):
         concatenate_by_mesh_axis([first, {"w": other}], "fsdp")
 
 
-def test_copies_of_different_shapes_and_keys_of_different_kinds() -> None:
+def test_copies_need_equal_shapes_and_key_types() -> None:
     with pytest.raises(
         sr.errors.TreeError, match=r"1 \(8,\): its shape is not \(4,\), as in tree 0, and it is not split over 'fsdp'"
     ):
-        concatenate_by_mesh_axis([place(np.ones(4), P(), LEFT), place(np.ones(8), P())], "fsdp")
-    one, other = (jax.random.split(jax.random.key(0, impl=impl), 4) for impl in ("threefry2x32", "rbg"))
+        concatenate_by_mesh_axis([put(np.ones(4), P(), LEFT), put(np.ones(8), P())], "fsdp")
+    head, other = (jax.random.split(jax.random.key(0, impl=impl), 4) for impl in ("threefry2x32", "rbg"))
     with pytest.raises(sr.errors.TreeError, match=r"its dtype is key<rbg>, and in tree 0 key<fry>"):
-        concatenate_by_mesh_axis([place(one, P("fsdp"), LEFT), place(other, P("fsdp"))], "fsdp")
+        concatenate_by_mesh_axis([put(head, P("fsdp"), LEFT), put(other, P("fsdp"))], "fsdp")
 
 
-def test_specs_that_mean_the_same_are_the_same() -> None:
-    one, other = place(np.ones((4, 4)), P("fsdp"), LEFT), place(np.ones((4, 4)), P(("fsdp",), None))
-    assert spec_on(concatenate_by_mesh_axis([one, other], "fsdp")) == P("fsdp")
+def test_equivalent_specs_can_be_joined() -> None:
+    head, other = put(np.ones((4, 4)), P("fsdp"), LEFT), put(np.ones((4, 4)), P(("fsdp",), None))
+    assert spec_on(concatenate_by_mesh_axis([head, other], "fsdp")) == P("fsdp")
 
 
-def test_structures_that_differ() -> None:
+def test_structures_must_agree() -> None:
     x, y = counted(LEFT, P("fsdp")), counted(RIGHT, P("fsdp"))
     with pytest.raises(
         sr.errors.TreeError,
-        match=r"structure: 1: it has not the structure of tree 0: it lacks 'b', and has 'c/d' besides",
+        match=r"structure: 1: its structure differs from that of tree 0: it lacks 'b', and it also has 'c/d'",
     ):
         concatenate_by_mesh_axis([{"a": x, "b": x}, {"a": y, "c": {"d": y}}], "fsdp")
     with pytest.raises(
@@ -596,7 +596,7 @@ def test_structures_that_differ() -> None:
         concatenate_by_mesh_axis([[x, x], (y, y)], "fsdp")
 
 
-def test_one_error_lists_everything_that_cannot_be_joined() -> None:
+def test_one_error_lists_every_problem_of_joining() -> None:
     x, y = counted(LEFT, P("fsdp")), counted(RIGHT, P("fsdp"))
     gone = counted(RIGHT, P("fsdp"))
     gone.delete()
@@ -612,18 +612,18 @@ def test_one_error_lists_everything_that_cannot_be_joined() -> None:
     lines = [line for line in str(caught.value).splitlines() if not line.startswith("      ->")]
     assert lines == [
         "concatenate_by_mesh_axis:",
-        f"  error other-mesh: 2: the mesh fsdp:4 (Auto) of {four} shares {four} with one before it",
-        "  error structure: 2: it has not the structure of tree 0: it lacks 'b', 'c', 'd'",
-        "  error no-mesh: 0/b (8, 8): it lies on no mesh: its sharding is a SingleDeviceSharding",
-        "  error deleted: 1/c (8, 8): it has been deleted or donated, or something has that shared its shards",
-        "  error no-array: 1/d: it is of type int, and no JAX array",
+        f"  error other-mesh: 2: the mesh fsdp:4 (Auto) of {four} shares {four} with an earlier one",
+        "  error structure: 2: its structure differs from that of tree 0: it lacks 'b', 'c', 'd'",
+        "  error no-mesh: 0/b (8, 8): it is not on a mesh: its sharding is a SingleDeviceSharding",
+        "  error deleted: 1/c (8, 8): it has been deleted or donated, or an array that shares its shards has",
+        "  error no-array: 1/d: it is a int, not a JAX array",
         "  error misfit: 1/a (8, 8): its dtype is int32, and in tree 0 float32",
     ]
 
 
 def test_nothing_is_sent() -> None:
     x = counted(FSDP, P("fsdp"))
-    y = place(np.arange(8), P("fsdp"), FSDP)
+    y = put(np.arange(8), P("fsdp"), FSDP)
     with jax.transfer_guard("disallow_explicit"):
         parts = split_by_mesh_axis([x, y], "fsdp", 4)
         joined = concatenate_by_mesh_axis(parts, "fsdp")
@@ -631,8 +631,8 @@ def test_nothing_is_sent() -> None:
 
 
 @SHAPES
-def test_each_process_cuts_what_it_holds(processes: int, devices: int) -> None:
-    found = told(
+def test_each_process_cuts_its_own_shards(processes: int, devices: int) -> None:
+    printed = told(
         run_processes(
             """
             from shardrules.reshard.split import concatenate_by_mesh_axis, split_by_mesh_axis
@@ -661,6 +661,6 @@ def test_each_process_cuts_what_it_holds(processes: int, devices: int) -> None:
         )
     )
     rows = 4 // processes
-    for process, lines in enumerate(found):
-        own = range(process * rows, (process + 1) * rows)
-        assert lines == [f"data {[2 if row in own else 0 for row in range(4)]}", f"model {[rows, rows]}"]
+    for process, lines in enumerate(printed):
+        rows_here = range(process * rows, (process + 1) * rows)
+        assert lines == [f"data {[2 if row in rows_here else 0 for row in range(4)]}", f"model {[rows, rows]}"]
