@@ -1,4 +1,4 @@
-"""Small functions of the kinds that people plan, with arguments: one list of them, which every replay is tried on."""
+"""Small functions of the kinds that people plan, with arguments: every replay is tested on all of them."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -24,18 +24,18 @@ FAST = attrs.evolve(
     link_bytes_per_second=1e12,
     link_latency_seconds=1e-12,
 )
-"""On which small arrays are worth splitting."""
+"""Hardware on which small arrays are worth splitting."""
 
 
 @final
 @attrs.frozen
 class Case:
-    """A function, and what makes its arguments."""
+    """A function, and a function that makes its arguments."""
 
     name: str
     fn: Callable[..., Any]
     make: Callable[[], tuple[Any, ...]]
-    axes: str | None = None  # of the only mesh that it can be on
+    axes: str | None = None  # of the only mesh that it runs on
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     def step(w: Any, *batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(w, *batch)
-        return jax.tree.map(lambda one, grad: one - 0.1 * grad, w, grads), value
+        return jax.tree.map(lambda weight, grad: weight - 0.1 * grad, w, grads), value
 
     return step
 
@@ -103,7 +103,7 @@ def block_weights(*stacked: int) -> dict[str, jax.Array]:
         "bias": (HIDDEN,),
         "down": (HIDDEN, WIDTH),
     }
-    return {name: 0.3 * real(*stacked, *shape, seed=at) for at, (name, shape) in enumerate(shapes.items())}
+    return {name: 0.3 * real(*stacked, *shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
 
 
 def recomputed_loss(w: Any, x: Any) -> Any:
@@ -169,7 +169,7 @@ def dropout_loss(w: Any, x: Any, key: Any) -> Any:
 
 
 class Net(eqx.Module):
-    """A model with leaves that are no arrays."""
+    """A model whose leaves are not all arrays."""
 
     layers: list[eqx.nn.Linear]
     activation: Callable[[Any], Any]
@@ -214,7 +214,7 @@ def equinox_args() -> tuple[Any, ...]:
 
 
 def while_not_small(w: Any, x: Any) -> Any:
-    """Data decides how often it goes round; `w` is taken by the body, and the bound by the condition."""
+    """Data decides how often it goes round; the body reads `w`, and the condition the bound."""
     bound = jnp.sum(w * w) * 1e-3
     return lax.while_loop(lambda s: jnp.sum(s[0] ** 2) > bound, lambda s: (0.5 * jnp.tanh(s[0] @ w), s[1] + 1), (x, 0))
 
@@ -223,8 +223,8 @@ def either(w: Any, x: Any) -> Any:
     return lax.cond(x[0, 0] > 0, lambda w, x: (jnp.tanh(x @ w), w), lambda w, x: (x @ w.T, w + 1), w, x)
 
 
-def one_of_three(number: Any, x: Any) -> Any:
-    return lax.switch(number, [jnp.sin, lambda x: x.T @ x, lambda x: jnp.ones((WIDTH, WIDTH))], x)
+def switched(index: Any, x: Any) -> Any:
+    return lax.switch(index, [jnp.sin, lambda x: x.T @ x, lambda x: jnp.ones((WIDTH, WIDTH))], x)
 
 
 def counted(x: Any) -> Any:
@@ -232,7 +232,7 @@ def counted(x: Any) -> Any:
 
 
 def nested(x: Any, w: Any) -> Any:
-    """A loop in a loop, whose inner one takes what goes round in the outer one."""
+    """A loop in a loop, which reads what goes round in the outer one."""
 
     def outer(x: Any, layer: Any) -> Any:
         y, ys = lax.scan(lambda y, row: (jnp.tanh(y + x @ layer), row @ layer), x, x)
@@ -266,7 +266,7 @@ def custom_loss(w: Any, x: Any) -> Any:
     return jnp.sum(clipped(bent(x @ w)) ** 2)
 
 
-# Operations that have to have much whole.
+# Operations with many dims that have to be whole.
 
 
 def ordered(x: Any) -> Any:
@@ -289,7 +289,7 @@ def moved_about(x: Any, i: Any) -> Any:
     )
 
 
-# What people wrote into functions themselves. Their meshes are those on which they are tried.
+# Functions with shardings of their own.
 
 
 def constrained(w: Any, x: Any) -> Any:
@@ -372,7 +372,7 @@ TRAINED = (
 
 SMALL = (
     Case("cond", either, lambda: (real(WIDTH, WIDTH), real(BATCH, WIDTH))),
-    Case("switch", one_of_three, lambda: (jnp.int32(1), real(WIDTH, WIDTH))),
+    Case("switch", switched, lambda: (jnp.int32(1), real(WIDTH, WIDTH))),
     Case("fori_loop", counted, lambda: (real(BATCH, WIDTH),)),
     Case("swapped in a loop", swapped, lambda: (real(WIDTH, WIDTH), real(WIDTH, WIDTH, seed=1))),
     Case("a scan of nothing", lambda x: lax.scan(lambda c, y: (c + y, y), x[0], x[:0]), lambda: (real(BATCH, WIDTH),)),
@@ -416,38 +416,40 @@ SMALL = (
     Case("keys returned", lambda key: jax.random.split(key, 8), lambda: (jax.random.key(0),)),
     Case("a result that weighs nothing", lambda x: (x.sum(), 2.0 * x.sum(), x), lambda: (real(16, 8),)),
 )
-"""Everything else that a function may be."""
+"""Everything else that a function may do."""
 
 WRITTEN = (
     Case("constraints", trained(constrained_loss), lambda: (mlp_weights(), real(BATCH, WIDTH)), "data:4,model:2"),
     Case("shard_map", trained(mapped_loss), lambda: (mlp_weights(), real(BATCH, WIDTH)), "data:4,model:2"),
 )
-"""What says itself where arrays are to be."""
+"""Functions that say themselves how arrays are laid out."""
 
 
 def plain(tree: Any) -> list[Any]:
     """The leaves of a tree, keys as numbers."""
     return [
-        jax.random.key_data(one)
-        if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jax.dtypes.prng_key)
-        else one
-        for one in jax.tree.leaves(tree)
+        jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+        for leaf in jax.tree.leaves(tree)
     ]
 
 
-def compare(found: Any, expected: Any) -> None:
-    """Two trees are of one structure, and their arrays of one kind and the same numbers, but for rounding."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, two in zip(plain(found), plain(expected), strict=True):
-        if not isinstance(two, jax.Array | np.ndarray):
-            assert one is two or one == two
+def compare(actual: Any, expected: Any) -> None:
+    """Asserts that two trees have the same structure, dtypes and numbers, up to rounding."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(plain(actual), plain(expected), strict=True):
+        if not isinstance(y, jax.Array | np.ndarray):
+            assert x is y or x == y
             continue
-        assert (one.shape, one.dtype) == (two.shape, jnp.asarray(two).dtype)
-        if isinstance(two, jax.Array):
-            assert one.weak_type == two.weak_type
-        if jnp.issubdtype(two.dtype, jnp.inexact):
-            rough = 2e-2 if two.dtype == jnp.bfloat16 else 5e-4
-            kind = np.complex128 if jnp.iscomplexobj(two) else np.float64
-            np.testing.assert_allclose(np.asarray(one).astype(kind), np.asarray(two).astype(kind), rough, rough / 5)
+        assert (x.shape, x.dtype) == (y.shape, jnp.asarray(y).dtype)
+        if isinstance(y, jax.Array):
+            assert x.weak_type == y.weak_type
+        if jnp.issubdtype(y.dtype, jnp.inexact):
+            tolerance = 2e-2 if y.dtype == jnp.bfloat16 else 5e-4
+            dtype = np.complex128 if jnp.iscomplexobj(y) else np.float64
+            np.testing.assert_allclose(
+                np.asarray(x).astype(dtype), np.asarray(y).astype(dtype), tolerance, tolerance / 5
+            )
         else:
-            np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

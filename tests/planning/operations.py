@@ -1,4 +1,4 @@
-"""One operation each: what the factors of operations are proven on."""
+"""Functions of one operation each, on which factors are tested."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -14,9 +14,9 @@ from jax.extend.core import primitives
 @final
 @attrs.frozen
 class Case:
-    """A function that is one operation, and what it is called with.
+    """A function that is one operation, and its arguments.
 
-    Arrays of loops that end when all elements have converged ask each other every time whether they have: `converges`.
+    `converges`: it is a loop that ends when all elements have converged, so devices ask each other in every round.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Case:
 
 
 def real(*shape: int, seed: int = 0) -> jax.Array:
-    """Numbers between 0.1 and 0.9, no two alike: all functions that are tested here are defined there."""
+    """Numbers between 0.1 and 0.9, no two the same: all functions that are tested here are defined there."""
     size = int(np.prod(shape))
     values = np.random.default_rng(seed).permutation(size).reshape(shape)
     return jnp.asarray(0.1 + 0.8 * (values + 0.5) / size, jnp.float32)
@@ -232,7 +232,7 @@ RANDOM = (
     Case("random_unwrap", jax.random.key_data, (keys(4),)),
     Case("random_wrap", jax.random.wrap_key_data, (jax.random.key_data(keys(4)),)),
     Case("random_gamma", bound(primitives.random_gamma_p, log_space=True), (keys(8), real(8)), converges=True),
-    Case("threefry2x32", bound(primitives.threefry2x32_p), tuple(N.astype(jnp.uint32) + one for one in range(4))),
+    Case("threefry2x32", bound(primitives.threefry2x32_p), tuple(N.astype(jnp.uint32) + offset for offset in range(4))),
 )
 
 
@@ -267,7 +267,7 @@ def scatter(
 MODES = ("fill", "clip", "promise_in_bounds")
 SCATTERS = (lax.scatter_add, lax.scatter_sub, lax.scatter_mul, lax.scatter_min, lax.scatter_max, lax.scatter)
 PLACES = jnp.concatenate([integers(4, 1), jnp.zeros((4, 2), jnp.int32)], 1)
-"""Where a dynamic slice under `vmap` looks. Along the last two dims it takes all, and has an index all the same."""
+"""Where a dynamic slice under `vmap` looks. It reads all of the last two dims, but has an index for each."""
 
 INDEXED = (
     *(Case(f"gather rows, {mode}", gather((2,), (0,), (0,), (1, 8), mode=mode), (TABLE, ROWS)) for mode in MODES),
@@ -342,7 +342,7 @@ UNSPLIT = (
     Case("random_fold_in, rbg", FOLD_IN, (keys(4, "unsafe_rbg"), COUNTS)),
     Case("rng_bit_generator", lambda key: lax.rng_bit_generator(key, (8, 6)), (COUNTS,)),
 )
-"""Of these XLA brings the operands together, however they are split."""
+"""XLA gathers the operands of these, however they are split."""
 
 CASES = (*POINTWISE, *SHAPED, *REDUCING, *LINEAR, *RANDOM, *INDEXED)
-"""All the others."""
+"""All other operations."""

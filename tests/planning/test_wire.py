@@ -1,4 +1,4 @@
-"""What a plan says is sent, against what the compiler for GPUs makes of it."""
+"""Bytes on the wire: what plans model against what the compiler for GPUs makes of them."""
 
 import functools
 from typing import Any
@@ -44,8 +44,8 @@ def step(state: Any, tokens: jax.Array, scanned: bool) -> tuple[Any, jax.Array]:
 def arguments(scanned: bool, batch: int, layers: int = LAYERS) -> tuple[Any, jax.ShapeDtypeStruct]:
     shapes = dict.fromkeys(("q", "k", "v"), (D, HEADS, D // HEADS))
     shapes |= {"out": (HEADS, D // HEADS, D), "up": (D, F), "down": (F, D)}
-    one = {name: bf16((layers, *shape) if scanned else shape) for name, shape in shapes.items()}
-    w = {"embed": bf16((VOCAB, D)), "head": bf16((D, VOCAB)), "layers": one if scanned else [one] * layers}
+    layer = {name: bf16((layers, *shape) if scanned else shape) for name, shape in shapes.items()}
+    w = {"embed": bf16((VOCAB, D)), "head": bf16((D, VOCAB)), "layers": layer if scanned else [layer] * layers}
     moments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), w)
     return (w, moments), jax.ShapeDtypeStruct((batch, 257), jnp.int32)
 
@@ -54,42 +54,43 @@ def arguments(scanned: bool, batch: int, layers: int = LAYERS) -> tuple[Any, jax
 @pytest.mark.parametrize(
     ("scanned", "part"), [(True, None), (True, 0.9), (False, None)], ids=["scanned", "scanned, tight", "unrolled"]
 )
-def test_the_wire_is_as_planned(axes: str, scanned: bool, part: float | None) -> None:
+def test_planned_and_compiled_wire_bytes_agree(axes: str, scanned: bool, part: float | None) -> None:
     mesh = mesh_on(CUDA, axes)
     run = functools.partial(step, scanned=scanned)
-    args = arguments(scanned, 64, LAYERS if scanned else 2)  # the time of a search grows with the first few layers
+    args = arguments(scanned, 64, LAYERS if scanned else 2)  # the first few layers make searches longer
     planned = sr.autoplan(run, *args, mesh=mesh)
     if part is not None:
         planned = sr.autoplan(run, *args, mesh=mesh, memory_limit=int(part * planned.peak_bytes))
         assert planned.price_of_memory > 0
     text = planned.jit(run, donate_argnums=0).lower(*args).compile().as_text()
     assert text is not None
-    sent = sum(one.total_wire_bytes for one in find_collectives(read_program(text), mesh))
+    sent = sum(collective.total_wire_bytes for collective in find_collectives(read_program(text), mesh))
     assert sent > 2**20
     assert abs(planned.wire_bytes / sent - 1) < 0.1
 
 
 def peak_bytes(planned: sr.reports.AutoPlan, run: Any, args: Any) -> int:
-    told = planned.jit(run, donate_argnums=0).lower(*args).compile().memory_analysis()
-    assert told is not None
-    return told.argument_size_in_bytes + told.output_size_in_bytes + told.temp_size_in_bytes - told.alias_size_in_bytes
+    usage = planned.jit(run, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert usage is not None
+    result_bytes = usage.output_size_in_bytes - usage.alias_size_in_bytes
+    return usage.argument_size_in_bytes + result_bytes + usage.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("part", [1.02, 1.1])
-def test_the_compiler_is_told_the_limit(part: float) -> None:
-    """Else it takes far more than is planned, as long as the device has it, for the sake of overlap."""
+def test_the_compiler_keeps_the_memory_limit(part: float) -> None:
+    """Without the limit it uses far more than planned, as long as the device has it, to overlap more."""
     mesh = mesh_on(CUDA, "data:8")
     run = functools.partial(step, scanned=False)
     args = arguments(False, 4096)
     free = sr.autoplan(run, *args, mesh=mesh)
-    held = sr.autoplan(run, *args, mesh=mesh, memory_limit=int(part * free.peak_bytes))
-    assert free.specs == held.specs
-    assert peak_bytes(held, run, args) <= held.memory_limit < peak_bytes(free, run, args)
+    limited = sr.autoplan(run, *args, mesh=mesh, memory_limit=int(part * free.peak_bytes))
+    assert free.specs == limited.specs
+    assert peak_bytes(limited, run, args) <= limited.memory_limit < peak_bytes(free, run, args)
 
 
-def test_inside_of_other_functions_the_compiler_cannot_be_told() -> None:
+def test_a_plan_with_a_limit_compiles_inside_another_jit() -> None:
     mesh = mesh_on(CUDA, "data:8")
     run = functools.partial(step, scanned=True)
     args = arguments(True, 64)
     planned = sr.autoplan(run, *args, mesh=mesh, memory_limit="1 GB").jit(run)
-    jax.jit(lambda *given: planned(*given)).lower(*args)
+    jax.jit(lambda *arrays: planned(*arrays)).lower(*args)

@@ -40,4 +40,4 @@ def compute_seconds(
         written = operation.operands[0] if operation.role == "leave" else result
         assert written is not None, "constants of the program do not leave a loop"
         moved_bytes += arrays[written].nbytes / shard_counts(rows, machine)
-    return np.maximum(computing, moved_bytes / machine.memory_rate) * operation.run_count
+    return np.maximum(computing, moved_bytes / machine.memory_bytes_per_second) * operation.run_count

@@ -1,8 +1,8 @@
-"""Layouts: for each mesh axis the dimension of an array that it splits. What it takes to go from one to another.
+"""Layouts: for each mesh axis the dim of an array that it splits. And what changing the layout takes.
 
-A layout is a row of small numbers, one for each axis of the mesh: a dimension, `WHOLE` where the axis splits none, or
-`PARTIAL` where the devices along it hold parts of a sum that is not added up yet. Several axes on one dimension split
-it in the order of the mesh, the first one coarsest.
+A layout is a row of small integers, one for each axis of the mesh: a dim, `WHOLE` where the axis splits none, or
+`PARTIAL` where the devices along it hold parts of a sum that is not completed yet. Several axes on one dim split it in
+the order of the mesh, the first one coarsest.
 """
 
 import itertools
@@ -16,27 +16,20 @@ from jax.sharding import PartitionSpec
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, CollectiveKind, Machine
 
 WHOLE = -1
-"""An axis that splits no dimension."""
+"""An axis that splits no dim."""
 
 PARTIAL = -2
 """An axis along which devices hold parts of a sum."""
 
 Layout = tuple[int, ...]
-"""For each axis a dimension, or one of these."""
+"""For each axis a dim, `WHOLE` or `PARTIAL`."""
 
 
 def all_layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -> np.ndarray:
-    """Returns all layouts of arrays that divide.
+    """All layouts of an array, as rows, those that split least first.
 
-    **Arguments:**
-
-    - `sizes`: for each dimension the number that splits have to divide; 1 for one that cannot be split.
-    - `machine`: the mesh.
-    - `partial`: whether parts of sums are wanted too.
-
-    **Returns:**
-
-    Layouts as rows, those that split least first.
+    The pieces of each dim divide its size in `sizes`, which is 1 for a dim that cannot be split. `partial`: also as
+    parts of sums.
 
     ```python
     from shardrules.planning.graph.layouts import all_layouts
@@ -50,71 +43,40 @@ def all_layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -
         [
             *([PARTIAL] if partial else []),
             WHOLE,
-            *(dim for dim, whole in enumerate(sizes) if whole % size == 0 < whole - 1),
+            *(dim for dim, length in enumerate(sizes) if length % size == 0 < length - 1),
         ]
         for size in machine.sizes
     ]
     rows = [
         row
         for row in itertools.product(*choices)
-        if all(whole % dim_shard_count(row, dim, machine) == 0 for dim, whole in enumerate(sizes))
+        if all(length % dim_shard_count(row, dim, machine) == 0 for dim, length in enumerate(sizes))
     ]
+    # Searches prefer the first of equal choices: the one that splits least.
     rows.sort(key=lambda row: (sum(dim != WHOLE for dim in row), row))
     return np.array(rows, np.int8).reshape(len(rows), len(machine.sizes))
 
 
 def dim_shard_count(layout: Sequence[int], dim: int, machine: Machine) -> int:
-    """Into how many pieces a layout cuts a dimension.
-
-    **Arguments:**
-
-    - `layout`: the layout.
-    - `dim`: the dimension.
-    - `machine`: the mesh.
-
-    **Returns:**
-
-    The product of the sizes of the axes on it.
-    """
+    """Into how many pieces a layout splits a dim."""
     count = 1
-    for at, size in zip(layout, machine.sizes, strict=True):
-        if at == dim:
+    for split_dim, size in zip(layout, machine.sizes, strict=True):
+        if split_dim == dim:
             count *= size
     return count
 
 
 def shard_counts(rows: np.ndarray, machine: Machine) -> np.ndarray:
-    """Into how many pieces layouts cut an array.
-
-    **Arguments:**
-
-    - `rows`: layouts.
-    - `machine`: the mesh.
-
-    **Returns:**
-
-    A number for each.
-    """
+    """For each layout into how many pieces it splits an array."""
     return np.where(rows >= 0, np.array(machine.sizes, np.int64), 1).prod(axis=1, dtype=np.int64)
 
 
 def spec_of(layout: Sequence[int], ndim: int, machine: Machine) -> PartitionSpec:
-    """Returns a layout as JAX writes it.
-
-    **Arguments:**
-
-    - `layout`: the layout. Sums that are not added up yet count as whole.
-    - `ndim`: how many dimensions the array has.
-    - `machine`: the mesh.
-
-    **Returns:**
-
-    A `PartitionSpec`.
-    """
+    """A layout as a `PartitionSpec`, in which partial sums count as whole."""
     entries: list[str | tuple[str, ...] | None] = []
     for dim in range(ndim):
-        on = tuple(name for name, at in zip(machine.axes, layout, strict=True) if at == dim)
-        entries.append(None if not on else on[0] if len(on) == 1 else on)
+        axes = tuple(axis for axis, split_dim in zip(machine.axes, layout, strict=True) if split_dim == dim)
+        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -123,42 +85,27 @@ def spec_of(layout: Sequence[int], ndim: int, machine: Machine) -> PartitionSpec
 @final
 @attrs.frozen(eq=False)
 class Moves:
-    """What it takes to go from each of some layouts to each of others, for an array of one byte.
+    """What changing each of some layouts to each of others takes, for an array of one byte: tables of start × end."""
 
-    **Arguments:**
-
-    - `seconds`, `fixed`: the time for each byte of the whole array, and that which takes however small it is.
-    - `sent`: bytes that a device sends for each byte of the whole array, by kind of collective, in the order of
-        `COLLECTIVE_KINDS`.
-    - `allowed`: whether there is a way: nothing becomes a part of a sum.
-    """
-
-    seconds: np.ndarray
-    fixed: np.ndarray
+    seconds: np.ndarray  # for each byte of the whole array
+    fixed: np.ndarray  # seconds however small the array is
     sent: np.ndarray
+    """Bytes that a device sends for each byte of the whole array, by kind of collective first (`COLLECTIVE_KINDS`)."""
     allowed: np.ndarray
+    """Where a move is possible: no array becomes a part of a sum."""
 
 
 def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
-    """Models what compilers make of it when an array is to be laid out in another way, one step after the other:
+    """Models how an array changes from each layout of `start` to each of `end`, one step after the other:
 
-    1. Parts of sums are added up. Each device keeps its own piece of the result if all pieces are along one dimension,
-       and nothing else is to be sliced; else all of them get all of it.
-    2. What is to be split further is sliced, which is free.
-    3. What is split too far is gathered.
-    4. Axes that are to split another dimension than before have their pieces exchanged, those together that go from
-       the same dimension to the same.
+    1. Partial sums are added up. Each device keeps only its piece of the result if all of these axes split the same
+       dim, and nothing else is sliced; otherwise all devices get all of it.
+    2. Dims that are split further are sliced, which is free.
+    3. Dims that are split less are gathered.
+    4. Axes that split another dim than before exchange pieces, those together that have the same two dims.
 
-    Where an axis comes before another one that stays on a dimension, pieces have to be sent around, too.
-
-    **Arguments:**
-
-    - `start`, `end`: layouts.
-    - `machine`: the mesh.
-
-    **Returns:**
-
-    `Moves`, with a row for each of `start` and a column for each of `end`.
+    Where one of these axes comes before another that stays on a dim, pieces also have to be sent around, since they are
+    in the order of the axes.
 
     ```python
     from shardrules.planning.graph.layouts import moves
@@ -171,43 +118,38 @@ def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     assert sent[2, 0] == 2 * 3 / 4 and sent[2, 1] == 3 / 4  # added up everywhere; only a piece of it each
     ```
     """
+    # All pairs at once: arrays of start × end × axis.
     shape = (len(start), len(end))
-    a = np.broadcast_to(start[:, None, :], (*shape, start.shape[1])).astype(np.int16)
-    b = np.broadcast_to(end[None, :, :], a.shape).astype(np.int16)
+    before = np.broadcast_to(start[:, None, :], (*shape, start.shape[1])).astype(np.int16)
+    after = np.broadcast_to(end[None, :, :], before.shape).astype(np.int16)
     bill = _Bill(machine, shape)
-    local = 1.0 / bill.product(a >= 0)
-    allowed = ~((b == PARTIAL) & (a != PARTIAL)).any(axis=2)
-    summed = (a == PARTIAL) & (b != PARTIAL)
-    cut = summed & _is_lone(a, b)[:, :, None]
-    bill.pay("reduce-scatter", cut, local * (1 - 1 / bill.product(cut)))
-    whole = summed & ~cut
-    bill.pay("all-reduce", whole, 2 * local * (1 - 1 / bill.product(whole)))
-    local = local / bill.product(cut)
-    now = np.where(cut, b, np.where(whole, WHOLE, a))
-    for step in _steps(now, b, start.shape[1]):
-        after = np.where(step, b, now)
-        sliced, gathered = step & (now == WHOLE), step & (b == WHOLE)
-        local = local / bill.product(sliced)
-        wrong = _wrong_order(step, now, after)
-        bill.pay("collective-permute", wrong, local)
-        bill.pay("all-gather", gathered, local * (bill.product(gathered) - 1))
-        moved = step & ~sliced & ~gathered
-        bill.pay("all-to-all", moved, local * (1 - 1 / bill.product(moved)))
-        local = local * bill.product(gathered)
-        now = after
+    # What a device has of the array at each moment, as a fraction. Collectives send a fraction of that.
+    local = 1.0 / bill.device_counts(before >= 0)
+    allowed = ~((after == PARTIAL) & (before != PARTIAL)).any(axis=2)
+    summed = (before == PARTIAL) & (after != PARTIAL)
+    scattered = summed & _is_reduce_scatter(before, after)[:, :, None]
+    bill.add("reduce-scatter", scattered, local * (1 - 1 / bill.device_counts(scattered)))
+    reduced = summed & ~scattered
+    bill.add("all-reduce", reduced, 2 * local * (1 - 1 / bill.device_counts(reduced)))
+    local = local / bill.device_counts(scattered)
+    now = np.where(scattered, after, np.where(reduced, WHOLE, before))
+    for step in _steps(now, after):
+        following = np.where(step, after, now)
+        sliced, gathered = step & (now == WHOLE), step & (after == WHOLE)
+        local = local / bill.device_counts(sliced)
+        bill.add("collective-permute", _permuted_axes(step, now, following), local)
+        bill.add("all-gather", gathered, local * (bill.device_counts(gathered) - 1))
+        exchanged = step & ~sliced & ~gathered
+        bill.add("all-to-all", exchanged, local * (1 - 1 / bill.device_counts(exchanged)))
+        local = local * bill.device_counts(gathered)
+        now = following
     return Moves(np.where(allowed, bill.seconds, np.inf), bill.fixed, bill.sent, allowed)
 
 
 def relayout_steps(start: Layout, end: Layout) -> list[Layout]:
-    """Returns the layouts that an array goes through on its way from one to another, as `moves` has it.
+    """The layouts that an array goes through from `start` to `end`, which is the last; none where both are the same.
 
-    **Arguments:**
-
-    - `start`, `end`: layouts. Sums that are not added up yet count as whole where the array starts.
-
-    **Returns:**
-
-    The layouts after `start`, up to `end`; none where both are the same.
+    They are the steps that `moves` pays for. Partial sums in `start` count as whole.
 
     ```python
     from shardrules.planning.graph.layouts import relayout_steps
@@ -215,56 +157,56 @@ def relayout_steps(start: Layout, end: Layout) -> list[Layout]:
     assert relayout_steps((0, -1), (-1, 1)) == [(0, 1), (-1, 1)]  # sliced, then gathered
     ```
     """
-    a, b = (np.array(row, np.int16)[None, None, :] for row in (start, end))
-    summed = (a == PARTIAL) & (b != PARTIAL)
-    cut = summed & _is_lone(a, b)[:, :, None]
-    now = np.where(cut, b, np.where(a == PARTIAL, WHOLE, a))
-    found = [now]
-    for step in _steps(now, np.where(b == PARTIAL, WHOLE, b), len(start)):
-        found.append(np.where(step, b, found[-1]))
-    rows = [tuple(map(int, one[0, 0])) for one in found]
+    before, after = (np.array(row, np.int16)[None, None, :] for row in (start, end))
+    scattered = (before == PARTIAL) & (after != PARTIAL) & _is_reduce_scatter(before, after)[:, :, None]
+    now = np.where(scattered, after, np.where(before == PARTIAL, WHOLE, before))
+    stages = [now]
+    for step in _steps(now, np.where(after == PARTIAL, WHOLE, after)):
+        stages.append(np.where(step, after, stages[-1]))
+    rows = [tuple(map(int, stage[0, 0])) for stage in stages]
     first = tuple(WHOLE if dim == PARTIAL else int(dim) for dim in start)
-    return [row for before, row in zip([first, *rows], rows, strict=False) if row != before]
+    return [row for previous, row in zip([first, *rows], rows, strict=False) if row != previous]
 
 
-def _is_lone(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Where all axes along which parts of sums lie are to split the same dimension, and no other axis slices."""
+def _is_reduce_scatter(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Where all axes with partial sums are to split the same dim, and no other axis slices."""
     summed = (start == PARTIAL) & (end != PARTIAL)
     target = np.where(summed, end, -1).max(axis=2, initial=-1)
-    apart = (summed & (end != target[:, :, None])) | ((start == WHOLE) & (end >= 0))
-    return (target >= 0) & ~apart.any(axis=2)
+    other_dims = (summed & (end != target[:, :, None])) | ((start == WHOLE) & (end >= 0))
+    return (target >= 0) & ~other_dims.any(axis=2)
 
 
-def _steps(now: np.ndarray, end: np.ndarray, count: int) -> Iterator[np.ndarray]:
+def _steps(now: np.ndarray, end: np.ndarray) -> Iterator[np.ndarray]:
     """Yields which axes change in each step: those that slice, those that gather, those that move together."""
     sliced, gathered = (now == WHOLE) & (end >= 0), (now >= 0) & (end == WHOLE)
     moved = (now >= 0) & (end >= 0) & (now != end)
     yield sliced
     yield gathered
-    for axis in range(count):
-        first = slice(axis, axis + 1)
-        alike = moved & moved[:, :, first] & (now == now[:, :, first]) & (end == end[:, :, first])
-        moved = moved & ~alike
-        yield alike
+    for axis in range(now.shape[2]):
+        # All axes with the two dims of this one go with it, so they have had their turn when theirs comes.
+        index = slice(axis, axis + 1)
+        together = moved & moved[:, :, index] & (now == now[:, :, index]) & (end == end[:, :, index])
+        moved = moved & ~together
+        yield together
 
 
-def _wrong_order(step: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The axes whose pieces have to be sent around: those that change, and those after them that stay on the dim."""
-    found = np.zeros(step.shape, bool)
+def _permuted_axes(step: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """The axes whose pieces are sent around: those that change, and later ones that stay on the dim they come or go."""
+    permuted = np.zeros(step.shape, bool)
     for first in range(step.shape[2]):
         for second in range(first + 1, step.shape[2]):
             stays = (before[:, :, second] >= 0) & ~step[:, :, second]
             comes = after[:, :, first] == after[:, :, second]
             goes = before[:, :, first] == before[:, :, second]
-            here = step[:, :, first] & stays & (comes | goes)
-            found[:, :, first] |= here
-            found[:, :, second] |= here
-    return found
+            out_of_order = step[:, :, first] & stays & (comes | goes)
+            permuted[:, :, first] |= out_of_order
+            permuted[:, :, second] |= out_of_order
+    return permuted
 
 
 @final
 class _Bill:
-    """What the steps from layouts to layouts cost together."""
+    """What the steps between all pairs of layouts cost together."""
 
     def __init__(self, machine: Machine, shape: tuple[int, int]) -> None:
         self.machine = machine
@@ -273,13 +215,13 @@ class _Bill:
         self.seconds, self.fixed = np.zeros(shape), np.zeros(shape)
         self.sent = np.zeros((len(COLLECTIVE_KINDS), *shape))
 
-    def product(self, axes: np.ndarray) -> np.ndarray:
-        """How many devices there are along some axes."""
+    def device_counts(self, axes: np.ndarray) -> np.ndarray:
+        """How many devices there are along the axes of each pair."""
         return np.where(axes, self.sizes, 1.0).prod(axis=2)
 
-    def pay(self, kind: CollectiveKind, axes: np.ndarray, amount: np.ndarray) -> None:
+    def add(self, kind: CollectiveKind, axes: np.ndarray, amount: np.ndarray) -> None:
         """Adds a collective over some axes, in which a device sends an amount."""
-        group = (axes * self.bits).sum(axis=2)
+        group = (axes * self.bits).sum(axis=2)  # the bit mask that rates are indexed by; 0, for no axes, costs nothing
         rates = self.machine.rates[kind]
         self.seconds = self.seconds + rates.per_byte[group] * amount
         self.fixed = self.fixed + rates.fixed[group]

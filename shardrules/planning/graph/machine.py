@@ -1,4 +1,4 @@
-"""What communication and computation cost on a mesh: the figures of a sheet, made less by what nothing reaches."""
+"""What communicating and computing cost on a mesh: the figures of a hardware sheet, less what no program reaches."""
 
 import math
 from typing import Any, Literal, TypeAlias, final, get_args
@@ -14,14 +14,16 @@ from shardrules.analysis.program.flow import Times
 from shardrules.core.axes import AnyMesh, mesh_sizes
 
 CollectiveKind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
-"""The collectives that a plan may need."""
+"""The collectives that a change of layout may need."""
 
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
-"""All of them, in the order in which tables have them."""
+"""All of them, in the order of the tables over them."""
 
-_PROBE = 10**9
-_GPU_NAMES = {"A100": "cuda:a100", "H100": "cuda:h100", "H200": "cuda:h200", "B200": "cuda:b200"}
-_TPU_NAMES = {
+_PROBE_BYTES = 10**9
+"""The bytes of a collective whose time gives the seconds per byte, in which it is linear: any number gives the same."""
+
+_GPU_SHEETS = {"A100": "cuda:a100", "H100": "cuda:h100", "H200": "cuda:h200", "B200": "cuda:b200"}
+_TPU_SHEETS = {
     "TPU v2": "tpu:v2",
     "TPU v3": "tpu:v3",
     "TPU v4": "tpu:v4",
@@ -33,64 +35,55 @@ _TPU_NAMES = {
     "TPU v6e": "tpu:v6e",
     "TPU7x": "tpu:v7x",
 }
+"""Sheets by what JAX calls the devices: a part of the name for GPUs, all of it for TPUs."""
 
 
 @final
 @attrs.frozen
 class Assumptions:
-    """What the cost model takes for granted. Hardware reaches its peaks nowhere; these are usual parts of them.
+    """What the cost model assumes. No hardware reaches its peaks; these are the usual fractions of them.
 
     **Arguments:**
 
-    - `compute`: the part of the peak FLOPs that large matmuls reach.
-    - `memory`: the part of the bandwidth of memory.
-    - `links`: the part of the bandwidth of links and network.
-    - `launch_seconds`: what it takes to start a collective, beside its latency.
-    - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share what each takes at least.
-    - `temporaries`: how much more room intermediate results take than they would if operations ran one by one.
+    - `compute`: the fraction of the peak FLOPs that large matmuls reach.
+    - `memory`: the fraction of the memory bandwidth.
+    - `links`: the fraction of the bandwidth of links and network.
+    - `launch_seconds`: what starting a collective takes, besides its latency.
+    - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share their fixed costs.
+    - `temporaries`: how much more memory intermediate results take than if operations ran one by one.
 
     ```python
-    from shardrules.planning.graph.machine import Assumptions
-
-    assert Assumptions(compute=0.4).links == 0.8
+    assert sr.Assumptions(compute=0.4).links == 0.8
     ```
     """
 
+    # Doubling one of the first three halves the modelled time of what it is about. Plans depend on their ratios: more
+    # `compute` makes communication relatively expensive, so plans communicate less and compute or store more twice.
     compute: float = 0.5
     memory: float = 0.8
     links: float = 0.8
+    # The time between two kernels on a GPU. More of it makes plans with few large collectives better.
     launch_seconds: float = 5e-6
+    # The order of magnitude of XLA's own thresholds. With half as much, more small collectives pay their latency alone.
     combined_bytes: int = 8 * 2**20
+    # Compilers order, pad and overlap operations in their own ways. With a lower factor plans fill more of the memory,
+    # and some do not fit when they are compiled.
     temporaries: float = 1.4
 
 
 @final
 @attrs.frozen(eq=False)
 class Rates:
-    """What a collective costs over each group of axes. A group is a number that has a bit for each axis.
+    """What a collective costs over each group of axes, indexed by a bit mask of the axes."""
 
-    **Arguments:**
-
-    - `per_byte`: seconds for each byte that a device sends.
-    - `fixed`: seconds however small it is.
-    """
-
-    per_byte: np.ndarray
-    fixed: np.ndarray
+    per_byte: np.ndarray  # seconds for each byte that a device sends
+    fixed: np.ndarray  # seconds for a collective of any size
 
 
 @final
 @attrs.frozen(eq=False)
 class Machine:
-    """The mesh that is planned for, as the planner sees it.
-
-    **Arguments:**
-
-    - `mesh`: the mesh.
-    - `hardware`: what its devices can do.
-    - `assumptions`: how much of that is reached.
-    - `axes`, `sizes`: the axes that split anything, in the order of the mesh.
-    - `rates`: what each kind of collective costs.
+    """The mesh that is planned for: its axes of more than one device, and what communicating along them costs.
 
     ```python
     from shardrules.planning.graph.machine import Machine
@@ -109,56 +102,27 @@ class Machine:
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":
-        """Reads a mesh.
-
-        **Arguments:**
-
-        - `mesh`: the mesh; its axes of size 1 split nothing and are left out.
-        - `hardware`: what its devices can do; otherwise the sheet of the devices that the mesh is on, and that of H100s
-            for a mesh without devices.
-        - `assumptions`: how much of that is reached.
-
-        **Returns:**
-
-        A `Machine`.
-        """
+        """Reads a mesh; `hardware` is by default the sheet of its devices."""
         sheet = hardware_of(mesh) if hardware is None else hardware
-        taken = Assumptions() if assumptions is None else assumptions
-        named = [(name, size) for name, size in mesh_sizes(mesh).items() if size > 1]
-        axes, sizes = tuple(name for name, _ in named), tuple(size for _, size in named)
-        groups = [_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
-        rates = {kind: _rates(kind, groups, sheet, taken) for kind in COLLECTIVE_KINDS}
-        return cls(mesh, sheet, taken, axes, sizes, rates)
+        assumptions = Assumptions() if assumptions is None else assumptions
+        sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
+        axes = tuple(sizes)
+        groups = [_device_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
+        rates = {kind: _collective_rates(kind, groups, sheet, assumptions) for kind in COLLECTIVE_KINDS}
+        return cls(mesh, sheet, assumptions, axes, tuple(sizes.values()), rates)
 
     def flops_per_second(self, dtype: Any) -> float:
-        """How fast products of a dtype are made.
-
-        **Arguments:**
-
-        - `dtype`: the dtype.
-
-        **Returns:**
-
-        Operations per second.
-        """
+        """How fast a device multiplies arrays of a dtype."""
         return self.hardware.flops_per_second(dtype) * self.assumptions.compute
 
     @property
-    def memory_rate(self) -> float:
-        """How many bytes per second a device reads and writes."""
+    def memory_bytes_per_second(self) -> float:
+        """How fast a device reads and writes its memory."""
         return self.hardware.memory_bytes_per_second * self.assumptions.memory
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:
-    """Returns the sheet of the devices that a mesh is on.
-
-    **Arguments:**
-
-    - `mesh`: the mesh.
-
-    **Returns:**
-
-    Their sheet; that of H100s where the mesh has no devices, or ones that are not known.
+    """The sheet of a mesh's devices; that of H100s where it has no devices, or devices without a sheet.
 
     ```python
     from shardrules.planning.graph.machine import hardware_of
@@ -167,61 +131,54 @@ def hardware_of(mesh: AnyMesh) -> Hardware:
     assert "H100" in hardware_of(sr.mesh_shape("data:8")).name
     ```
     """
-    return Hardware.named(_sheet(mesh) or "cuda:h100")
+    return Hardware.named(_sheet_name(mesh) or "cuda:h100")
 
 
 def has_sheet(mesh: AnyMesh) -> bool:
-    """Whether a mesh is on devices that there is a sheet for.
-
-    **Arguments:**
-
-    - `mesh`: the mesh.
-
-    **Returns:**
-
-    Whether `hardware_of` need not guess.
-    """
-    return _sheet(mesh) is not None
+    """Whether there is a sheet for the devices of a mesh, so that `hardware_of` need not guess."""
+    return _sheet_name(mesh) is not None
 
 
-def _sheet(mesh: AnyMesh) -> str | None:
+def _sheet_name(mesh: AnyMesh) -> str | None:
     if not isinstance(mesh, Mesh):
         return None
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return "cpu"
     if device.platform == "tpu":
-        return _TPU_NAMES.get(device.device_kind)
-    return next((sheet for name, sheet in _GPU_NAMES.items() if name in device.device_kind), None)
+        return _TPU_SHEETS.get(device.device_kind)
+    return next((sheet for name, sheet in _GPU_SHEETS.items() if name in device.device_kind), None)
 
 
 @final
 @attrs.frozen
-class _Group:
-    """The devices that a collective over some axes joins, on the machine."""
+class _DeviceGroup:
+    """The devices that a collective over some axes joins."""
 
     size: int
     host_count: int
     torus_dims: int
 
 
-def _group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardware) -> _Group:
-    """The group of the first device: meshes are laid out alike everywhere."""
-    chosen = [name for number, name in enumerate(axes) if mask >> number & 1]
+def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardware) -> _DeviceGroup:
+    """The group of the first device along the axes of a bit mask: the other groups of a mesh look the same."""
+    group_axes = [axis for index, axis in enumerate(axes) if mask >> index & 1]
     sizes = mesh_sizes(mesh)
-    where = tuple(slice(None) if name in chosen else 0 for name in sizes)
-    numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    group = numbers[where].ravel()
-    if isinstance(mesh, Mesh):
-        devices = mesh.devices.ravel()
-        hosts = len(dict.fromkeys(_host(devices[number]) for number in group))
-        dims = 0
-        if sheet.torus_dims and devices[0].platform == "tpu":
-            places = np.array([devices[number].coords for number in group])
-            dims = int((places != places[0]).any(axis=0).sum())
-        return _Group(len(group), hosts, dims)
-    per_host = sheet.devices_per_host or len(numbers.ravel())
-    return _Group(len(group), len(dict.fromkeys(int(number) // per_host for number in group)), 0)
+    first_group = tuple(slice(None) if axis in group_axes else 0 for axis in sizes)
+    positions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    group = positions[first_group].ravel()
+    if not isinstance(mesh, Mesh):
+        # Without devices: hosts are filled in the order of the mesh.
+        per_host = sheet.devices_per_host or positions.size
+        return _DeviceGroup(len(group), len(dict.fromkeys(int(position) // per_host for position in group)), 0)
+    devices = mesh.devices.ravel()
+    host_count = len(dict.fromkeys(_host(devices[position]) for position in group))
+    torus_dims = 0
+    if sheet.torus_dims and devices[0].platform == "tpu":
+        # A ring has links of its own along every dim of the torus in which its devices differ.
+        coords = np.array([devices[position].coords for position in group])
+        torus_dims = int((coords != coords[0]).any(axis=0).sum())
+    return _DeviceGroup(len(group), host_count, torus_dims)
 
 
 def _host(device: Any) -> Any:
@@ -231,34 +188,36 @@ def _host(device: Any) -> Any:
     return device.process_index
 
 
-def _rates(kind: CollectiveKind, groups: list[_Group], sheet: Hardware, assumptions: Assumptions) -> Rates:
-    fixed, slopes = [], []
-    for group in groups:
-        if group.size < 2:
-            fixed.append(0.0)
-            slopes.append(0.0)
-            continue
-        slopes.append(_per_byte(kind, group, sheet) / assumptions.links)
-        fixed.append(_waiting(kind, group, sheet) + assumptions.launch_seconds)
-    return Rates(np.array(slopes), np.array(fixed))
+def _collective_rates(
+    kind: CollectiveKind, groups: list[_DeviceGroup], sheet: Hardware, assumptions: Assumptions
+) -> Rates:
+    per_byte, fixed = np.zeros(len(groups)), np.zeros(len(groups))
+    for mask, group in enumerate(groups):
+        if group.size > 1:
+            per_byte[mask] = _seconds_per_byte(kind, group, sheet) / assumptions.links
+            fixed[mask] = _latency(kind, group, sheet) + assumptions.launch_seconds
+    return Rates(per_byte, fixed)
 
 
-def _per_byte(kind: CollectiveKind, group: _Group, sheet: Hardware) -> float:
-    """What it takes to send a byte, beyond waiting."""
+def _seconds_per_byte(kind: CollectiveKind, group: _DeviceGroup, sheet: Hardware) -> float:
+    """What sending a byte takes, apart from latency: the model of an audit, at two sizes."""
     hosts = min(2, group.host_count) if kind == "collective-permute" else group.host_count
     empty = Collective(
         kind, (), (), group.size, (), 0, 0, Times(1), "", "", host_count=hosts, torus_dims=group.torus_dims
     )
-    full = attrs.evolve(empty, wire_bytes=_PROBE)
-    return (collective_seconds(full, sheet) - collective_seconds(empty, sheet)) / _PROBE
+    full = attrs.evolve(empty, wire_bytes=_PROBE_BYTES)
+    return (collective_seconds(full, sheet) - collective_seconds(empty, sheet)) / _PROBE_BYTES
 
 
-def _waiting(kind: CollectiveKind, group: _Group, sheet: Hardware) -> float:
-    """What it takes however little is sent: a step inside hosts or slices for each doubling of the devices there, and
-    one between them for each doubling of these, since for little trees are quicker than rings."""
+def _latency(kind: CollectiveKind, group: _DeviceGroup, sheet: Hardware) -> float:
+    """What a collective takes however little it sends: for small amounts trees are faster than rings.
+
+    A tree has a step inside hosts or slices for each doubling of the devices there, and one between them for each
+    doubling of their count.
+    """
     if kind == "collective-permute":
         return sheet.network_latency_seconds if group.host_count > 1 else sheet.link_latency_seconds
-    near = math.ceil(math.log2(math.ceil(group.size / group.host_count)))
-    far = math.ceil(math.log2(group.host_count))
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * (near * sheet.link_latency_seconds + far * sheet.network_latency_seconds)
+    link_steps = math.ceil(math.log2(math.ceil(group.size / group.host_count)))
+    network_steps = math.ceil(math.log2(group.host_count))
+    rounds = 2 if kind == "all-reduce" else 1  # up the tree and down again
+    return rounds * (link_steps * sheet.link_latency_seconds + network_steps * sheet.network_latency_seconds)

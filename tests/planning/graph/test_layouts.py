@@ -1,4 +1,4 @@
-"""Layouts by hand, and what it takes to go from one to another against what compilers make of it."""
+"""Layouts by hand, and moves between them against what compilers make of them."""
 
 import collections
 import functools
@@ -44,7 +44,7 @@ OPTIONS = {
         },
     },
 }
-"""What is moved is decided before machine code, and each array is to be moved by itself."""
+"""Moves are decided before machine code, and each array should be moved by itself."""
 
 Layout = tuple[int, ...]
 Pair = tuple[Layout, Layout]
@@ -59,31 +59,31 @@ def rows(axes: str, ndim: int, partial: bool = False) -> list[Layout]:
 
 
 def all_pairs(axes: str, ndim: int) -> list[Pair]:
-    own = rows(axes, ndim)
-    return [(start, end) for start in own for end in own]
+    layouts = rows(axes, ndim)
+    return [(start, end) for start in layouts for end in layouts]
 
 
 def modelled(axes: str, pairs: list[Pair], nbytes: int) -> dict[Pair, float]:
     starts, ends = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
     sent = moves(np.array(starts), np.array(ends), machine(axes)).sent.sum(axis=0) * nbytes
-    return {(one, two): float(sent[starts.index(one), ends.index(two)]) for one, two in pairs}
+    return {(start, end): float(sent[starts.index(start), ends.index(end)]) for start, end in pairs}
 
 
 def compiled(axes: str, ndim: int, target: str, pairs: list[Pair], steps: bool = True) -> dict[Pair, int]:
-    """What compilers send for each pair: an array is given in one layout, and asked for in the other, in `steps`.
+    """What compilers send for each pair: an array has one layout, and is constrained to the other, in `steps`.
 
-    Parts of sums are sums over dims of their own, which are split.
+    Parts of sums are sums over extra dims, which are split.
     """
     mesh, plan = mesh_on(target, axes), machine(axes)
 
-    def there(layout: Layout) -> NamedSharding:
+    def sharding(layout: Layout) -> NamedSharding:
         return NamedSharding(mesh, spec_of(layout, ndim, plan))
 
-    def given(layout: Layout) -> jax.ShapeDtypeStruct:
-        summed = [at for at, dim in enumerate(layout) if dim == PARTIAL]
-        rest = tuple(there(tuple(max(dim, WHOLE) for dim in layout)).spec)
-        shape = (*(plan.sizes[at] for at in summed), *(SIZE,) * ndim)
-        spec = P(*(plan.axes[at] for at in summed), *rest)
+    def argument_in(layout: Layout) -> jax.ShapeDtypeStruct:
+        summed = [axis for axis, dim in enumerate(layout) if dim == PARTIAL]
+        rest = tuple(sharding(tuple(max(dim, WHOLE) for dim in layout)).spec)
+        shape = (*(plan.sizes[axis] for axis in summed), *(SIZE,) * ndim)
+        spec = P(*(plan.axes[axis] for axis in summed), *rest)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
     def run(*arrays: Any) -> list[Any]:
@@ -91,44 +91,45 @@ def compiled(axes: str, ndim: int, target: str, pairs: list[Pair], steps: bool =
         for (start, end), x in zip(pairs, arrays, strict=True):
             whole = x.sum(tuple(range(x.ndim - ndim))) if x.ndim > ndim else x
             for step in relayout_steps(start, end) if steps else [end]:
-                whole = lax.with_sharding_constraint(whole, there(step))
+                whole = lax.with_sharding_constraint(whole, sharding(step))
             results.append(whole)
         return results
 
-    args = [given(start) for start, _ in pairs]
-    lowered = jax.jit(run, out_shardings=[there(end) for _, end in pairs]).lower(*args)
+    args = [argument_in(start) for start, _ in pairs]
+    lowered = jax.jit(run, out_shardings=[sharding(end) for _, end in pairs]).lower(*args)
     text = lowered.compile(compiler_options=OPTIONS[target]).as_text()
     assert isinstance(text, str)
     sent: dict[Pair, int] = dict.fromkeys(pairs, 0)
     program = read_program(text)
-    for one in find_collectives(program, mesh):
-        sent[pairs[argument(program, Value(one.computation, one.name))]] += one.total_wire_bytes
+    for collective in find_collectives(program, mesh):
+        pair = pairs[argument_index(program, Value(collective.computation, collective.name))]
+        sent[pair] += collective.total_wire_bytes
     return sent
 
 
-def argument(program: CompiledProgram, place: Value) -> int:
-    """The number of the only argument that a value is made of."""
-    waiting, found = [program.instruction(place)], {}
+def argument_index(program: CompiledProgram, value: Value) -> int:
+    """The index of the only argument that a value is computed from."""
+    waiting, arguments = [program.instruction(value)], {}
     while waiting:
-        one = waiting.pop()
-        if one.op == "parameter":
-            found[int(one.literal)] = None
-        waiting += [program.instruction(Value(place.computation, name)) for name in one.operands]
-    (number,) = found
-    return number
+        instruction = waiting.pop()
+        if instruction.op == "parameter":
+            arguments[int(instruction.literal)] = None
+        waiting += [program.instruction(Value(value.computation, name)) for name in instruction.operands]
+    (index,) = arguments
+    return index
 
 
 @functools.cache
 def compared(axes: str, ndim: int, target: str, every: int = 1) -> dict[Pair, tuple[float, int]]:
-    """For all pairs of layouts what is modelled, and what is compiled."""
+    """For all pairs of layouts the modelled and the compiled bytes."""
     pairs = all_pairs(axes, ndim)[::every]
     expected = modelled(axes, pairs, SIZE**ndim * 4)
-    found = compiled(axes, ndim, target, pairs)
-    return {pair: (expected[pair], found[pair]) for pair in pairs}
+    actual = compiled(axes, ndim, target, pairs)
+    return {pair: (expected[pair], actual[pair]) for pair in pairs}
 
 
 def is_plain(pair: Pair) -> bool:
-    """Whether axes only come, or only go, or a single one goes elsewhere."""
+    """Whether axes only slice, or only gather, or a single one moves to another dim."""
     kinds = [
         "slice" if start == WHOLE else "gather" if end == WHOLE else "move"
         for start, end in zip(*pair, strict=True)
@@ -148,29 +149,29 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize(("axes", "ndim", "target", "every"), EVERYTHING)
-def test_in_steps_every_change_is_modelled_to_the_byte(axes: str, ndim: int, target: str, every: int) -> None:
-    found = compared(axes, ndim, target, every)
-    assert len(found) > 80
-    assert {pair: both for pair, both in found.items() if both[0] != both[1]} == {}
+def test_every_move_in_steps_is_modelled_to_the_byte(axes: str, ndim: int, target: str, every: int) -> None:
+    both_bytes = compared(axes, ndim, target, every)
+    assert len(both_bytes) > 80
+    assert {pair: both for pair, both in both_bytes.items() if both[0] != both[1]} == {}
 
 
-def test_at_once_compilers_find_ways_of_their_own() -> None:
-    """That is why a plan is written in steps. What takes one step only is the same."""
+def test_compilers_move_in_their_own_ways_without_steps() -> None:
+    """That is why a plan is written in steps. Moves of a single step are the same."""
     pairs = all_pairs(TWO, 2)
-    expected, found = modelled(TWO, pairs, SIZE**2 * 4), compiled(TWO, 2, CPU, pairs, steps=False)
+    expected, actual = modelled(TWO, pairs, SIZE**2 * 4), compiled(TWO, 2, CPU, pairs, steps=False)
     plain = [pair for pair in pairs if is_plain(pair)]
-    assert {pair: (expected[pair], found[pair]) for pair in plain if expected[pair] != found[pair]} == {}
+    assert {pair: (expected[pair], actual[pair]) for pair in plain if expected[pair] != actual[pair]} == {}
     at_once = {
         ((WHOLE, 0), (0, WHOLE)): 256,  # sent around and nothing else
         ((WHOLE, 0), (1, WHOLE)): 512,  # gathered, and then sliced
         ((0, 0), (1, 1)): 112,  # both axes exchange pieces at once: less than one after the other
     }
-    assert {pair: found[pair] for pair in at_once} == at_once
+    assert {pair: actual[pair] for pair in at_once} == at_once
 
 
-def test_ways_end_where_they_should_and_cost_the_same_in_parts() -> None:
-    own, plan = rows(THREE, 2, partial=True), machine(THREE)
-    for start, end in itertools.product(own, repeat=2):
+def test_steps_lead_to_the_end_and_cost_as_much_as_the_move() -> None:
+    layouts, plan = rows(THREE, 2, partial=True), machine(THREE)
+    for start, end in itertools.product(layouts, repeat=2):
         steps = relayout_steps(start, end)
         if PARTIAL in end:
             continue
@@ -178,18 +179,18 @@ def test_ways_end_where_they_should_and_cost_the_same_in_parts() -> None:
         if PARTIAL in start or not steps:
             continue
         ends = [start, *steps]
-        parts = [moves(np.array([one]), np.array([two]), plan) for one, two in itertools.pairwise(ends)]
+        parts = [moves(np.array([first]), np.array([second]), plan) for first, second in itertools.pairwise(ends)]
         whole = moves(np.array([start]), np.array([end]), plan)
-        np.testing.assert_allclose(sum(one.sent for one in parts), whole.sent, rtol=1e-12)
-        np.testing.assert_allclose(sum(one.seconds for one in parts), whole.seconds, rtol=1e-12)
+        np.testing.assert_allclose(sum(part.sent for part in parts), whole.sent, rtol=1e-12)
+        np.testing.assert_allclose(sum(part.seconds for part in parts), whole.seconds, rtol=1e-12)
 
 
 def is_summed_in_place(pair: Pair) -> bool:
-    """Whether parts of sums are all that changes, and all of them go to one dim, or to none."""
+    """Whether only partial sums change, and all of them go to one dim, or to none."""
     start, end = pair
-    targets = [two for one, two in zip(start, end, strict=True) if one == PARTIAL]
-    others = all(one == two for one, two in zip(start, end, strict=True) if one != PARTIAL)
-    return bool(targets) and others and len(set(targets)) == 1
+    targets = [dim for before, dim in zip(start, end, strict=True) if before == PARTIAL]
+    others_stay = all(before == dim for before, dim in zip(start, end, strict=True) if before != PARTIAL)
+    return bool(targets) and others_stay and len(set(targets)) == 1
 
 
 def sums(axes: str, ndim: int) -> list[Pair]:
@@ -200,67 +201,66 @@ def sums(axes: str, ndim: int) -> list[Pair]:
 def test_sums_are_modelled_to_the_byte() -> None:
     pairs = [(start, end) for start, end in sums(TWO, 2) if not out_of_order(start, end)]
     assert len(pairs) > 15
-    expected, found = modelled(TWO, pairs, SIZE**2 * 4), compiled(TWO, 2, CUDA, pairs)
-    assert {pair: (expected[pair], found[pair]) for pair in pairs if expected[pair] != found[pair]} == {}
+    expected, actual = modelled(TWO, pairs, SIZE**2 * 4), compiled(TWO, 2, CUDA, pairs)
+    assert {pair: (expected[pair], actual[pair]) for pair in pairs if expected[pair] != actual[pair]} == {}
 
 
 def out_of_order(start: Layout, end: Layout) -> bool:
-    """Whether a sum goes to a dim that a later axis stays on: pieces are sent around, then."""
-    return any(
-        one == PARTIAL and two >= 0 and two in [dim for dim, was in zip(end, start, strict=True) if was != PARTIAL]
-        for one, two in zip(start, end, strict=True)
-    )
+    """Whether a sum goes to a dim that another axis stays on: pieces are sent around, then."""
+    stays = [dim for dim, before in zip(end, start, strict=True) if before != PARTIAL]
+    return any(before == PARTIAL and dim >= 0 and dim in stays for before, dim in zip(start, end, strict=True))
 
 
-def test_sums_that_other_axes_slice_are_added_up_first() -> None:
+def test_sums_that_other_axes_slice_are_completed_first() -> None:
     pairs = [
         *(((PARTIAL, WHOLE), (WHOLE, 0)), ((PARTIAL, WHOLE), (WHOLE, 1)), ((WHOLE, PARTIAL), (0, WHOLE))),
-        *(((PARTIAL, WHOLE), (0, 1)), ((WHOLE, PARTIAL), (1, 1))),  # of whose pieces no device keeps its own at once
+        *(((PARTIAL, WHOLE), (0, 1)), ((WHOLE, PARTIAL), (1, 1))),  # no device keeps only its piece
     ]
     assert modelled(TWO, pairs, SIZE**2 * 4) == compiled(TWO, 2, CUDA, pairs)
 
 
 def test_nothing_becomes_a_part_of_a_sum() -> None:
-    own = np.array([[WHOLE], [0], [PARTIAL]])
-    found = moves(own, own, machine("data:8"))
-    assert found.allowed.tolist() == [[True, True, False], [True, True, False], [True, True, True]]
-    assert np.isinf(found.seconds).tolist() == (~found.allowed).tolist()
+    layouts = np.array([[WHOLE], [0], [PARTIAL]])
+    table = moves(layouts, layouts, machine("data:8"))
+    assert table.allowed.tolist() == [[True, True, False], [True, True, False], [True, True, True]]
+    assert np.isinf(table.seconds).tolist() == (~table.allowed).tolist()
 
 
 @pytest.mark.parametrize("axes", [TWO, THREE, "x:8", "x:2,y:2,z:2,w:2"])
-def test_who_stays_pays_nothing_and_kinds_add_up(axes: str) -> None:
-    own = all_layouts((SIZE, SIZE), machine(axes), partial=True)
-    found = moves(own, own, machine(axes))
-    assert found.sent.shape == (len(COLLECTIVE_KINDS), len(own), len(own))
-    assert (np.diagonal(found.seconds) == 0).all()
-    assert (np.diagonal(found.fixed) == 0).all()
-    free = found.sent.sum(axis=0) == 0
-    assert (found.seconds[free & found.allowed] == 0).all()
-    assert (found.seconds[~free] > 0).all()
-    # Slices of what is whole are free.
-    (whole,) = np.flatnonzero((own == WHOLE).all(axis=1))
-    assert free[whole][found.allowed[whole]].all()
+def test_only_changes_of_the_layout_cost_anything(axes: str) -> None:
+    layouts = all_layouts((SIZE, SIZE), machine(axes), partial=True)
+    table = moves(layouts, layouts, machine(axes))
+    assert table.sent.shape == (len(COLLECTIVE_KINDS), len(layouts), len(layouts))
+    assert (np.diagonal(table.seconds) == 0).all()
+    assert (np.diagonal(table.fixed) == 0).all()
+    free = table.sent.sum(axis=0) == 0
+    assert (table.seconds[free & table.allowed] == 0).all()
+    assert (table.seconds[~free] > 0).all()
+    # Slicing an array that is whole is free.
+    (whole,) = np.flatnonzero((layouts == WHOLE).all(axis=1))
+    assert free[whole][table.allowed[whole]].all()
 
 
 @pytest.mark.parametrize("axes", [TWO, THREE])
-def test_layouts_are_all_that_divide_and_each_once(axes: str) -> None:
+def test_all_layouts_that_divide_are_listed_once(axes: str) -> None:
     plan = machine(axes)
     for sizes in [(), (1,), (8,), (4, 2), (6, 4, 16), (0, 8)]:
-        own = [tuple(row) for row in all_layouts(sizes, plan).tolist()]
-        wanted = [
+        actual = [tuple(row) for row in all_layouts(sizes, plan).tolist()]
+        expected = [
             row
             for row in itertools.product(range(-1, len(sizes)), repeat=len(plan.sizes))
             if all(
-                size > 0 and size % math.prod(n for at, n in zip(row, plan.sizes, strict=True) if at == dim) == 0
+                size > 0
+                and size % math.prod(n for split_dim, n in zip(row, plan.sizes, strict=True) if split_dim == dim) == 0
                 for dim, size in enumerate(sizes)
                 if dim in row
             )
         ]
-        assert collections.Counter(own) == collections.Counter(wanted)
-        assert own[0] == (WHOLE,) * len(plan.sizes)
+        assert collections.Counter(actual) == collections.Counter(expected)
+        assert actual[0] == (WHOLE,) * len(plan.sizes)
 
 
-def test_splits_pieces_and_specs() -> None:
+def test_shard_counts_and_specs_of_layouts() -> None:
     plan = machine(THREE)
     assert [dim_shard_count((1, 0, 1), dim, plan) for dim in range(3)] == [2, 4, 1]
     assert shard_counts(np.array([[WHOLE, PARTIAL, 0], [1, 0, 1], [WHOLE] * 3]), plan).tolist() == [2, 8, 1]

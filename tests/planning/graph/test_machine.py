@@ -19,18 +19,18 @@ def machine(axes: str, sheet: Hardware = H100, assumptions: Assumptions = PERFEC
 
 
 def test_axes_of_one_device_are_left_out() -> None:
-    found = machine("a:1,b:4,c:1,d:2")
-    assert (found.axes, found.sizes) == (("b", "d"), (4, 2))
+    plan = machine("a:1,b:4,c:1,d:2")
+    assert (plan.axes, plan.sizes) == (("b", "d"), (4, 2))
 
 
-def test_nothing_to_split_over() -> None:
-    found = machine("a:1")
-    assert (found.axes, found.sizes) == ((), ())
-    assert all(rates.per_byte.tolist() == rates.fixed.tolist() == [0.0] for rates in found.rates.values())
+def test_one_device_has_no_axes_and_no_costs() -> None:
+    plan = machine("a:1")
+    assert (plan.axes, plan.sizes) == ((), ())
+    assert all(rates.per_byte.tolist() == rates.fixed.tolist() == [0.0] for rates in plan.rates.values())
 
 
 @pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
-def test_within_a_host_a_byte_takes_what_links_take(kind: str) -> None:
+def test_a_byte_within_a_host_costs_what_links_do(kind: str) -> None:
     rates = machine("data:4,model:2").rates[kind]
     assert rates.per_byte.shape == rates.fixed.shape == (4,)
     assert rates.per_byte[0] == rates.fixed[0] == 0
@@ -39,7 +39,7 @@ def test_within_a_host_a_byte_takes_what_links_take(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
-def test_between_hosts_bytes_are_dearer(kind: str) -> None:
+def test_a_byte_between_hosts_costs_more(kind: str) -> None:
     """The first axis crosses hosts of eight, the last does not."""
     rates = machine("data:4,model:8").rates[kind]
     data, model, both = rates.per_byte[1:]
@@ -51,28 +51,28 @@ def test_between_hosts_bytes_are_dearer(kind: str) -> None:
 def test_assumptions_make_everything_slower() -> None:
     sure, careful = machine("x:8"), machine("x:8", assumptions=Assumptions())
     assert careful.flops_per_second(jnp.bfloat16) == sure.flops_per_second(jnp.bfloat16) / 2
-    assert careful.memory_rate == pytest.approx(0.8 * sure.memory_rate)
+    assert careful.memory_bytes_per_second == pytest.approx(0.8 * sure.memory_bytes_per_second)
     for kind in COLLECTIVE_KINDS:
         assert careful.rates[kind].per_byte[1] == pytest.approx(sure.rates[kind].per_byte[1] / 0.8)
         assert careful.rates[kind].fixed[1] == pytest.approx(sure.rates[kind].fixed[1] + 5e-6)
 
 
-def test_what_costs_what() -> None:
+def test_rates_without_assumptions_are_the_sheet() -> None:
     assert machine("x:8").flops_per_second(jnp.bfloat16) == H100.flops_per_second(jnp.bfloat16)
-    assert machine("x:8").memory_rate == H100.memory_bytes_per_second
+    assert machine("x:8").memory_bytes_per_second == H100.memory_bytes_per_second
     slow = attrs.evolve(H100, link_bytes_per_second=H100.link_bytes_per_second / 2)
     ratio = machine("x:8", slow).rates["all-gather"].per_byte[1] / machine("x:8").rates["all-gather"].per_byte[1]
     assert ratio == pytest.approx(2)
 
 
 @pytest.mark.parametrize(("target", "sheet"), [(CUDA, "cuda:h100"), (TPU, "tpu:v5e")])
-def test_sheets_of_targets(target: str, sheet: str) -> None:
+def test_devices_of_targets_have_their_sheet(target: str, sheet: str) -> None:
     mesh = mesh_on(target, "data:4,model:2")
     assert has_sheet(mesh)
     assert hardware_of(mesh) == sr.Hardware.named(sheet)
 
 
-def test_meshes_without_devices_are_taken_for_h100s() -> None:
+def test_meshes_without_devices_are_planned_for_h100s() -> None:
     mesh = sr.mesh_shape("data:8")
     assert not has_sheet(mesh)
     assert hardware_of(mesh) == H100
@@ -80,8 +80,8 @@ def test_meshes_without_devices_are_taken_for_h100s() -> None:
     assert hardware_of(sr.create_mesh("data:8")) == sr.Hardware.named("cpu")
 
 
-def test_in_a_torus_an_axis_has_the_links_along_which_it_lies() -> None:
-    """Of 4 × 2 chips `data` lies along both dimensions, folded, and `model` along one."""
+def test_an_axis_of_a_torus_has_links_along_its_dims() -> None:
+    """On 4 × 2 chips `data` is folded along both dims of the torus, and `model` is along one."""
     mesh = mesh_on(TPU, "data:4,model:2")
     groups = mesh.devices[:, 0], mesh.devices[0], mesh.devices.ravel()
     dims = [sum(len({device.coords[dim] for device in group}) > 1 for dim in range(2)) for group in groups]
@@ -91,7 +91,7 @@ def test_in_a_torus_an_axis_has_the_links_along_which_it_lies() -> None:
     assert rates.per_byte[1:] == pytest.approx([whole, 2 * whole, whole])
 
 
-def test_waiting_grows_with_doublings() -> None:
+def test_latency_grows_with_doublings() -> None:
     sheet = attrs.evolve(H100, devices_per_host=8)
     inside, across = machine("a:8", sheet), machine("a:64", sheet)
     link, network = sheet.link_latency_seconds, sheet.network_latency_seconds

@@ -1,4 +1,4 @@
-"""Layers that are written out one by one are planned once, and layers that differ are not."""
+"""Layers written out in Python are planned once where they are equal."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ def real(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def loss(layers: Sequence[Any], x: Any) -> Any:
-    for own in layers:
-        x = x + jnp.tanh(x @ own["up"]) @ own["down"]
+    for layer in layers:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
     return jnp.mean(x**2)
 
 
@@ -38,83 +38,82 @@ def read(fn: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[str]]:
     return read_jaxpr(jax.make_jaxpr(fn)(*args)), ["/".join(path[1:-1].split("][")) for path in paths]
 
 
-def products(program: TracedProgram, found: OpClasses) -> list[int]:
+def matmul_classes(program: TracedProgram, classes: OpClasses) -> list[int]:
     return [
-        colour
-        for operation, colour in zip(program.operations, found.operations, strict=True)
+        op_class
+        for operation, op_class in zip(program.operations, classes.operations, strict=True)
         if operation.name == "dot_general"
     ]
 
 
-def test_layers_in_the_middle_are_alike() -> None:
-    """What is next to the first or the last layer is in other surroundings."""
+def test_layers_in_the_middle_are_equal() -> None:
+    """What is next to the first or the last layer has other operations around it."""
     program, paths = read(loss, layers(12), real(512, 1024))
-    colours = products(program, op_classes(program, paths))
-    up, down = colours[0::2], colours[1::2]
+    matmuls = matmul_classes(program, op_classes(program, paths))
+    up, down = matmuls[0::2], matmuls[1::2]
     assert len(set(up[3:-3])) == len(set(down[3:-3])) == 1
     assert not set(up) & set(down)
 
 
-def test_arguments_of_layers_are_alike() -> None:
+def test_arguments_of_layers_are_equal() -> None:
     program, paths = read(loss, layers(12), real(512, 1024))
-    found = op_classes(program, paths)
-    downs, ups = found.arguments[0:-1:2], found.arguments[1:-1:2]
+    arguments = op_classes(program, paths).arguments
+    downs, ups = arguments[0:-1:2], arguments[1:-1:2]
     assert len(set(ups[3:-3])) == len(set(downs[3:-3])) == 1
-    assert len({ups[6], downs[6], found.arguments[-1]}) == 3
+    assert len({ups[6], downs[6], arguments[-1]}) == 3
 
 
-def test_layers_of_other_sizes_are_not_alike() -> None:
+def test_layers_of_other_sizes_differ() -> None:
     mixed = [{"up": real(1024, size), "down": real(size, 1024)} for size in (4096, 2048) * 6]
     program, paths = read(loss, mixed, real(512, 1024))
-    found = op_classes(program, paths)
-    up = products(program, found)[0::2]
+    up = matmul_classes(program, op_classes(program, paths))[0::2]
     assert up[4] != up[5]
     assert up[4] == up[6]
 
 
-def test_other_names_are_not_alike() -> None:
-    """Arguments alike have the same name but for numbers: an encoder is no decoder."""
+def test_arguments_with_other_names_differ() -> None:
+    """Only numbers in names may differ: an encoder is not a decoder."""
 
     def both(encoder: Sequence[Any], decoder: Sequence[Any], x: Any) -> Any:
         return loss([*encoder, *decoder], x)
 
     program = read_jaxpr(jax.make_jaxpr(both)(layers(6), layers(6), real(512, 1024)))
     paths = [f"{side}/{n}/{name}" for side in ("encoder", "decoder") for n in range(6) for name in ("down", "up")]
-    found = op_classes(program, [*paths, "x"])
-    assert found.arguments[6] == found.arguments[4]
-    assert found.arguments[6] != found.arguments[18]
+    arguments = op_classes(program, [*paths, "x"]).arguments
+    assert arguments[6] == arguments[4]
+    assert arguments[6] != arguments[18]
 
 
-def test_lines_of_code_are_told_apart() -> None:
+def test_operations_on_other_lines_differ() -> None:
     def twice(w: Any, x: Any) -> Any:
         x = jnp.tanh(x @ w[0])
         x = jnp.tanh(x @ w[1])
         return jnp.tanh(x @ w[2])
 
     program, paths = read(twice, [real(64, 64)] * 3, real(8, 64))
-    assert len(set(products(program, op_classes(program, paths)))) == 3
+    assert len(set(matmul_classes(program, op_classes(program, paths)))) == 3
 
 
-def test_nothing_is_alike_where_it_is_not_asked_for() -> None:
+def test_without_tie_every_operation_differs() -> None:
     program, paths = read(loss, layers(4), real(512, 1024))
-    found = op_classes(program, paths, tie=False)
-    assert found.operations == tuple(range(len(program.operations)))
-    assert found.arguments == tuple(range(len(program.arguments)))
+    classes = op_classes(program, paths, tie=False)
+    assert classes.operations == tuple(range(len(program.operations)))
+    assert classes.arguments == tuple(range(len(program.arguments)))
 
 
-def test_classes_are_those_of_another_trace() -> None:
+def test_another_trace_has_the_same_classes() -> None:
     first, second = (read(step, layers(6), real(512, 1024)) for _ in range(2))
     assert op_classes(*first) == op_classes(*second)
 
 
-def test_layers_alike_get_the_same() -> None:
+def test_equal_layers_get_the_same_specs() -> None:
     planned = sr.autoplan(step, layers(12), real(512, 1024), mesh=MESH)
     middle = planned.plan.specs[0][3:-3]
-    assert all(one == middle[0] for one in middle)
+    assert all(specs == middle[0] for specs in middle)
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_more_layers_are_no_more_to_choose(train: bool) -> None:
+def test_more_layers_add_no_nodes(train: bool) -> None:
     fn = step if train else loss
     counts = [
         len(sr.autoplan(fn, layers(count), real(512, 1024), mesh=MESH).task.problem.nodes) for count in (8, 16, 32)
@@ -122,8 +121,8 @@ def test_more_layers_are_no_more_to_choose(train: bool) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_from_four_layers_on_there_are_few_more_nodes() -> None:
-    """The first and the last few are in other surroundings, those between are alike."""
+def test_most_nodes_are_there_from_four_layers_on() -> None:
+    """The first and the last few layers have nodes of their own, and all others share theirs."""
     four, many = (
         len(sr.autoplan(step, layers(count), real(512, 1024), mesh=MESH).task.problem.nodes) for count in (4, 24)
     )
@@ -131,8 +130,8 @@ def test_from_four_layers_on_there_are_few_more_nodes() -> None:
 
 
 def scanned(w: Any, x: Any) -> Any:
-    def body(h: Any, own: Any) -> tuple[Any, None]:
-        return h + jnp.tanh(h @ own["up"]) @ own["down"], None
+    def body(h: Any, layer: Any) -> tuple[Any, None]:
+        return h + jnp.tanh(h @ layer["up"]) @ layer["down"], None
 
     return jnp.mean(jax.lax.scan(body, x, w)[0] ** 2)
 
@@ -142,23 +141,23 @@ def planned_scan(count: int) -> sr.reports.AutoPlan:
     return sr.autoplan(jax.grad(scanned), w, real(512, 1024), mesh=MESH)
 
 
-def test_a_longer_scan_is_no_more_to_choose() -> None:
+def test_a_longer_scan_adds_no_nodes() -> None:
     assert len(planned_scan(8).task.problem.nodes) == len(planned_scan(512).task.problem.nodes)
 
 
-def test_a_longer_scan_takes_as_much_longer() -> None:
+def test_a_longer_scan_costs_in_proportion() -> None:
     short, long = planned_scan(8), planned_scan(64)
     assert short.cost * 4 < long.cost < short.cost * 12
 
 
 def test_planning_time_does_not_grow_with_layers() -> None:
-    """Tracing does; what is measured here is the search."""
+    """Tracing does: only the search is measured here."""
 
     def seconds(count: int) -> float:
-        begun = time.monotonic()
-        found = sr.autoplan(step, layers(count), real(512, 1024), mesh=MESH)
-        assert found.seconds <= time.monotonic() - begun
-        return found.seconds
+        start = time.monotonic()
+        planned = sr.autoplan(step, layers(count), real(512, 1024), mesh=MESH)
+        assert planned.seconds <= time.monotonic() - start
+        return planned.seconds
 
     seconds(8)
     assert seconds(32) < 4 * seconds(8) + 0.5

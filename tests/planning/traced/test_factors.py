@@ -21,13 +21,15 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
+from shardrules.planning.traced.factors import table
+from shardrules.planning.traced.factors.loops import LoopRule, Loops
 from shardrules.planning.traced.factors.table import RULES, Factors, op_factors
 from tests.analysis.programs import mesh_on
 from tests.planning.operations import CASES, UNSPLIT, Case, bound
 
 AXES = sr.mesh_shape("x:2,y:2")
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""What is proven is decided long before machine code."""
+"""What is tested is decided long before machine code."""
 
 Split = dict[int, str]
 """The factors that are split, each over a mesh axis."""
@@ -37,26 +39,26 @@ SMALLEST = 4
 
 
 def case_named(name: str) -> Case:
-    (found,) = [case for case in (*CASES, *UNSPLIT) if case.name == name]
-    return found
+    (match,) = [case for case in (*CASES, *UNSPLIT) if case.name == name]
+    return match
 
 
 def equation(case: Case) -> Any:
-    (one,) = jax.make_jaxpr(case.fn)(*case.args).eqns
-    return one
+    (eqn,) = jax.make_jaxpr(case.fn)(*case.args).eqns
+    return eqn
 
 
 def factors(case: Case) -> Factors:
-    found = op_factors(equation(case))
-    assert found is not None
-    return found
+    case_factors = op_factors(equation(case))
+    assert case_factors is not None
+    return case_factors
 
 
-def splits(found: Factors) -> list[Split]:
+def splits(factors: Factors) -> list[Split]:
     """Every factor over an axis, and every one with the next over two."""
-    ones = [number for number, size in enumerate(found.sizes) if size % 2 == 0]
-    pairs = list(itertools.combinations(ones, 2)) if len(ones) < 4 else [*zip(ones, ones[1:] + ones[:1], strict=True)]
-    return [{one: "x"} for one in ones] + [{one: "x", two: "y"} for one, two in pairs]
+    even = [factor for factor, size in enumerate(factors.sizes) if size % 2 == 0]
+    pairs = list(itertools.combinations(even, 2)) if len(even) < 4 else [*zip(even, even[1:] + even[:1], strict=True)]
+    return [{factor: "x"} for factor in even] + [{first: "x", second: "y"} for first, second in pairs]
 
 
 def sharding(mesh: Mesh, names: Sequence[int | None], split: Split) -> NamedSharding:
@@ -75,14 +77,14 @@ def all_ways(case: Case) -> tuple[Any, list[Split]]:
 
 
 def shardings(case: Case, mesh: Mesh) -> tuple[list[Any], list[list[Any]]]:
-    """Those of the operands and of the results, for every way to split the operation."""
-    found, one = factors(case), equation(case)
-    # An operand that is a constant of the equation is not one that is passed.
-    passed = [names for names, var in zip(found.operands, one.invars, strict=True) if isinstance(var, Var)]
-    ways = splits(found)
+    """The shardings of the operands and of the results, for every way to split the operation."""
+    case_factors, eqn = factors(case), equation(case)
+    # Constants of the equation are not passed as arguments.
+    passed = [names for names, var in zip(case_factors.operands, eqn.invars, strict=True) if isinstance(var, Var)]
+    ways = splits(case_factors)
     return (
         [sharding(mesh, names, way) for way in ways for names in passed],
-        [[sharding(mesh, names, way) for names in found.results] for way in ways],
+        [[sharding(mesh, names, way) for names in case_factors.results] for way in ways],
     )
 
 
@@ -90,37 +92,37 @@ def compiled(case: Case, mesh: Mesh) -> Any:
     fn, ways = all_ways(case)
     operands, results = shardings(case, mesh)
     pairs = zip(case.args * len(ways), operands, strict=True)
-    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for x, one in pairs]
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=operand) for x, operand in pairs]
     return jax.jit(fn, out_shardings=results).lower(*args).compile(QUICK)
 
 
 def reduced_bytes(case: Case, *, at_once: bool) -> int:
     """What all-reduces have to complete: the results, as far as not split.
 
-    Over two factors a compiler may reduce one after the other, or, as those for GPUs, `at_once`.
+    Over two factors compilers reduce one after the other, or, for GPUs, `at_once`.
     """
-    found, total = factors(case), 0
-    for way in splits(found):
-        pieces = [sum(name in way for name in names) for names in found.results]
+    case_factors, total = factors(case), 0
+    for way in splits(case_factors):
+        pieces = [sum(name in way for name in names) for names in case_factors.results]
         arrays = zip((var.aval for var in equation(case).outvars), pieces, strict=True)
-        nbytes = sum(math.prod(one.shape) * one.dtype.itemsize // 2**split for one, split in arrays)
-        times = sum(number in way for number in found.reduced)
+        nbytes = sum(math.prod(aval.shape) * aval.dtype.itemsize // 2**split for aval, split in arrays)
+        times = sum(factor in way for factor in case_factors.reduced)
         total += nbytes * (min(times, 1) if at_once else times)
     return total
 
 
 def check_collectives(case: Case, text: str, reduced: int) -> None:
-    """Nothing moves but what is reduced."""
-    found = find_collectives(read_program(text), AXES)
-    moved = [one for one in found if not case.converges or one.payload_bytes > SMALLEST]
-    assert [one for one in moved if one.kind != "all-reduce"] == []
-    assert sum(one.payload_bytes for one in moved) == reduced
+    """Only what is reduced moves."""
+    collectives = find_collectives(read_program(text), AXES)
+    moved = [collective for collective in collectives if not case.converges or collective.payload_bytes > SMALLEST]
+    assert [collective for collective in moved if collective.kind != "all-reduce"] == []
+    assert sum(collective.payload_bytes for collective in moved) == reduced
 
 
 def numbers(tree: Any) -> Iterator[np.ndarray]:
-    for one in jax.tree.leaves(tree):
-        is_key = jnp.issubdtype(one.dtype, jax.dtypes.prng_key)
-        yield np.asarray(jax.random.key_data(one) if is_key else one).astype(np.complex128)
+    for leaf in jax.tree.leaves(tree):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        yield np.asarray(jax.random.key_data(leaf) if is_key else leaf).astype(np.complex128)
 
 
 def named(cases: Sequence[Case]) -> Any:
@@ -128,17 +130,17 @@ def named(cases: Sequence[Case]) -> Any:
 
 
 @named(CASES)
-def test_split_alike_nothing_moves_and_results_are_the_same(case: Case) -> None:
+def test_a_split_operation_moves_nothing_but_sums(case: Case) -> None:
     mesh = sr.create_mesh("x:2,y:2", devices=jax.devices()[:4])
     program = compiled(case, mesh)
     check_collectives(case, program.as_text(), reduced_bytes(case, at_once=False))
 
     operands, results = shardings(case, mesh)
-    args = [jax.device_put(x, one) for x, one in zip(case.args * len(results), operands, strict=True)]
+    args = [jax.device_put(x, operand) for x, operand in zip(case.args * len(results), operands, strict=True)]
     expected = list(numbers(case.fn(*case.args)))
     for way in program(*args):
-        for one, other in zip(numbers(way), expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        for array, other in zip(numbers(way), expected, strict=True):
+            np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
 
 
 ON_GPUS = (
@@ -155,22 +157,22 @@ ON_GPUS = (
     *("scatter elements", "scatter_add in batches", "dynamic_update_slice in batches, clip", "reduce_and", "argmax"),
     *("sort", "tile", "reshape: regroup"),
 )
-"""Those that compilers for GPUs may well treat in their own way."""
+"""Operations that compilers for GPUs may treat in ways of their own."""
 
 
 @named([case_named(name) for name in ON_GPUS])
-def test_split_alike_nothing_moves_on_gpus(case: Case) -> None:
+def test_a_split_operation_moves_nothing_but_sums_on_gpus(case: Case) -> None:
     text = compiled(case, mesh_on("cuda:h100:4", "x:2,y:2")).as_text()
     check_collectives(case, text, reduced_bytes(case, at_once=True))
 
 
 @named(UNSPLIT)
-def test_what_xla_brings_together_is_whole(case: Case) -> None:
+def test_operations_that_xla_gathers_are_whole(case: Case) -> None:
     assert splits(factors(case)) == []
 
 
-def test_what_moves_is_seen() -> None:
-    """A promise that is not kept, and one of too little."""
+def test_the_check_of_collectives_can_fail() -> None:
+    """For a collective that is not expected, and for an all-reduce of more bytes."""
     case = Case("cumsum", lambda x: lax.cumsum(x, 1), (jnp.ones((8, 16)),))
     with pytest.raises(AssertionError, match="all-gather"):
         check_collectives(case, split_on_purpose(case, P(None, "x"), P(None, "x")), 0)
@@ -191,14 +193,14 @@ def split_on_purpose(case: Case, operand: P, result: P) -> str:
 # By hand. Dims are written as letters, one for each factor, and as "." where they are whole.
 
 
-def written(found: Factors) -> str:
-    """Factors as an einsum: `"ab,bc->ac"`, and after a slash those that are reduced."""
+def einsum_text(factors: Factors) -> str:
+    """Factors as an einsum: `"ab,bc->ac"`, with the reduced ones after a slash."""
     letters = "abcdefghijkl"
     sides = [
         ",".join("".join("." if name is None else letters[name] for name in names) for names in side)
-        for side in (found.operands, found.results)
+        for side in (factors.operands, factors.results)
     ]
-    return "->".join(sides) + "".join(["/", *(letters[name] for name in found.reduced)] if found.reduced else [])
+    return "->".join(sides) + "".join(["/", *(letters[name] for name in factors.reduced)] if factors.reduced else [])
 
 
 BY_HAND = {
@@ -292,8 +294,8 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(name: str) -> None:
-    assert written(factors(case_named(name))) == BY_HAND[name]
+def test_factors_are_as_written_by_hand(name: str) -> None:
+    assert einsum_text(factors(case_named(name))) == BY_HAND[name]
 
 
 @pytest.mark.parametrize(
@@ -308,21 +310,21 @@ def test_by_hand(name: str) -> None:
         ("dot", (8, 16, 4)),
     ],
 )
-def test_sizes_are_what_can_be_split(name: str, sizes: tuple[int, ...]) -> None:
+def test_sizes_are_what_pieces_have_to_divide(name: str, sizes: tuple[int, ...]) -> None:
     assert factors(case_named(name)).sizes == sizes
 
 
-def test_no_elements_no_factors() -> None:
-    (one,) = jax.make_jaxpr(lambda x: lax.reshape(x, (0, 8)))(jnp.ones((4, 0, 2))).eqns
-    assert op_factors(one) == Factors(((None,) * 3,), ((None, None),), sizes=())
+def test_empty_arrays_have_no_factors() -> None:
+    (reshape,) = jax.make_jaxpr(lambda x: lax.reshape(x, (0, 8)))(jnp.ones((4, 0, 2))).eqns
+    assert op_factors(reshape) == Factors(((None,) * 3,), ((None, None),), sizes=())
 
 
-def test_the_factors_of_a_scalar() -> None:
-    (one,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
-    assert op_factors(one) == Factors(((),), ((),), sizes=())
+def test_scalars_have_no_factors() -> None:
+    (sin,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    assert op_factors(sin) == Factors(((),), ((),), sizes=())
 
 
-# What is not known.
+# What no rule covers.
 
 
 @pytest.mark.parametrize(
@@ -337,20 +339,20 @@ def test_the_factors_of_a_scalar() -> None:
     ],
     ids=["jit", "loop", "cond", "device_put to a device", "constraint", "token"],
 )
-def test_what_is_not_known_has_no_factors(fn: Any) -> None:
+def test_other_primitives_have_no_factors(fn: Any) -> None:
     assert op_factors(jax.make_jaxpr(fn)(jnp.ones(8)).eqns[-1]) is None
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_form_that_is_not_known_raises_nothing(name: str) -> None:
-    """As if another version of JAX named all parameters otherwise, and gave more arrays."""
+def test_other_forms_of_a_primitive_raise_nothing(name: str) -> None:
+    """As if another version of JAX had other parameters, and more arrays."""
     struct = SimpleNamespace(aval=ShapedArray((4, 2), jnp.dtype("float32")))
     for operands, results in ((1, 1), (5, 1), (0, 1), (2, 3), (1, 0)):
         primitive = SimpleNamespace(name=name)
-        one = SimpleNamespace(primitive=primitive, invars=[struct] * operands, outvars=[struct] * results, params={})
-        found = op_factors(one)
-        if found is not None:
-            assert (len(found.operands), len(found.results)) == (operands, results)
+        eqn = SimpleNamespace(primitive=primitive, invars=[struct] * operands, outvars=[struct] * results, params={})
+        eqn_factors = op_factors(eqn)
+        if eqn_factors is not None:
+            assert (len(eqn_factors.operands), len(eqn_factors.results)) == (operands, results)
 
 
 UNKNOWN = """
@@ -358,13 +360,32 @@ after_all all_gather all_to_all axis_index call cholesky_update closed_call cond
 custom_lin custom_linear_solve custom_vjp_call dce_sink eval_jaxpr get jit ormqr pmax pmin ppermute psum
 ragged_all_to_all remat2 scan select_and_scatter sharding_constraint stage swap symmetric_product tridiagonal while
 """
-"""Those that hold programs, or are about devices, or are used by hardly anyone."""
+"""Primitives that hold jaxprs, or are about devices, or are hardly used."""
 
 
-def test_every_primitive_of_jax_is_known_or_left_out_on_purpose() -> None:
+def test_every_primitive_of_jax_has_a_rule_or_a_reason() -> None:
     named = {**vars(lax), **vars(lax.linalg), **vars(primitives)}
-    found = [one.name for name, one in named.items() if name.endswith("_p") and isinstance(one, Primitive)]
-    assert sorted({one for one in found if one not in RULES and one not in UNKNOWN.split()}) == []
+    primitive_names = [
+        primitive.name for name, primitive in named.items() if name.endswith("_p") and isinstance(primitive, Primitive)
+    ]
+    assert sorted({name for name in primitive_names if name not in RULES and name not in UNKNOWN.split()}) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_rule_needs_its_parameters(case: Case) -> None:
+    """As if another version of JAX had renamed them."""
+    eqn = equation(case)
+    for name in RULES[eqn.primitive.name].params:
+        params = {key: value for key, value in eqn.params.items() if key != name}
+        renamed = SimpleNamespace(primitive=eqn.primitive, invars=eqn.invars, outvars=eqn.outvars, params=params)
+        assert op_factors(renamed) is None
+
+
+def test_bugs_in_rules_surface(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {**RULES, "sin": LoopRule(lambda op: Loops([op.params["missing"]], []))}
+    monkeypatch.setattr(table, "RULES", rules)
+    with pytest.raises(KeyError, match="missing"):
+        op_factors(jax.make_jaxpr(jnp.sin)(jnp.ones(4)).eqns[0])
 
 
 # Reshapes against NumPy.
@@ -388,15 +409,15 @@ def grouped(draw: st.DrawFn, primes: list[int]) -> tuple[int, ...]:
 def test_pieces_of_a_reshape_hold_the_same_elements(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     shape, result = shapes
     x = np.arange(math.prod(shape)).reshape(shape)
-    found = op_factors(
+    reshape = op_factors(
         equation(Case("reshape", bound(lax.reshape_p, new_sizes=result, dimensions=None, sharding=None), (x,)))
     )
-    assert found is not None
-    (before,), (after,) = found.operands, found.results
-    for number, size in enumerate(found.sizes):
-        for count in (one for one in range(1, size + 1) if size % one == 0):
-            pieces = np.split(x, count, before.index(number))
-            others = np.split(x.reshape(result), count, after.index(number))
+    assert reshape is not None
+    (before,), (after,) = reshape.operands, reshape.results
+    for factor, size in enumerate(reshape.sizes):
+        for count in (divisor for divisor in range(1, size + 1) if size % divisor == 0):
+            pieces = np.split(x, count, before.index(factor))
+            others = np.split(x.reshape(result), count, after.index(factor))
             for piece, other in zip(pieces, others, strict=True):
                 assert sorted(piece.ravel()) == sorted(other.ravel())
                 # And what a device does with its piece is a reshape, too.
@@ -405,14 +426,14 @@ def test_pieces_of_a_reshape_hold_the_same_elements(shapes: tuple[tuple[int, ...
 
 @given(reshapes())
 def test_no_dim_of_a_reshape_is_left_out(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """A dim whose pieces are those of one of the result goes with it, unless a dim before it, of that run, does."""
+    """A dim with the same pieces as a dim of the result goes with it, unless an earlier dim of its run does."""
     shape, result = shapes
     x = np.arange(math.prod(shape)).reshape(shape)
-    found = op_factors(
+    reshape = op_factors(
         equation(Case("reshape", bound(lax.reshape_p, new_sizes=result, dimensions=None, sharding=None), (x,)))
     )
-    assert found is not None
+    assert reshape is not None
     for dim, size in enumerate(shape):
         for other, length in enumerate(result):
             if size == length > 1 and math.prod(shape[:dim]) == math.prod(result[:other]):
-                assert found.operands[0][dim] == found.results[0][other] is not None
+                assert reshape.operands[0][dim] == reshape.results[0][other] is not None
