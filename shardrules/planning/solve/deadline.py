@@ -32,7 +32,7 @@ class Deadline:
     @property
     def is_over(self) -> bool:
         """Whether the time is up."""
-        return self.seconds_left < 0
+        return self.seconds_left <= 0
 
     def share(self, count: int) -> "Deadline":
         """Returns the deadline of the first of several searches that divide what is left."""

@@ -127,8 +127,8 @@ class Task:
             return attrs.evolve(nothing, is_late=result.is_late) if result.solution is None else result
         solution = Solution(budget.choice, budget.cost, budget.bound, "feasible", (budget.price,))
         best = _with_bound(SearchResult(solution, budget.peak_bytes, budget.bound), budget.bound)
-        if budget.cost <= budget.bound * (1 + CLOSE) or deadline.is_over:
-            return best
+        if budget.cost <= budget.bound * (1 + CLOSE) or deadline.is_over or not budget.extra:
+            return best  # without `extra`, not even one linear program was solved
         keep = self._worthwhile(best, budget.bound, budget.extra)
         result = self.only(keep)._exactly(limit_bytes, deadline, moments)
         if result.solution is not None:

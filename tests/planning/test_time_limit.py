@@ -1,0 +1,157 @@
+"""By behaviour: `time_limit` is kept, however slow the solvers are. The clock here only moves while they run."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import pytest
+from jax.sharding import PartitionSpec as P
+from scipy.optimize import OptimizeResult
+
+import shardrules as sr
+from shardrules.planning.solve import deadline, search, solver
+from tests.planning.test_autoplan import GRID, codes, loss, mlp, train
+
+LIMIT = 10.0
+GRACE = 1.0
+"""By how many seconds a search may exceed its time limit."""
+
+SLOW_LINKS = attrs.evolve(sr.Hardware.named("cuda:h100"), name="slow links", link_bytes_per_second=1e9)
+PINS = sr.RegexShardingRule([(r"^1$", P(None, "data")), (r"^0/", P())])
+"""Pins that make `loss` more than twice as slow on slow links."""
+
+
+@final
+@attrs.define
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    seconds: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(deadline, "time", clock)
+    return clock
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> None:
+    """Makes each call of a solver take some seconds, and fail if it has fewer."""
+
+    def slow(solve: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, options: dict[str, Any], **kwargs: Any) -> Any:
+            limit = options["time_limit"]
+            clock.seconds += min(limit, seconds)
+            if limit < seconds:
+                return OptimizeResult(x=None, status=1, success=False)
+            return solve(*args, options=options, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(solver, "linprog", slow(solver.linprog))
+    monkeypatch.setattr(solver, "milp", slow(solver.milp))
+
+
+ARGS = mlp(256, 1024, 2**16)
+SMALL_LIMIT = "100MiB"
+"""Less than unsplit arrays take: without a solver, nothing that fits is found."""
+
+
+def plan(mesh: Any, *, pins: bool = False, tight: bool = False) -> sr.reports.AutoPlan:
+    options: dict[str, Any] = {"memory_limit": SMALL_LIMIT if tight else None, "time_limit": LIMIT}
+    if pins:
+        return sr.autoplan(loss, *ARGS[::2], mesh=mesh, pins=PINS, hardware=SLOW_LINKS, **options)
+    return sr.autoplan(train, *ARGS, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 1e9])
+@pytest.mark.parametrize("mesh", [GRID, 8, sr.mesh_shape("data:2,fsdp:2,model:2")], ids=["grid", "count", "three"])
+@pytest.mark.parametrize("pins", [False, True], ids=["free", "pinned"])
+@pytest.mark.parametrize("tight", [False, True], ids=["wide", "tight"])
+def test_a_time_limit_is_kept(
+    mesh: Any, pins: bool, tight: bool, seconds: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, clock, seconds)
+    monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 1000)  # three axes are solved by parts
+    start = clock.seconds
+    try:
+        plan(mesh, pins=pins, tight=tight)
+    except (sr.errors.ConfigError, sr.errors.DoesNotFitError):
+        assert tight
+    assert clock.seconds - start <= LIMIT + GRACE
+
+
+@pytest.mark.parametrize("mesh", [GRID, 8], ids=["grid", "count"])
+def test_a_search_that_ends_in_time_is_not_changed_by_the_limit(
+    mesh: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = sr.autoplan(train, *ARGS, mesh=mesh, time_limit=float("inf"))
+    slow_down(monkeypatch, clock, 0.1)
+    limited = plan(mesh)
+    assert limited.choice == free.choice
+    assert limited.candidates == free.candidates
+
+
+def test_what_pins_cost_is_searched_within_the_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, clock, 0.3)
+    assert "costly-pin" in codes(plan(sr.mesh_shape("data:8"), pins=True))
+
+
+def test_pins_are_not_compared_once_the_time_is_up(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, clock, 1e9)
+    planned = plan(sr.mesh_shape("data:8"), pins=True)
+    assert "pins-not-compared" in codes(planned)
+    assert "costly-pin" not in codes(planned)
+
+
+def test_meshes_without_time_are_named(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = search.Task.of
+
+    def slow_read(*args: Any, **kwargs: Any) -> search.Task:
+        clock.seconds += LIMIT * 0.6  # two meshes of three
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(search.Task, "of", slow_read)
+    planned = plan(8)
+    (finding,) = [finding for finding in planned.findings if finding.code == "untried-meshes"]
+    assert "data:2,model:4" in finding.message
+    assert sorted(candidate.mesh for candidate in planned.candidates) == ["data:4,model:2", "data:8"]
+
+
+def test_a_plan_that_is_not_found_in_time_names_the_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, clock, 1e9)
+    with pytest.raises(sr.errors.ConfigError, match=r"train: no plan that fits in 100.0 MiB .*time_limit=10 s"):
+        plan(GRID, tight=True)
+    with pytest.raises(sr.errors.ConfigError, match=r"Raise time_limit"):
+        plan(8, tight=True)
+
+
+def test_pins_of_a_plan_that_does_not_fit_are_named_without_a_search(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = search.Task.within
+
+    def slow_search(self: search.Task, *args: Any) -> search.SearchResult:
+        clock.seconds += 2 * LIMIT
+        return task(self, args[0])
+
+    monkeypatch.setattr(search.Task, "within", slow_search)
+    with pytest.raises(sr.errors.DoesNotFitError, match=r"with these pins; the time limit was reached"):
+        sr.autoplan(loss, *ARGS[::2], mesh=GRID, pins=PINS, memory_limit="1KiB", time_limit=LIMIT)
+
+
+def test_a_deadline_is_shared() -> None:
+    whole = deadline.Deadline.after(60)
+    assert 19 < whole.share(3).seconds_left <= 20
+    assert deadline.Deadline(0.0).share(3).seconds_left <= 0
+    assert deadline.NO_DEADLINE.share(3) == deadline.NO_DEADLINE
+
+
+def test_solvers_get_what_is_left_and_a_moment_at_least() -> None:
+    assert deadline.NO_DEADLINE.solver_options() == {}
+    assert 0 < deadline.Deadline(0.0).solver_options()["time_limit"] <= 0.2
+    assert 50 < deadline.Deadline.after(60).solver_options()["time_limit"] <= 60
