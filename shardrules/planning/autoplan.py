@@ -5,6 +5,7 @@ deadline; findings are made from what the searches returned.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -138,6 +139,8 @@ class _Query:
     pinned: dict[int, PartitionSpec]
     """For indices of arrays of the arguments the specs that they have to have."""
     task: Task
+    read_seconds: float
+    """How long reading took: another mesh, or other pins, take about as long again, which no deadline interrupts."""
 
     def search(self, deadline: Deadline) -> SearchResult:
         """Finds the best choice that fits."""
@@ -150,6 +153,7 @@ class _Query:
 
 
 def _read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options: _Options) -> _Query:
+    start = time.monotonic()
     call = read_call(fn, args, mesh, name_of(fn))
     machine = Machine.of(mesh, options.hardware, options.assumptions)
     program = read_jaxpr(call.jaxpr)
@@ -159,7 +163,8 @@ def _read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options:
         limit_bytes = read_bytes("memory_limit", options.memory_limit)
     pinned = _pinned_specs(args, options.pins, mesh)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
-    return _Query(call, args, mesh, options, program, machine, limit_bytes, pinned, task)
+    read_seconds = time.monotonic() - start
+    return _Query(call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds)
 
 
 def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
@@ -204,7 +209,7 @@ def _best_mesh(
     candidates: list[Candidate] = []
     refusal: ShardRulesError | None = None
     for index, text in enumerate(texts):
-        if outcomes and deadline.is_over:
+        if outcomes and deadline.seconds_left <= outcomes[-1][0].read_seconds:
             break
         try:
             query = _read(fn, args, mesh_shape(text), options)
@@ -274,7 +279,7 @@ def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCo
     """Searches without pins, and if those cost much, with one group of pins at a time: as far as the time goes."""
     if not query.pinned:
         return PinCosts(is_complete=True)
-    if deadline.is_over:
+    if deadline.seconds_left <= query.read_seconds:
         return PinCosts()
     free = query.with_pins({})
     free_result = free.search(deadline)
@@ -291,7 +296,7 @@ def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCo
             groups.setdefault((home.node, spec_repr(spec)), []).append(index)
     group_seconds: list[tuple[tuple[int, ...], float]] = []
     for count, indices in enumerate(groups.values()):
-        if deadline.is_over:
+        if deadline.seconds_left <= query.read_seconds:
             break
         alone = query.with_pins({index: query.pinned[index] for index in indices})
         alone_result = alone.search(deadline.share(len(groups) - count))
