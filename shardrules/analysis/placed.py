@@ -12,7 +12,7 @@ from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, NoMeshError
 from shardrules.core.leaf import Leaf
-from shardrules.core.spec import array_bytes, axis_names, shard_bytes, shard_shape, ways
+from shardrules.core.spec import array_bytes, axis_names, shard_bytes, shard_shape, part_count
 from shardrules.core.tree import flatten_specs, survey
 
 
@@ -54,7 +54,7 @@ class PlacedLeaf:
     @property
     def ways(self) -> int:
         """Into how many parts the spec splits the array on this mesh."""
-        return ways(self.spec, mesh_sizes(self.leaf.mesh))
+        return part_count(self.spec, mesh_sizes(self.leaf.mesh))
 
 
 def pair_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> tuple[tuple[Leaf, Any], ...]:

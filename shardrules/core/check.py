@@ -22,14 +22,6 @@ LARGE_BYTES = 16 * 2**20
 def bytes_text(count: float) -> str:
     """Returns a number of bytes as a person reads it.
 
-    **Arguments:**
-
-    - `count`: bytes.
-
-    **Returns:**
-
-    For instance `"1.5 MiB"`; below 1 KiB the exact number.
-
     ```python
     assert bytes_text(3 * 2**19) == "1.5 MiB"
     ```
@@ -45,17 +37,6 @@ def check_spec(
     path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int] | None, *, count: int = 1
 ) -> Iterator[Finding]:
     """Yields what is wrong with one spec for one array; nothing when it is sound.
-
-    **Arguments:**
-
-    - `path`, `shape`: the array.
-    - `spec`: the PartitionSpec it is to have.
-    - `sizes`: the size of each mesh axis; `None` leaves unchecked what needs a mesh.
-    - `count`: how many arrays of the same kind there are.
-
-    **Returns:**
-
-    Findings: `rank-overflow`, `duplicate-axis`, `unknown-axis`, `indivisible`, `weakened`.
 
     ```python
     codes = [found.code for found in check_spec("w", (8, 15), P("data", "model"), {"data": 2, "model": 4})]
@@ -169,19 +150,7 @@ def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> b
 def check_leaves(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None
 ) -> Iterator[Finding]:
-    """Yields the findings about a whole plan.
-
-    **Arguments:**
-
-    - `leaves`: one for each kind of leaf.
-    - `decisions`: one for each of them.
-    - `counts`: how many leaves are of each kind.
-    - `mesh`: the mesh, or `None`.
-
-    **Returns:**
-
-    Findings, leaf by leaf and then those about the whole.
-    """
+    """Yields the findings about a whole plan."""
     sizes = None if mesh is None else mesh_sizes(mesh)
     used: dict[str, None] = {}
     splittable = False

@@ -1,4 +1,4 @@
-"""Converters for the fields of rules, which refuse in words what cannot be meant."""
+"""Converters for arguments and for the fields of rules, which raise `ConfigError` for invalid values."""
 
 import math
 import numbers
@@ -8,59 +8,32 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from shardrules.core.errors import SpecError
+from shardrules.core.errors import ConfigError
 
 
 def integer(name: str, least: int | None = None) -> Callable[[Any], int]:
-    """Returns a converter to an integer.
-
-    **Arguments:**
-
-    - `name`: the field, for the message.
-    - `least`: the least value that makes sense.
-
-    **Returns:**
-
-    A function that returns an `int`, and raises `SpecError` for anything else.
-
-    ```python
-    assert integer("dims", 1)(np.int64(2)) == 2
-    ```
-    """
+    """Returns a converter to an integer, not below `least`, for the field `name`."""
 
     def convert(value: Any) -> int:
         try:
-            found = operator.index(value)
+            number = operator.index(value)
         except TypeError:
-            raise SpecError(f"{name} is an integer, got {value!r}") from None
-        if least is not None and found < least:
-            raise SpecError(f"{name} is {least} or more, got {found}")
-        return found
+            raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+        if least is not None and number < least:
+            raise ConfigError(f"{name} must be {least} or more, got {number}")
+        return number
 
     return convert
 
 
 def byte_count(name: str) -> Callable[[Any], int]:
-    """Returns a converter to a number of bytes, for which `16e9` will do.
-
-    **Arguments:**
-
-    - `name`: the field, for the message.
-
-    **Returns:**
-
-    A function that returns an `int`, and raises `SpecError` for what is no number of bytes.
-
-    ```python
-    assert byte_count("limit")(16e9) == 16_000_000_000
-    ```
-    """
+    """Returns a converter to a number of bytes, for the field `name`; floats such as `16e9` are also accepted."""
 
     def convert(value: Any) -> int:
-        found = _number(value)
-        if found is None or not 0 <= found < math.inf:
-            raise SpecError(f"{name} is a number of bytes, 0 or more; got {value!r}")
-        return int(found)
+        number = _real_number(value)
+        if number is None or not 0 <= number < math.inf:
+            raise ConfigError(f"{name} must be a number of bytes, 0 or more; got {value!r}")
+        return int(number)
 
     return convert
 
@@ -71,85 +44,50 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def read_bytes(name: str, value: float | str) -> int:
-    """Returns a number of bytes that may be written with a unit.
-
-    **Arguments:**
-
-    - `name`: what it is, for the message.
-    - `value`: a number, or a text such as `"80GB"` or `"40 GiB"`.
-
-    **Returns:**
-
-    A whole number.
-
-    **Raises:**
-
-    `SpecError` for anything else.
+    """Returns the number of bytes in the argument `name`: a number, or a string such as `"80GB"` or `"40 GiB"`.
 
     ```python
+    from shardrules.core.fields import read_bytes
+
     assert read_bytes("budget", "1.5 KiB") == read_bytes("budget", 1536) == 1536
     ```
     """
     if not isinstance(value, str):
         return byte_count(name)(value)
-    found = _BYTES.fullmatch(value)
-    if found is None or found[2] not in _UNITS:
-        raise SpecError(f"{name} is bytes, or a text like '80GB' with one of {', '.join(_UNITS)}; got {value!r}")
-    return int(Decimal(found[1]) * _UNITS[found[2]])
+    match = _BYTES.fullmatch(value)
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(_UNITS)
+        raise ConfigError(
+            f"{name} must be a number of bytes, or a string like '80GB' with one of {units}; got {value!r}"
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-def _number(value: Any) -> int | float | None:
-    """A number of any kind, such as NumPy's, as one of Python's; `None` for what is none."""
+def _real_number(value: Any) -> int | float | None:
+    """A real number of any type, such as NumPy's, as one of Python's; `None` for anything else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def size_in_mb(name: str) -> Callable[[Any], float]:
-    """Returns a converter to a number of MiB, which may be a fraction.
-
-    **Arguments:**
-
-    - `name`: the field, for the message.
-
-    **Returns:**
-
-    A function that returns an `int` or a `float`, and raises `SpecError` for what is none.
-
-    ```python
-    assert size_in_mb("min_size_mb")(0.5) == 0.5
-    ```
-    """
+    """Returns a converter to a number of MiB, which may be a fraction, for the field `name`."""
 
     def convert(value: Any) -> float:
-        found = _number(value)
-        if found is None or not found >= 0:
-            raise SpecError(f"{name} is a number of MiB, 0 or more; got {value!r}")
-        return found
+        number = _real_number(value)
+        if number is None or not number >= 0:
+            raise ConfigError(f"{name} must be a number of MiB, 0 or more; got {value!r}")
+        return number
 
     return convert
 
 
 def one_of(name: str, *choices: str) -> Callable[[Any], Any]:
-    """Returns a converter that lets a few words pass.
-
-    **Arguments:**
-
-    - `name`: the field, for the message.
-    - `choices`: the words.
-
-    **Returns:**
-
-    A function that returns its argument, and raises `SpecError` for any other.
-
-    ```python
-    assert one_of("scope", "array", "tree")("tree") == "tree"
-    ```
-    """
+    """Returns a converter that accepts only `choices`, for the field `name`."""
 
     def convert(value: Any) -> Any:
         if value not in choices:
-            raise SpecError(f"{name} is one of {', '.join(map(repr, choices))}; got {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
         return value
 
     return convert

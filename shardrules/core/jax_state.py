@@ -1,11 +1,11 @@
-"""What JAX knows of this process and keeps to itself: the one module that may read `jax._src`, and why.
+"""State of JAX without a public reader: the only module that may read `jax._src`, and why.
 
 - The mesh of a legacy `with mesh:`, which code in the wild still uses, has no public reader.
-- The client of `jax.distributed`, whose barriers take a timeout and whose store holds texts, has no public name.
-- Whether a backend is up cannot be asked without starting one.
-- Whether code is being traced shows in its arguments only, and a function may have none.
-- What traces depend on beside their arguments, settings and contexts, is a key that `jax.jit` keeps for itself.
-- The context of an operation in a traced program, with the mesh that was in force, can be had but not made.
+- The client of `jax.distributed`, whose barriers take a timeout and which stores text, has no public name.
+- No public function says whether a backend runs without starting it.
+- Whether code is being traced shows only in its arguments, and a function may have none.
+- The settings and contexts on which a trace depends beside its arguments are a key inside `jax.jit`.
+- The context of an equation, with the mesh that was in force, can be read but not made.
 """
 
 from collections.abc import Hashable
@@ -17,8 +17,8 @@ from jax._src import config, core, distributed, mesh, xla_bridge
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh of a `with mesh:` that is open in this thread, or `None`."""
-    found = mesh.thread_resources.env.physical_mesh
-    return None if found.empty else found
+    legacy = mesh.thread_resources.env.physical_mesh
+    return None if legacy.empty else legacy
 
 
 def coordination_client() -> Any:
@@ -27,7 +27,7 @@ def coordination_client() -> Any:
 
 
 def process_id() -> int:
-    """Returns the number of this process; 0 where `jax.distributed` was not initialised."""
+    """Returns the index of this process; 0 where `jax.distributed` was not initialised."""
     return distributed.global_state.process_id
 
 
@@ -39,19 +39,20 @@ def process_count() -> int:
 
 
 def under_trace() -> bool:
-    """Returns whether this code is being traced, by `jax.jit` say, so that what it does to arrays is only recorded."""
+    """Whether this code is being traced, by `jax.jit` say: arrays have no values then."""
     return not core.trace_ctx.is_top_level()
 
 
 def trace_key() -> Hashable:
-    """Returns what a trace depends on beside its arguments: the settings and contexts that `jax.jit` heeds."""
-    return config.trace_context(), config.default_prng_impl.value  # which is in the key of jit alone
+    """Returns the settings and contexts on which a trace depends beside its arguments, as in the key of `jax.jit`."""
+    # The PRNG implementation is part of the key of jit, but not of the trace context.
+    return config.trace_context(), config.default_prng_impl.value
 
 
 def context_on(context: Any, mesh: jax.sharding.AbstractMesh) -> Any:
-    """Returns `context`, that of an equation (`eqn.ctx`), with another `mesh` in force."""
-    made = object.__new__(type(context))
+    """Returns the context of an equation (`eqn.ctx`) with another `mesh` in force."""
+    copy = object.__new__(type(context))
     for name in type(context).__slots__:
-        if name not in ("configs", "__weakref__"):  # it works the former out itself
-            object.__setattr__(made, name, mesh if name == "cur_abstract_mesh" else getattr(context, name))
-    return made
+        if name not in ("configs", "__weakref__"):  # `configs` is computed from the others
+            object.__setattr__(copy, name, mesh if name == "cur_abstract_mesh" else getattr(context, name))
+    return copy

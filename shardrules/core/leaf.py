@@ -16,10 +16,10 @@ from shardrules.core.spec import (
     array_bytes,
     axis_names,
     canonical,
-    code,
     entries,
     make_spec,
     shard_bytes,
+    spec_code,
     spec_key,
     spec_repr,
 )
@@ -53,7 +53,7 @@ class Decision:
     ```
     """
 
-    spec: PartitionSpec | None = attrs.field(eq=spec_key, repr=code)
+    spec: PartitionSpec | None = attrs.field(eq=spec_key, repr=spec_code)
     reason: str
     rule: object = None
     findings: tuple[Finding, ...] = ()
@@ -118,7 +118,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     mesh: AnyMesh | None = None
-    spec: PartitionSpec | None = attrs.field(default=None, eq=spec_key, repr=code)
+    spec: PartitionSpec | None = attrs.field(default=None, eq=spec_key, repr=spec_code)
     axes: tuple[LogicalName, ...] | None = None
     aside: tuple[str, ...] = ()
 

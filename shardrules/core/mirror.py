@@ -24,15 +24,6 @@ def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Cou
 
     With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: below `0/mu` both are found, below `0` only one.
 
-    **Arguments:**
-
-    - `paths`: the paths of the state.
-    - `planned`: shape and spec of each planned leaf, by path.
-
-    **Returns:**
-
-    A count for each place.
-
     ```python
     planned = {path: ((8,), P()) for path in ("w", "mu/w")}
     assert count_homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
@@ -45,20 +36,6 @@ def mirror_leaf(
     leaf: Leaf, path: str, planned: Mapping[str, PlannedLeaf], homes: Mapping[str, int] | None = None
 ) -> Decision:
     """Returns what `leaf` takes from the planned leaf that it mirrors.
-
-    **Arguments:**
-
-    - `leaf`: a leaf of an optimizer state, of gradients, of an average.
-    - `path`: its path, in the style of the planned paths.
-    - `planned`: shape and spec of each planned leaf, by path.
-    - `homes`: what `count_homes` counted. Where several planned leaves end the path, the one below the place that
-        holds most of the planned tree comes first, and of equal ones the one with the longest path.
-
-    **Returns:**
-
-    The spec of the first planned leaf whose path ends the leaf's own and whose shape is the same; for a factored leaf
-    the entries of the dimensions that it kept. Else what earlier rules have decided stays, and a leaf on which none
-    has is `P()`, with the reason.
 
     ```python
     found = mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})

@@ -40,7 +40,7 @@ from shardrules.core.finding import Finding, merged, plan_error, template
 from shardrules.core.leaf import Decision, Leaf, conflict
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.mirror import PlannedLeaf, count_homes, mirror_leaf
-from shardrules.core.spec import canonical, checked_spec, code, spec_key, spec_repr
+from shardrules.core.spec import canonical, checked_spec, spec_code, spec_key, spec_repr
 from shardrules.core.storage import codec
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest
 from shardrules.core.views.diff import Placements, PlanDiff, placements
@@ -512,7 +512,7 @@ class SpecTreeShardingRule(LeavesShardingRule):
     ```
     """
 
-    specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=_as_pinned, eq=spec_key, repr=code)
+    specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=_as_pinned, eq=spec_key, repr=spec_code)
     parts = ()  # nothing to look for among many thousand pins
 
     def decide_all(self, leaves: Leaves) -> Verdict:
@@ -577,12 +577,12 @@ class MirrorShardingRule(LeavesShardingRule):
 
     # A field called `plan` would hide the method of that name.
     planned: tuple[tuple[str, tuple[int, ...], PartitionSpec], ...] = attrs.field(
-        alias="plan", converter=_as_planned, eq=spec_key, repr=code
+        alias="plan", converter=_as_planned, eq=spec_key, repr=spec_code
     )
     parts = ()  # nothing to look for among many thousand leaves
 
     def __repr__(self) -> str:
-        return f"MirrorShardingRule({code(self.planned)})"
+        return f"MirrorShardingRule({spec_code(self.planned)})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         planned: dict[str, PlannedLeaf] = {path: (shape, spec) for path, shape, spec in self.planned}

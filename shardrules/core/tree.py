@@ -55,18 +55,6 @@ _Node: TypeAlias = tuple[Sequence[str], Sequence[Any]]
 class Survey:
     """A tree taken apart.
 
-    **Arguments:**
-
-    - `kinds`: one `Leaf` for each kind; its path is the path of the first leaf of the kind.
-    - `kind_of`: for each leaf of the tree, in order, the index of its kind, or -1 for what is not an array.
-    - `treedef`: the structure of the tree, boxes being leaves.
-    - `carried`: position and value of every leaf that is neither array nor number.
-    - `numbers`: position and value of every Python number.
-    - `root`: the graph that spells out paths.
-    - `mesh`: the mesh that is planned for.
-    - `slashed`: whether a key holds a slash or is empty, so that two leaves may have one path.
-    - `path_style`: how fields of named tuples appear in paths.
-
     ```python
     found = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
     assert [leaf.path for leaf in found.kinds] == ["layers/0/w"]
@@ -132,17 +120,7 @@ class Survey:
         return jtu.tree_unflatten(self.treedef, result)
 
     def structs(self, leaves: Sequence[Leaf], mesh: AnyMesh | None) -> Any:
-        """Returns a tree of this structure with a `ShapeDtypeStruct` for each array; the rest is as it was.
-
-        **Arguments:**
-
-        - `leaves`: one for each kind.
-        - `mesh`: the mesh that the shapes are to be on.
-
-        **Returns:**
-
-        The tree.
-        """
+        """Returns a tree of this structure with a `ShapeDtypeStruct` for each array; the rest is as it was."""
         on = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
         shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=on) for leaf in leaves]
         result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kind_of]
@@ -181,30 +159,12 @@ def _patterns(node: Any, known: dict[int, dict[int, tuple[str, ...]]]) -> dict[i
 
 
 def widest(reads: Iterable[ReadsIndex]) -> ReadsIndex:
-    """Returns what several rules or patterns together read of list indices: as much as the one that reads most.
-
-    **Arguments:**
-
-    - `reads`: what each of them reads.
-
-    **Returns:**
-
-    `"no"` when there are none.
-
-    ```python
-    assert widest(["no", "width"]) == "width"
-    ```
-    """
+    """Returns what several rules or patterns together read of list indices: as much as the one that reads most."""
     return _READS[max(map(_READS.index, reads), default=0)]
 
 
 def box_type() -> type | None:
-    """Returns the base class of flax's boxes, if this process has imported them; else no tree can hold one.
-
-    **Returns:**
-
-    `flax.core.meta.AxisMetadata`, or `None`.
-    """
+    """Returns the base class of flax's boxes, if this process has imported them; else no tree can hold one."""
     meta = sys.modules.get("flax.core.meta")
     return None if meta is None else meta.AxisMetadata
 
@@ -228,17 +188,7 @@ def _key_text(key: Any) -> str:
 
 
 def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
-    """Returns shape and dtype of an array, of a `ShapeDtypeStruct` or of whatever else has both; `None` for the rest.
-
-    **Arguments:**
-
-    - `leaf`: a leaf of a tree.
-
-    **Returns:**
-
-    The two, or `None` for Python numbers, callables and other leaves that are not arrays. Arrays that JAX cannot hold
-    are among these: texts, objects, dates, records, and the `float0` that stands for the gradient of an integer.
-    """
+    """Returns shape and dtype of anything that has both and that JAX can hold; `None` for numbers, callables and the rest."""
     if isinstance(leaf, type):  # a scalar type such as np.float32 has both, as descriptors
         return None
     try:
@@ -306,24 +256,7 @@ def survey(
     reads_index: ReadsIndex = "value",
     path_style: PathStyle = "attr",
 ) -> Survey:
-    """Takes a tree apart.
-
-    **Arguments:**
-
-    - `tree`: any pytree. Flax boxes count as leaves, with their names as logical axes.
-    - `mesh`: the mesh that is planned for; every `Leaf` gets it. Without one it is the mesh that the arrays are on.
-    - `in_force`: the mesh to take where they are on none, or on several.
-    - `reads_index`: what the rules read of list indices. The less it is, the more leaves are one kind.
-    - `path_style`: whether fields of named tuples appear by name or by position.
-
-    **Returns:**
-
-    A `Survey`.
-
-    **Raises:**
-
-    `SpecError` for a style of paths that there is not.
-    """
+    """Takes a tree apart."""
     if path_style not in _STYLES:
         raise ConfigError(f"path_style must be one of {', '.join(map(repr, _STYLES))}; got {path_style!r}")
     try:
@@ -476,22 +409,7 @@ def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
 
 
 def flatten_specs(specs: Any, treedef: Any, what: str) -> list[Any]:
-    """Returns the leaves of a tree of specs, after checking that it has the structure of the tree it is for.
-
-    **Arguments:**
-
-    - `specs`: a tree with a PartitionSpec, or `None` for no opinion, at every leaf.
-    - `treedef`: the structure it must have.
-    - `what`: who gave it, for the message.
-
-    **Returns:**
-
-    A list with one item for each leaf.
-
-    **Raises:**
-
-    `TreeError` when the structures differ.
-    """
+    """Returns the leaves of a tree of specs, after checking that it has the structure of the tree it is for."""
     try:
         return treedef.flatten_up_to(specs)
     except (ValueError, TypeError) as error:

@@ -24,14 +24,7 @@ _TOP, _GAP, _ROW = 40, 28, 4
 @final
 @attrs.frozen
 class Block:
-    """A block of an array.
-
-    **Arguments:**
-
-    - `index`: its place along each dimension, counted in blocks.
-    - `bounds`: where it begins and ends along each dimension.
-    - `devices`: who holds it, as places in the mesh.
-    """
+    """A block of an array."""
 
     index: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
@@ -42,11 +35,6 @@ class Block:
 @attrs.frozen
 class Blocks:
     """How an array is cut into blocks, and who holds them. Notebooks draw it.
-
-    **Arguments:**
-
-    - `dims`: its dimensions.
-    - `mesh`: the axes of the mesh and their sizes, in order.
 
     ```python
     blocks = Blocks(((8, ("data",)), (6, ())), {"data": 2, "model": 2})
@@ -75,16 +63,7 @@ class Blocks:
         yield from map(self.block, itertools.product(*map(range, self.counts)))
 
     def block(self, index: Sequence[int]) -> Block:
-        """Returns one block.
-
-        **Arguments:**
-
-        - `index`: its place along each dimension.
-
-        **Returns:**
-
-        The `Block`.
-        """
+        """Returns one block."""
         at: dict[str, int] = {}
         sizes = self.sizes
         bounds = []
@@ -115,12 +94,7 @@ class Blocks:
         yield f"each block is on {copies:,} device{'s' * (copies > 1)}"
 
     def picture(self) -> Picture:
-        """Draws it.
-
-        **Returns:**
-
-        A `Picture`.
-        """
+        """Draws it."""
         sheet = self._sheet()
         places = _some(math.prod(self.counts[:-2]))
         marks: list[Mark] = []
@@ -233,14 +207,6 @@ def _range(bounds: tuple[int, int]) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Returns numbers as a person writes them, `0-3,6` for 0, 1, 2, 3, 6.
-
-    **Arguments:**
-
-    - `numbers`: numbers in order.
-
-    **Returns:**
-
-    A text.
 
     ```python
     assert ranges([0, 1, 2, 3, 6]) == "0-3,6"

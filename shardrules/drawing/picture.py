@@ -15,31 +15,14 @@ _FONT = 11
 
 
 def label_width(text: str) -> float:
-    """Returns the width that a text needs in a box.
-
-    **Arguments:**
-
-    - `text`: the text.
-
-    **Returns:**
-
-    About so much; letters differ.
-    """
+    """Returns the width that a text needs in a box."""
     return 0.58 * _FONT * len(text) + 8
 
 
 @final
 @attrs.frozen
 class Box:
-    """A rectangle.
-
-    **Arguments:**
-
-    - `x`, `y`, `width`, `height`: where it is.
-    - `colour`: its place in the palette; `None` for what is not split.
-    - `label`: what stands in it; left out where it has no room.
-    - `title`: what is said when one points at it.
-    """
+    """A rectangle."""
 
     x: float
     y: float
@@ -58,15 +41,7 @@ class Box:
 @final
 @attrs.frozen
 class Words:
-    """A line of text outside of boxes.
-
-    **Arguments:**
-
-    - `x`, `y`: where it begins, is centred, or ends.
-    - `text`: what it says.
-    - `anchor`: `"start"`, `"middle"` or `"end"`.
-    - `upright`: whether it goes upwards.
-    """
+    """A line of text outside of boxes."""
 
     x: float
     y: float
@@ -78,14 +53,7 @@ class Words:
 @final
 @attrs.frozen
 class Line:
-    """A line through points.
-
-    **Arguments:**
-
-    - `points`: the points.
-    - `width`: how thick it is.
-    - `dots`: what is said of each point when one points at it; without, points have no dots.
-    """
+    """A line through points."""
 
     points: tuple[tuple[float, float], ...]
     width: float = 1.0
@@ -101,12 +69,6 @@ Mark: TypeAlias = Box | Words | Line
 class Picture:
     """A picture. Notebooks show it.
 
-    **Arguments:**
-
-    - `width`, `height`: its size.
-    - `marks`: what is in it, the lowest first.
-    - `label`: what it shows, for those who do not see it.
-
     ```python
     picture = Picture(100, 40, (Box(0, 0, 100, 40, 0, "device 0"),), "one block")
     assert picture.to_svg().startswith("<svg") and "device 0" in picture.to_svg()
@@ -119,12 +81,7 @@ class Picture:
     label: str
 
     def to_svg(self) -> str:
-        """Returns it as SVG, in which every text is escaped. Colours give way to those of a page's own style.
-
-        **Returns:**
-
-        An `<svg>` element.
-        """
+        """Returns it as SVG, in which every text is escaped. Colours give way to those of a page's own style."""
         inner = "".join(map(_svg, self.marks))
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(self.width)} {_n(self.height)}" '
@@ -133,20 +90,7 @@ class Picture:
         )
 
     def to_figure(self, ax: Any = None) -> Any:
-        """Draws it with matplotlib. It needs matplotlib: `pip install "shardrules[plot]"`.
-
-        **Arguments:**
-
-        - `ax`: where to draw; by default a figure of its own.
-
-        **Returns:**
-
-        The figure.
-
-        **Raises:**
-
-        `ImportError` where matplotlib is not installed.
-        """
+        """Draws it with matplotlib. It needs matplotlib: `pip install "shardrules[plot]"`."""
         from matplotlib import pyplot
         from matplotlib.patches import Rectangle
 

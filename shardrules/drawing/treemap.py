@@ -18,15 +18,7 @@ Rectangle: TypeAlias = tuple[float, float, float, float]
 @final
 @attrs.frozen
 class Module:
-    """What several leaves lie in.
-
-    **Arguments:**
-
-    - `path`: its path.
-    - `depth`: how deep it lies; those at the top have 1.
-    - `place`: its rectangle.
-    - `amount`, `count`: what its leaves take together, and how many they are.
-    """
+    """What several leaves lie in."""
 
     path: str
     depth: int
@@ -38,15 +30,7 @@ class Module:
 @final
 @attrs.frozen
 class Treemap:
-    """Rectangles for modules and leaves.
-
-    **Arguments:**
-
-    - `width`, `height`: of all together.
-    - `paths`: those of the leaves.
-    - `leaves`: the rectangle of each leaf. What takes nothing has no area.
-    - `modules`: those that hold anything, each before what is in it.
-    """
+    """Rectangles for modules and leaves."""
 
     width: float
     height: float
@@ -55,17 +39,7 @@ class Treemap:
     modules: tuple[Module, ...]
 
     def picture(self, titles: Sequence[str], colours: Sequence[int | None], *, least: float = 24) -> Picture:
-        """Draws it. Leaves too small to be seen are one box with others of their module.
-
-        **Arguments:**
-
-        - `titles`, `colours`: one of each for every leaf, as a `Box` has them.
-        - `least`: the area from which on a leaf has a box of its own.
-
-        **Returns:**
-
-        A `Picture`.
-        """
+        """Draws it. Leaves too small to be seen are one box with others of their module."""
         boxes: list[Box] = []
         crowded: dict[str, int | None] = {}
         seen = {one.path: one for one in self.modules if one.place[2] * one.place[3] >= least}
@@ -93,16 +67,6 @@ def _label(path: str, width: float) -> str:
 
 def treemap(paths: Sequence[str], amounts: Sequence[float], width: float = 960, height: float = 480) -> Treemap:
     """Lays leaves out by what they take, those of a module together.
-
-    **Arguments:**
-
-    - `paths`: the paths of the leaves, `"layers/0/up"`.
-    - `amounts`: what each takes, 0 or more.
-    - `width`, `height`: of all together.
-
-    **Returns:**
-
-    A `Treemap`.
 
     ```python
     found = treemap(["layers/0/w", "layers/1/w", "head"], [2, 2, 4], 8, 4)
@@ -155,15 +119,6 @@ class _Node:
 
 def rows(amounts: Sequence[float], place: Rectangle) -> list[Rectangle]:
     """Lays amounts out in a rectangle, in rows along its shorter side.
-
-    **Arguments:**
-
-    - `amounts`: the amounts, the largest first, each above 0.
-    - `place`: the rectangle.
-
-    **Returns:**
-
-    A rectangle for each of them; their areas are to each other as the amounts are.
 
     ```python
     assert rows([2, 1, 1], (0, 0, 4, 2)) == [(0, 0, 2, 2), (2, 0, 2, 1), (2, 1, 2, 1)]

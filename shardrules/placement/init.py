@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
-from shardrules.core.context import current_mesh, holding
+from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import array_bytes, device_dtype
@@ -66,7 +66,7 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
     def init(*args: Any, **kwargs: Any) -> Any:
         where = next((one for one in (mesh, _own_mesh(how), current_mesh()) if one is not None), None)
         if under_trace():
-            with holding(where):
+            with trace_mesh(where):
                 made = make(*args, **kwargs)
             return filter_shard(made, how, mesh)
         dynamic, static = eqx.partition(jax.tree.map(_on_auto_axes, (args, kwargs)), _is_traced)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
-from shardrules.core.context import current_mesh, holding
+from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.errors import PlanError, RuleTypeError, TreeError
 from shardrules.core.finding import shape_text
 from shardrules.core.jax_state import trace_key, under_trace
@@ -226,7 +226,7 @@ class FilterJit:
         mesh = self.mesh if meshes.inside is meshes.outside else meshes.inside
         if mesh is None or not isinstance(mesh, Mesh):
             return contextlib.nullcontext()
-        return holding(mesh) if under_trace() else jax.set_mesh(mesh)
+        return trace_mesh(mesh) if under_trace() else jax.set_mesh(mesh)
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], meshes: "_Meshes"

@@ -14,7 +14,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields
-from shardrules.core.spec import checked_spec, code, spec_key
+from shardrules.core.spec import checked_spec, spec_code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
 from shardrules.rules.text import parse_rule
@@ -95,7 +95,7 @@ class RegexShardingRule(LeavesShardingRule):
     ```
     """
 
-    rules: tuple[tuple[str, PatternValue], ...] = attrs.field(converter=_as_pattern_pairs, repr=code, eq=spec_key)
+    rules: tuple[tuple[str, PatternValue], ...] = attrs.field(converter=_as_pattern_pairs, repr=spec_code, eq=spec_key)
     match: Match = attrs.field(
         default="search", converter=one_of("match", "search", "fullmatch", "match"), validator=_check_beginnings
     )

@@ -11,7 +11,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule
-from shardrules.core.spec import checked_spec, code, spec_key
+from shardrules.core.spec import checked_spec, spec_code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]
 """A shape in which `None` stands for any size."""
@@ -61,7 +61,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
     """
 
     patterns: tuple[tuple[ShapePattern, PartitionSpec], ...] = attrs.field(
-        converter=_as_patterns, repr=code, eq=spec_key
+        converter=_as_patterns, repr=spec_code, eq=spec_key
     )
     reads_index = "no"
 

@@ -65,7 +65,7 @@ UNSOUND: tuple[tuple[tuple[int, ...], Any, str], ...] = (
         P("dp", "dp"),
         "w/0: P('dp', 'dp') uses axis 'dp' twice (duplicate entries for `dp`): dimensions 0 and 1",
     ),
-    ((8,), P(3), "w/0: an entry of a PartitionSpec is None, an axis or a tuple of axes, got 3"),
+    ((8,), P(3), "w/0: an entry of a PartitionSpec must be None, an axis or a tuple of axes, got 3"),
     ((8,), "dp", "w/0: expected a PartitionSpec, a NamedSharding or None, got str 'dp'"),
 )
 

@@ -595,9 +595,9 @@ def test_the_remedy_is_that_of_the_largest_share(report: AuditReport, share: str
     ["80", "80 gb", "GB", "-1 GB", "80 GB/s", "1e9 B", "", "1,000 B", -1, True, float("nan"), float("inf"), b""],
 )
 def test_what_is_no_number_of_bytes_is_refused(report: AuditReport, value: Any) -> None:
-    with pytest.raises((ConfigError, SpecError), match=r"^budget is .*bytes.*; got "):
+    with pytest.raises((ConfigError, SpecError), match=r"^budget must be .*bytes.*; got "):
         assert_fits(report, value)
-    with pytest.raises((ConfigError, SpecError), match=r"^reserve is .*bytes.*; got "):
+    with pytest.raises((ConfigError, SpecError), match=r"^reserve must be .*bytes.*; got "):
         assert_fits(report, reserve=value)
 
 

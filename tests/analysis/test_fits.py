@@ -179,9 +179,9 @@ def test_a_cpu_has_no_sheet() -> None:
 @pytest.mark.parametrize(
     ("budget", "reserve", "complaint"),
     [
-        ("80 gigs", 0, "budget is bytes, or a text like '80GB'"),
-        (-1, 0, "budget is a number of bytes, 0 or more; got -1"),
-        ("1 GB", "much", "reserve is bytes, or a text"),
+        ("80 gigs", 0, "budget must be a number of bytes, or a string like '80GB'"),
+        (-1, 0, "budget must be a number of bytes, 0 or more; got -1"),
+        ("1 GB", "much", "reserve must be a number of bytes, or a string"),
         ("1 KiB", 2000, "reserve is 2.0 KiB, more than the available 1.0 KiB"),
     ],
 )
@@ -411,9 +411,9 @@ def test_from_one_to_another() -> None:
     with pytest.raises(ConfigError, match="no multiple of 8 is between at_least=9 and at_most=15"):
         ask(at_least=9, at_most=15)
     for name in ("multiple_of", "at_least", "at_most"):
-        with pytest.raises((ConfigError, SpecError), match=f"{name} is 1 or more, got 0"):
+        with pytest.raises((ConfigError, SpecError), match=f"{name} must be 1 or more, got 0"):
             ask(**option(name, 0))
-        with pytest.raises((ConfigError, SpecError), match=f"{name} is an integer, got 'x'"):
+        with pytest.raises((ConfigError, SpecError), match=f"{name} must be an integer, got 'x'"):
             ask(**option(name, "x"))
 
 

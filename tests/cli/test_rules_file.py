@@ -185,11 +185,11 @@ WRONG = {
     ),
     "a bad argument": (
         '[[rules]]\ntype = "fsdp"\naxis = "data"\nmin_size_mb = "big"',
-        "rules.toml:4: min_size_mb: min_size_mb is a number of MiB, 0 or more; got 'big'",
+        "rules.toml:4: min_size_mb: min_size_mb must be a number of MiB, 0 or more; got 'big'",
     ),
     "bytes": (
         '[[rules]]\ntype = "memory"\nmax_memory_per_device = "16 Gb"',
-        "rules.toml:3: max_memory_per_device: max_memory_per_device is bytes, or a text like '80GB'",
+        "rules.toml:3: max_memory_per_device: max_memory_per_device must be a number of bytes, or a string like '80GB'",
     ),
     "a bad pattern": ('[[rules]]\npath = "(norm"\nspec = []', "rules.toml:2: path: "),
     "a pattern is no text": (
@@ -281,7 +281,7 @@ WRONG = {
     "patterns": ('rule = {type = "regex", rules = ["a"]}', "rules.toml:1: rules: a list of tables is wanted"),
     "a mode": (
         'rule = {type = "regex", rules = [{path = "a", spec = []}], match = "find"}',
-        "rules.toml:1: match: match is one of 'search', 'fullmatch', 'match'; got 'find'",
+        "rules.toml:1: match: match must be one of 'search', 'fullmatch', 'match'; got 'find'",
     ),
 }
 

@@ -285,7 +285,7 @@ WRONG = {
         ("explain", "model.py:make", "(7", *AUTO), "the plan has no leaf at '(7', and it is not a valid pattern"
     ),
     "a budget that is none": Wrong(
-        ("check", "model.py:make", *AUTO, "--budget", "lots"), "--budget is bytes, or a text like '80GB'"
+        ("check", "model.py:make", *AUTO, "--budget", "lots"), "--budget must be a number of bytes, or a string like '80GB'"
     ),
     "a golden plan that is not there": Wrong(
         ("check", "model.py:make", *AUTO, "--golden", "g.json"), "there is no file g.json; --update"

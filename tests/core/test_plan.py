@@ -221,7 +221,9 @@ def test_shardings_are_for_the_mesh_of_the_plan_or_another() -> None:
 def test_shardings_that_cannot_be_are_refused() -> None:
     plan = sr.DimShardingRule("data", 0).plan({"w": f32(8, 4), "v": f32(12)}, SMALL)
     for mesh in ("data:4", 8, ["data"]):
-        with pytest.raises(sr.errors.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
+        with pytest.raises(
+            sr.errors.AxisTypeError, match=r"a mesh must be a Mesh or an AbstractMesh, got .*mesh_shape"
+        ):
             plan.shardings(mesh)  # pyright: ignore[reportArgumentType]
     with pytest.raises(sr.errors.PlanError, match=r"(?s)2 errors.*mesh data:5.*v \(12,\).*w \(8, 4\)"):
         plan.shardings(sr.mesh_shape("data:5"))

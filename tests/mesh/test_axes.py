@@ -63,7 +63,7 @@ def test_an_index_is_an_array_even_of_no_axes() -> None:
 )
 def test_a_mesh_is_needed(query: Callable[[Any], Any]) -> None:
     with pytest.raises(
-        sr.errors.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got 'a:8'; sr\.mesh_shape"
+        sr.errors.AxisTypeError, match=r"a mesh must be a Mesh or an AbstractMesh, got 'a:8'; sr\.mesh_shape"
     ):
         query("a:8")
 

@@ -228,7 +228,7 @@ def test_other_unsound_specs_are_errors(spec: P, message: str) -> None:
 
 @pytest.mark.parametrize("word", [{"missing": "ignore"}, {"indivisible": "skip"}])
 def test_a_policy_that_there_is_not_is_refused(word: Any) -> None:
-    with jax.set_mesh(MESH), pytest.raises(sr.errors.SpecError, match="is one of"):
+    with jax.set_mesh(MESH), pytest.raises(sr.errors.ConfigError, match="must be one of"):
         sr.with_sharding_constraint(ONES, P("dp"), **word)
 
 

@@ -270,7 +270,7 @@ def test_without_a_mesh_or_devices_it_says_what_to_pass() -> None:
         sr.filter_shard(tree(), P("data"))
     with pytest.raises(sr.errors.NoMeshError, match=r"data:4,model:2 is only the shape of a mesh.*sr.create_mesh"):
         sr.filter_shard(tree(), RULE.plan(tree(), sr.mesh_shape("data:4,model:2")))
-    with pytest.raises(sr.errors.AxisTypeError, match="a mesh is a Mesh or an AbstractMesh"):
+    with pytest.raises(sr.errors.AxisTypeError, match="a mesh must be a Mesh or an AbstractMesh"):
         sr.filter_shard(tree(), P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 

@@ -43,7 +43,7 @@ def test_a_text_with_an_empty_part_is_refused(text: str) -> None:
 
 
 def test_one_array_wants_a_mesh_and_its_axes() -> None:
-    with pytest.raises(sr.errors.AxisTypeError, match="a mesh is a Mesh or an AbstractMesh, got 'data:4'"):
+    with pytest.raises(sr.errors.AxisTypeError, match="a mesh must be a Mesh or an AbstractMesh, got 'data:4'"):
         eformer.auto_partition_spec(f32(8), "data:4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         sr.errors.UnknownAxisError, match=r"the mesh \(data:4,model:2\) has no axis 'modle' \(did you mean 'model"

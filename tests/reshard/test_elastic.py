@@ -197,7 +197,7 @@ def test_batches_must_divide_before() -> None:
         sr.meshes.scale_batch(100, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
     with pytest.raises(sr.errors.MeshError, match=r"unknown axis 'dta'; the mesh is data:8 \(did you mean 'data'\?\)"):
         sr.meshes.scale_batch(96, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "dta")
-    with pytest.raises(sr.errors.SpecError, match="batch_size"):
+    with pytest.raises(sr.errors.ConfigError, match="batch_size"):
         sr.meshes.scale_batch(0, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
 
 

@@ -163,8 +163,8 @@ class Says(sr.LeafShardingRule):
         (None, "decide returned None, not a Decision"),
         (P("data"), r"decide returned P\('data',?\), not a Decision"),
         (sr.Decision("data", "x"), "'data' is not a PartitionSpec"),  # pyright: ignore[reportArgumentType]
-        (sr.Decision(P(3), "x"), "an entry of a PartitionSpec is .* got 3"),  # pyright: ignore[reportArgumentType]
-        (sr.Decision(P("data", reduced=frozenset({"model"})), "x"), r"P\(.*reduced=.* speaks of reductions"),
+        (sr.Decision(P(3), "x"), "an entry of a PartitionSpec must be .* got 3"),  # pyright: ignore[reportArgumentType]
+        (sr.Decision(P("data", reduced=frozenset({"model"})), "x"), r"P\(.*reduced=.* has reductions"),
     ],
     ids=str,
 )
@@ -395,7 +395,7 @@ def test_findings_from_inside_a_stack_are_about_the_whole_array() -> None:
 
 @pytest.mark.parametrize("dims", [0, -1])
 def test_a_stack_has_one_dimension_or_more(dims: int) -> None:
-    with pytest.raises(sr.errors.SpecError, match="dims is 1 or more, got"):
+    with pytest.raises(sr.errors.ConfigError, match="dims must be 1 or more, got"):
         sr.StackedShardingRule(ROWS, dims)
 
 

@@ -262,30 +262,33 @@ UNTYPED: Any = sr
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: UNTYPED.DimShardingRule("data", "x"), "dim is an integer, got 'x'"),
-        (lambda: UNTYPED.DimShardingRule("data", 1.0), "dim is an integer, got 1.0"),
-        (lambda: UNTYPED.DimShardingRule(None, 0), "a mesh axis is a name"),
-        (lambda: UNTYPED.FSDPShardingRule("data", "4"), "min_size_mb is a number of MiB, 0 or more; got '4'"),
+        (lambda: UNTYPED.DimShardingRule("data", "x"), "dim must be an integer, got 'x'"),
+        (lambda: UNTYPED.DimShardingRule("data", 1.0), "dim must be an integer, got 1.0"),
+        (lambda: UNTYPED.DimShardingRule(None, 0), "a mesh axis must be a name"),
+        (lambda: UNTYPED.FSDPShardingRule("data", "4"), "min_size_mb must be a number of MiB, 0 or more; got '4'"),
         (lambda: UNTYPED.FSDPShardingRule("data", -1), "0 or more; got -1"),
         (lambda: UNTYPED.FSDPShardingRule("data", float("nan")), "0 or more; got nan"),
-        (lambda: UNTYPED.AutoShardingRule(min_shard_size=-1), "min_shard_size is 0 or more, got -1"),
+        (lambda: UNTYPED.AutoShardingRule(min_shard_size=-1), "min_shard_size must be 0 or more, got -1"),
         (
             lambda: UNTYPED.MemoryConstrainedShardingRule("1GB"),
-            "max_memory_per_device is a number of bytes.*; got '1GB'",
+            "max_memory_per_device must be a number of bytes.*; got '1GB'",
         ),
         (lambda: UNTYPED.MemoryConstrainedShardingRule(-1), "0 or more; got -1"),
-        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, scope="all"), "scope is one of 'array', 'tree'; got 'all'"),
-        (lambda: UNTYPED.RegexShardingRule([], min_size=-1), "min_size is 0 or more"),
+        (
+            lambda: UNTYPED.MemoryConstrainedShardingRule(8, scope="all"),
+            "scope must be one of 'array', 'tree'; got 'all'",
+        ),
+        (lambda: UNTYPED.RegexShardingRule([], min_size=-1), "min_size must be 0 or more"),
         (lambda: UNTYPED.ShapeBasedShardingRule({8: P()}), "takes shapes and specs"),
         (lambda: UNTYPED.ShapeBasedShardingRule({(8,): "data"}), r"\(8,\): 'data' is not a shape"),
-        (lambda: UNTYPED.LogicalShardingRule({"a": 3}), "a mesh axis is a name"),
+        (lambda: UNTYPED.LogicalShardingRule({"a": 3}), "a mesh axis must be a name"),
         (lambda: UNTYPED.LogicalShardingRule("ab"), "must be a dictionary or pairs.*; got 'ab'"),
         (lambda: UNTYPED.LogicalShardingRule(3), "must be a dictionary or pairs.*; got 3"),
-        (lambda: UNTYPED.AutoShardingRule("data:4"), "a mesh is a Mesh or an AbstractMesh, got 'data:4'"),
-        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, "data:4"), "a mesh is a Mesh or an AbstractMesh"),
+        (lambda: UNTYPED.AutoShardingRule("data:4"), "a mesh must be a Mesh or an AbstractMesh, got 'data:4'"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, "data:4"), "a mesh must be a Mesh or an AbstractMesh"),
         (lambda: UNTYPED.FittedShardingRule("fsdp('data')"), r"FittedShardingRule takes ShardingRules.*parse_rule"),
         (lambda: UNTYPED.StackedShardingRule(P("data")), "StackedShardingRule takes ShardingRules"),
-        (lambda: sr.RegexShardingRule([("w", P(3))]), r"'w': an entry of a PartitionSpec is .* got 3"),  # pyright: ignore[reportArgumentType]
+        (lambda: sr.RegexShardingRule([("w", P(3))]), r"'w': an entry of a PartitionSpec must be .* got 3"),  # pyright: ignore[reportArgumentType]
         (
             lambda: sr.RegexShardingRule([("w", P("a", unreduced=frozenset({"b"})))]),
             r"'w': P\('a', unreduced=.*reductions",
@@ -317,7 +320,7 @@ def test_numbers_of_other_types_are_accepted() -> None:
 
 @pytest.mark.parametrize("mesh", ["data:4", 8, ("data", "model")], ids=str)
 def test_plan_needs_a_mesh(mesh: Any) -> None:
-    with pytest.raises(sr.errors.AxisTypeError, match=r"a mesh is a Mesh or an AbstractMesh, got .*mesh_shape"):
+    with pytest.raises(sr.errors.AxisTypeError, match=r"a mesh must be a Mesh or an AbstractMesh, got .*mesh_shape"):
         sr.AutoShardingRule().plan({"w": np.ones(8)}, mesh)
 
 

@@ -449,7 +449,7 @@ def test_bad_values_are_refused() -> None:
         Memory(-1)
     with pytest.raises(ValueError, match="scope"):
         Memory(8, scope="leaf")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(sr.errors.SpecError, match="a mesh axis is a name"):
+    with pytest.raises(sr.errors.ConfigError, match="a mesh axis must be a name"):
         Memory(8, axis_names=[3])  # pyright: ignore[reportArgumentType]
 
 

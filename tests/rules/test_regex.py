@@ -115,7 +115,7 @@ def test_what_is_no_rule_is_refused(rules: Any, options: Any, match: str) -> Non
 
 @pytest.mark.parametrize("options", [{"match": "find"}, {"unmatched": "drop"}])
 def test_an_option_that_there_is_not_is_refused(options: Any) -> None:
-    with pytest.raises(sr.errors.SpecError, match=r"is one of .*; got"):
+    with pytest.raises(sr.errors.ConfigError, match=r"must be one of .*; got"):
         sr.RegexShardingRule([("w", P())], **options)
 
 

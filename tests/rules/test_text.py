@@ -54,8 +54,16 @@ def test_a_text_means_the_rules_that_it_calls(text: str, rule: sr.ShardingRule) 
         ("fsdp(**{'axis': 'data'})", sr.errors.ConfigError, r"must be literals, not \*\*mappings"),
         ("fsdp({[]: 1})", sr.errors.ConfigError, "arguments of fsdp must be literals"),
         ("logical('ab')", sr.errors.ConfigError, "must be a dictionary or pairs.*got 'ab'"),
-        ("auto(mesh='dp:2')", sr.errors.ConfigError, "invalid call of auto.*: a mesh is a Mesh or an AbstractMesh"),
-        ("memory(8, 'dp:2')", sr.errors.ConfigError, "invalid call of memory.*: a mesh is a Mesh or an AbstractMesh"),
+        (
+            "auto(mesh='dp:2')",
+            sr.errors.ConfigError,
+            "invalid call of auto.*: a mesh must be a Mesh or an AbstractMesh",
+        ),
+        (
+            "memory(8, 'dp:2')",
+            sr.errors.ConfigError,
+            "invalid call of memory.*: a mesh must be a Mesh or an AbstractMesh",
+        ),
         ("fsdp()", sr.errors.ConfigError, r"invalid call of fsdp\(axis.*: .*axis"),
         ("shard_dim('model', -1, nope=1)", sr.errors.ConfigError, "invalid call of shard_dim.*: .*nope"),
     ],

@@ -11,7 +11,7 @@ from shardrules.cli.files import read_text, write
 from shardrules.cli.subject import Subject, add_subject, load_subject
 from shardrules.cli.terminal import LEVELS, line_of, loud, show, style_of
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import PlanError, SpecError
+from shardrules.core.errors import ConfigError, PlanError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
@@ -102,7 +102,7 @@ def _budget(text: str | None) -> int | None:
         return None
     try:
         return read_bytes("--budget", int(text) if text.isdecimal() else text)
-    except SpecError as error:
+    except ConfigError as error:
         raise UsageError(one_line(error)) from error
 
 

@@ -7,25 +7,17 @@ from typing import Any
 import attrs
 
 
-def record(kind: Any, value: Any, at: str) -> Any:
-    """Returns what a piece of JSON stands for.
+def record(kind: Any, value: Any, name: str) -> Any:
+    """Returns a piece of JSON as a value of the annotation `kind`, or a `TypeError` or `LookupError` that says where.
 
-    **Arguments:**
-
-    - `kind`: an annotation: a class of attrs, `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these, or one of
-        them or `None`.
-    - `value`: what JSON has there: an object for a class, a list for a tuple.
-    - `at`: where that is, for messages.
-
-    **Returns:**
-
-    A value of that kind.
-
-    **Raises:**
-
-    `TypeError` where `value` is something else, `LookupError` for a field that is missing or surplus; both say where.
+    Objects become attrs classes, and lists become tuples; `int`, `float`, `str`, `bool`, `Literal` and `None` are
+    checked. `name` is what messages call the value.
 
     ```python
+    import attrs
+
+    from shardrules.core.storage.records import record
+
     @attrs.frozen
     class Size:
         name: str
@@ -38,38 +30,39 @@ def record(kind: Any, value: Any, at: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:
             return None
-        (rest,) = [part for part in parts if part is not type(None)]
-        return record(rest, value, at)
+        (other,) = [part for part in parts if part is not type(None)]
+        return record(other, value, name)
     if origin is tuple:
-        return _tuple(parts, value, at)
+        return _tuple_record(parts, value, name)
     if origin is typing.Literal:
-        return _checked(value, value in parts, at, " or ".join(map(repr, parts)))
+        return _checked(value, value in parts, name, " or ".join(map(repr, parts)))
     if attrs.has(kind):
-        return _fields(kind, value, at)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    fine = number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
-    return _checked(value, fine, at, kind.__name__)
+        return _class_record(kind, value, name)
+    # JSON has 1 for 1.0, and bool is an int in Python.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    valid = is_number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
+    return _checked(value, valid, name, kind.__name__)
 
 
-def _checked(value: Any, fine: bool, at: str, wanted: str) -> Any:
-    if not fine:
-        raise TypeError(f"{at} is {value!r:.60} where {wanted} is wanted")
+def _checked(value: Any, valid: bool, name: str, expected: str) -> Any:
+    if not valid:
+        raise TypeError(f"{name} must be {expected}, got {value!r:.60}")
     return value
 
 
-def _tuple(parts: tuple[Any, ...], value: Any, at: str) -> tuple[Any, ...]:
-    _checked(value, isinstance(value, list), at, "a list")
+def _tuple_record(parts: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
+    _checked(value, isinstance(value, list), name, "a list")
     if parts[-1] is Ellipsis:
         parts = (parts[0],) * len(value)
-    _checked(value, len(parts) == len(value), at, f"a list of {len(parts)}")
-    return tuple(record(part, one, f"{at}[{n}]") for n, (part, one) in enumerate(zip(parts, value, strict=True)))
+    _checked(value, len(parts) == len(value), name, f"a list of {len(parts)}")
+    pairs = zip(parts, value, strict=True)
+    return tuple(record(part, item, f"{name}[{index}]") for index, (part, item) in enumerate(pairs))
 
 
-def _fields(kind: Any, value: Any, at: str) -> Any:
-    _checked(value, isinstance(value, dict), at, "an object")
-    names = [field.name for field in attrs.fields(kind)]
-    wrong = [name for name in names if name not in value] + [name for name in value if name not in names]
-    if wrong:
-        raise LookupError(f"{at} has fields {', '.join(value)} where {', '.join(names)} are wanted")
+def _class_record(kind: Any, value: Any, name: str) -> Any:
+    _checked(value, isinstance(value, dict), name, "an object")
+    fields = [field.name for field in attrs.fields(kind)]
+    if sorted(fields) != sorted(value):
+        raise LookupError(f"{name} must have the fields {', '.join(fields)}; it has {', '.join(value) or 'none'}")
     hints = typing.get_type_hints(kind)
-    return kind(**{name: record(hints[name], value[name], f"{at}.{name}") for name in names})
+    return kind(**{field: record(hints[field], value[field], f"{name}.{field}") for field in fields})

@@ -15,14 +15,7 @@ from shardrules.core.leaf import Decision, Leaf
 @final
 @attrs.frozen
 class Placement:
-    """How one leaf is placed.
-
-    **Arguments:**
-
-    - `shape`, `dtype`: the leaf.
-    - `spec`: its placement in canonical form, as text.
-    - `device_bytes`: what it takes on one device.
-    """
+    """How one leaf is placed."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,13 +26,7 @@ class Placement:
 @final
 @attrs.frozen
 class Placements:
-    """How all leaves of a plan are placed.
-
-    **Arguments:**
-
-    - `mesh`: the mesh as text.
-    - `leaves`: from path to placement.
-    """
+    """How all leaves of a plan are placed."""
 
     mesh: str
     leaves: Mapping[str, Placement]
@@ -60,15 +47,7 @@ def placements(
 @final
 @attrs.frozen
 class Change:
-    """One leaf in which two plans differ.
-
-    **Arguments:**
-
-    - `path`, `shape`: the leaf; where the shape has changed, the new one.
-    - `old`, `new`: its placement as text, with shape and dtype where these have changed; empty where a plan has no such
-        leaf.
-    - `old_bytes`, `new_bytes`: what it takes on one device.
-    """
+    """One leaf in which two plans differ."""
 
     path: str
     shape: tuple[int, ...]
@@ -83,11 +62,6 @@ class Change:
 class PlanDiff:
     """What differs between two plans. It is false when nothing does, and prints as a table.
 
-    **Arguments:**
-
-    - `old_mesh`, `new_mesh`: the meshes as text.
-    - `changes`: every leaf that one plan lacks, or that they place differently.
-
     ```python
     plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
     assert not plan.diff(plan)
@@ -100,16 +74,7 @@ class PlanDiff:
 
     @staticmethod
     def between(old: "Placements", new: "Placements") -> "PlanDiff":
-        """Returns the difference of what two plans hold.
-
-        **Arguments:**
-
-        - `old`, `new`: `plan.placements()` of each.
-
-        **Returns:**
-
-        A `PlanDiff`.
-        """
+        """Returns the difference of what two plans hold."""
         before, after = old.leaves, new.leaves
         changes = [
             _change(path, before.get(path), after.get(path))

@@ -16,38 +16,14 @@ from shardrules.drawing.treemap import treemap
 
 
 def split_dims(leaf: Leaf, decision: Decision) -> tuple[Split, ...]:
-    """Returns the dimensions of a leaf, each with the axes that split it. What is left to compilers counts as whole.
-
-    **Arguments:**
-
-    - `leaf`, `decision`: the leaf, and what was decided.
-
-    **Returns:**
-
-    Size and axes, for each dimension.
-    """
+    """Returns the dimensions of a leaf, each with the axes that split it. What is left to compilers counts as whole."""
     found = entries(decision.spec or PartitionSpec(), leaf.ndim)[: leaf.ndim]  # one that is too long is a finding
     ways = [() if axes is UNCONSTRAINED else axes for axes in found]
     return tuple((size, tuple(axes)) for size, axes in zip(leaf.shape, ways, strict=True))
 
 
 def blocks_of(path: str, leaf: Leaf, decision: Decision, sizes: Mapping[str, int]) -> Blocks:
-    """Returns which device holds which block of a leaf.
-
-    **Arguments:**
-
-    - `path`: its path, for messages.
-    - `leaf`, `decision`: the leaf, and what was decided.
-    - `sizes`: the size of each mesh axis.
-
-    **Returns:**
-
-    `Blocks`.
-
-    **Raises:**
-
-    `NoMeshError` without a mesh, `PlanError` where the spec is unsound.
-    """
+    """Returns which device holds which block of a leaf."""
     if not sizes:
         raise NoMeshError("blocks lie on the devices of a mesh: plan with one")
     spec = decision.spec or PartitionSpec()
@@ -59,15 +35,6 @@ def blocks_of(path: str, leaf: Leaf, decision: Decision, sizes: Mapping[str, int
 
 def spec_colours(specs: Sequence[str], amounts: Sequence[float]) -> dict[str, int | None]:
     """Returns the colour of each spec, the first to that of which there is most; `None` for what is whole.
-
-    **Arguments:**
-
-    - `specs`: the spec of each leaf, as text.
-    - `amounts`: what each of them takes.
-
-    **Returns:**
-
-    A number for each spec.
 
     ```python
     assert spec_colours(["P('a')", "P()", "P('b')"], [1, 9, 2]) == {"P('b')": 0, "P('a')": 1, "P()": None}
@@ -88,18 +55,7 @@ def plan_picture(
     decisions: Sequence[Decision],
     sizes: Mapping[str, int],
 ) -> Picture:
-    """Draws what each leaf takes on one device.
-
-    **Arguments:**
-
-    - `paths`, `kinds`: the path of each leaf, and the number of its kind.
-    - `leaves`, `decisions`: one of each for every kind.
-    - `sizes`: the size of each mesh axis.
-
-    **Returns:**
-
-    A `Picture`.
-    """
+    """Draws what each leaf takes on one device."""
     held = [one.device_bytes(leaf, sizes) for leaf, one in zip(leaves, decisions, strict=True)]
     specs = [spec_repr(one.spec) for one in decisions]
     said = [f"{spec}, {bytes_text(amount)} per device" for spec, amount in zip(specs, held, strict=True)]

@@ -25,19 +25,6 @@ class _Placed(Protocol):
 def get_names_from_partition_spec(tree: Any) -> list[str]:
     """Returns the mesh axes that a spec, or a tree of specs, names: each once, in the order in which they appear.
 
-    **Arguments:**
-
-    - `tree`: a PartitionSpec, or a pytree of them. Dictionaries are read in the order in which they were written.
-      `None` stands for no spec. A bare string is taken as an axis, so that an entry of a spec may be given too.
-
-    **Returns:**
-
-    A list of axis names.
-
-    **Raises:**
-
-    `SpecError` for a leaf that is no spec.
-
     ```python
     assert sr.specs.get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
     assert sr.specs.get_names_from_partition_spec({"w": P("tp"), "b": P(None, ("dp", "tp"))}) == ["tp", "dp"]
@@ -67,19 +54,6 @@ def _names(tree: Any) -> Iterator[str]:
 
 def get_partition_spec(tree: Any) -> Any:
     """Returns the PartitionSpec by which each array of a tree is placed.
-
-    **Arguments:**
-
-    - `tree`: a pytree of JAX arrays and Python numbers.
-
-    **Returns:**
-
-    The same structure with a PartitionSpec at every leaf: that of the array's sharding; `P()` for a number.
-
-    **Raises:**
-
-    `ValueError` (a `SpecError`) for leaves of other types; `AttributeError` (a `NoSpecError`) for arrays whose sharding
-    has no spec. Each lists every such leaf.
 
     ```python
     mesh = jax.make_mesh((8,), ("dp",))
@@ -119,20 +93,6 @@ def get_partition_spec(tree: Any) -> Any:
 def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     """Returns the NamedSharding of each leaf that has one, or that has a PartitionSpec for one.
 
-    **Arguments:**
-
-    - `tree`: any pytree. Only the attribute `sharding` of its leaves is read.
-    - `mesh`: the mesh for leaves whose `sharding` is a bare PartitionSpec; by default that of the context. No mesh is
-      needed where there is no such leaf.
-
-    **Returns:**
-
-    The same structure: a leaf's own NamedSharding, its PartitionSpec on `mesh`, or `None`.
-
-    **Raises:**
-
-    `NoMeshError` when a leaf has a bare PartitionSpec and there is no mesh; `AxisTypeError` for what is no mesh.
-
     ```python
     mesh = jax.make_mesh((8,), ("dp",))
     rows = jax.device_put(jnp.zeros(16), jax.sharding.NamedSharding(mesh, P("dp")))
@@ -145,14 +105,6 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
 
 def extract_sharding_structure(tree: Any) -> Any:
     """Returns the NamedSharding of each leaf, and `None` for leaves without one.
-
-    **Arguments:**
-
-    - `tree`: any pytree. Only the attribute `sharding` of its leaves is read.
-
-    **Returns:**
-
-    The same structure. An array that lies on a single device counts as one without.
 
     ```python
     assert sr.specs.extract_sharding_structure({"w": jnp.zeros(4), "step": 3}) == {"w": None, "step": None}

@@ -22,16 +22,7 @@ RIGHT = 4
 @final
 @attrs.frozen
 class Row:
-    """One row: leaves that differ in nothing but the indices in their paths.
-
-    **Arguments:**
-
-    - `path`: with `*` for indices where there is more than one leaf.
-    - `count`: how many leaves.
-    - `leaf`, `decision`: those of the first of them.
-    - `device_bytes`: what all of them take on one device.
-    - `kinds`: the numbers of their kinds in the plan.
-    """
+    """One row: leaves that differ in nothing but the indices in their paths."""
 
     path: str
     count: int
@@ -61,17 +52,7 @@ def rows(
     counts: Sequence[int],
     mesh: AnyMesh | None,
 ) -> tuple[Row, ...]:
-    """Returns the rows of the table, in the order of the tree.
-
-    **Arguments:**
-
-    - `paths`, `leaves`, `decisions`, `counts`: one of each for every kind of leaf.
-    - `mesh`: the mesh, or `None`.
-
-    **Returns:**
-
-    A tuple of rows.
-    """
+    """Returns the rows of the table, in the order of the tree."""
     sizes = mesh_sizes(mesh)
     groups: dict[Any, Row] = {}
     for kind, (path, leaf, decision, count) in enumerate(zip(paths, leaves, decisions, counts, strict=True)):
@@ -96,15 +77,7 @@ def rows(
 @final
 @attrs.frozen
 class Totals:
-    """What a plan adds up to.
-
-    **Arguments:**
-
-    - `leaf_count`: how many arrays.
-    - `total_bytes`: of all arrays, each counted once.
-    - `device_bytes`: on one device.
-    - `mesh`: the mesh, or `None`.
-    """
+    """What a plan adds up to."""
 
     leaf_count: int
     total_bytes: int
@@ -132,18 +105,7 @@ def totals(kinds: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequenc
 
 
 def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
-    """Returns the table as aligned text, with the totals and the findings below it.
-
-    **Arguments:**
-
-    - `table`: the rows.
-    - `totals`: the sums.
-    - `findings`: what is worth knowing.
-
-    **Returns:**
-
-    Lines joined by newlines.
-    """
+    """Returns the table as aligned text, with the totals and the findings below it."""
     lines = [*aligned([HEAD, *(row.cells() for row in table)], (RIGHT,)), str(totals)]
     if findings:
         kinds = [found.severity for found in findings]
@@ -156,15 +118,6 @@ def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
 def aligned(grid: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Returns a table as aligned lines, with a rule under its heading.
-
-    **Arguments:**
-
-    - `grid`: the heading, and the rows; each has one text for each column.
-    - `right`: the columns that are aligned to the right, those of numbers.
-
-    **Returns:**
-
-    The lines.
 
     ```python
     assert aligned([("a", "n"), ("bc", "10")], (1,)) == ["a    n", "--  --", "bc  10"]
@@ -183,18 +136,7 @@ def aligned(grid: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
-    """Returns the table for a notebook.
-
-    **Arguments:**
-
-    - `table`: the rows.
-    - `totals`: the sums.
-    - `findings`: what is worth knowing.
-
-    **Returns:**
-
-    HTML without scripts; every text in it is escaped.
-    """
+    """Returns the table for a notebook."""
     head = "".join(f"<th style='text-align:left'>{name}</th>" for name in HEAD)
     body = "".join(
         "<tr>"

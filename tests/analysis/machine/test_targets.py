@@ -246,7 +246,7 @@ def test_a_mesh_of_another_size_raises(target: str, mesh: str, match: str) -> No
 
 
 def test_only_meshes_are_accepted() -> None:
-    with pytest.raises(sr.errors.AxisTypeError, match="a mesh is a Mesh or an AbstractMesh, got 'data:8'"):
+    with pytest.raises(sr.errors.AxisTypeError, match="a mesh must be a Mesh or an AbstractMesh, got 'data:8'"):
         Target.parse("cpu:8").mesh("data:8")  # pyright: ignore[reportArgumentType]
 
 

@@ -40,7 +40,7 @@ class Block(eqx.Module):
 
 @pytest.mark.parametrize("mesh", ["dp:2", 8, ("dp",)], ids=str)
 def test_a_text_is_no_mesh(mesh: Any) -> None:
-    with pytest.raises(TypeError, match="a mesh is a Mesh or an AbstractMesh, got"):
+    with pytest.raises(TypeError, match="a mesh must be a Mesh or an AbstractMesh, got"):
         extract_shardings({"w": SimpleNamespace(sharding=P("dp"))}, mesh)
 
 
