@@ -1,4 +1,4 @@
-"""Models and steps that are audited, with what is known of them beforehand."""
+"""Models and steps to audit, whose costs and layouts follow from their sizes."""
 
 import functools
 import inspect
@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.analysis.machine.targets import Target
-from tests.analysis.programs import CLOSED, mesh_on
+from tests.analysis.programs import CLOSED_FORMS, mesh_on
 
 AXES = "data:4,model:2"
 
 VOCABULARY, WIDTH, HIDDEN, BATCH, LENGTH, DEPTH = 640, 64, 256, 16, 24, 2
-"""Of the language model. No weight has as many elements as an activation, nor have parts of them."""
+"""Sizes of the language model. No weight has as many elements as an activation, and no shards of them have either."""
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -35,28 +35,28 @@ def con(x: Any, *spec: Any) -> Any:
 
 
 def line_of(fn: Callable[..., Any], marker: str) -> str:
-    """The line with a comment `# <marker>` in the source of a function, as findings write it."""
+    """The line of a function's source that ends in `# <marker>`, as findings print it."""
     lines, first = inspect.getsourcelines(fn)
-    found = [first + number for number, line in enumerate(lines) if line.rstrip().endswith(f"# <{marker}>")]
-    assert len(found) == 1, f"marker {marker!r} is on {len(found)} lines"
-    return f"{inspect.getsourcefile(fn)}:{found[0]}"
+    numbers = [number for number, line in enumerate(lines, first) if line.rstrip().endswith(f"# <{marker}>")]
+    assert len(numbers) == 1, f"marker {marker!r} is on {len(numbers)} lines"
+    return f"{inspect.getsourcefile(fn)}:{numbers[0]}"
 
 
 def audit(fn: Callable[..., Any], *args: Any, target: str, axes: str = AXES, **options: Any) -> AuditReport:
-    """An audit on a target whose compiler has to be there in CI."""
+    """An audit on a target whose compiler must be installed in CI, and is optional elsewhere."""
     mesh_on(target, axes)
     return sr.ShardingAnalyzer(sr.mesh_shape(axes)).audit(fn, *args, target=Target.parse(target), **options)
 
 
 def codes(report: AuditReport, *severities: str) -> list[str]:
-    """What kinds of findings there are, each once."""
-    found = [one.code for one in report.findings if one.severity in (severities or ("error", "warning"))]
-    return sorted(dict.fromkeys(found))
+    """The codes of findings of these severities, by default errors and warnings, each once."""
+    severities = severities or ("error", "warning")
+    return sorted({finding.code for finding in report.findings if finding.severity in severities})
 
 
-def told(error: sr.errors.PlanError) -> tuple[sr.Finding, ...]:
+def findings_of(error: sr.errors.PlanError) -> tuple[sr.Finding, ...]:
     """The findings of an error."""
-    return tuple(one for one in error.findings if isinstance(one, sr.Finding))
+    return tuple(finding for finding in error.findings if isinstance(finding, sr.Finding))
 
 
 def normed(x: Any) -> Any:
@@ -64,18 +64,18 @@ def normed(x: Any) -> Any:
 
 
 def language_step(constrain: bool) -> Callable[..., Any]:
-    """A train step of a small language model, whose weights are fully sharded and split as Megatron splits them."""
+    """A train step of a small language model whose weights are fully sharded and split as in Megatron."""
 
-    def at(x: Any, *spec: Any) -> Any:
+    def constrained(x: Any, *spec: Any) -> Any:
         return con(x, *spec) if constrain else x
 
     def loss(params: Any, tokens: Any) -> Any:
-        x = at(params["embed"][tokens[:, :-1]], "data")  # <lookup>
+        x = constrained(params["embed"][tokens[:, :-1]], "data")  # <lookup>
         for layer in params["layers"]:
-            h = at(normed(x), "data")
-            h = at(jax.nn.silu(h @ layer["up"]), "data", None, "model")  # <up>
-            x = at(x + at(h @ layer["down"], "data"), "data")  # <down>
-        logits = at(x @ params["head"], "data", None, "model")  # <head>
+            h = constrained(normed(x), "data")
+            h = constrained(jax.nn.silu(h @ layer["up"]), "data", None, "model")  # <up>
+            x = constrained(x + constrained(h @ layer["down"], "data"), "data")  # <down>
+        logits = constrained(x @ params["head"], "data", None, "model")  # <head>
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1))
 
     def step(params: Any, tokens: Any) -> Any:
@@ -96,9 +96,9 @@ def language_specs(data: str | None, model: str | None, embed: P) -> Any:
 
 
 def language_flops() -> int:
-    """Forward, and twice that backward, of all matmuls on one of 8 devices."""
-    each = 2 * BATCH * LENGTH * WIDTH
-    return 3 * each * (2 * HIDDEN * DEPTH + VOCABULARY) // 8
+    """The FLOPs of all matmuls on one of 8 devices: forward, and twice as many backward."""
+    per_column = 2 * BATCH * LENGTH * WIDTH
+    return 3 * per_column * (2 * HIDDEN * DEPTH + VOCABULARY) // 8
 
 
 PLANS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
@@ -109,7 +109,7 @@ PLANS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
         "both": ("data", "model"),
     }
 )
-"""Over which axes a plan splits the weights: as FSDP does, and as Megatron does."""
+"""The axes that split the weights: as in FSDP, and as in Megatron."""
 
 
 @functools.cache
@@ -118,8 +118,8 @@ def language(
 ) -> AuditReport:
     """The audit of the language model under one of `PLANS`.
 
-    The columns of the embedding are as wide as what follows it. Split over the axis of the batch, they make XLA go on
-    with activations that are split in their columns, if no constraint forbids that.
+    With `split_embedding`, the columns of the embedding are split over the axis of the batch. Without constraints XLA
+    then keeps splitting activations by column.
     """
     specs = language_specs(*PLANS[plan], P(None, "data") if split_embedding else P())
     return audit(
@@ -136,13 +136,13 @@ def language(
 ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys(("column then row", "attention", "sequence parallel"), ("parameters", "parameters", "batch"))
 )
-"""Of programs with several weights and no optimizer, which would tell."""
+"""The roles of arguments in programs with several weights and no optimizer to infer them from."""
 
 
 @functools.cache
-def closed(name: str, target: str, said: bool = False) -> AuditReport:
-    """The audit of a program whose costs are known. If `ROLES` knows its arguments, these can be said."""
-    case = next(case for case in CLOSED if case.name == name)
+def closed(name: str, target: str, with_roles: bool = False) -> AuditReport:
+    """The audit of a closed form, `with_roles` from `ROLES` or without."""
+    case = next(case for case in CLOSED_FORMS if case.name == name)
     fn, args, out = case.build(mesh_on(target, case.axes))
-    roles = ROLES[name] if said else None
+    roles = ROLES[name] if with_roles else None
     return audit(fn, *args, axes=case.axes, out_shardings=out, roles=roles, target=target)

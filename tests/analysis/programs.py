@@ -1,6 +1,7 @@
-"""Small programs whose collectives and FLOPs are known beforehand, compiled for CPUs, GPUs and TPUs."""
+"""Small programs whose collectives and FLOPs have closed forms, compiled for CPUs, GPUs and TPUs."""
 
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,7 @@ DATA, MODEL = 4, 2
 
 
 def mesh_on(target: str, text: str) -> Mesh:
-    """A mesh on a target, whose compiler has to be there in CI."""
+    """A mesh on a target whose compiler must be installed in CI, and is optional elsewhere."""
     try:
         return Target.parse(target).mesh(sr.mesh_shape(text))
     except MissingCompilerError as error:
@@ -48,11 +49,11 @@ class Moved:
 
 @final
 @attrs.frozen
-class Closed:
-    """A program with what it has to cost.
+class ClosedForm:
+    """A program with its expected costs.
 
-    `build` gives a function, its arguments and the shardings of its results. `moved` is for compilers that make
-    reduce-scatters and take collectives out of loops; `on_cpu` for XLA's for CPUs, which does neither.
+    `build` returns a function, its arguments and the shardings of its results. `moved` holds for compilers that create
+    reduce-scatters and hoist collectives out of loops, `on_cpu` for XLA's CPU compiler, which does neither.
     """
 
     name: str
@@ -84,41 +85,39 @@ def program_of(fn: Callable[..., Any], *args: Any, out: Any = None, **options: A
 
 @functools.cache
 def text_of(name: str, target: str) -> str:
-    """The text of a closed form; a compiler is asked once for it."""
-    case = next(case for case in CLOSED if case.name == name)
+    """The compiled text of a closed form, which is compiled once."""
+    case = next(case for case in CLOSED_FORMS if case.name == name)
     fn, args, out = case.build(mesh_on(target, case.axes))
     return compiled(fn, *args, out=out).as_text()
 
 
 def arrays_moved(collectives: tuple[Collective, ...]) -> Counter[tuple[str, tuple[str, ...] | None, int]]:
-    """How often each array is moved, whichever arrays a compiler moves together."""
+    """How often each array is moved, whichever arrays a compiler combines."""
     counts: Counter[tuple[str, tuple[str, ...] | None, int]] = Counter()
-    for one in collectives:
-        for part in one.arrays:
-            whole = part.nbytes * (one.group_size if one.kind == "reduce-scatter" else 1)
-            counts[one.kind, one.axes, whole] += one.times.count
+    for collective in collectives:
+        for part in collective.arrays:
+            whole = part.nbytes * (collective.group_size if collective.kind == "reduce-scatter" else 1)
+            counts[collective.kind, collective.axes, whole] += collective.times.count
     return counts
 
 
 def expected(moved: tuple[Moved, ...]) -> Counter[tuple[str, tuple[str, ...] | None, int]]:
     counts: Counter[tuple[str, tuple[str, ...] | None, int]] = Counter()
-    for one in moved:
-        counts[one.kind, one.axes, one.payload_bytes] += one.count
+    for move in moved:
+        counts[move.kind, move.axes, move.payload_bytes] += move.count
     return counts
 
 
 def ring_bytes(moved: tuple[Moved, ...], axes: str) -> int:
-    """What a device sends, by the textbook."""
+    """What a device sends in rings, by the textbook."""
     sizes = dict(sr.mesh_shape(axes).shape)
     total = 0
-    for one in moved:
-        devices = 1
-        for axis in one.axes:
-            devices *= sizes[axis]
-        twice = 2 if one.kind == "all-reduce" else 1
-        sent, rest = divmod(one.payload_bytes * (devices - 1) * twice, devices)
-        assert rest == 0, "choose sizes that divide: the formula should hold to the byte"
-        total += sent * one.count
+    for move in moved:
+        devices = math.prod(sizes[axis] for axis in move.axes)
+        rounds = 2 if move.kind == "all-reduce" else 1
+        sent, rest = divmod(move.payload_bytes * (devices - 1) * rounds, devices)
+        assert rest == 0, "choose sizes that divide, so that the formula holds to the byte"
+        total += sent * move.count
     return total
 
 
@@ -155,15 +154,15 @@ def attention(mesh: Mesh) -> tuple[Any, ...]:
         mixed = jnp.einsum("bhqs,bshk->bqhk", scores, v)
         return put(mesh, jnp.einsum("bthk,hkd->btd", mixed, out), "data")
 
-    each = array(mesh, (WIDTH, HEADS, WIDTH // HEADS), None, "model")
+    projection = array(mesh, (WIDTH, HEADS, WIDTH // HEADS), None, "model")
     out = array(mesh, (HEADS, WIDTH // HEADS, WIDTH), "model")
-    return attend, (dict.fromkeys("qkv", each), out, array(mesh, (BATCH, LENGTH, WIDTH), "data")), None
+    return attend, (dict.fromkeys("qkv", projection), out, array(mesh, (BATCH, LENGTH, WIDTH), "data")), None
 
 
 def sequence_parallel(mesh: Mesh) -> tuple[Any, ...]:
     def mlp(up: Any, down: Any, x: Any) -> Any:
-        whole = put(mesh, x, "data", None, None)
-        return put(mesh, jax.nn.gelu(whole @ up) @ down, "data", "model", None)
+        gathered = put(mesh, x, "data", None, None)
+        return put(mesh, jax.nn.gelu(gathered @ up) @ down, "data", "model", None)
 
     up, down = array(mesh, (WIDTH, HIDDEN), None, "model"), array(mesh, (HIDDEN, WIDTH), "model", None)
     return mlp, (up, down, array(mesh, (BATCH, LENGTH, WIDTH), "data", "model")), None
@@ -192,11 +191,11 @@ def scanned(mesh: Mesh) -> tuple[Any, ...]:
 
 def accumulated(mesh: Mesh) -> tuple[Any, ...]:
     def step(w: Any, batches: Any) -> Any:
-        def one(carry: Any, x: Any) -> Any:
+        def accumulate(carry: Any, x: Any) -> Any:
             loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
             return (carry[0] + loss, carry[1] + grad), None
 
-        (loss, grad), _ = lax.scan(one, (0.0, jnp.zeros_like(w)), batches)
+        (loss, grad), _ = lax.scan(accumulate, (0.0, jnp.zeros_like(w)), batches)
         return w - grad, loss
 
     return step, (array(mesh, (WIDTH, HIDDEN)), array(mesh, (STEPS, BATCH, WIDTH), None, "data")), None
@@ -209,8 +208,8 @@ _LAYER = _W // MODEL
 _PRODUCT = 2 * BATCH * WIDTH * HIDDEN  # FLOPs of one product of a batch, on all devices
 _LONG = _PRODUCT * LENGTH
 
-CLOSED = (
-    Closed(
+CLOSED_FORMS = (
+    ClosedForm(
         "data parallel",
         "data:8",
         data_parallel,
@@ -218,7 +217,7 @@ CLOSED = (
         (Moved("all-reduce", ("data",), _W), Moved("all-reduce", ("data",), 4)),
         2 * _PRODUCT // 8,
     ),
-    Closed(
+    ClosedForm(
         "fully sharded",
         "data:8",
         fully_sharded,
@@ -230,7 +229,7 @@ CLOSED = (
         (Moved("all-gather", ("data",), _W), Moved("all-reduce", ("data",), _W), Moved("all-reduce", ("data",), 4)),
         2 * _PRODUCT // 8,
     ),
-    Closed(
+    ClosedForm(
         "column then row",
         "data:4,model:2",
         column_then_row,
@@ -238,7 +237,7 @@ CLOSED = (
         (Moved("all-reduce", ("model",), _X),),
         2 * _LONG // 8,
     ),
-    Closed(
+    ClosedForm(
         "attention",
         "data:4,model:2",
         attention,
@@ -246,7 +245,7 @@ CLOSED = (
         (Moved("all-reduce", ("model",), _X),),
         (4 * 2 * BATCH * LENGTH * WIDTH * WIDTH + 2 * 2 * BATCH * LENGTH * LENGTH * WIDTH) // 8,
     ),
-    Closed(
+    ClosedForm(
         "sequence parallel",
         "data:4,model:2",
         sequence_parallel,
@@ -254,7 +253,7 @@ CLOSED = (
         (Moved("all-gather", ("model",), _X), Moved("all-reduce", ("model",), _X)),
         2 * _LONG // 8,
     ),
-    Closed(
+    ClosedForm(
         "scanned",
         "data:4,model:2",
         scanned,
@@ -272,7 +271,7 @@ CLOSED = (
         ),
         6 * LAYERS * _PRODUCT // 8,
     ),
-    Closed(
+    ClosedForm(
         "accumulated",
         "data:8",
         accumulated,

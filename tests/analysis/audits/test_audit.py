@@ -25,14 +25,14 @@ from shardrules.analysis.machine.targets import Target
 from shardrules.core.errors import NoMeshError, TargetError, TreeError
 from tests.analysis.audited import AXES, PLANS, audit, closed, codes, con, f32, i32, language, language_flops
 from tests.analysis.programs import (
-    CLOSED,
+    CLOSED_FORMS,
     CPU,
     CUDA,
     LAYERS,
     STEPS,
     TARGETS,
     TPU,
-    Closed,
+    ClosedForm,
     arrays_moved,
     expected,
     mesh_on,
@@ -67,8 +67,8 @@ def roles(report: AuditReport) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("target", [CPU, CUDA])
-@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
-def test_closed_forms(case: Closed, target: str) -> None:
+@pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
+def test_closed_forms(case: ClosedForm, target: str) -> None:
     """Kinds, axes, runs, payload and wire bytes are those of the formulas, to the byte; and so are the FLOPs."""
     report = closed(case.name, target)
     moved = case.on_cpu if target == CPU else case.moved
@@ -82,8 +82,8 @@ HALVED = ("fully sharded", "sequence parallel", "scanned")
 """Programs that gather float32 in order to multiply it: TPUs multiply bfloat16, and cast before they gather."""
 
 
-@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
-def test_closed_forms_as_tpus_have_them(case: Closed) -> None:
+@pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
+def test_closed_forms_as_tpus_have_them(case: ClosedForm) -> None:
     """All that differs from the formulas is that what is gathered for a matmul has half the bytes."""
     report = closed(case.name, TPU)
     moved = [

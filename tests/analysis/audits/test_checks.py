@@ -27,12 +27,12 @@ from tests.analysis.audited import (
     codes,
     con,
     f32,
+    findings_of,
     i32,
     language,
     line_of,
-    told,
 )
-from tests.analysis.programs import CLOSED, CPU, CUDA, TARGETS, TPU, mesh_on
+from tests.analysis.programs import CLOSED_FORMS, CPU, CUDA, TARGETS, TPU, mesh_on
 
 targets = pytest.mark.parametrize("target", TARGETS)
 W, X = f32(64, 1536), f32(48, 64)
@@ -63,7 +63,7 @@ WEIGHTS = ("parameters", "parameters")
 
 
 @targets
-@pytest.mark.parametrize("name", [case.name for case in CLOSED])
+@pytest.mark.parametrize("name", [case.name for case in CLOSED_FORMS])
 def test_closed_forms_have_no_problems(name: str, target: str) -> None:
     assert closed(name, target).problems == ()
 
@@ -371,7 +371,7 @@ def twice(w: Any, x: Any) -> Any:
 def test_a_constraint_that_cannot_be(fn: Callable[..., Any], code: str, axis: str, target: str) -> None:
     with pytest.raises(sr.errors.PlanError, match="the function cannot be traced") as caught:
         audit(fn, W, X, in_shardings=(P(), P("data")), target=target)
-    (finding,) = told(caught.value)
+    (finding,) = findings_of(caught.value)
     assert (finding.severity, finding.code, finding.axis) == ("error", code, axis)
     assert finding.source == line_of(fn, fn.__name__)
     assert finding.source in str(caught.value)
@@ -382,7 +382,7 @@ def test_a_plan_with_a_typo(target: str) -> None:
     rule = sr.RegexShardingRule([("w", P("dta", "model")), ("x", P("data", None, "model"))])
     with pytest.raises(sr.errors.PlanError, match="the plan is unsound") as caught:
         audit(lambda args: args["x"] @ args["w"], {"w": W, "x": X}, plan=rule, target=target)
-    assert {(finding.path, finding.code, finding.axis) for finding in told(caught.value)} >= {
+    assert {(finding.path, finding.code, finding.axis) for finding in findings_of(caught.value)} >= {
         ("w", "unknown-axis", "dta")
     }
     assert "did you mean 'data'" in str(caught.value)

@@ -20,7 +20,7 @@ from shardrules.analysis.program.flops import find_matmuls
 from shardrules.analysis.program.flow import Times
 from shardrules.analysis.program.kernels import Kernel, find_kernels
 from shardrules.analysis.program.program import read_program
-from tests.analysis.programs import CLOSED, CPU, TARGETS, array, mesh_on, program_of, text_of
+from tests.analysis.programs import CLOSED_FORMS, CPU, TARGETS, array, mesh_on, program_of, text_of
 
 H100, V5E, V5P = (sr.Hardware.named(name) for name in ("cuda:h100", "tpu:v5e", "tpu:v5p"))
 ROUND = Hardware(
@@ -218,7 +218,7 @@ def test_a_step_is_its_kernels_and_its_collectives(target: str) -> None:
 
 def test_a_closed_form() -> None:
     """Column then row on CPU devices: two matmuls, of which one adds its part to the other devices'."""
-    (case,) = [case for case in CLOSED if case.name == "column then row"]
+    (case,) = [case for case in CLOSED_FORMS if case.name == "column then row"]
     program = read_program(text_of(case.name, CPU))
     collectives = find_collectives(program, sr.mesh_shape(case.axes))
     step = step_time(program, collectives, find_matmuls(program), attrs.evolve(ROUND, memory_bytes_per_second=1e9))

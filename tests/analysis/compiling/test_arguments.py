@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.compiling.arguments import Argument, read_arguments, result_shardings
 from shardrules.core.errors import TreeError
-from tests.analysis.audited import told
+from tests.analysis.audited import findings_of
 
 MESH = sr.create_mesh("data:4,model:2")
 SHAPE = sr.mesh_shape("data:4,model:2")
@@ -240,9 +240,9 @@ def test_state_mirrors_a_plan_of_the_first_argument(name: str) -> None:
 def refused(*args: Any, **options: Any) -> tuple[sr.Finding, ...]:
     with pytest.raises(sr.errors.PlanError, match=r"not all arguments can be where|the plan is unsound") as caught:
         read_arguments(step, args, SHAPE, **options)
-    assert all(finding.severity == "error" for finding in told(caught.value))
-    assert all(finding.message in str(caught.value) for finding in told(caught.value))
-    return told(caught.value)
+    assert all(finding.severity == "error" for finding in findings_of(caught.value))
+    assert all(finding.message in str(caught.value) for finding in findings_of(caught.value))
+    return findings_of(caught.value)
 
 
 def test_everything_that_is_wrong_is_told_at_once() -> None:
@@ -320,7 +320,7 @@ def test_what_it_says_otherwise_is_refused() -> None:
     found = read_arguments(step, (f32(8, 8), f32(10)), SHAPE, in_shardings=(P("data"), None))
     with pytest.raises(sr.errors.PlanError, match="the function says otherwise where arguments are to be") as caught:
         found.with_specs({0: P("model"), 1: P("rows")}, SHAPE)
-    assert sorted((one.path, one.code) for one in told(caught.value)) == [
+    assert sorted((one.path, one.code) for one in findings_of(caught.value)) == [
         ("params", "two-specs"),
         ("x", "unknown-axis"),
     ]
@@ -361,7 +361,7 @@ def test_results_that_are_asked_to_be_somewhere(shaped: Any, out_shardings: Any,
 def test_results_that_cannot_be_there_are_told_at_once() -> None:
     with pytest.raises(sr.errors.PlanError, match="not all results can be where they are asked to be") as caught:
         asked((f32(10), f32(8), {"a": f32(8)}), (P("data"), P("dta"), {"a": P("data", "model")}))
-    assert [(one.path, one.code) for one in told(caught.value)] == [
+    assert [(one.path, one.code) for one in findings_of(caught.value)] == [
         ("result 0", "indivisible"),
         ("result 1", "unknown-axis"),
         ("result 2/a", "rank-overflow"),

@@ -29,7 +29,7 @@ from shardrules.analysis.compiling.source import (
     user_line,
 )
 from shardrules.analysis.program.program import Source
-from tests.analysis.audited import told
+from tests.analysis.audited import findings_of
 
 MESH = sr.create_mesh("data:4,model:2")
 X = jnp.ones((16, 32))
@@ -158,7 +158,7 @@ def unknown_in_a_tuple(x: Any) -> Any:
 )
 def test_an_axis_that_the_mesh_lacks(fn: Callable[..., Any], marker: str, axis: str, meant: str) -> None:
     error = refused(fn)
-    (finding,) = told(error)
+    (finding,) = findings_of(error)
     assert (finding.severity, finding.code, finding.axis, finding.source) == (
         "error",
         "unknown-axis",
@@ -179,7 +179,7 @@ def block(x: Any) -> Any:
 
 
 def test_a_typo_that_goes_through_a_little_function() -> None:
-    (finding,) = told(refused(block))
+    (finding,) = findings_of(refused(block))
     assert finding.source == here("held")
     assert f"(called at {short_line(here('block'))})" in finding.message
 
@@ -196,7 +196,7 @@ def twice_in_a_tuple(x: Any) -> Any:
     ("fn", "marker", "axis"), [(twice, "twice", "data"), (twice_in_a_tuple, "twice-tuple", "model")]
 )
 def test_an_axis_that_is_used_twice(fn: Callable[..., Any], marker: str, axis: str) -> None:
-    (finding,) = told(refused(fn))
+    (finding,) = findings_of(refused(fn))
     assert (finding.code, finding.axis, finding.source) == ("duplicate-axis", axis, here(marker))
     assert "more than once" in finding.message
 

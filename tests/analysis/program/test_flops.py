@@ -1,4 +1,4 @@
-"""FLOPs against closed forms, against brute force, and against XLA's own count where that is right."""
+"""FLOPs beside closed forms, brute force, and XLA's own count where that is right."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ import shardrules as sr
 from shardrules.analysis.program.flops import Matmul, find_matmuls, flops_by_dtype, total_flops, uncounted_kernels
 from shardrules.analysis.program.flow import Times
 from shardrules.analysis.program.program import read_program
-from tests.analysis.programs import CLOSED, CPU, CUDA, TARGETS, TPU, Closed, array, compiled, mesh_on, text_of
+from tests.analysis.programs import CLOSED_FORMS, CPU, CUDA, TARGETS, TPU, ClosedForm, array, compiled, mesh_on, text_of
 
 
 def flops_of(text: str) -> int:
@@ -26,24 +26,24 @@ def flops_of(text: str) -> int:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
-def test_closed_forms(case: Closed, target: str) -> None:
+@pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
+def test_closed_forms(case: ClosedForm, target: str) -> None:
     matmuls = find_matmuls(read_program(text_of(case.name, target)))
     assert total_flops(matmuls) == case.flops
     assert flops_by_dtype(matmuls)["f32"] > 0
-    assert all(one.op_name and one.stack for one in matmuls)
+    assert all(matmul.op_name and matmul.stack for matmul in matmuls)
 
 
 @pytest.mark.parametrize("name", ["scanned", "accumulated"])
 def test_xla_counts_the_body_of_a_loop_once(name: str) -> None:
-    """The reason for this module. Should XLA ever count better, this tells."""
-    (case,) = [case for case in CLOSED if case.name == name]
+    """The reason for this module. When XLA counts loops right, this test fails."""
+    (case,) = [form for form in CLOSED_FORMS if form.name == name]
     fn, args, out = case.build(mesh_on(CPU, case.axes))
     analysis = compiled(fn, *args, out=out).cost_analysis()
     assert analysis["flops"] < 0.5 * case.flops
 
 
-@pytest.mark.parametrize("target", [CPU, TPU])  # GPUs' compiler gives no count
+@pytest.mark.parametrize("target", [CPU, TPU])  # the GPU compiler gives no count
 @pytest.mark.parametrize(
     ("equation", "shapes"),
     [
@@ -54,7 +54,7 @@ def test_xla_counts_the_body_of_a_loop_once(name: str) -> None:
         ("abi,cbi->abc", ((8, 16, 32), (4, 16, 32))),
     ],
 )
-def test_einsums_as_xla_counts_them(equation: str, shapes: Any, target: str) -> None:
+def test_einsums_agree_with_xla(equation: str, shapes: Any, target: str) -> None:
     mesh = mesh_on(target, "data:8")
     args = [array(mesh, shape, dtype=jnp.bfloat16 if target == TPU else jnp.float32) for shape in shapes]
     program = compiled(lambda *args: jnp.einsum(equation, *args), *args)
@@ -65,7 +65,7 @@ def test_einsums_as_xla_counts_them(equation: str, shapes: Any, target: str) -> 
     )
     counted = flops_of(program.as_text())
     assert counted == 2 * math.prod(sizes.values())
-    if not re.search(r" reduce\(", str(program.as_text())):  # of sums of products XLA counts the sums apart
+    if not re.search(r" reduce\(", str(program.as_text())):  # XLA counts the sums separately
         assert counted == pytest.approx(program.cost_analysis()["flops"], rel=0.01)
 
 
@@ -73,17 +73,17 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "padded": {"padding": "SAME"},
     "strides": {"window_strides": (2, 3), "padding": [(1, 2), (0, 3)]},
-    "holes in the kernel": {"rhs_dilation": (2, 1), "padding": "SAME"},
-    "holes in the image": {"lhs_dilation": (2, 3), "padding": [(2, 1), (1, 2)]},
+    "dilated kernel": {"rhs_dilation": (2, 1), "padding": "SAME"},
+    "dilated image": {"lhs_dilation": (2, 3), "padding": [(2, 1), (1, 2)]},
     "both": {"lhs_dilation": (2, 2), "rhs_dilation": (2, 3), "window_strides": (3, 2), "padding": [(4, 4), (3, 5)]},
-    "less than nothing around": {"padding": [(-1, 0), (0, -2)]},
+    "negative padding": {"padding": [(-1, 0), (0, -2)]},
     "groups": {"feature_group_count": 4, "padding": "SAME"},
-    "groups in the batch": {"batch_group_count": 4, "padding": "SAME"},
+    "batch groups": {"batch_group_count": 4, "padding": "SAME"},
 }
 
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
-def test_convolutions_as_xla_counts_them(options: dict[str, Any]) -> None:
+def test_convolutions_agree_with_xla(options: dict[str, Any]) -> None:
     channels = 16 // options.get("feature_group_count", 1)
     image, kernel = jnp.ones((8, 10, 12, 16)), jnp.ones((3, 3, channels, 32))
     options = {"window_strides": (1, 1), "padding": "VALID", **options}
@@ -108,19 +108,19 @@ def gradients_of_a_convolution(target: str) -> Any:
 
 @pytest.mark.parametrize(("target", "along"), [(CPU, 16 * 3 - 1), (CUDA, 16 * 3)])
 def test_a_convolution_and_its_gradients(target: str, along: int) -> None:
-    """All three do the same products. One window reaches past the edge: on GPUs to zeros that are stored, and count."""
+    """All three have the same products. A window reaches past the edge, where GPUs store zeros, which count."""
     matmuls = find_matmuls(read_program(gradients_of_a_convolution(target).as_text()))
-    assert [one.flops for one in matmuls] == [2 * 8 * along * along * 16 * 32] * 3
+    assert [matmul.flops for matmul in matmuls] == [2 * 8 * along * along * 16 * 32] * 3
 
 
 def test_a_convolution_and_its_gradients_on_a_tpu() -> None:
-    """Its compiler may do more than was asked for, to fill the lanes: what it does is what counts."""
+    """The TPU compiler may add products to fill its lanes. They count, because they run."""
     program = gradients_of_a_convolution(TPU)
     assert flops_of(program.as_text()) == pytest.approx(program.cost_analysis()["flops"], rel=0.02)
 
 
 def convolution(image: int, kernel: int, stride: int, hole: int, gap: int, low: int, high: int) -> tuple[str, int]:
-    """A convolution along one dimension as XLA writes it, and how many products it does, one by one."""
+    """A one-dimensional convolution as XLA writes it, and its products, counted one by one."""
     wide, broad = (image - 1) * hole + 1, (kernel - 1) * gap + 1
     result = max(0, (wide + low + high - broad) // stride + 1)
     text = f"""HloModule m
@@ -133,9 +133,9 @@ lhs_dilate={hole} rhs_dilate={gap}}}, dim_labels=b0f_0io->b0f
 }}
 """
     products = 0
-    for at, element in itertools.product(range(result), range(kernel)):
-        place = at * stride + element * gap - low
-        products += 0 <= place < wide and place % hole == 0
+    for index, element in itertools.product(range(result), range(kernel)):
+        position = index * stride + element * gap - low
+        products += 0 <= position < wide and position % hole == 0
     return text, 2 * 2 * 3 * 5 * products
 
 
@@ -144,13 +144,15 @@ small = st.integers(1, 6)
 
 @given(st.integers(1, 12), small, small, small, small, st.integers(-3, 8), st.integers(-3, 8))
 @settings(max_examples=300)
-def test_windows_by_brute_force(image: int, kernel: int, stride: int, hole: int, gap: int, low: int, high: int) -> None:
+def test_windows_agree_with_brute_force(
+    image: int, kernel: int, stride: int, hole: int, gap: int, low: int, high: int
+) -> None:
     text, flops = convolution(image, kernel, stride, hole, gap, low, high)
     assert flops_of(text) == flops
 
 
-def test_a_matmul_as_tpus_write_it() -> None:
-    """A batch of products is a convolution over an image with holes: each result meets one matrix only."""
+def test_a_batched_matmul_as_a_dilated_convolution() -> None:
+    """TPUs write it so: with dilation each result meets only one matrix."""
     text = """HloModule m
 
 ENTRY %e (q: bf16[2,4,128,64], k: f32[2,4,64,128]) -> f32[2,4,128,128] {
@@ -160,15 +162,15 @@ ENTRY %e (q: bf16[2,4,128,64], k: f32[2,4,64,128]) -> f32[2,4,128,128] {
 dim_labels=01bf_01io->01bf
 }
 """
-    (one,) = find_matmuls(read_program(text))
-    assert one == Matmul("convolution", 2 * 2 * 4 * 128 * 128 * 64, "f32", "default", Times(1), "e", "c")
+    (matmul,) = find_matmuls(read_program(text))
+    assert matmul == Matmul("convolution", 2 * 2 * 4 * 128 * 128 * 64, "f32", "default", Times(1), "e", "c")
 
 
-@pytest.mark.parametrize("target", [CUDA, TPU])  # CPUs' compiler may widen what is small
+@pytest.mark.parametrize("target", [CUDA, TPU])  # the CPU compiler may widen small dtypes
 @pytest.mark.parametrize(
     ("dtype", "name"), [(jnp.bfloat16, "bf16"), (jnp.float32, "f32"), (jnp.float8_e4m3fn, "f8e4m3fn")]
 )
-def test_by_dtype(dtype: Any, name: str, target: str) -> None:
+def test_flops_by_dtype(dtype: Any, name: str, target: str) -> None:
     mesh = mesh_on(target, "data:8")
     args = array(mesh, (1024, 512), "data", dtype=dtype), array(mesh, (512, 256), dtype=dtype)
     text = compiled(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32), *args).as_text()
@@ -176,12 +178,12 @@ def test_by_dtype(dtype: Any, name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_precision(target: str) -> None:
+def test_the_requested_precision_is_kept(target: str) -> None:
     mesh = mesh_on(target, "data:8")
     args = array(mesh, (1024, 512), "data"), array(mesh, (512, 256))
-    for precision, wanted in (("highest", "highest"), (None, "default")):
+    for precision, expected in (("highest", "highest"), (None, "default")):
         text = compiled(lambda x, w, precision=precision: jnp.dot(x, w, precision=precision), *args).as_text()
-        assert [one.precision for one in find_matmuls(read_program(text))] == [wanted]
+        assert [matmul.precision for matmul in find_matmuls(read_program(text))] == [expected]
 
 
 @pytest.mark.parametrize("precision", ["highest", None])
@@ -189,7 +191,9 @@ def test_precision(target: str) -> None:
     ("equation", "left", "right"),
     [("ij,jk->ik", (1024, 512), (512, 256)), ("bij,bkj->bik", (16, 256, 512), (16, 128, 512))],
 )
-def test_cublas(equation: str, left: tuple[int, ...], right: tuple[int, ...], precision: str | None) -> None:
+def test_cublas_matmuls_count(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], precision: str | None
+) -> None:
     mesh = mesh_on(CUDA, "data:8")
     spec = () if len(right) == 2 else ("data",)
     args = array(mesh, left, "data", dtype=jnp.bfloat16), array(mesh, right, *spec, dtype=jnp.bfloat16)
@@ -198,16 +202,16 @@ def test_cublas(equation: str, left: tuple[int, ...], right: tuple[int, ...], pr
         *args,
         xla_gpu_enable_triton_gemm=False,
     ).as_text()
-    (one,) = find_matmuls(read_program(text))
-    assert one.op.startswith("__cublas$")
-    assert (one.flops, one.dtype) == (2 * math.prod(left) * right[-1 if len(right) == 2 else -2] // 8, "bf16")
-    assert one.precision == (precision or "default")
+    (matmul,) = find_matmuls(read_program(text))
+    assert matmul.op.startswith("__cublas$")
+    assert (matmul.flops, matmul.dtype) == (2 * math.prod(left) * right[-1 if len(right) == 2 else -2] // 8, "bf16")
+    assert matmul.precision == (precision or "default")
 
 
 def custom(target: str, config: str, operands: str, result: str, more: str = "") -> str:
     types = operands.split("; ")
-    parameters = "".join(f"  %p{number} = {each} parameter({number})\n" for number, each in enumerate(types))
-    names = ", ".join(f"%p{number}" for number in range(len(types)))
+    parameters = "".join(f"  %p{index} = {type_text} parameter({index})\n" for index, type_text in enumerate(types))
+    names = ", ".join(f"%p{index}" for index in range(len(types)))
     call = f'custom-call({names}), custom_call_target="{target}"{more}, backend_config={config}'
     return f"HloModule m\n\nENTRY %e () -> f32[] {{\n{parameters}  ROOT %c = {result} {call}\n}}\n"
 
@@ -237,7 +241,7 @@ LIBRARIES = [
 
 
 @pytest.mark.parametrize(("target", "config", "operands", "result", "more", "flops"), LIBRARIES)
-def test_calls_of_libraries(target: str, config: str, operands: str, result: str, more: str, flops: int) -> None:
+def test_library_calls_count(target: str, config: str, operands: str, result: str, more: str, flops: int) -> None:
     program = read_program(custom(target, config, operands, result, more))
     assert total_flops(find_matmuls(program)) == flops
     assert uncounted_kernels(program) == ()
@@ -253,14 +257,14 @@ def test_calls_of_libraries(target: str, config: str, operands: str, result: str
         ("mosaic_gpu_v2", "{}"),
     ],
 )
-def test_kernels_that_do_not_tell_are_listed(target: str, config: str) -> None:
+def test_kernels_without_an_estimate_are_listed(target: str, config: str) -> None:
     program = read_program(custom(target, config, "bf16[8,8]; bf16[8,8]", "bf16[8,8]"))
     assert find_matmuls(program) == ()
-    assert [one.name for one in uncounted_kernels(program)] == ["c"]
+    assert [kernel.name for kernel in uncounted_kernels(program)] == ["c"]
 
 
 @pytest.mark.parametrize("target", ["AllocateBuffer", "TopK", "lapack_spotrf_ffi"])
-def test_other_custom_calls_are_nothing_to_count(target: str) -> None:
+def test_other_custom_calls_have_no_flops(target: str) -> None:
     program = read_program(custom(target, "{}", "f32[8,8]", "f32[8,8]"))
     assert find_matmuls(program) == ()
     assert uncounted_kernels(program) == ()
@@ -275,29 +279,29 @@ def test_other_custom_calls_are_nothing_to_count(target: str) -> None:
         ("s32[128,128] dot(%i, %i)", 0, 2 * 512 * 128 * 128),
     ],
 )
-def test_other_products(line: str, contracted: int, flops: int) -> None:
+def test_other_kinds_of_dots(line: str, contracted: int, flops: int) -> None:
     text = (
         "HloModule m\n\nENTRY %e () -> f32[] {\n  %a = bf16[512,128] parameter(0)\n"
         "  %b = bf16[4,128,256] parameter(1)\n  %c = bf16[512,256] parameter(2)\n  %i = s8[512,128] parameter(3)\n"
         f"  ROOT %d = {line}, lhs_contracting_dims={{{contracted}}}, rhs_contracting_dims={{{contracted}}}\n}}\n"
     )
-    (one,) = find_matmuls(read_program(text))
-    assert (one.flops, one.dtype) == (flops, "s8" if "s32" in line else "bf16")
+    (matmul,) = find_matmuls(read_program(text))
+    assert (matmul.flops, matmul.dtype) == (flops, "s8" if "s32" in line else "bf16")
 
 
-def test_an_algorithm_names_the_type_to_multiply_in() -> None:
+def test_an_algorithm_names_the_dtype() -> None:
     text = (
         "HloModule m\n\nENTRY %e () -> f32[] {\n  %a = f32[8,8] parameter(0)\n"
         "  ROOT %d = f32[8,8] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
         "algorithm=dot_bf16_bf16_f32_x3\n}\n"
     )
-    (one,) = find_matmuls(read_program(text))
-    assert (one.dtype, one.precision) == ("bf16", "dot_bf16_bf16_f32_x3")
+    (matmul,) = find_matmuls(read_program(text))
+    assert (matmul.dtype, matmul.precision) == ("bf16", "dot_bf16_bf16_f32_x3")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_replicated_work_is_seen(target: str) -> None:
-    """A batch that is not split: every device does all of it."""
+def test_replicated_work_counts_on_every_device(target: str) -> None:
+    """Without a split batch every device does all of the work."""
     mesh = mesh_on(target, "data:8")
     w = array(mesh, (512, 256))
     split = flops_of(compiled(lambda x, w: jnp.tanh(x) @ w, array(mesh, (1024, 512), "data"), w).as_text())
@@ -305,7 +309,7 @@ def test_replicated_work_is_seen(target: str) -> None:
     assert whole == 8 * split == 2 * 1024 * 512 * 256
 
 
-def test_a_train_step_of_an_equinox_model() -> None:
+def test_gradients_of_an_equinox_model() -> None:
     import equinox as eqx
 
     mesh = sr.create_mesh("data:8")
@@ -314,4 +318,4 @@ def test_a_train_step_of_an_equinox_model() -> None:
     x = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     text = compiled(jax.grad(lambda p, x: jnp.sum(jax.vmap(eqx.combine(p, static))(x) ** 2)), params, x).as_text()
     layers = 64 * 256, 256 * 256, 256 * 64
-    assert flops_of(text) == 2 * 16 * (3 * sum(layers) - layers[0])  # nobody asked for the gradient of x
+    assert flops_of(text) == 2 * 16 * (3 * sum(layers) - layers[0])  # no gradient of x

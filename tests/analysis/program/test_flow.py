@@ -1,4 +1,4 @@
-"""How often computations run, and where values come from: as XLA says, where it says so, and as JAX was asked."""
+"""How often computations run, beside what XLA prints and what JAX was called with; and where values come from."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,52 +44,52 @@ def until(x: Any, w: Any) -> Any:
     return lax.while_loop(lambda x: x.sum() < 100, inner(w), x)
 
 
-def asked(x: Any, w: Any) -> Any:
+def until_argument(x: Any, w: Any) -> Any:
     return lax.fori_loop(0, x[0, 0].astype(int), lambda _, x: inner(w)(x), x)
 
 
 LOOPS = {counted: 11, nested: 35, backwards: 7, up_to: 4}
-ENDLESS = (until, asked)
+UNKNOWN = (until, until_argument)
 
 
 def program(fn: Callable[..., Any], target: str, printed: bool = True) -> CompiledProgram:
     mesh = mesh_on(target, "data:8")
     text = compiled(fn, array(mesh, (64, 128), "data"), array(mesh, (128, 128))).as_text()
-    return read_program(text if printed else text.replace("known_trip_count", "nobody_knows"))
+    return read_program(text if printed else text.replace("known_trip_count", "not_printed"))
 
 
 def matmul_times(program: CompiledProgram) -> list[Times]:
-    return [one.times for one in find_matmuls(program)]
+    return [matmul.times for matmul in find_matmuls(program)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("fn", LOOPS)
 def test_loops_multiply(fn: Callable[..., Any], target: str) -> None:
-    found = program(fn, target)
-    assert matmul_times(found) == [Times(LOOPS[fn])]
-    assert found.unknown_loops == ()
+    compiled_program = program(fn, target)
+    assert matmul_times(compiled_program) == [Times(LOOPS[fn])]
+    assert compiled_program.unknown_loops == ()
 
 
 @pytest.mark.parametrize("fn", LOOPS)
-def test_what_is_counted_is_what_xla_prints(fn: Callable[..., Any]) -> None:
-    found = program(fn, CPU, printed=False)
-    assert dict(found.flow.trips) == dict(program(fn, CPU).flow.trips)
-    assert None not in found.flow.trips.values()
+def test_counted_rounds_agree_with_xla(fn: Callable[..., Any]) -> None:
+    compiled_program = program(fn, CPU, printed=False)
+    assert dict(compiled_program.flow.trips) == dict(program(fn, CPU).flow.trips)
+    assert None not in compiled_program.flow.trips.values()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_loop_that_never_runs_costs_nothing(target: str) -> None:
-    assert sum(one.count for one in matmul_times(program(never, target))) == 0
+def test_loops_of_no_rounds_cost_nothing(target: str) -> None:
+    assert sum(times.count for times in matmul_times(program(never, target))) == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("fn", ENDLESS)
-def test_a_loop_without_an_end_is_one_round_and_listed(fn: Callable[..., Any], target: str) -> None:
-    found = program(fn, target)
-    assert matmul_times(found) == [Times(1, unknown=True)]
-    assert [one.op for one in found.unknown_loops] == ["while"]
-    (condition,) = found.unknown_loops[0].references("condition")
-    assert found.times(condition) == Times(1, unknown=True)
+@pytest.mark.parametrize("fn", UNKNOWN)
+def test_loops_of_unknown_length_are_one_round_and_listed(fn: Callable[..., Any], target: str) -> None:
+    compiled_program = program(fn, target)
+    assert matmul_times(compiled_program) == [Times(1, unknown=True)]
+    assert [loop.op for loop in compiled_program.unknown_loops] == ["while"]
+    (condition,) = compiled_program.unknown_loops[0].references("condition")
+    assert compiled_program.times(condition) == Times(1, unknown=True)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -160,8 +160,10 @@ def rounds(start: int, end: int, by: int, direction: str, add: bool, mirrored: b
 @pytest.mark.parametrize("by", [1, 3, -1, -2])
 @pytest.mark.parametrize("direction", ["LT", "LE", "GT", "GE", "NE"])
 @pytest.mark.parametrize(("start", "end"), [(0, 12), (12, 0), (-5, 7), (3, 3)])
-def test_counting_rounds(start: int, end: int, direction: str, by: int, add: bool, mirrored: bool) -> None:
-    """The counter's step and end are handed round the loop, as TPUs' compiler likes to do."""
+def test_rounds_agree_with_brute_force(
+    start: int, end: int, direction: str, by: int, add: bool, mirrored: bool
+) -> None:
+    """The step and the end of the counter are in the state of the loop, where the TPU compiler often puts them."""
     text, count = rounds(start, end, by, direction, add, mirrored)
     trips = read_program(text).flow.trips["loop"]
     assert trips == count if count < 100 else trips is None
@@ -170,16 +172,16 @@ def test_counting_rounds(start: int, end: int, direction: str, by: int, add: boo
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tuple(%next, %by, %end)", "tuple(%next, %by, %next)"),  # the end moves
-        ("constant(12)", "parameter(0)"),  # nobody knows the end
-        ("constant(0)", "parameter(0)"),  # nor the start
+        ("tuple(%next, %by, %end)", "tuple(%next, %by, %next)"),  # the end changes
+        ("constant(12)", "parameter(0)"),  # the end is unknown
+        ("constant(0)", "parameter(0)"),  # the start is unknown
         ("add(%by, %i)", "multiply(%by, %i)"),
         ("add(%by, %i)", "add(%i, %i)"),
         ("compare(%i.1, %end.1), direction=LT", "and(%i.1, %end.1)"),
         ("compare(%i.1, %end.1)", "compare(%end.1, %end.1)"),
     ],
 )
-def test_what_cannot_be_counted_is_unknown(old: str, new: str) -> None:
+def test_other_loops_are_unknown(old: str, new: str) -> None:
     text, _ = rounds(0, 12, 1, "LT", add=True, mirrored=False)
     assert read_program(text).flow.trips == {"loop": 12}
     assert old in text
@@ -212,46 +214,55 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
   ROOT %three = f32[4,4]{1,0} async-done(%up), calls=%fused
 }
 """
-    found = read_program(text)
-    assert found.times("main") == Times(1)
-    assert found.times("deep") == Times(2)
-    assert found.times("unused") == Times(0)
-    assert [(call.caller, call.role) for call in found.callers("deep")] == [("fused", "calls")]
-    assert sum(one.total_flops for one in find_matmuls(found)) == 2 * 2 * 4 * 4 * 4
+    compiled_program = read_program(text)
+    assert compiled_program.times("main") == Times(1)
+    assert compiled_program.times("deep") == Times(2)
+    assert compiled_program.times("unused") == Times(0)
+    assert [(call.caller, call.role) for call in compiled_program.callers("deep")] == [("fused", "calls")]
+    assert sum(matmul.total_flops for matmul in find_matmuls(compiled_program)) == 2 * 2 * 4 * 4 * 4
 
 
-def test_a_deep_chain_of_calls_and_copies_needs_no_recursion() -> None:
-    many = 5000
-    computations = [f"%f{i} (p{i}: f32[]) -> f32[] {{\n  %p{i} = f32[] parameter(0)" for i in range(many)]
+def test_deep_chains_need_no_recursion() -> None:
+    depth = 5000
+    computations = [f"%f{i} (p{i}: f32[]) -> f32[] {{\n  %p{i} = f32[] parameter(0)" for i in range(depth)]
     bodies = ["  ROOT %r0 = f32[] negate(%p0)"] + [
-        f"  ROOT %r{i} = f32[] call(%p{i}), to_apply=%f{i - 1}" for i in range(1, many)
+        f"  ROOT %r{i} = f32[] call(%p{i}), to_apply=%f{i - 1}" for i in range(1, depth)
     ]
     parts = [f"{head}\n{body}\n}}\n" for head, body in zip(computations, bodies, strict=True)]
-    copies = "".join(f"  %c{i + 1} = f32[] copy(%c{i})\n" for i in range(many))
+    copies = "".join(f"  %c{i + 1} = f32[] copy(%c{i})\n" for i in range(depth))
     entry = (
         f"ENTRY %main (c0: f32[]) -> f32[] {{\n  %c0 = f32[] parameter(0)\n{copies}"
-        f"  ROOT %e = f32[] call(%c{many}), to_apply=%f{many - 1}\n}}\n"
+        f"  ROOT %e = f32[] call(%c{depth}), to_apply=%f{depth - 1}\n}}\n"
     )
-    found = read_program("\n".join(["HloModule m\n", *parts, entry]))
-    assert found.times("f0") == Times(1)
-    assert found.flow.origin(Value("main", "e")) == Value("f0", "r0")
-    assert found.flow.origin(Value("f0", "p0")) == Value("main", "c0")
+    compiled_program = read_program("\n".join(["HloModule m\n", *parts, entry]))
+    assert compiled_program.times("f0") == Times(1)
+    assert compiled_program.flow.origin(Value("main", "e")) == Value("f0", "r0")
+    assert compiled_program.flow.origin(Value("f0", "p0")) == Value("main", "c0")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_stacked_weight_is_known_again_inside_the_loop(target: str) -> None:
+def test_arguments_are_found_inside_loops(target: str) -> None:
     mesh = mesh_on(target, "data:8")
 
     def layers(x: Any, w: Any) -> Any:
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w["up"])[0]
 
     w = {"up": array(mesh, (12, 128, 128), None, "data")}
-    found = program_of(layers, array(mesh, (64, 128), "data"), w)
-    gathers = [(where, one) for where, one in found.walk() if one.op in ("all-gather", "all-gather-start")]
-    assert {found.argument_path(Value(where.name, one.operands[0])) for where, one in gathers} == {"w['up']"}
+    compiled_program = program_of(layers, array(mesh, (64, 128), "data"), w)
+    gathers = [
+        (computation, instruction)
+        for computation, instruction in compiled_program.walk()
+        if instruction.op in ("all-gather", "all-gather-start")
+    ]
+    assert {
+        compiled_program.argument_path(Value(computation.name, instruction.operands[0]))
+        for computation, instruction in gathers
+    } == {"w['up']"}
 
 
-def test_what_was_computed_is_no_argument() -> None:
-    found = program_of(lambda x: jnp.sin(x) @ x, jnp.ones((8, 8)))
-    (computation, dot), *_ = [(where, one) for where, one in found.walk() if one.op == "dot"]
-    assert [found.argument_path(Value(computation.name, name)) for name in dot.operands] == ["", "x"]
+def test_computed_values_are_not_arguments() -> None:
+    compiled_program = program_of(lambda x: jnp.sin(x) @ x, jnp.ones((8, 8)))
+    (computation, dot), *_ = [
+        (computation, instruction) for computation, instruction in compiled_program.walk() if instruction.op == "dot"
+    ]
+    assert [compiled_program.argument_path(Value(computation.name, name)) for name in dot.operands] == ["", "x"]

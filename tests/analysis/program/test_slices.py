@@ -1,4 +1,4 @@
-"""What goes between TPU slices, each of which has a program of its own."""
+"""Collectives between TPU slices, each of which runs a program of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -18,46 +18,54 @@ TWO = "tpu:v5e:2x2:2"
 SLICES = Slices(((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 3, 2), (4, 5, 7, 6)))
 
 
-def of(build: object, axes: str) -> tuple[Collective, ...]:
+def collectives_of(build: object, axes: str) -> tuple[Collective, ...]:
     mesh = mesh_on(TWO, axes)
     fn, args, out = build(mesh)  # pyright: ignore[reportCallIssue]
     return find_collectives(read_program(compiled(fn, *args, out=out).as_text()), mesh)
 
 
-def test_an_axis_that_goes_from_slice_to_slice() -> None:
-    """Weights split over the slices: each is gathered over the network, each gradient reduced."""
-    collectives = of(scanned, "data:2,model:4")
-    over = [one for one in collectives if one.between_slices]
-    assert {one.axes for one in over} == {("data",)}
-    assert {one.axes for one in collectives if not one.between_slices} == {("model",)}
-    assert {one.kind for one in over} <= {"all-gather", "reduce-scatter", "all-reduce"}
-    assert sum(one.times.count for one in over if one.kind == "all-gather") == 4 * LAYERS
-    gathered = {(one.payload_bytes, one.wire_bytes) for one in over if one.kind == "all-gather"}
+def test_an_axis_across_slices() -> None:
+    """Weights split over slices are gathered over the network, and their gradients reduced over it."""
+    collectives = collectives_of(scanned, "data:2,model:4")
+    between = [collective for collective in collectives if collective.between_slices]
+    assert {collective.axes for collective in between} == {("data",)}
+    assert {collective.axes for collective in collectives if not collective.between_slices} == {("model",)}
+    assert {collective.kind for collective in between} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert sum(collective.times.count for collective in between if collective.kind == "all-gather") == 4 * LAYERS
+    gathered = {
+        (collective.payload_bytes, collective.wire_bytes) for collective in between if collective.kind == "all-gather"
+    }
     assert gathered == {(64 * 256, 64 * 256 // 2)}  # float32, a quarter of a matrix
 
 
-def test_an_axis_in_part_inside_a_slice() -> None:
-    """The gradient is scattered inside each slice, reduced between them, gathered inside: none is the whole axis."""
-    collectives = of(data_parallel, "data:8")
-    large = [one for one in collectives if one.payload_bytes > 1024]
-    assert {one.axes_text for one in large} == {"part of data"}
-    between = [one for one in large if one.between_slices]
-    assert [(one.kind, one.group_size) for one in between] == [("all-reduce", 2)]
-    assert {one.kind for one in large if not one.between_slices} >= {"all-gather"}
+def test_an_axis_partly_inside_a_slice() -> None:
+    """A gradient is scattered inside slices, reduced between them, gathered inside: always along part of the axis."""
+    collectives = collectives_of(data_parallel, "data:8")
+    large = [collective for collective in collectives if collective.payload_bytes > 1024]
+    assert {collective.axes_text for collective in large} == {"part of data"}
+    between = [collective for collective in large if collective.between_slices]
+    assert [(collective.kind, collective.group_size) for collective in between] == [("all-reduce", 2)]
+    assert {collective.kind for collective in large if not collective.between_slices} >= {"all-gather"}
 
 
-def test_neighbours_and_everybody() -> None:
+def test_permutes_and_all_to_alls_across_slices() -> None:
     mesh = mesh_on(TWO, "data:8")
-    ring = [(at, (at + 1) % 8) for at in range(8)]
+    ring = [(device, (device + 1) % 8) for device in range(8)]
     split = P("data")
     shift = jax.shard_map(lambda x: lax.ppermute(x, "data", ring), mesh=mesh, in_specs=split, out_specs=split)
     args = array(mesh, (64, 1024), "data")
-    found = find_collectives(program_of(shift, args), mesh)
-    assert {(one.kind, one.axes, one.wire_bytes) for one in found} == {("collective-permute", ("data",), 8 * 4096)}
-    assert [one.between_slices for one in found].count(True) == 1
+    collectives = find_collectives(program_of(shift, args), mesh)
+    assert {(collective.kind, collective.axes, collective.wire_bytes) for collective in collectives} == {
+        ("collective-permute", ("data",), 8 * 4096)
+    }
+    assert [collective.between_slices for collective in collectives].count(True) == 1
     turned = find_collectives(program_of(lambda x: put(mesh, jnp.sin(x), None, "data"), args), mesh)
-    everybody = [(one.kind, one.axes, one.group_size, one.wire_bytes) for one in turned if one.between_slices]
-    assert everybody == [("all-to-all", ("data",), 8, 8 * 4096 * 7 // 8)]
+    exchanges = [
+        (collective.kind, collective.axes, collective.group_size, collective.wire_bytes)
+        for collective in turned
+        if collective.between_slices
+    ]
+    assert exchanges == [("all-to-all", ("data",), 8, 8 * 4096 * 7 // 8)]
 
 
 def send(target: str, kind: str = "ALL_REDUCE") -> str:
@@ -75,25 +83,25 @@ def send(target: str, kind: str = "ALL_REDUCE") -> str:
         ("{{100002->200000},{200002->100000}}", ((3, 4), (7, 0))),
     ],
 )
-def test_targets(target: str, groups: tuple[tuple[int, ...], ...]) -> None:
-    one, _ = read_instruction(send(target), {})
-    assert kind_between_slices(one) == "all-reduce"
-    assert SLICES.groups_between(one) == groups
+def test_transfer_targets_are_read(target: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    instruction, _ = read_instruction(send(target), {})
+    assert kind_between_slices(instruction) == "all-reduce"
+    assert SLICES.groups_between(instruction) == groups
 
 
 @pytest.mark.parametrize("target", ['"{1,3}x{0:3}"', '"{1,2}x{0:4}"', "{{100000,300000}}", '"{a}x{b}"'])
-def test_slices_and_chips_that_are_not_there(target: str) -> None:
-    one, _ = read_instruction(send(target), {})
+def test_unknown_slices_and_chips_raise(target: str) -> None:
+    instruction, _ = read_instruction(send(target), {})
     with pytest.raises(ProgramTextError, match=r"s goes between slices .*, but the mesh has 2 slices of 4 chips"):
-        SLICES.groups_between(one)
+        SLICES.groups_between(instruction)
 
 
-def test_a_transfer_of_another_type_is_no_collective() -> None:
+def test_other_transfers_are_not_collectives() -> None:
     assert kind_between_slices(read_instruction(send('"{1}x{0}"', "SOMETHING_NEW"), {})[0]) == ""
     assert kind_between_slices(read_instruction(send('"{1}x{0}"').replace(" send(", " recv("), {})[0]) == ""
 
 
-def test_meshes() -> None:
+def test_slices_of_a_mesh() -> None:
     assert Slices.of(None, 2) == Slices(((0, 1),), ((0, 1),))
     assert Slices.of(sr.create_mesh("data:8"), 8).partitions == (tuple(range(8)),)
     for mesh in (sr.create_mesh("data:8"), sr.mesh_shape("data:8")):
