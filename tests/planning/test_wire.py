@@ -12,6 +12,8 @@ from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from tests.analysis.programs import CUDA, mesh_on
 
+pytestmark = pytest.mark.slow  # real compilers for GPUs
+
 D, F, HEADS, VOCAB, LAYERS = 1024, 4096, 8, 8192, 3
 bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 

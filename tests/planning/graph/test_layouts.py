@@ -143,8 +143,8 @@ EVERYTHING = [
     pytest.param(TWO, 3, CPU, 1, id="4,2: 3 dims"),
     pytest.param(THREE, 2, CPU, 1, id="2,2,2: 2 dims"),
     pytest.param(THREE, 3, CPU, 11, id="2,2,2: 3 dims"),
-    pytest.param(TWO, 2, CUDA, 1, id="4,2: 2 dims, GPUs"),
-    pytest.param(THREE, 2, CUDA, 7, id="2,2,2: 2 dims, GPUs"),
+    pytest.param(TWO, 2, CUDA, 1, id="4,2: 2 dims, GPUs", marks=pytest.mark.slow),
+    pytest.param(THREE, 2, CUDA, 7, id="2,2,2: 2 dims, GPUs", marks=pytest.mark.slow),
 ]
 
 
@@ -198,6 +198,7 @@ def sums(axes: str, ndim: int) -> list[Pair]:
     return [pair for pair in itertools.product(starts, rows(axes, ndim)) if is_summed_in_place(pair)]
 
 
+@pytest.mark.slow
 def test_sums_are_modelled_to_the_byte() -> None:
     pairs = [(start, end) for start, end in sums(TWO, 2) if not out_of_order(start, end)]
     assert len(pairs) > 15
@@ -211,6 +212,7 @@ def out_of_order(start: Layout, end: Layout) -> bool:
     return any(before == PARTIAL and dim >= 0 and dim in stays for before, dim in zip(start, end, strict=True))
 
 
+@pytest.mark.slow
 def test_sums_that_other_axes_slice_are_completed_first() -> None:
     pairs = [
         *(((PARTIAL, WHOLE), (WHOLE, 0)), ((PARTIAL, WHOLE), (WHOLE, 1)), ((WHOLE, PARTIAL), (0, WHOLE))),

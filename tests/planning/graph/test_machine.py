@@ -65,6 +65,7 @@ def test_rates_without_assumptions_are_the_sheet() -> None:
     assert ratio == pytest.approx(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "sheet"), [(CUDA, "cuda:h100"), (TPU, "tpu:v5e")])
 def test_devices_of_targets_have_their_sheet(target: str, sheet: str) -> None:
     mesh = mesh_on(target, "data:4,model:2")
@@ -80,6 +81,7 @@ def test_meshes_without_devices_are_planned_for_h100s() -> None:
     assert hardware_of(sr.create_mesh("data:8")) == sr.Hardware.named("cpu")
 
 
+@pytest.mark.slow
 def test_an_axis_of_a_torus_has_links_along_its_dims() -> None:
     """On 4 × 2 chips `data` is folded along both dims of the torus, and `model` is along one."""
     mesh = mesh_on(TPU, "data:4,model:2")

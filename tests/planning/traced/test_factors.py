@@ -160,6 +160,7 @@ ON_GPUS = (
 """Operations that compilers for GPUs may treat in ways of their own."""
 
 
+@pytest.mark.slow
 @named([case_named(name) for name in ON_GPUS])
 def test_a_split_operation_moves_nothing_but_sums_on_gpus(case: Case) -> None:
     text = compiled(case, mesh_on("cuda:h100:4", "x:2,y:2")).as_text()
