@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.analysis.machine.targets import Target
-from shardrules.core.errors import NoMeshError, TargetError, TreeError
+from shardrules.core.errors import ConfigError, NoMeshError, TargetError, TreeError
 from tests.analysis.audited import AXES, PLANS, audit, closed, codes, con, f32, i32, language, language_flops
 from tests.analysis.programs import (
     CLOSED_FORMS,
@@ -623,7 +623,7 @@ def test_the_target_has_as_many_devices_as_the_mesh() -> None:
     analyzer = sr.ShardingAnalyzer(SHAPE)
     with pytest.raises(TargetError, match="has 8 devices, but target cpu:4 has 4"):
         analyzer.audit(product, W, X, target="cpu:4")
-    with pytest.raises(TargetError, match="'four' is no number"):
+    with pytest.raises(TargetError, match="'four' is not a number"):
         analyzer.audit(product, W, X, target="cpu:four")
     assert analyzer.audit(product, W, X, in_shardings=IN).target == Target.parse("cpu")
     assert sr.ShardingAnalyzer(sr.mesh_shape("data:2")).audit(product, W, X, target="cpu:2").device_count == 2
@@ -843,7 +843,7 @@ class Pair(collections.namedtuple("Pair", ["a", "b"])):
         ({"out_shardings": (P(), P())}, TreeError, "out_shardings"),
         ({"donate_argnums": 2}, TreeError, "donate_argnums names argument 2, and there are 2"),
         ({"donate_argnums": (0, -3)}, TreeError, "donate_argnums names argument -3"),
-        ({"roles": ("weights", "batch")}, TreeError, "a role is 'parameters'"),
+        ({"roles": ("weights", "batch")}, ConfigError, "unknown role 'weights'; roles are 'parameters'"),
         ({"plan": P("data")}, TreeError, "Specs go to in_shardings"),
         ({"in_shardings": (P("dta"), None)}, sr.errors.PlanError, "did you mean 'data'"),
         ({"out_shardings": P("data", None, "model")}, sr.errors.PlanError, "3 entries, the array has 2 dimensions"),
