@@ -1,4 +1,4 @@
-"""All processes hold the same plan, or all of them are told how theirs differ."""
+"""All processes have the same plan, or every process raises an error that says how the plans differ."""
 
 import hashlib
 import json
@@ -7,21 +7,24 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import DisagreementError, RuleTypeError
+from shardrules.core.errors import ConfigTypeError, DisagreementError
 from shardrules.core.jax_state import process_id
 from shardrules.core.rule import ShardingPlan
 from shardrules.mesh.processes import exchange
 
-_AGREE, _DIFFER = "the plan of every process", "how the plans differ"
-_SHOWN = 16  # devices of a mesh
+_COMPARE, _EXPLAIN = "the plan of every process", "how the plans differ"
+
+_SHOWN = 16
+"""How many devices of a mesh are shown. Half as many may not tell two orders of a host's devices apart, twice as many
+fill several lines."""
 
 
 def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan:
-    """Returns the plan, once every process has come here with the same one. Call it before arrays are placed.
+    """Returns the plan once every process has called this with the same one. Call it before arrays are placed.
 
     Processes whose plans differ would each wait for collectives that the others never start. Fingerprints are compared,
     and the meshes: their devices in order and the types of their axes. Where these differ, so are the plans themselves.
-    A plan without devices, on an `AbstractMesh` say, agrees with any devices.
+    A plan without devices, on an `AbstractMesh` for example, agrees with any devices.
 
     **Arguments:**
 
@@ -30,101 +33,104 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
 
     **Returns:**
 
-    `plan`. With one process there is nobody to ask.
+    `plan`. With one process there is nothing to compare.
 
     **Raises:**
 
-    `DisagreementError`, on every process, with the leaves and the meshes that differ from those of process 0;
-    `BarrierTimeoutError` and `BarrierError` as `barrier_sync`. What is no plan is a `RuleTypeError` where it was
-    passed, and a `DisagreementError` elsewhere.
+    `DisagreementError`, on every process, with the leaves and the meshes that differ from process 0's;
+    `BarrierTimeoutError` and `BarrierError` as `barrier_sync`. An argument that is not a plan raises `ConfigTypeError`
+    on its own process, and `DisagreementError` on the others.
 
     ```python
     plan = sr.FSDPShardingRule("data").plan({"w": np.ones((1024, 1024))}, sr.create_mesh("data:8"))
     assert sr.check_same_plan(plan) is plan
     ```
     """
-    told = exchange(json.dumps(_mark(plan)), _AGREE, "check_same_plan", timeout)
-    marks = [json.loads(str(text)) for text in told]
-    strange = [f"process {process} came with a {mark['kind']}" for process, mark in enumerate(marks) if mark["kind"]]
+    texts = exchange(json.dumps(_summary(plan)), _COMPARE, "check_same_plan", timeout)
+    summaries = [json.loads(str(text)) for text in texts]
+    strange = [
+        f"process {process} passed a {summary['type']}" for process, summary in enumerate(summaries) if summary["type"]
+    ]
     if strange:
-        kind = DisagreementError if isinstance(plan, ShardingPlan) else RuleTypeError
-        raise kind(
-            f"{', '.join(strange)}, which is no plan: check_same_plan compares what rule.plan(tree, mesh) returns"
+        error = DisagreementError if isinstance(plan, ShardingPlan) else ConfigTypeError
+        raise error(
+            f"{', '.join(strange)}, which is not a plan: check_same_plan compares what rule.plan(tree, mesh) returns"
         )
-    fields = {name: [mark[name] for mark in marks] for name in ("plan", "types", "devices")}
-    if all(len(_different(values)) < 2 for values in fields.values()):
+    fields = {name: [summary[name] for summary in summaries] for name in ("plan", "axis_types", "devices")}
+    if all(len(_distinct(values)) < 2 for values in fields.values()):
         return plan
-    # One process speaks for all that hold the same.
-    speaks = told.index(told[process_id()]) == process_id()
-    note = json.dumps({"plan": plan.to_json(), **_mesh_facts(plan.mesh)}) if speaks else None
-    heard = exchange(note, _DIFFER, "check_same_plan", timeout)
-    found = [json.loads(str(heard[told.index(text)])) for text in told]
-    count = len(_different(fields["plan"]))
-    what = f"{count} different plans" if count > 1 else "plans that are for different meshes"
+    # Plans can be large: of the processes that have the same one, only the first sends it.
+    is_first = texts.index(texts[process_id()]) == process_id()
+    details = json.dumps({"plan": plan.to_json(), **_mesh_facts(plan.mesh)}) if is_first else None
+    answers = exchange(details, _EXPLAIN, "check_same_plan", timeout)
+    by_process = [json.loads(str(answers[texts.index(text)])) for text in texts]
+    count = len(_distinct(fields["plan"]))
+    what = f"{count} different plans" if count > 1 else "plans for different meshes"
     raise DisagreementError(
-        f"{len(told)} processes hold {what}. Make each from the same rules, shapes and mesh\n"
-        + "\n".join([*_plan_lines(fields["plan"], found), *_mesh_lines(fields, found)])
+        f"{len(texts)} processes have {what}. Make each from the same rules, shapes and mesh\n"
+        + "\n".join([*_plan_lines(fields["plan"], by_process), *_mesh_lines(fields, by_process)])
     )
 
 
-def _mark(plan: object) -> dict[str, Any]:
-    """What must be the same everywhere, in short."""
+def _summary(plan: object) -> dict[str, Any]:
+    """Returns what must be the same on every process, in short."""
     if not isinstance(plan, ShardingPlan):
-        return {"kind": type(plan).__name__}
+        return {"type": type(plan).__name__}
     facts = _mesh_facts(plan.mesh)
     if facts["devices"] is not None:
         facts["devices"] = hashlib.sha256(str(facts["devices"]).encode()).hexdigest()
-    return {"kind": None, "plan": plan.fingerprint, **facts}
+    return {"type": None, "plan": plan.fingerprint, **facts}
 
 
 def _mesh_facts(mesh: AnyMesh | None) -> dict[str, Any]:
-    """The types of the axes and the ids of the devices; `None` where there are none."""
+    """Returns the types of the axes and the ids of the devices; `None` where the mesh has none."""
     return {
-        "types": [kind.name for kind in mesh.axis_types] if isinstance(mesh, Mesh | AbstractMesh) else None,
+        "axis_types": [axis_type.name for axis_type in mesh.axis_types]
+        if isinstance(mesh, Mesh | AbstractMesh)
+        else None,
         "devices": [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else None,
     }
 
 
-def _different(values: list[Any]) -> list[Any]:
-    """Those that differ, in order of the processes."""
-    found: list[Any] = []
+def _distinct(values: list[Any]) -> list[Any]:
+    """Returns the different values in order of the processes, without `None`."""
+    distinct: list[Any] = []
     for value in values:
-        if value is not None and value not in found:
-            found.append(value)
-    return found
+        if value is not None and value not in distinct:
+            distinct.append(value)
+    return distinct
 
 
-def _plan_lines(fingerprints: list[str], found: list[dict[str, Any]]) -> list[str]:
-    plans = {place: ShardingPlan.from_json(found[place]["plan"]) for place in map(fingerprints.index, fingerprints)}
+def _plan_lines(fingerprints: list[str], details: list[dict[str, Any]]) -> list[str]:
+    first_processes = map(fingerprints.index, fingerprints)
+    plans = {process: ShardingPlan.from_json(details[process]["plan"]) for process in first_processes}
     lines: list[str] = []
-    for fingerprint in _different(fingerprints)[1:]:
-        holders = [process for process, one in enumerate(fingerprints) if one == fingerprint]
-        lines.append(f"from the plan of process 0 to that of process {', '.join(map(str, holders))}:")
-        lines += [f"  {line}" for line in str(plans[0].diff(plans[holders[0]])).splitlines()]
+    for fingerprint in _distinct(fingerprints)[1:]:
+        processes = [process for process, other in enumerate(fingerprints) if other == fingerprint]
+        lines.append(f"from the plan of process 0 to the plan of process {', '.join(map(str, processes))}:")
+        lines += [f"  {line}" for line in str(plans[0].diff(plans[processes[0]])).splitlines()]
     return lines
 
 
-def _mesh_lines(fields: dict[str, list[Any]], found: list[dict[str, Any]]) -> list[str]:
+def _mesh_lines(fields: dict[str, list[Any]], details: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
-    for name, words in (("types", "the axes of the mesh are"), ("devices", "the mesh holds devices")):
-        first, *others = [fields[name].index(value) for value in _different(fields[name])] or [0]
+    for name, words in (("axis_types", "the axes of the mesh are"), ("devices", "the mesh has devices")):
+        first, *others = [fields[name].index(value) for value in _distinct(fields[name])] or [0]
         for other in others:
-            holders = [str(process) for process, one in enumerate(fields[name]) if one == fields[name][other]]
-            here, there = _where_they_differ(found[other][name], found[first][name])
-            lines.append(f"process {', '.join(holders)}: {words} {here}; process {first}: {there}")
+            processes = [str(process) for process, value in enumerate(fields[name]) if value == fields[name][other]]
+            theirs, expected = _difference(details[other][name], details[first][name])
+            lines.append(f"process {', '.join(processes)}: {words} {theirs}; process {first}: {expected}")
     return lines
 
 
-def _where_they_differ(here: list[Any], there: list[Any]) -> tuple[str, str]:
-    """Both lists as text. Of long ones, a part that begins near the first difference."""
-    same = next(
-        (place for place, (one, other) in enumerate(zip(here, there, strict=False)) if one != other),
-        min(len(here), len(there)),
-    )
-    start = same if max(len(here), len(there)) > _SHOWN else 0
+def _difference(left: list[Any], right: list[Any]) -> tuple[str, str]:
+    """Returns both lists as text; of long lists, a part that begins at the first difference."""
+    pairs = enumerate(zip(left, right, strict=False))
+    first = next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+    start = first if max(len(left), len(right)) > _SHOWN else 0
 
     def text(values: list[Any]) -> str:
         shown = ", ".join(map(str, values[start : start + _SHOWN]))
         return f"{'..., ' if start else ''}{shown}{', ...' if len(values) > start + _SHOWN else ''}"
 
-    return text(here), text(there)
+    return text(left), text(right)

@@ -1,7 +1,7 @@
-"""Sharding constraints in model code: by mesh axes, or by logical ones.
+"""Sharding constraints in model code, by mesh axes or by logical ones.
 
 Model code is written once and runs on meshes of many shapes, so a constraint may name an axis that today's mesh lacks.
-What becomes of it then is the caller's choice, and whatever is not done as written is told.
+The caller chooses what happens then, and a warning tells whatever is not done as written.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias, final
 
 import attrs
 import jax
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -20,11 +19,11 @@ from shardrules.core.axes import AnyMesh, Axis, axis_tuple, mesh_sizes, mesh_tex
 from shardrules.core.check import check_spec
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import (
+    ConfigTypeError,
     IndivisibleError,
     NoMeshError,
     ShardingWarning,
     SpecError,
-    TreeError,
     UnknownAxisError,
     suggest,
 )
@@ -32,18 +31,18 @@ from shardrules.core.fields import one_of
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import UNCONSTRAINED, axis_names, divisible_prefix, entries, make_spec, spec_repr
-from shardrules.core.tree import leaf_paths
-from shardrules.placement.traced import axis_types, constrain_traced, host_memory
-from shardrules.placement.transfer import put
+from shardrules.core.tree import leaf_paths, spread
+from shardrules.placement.traced import axis_types, constrain_traced, fill_unconstrained, host_memory
+from shardrules.placement.transfer import put_some
 from shardrules.rules.logical.axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
 from shardrules.rules.logical.partition_axis import PartitionAxis
 from shardrules.rules.logical.rule import LogicalPairs, as_pairs
 
 Missing: TypeAlias = Literal["skip", "drop", "error"]
-"""What becomes of a constraint on an axis that is not to be had here: nothing of it, the rest of it, or an error."""
+"""What happens to a constraint on an axis that is missing here: it is skipped, loses that axis, or is an error."""
 
 Indivisible: TypeAlias = Literal["error", "drop"]
-"""What becomes of an axis that does not divide its dimension."""
+"""What happens to an axis that does not divide its dimension."""
 
 
 def with_sharding_constraint(
@@ -51,15 +50,15 @@ def with_sharding_constraint(
 ) -> Any:
     """Constrains how arrays are sharded: inside `jit` a constraint, outside of it a placement.
 
-    It differs from JAX's own in what it does not do in silence. A dimension that does not divide is an error, where JAX
-    would weaken the constraint without a word. It works on axes of any type, for which JAX has three operations, and it
-    sees the mesh of `jax.set_mesh` as well as that of a legacy `with mesh:`.
+    Unlike JAX's own it does nothing silently. A dimension that does not divide is an error, where JAX would weaken the
+    constraint. It works on axes of any type, for which JAX has three operations, and it sees the mesh of `jax.set_mesh`
+    as well as that of a legacy `with mesh:`.
 
     **Arguments:**
 
-    - `x`: an array, or a pytree of them. numpy arrays are placed; what is no array is returned as it is.
+    - `x`: an array, or a pytree of them. numpy arrays are placed; leaves that are not arrays are returned as they are.
     - `sharding`: a PartitionSpec on the mesh in force, or a sharding; or a tree or prefix of them. `P()` means that
-        every device is to hold the whole; a dimension that is `P.UNCONSTRAINED` is left to the compiler, or as it is.
+        every device holds the whole; a dimension that is `P.UNCONSTRAINED` is left to the compiler, or as it is.
     - `missing`: what to do about axes that the mesh lacks, or that are Manual here (inside `shard_map`): `"skip"`
         leaves the array as it is, `"drop"` leaves such axes out, each with a `ShardingWarning`; `"error"` raises.
     - `indivisible`: what to do about a dimension that an axis does not divide: `"error"`, or `"drop"`, which keeps the
@@ -85,169 +84,168 @@ def with_sharding_constraint(
         assert double(jnp.ones((8, 8))).sharding.spec == P("data", "model")
     ```
     """
-    return _constrain(x, sharding, _missing(missing), _indivisible(indivisible), "with_sharding_constraint")
+    return _constrain(x, sharding, _as_missing(missing), _as_indivisible(indivisible), "with_sharding_constraint")
 
 
-_missing = one_of("missing", "skip", "drop", "error")
-_indivisible = one_of("indivisible", "error", "drop")
+_as_missing = one_of("missing", "skip", "drop", "error")
+_as_indivisible = one_of("indivisible", "error", "drop")
 
 
-def _stands(node: Any) -> bool:
+def _is_sharding(node: Any) -> bool:
     return isinstance(node, PartitionSpec | Sharding)
 
 
-def _constrain(x: Any, sharding: Any, missing: Missing, indivisible: Indivisible, who: str) -> Any:
+def _constrain(x: Any, sharding: Any, missing: Missing, indivisible: Indivisible, caller: str) -> Any:
     values, treedef = jax.tree.flatten(x)
-    stated, structure = jtu.tree_flatten(sharding, is_leaf=_stands)
-    for one in stated:
-        if not _stands(one):
-            raise SpecError(f"{who} takes a PartitionSpec or a sharding, got {one!r:.80}")
-    try:
-        parts = structure.flatten_up_to(x)
-    except (ValueError, TypeError) as error:
-        raise TreeError(
-            f"{who}: the specs do not have the structure of the tree, nor of a prefix of it: {error}"
-        ) from error
-    said = [one for one, part in zip(stated, parts, strict=True) for _ in jax.tree.leaves(part)]
-    numbers = [n for n, value in enumerate(values) if isinstance(value, jax.Array | np.ndarray | np.generic)]
+    requested = spread(sharding, x, _is_sharding, caller, "specs")
+    for item in requested:
+        if not _is_sharding(item):
+            raise ConfigTypeError(f"{caller} takes a PartitionSpec or a sharding, got {item!r:.80}")
     problems: list[tuple[int, Finding]] = []
-    told: list[tuple[int, str]] = []
-    wanted: dict[int, tuple[AnyMesh, PartitionSpec, str | None] | Sharding] = {}
-    for number in numbers:
-        one, shape = said[number], np.shape(values[number])
-        if isinstance(one, Sharding) and not isinstance(one, NamedSharding):
-            wanted[number] = one
+    notes: list[tuple[int, str]] = []
+    constraints: dict[int, _Constraint | Sharding] = {}
+    for leaf_index, (value, item) in enumerate(zip(values, requested, strict=True)):
+        if not isinstance(value, jax.Array | np.ndarray | np.generic):
             continue
-        mesh = _mesh(one, who)
-        spec = one.spec if isinstance(one, NamedSharding) else one
-        memory = host_memory(one) if isinstance(one, NamedSharding) else None
-        fit = _Fit(shape, spec, mesh, missing, indivisible)
-        problems += [(number, finding) for finding in fit.errors]
-        told += [(number, text) for text in fit.told]
-        if fit.spec is not None:
-            wanted[number] = (mesh, fit.spec, memory)
+        if isinstance(item, Sharding) and not isinstance(item, NamedSharding):
+            constraints[leaf_index] = item  # without axes there is nothing to fit
+            continue
+        mesh = _mesh_of(item, caller)
+        spec = item.spec if isinstance(item, NamedSharding) else item
+        fitted = _fit(np.shape(value), spec, mesh, missing, indivisible)
+        problems += [(leaf_index, finding) for finding in fitted.errors]
+        notes += [(leaf_index, note) for note in fitted.notes]
+        if fitted.spec is not None and not fitted.errors:
+            memory = host_memory(item) if isinstance(item, NamedSharding) else None
+            constraints[leaf_index] = _Constraint(mesh, fitted.spec, memory)
     if problems:
-        raise _error(problems, leaf_paths(x), said, who)
-    if told:
-        paths = leaf_paths(x)
-        lines = dict.fromkeys(
-            f"{paths[number] or 'x'} {shape_text(np.shape(values[number]))}: {text}" for number, text in told
-        )
-        warnings.warn(f"{who}: " + "; ".join(lines), ShardingWarning, stacklevel=3)
-    results = list(values)
-    traced = under_trace()
-    eager: dict[int, Sharding] = {}
-    for number, one in wanted.items():
-        value = values[number]
-        if isinstance(one, Sharding):
-            if traced:
-                results[number] = jax.device_put(value, one)
-            else:
-                eager[number] = one
-            continue
-        mesh, spec, memory = one
-        if traced:
-            results[number] = constrain_traced(jax.numpy.asarray(value), mesh, spec, memory)
-        else:
-            eager[number] = _placement(value, mesh, spec, memory, who)
-    placed = put([values[number] for number in eager], list(eager.values()))
-    for number, array in zip(eager, placed, strict=True):
-        results[number] = array
-    return treedef.unflatten(results)
+        raise _error(problems, leaf_paths(x), requested, caller)
+    if notes:
+        _warn(notes, values, leaf_paths(x), caller)
+    if not under_trace():
+        placements = {n: _placement(values[n], item, caller) for n, item in constraints.items()}
+        return treedef.unflatten(put_some(values, placements))
+    for leaf_index, item in constraints.items():
+        values[leaf_index] = _constrained(values[leaf_index], item)
+    return treedef.unflatten(values)
 
 
-def _mesh(one: PartitionSpec | NamedSharding, who: str) -> AnyMesh:
-    mesh = one.mesh if isinstance(one, NamedSharding) else current_mesh()
+def _warn(notes: Sequence[tuple[int, str]], values: Sequence[Any], paths: Sequence[str], caller: str) -> None:
+    lines = dict.fromkeys(f"{paths[n] or 'x'} {shape_text(np.shape(values[n]))}: {note}" for n, note in notes)
+    warnings.warn(f"{caller}: " + "; ".join(lines), ShardingWarning, stacklevel=4)
+
+
+def _mesh_of(sharding: PartitionSpec | NamedSharding, caller: str) -> AnyMesh:
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else current_mesh()
     if mesh is None:
         raise NoMeshError(
-            f"{who}: no mesh is in force, and {one} names none. Run inside `with jax.set_mesh(mesh):`, or pass a "
-            "NamedSharding"
+            f"{caller}: no mesh is in force, and {sharding} names none. Run inside `with jax.set_mesh(mesh):`, or pass "
+            "a NamedSharding"
         )
     return mesh
 
 
-def _placement(value: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | None, who: str) -> NamedSharding:
-    """Where an array is to be that is not being traced: a dimension that is left open stays as it is."""
+@final
+@attrs.frozen(eq=False)
+class _Constraint:
+    """As a `NamedSharding`, which cannot hold an UNCONSTRAINED dimension on Explicit axes."""
+
+    mesh: AnyMesh
+    spec: PartitionSpec
+    memory: str | None
+
+
+def _constrained(value: Any, constraint: _Constraint | Sharding) -> Any:
+    if isinstance(constraint, Sharding):
+        return jax.device_put(value, constraint)
+    return constrain_traced(jax.numpy.asarray(value), constraint.mesh, constraint.spec, constraint.memory)
+
+
+def _placement(value: Any, constraint: _Constraint | Sharding, caller: str) -> Sharding:
+    """Returns where an array outside of jit goes: UNCONSTRAINED dimensions and its kind of memory stay as they are."""
+    if isinstance(constraint, Sharding):
+        return constraint
+    mesh, spec, memory = constraint.mesh, constraint.spec, constraint.memory
     if not isinstance(mesh, Mesh):
         raise NoMeshError(
-            f"{who}: outside of jit arrays are placed, and {mesh_text(mesh)} is the shape of a mesh, without devices"
+            f"{caller}: outside of jit arrays are placed, and {mesh_text(mesh)} is the shape of a mesh, without devices"
         )
-    own = value.sharding if isinstance(value, jax.Array) else None
-    has = (
-        entries(own.spec, value.ndim)
-        if isinstance(own, NamedSharding) and own.mesh.axis_names == mesh.axis_names
-        else ((),) * np.ndim(value)
-    )
-    asked = entries(spec, np.ndim(value))
-    taken = axis_names(spec)
-    closed = make_spec(
-        tuple(
-            tuple(name for name in old if name not in taken) if entry is UNCONSTRAINED else entry
-            for entry, old in zip(asked, has, strict=True)
-        )
-    )
-    kind = memory if memory is not None or own is None else host_memory(own)
-    return NamedSharding(mesh, closed if UNCONSTRAINED in asked else spec, memory_kind=kind)
+    current = value.sharding if isinstance(value, jax.Array) else None
+    if UNCONSTRAINED in entries(spec):
+        same_axes = isinstance(current, NamedSharding) and current.mesh.axis_names == mesh.axis_names
+        spec = fill_unconstrained(spec, current.spec if same_axes else PartitionSpec(), np.ndim(value))
+    if memory is None and current is not None:
+        memory = host_memory(current)
+    return NamedSharding(mesh, spec, memory_kind=memory)
 
 
 @final
-@attrs.frozen(init=False, eq=False)
-class _Fit:
-    """What is left of a spec on a mesh, for an array of some shape: `None` where the constraint is skipped."""
+@attrs.frozen(eq=False)
+class _Fitted:
+    """What is left of a spec on a mesh, for an array of some shape."""
 
-    spec: PartitionSpec | None
-    errors: tuple[Finding, ...]
-    told: tuple[str, ...]
+    spec: PartitionSpec | None  # None: the constraint is skipped
+    errors: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def __init__(
-        self, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, missing: Missing, indivisible: Indivisible
-    ) -> None:
-        types = axis_types(mesh)
-        sizes = mesh_sizes(mesh)
-        away = {
-            name: f"axis {name!r} is Manual here, inside shard_map" if name in types else _lacks(name, mesh)
-            for name in axis_names(spec)
-            if types.get(name, AxisType.Manual) == AxisType.Manual
-        }
-        told: list[str] = []
-        found = entries(spec)
-        if away and missing == "error":
-            hint = "Correct the name, or pass missing='skip' or missing='drop'"
-            wrong = tuple(
-                Finding("error", "unknown-axis", why, "", hint, shape, axis=name) for name, why in away.items()
-            )
-            self.__attrs_init__(None, wrong, ())  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        if away and missing == "skip":
-            why = f"{spec_repr(spec)} was skipped as a whole, since {' and '.join(away.values())}"
-            self.__attrs_init__(None, (), (why,))  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        if away:
-            found = tuple(
-                entry if entry is UNCONSTRAINED else tuple(name for name in entry if name not in away)
-                for entry in found
-            )
-            told.append(f"of {spec_repr(spec)} was dropped what cannot be had: {' and '.join(away.values())}")
-        if indivisible == "drop":
-            fitting = tuple(
-                entry if entry is UNCONSTRAINED else divisible_prefix(entry, size, sizes)
-                for entry, size in zip(found, shape, strict=False)
-            )
-            if fitting != found:
-                before, after = spec_repr(make_spec(found)), spec_repr(make_spec(fitting))
-                told.append(f"{before} became {after}, which fits (mesh {mesh_text(mesh)})")
-            found = fitting
-        rest = spec if found == entries(spec) else make_spec(found)
-        wrong = tuple(
-            _in_the_words_of_jax(one, rest, sizes)
-            for one in check_spec("", shape, rest, sizes)
-            if one.severity == "error"
+
+def _fit(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, missing: Missing, indivisible: Indivisible
+) -> _Fitted:
+    sizes = mesh_sizes(mesh)
+    unavailable = _unavailable_axes(spec, mesh)
+    if unavailable and missing == "error":
+        remedy = "Correct the name, or pass missing='skip' or missing='drop'"
+        pairs = unavailable.items()
+        return _Fitted(
+            None, tuple(Finding("error", "unknown-axis", why, "", remedy, shape, axis=name) for name, why in pairs)
         )
-        self.__attrs_init__(rest, wrong, tuple(told))  # pyright: ignore[reportAttributeAccessIssue]
+    if unavailable and missing == "skip":
+        return _Fitted(None, notes=(f"{spec_repr(spec)} was skipped: {' and '.join(unavailable.values())}",))
+    notes: list[str] = []
+    kept = entries(spec)
+    if unavailable:
+        kept = tuple(
+            entry if entry is UNCONSTRAINED else tuple(name for name in entry if name not in unavailable)
+            for entry in kept
+        )
+        notes.append(f"{spec_repr(spec)} became {spec_repr(make_spec(kept))}: {' and '.join(unavailable.values())}")
+    if indivisible == "drop":
+        before = kept
+        # Shorter than the spec where the array has fewer dimensions: zip cuts the rest.
+        kept = tuple(
+            entry if entry is UNCONSTRAINED else divisible_prefix(entry, size, sizes)
+            for entry, size in zip(kept, shape, strict=False)
+        )
+        if kept != before:
+            texts = [spec_repr(make_spec(part)) for part in (before, kept)]
+            notes.append(f"{texts[0]} became {texts[1]}, which fits (mesh {mesh_text(mesh)})")
+    # Unchanged, the spec is kept as it was written: `P("data", None)` is not rewritten to `P("data")`.
+    fitted = spec if kept == entries(spec) else make_spec(kept)
+    errors = tuple(
+        _as_jax_says_it(finding, fitted, sizes)
+        for finding in check_spec("", shape, fitted, sizes)
+        if finding.severity == "error"
+    )
+    return _Fitted(fitted, errors, tuple(notes))
 
 
-def _in_the_words_of_jax(finding: Finding, spec: PartitionSpec, sizes: Mapping[str, int]) -> Finding:
-    """Those who know JAX's own error find its words here."""
+def _unavailable_axes(spec: PartitionSpec, mesh: AnyMesh) -> dict[str, str]:
+    """Returns the axes of a spec that cannot be used here, each with the reason."""
+    types = axis_types(mesh)
+    return {
+        name: f"axis {name!r} is Manual here, inside shard_map" if name in types else _unknown_axis(name, mesh)
+        for name in axis_names(spec)
+        if types.get(name, AxisType.Manual) == AxisType.Manual
+    }
+
+
+def _unknown_axis(name: str, mesh: AnyMesh) -> str:
+    return f"unknown axis {name!r}{suggest(name, mesh.axis_names)}; the mesh is {mesh_text(mesh)}"
+
+
+def _as_jax_says_it(finding: Finding, spec: PartitionSpec, sizes: Mapping[str, int]) -> Finding:
+    """Puts an `indivisible` finding in the words of JAX's own error, which people search for."""
     if finding.code != "indivisible" or finding.dim is None or finding.shape is None:
         return finding
     split = math.prod(sizes[name] for name in entries(spec)[finding.dim])
@@ -256,24 +254,20 @@ def _in_the_words_of_jax(finding: Finding, spec: PartitionSpec, sizes: Mapping[s
     return attrs.evolve(finding, message=f"{words} (mesh axis {' x '.join(entries(spec)[finding.dim])})")
 
 
-def _lacks(name: str, mesh: AnyMesh) -> str:
-    return f"the mesh ({mesh_text(mesh)}) has no axis {name!r}{suggest(name, mesh.axis_names)}"
-
-
-def _error(problems: Sequence[tuple[int, Finding]], paths: Sequence[str], said: Sequence[Any], who: str) -> Exception:
+def _error(
+    problems: Sequence[tuple[int, Finding]], paths: Sequence[str], requested: Sequence[Any], caller: str
+) -> Exception:
     lines: list[str] = []
-    for number, finding in problems:
-        one = said[number]
-        spec = spec_repr(one.spec if isinstance(one, NamedSharding) else one)
-        where = f"{paths[number] or 'x'} {shape_text(finding.shape or ())}"
-        lines.append(f"{who}: {spec} on {where}: {finding.message}")
+    for leaf_index, finding in problems:
+        item = requested[leaf_index]
+        spec = spec_repr(item.spec if isinstance(item, NamedSharding) else item)
+        where = f"{paths[leaf_index] or 'x'} {shape_text(finding.shape or ())}"
+        lines.append(f"{caller}: {spec} on {where}: {finding.message}")
         if finding.code == "unknown-axis":
             lines.append(f"    -> {finding.remedy}")
     codes = [finding.code for _, finding in problems]
     if "indivisible" in codes:
-        lines.append(
-            "    -> JAX would weaken this without a word. indivisible='drop' does it with one: it keeps what divides"
-        )
+        lines.append("    -> JAX would weaken this silently. indivisible='drop' keeps what divides, and warns")
     text = "\n".join(lines)
     if all(code == "indivisible" for code in codes):
         return IndivisibleError(text)
@@ -282,23 +276,23 @@ def _error(problems: Sequence[tuple[int, Finding]], paths: Sequence[str], said: 
 
 @final
 @attrs.frozen
-class _Meaning:
+class _LogicalAxes:
     """What logical axes mean: hashable, since JAX keeps it in the key of what it has compiled."""
 
     axes: LogicalPairs | PartitionAxis
     mode: str | int
 
 
-_MEANING = jax.make_user_context(None)
-"""What `constrain` reads. JAX's own kind of context: a function compiled under other meanings is traced anew."""
+_LOGICAL_AXES = jax.make_user_context(None)
+"""What `constrain` reads. JAX's own kind of context: a function compiled under other meanings is traced again."""
 
 
 def logical_axes(
     axes: Mapping[str, Axis | None] | PartitionAxis, *, mode: str | int = MODE_TRAIN
 ) -> AbstractContextManager[None]:
-    """Says, for a block, which mesh axes the logical axes are that `constrain` names.
+    """Sets, for a block, the mesh axes of the logical axes that `constrain` names.
 
-    A function that was compiled under one meaning is compiled anew under another.
+    A function that was compiled under one meaning is compiled again under another.
 
     **Arguments:**
 
@@ -315,7 +309,7 @@ def logical_axes(
         assert sr.constrain(jnp.ones((8, 4)), "batch", "embed").sharding.spec == P("data", "model")
     ```
     """
-    return _MEANING(_Meaning(axes if isinstance(axes, PartitionAxis) else as_pairs(axes), mode))
+    return _LOGICAL_AXES(_LogicalAxes(axes if isinstance(axes, PartitionAxis) else as_pairs(axes), mode))
 
 
 def constrain(
@@ -326,8 +320,8 @@ def constrain(
 ) -> Any:
     """Constrains an array by the logical names of its dimensions, as the `logical_axes` in force translate them.
 
-    Model code says what a dimension is, the caller says where it goes. Outside of any `logical_axes` nobody has said
-    so, and the array is returned as it is: models run on a laptop without a mesh.
+    Model code names the dimensions, the caller says where they go. Outside of any `logical_axes` the array is returned
+    as it is, so that models run on a laptop without a mesh.
 
     **Arguments:**
 
@@ -341,47 +335,46 @@ def constrain(
 
     **Raises:**
 
-    `UnknownAxisError` for a name that was given no meaning; `SpecError` for another number of names than dimensions,
-    and where two dimensions would take one mesh axis; otherwise as `with_sharding_constraint`.
+    `UnknownAxisError` for a name that `logical_axes` does not have; `SpecError` where there are more or fewer names
+    than dimensions, and where two dimensions would take one mesh axis; otherwise as `with_sharding_constraint`.
 
     ```python
-    assert sr.constrain(jnp.ones((8, 4)), "batch", "embed").shape == (8, 4)  # nobody said what they mean: as it was
+    assert sr.constrain(jnp.ones((8, 4)), "batch", "embed").shape == (8, 4)  # without logical_axes: as it was
     ```
     """
-    meaning = _MEANING.value
-    if meaning is None:
+    logical = _LOGICAL_AXES.value
+    if logical is None:
         return x
     shape = np.shape(x)
-    given, mode = tuple(one for one in axes if not isinstance(one, DynamicShardingAxes)), meaning.mode
+    names, mode = tuple(name for name in axes if not isinstance(name, DynamicShardingAxes)), logical.mode
     if len(axes) == 1 and isinstance(axes[0], DynamicShardingAxes):
-        given, mode = axes[0].axes, axes[0].mode
-    if len(given) != len(shape):
+        names, mode = axes[0].axes, axes[0].mode
+    if len(names) != len(shape):
         raise SpecError(
-            f"constrain: {len(given)} logical axes {tuple(given)!r} for an array of shape {shape_text(shape)}"
+            f"constrain: {len(names)} logical axes {tuple(names)!r} for an array of shape {shape_text(shape)}"
         )
-    if isinstance(meaning.axes, PartitionAxis):
-        spec = meaning.axes.resolve_spec(given, mode, shape)
+    if isinstance(logical.axes, PartitionAxis):
+        spec = logical.axes.resolve_spec(names, mode, shape)
     else:
-        spec = _translate(given, dict(meaning.axes), shape)
-    return _constrain(x, spec, _missing(missing), _indivisible(indivisible), "constrain")
+        spec = _translate(names, dict(logical.axes), shape)
+    return _constrain(x, spec, _as_missing(missing), _as_indivisible(indivisible), "constrain")
 
 
-def _translate(axes: Sequence[Any], meaning: Mapping[str, Axis | None], shape: tuple[int, ...]) -> PartitionSpec:
-    found: list[tuple[str, ...]] = []
+def _translate(names: Sequence[Any], axes: Mapping[str, Axis | None], shape: tuple[int, ...]) -> PartitionSpec:
+    spec: list[tuple[str, ...]] = []
     owners: dict[str, str] = {}
     problems: list[str] = []
-    for dim, name in enumerate(axes):
-        if name is not None and name not in meaning:
-            known = ", ".join(meaning)
+    for dim, name in enumerate(names):
+        if name is not None and name not in axes:
             raise UnknownAxisError(
-                f"constrain: dimension {dim} of {shape_text(shape)} is called {name!r}{suggest(str(name), meaning)}, "
-                f"and logical_axes knows {known}. Say what it means, {name!r}: None if it stays whole"
+                f"constrain: unknown logical axis {name!r}{suggest(str(name), axes)} for dimension {dim} of "
+                f"{shape_text(shape)}; logical_axes has {', '.join(axes)}. Add {name!r}: None if it stays whole"
             )
-        axis = None if name is None else meaning[name]
-        names = () if axis is None else axis_tuple(axis)
-        problems += [f"{one!r} would split both {owners[one]!r} and {name!r}" for one in names if one in owners]
-        owners.update(dict.fromkeys(names, str(name)))
-        found.append(names)
+        axis = None if name is None else axes[name]
+        entry = () if axis is None else axis_tuple(axis)
+        problems += [f"{part!r} would split both {owners[part]!r} and {name!r}" for part in entry if part in owners]
+        owners.update(dict.fromkeys(entry, str(name)))
+        spec.append(entry)
     if problems:
-        raise SpecError(f"constrain{tuple(axes)!r} on {shape_text(shape)}: " + "; ".join(problems))
-    return make_spec(tuple(found))
+        raise SpecError(f"constrain{tuple(names)!r} on {shape_text(shape)}: " + "; ".join(problems))
+    return make_spec(tuple(spec))

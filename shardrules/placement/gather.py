@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.context import get_incontext_mesh
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import ConfigTypeError, MeshError
 from shardrules.placement.shard import filter_shard
 
 
@@ -19,7 +19,7 @@ def filter_gather(tree: Any) -> Any:
 
     **Arguments:**
 
-    - `tree`: any pytree. Leaves that are no JAX arrays stay as they are.
+    - `tree`: any pytree. Leaves that are not JAX arrays stay as they are.
 
     **Returns:**
 
@@ -33,31 +33,31 @@ def filter_gather(tree: Any) -> Any:
     ```
     """
     values, treedef = jax.tree.flatten(tree)
-    numbers = [number for number, value in enumerate(values) if isinstance(value, jax.Array)]
-    away = [n for n in numbers if not (values[n].is_fully_addressable or values[n].is_fully_replicated)]
-    if away:
-        whole = _replicated([values[number] for number in away])
-        for number, array in zip(away, whole, strict=True):
-            values[number] = array
-    gathered = jax.device_get([values[number] for number in numbers])
-    for number, array in zip(numbers, gathered, strict=True):
-        values[number] = array
+    indices = [index for index, value in enumerate(values) if isinstance(value, jax.Array)]
+    spanning = [n for n in indices if not (values[n].is_fully_addressable or values[n].is_fully_replicated)]
+    if spanning:
+        whole = _replicated([values[index] for index in spanning])
+        for index, array in zip(spanning, whole, strict=True):
+            values[index] = array
+    gathered = jax.device_get([values[index] for index in indices])
+    for index, array in zip(indices, gathered, strict=True):
+        values[index] = array
     return treedef.unflatten(values)
 
 
 def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Arrays of which no process has the whole, on every device of theirs: one program for each mesh."""
+    """Returns arrays that span processes whole on each of their devices: one program for each mesh."""
     groups: dict[Mesh, list[int]] = {}
-    for number, array in enumerate(arrays):
+    for index, array in enumerate(arrays):
         if not isinstance(array.sharding, NamedSharding) or not isinstance(array.sharding.mesh, Mesh):
-            raise TreeError(f"filter_gather: an array over several processes has no mesh: {array.sharding}")
-        groups.setdefault(array.sharding.mesh, []).append(number)
+            raise MeshError(f"filter_gather: an array over several processes has no mesh: {array.sharding}")
+        groups.setdefault(array.sharding.mesh, []).append(index)
     result = list(arrays)
-    for mesh, numbers in groups.items():
+    for mesh, indices in groups.items():
         whole = NamedSharding(mesh, PartitionSpec())
-        moved = jax.jit(lambda group: group, out_shardings=whole)([arrays[number] for number in numbers])
-        for number, array in zip(numbers, moved, strict=True):
-            result[number] = array
+        moved = jax.jit(lambda group: group, out_shardings=whole)([arrays[index] for index in indices])
+        for index, array in zip(indices, moved, strict=True):
+            result[index] = array
     return result
 
 
@@ -74,28 +74,16 @@ class _Shard:
 @attrs.frozen
 class _Gather:
     def __call__(self, x: Any) -> Any:
-        found = filter_gather(x)
-        return found if isinstance(found, jax.Array) else np.asarray(found)
+        gathered = filter_gather(x)
+        return gathered if isinstance(gathered, jax.Array) else np.asarray(gathered)
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
-    """Returns two trees of functions: one that places an array by its spec, one that fetches it back whole.
+    """Returns two trees of functions: the first place an array by its spec, the second fetch it back whole.
 
-    For code that is built around such pairs. `filter_shard` and `filter_gather` do a tree at once, and faster.
-
-    **Arguments:**
-
-    - `partition_specs`: a tree of PartitionSpecs or `NamedSharding`s. `None` in it stays `None` in both trees.
-    - `mesh`: the mesh; by default the one in force.
-
-    **Returns:**
-
-    A tree of functions from an array (a numpy array or number, too) to a placed one, and a tree of functions from an
-    array to a numpy array.
-
-    **Raises:**
-
-    `NoMeshError`, which is also an `AssertionError`; `TreeError` for something else than a spec.
+    For code that is built around such pairs; `filter_shard` and `filter_gather` do a tree at once, and faster.
+    `partition_specs` is a tree of PartitionSpecs or `NamedSharding`s; `None` in it stays `None` in both trees. Without
+    `mesh` the one in force is used.
 
     ```python
     from shardrules.presets import eformer
@@ -105,17 +93,10 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     ```
     """
     check_mesh(mesh)
-    where = get_incontext_mesh() if mesh is None else mesh
+    mesh = get_incontext_mesh() if mesh is None else mesh
     specs, treedef = jax.tree.flatten(partition_specs, is_leaf=lambda node: isinstance(node, PartitionSpec | Sharding))
-    shardings: list[NamedSharding] = []
-    wrong: list[str] = []
-    for spec in specs:
-        if isinstance(spec, NamedSharding):
-            shardings.append(spec)
-        elif isinstance(spec, PartitionSpec):
-            shardings.append(NamedSharding(where, spec))
-        else:
-            wrong.append(repr(spec))
+    wrong = [repr(spec) for spec in specs if not isinstance(spec, PartitionSpec | NamedSharding)]
     if wrong:
-        raise TreeError(f"make_shard_and_gather_fns takes PartitionSpecs, got {', '.join(wrong)}")
+        raise ConfigTypeError(f"make_shard_and_gather_fns takes PartitionSpecs, got {', '.join(wrong)}")
+    shardings = [spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, spec) for spec in specs]
     return treedef.unflatten(map(_Shard, shardings)), treedef.unflatten([_Gather()] * len(shardings))

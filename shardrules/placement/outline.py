@@ -1,12 +1,12 @@
-"""What of a traced function is the same work again: the parts of a model's initialiser that differ in seeds alone.
+"""Takes a model's initialiser apart into work that repeats, so that equal layers are compiled once.
 
 A model of twelve equal layers draws each kind of weight twelve times, and compiled as one program all of that is
-compiled twelve times over. Here it is taken apart, so that it is compiled once and called twelve times. The cut goes
-where little crosses it: random keys and small integers, the *seeds*, come first, and each output follows from those by
-a *piece* of its own. Pieces that are equal but for their seeds are one program.
+compiled twelve times over. Here the traced function is cut where little crosses: random keys and small integers, the
+*seeds*, come first, and each output follows from seeds by a *piece* of its own. Pieces that are equal but for their
+seeds become one program, which is called once for each of them.
 
 Floats are never cut, nor are constants. XLA computes with what it knows while it compiles, and rewrites arithmetic on
-it (a division becomes a product), so what came in from outside could change the last bit of what is drawn.
+it (a division becomes a product), so an input in place of a constant could change the last bit of what is drawn.
 """
 
 import math
@@ -20,13 +20,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 SEED_SIZE = 4096
-"""The most elements that a seed has."""
+"""The most elements that a seed has. Keys of a stack of layers have a few hundred; half of it would cut fewer models
+apart, and twice as much computes more of the model op by op, which takes longer than compiling."""
 
 _CONST_BYTES = 16 * 2**20
-"""The largest constant that is part of a program, as it is for `jax.jit`. What is larger would be compiled for long."""
+"""The largest constant that is part of a program, as for `jax.jit`. Twice as large takes long to compile; with half of
+it more constants become inputs, which XLA cannot compute with in advance."""
 
 _TRUSTED = ("builtins", "jax", "jaxlib", "numpy", "ml_dtypes")
-"""Whose values are equal only when they are the same. A user's class may say so of values that are not."""
+"""The modules whose values are equal only when they are the same. A user's class may define `==` otherwise."""
 
 _Run: TypeAlias = Callable[..., list[Any]]
 
@@ -34,28 +36,18 @@ _Run: TypeAlias = Callable[..., list[Any]]
 @final
 @attrs.frozen(eq=False)
 class InitCall:
-    """One call of a program.
-
-    **Arguments:**
-
-    - `inputs`: what it takes, as variables of the traced function.
-    - `outputs`: the positions of what it gives among the outputs of the traced function.
-    """
+    """One call of a program."""
 
     inputs: tuple[Any, ...]
+    """What it takes, as variables of the traced function."""
     outputs: tuple[int, ...]
+    """The positions of its results among the outputs of the traced function."""
 
 
 @final
 @attrs.frozen(eq=False)
 class InitProgram:
-    """Work that is compiled once.
-
-    **Arguments:**
-
-    - `run`: the work.
-    - `calls`: each time it is done. All give outputs of the same shapes and marks.
-    """
+    """Work that is compiled once; the results of all its calls have the same shapes and marks."""
 
     run: _Run
     calls: tuple[InitCall, ...]
@@ -64,98 +56,86 @@ class InitProgram:
 @final
 @attrs.frozen(eq=False)
 class Outline:
-    """A traced function taken apart.
-
-    **Arguments:**
-
-    - `seed_inputs`, `seed_run`, `seeds`: variables, the function from the ones to the others, and what it gives.
-    - `passed`: inputs that are outputs as they are, each with its positions there.
-    - `programs`: the rest; those that give most come first.
-    """
+    """A traced function taken apart: `seed_run` computes `seeds` from `seed_inputs`, and the programs the rest."""
 
     seed_inputs: tuple[Any, ...]
     seed_run: _Run
     seeds: tuple[Any, ...]
     passed: tuple[tuple[Any, int], ...]
+    """Inputs that are outputs as they are, each with its position there."""
     programs: tuple[InitProgram, ...]
+    """Those with the largest results come first."""
 
 
 @final
 @attrs.define(eq=False)
 class _Piece:
-    """How some outputs come about: the equations, what they take, and where the outputs stand."""
+    """The equations that some outputs follow from."""
 
     outputs: list[int]
     eqns: set[int] = attrs.field(factory=set)
 
 
-_Kind: TypeAlias = list[tuple[_Piece, tuple[Any, ...]]]
-"""Pieces that are equal but for what they take, each with that."""
+_PieceGroup: TypeAlias = list[tuple[_Piece, tuple[Any, ...]]]
+"""Pieces that are equal but for their inputs, each with its inputs."""
 
 
-def outline(closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Hashable], program_bytes: int) -> Outline:
-    """Takes a traced function apart into seeds and programs.
+def outline(
+    closed: ClosedJaxpr, marks: Sequence[Hashable], device_ids: Sequence[Hashable], program_bytes: int
+) -> Outline:
+    """Takes a traced function apart into seeds and programs that compute each output once.
 
-    **Arguments:**
-
-    - `closed`: the traced function. One with effects (prints, callbacks) stays in one piece.
-    - `marks`: one for each output. Work is the same only where the marks of what it gives are.
-    - `places`: one for each output. What one program gives has one place.
-    - `program_bytes`: as much as one call of a program may give, unless a single piece gives more.
-
-    **Returns:**
-
-    An `Outline` whose programs, all called, give every output once.
+    `marks` and `device_ids` have one item per output: pieces are equal only where the marks of their outputs are, and a
+    program computes outputs on the same devices only. A call computes at most `program_bytes`, unless a single piece is
+    larger.
     """
     jaxpr = closed.jaxpr
     fixed = {var: value for var, value in zip(jaxpr.constvars, closed.consts, strict=True) if _is_fixed(var, value)}
-    tops = (*jaxpr.constvars, *jaxpr.invars)
-    if closed.effects:
-        whole = InitCall(tuple(var for var in tops if var not in fixed), tuple(range(len(jaxpr.outvars))))
-        run = _function(jaxpr, range(len(jaxpr.eqns)), whole.inputs, jaxpr.outvars, fixed)
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    if closed.effects:  # prints and callbacks keep their order only in one piece
+        whole = InitCall(tuple(var for var in variables if var not in fixed), tuple(range(len(jaxpr.outvars))))
+        run = _as_function(jaxpr, range(len(jaxpr.eqns)), whole.inputs, jaxpr.outvars, fixed)
         return Outline((), list, (), (), (InitProgram(run, (whole,)),))
-    producers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    seeds = _seeds(jaxpr)
+    producers = {var: eqn_index for eqn_index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     passed = tuple(
-        (var, number)
-        for number, var in enumerate(jaxpr.outvars)
-        if not isinstance(var, Literal) and var not in producers
+        (var, index) for index, var in enumerate(jaxpr.outvars) if not isinstance(var, Literal) and var not in producers
     )
-    pieces = _pieces(jaxpr, [number for _, number in passed], producers, seeds)
-    alike: dict[Hashable, _Kind] = {}
+    pieces = _pieces(jaxpr, [index for _, index in passed], producers, _seeds(jaxpr))
+    groups: dict[Hashable, _PieceGroup] = {}
     for piece in pieces:
         key, inputs = _canonical(jaxpr, piece, marks, fixed)
-        alike.setdefault(key, []).append((piece, inputs))
-    programs = tuple(_programs(jaxpr, list(alike.values()), places, program_bytes, fixed))
-    wanted = dict.fromkeys(
+        groups.setdefault(key, []).append((piece, inputs))
+    programs = tuple(_programs(jaxpr, list(groups.values()), device_ids, program_bytes, fixed))
+    seeds = dict.fromkeys(
         var for program in programs for call in program.calls for var in call.inputs if var in producers
     )
-    eqns = _behind(jaxpr, producers, wanted)
-    taken = {var: None for number in eqns for var in jaxpr.eqns[number].invars if not isinstance(var, Literal)}
-    seed_inputs = tuple(var for var in tops if var in taken)
-    seed_run = _function(jaxpr, eqns, seed_inputs, list(wanted), {})
-    return Outline(seed_inputs, seed_run, tuple(wanted), passed, programs)
+    eqns = _equations_behind(jaxpr, producers, seeds)
+    used = {var: None for index in eqns for var in jaxpr.eqns[index].invars if not isinstance(var, Literal)}
+    seed_inputs = tuple(var for var in variables if var in used)
+    seed_run = _as_function(jaxpr, eqns, seed_inputs, list(seeds), {})
+    return Outline(seed_inputs, seed_run, tuple(seeds), passed, programs)
 
 
 def _is_fixed(var: Any, value: Any) -> bool:
-    """Whether a constant is part of a program. One that only several processes have together cannot be."""
+    """Whether a constant is part of a program. An array that spans processes cannot be."""
     reachable = not isinstance(value, jax.Array) or value.is_fully_addressable
     return reachable and not _is_key(var) and _nbytes(var) <= _CONST_BYTES
 
 
 def _seeds(jaxpr: Jaxpr) -> dict[Any, None]:
-    """The keys, and the small integers that come from keys and inputs."""
-    found: dict[Any, None] = dict.fromkeys(var for var in jaxpr.invars if _is_small(var))
-    found.update(dict.fromkeys(var for var in jaxpr.constvars if _is_small(var) and _is_key(var)))
+    """Returns the keys, and the small integers that come from keys and inputs."""
+    seeds: dict[Any, None] = dict.fromkeys(var for var in jaxpr.invars if _is_small(var))
+    seeds.update(dict.fromkeys(var for var in jaxpr.constvars if _is_small(var) and _is_key(var)))
     constant = dict.fromkeys(var for var in jaxpr.constvars if _is_small(var) and not _is_key(var))
     for eqn in jaxpr.eqns:
-        taken = [var for var in eqn.invars if not isinstance(var, Literal)]
-        if not all(var in found or var in constant for var in taken):
+        inputs = [var for var in eqn.invars if not isinstance(var, Literal)]
+        if not all(var in seeds or var in constant for var in inputs):
             continue
-        varies = any(var in found for var in taken)
+        # Integers that follow from constants alone stay constants, so that XLA can compute with them.
+        varies = any(var in seeds for var in inputs)
         for var in filter(_is_small, eqn.outvars):
-            (found if varies or _is_key(var) else constant)[var] = None
-    return found
+            (seeds if varies or _is_key(var) else constant)[var] = None
+    return seeds
 
 
 def _is_key(var: Any) -> bool:
@@ -167,39 +147,41 @@ def _is_small(var: Any) -> bool:
 
 
 def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seeds: dict[Any, None]) -> list[_Piece]:
-    """One piece for each output that is made; outputs that share large work share one, so that it is done once."""
+    """Returns one piece per computed output; outputs that share large work share a piece, so that it is done once."""
     owners: dict[int, int] = {}
+    # Union-find over outputs: outputs with the same leader share a piece.
     leaders = list(range(len(jaxpr.outvars)))
 
-    def leader(number: int) -> int:
-        while leaders[number] != number:
-            leaders[number] = number = leaders[leaders[number]]
-        return number
+    def leader(index: int) -> int:
+        while leaders[index] != index:
+            leaders[index] = index = leaders[leaders[index]]
+        return index
 
-    found = [_Piece([number]) for number in leaders]
-    for number, output in enumerate(jaxpr.outvars):
+    pieces = [_Piece([index]) for index in leaders]
+    for index, output in enumerate(jaxpr.outvars):
         waiting = [output]
         while waiting:
             var = waiting.pop()
             if isinstance(var, Literal) or var not in producers or (var in seeds and var is not output):
                 continue
-            source = producers[var]
-            if source in found[number].eqns:
+            eqn_index = producers[var]
+            if eqn_index in pieces[index].eqns:
                 continue
-            large = any(_size(one) > SEED_SIZE for one in jaxpr.eqns[source].outvars)
-            if large and source in owners:
-                first, second = sorted((leader(owners[source]), leader(number)))
+            is_large = any(_size(result) > SEED_SIZE for result in jaxpr.eqns[eqn_index].outvars)
+            if is_large and eqn_index in owners:
+                # Another output computes it already, and all that it follows from: join that piece.
+                first, second = sorted((leader(owners[eqn_index]), leader(index)))
                 leaders[second] = first
                 continue
-            if large:
-                owners[source] = number
-            found[number].eqns.add(source)
-            waiting += jaxpr.eqns[source].invars
+            if is_large:
+                owners[eqn_index] = index
+            pieces[index].eqns.add(eqn_index)
+            waiting += jaxpr.eqns[eqn_index].invars
     joined: dict[int, _Piece] = {}
-    for number, piece in enumerate(found):
-        if number in passed:
+    for index, piece in enumerate(pieces):
+        if index in passed:
             continue
-        whole = joined.setdefault(leader(number), _Piece([]))
+        whole = joined.setdefault(leader(index), _Piece([]))
         whole.outputs += piece.outputs
         whole.eqns |= piece.eqns
     return list(joined.values())
@@ -208,17 +190,17 @@ def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seed
 def _canonical(
     jaxpr: Jaxpr, piece: _Piece, marks: Sequence[Hashable], fixed: dict[Any, Any]
 ) -> tuple[Hashable, tuple[Any, ...]]:
-    """What a piece does, whatever its variables are called; and the variables that it takes."""
-    eqns = [jaxpr.eqns[number] for number in sorted(piece.eqns)]
-    outputs = [jaxpr.outvars[number] for number in piece.outputs]
+    """Returns a key of what a piece computes, with variables numbered as they occur; and the piece's inputs."""
+    eqns = [jaxpr.eqns[index] for index in sorted(piece.eqns)]
     names: dict[Any, int] = {}
-    done = _eqns_key(eqns, names)
-    given = tuple(_name(var, names) for var in outputs)
-    made = {var: None for eqn in eqns for var in eqn.outvars}
-    inputs = tuple(var for var in names if var not in made and var not in fixed)
+    eqns_key = _eqns_key(eqns, names)
+    outputs = tuple(_name(jaxpr.outvars[index], names) for index in piece.outputs)
+    computed = {var: None for eqn in eqns for var in eqn.outvars}
+    inputs = tuple(var for var in names if var not in computed and var not in fixed)
     types = tuple(str(var.aval) for var in inputs)
+    # Constants by identity: comparing their values would take longer than compiling twice.
     consts = tuple((name, id(fixed[var])) for var, name in names.items() if var in fixed)
-    return (done, given, types, consts, tuple(marks[number] for number in piece.outputs)), inputs
+    return (eqns_key, outputs, types, consts, tuple(marks[index] for index in piece.outputs)), inputs
 
 
 def _eqns_key(eqns: Iterable[JaxprEqn], names: dict[Any, int]) -> Hashable:
@@ -240,7 +222,7 @@ def _name(var: Any, names: dict[Any, int]) -> Hashable:
 
 
 def _param_key(param: Any) -> Hashable:
-    """Equal only for what is equal for certain: what has no plain equality is equal to itself alone."""
+    """Returns a key that is equal only for what is certainly equal: other values are equal to themselves alone."""
     match param:
         case ClosedJaxpr():
             return _jaxpr_key(param.jaxpr), tuple(map(id, param.consts))
@@ -249,9 +231,9 @@ def _param_key(param: Any) -> Hashable:
         case tuple() | list():
             return tuple(map(_param_key, param))
     if isinstance(param, float | complex):
-        return type(param), repr(param)  # which tells 0.0 from -0.0
+        return type(param), repr(param)  # unlike ==, it distinguishes 0.0 from -0.0
     if callable(param) or type(param).__module__.partition(".")[0] not in _TRUSTED:
-        return id(param)  # JAX compares the callbacks that it wraps by what they say of themselves
+        return id(param)  # JAX compares wrapped callbacks by their own ==, which a user may have defined
     try:
         hash(param)
     except TypeError:
@@ -261,42 +243,47 @@ def _param_key(param: Any) -> Hashable:
 
 def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
     names: dict[Any, int] = {}
-    taken = tuple((_name(var, names), str(var.aval)) for var in (*jaxpr.constvars, *jaxpr.invars))
-    return taken, _eqns_key(jaxpr.eqns, names), tuple(_name(var, names) for var in jaxpr.outvars)
+    inputs = tuple((_name(var, names), str(var.aval)) for var in (*jaxpr.constvars, *jaxpr.invars))
+    return inputs, _eqns_key(jaxpr.eqns, names), tuple(_name(var, names) for var in jaxpr.outvars)
 
 
 def _programs(
-    jaxpr: Jaxpr, alike: list[_Kind], places: Sequence[Hashable], program_bytes: int, fixed: dict[Any, Any]
+    jaxpr: Jaxpr,
+    groups: list[_PieceGroup],
+    device_ids: Sequence[Hashable],
+    program_bytes: int,
+    fixed: dict[Any, Any],
 ) -> Iterable[InitProgram]:
-    """Kinds of pieces that there are equally many of are compiled together: each call makes one layer, so to say."""
+    """Compiles groups with equally many pieces together: each call then computes one layer, so to say."""
 
-    def given_bytes(kind: _Kind) -> int:
-        return sum(_nbytes(jaxpr.outvars[number]) for number in kind[0][0].outputs)
+    def result_bytes(group: _PieceGroup) -> int:
+        return sum(_nbytes(jaxpr.outvars[index]) for index in group[0][0].outputs)
 
-    batches: list[tuple[Hashable, int, list[_Kind]]] = []
-    for kind in sorted(alike, key=given_bytes, reverse=True):
-        size = given_bytes(kind)
-        sort = (len(kind), places[kind[0][0].outputs[0]])
-        room = [n for n, (other, held, _) in enumerate(batches) if other == sort and held + size <= program_bytes]
-        if room:
-            _, held, kinds = batches[room[0]]
-            batches[room[0]] = (sort, held + size, [*kinds, kind])
+    # First fit, largest first. A batch: (pieces per group, devices), the bytes of a call, the groups.
+    batches: list[tuple[Hashable, int, list[_PieceGroup]]] = []
+    for group in sorted(groups, key=result_bytes, reverse=True):
+        size = result_bytes(group)
+        shared = (len(group), device_ids[group[0][0].outputs[0]])
+        fitting = [n for n, (other, used, _) in enumerate(batches) if other == shared and used + size <= program_bytes]
+        if fitting:
+            _, used, members = batches[fitting[0]]
+            batches[fitting[0]] = (shared, used + size, [*members, group])
         else:
-            batches.append((sort, size, [kind]))
-    for _, _, kinds in batches:
+            batches.append((shared, size, [group]))
+    for _, _, members in batches:
         runs: list[tuple[_Run, int]] = []
-        for kind in kinds:
-            piece, inputs = kind[0]
-            outputs = [jaxpr.outvars[number] for number in piece.outputs]
-            runs.append((_function(jaxpr, sorted(piece.eqns), inputs, outputs, fixed), len(inputs)))
+        for group in members:
+            piece, inputs = group[0]
+            outputs = [jaxpr.outvars[index] for index in piece.outputs]
+            runs.append((_as_function(jaxpr, sorted(piece.eqns), inputs, outputs, fixed), len(inputs)))
         calls = [
             InitCall(
-                tuple(var for kind in kinds for var in kind[turn][1]),
-                tuple(number for kind in kinds for number in kind[turn][0].outputs),
+                tuple(var for group in members for var in group[n][1]),
+                tuple(index for group in members for index in group[n][0].outputs),
             )
-            for turn in range(len(kinds[0]))
+            for n in range(len(members[0]))
         ]
-        yield InitProgram(_together(runs), tuple(calls))
+        yield InitProgram(_joined(runs), tuple(calls))
 
 
 def _size(var: Any) -> int:
@@ -307,37 +294,40 @@ def _nbytes(var: Any) -> int:
     return _size(var) * var.aval.dtype.itemsize
 
 
-def _together(runs: list[tuple[_Run, int]]) -> _Run:
+def _joined(runs: list[tuple[_Run, int]]) -> _Run:
+    """Returns a function of the inputs of all `runs`, each with how many it takes, to all their results."""
+
     def run(*values: Any) -> list[Any]:
-        result: list[Any] = []
+        results: list[Any] = []
         start = 0
-        for one, count in runs:
-            result += one(*values[start : start + count])
+        for part, count in runs:
+            results += part(*values[start : start + count])
             start += count
-        return result
+        return results
 
     return run
 
 
-def _behind(jaxpr: Jaxpr, producers: dict[Any, int], wanted: Iterable[Any]) -> list[int]:
-    """The equations behind some variables, in order."""
-    found: dict[int, None] = {}
-    waiting = list(wanted)
+def _equations_behind(jaxpr: Jaxpr, producers: dict[Any, int], variables: Iterable[Any]) -> list[int]:
+    """Returns the indices of the equations that some variables follow from, in order."""
+    indices: dict[int, None] = {}
+    waiting = list(variables)
     while waiting:
         var = waiting.pop()
-        if isinstance(var, Literal) or var not in producers or producers[var] in found:
+        if isinstance(var, Literal) or var not in producers or producers[var] in indices:
             continue
-        found[producers[var]] = None
+        indices[producers[var]] = None
         waiting += jaxpr.eqns[producers[var]].invars
-    return sorted(found)
+    return sorted(indices)
 
 
-def _function(
-    jaxpr: Jaxpr, eqns: Iterable[int], inputs: Iterable[Any], outputs: Iterable[Any], fixed: dict[Any, Any]
+def _as_function(
+    jaxpr: Jaxpr, eqn_indices: Iterable[int], inputs: Iterable[Any], outputs: Iterable[Any], fixed: dict[Any, Any]
 ) -> _Run:
-    chosen = [jaxpr.eqns[number] for number in eqns]
-    taken = {var: None for eqn in chosen for var in eqn.invars if not isinstance(var, Literal)}
-    taken.update(dict.fromkeys(var for var in outputs if not isinstance(var, Literal)))
-    consts = [var for var in fixed if var in taken]
-    part = jaxpr.replace(constvars=consts, invars=list(inputs), outvars=list(outputs), eqns=chosen)
+    """Returns some equations of a traced function as a function; constants in `fixed` are part of it."""
+    eqns = [jaxpr.eqns[index] for index in eqn_indices]
+    used = {var: None for eqn in eqns for var in eqn.invars if not isinstance(var, Literal)}
+    used.update(dict.fromkeys(var for var in outputs if not isinstance(var, Literal)))
+    consts = [var for var in fixed if var in used]
+    part = jaxpr.replace(constvars=consts, invars=list(inputs), outvars=list(outputs), eqns=eqns)
     return jaxpr_as_fun(ClosedJaxpr(part, [fixed[var] for var in consts]))

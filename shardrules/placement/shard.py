@@ -7,33 +7,33 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import ConfigTypeError
 from shardrules.core.jax_state import under_trace
-from shardrules.placement.destination import How, check_placeable, resolve_destination
+from shardrules.placement.destination import not_placeable, resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.placement.traced import constrain_traced, host_memory
 from shardrules.placement.transfer import put
+from shardrules.rules.how import How, refuse_leaves
 
 
 def filter_shard(tree: Any, how: How, mesh: AnyMesh | None = None) -> Any:
     """Places every array of a tree on the devices of a mesh; inside `jit` it constrains them instead.
 
-    Nothing is left where it was without a word: what cannot be placed as asked is an error that lists every such array,
-    and nothing is moved.
+    If any array cannot be placed as `how` says, the error lists all such arrays, and nothing is moved.
 
     **Arguments:**
 
-    - `tree`: any pytree: a module, an optimizer state, numpy arrays, `ArraySource`s. Leaves that are no arrays, Python
+    - `tree`: any pytree: a module, an optimizer state, numpy arrays, `ArraySource`s. Leaves that are not arrays, Python
         numbers among them, stay as they are.
-    - `how`: a rule, a plan, a PartitionSpec, a sharding, a device, or a tree or prefix of specs and shardings. `P()`
-        and `None` put a whole copy on every device.
-    - `mesh`: a mesh with axes of any type. By default that of the rule or the plan, else the one the arrays are on,
-        else the one in force.
+    - `how`: a rule, a plan, a PartitionSpec, a sharding, a device, a tree or prefix of specs and shardings, or a
+        function from the tree to one of those. `P()` and `None` put a whole copy on every device.
+    - `mesh`: a mesh with axes of any type. The default is the mesh of the rule or the plan, else the one the arrays are
+        on, else the one in force.
 
     **Returns:**
 
-    The tree with a `jax.Array` at every array. An array that lies where it should is returned as it is, and one that a
-    spec sends elsewhere stays in the kind of memory that it is in.
+    The tree with a `jax.Array` at every array. An array that is placed so already is returned as it is. Under a spec an
+    array stays in the kind of memory that it is in.
 
     **Raises:**
 
@@ -47,17 +47,17 @@ def filter_shard(tree: Any, how: How, mesh: AnyMesh | None = None) -> Any:
     assert model.layers[0].weight.sharding.spec == P("model", "data")
     ```
     """
-    found = resolve_destination(tree, how, mesh)
-    arrays, shardings = found.arrays()
+    destination = resolve_destination(tree, how, mesh)
+    arrays, shardings = destination.arrays()
     if not under_trace():
-        check_placeable(tree, found, "filter_shard")
-        return found.with_arrays(put(arrays, shardings))
+        refuse_leaves("filter_shard", tree, not_placeable(destination))
+        return destination.with_arrays(put(arrays, shardings))
     if any(isinstance(x, ArraySource) for x in arrays):
-        raise TreeError("filter_shard: an ArraySource is read outside of jit; place it before")
+        raise ConfigTypeError("filter_shard: an ArraySource is read outside of jit; place it before")
     constrained = [
-        constrain_traced(jnp.asarray(x), one.mesh, one.spec, host_memory(one))
-        if isinstance(one, NamedSharding)
-        else jax.device_put(x, one)
-        for x, one in zip(arrays, shardings, strict=True)
+        constrain_traced(jnp.asarray(x), sharding.mesh, sharding.spec, host_memory(sharding))
+        if isinstance(sharding, NamedSharding)
+        else jax.device_put(x, sharding)
+        for x, sharding in zip(arrays, shardings, strict=True)
     ]
-    return found.with_arrays(constrained)
+    return destination.with_arrays(constrained)

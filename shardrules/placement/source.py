@@ -1,4 +1,4 @@
-"""`ArraySource`: an array that is not in memory, and of which each process reads only what its devices hold."""
+"""`ArraySource`: an array that is not in memory; each process reads only what its own devices hold."""
 
 import math
 import operator
@@ -7,6 +7,8 @@ from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
+
+from shardrules.core.errors import ConfigError
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each dimension, as `numpy` takes them."""
@@ -19,14 +21,14 @@ def _as_shape(shape: Iterable[int]) -> tuple[int, ...]:
 @final
 @attrs.frozen(eq=False)
 class ArraySource:
-    """An array that is read in parts: what stands in a tree where its values are in a file, or are computed.
+    """An array whose values are in a file or are computed, and which is read in parts.
 
-    `filter_shard` asks it for one part per distinct shard, on each process only for those that its own devices hold.
+    `filter_shard` reads one part per distinct shard, on each process only for the shards of its own devices.
 
     **Arguments:**
 
-    - `shape`, `dtype`: those of the whole array.
-    - `read`: from a tuple of slices, one for each dimension, to that part as a numpy array of this dtype.
+    - `shape`, `dtype`: of the whole array.
+    - `read`: a function from a tuple of slices, one for each dimension, to that part as a numpy array of this dtype.
 
     ```python
     rows = np.arange(16.0, dtype=np.float32).reshape(8, 2)
@@ -51,7 +53,7 @@ class ArraySource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, index: Index) -> np.ndarray:
-        """Returns one part, after checking that it is what was asked for.
+        """Returns one part, after checking its shape and dtype.
 
         **Arguments:**
 
@@ -63,12 +65,13 @@ class ArraySource:
 
         **Raises:**
 
-        `ValueError` when `read` gives another shape or dtype.
+        `ConfigError` when `read` returns another shape or dtype.
         """
-        found = np.asarray(self.read(index))
-        wanted = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, self.shape, strict=True))
-        if found.shape != wanted or found.dtype != self.dtype:
-            raise ValueError(
-                f"read({index}) of {self!r} gave {found.dtype}{list(found.shape)}, wanted {self.dtype}{list(wanted)}"
+        values = np.asarray(self.read(index))
+        shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, self.shape, strict=True))
+        if values.shape != shape or values.dtype != self.dtype:
+            raise ConfigError(
+                f"read({index}) of {self!r} returned {values.dtype}{list(values.shape)}, expected "
+                f"{self.dtype}{list(shape)}"
             )
-        return found
+        return values

@@ -1,79 +1,118 @@
-"""Arrays onto devices: one batched transfer for whatever is in memory, part by part what is not."""
+"""Arrays onto devices: one batched transfer for what is in memory, shard by shard what is not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardrules.core.errors import MeshError
+from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import device_dtype
 from shardrules.placement.source import ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
-"""How much of what was read may wait on the host for its transfer to end."""
+"""How much of what was read may wait on the host for its transfer to end. Enough to keep a disk busy during a transfer:
+half of it makes readers of large files wait, twice as much only adds to the peak memory of the host."""
 
 _WHOLE_BYTES = 8 * 2**20
-"""Up to this size all shards of an array are read before any is placed."""
+"""Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
+shard costs little beside reading it. Half or double moves that boundary, and the host's peak memory by as much."""
 
 
 def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
-    """Returns `values` on devices, each placed by its sharding. What lies there already is returned as it is.
-
-    **Arguments:**
-
-    - `values`: JAX arrays, numpy arrays or `ArraySource`s.
-    - `shardings`: one for each of them.
-
-    **Returns:**
-
-    A list of JAX arrays.
+    """Returns arrays, numpy arrays and `ArraySource`s on devices; arrays that are there already come back as they are.
 
     ```python
-    mesh = sr.create_mesh("data:8")
-    placed = put([np.arange(8)], [jax.NamedSharding(mesh, P("data"))])
-    assert put(placed, [jax.NamedSharding(mesh, P("data"))])[0] is placed[0]
+    from shardrules.placement.transfer import put
+
+    sharding = jax.NamedSharding(sr.create_mesh("data:8"), P("data"))
+    placed = put([np.arange(8)], [sharding])
+    assert put(placed, [sharding])[0] is placed[0]
     ```
     """
     result = list(values)
     local: list[int] = []
     across: list[int] = []
-    for number, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
+    for index, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
         if isinstance(value, ArraySource):
             continue
         if isinstance(value, jax.Array) and value.committed and value.sharding == sharding:
             continue
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            across.append(number)
+            across.append(index)
         elif sharding.is_fully_addressable:
-            local.append(number)
+            local.append(index)
         else:
-            result[number] = _put_own(value, sharding)
-    for numbers, move in ((local, jax.device_put), (across, _move_across)):
-        if numbers:
-            moved = move([values[number] for number in numbers], [shardings[number] for number in numbers])
-            for number, array in zip(numbers, moved, strict=True):
-                result[number] = array
+            result[index] = _put_addressable(value, sharding)
+    # One batch for all: a transfer per array costs seconds where there are hundreds.
+    for indices, move in ((local, jax.device_put), (across, _move_across)):
+        if indices:
+            moved = move([values[index] for index in indices], [shardings[index] for index in indices])
+            for index, array in zip(indices, moved, strict=True):
+                result[index] = array
+    # Sources come last: each is read only when it is placed, so that the host holds few of them at a time.
     pending = _Pending()
-    for number, value in enumerate(values):
+    for index, value in enumerate(values):
         if isinstance(value, ArraySource):
-            result[number] = _read(value, shardings[number], pending)
+            result[index] = _read(value, shardings[index], pending)
     return result
+
+
+def put_some(values: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
+    """Returns `values` with those at the indices in `shardings` placed; shapes without values only get the sharding."""
+    result = list(values)
+    if not shardings:
+        return result
+    indices = [index for index in shardings if not isinstance(values[index], jax.ShapeDtypeStruct)]
+    for index, sharding in shardings.items():
+        if isinstance(values[index], jax.ShapeDtypeStruct):
+            result[index] = values[index].update(sharding=sharding)
+    placed = put([values[index] for index in indices], [shardings[index] for index in indices])
+    for index, array in zip(indices, placed, strict=True):
+        result[index] = array
+    return result
+
+
+def put_unplaced(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
+    """Returns `values` with those that are on no particular device yet placed by their `NamedSharding`, outside of jit.
+
+    To `jax.jit` an array that it has to place has another type than one that is placed already, so that the first step
+    of a training would compile a second time for the steps that follow.
+    """
+    if under_trace():
+        return list(values)
+    pairs = enumerate(zip(values, shardings, strict=True))
+    return put_some(
+        values,
+        {
+            index: sharding
+            for index, (value, sharding) in pairs
+            if isinstance(sharding, NamedSharding) and not is_placed(value)
+        },
+    )
+
+
+def is_placed(value: Any) -> bool:
+    """Whether an array, or the shape of one, was put on particular devices."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.sharding is not None
+    return isinstance(value, jax.Array) and value.committed
 
 
 @final
 @attrs.define(eq=False)
 class _Pending:
-    """Transfers that may still be under way, each of which keeps what was read for it on the host."""
+    """Transfers that may still be running; each keeps what was read for it on the host."""
 
     arrays: list[jax.Array] = attrs.field(factory=list)
     host_bytes: int = 0
 
     def add(self, arrays: Sequence[jax.Array], host_bytes: int) -> None:
-        """Waits for all of them once they keep too much."""
+        """Adds transfers, and waits for all once they keep too much."""
         self.arrays += arrays
         self.host_bytes += host_bytes
         if self.host_bytes > _PENDING_BYTES:
@@ -82,13 +121,13 @@ class _Pending:
             self.host_bytes = 0
 
 
-def _put_own(value: Any, sharding: Sharding) -> jax.Array:
-    """Places the parts that this process owns of an array that it has the whole of."""
+def _put_addressable(value: Any, sharding: Sharding) -> jax.Array:
+    """Places the shards for this process's devices of an array that this process holds whole."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = _put_own(jax.random.key_data(value), sharding)
+        data = _put_addressable(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     host = np.asarray(value)
-    # A process may hold no part that would tell the dtype.
+    # The dtype is passed since a process may hold no shard to infer it from.
     dtype = device_dtype(host.dtype)
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: host[() if index is None else index], dtype=dtype
@@ -96,47 +135,47 @@ def _put_own(value: Any, sharding: Sharding) -> jax.Array:
 
 
 def _move_across(values: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
-    """Moves arrays that several processes hold together: all in one program, since none has the whole."""
+    """Moves arrays that span processes, all in one program, since no process has the whole of any."""
     for value, sharding in zip(values, shardings, strict=True):
         if value.sharding.device_set != sharding.device_set:
             raise MeshError(
-                f"an array {value.dtype}{list(value.shape)} that several processes hold can only go to a mesh of "
-                f"the same devices: it lies on {len(value.sharding.device_set)}, and is to be on "
+                f"an array {value.dtype}{list(value.shape)} over several processes can only move between meshes of the "
+                f"same devices: it is on {len(value.sharding.device_set)} devices, and the destination has "
                 f"{len(sharding.device_set)} others. Gather it first: filter_shard(filter_gather(tree), how, mesh)"
             )
     return jax.jit(lambda arrays: arrays, out_shardings=shardings)(values)
 
 
 def _read(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
-    """Reads each distinct shard of this process once, and places it wherever it is held."""
+    """Reads each distinct shard of this process once, and places it on each device that holds it."""
     if source.nbytes > _WHOLE_BYTES:
         return _read_by_shards(source, sharding, pending)
     parts: dict[str, np.ndarray] = {}
 
     def part(index: Index | None) -> np.ndarray:
-        where = (slice(None),) * source.ndim if index is None else index
-        key = repr(where)
+        slices = (slice(None),) * source.ndim if index is None else index
+        key = repr(slices)  # slices have no hash before Python 3.12
         if key not in parts:
-            parts[key] = source.part(where)
+            parts[key] = source.part(slices)
         return parts[key]
 
     array = jax.make_array_from_callback(source.shape, sharding, part, dtype=device_dtype(source.dtype))
-    pending.add([array], sum(one.nbytes for one in parts.values()))
+    pending.add([array], sum(shard.nbytes for shard in parts.values()))
     return array
 
 
 def _read_by_shards(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
-    """Lets go of each shard before the next is read. It costs a transfer for each, which only large ones are worth."""
-    places: dict[str, tuple[Index, list[Any]]] = {}
+    """Frees each shard before it reads the next. That costs a transfer for each, which only large ones are worth."""
+    devices_of: dict[str, tuple[Index, list[Any]]] = {}
     for device, index in sharding.addressable_devices_indices_map(source.shape).items():
-        where = (slice(None),) * source.ndim if index is None else index
-        places.setdefault(repr(where), (where, []))[1].append(device)
+        slices = (slice(None),) * source.ndim if index is None else index
+        devices_of.setdefault(repr(slices), (slices, []))[1].append(device)
     shards: list[jax.Array] = []
-    for where, devices in places.values():
-        part = source.part(where)
+    for slices, devices in devices_of.values():
+        part = source.part(slices)
         copies = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
         placed = jax.device_put([part] * len(copies), copies)
         shards += placed
         pending.add(placed, part.nbytes)
-    dtype = device_dtype(source.dtype)  # a process may hold no shard that would tell
+    dtype = device_dtype(source.dtype)  # a process may hold no shard to infer it from
     return jax.make_array_from_single_device_arrays(source.shape, sharding, shards, dtype=dtype)

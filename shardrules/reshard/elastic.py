@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.errors import ConfigTypeError, MeshError, MeshWarning, suggest
 from shardrules.core.fields import integer
-from shardrules.placement.destination import How
 from shardrules.reshard.move import move_tree
 from shardrules.reshard.prepare import MoveOptions, prepare
 from shardrules.reshard.schedule import networks
+from shardrules.rules.how import How
 
 
 def group_devices(devices: Iterable[Any]) -> dict[int, tuple[Any, ...]]:

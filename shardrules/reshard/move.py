@@ -15,7 +15,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from shardrules.core.errors import DisagreementError, MeshError
 from shardrules.core.jax_state import process_count, process_id, under_trace
 from shardrules.mesh.processes import exchange
-from shardrules.placement.destination import How
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.traced import host_memory
 from shardrules.placement.transfer import put
@@ -32,6 +31,7 @@ from shardrules.reshard.prepare import (
     prepare,
 )
 from shardrules.reshard.schedule import Device, Schedule
+from shardrules.rules.how import How
 
 
 def reshard(

@@ -18,19 +18,13 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths, prefix_parts
 from shardrules.drawing.blocks import ranges
-from shardrules.placement.destination import (
-    Destination,
-    How,
-    not_placeable,
-    refusal,
-    refuse_leaves,
-    resolve_destination,
-)
+from shardrules.placement.destination import Destination, not_placeable, resolve_destination
 from shardrules.placement.traced import host_memory
 from shardrules.reshard.assemble import moves_in_memory
 from shardrules.reshard.bits import local_shards, physical
 from shardrules.reshard.plan import LeafMove, ReshardPlan
 from shardrules.reshard.schedule import Schedule, box_shape, boxes_of, make_schedule
+from shardrules.rules.how import How, refusal, refuse_leaves
 
 IN_FLIGHT_BYTES = 256 * 2**20
 """The default of `max_bytes_in_flight`, over all devices: large enough that devices rarely wait for the host, and small
@@ -104,13 +98,14 @@ def prepare(
     arrays, problems = numbers_to_arrays(tree, shardings)
     check_shardings(arrays, shardings, caller)
     try:
-        destination = resolve_destination(arrays, shardings, caller=caller, problems=problems)
+        destination = resolve_destination(arrays, shardings, caller=caller, strict=False)
     except PlanError as error:  # a plan's own findings do not cover deleted arrays: list these too
         paths = leaf_paths(arrays)
         deleted = [(index, leaf) for index, leaf in enumerate(jax.tree.leaves(arrays)) if _is_deleted(leaf, None)]
         findings = [attrs.evolve(_DELETED, path=paths[index], shape=leaf.shape) for index, leaf in deleted]
         listed = [finding for finding in error.findings if isinstance(finding, Finding)]
         raise refusal(caller, [*listed, *findings]) from None
+    problems += destination.problems
     problems += not_placeable(destination, values=values)
     refused = {index for index, _ in problems}
     # Within one call equal arrays always share a schedule.

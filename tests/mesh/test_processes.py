@@ -318,8 +318,8 @@ def test_a_different_plan_raises_in_all_processes(processes: int, devices: int) 
         )
     )
     assert lines == [lines[0]] * processes
-    assert lines[0][0].startswith(f"{processes} processes hold 2 different plans")
-    assert lines[0][1] == "from the plan of process 0 to that of process 1:"
+    assert lines[0][0].startswith(f"{processes} processes have 2 different plans")
+    assert lines[0][1] == "from the plan of process 0 to the plan of process 1:"
     moved = " ".join(lines[0][2].split())
     assert moved == "w (16, 16) P(None, 'data') -> P('data') 128 B -> 128 B per device"
 
@@ -339,22 +339,22 @@ def test_different_meshes_and_values_raise_in_all_processes() -> None:
                 plan = tree if mesh is None else rule.plan(tree, mesh)
                 try:
                     print("same", sr.check_same_plan(plan, timeout=60) is plan)
-                except (sr.errors.DisagreementError, sr.errors.RuleTypeError) as error:
+                except (sr.errors.DisagreementError, sr.errors.ConfigTypeError) as error:
                     print(type(error).__name__, " ".join(str(error).split()))
             """,
             processes=2,
             devices=4,
         )
     )
-    ids = [part for part in lines[0][0].split("the mesh holds devices ") if part][1].partition("; process 0: ")
+    ids = [part for part in lines[0][0].split("the mesh has devices ") if part][1].partition("; process 0: ")
     assert ids[0].split(", ") == ids[2].split(", ")[::-1]
-    assert lines[0][0].startswith("DisagreementError 2 processes hold plans that are for different meshes. ")
+    assert lines[0][0].startswith("DisagreementError 2 processes have plans for different meshes. ")
     assert lines[0][1].endswith("process 1: the axes of the mesh are Explicit; process 0: Auto")
     assert lines[0][2] == "same True"
-    what = "which is no plan: check_same_plan compares what rule.plan(tree, mesh) returns"
-    assert lines[0][3] == f"RuleTypeError process 0 came with a dict, process 1 came with a dict, {what}"
-    assert lines[0][4] == f"DisagreementError process 1 came with a dict, {what}"
-    assert lines[1] == [*lines[0][:4], lines[0][4].replace("DisagreementError", "RuleTypeError")]
+    what = "which is not a plan: check_same_plan compares what rule.plan(tree, mesh) returns"
+    assert lines[0][3] == f"ConfigTypeError process 0 passed a dict, process 1 passed a dict, {what}"
+    assert lines[0][4] == f"DisagreementError process 1 passed a dict, {what}"
+    assert lines[1] == [*lines[0][:4], lines[0][4].replace("DisagreementError", "ConfigTypeError")]
 
 
 def test_a_barrier_needs_jax_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,5 +370,5 @@ def test_a_single_process_does_not_wait() -> None:
     assert sr.meshes.is_primary()
     plan = sr.ReplicateShardingRule().plan({})
     assert sr.check_same_plan(plan) is plan
-    with pytest.raises(sr.errors.RuleTypeError, match="process 0 came with a dict, which is no plan"):
+    with pytest.raises(sr.errors.ConfigTypeError, match="process 0 passed a dict, which is not a plan"):
         sr.check_same_plan({})  # pyright: ignore[reportArgumentType]

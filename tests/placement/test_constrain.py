@@ -67,7 +67,7 @@ def test_trees_and_prefixes_are_taken_and_other_leaves_stay() -> None:
         assert sr.with_sharding_constraint("text", P("dp")) == "text"
         with pytest.raises(sr.errors.TreeError, match="do not have the structure of the tree"):
             sr.with_sharding_constraint(given, {"a": P()})
-        with pytest.raises(sr.errors.SpecError, match="takes a PartitionSpec or a sharding, got 'dp'"):
+        with pytest.raises(sr.errors.ConfigTypeError, match="takes a PartitionSpec or a sharding, got 'dp'"):
             sr.with_sharding_constraint(ONES, "dp")
 
 
@@ -114,10 +114,10 @@ def test_another_mesh_than_the_one_in_force_is_refused_inside_of_jit() -> None:
 def test_an_axis_that_the_mesh_lacks_skips_the_constraint_aloud() -> None:
     with jax.set_mesh(MESH):
         with pytest.warns(
-            sr.errors.ShardingWarning, match=r"x \(8, 8\): P\('zz', 'tp'\) was skipped as a whole.*no axis 'zz'"
+            sr.errors.ShardingWarning, match=r"x \(8, 8\): P\('zz', 'tp'\) was skipped: unknown axis 'zz'"
         ):
             assert sr.with_sharding_constraint(ONES, P("zz", "tp")) is ONES
-        with pytest.warns(sr.errors.ShardingWarning, match="skipped as a whole"):
+        with pytest.warns(sr.errors.ShardingWarning, match="was skipped"):
             inside = jax.jit(lambda x: sr.with_sharding_constraint(x, P("zz", "tp")))(ONES)
         assert inside.sharding.is_fully_replicated
 
@@ -137,7 +137,9 @@ def test_dropping_leaves_out_that_axis_only() -> None:
 def test_an_axis_that_is_missing_can_be_an_error_that_lists_all_arrays() -> None:
     with (
         jax.set_mesh(MESH),
-        pytest.raises(sr.errors.UnknownAxisError, match=r"(?s)a \(8, 8\).*no axis 'xx'.*b \(8, 8\).*no axis 'xx'"),
+        pytest.raises(
+            sr.errors.UnknownAxisError, match=r"(?s)a \(8, 8\).*unknown axis 'xx'.*b \(8, 8\).*unknown axis 'xx'"
+        ),
     ):
         sr.with_sharding_constraint({"a": ONES, "b": ONES}, P("xx"), missing="error")
 
@@ -294,7 +296,7 @@ def test_a_partition_axis_gives_meaning_by_mode() -> None:
         (
             ("bacth", "embed"),
             sr.errors.UnknownAxisError,
-            r"dimension 0 of \(8, 8\) is called 'bacth' \(did you mean 'batch'\?\)",
+            r"unknown logical axis 'bacth' \(did you mean 'batch'\?\) for dimension 0 of \(8, 8\)",
         ),
         (("batch",), sr.errors.SpecError, r"1 logical axes \('batch',\) for an array of shape \(8, 8\)"),
         (("batch", "rows"), sr.errors.SpecError, "'dp' would split both 'batch' and 'rows'"),
@@ -311,7 +313,7 @@ def test_names_that_cannot_be_meant_are_refused(names: Any, error: Any, message:
 
 def test_policies_hold_for_logical_names_too() -> None:
     with jax.set_mesh(MESH), sr.logical_axes({"batch": "dp", "seq": "sp"}):
-        with pytest.warns(sr.errors.ShardingWarning, match=r"constrain: .* no axis 'sp'"):
+        with pytest.warns(sr.errors.ShardingWarning, match=r"constrain: .* unknown axis 'sp'"):
             assert sr.constrain(ONES, "batch", "seq", missing="drop").sharding.spec[0] == "dp"
         with pytest.raises(sr.errors.IndivisibleError, match=r"constrain: .*dimension size is 7"):
             sr.constrain(jnp.ones((7, 8)), "batch", None)

@@ -53,7 +53,7 @@ def test_the_pair_is_refused_as_filter_shard_refuses() -> None:
         shard(np.ones(7))
     with pytest.raises(AssertionError, match="No mesh found"):
         eformer.make_shard_and_gather_fns(P("dp"))
-    with pytest.raises(sr.errors.TreeError, match="takes PartitionSpecs, got 'dp'"):
+    with pytest.raises(sr.errors.ConfigTypeError, match="takes PartitionSpecs, got 'dp'"):
         eformer.make_shard_and_gather_fns({"w": "dp"}, MESH)
 
 

@@ -1,0 +1,89 @@
+"""What compiled functions are kept by: keys that are equal only for what compiles to the same, and a bounded cache."""
+
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar, final
+
+import attrs
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
+
+_V = TypeVar("_V")
+
+CACHE_SIZE = 4096
+"""How many signatures of one function are kept. JAX keeps as many calls, of all functions that are jitted with options
+as ours are (8,192 entries, two per call). With half of it, a program that meets more than 2,048 shapes in turn would
+compile each of them again and again; what twice as many would keep, JAX has dropped."""
+
+
+@final
+@attrs.define(eq=False)
+class Cache(Generic[_V]):
+    """A dictionary that drops what was not used for longest once it is full."""
+
+    size: int = CACHE_SIZE
+    _values: dict[Hashable, _V] = attrs.field(factory=dict, init=False)
+    _last_uses: dict[int, int] = attrs.field(factory=dict, init=False)
+    _clock: Iterator[int] = attrs.field(factory=itertools.count, init=False)
+
+    def get(self, key: Hashable) -> _V | None:
+        """Returns the value under `key`, or `None`."""
+        value = self._values.get(key)
+        if value is not None:
+            # Keys hold a whole tree structure, and hashing one takes longest in a call: uses are counted by identity.
+            self._last_uses[id(value)] = next(self._clock)
+        return value
+
+    def add(self, key: Hashable, value: _V) -> None:
+        """Keeps `value` under `key`."""
+        self._values[key] = value
+        self._last_uses[id(value)] = next(self._clock)
+        if len(self._values) > self.size:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Drops the value that was not used for longest, under all its keys."""
+        values = list(self._values.items())
+        oldest = min((value for _, value in values), key=lambda value: self._last_uses[id(value)])
+        for key, value in values:
+            if value is oldest:
+                self._values.pop(key, None)
+        self._last_uses.pop(id(oldest), None)
+
+
+def static_key(value: Any) -> Hashable:
+    """Returns the key of a leaf that is not an array; it has a hash where the leaf has one.
+
+    Python has 1 == 1.0 == True and 0.0 == -0.0, which do not compile to the same.
+
+    ```python
+    from shardrules.placement.cache import static_key
+
+    assert static_key(1) != static_key(True) != static_key(1.0)
+    assert static_key(0.0) != static_key(-0.0)
+    ```
+    """
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+def array_key(value: Any) -> Hashable:
+    """Returns the key of an array, or of its shape: its type, its mesh and memory, and its sharding on Explicit axes.
+
+    ```python
+    from shardrules.placement.cache import array_key
+
+    assert array_key(np.ones(3)) == array_key(np.zeros(3)) != array_key(np.ones(4))
+    ```
+    """
+    if isinstance(value, Tracer):
+        sharding = jax.typeof(value).sharding
+    else:
+        sharding = value.sharding if isinstance(value, jax.Array | jax.ShapeDtypeStruct) else None
+    placement: Hashable = None
+    if isinstance(sharding, NamedSharding):
+        # On Explicit axes the sharding is part of the array's type. Elsewhere jit itself compiles for each sharding.
+        is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+        placement = sharding if is_explicit else (sharding.mesh, sharding.memory_kind)
+    return np.shape(value), value.dtype, getattr(value, "weak_type", False), placement
