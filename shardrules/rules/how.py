@@ -100,7 +100,7 @@ def checked_plan(plan: ShardingPlan, mesh: AnyMesh, caller: str) -> ShardingPlan
     try:
         return plan.check()
     except PlanError as error:
-        error.add_note(f"raised by {caller}")
+        error.add_note(f"from {caller}")
         raise
 
 

@@ -28,7 +28,6 @@ from shardrules.core.errors import (
     NoMeshError,
     PlanError,
     TargetError,
-    TreeError,
 )
 from tests.analysis.programs import CPU, CUDA, TARGETS, TPU, mesh_on
 
@@ -211,7 +210,7 @@ def test_where_the_mesh_is_from() -> None:
 def test_what_is_refused_before_it_is_compiled() -> None:
     with pytest.raises(PlanError, match=r"x \(63, 256\): .* not divisible by mesh axis data size 8"):
         fits(grown, *rows(63), mesh=MESH, budget="1 MiB", in_shardings=P("data"))
-    with pytest.raises(TreeError, match="donate_argnums names argument 1, and there are 1"):
+    with pytest.raises(sr.errors.ConfigError, match="donate_argnums names argument 1, and there are 1"):
         fits(grown, *rows(64), mesh=MESH, budget="1 MiB", donate_argnums=1)
 
 

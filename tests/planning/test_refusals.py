@@ -70,7 +70,7 @@ def test_a_pin_on_an_axis_that_not_all_meshes_have() -> None:
 @pytest.mark.parametrize("number", [1, -2])
 def test_donating_what_is_no_argument_is_refused(number: int) -> None:
     planned = sr.autoplan(double, X, mesh=sr.mesh_shape("data:8"))
-    with pytest.raises(sr.errors.TreeError, match=f"donate_argnums names argument {number}, and there are 1"):
+    with pytest.raises(sr.errors.ConfigError, match=f"donate_argnums names argument {number}, and there are 1"):
         planned.jit(double, donate_argnums=number)
 
 

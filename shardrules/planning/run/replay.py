@@ -17,7 +17,7 @@ from shardrules.core.errors import NoMeshError, TreeError
 from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
-from shardrules.placement.transfer import put
+from shardrules.placement.transfer import is_placed, put_some, put_unplaced
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.run.call import Call, auto_mesh, axis_names_of, read_call, struct
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
@@ -69,36 +69,29 @@ class PlannedFunction:
         return call.rebuilt(run(*self._placed(arrays)))
 
     def _placed(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the arrays as planned: those that are replicated, or not placed yet, are put there.
-
-        To jit, an array that it has to place has another type than a placed one: it would compile twice.
-        """
+        """Returns the arrays as planned: those that are replicated, or not placed yet, are put there."""
         mesh = auto_mesh(concrete_mesh(self.mesh))
+        targets = [NamedSharding(mesh, spec) for spec in self.specs]
         placed, misplaced = list(arrays), []
         to_put: dict[int, NamedSharding] = {}
-        for index, (path, array, spec) in enumerate(zip(self.planned.paths, arrays, self.specs, strict=True)):
-            target = NamedSharding(mesh, spec)
+        for index, (path, array, target) in enumerate(zip(self.planned.paths, arrays, targets, strict=True)):
             if isinstance(array, Tracer):
                 if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
                     placed[index] = jax.device_put(array, target)
-            elif isinstance(array, jax.Array) and array.committed:
-                sharding = array.sharding
-                named = sharding if isinstance(sharding, NamedSharding) else None
-                if sharding.is_equivalent_to(target, array.ndim) or (named is not None and named.is_fully_replicated):
+            elif is_placed(array):
+                named = array.sharding if isinstance(array.sharding, NamedSharding) else None
+                is_replicated = named is not None and named.is_fully_replicated
+                if array.sharding.is_equivalent_to(target, array.ndim) or is_replicated:
                     to_put[index] = target
                 elif named is not None:  # JAX explains the others
-                    misplaced.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(spec)}")
-            elif not under_trace():
-                to_put[index] = target
+                    misplaced.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(target.spec)}")
         if misplaced:
             raise TreeError(
                 f"{self.planned.name}: {len(misplaced)} arrays are not where they were planned:\n  "
                 + "\n  ".join(misplaced)
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
-        for index, array in zip(to_put, put([arrays[index] for index in to_put], [*to_put.values()]), strict=True):
-            placed[index] = array
-        return placed
+        return put_unplaced(put_some(placed, to_put), targets)
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:
         """Returns the call, the jitted function and the arrays for some arguments: traced once for each shape."""

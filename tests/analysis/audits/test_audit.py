@@ -841,8 +841,8 @@ class Pair(collections.namedtuple("Pair", ["a", "b"])):
     [
         ({"in_shardings": (P("data"),)}, TreeError, "in_shardings has 1 items, and there are 2 arguments"),
         ({"out_shardings": (P(), P())}, TreeError, "out_shardings"),
-        ({"donate_argnums": 2}, TreeError, "donate_argnums names argument 2, and there are 2"),
-        ({"donate_argnums": (0, -3)}, TreeError, "donate_argnums names argument -3"),
+        ({"donate_argnums": 2}, sr.errors.ConfigError, "donate_argnums names argument 2, and there are 2"),
+        ({"donate_argnums": (0, -3)}, sr.errors.ConfigError, "donate_argnums names argument -3"),
         ({"roles": ("weights", "batch")}, ConfigError, "unknown role 'weights'; roles are 'parameters'"),
         ({"plan": P("data")}, TreeError, "Specs go to in_shardings"),
         ({"in_shardings": (P("dta"), None)}, sr.errors.PlanError, "did you mean 'data'"),
