@@ -82,7 +82,7 @@ def test_it_sees_a_legacy_mesh() -> None:
 
 
 def test_without_a_mesh_it_is_refused() -> None:
-    with pytest.raises(AssertionError, match="no mesh is in force"):
+    with pytest.raises(sr.errors.NoMeshError, match="no mesh is in force"):
         sr.with_sharding_constraint(ONES, P("dp"))
 
 

@@ -258,7 +258,7 @@ def test_an_error_of_the_function_itself_comes_through() -> None:
         ({"out_shardings": P("x")}, sr.errors.PlanError, "filter_jit, the result: .*"),
         ({"donate": "first"}, sr.errors.ConfigError, "donate is 'none', 'all', 'all-except-first'"),
         ({"donate": ["y"]}, sr.errors.ConfigError, r"donate names \['y'\]; the arguments are x"),
-        ({"mesh": "data:8"}, sr.errors.AxisTypeError, "a mesh is a Mesh"),
+        ({"mesh": "data:8"}, sr.errors.AxisTypeError, "a mesh must be a Mesh"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: Any, error: Any, message: str) -> None:
