@@ -14,13 +14,13 @@ from shardrules.core.spec import axis_names
 @final
 @attrs.frozen(init=False, repr=False)
 class CompositeShardingRule(LeavesShardingRule):
-    """Asks rules in order; for each leaf the first with an opinion wins. Later rules see only what is left.
+    """Applies rules in order: for each leaf the first with an opinion wins. Later rules see only the remaining leaves.
 
     **Arguments:**
 
     - `rules`: any rules.
-    - `empty_is_opinion`: whether `P()`, *replicate on purpose*, wins. `False` gives the reading of other libraries, in
-        which the first spec that names an axis wins.
+    - `empty_is_opinion`: whether `P()`, an explicit *replicate*, wins. With `False` the first spec that names an axis
+        wins, as in other libraries.
 
     ```python
     rule = sr.CompositeShardingRule(sr.RegexShardingRule([("norm", P())]), sr.DimShardingRule("model", 0))
@@ -39,49 +39,42 @@ class CompositeShardingRule(LeavesShardingRule):
         return f"CompositeShardingRule({', '.join([*map(repr, self.rules), *literal])})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the first opinion on each leaf.
-
-        **Arguments:**
-
-        - `leaves`: what to decide.
-
-        **Returns:**
-
-        A `Verdict`; a leaf on which no rule has an opinion keeps what each of them said.
-        """
-        decided: dict[int, Decision] = {}
+        """Returns the first opinion on each leaf; where no rule has one, the reasons of all of them."""
+        decisions: dict[int, Decision] = {}
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []
+        # A rule with a limit for the whole tree counts the leaves that the rules before it have decided.
         settled: list[tuple[Leaf, int]] = []
-        left = list(range(len(leaves.items)))
+        undecided = list(range(len(leaves.items)))
         for rule in self.rules:
-            if not left and leaves.items:
-                findings.append(_never_asked(rule))
+            if not undecided and leaves.items:
+                findings.append(_shadowed_rule(rule))
                 continue
-            verdict = decide(rule, leaves.select(left, settled))
+            verdict = decide(rule, leaves.select(undecided, settled))
             findings += verdict.findings
-            still: list[int] = []
-            for number, decision in zip(left, verdict.decisions, strict=True):
+            remaining: list[int] = []
+            for kind_index, decision in zip(undecided, verdict.decisions, strict=True):
                 if self._wins(decision):
-                    decided[number] = decision
-                    settled.append((attrs.evolve(leaves.items[number], spec=decision.spec), leaves.counts[number]))
+                    decisions[kind_index] = decision
+                    leaf = attrs.evolve(leaves.items[kind_index], spec=decision.spec)
+                    settled.append((leaf, leaves.counts[kind_index]))
                 else:
-                    declined[number].append(decision.reason)
-                    still.append(number)
-            left = still
-        for number in left:
-            decided[number] = leaves.items[number].skip("; ".join(dict.fromkeys(declined[number])))
-        return Verdict(tuple([decided[number] for number in range(len(leaves.items))]), tuple(findings))
+                    declined[kind_index].append(decision.reason)
+                    remaining.append(kind_index)
+            undecided = remaining
+        for kind_index in undecided:
+            decisions[kind_index] = leaves.items[kind_index].skip("; ".join(dict.fromkeys(declined[kind_index])))
+        return Verdict(tuple([decisions[index] for index in range(len(leaves.items))]), tuple(findings))
 
     def _wins(self, decision: Decision) -> bool:
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))
 
 
-def _never_asked(rule: ShardingRule) -> Finding:
+def _shadowed_rule(rule: ShardingRule) -> Finding:
     return Finding(
         "note",
         "shadowed-rule",
-        f"every leaf is decided before {type(rule).__name__} is asked",
-        remedy="Take it out, unless it stands there for other trees",
+        f"every leaf is decided before {type(rule).__name__} applies",
+        remedy="Remove it, unless it is for other trees",
         rule="CompositeShardingRule",
     )

@@ -1,6 +1,5 @@
-"""`FittedShardingRule`: the only place where a misfit is forgiven, and never in silence."""
+"""`FittedShardingRule`: the only place where specs are adapted to a mesh, and never silently."""
 
-from collections.abc import Iterator
 from typing import final
 
 import attrs
@@ -18,10 +17,10 @@ from shardrules.core.spec import UNCONSTRAINED, divisible_prefix, entries, make_
 @final
 @attrs.frozen
 class FittedShardingRule(LeavesShardingRule):
-    """Fits what another rule decides to the mesh and the shapes at hand; each thing it drops is a finding.
+    """Fits the specs of another rule to the mesh and the shapes; each axis that it drops is a finding.
 
-    Axes that the mesh lacks are dropped, then those at the end of a dimension's tuple until the rest divides it. Where
-    nothing is left of a spec the rule has no opinion. In a chain, what the rules before have decided stays as it is.
+    It drops axes that the mesh lacks, then axes at the end of a dimension's tuple until the rest divides it. Where
+    nothing remains of a spec the rule has no opinion. In a chain, earlier decisions stay as they are.
 
     **Arguments:**
 
@@ -38,97 +37,87 @@ class FittedShardingRule(LeavesShardingRule):
     rule: ShardingRule = attrs.field(converter=as_rule("FittedShardingRule"))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the fitted decisions of the rule inside.
+        """Returns the fitted decisions of the inner rule."""
+        verdict, missing = self._decide_inside(leaves)
+        fitted = [_fit(leaf, decision) for leaf, decision in zip(leaves.items, verdict.decisions, strict=True)]
+        reported = dict.fromkeys(finding.axis for decision in fitted for finding in decision.findings)
+        findings = [_missing_axis(name, leaves.items[0]) for name in missing if name not in reported]
+        return Verdict(tuple(fitted), (*verdict.findings, *findings))
 
-        **Arguments:**
+    def _decide_inside(self, leaves: Leaves) -> tuple[Verdict, list[str]]:
+        """The verdict of the inner rule, and the axes that it needs and the mesh lacks.
 
-        - `leaves`: what to decide.
-
-        **Returns:**
-
-        A `Verdict`.
-        """
-        verdict, lacking = self._ask(leaves)
-        fitted = [_fit(leaf, one) for leaf, one in zip(leaves.items, verdict.decisions, strict=True)]
-        told = dict.fromkeys(found.axis for one in fitted for found in one.findings)
-        unseen = [_unseen(name, leaves.items[0]) for name in lacking if name not in told]
-        return Verdict(tuple(fitted), (*verdict.findings, *unseen))
-
-    def _ask(self, leaves: Leaves) -> tuple[Verdict, list[str]]:
-        """What the rule inside says, and the axes that it asked for and the mesh lacks.
-
-        A rule that looks at the size of an axis refuses one that is not there. So it is asked again about a mesh where
-        that axis has size 1, until there is no such refusal.
+        A rule that reads the size of a missing axis raises. So it decides again on a mesh where that axis has size 1,
+        until it raises for no missing axis.
         """
         sizes = mesh_sizes(leaves.items[0].mesh)
-        lacking: list[str] = []
-        asked = leaves
+        missing: list[str] = []
+        attempt = leaves
         while True:
-            trial = attrs.evolve(asked, calls=[])
+            # Only the calls of the last attempt count: what the others found is about a mesh without the axis.
+            trial = attrs.evolve(attempt, calls=[])
             verdict = decide(self.rule, trial)
-            refused = (found.axis for found in verdict.findings if found.code == "conflict" and found.axis is not None)
-            more = [name for name in dict.fromkeys(refused) if name not in sizes and name not in lacking]
-            if not more:
+            axes = [finding.axis for finding in verdict.findings if finding.code == "conflict" and finding.axis]
+            new = [name for name in dict.fromkeys(axes) if name not in sizes and name not in missing]
+            if not new:
                 leaves.calls.extend(trial.calls)
-                return verdict, lacking
-            lacking += more
-            known = {**sizes, **dict.fromkeys(lacking, 1)}
-            mesh = AbstractMesh(tuple(known.values()), tuple(known))
-            asked = leaves.replace(attrs.evolve(leaf, mesh=mesh) for leaf in leaves.items)
+                return verdict, missing
+            missing += new
+            extended = {**sizes, **dict.fromkeys(missing, 1)}
+            mesh = AbstractMesh(tuple(extended.values()), tuple(extended))
+            attempt = leaves.replace(attrs.evolve(leaf, mesh=mesh) for leaf in leaves.items)
 
 
-def _unseen(name: str, leaf: Leaf) -> Finding:
-    why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}: the rule inside goes without it"
-    remedy = "Correct the rule inside, if this is not what is meant"
-    return Finding("warning", "fitted", why, remedy=remedy, axis=name, rule="FittedShardingRule")
+_REMEDY = "Correct the inner rule if this is not intended"
+
+
+def _missing_axis(name: str, leaf: Leaf) -> Finding:
+    why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}: the inner rule ignores it"
+    return Finding("warning", "fitted", why, remedy=_REMEDY, axis=name, rule="FittedShardingRule")
 
 
 def _fit(leaf: Leaf, decision: Decision) -> Decision:
     if decision.spec is None:
         return decision
-    asked, before = entries(decision.spec), leaf.entries
+    requested, before = entries(decision.spec), leaf.entries
     findings: list[Finding] = []
-    if len(asked) > leaf.ndim:
-        why = f"{spec_repr(decision.spec)} has {len(asked)} entries for {leaf.ndim} dimensions: the last were cut"
+    if len(requested) > leaf.ndim:
+        why = f"{spec_repr(decision.spec)} has {len(requested)} entries for {leaf.ndim} dimensions: the last were cut"
         findings.append(
             Finding("warning", "fitted", why, leaf.path, "Correct the spec", leaf.shape, rule="FittedShardingRule")
         )
     kept = []
-    for dim, entry in enumerate(asked[: leaf.ndim]):
+    for dim, entry in enumerate(requested[: leaf.ndim]):
+        # What an earlier rule decided is not ours to change.
         if entry is UNCONSTRAINED or entry == before[dim]:
             kept.append(entry)
             continue
-        known = tuple(name for name in entry if name in leaf.sizes)
-        fits = divisible_prefix(known, leaf.shape[dim], leaf.sizes)
+        available = tuple(name for name in entry if name in leaf.sizes)
+        fits = divisible_prefix(available, leaf.shape[dim], leaf.sizes)
         kept.append(fits)
-        findings += _dropped(leaf, dim, entry, known, fits)
+        findings += [_dropped(leaf, dim, name) for name in entry if name not in fits]
     if not findings:
         return decision
     reason = f"{decision.reason}; fitted from {spec_repr(decision.spec)}"
-    found = (*decision.findings, *findings)
-    if all(entry == () for entry in kept) and not all(entry == () for entry in asked):
-        return Decision(None, f"{reason}, of which nothing is left", None, found)
-    return Decision(make_spec(tuple(kept)), reason, decision.rule, found)
+    all_findings = (*decision.findings, *findings)
+    if all(entry == () for entry in kept) and not all(entry == () for entry in requested):
+        return Decision(None, f"{reason}, which leaves nothing", None, all_findings)
+    return Decision(make_spec(tuple(kept)), reason, decision.rule, all_findings)
 
 
-def _dropped(
-    leaf: Leaf, dim: int, asked: tuple[str, ...], known: tuple[str, ...], fits: tuple[str, ...]
-) -> Iterator[Finding]:
-    for name in asked:
-        if name in fits:
-            continue
-        if name not in known:
-            why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}"
-        else:
-            why = f"axis {name!r} of size {leaf.sizes[name]} does not divide what is left of {leaf.shape[dim]}"
-        yield Finding(
-            "warning",
-            "fitted",
-            f"{why}: dropped from dimension {dim}",
-            leaf.path,
-            "Correct the rule inside, if this is not what is meant",
-            leaf.shape,
-            dim,
-            name,
-            rule="FittedShardingRule",
-        )
+def _dropped(leaf: Leaf, dim: int, name: str) -> Finding:
+    if name not in leaf.sizes:
+        why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}"
+    else:
+        why = f"axis {name!r} of size {leaf.sizes[name]} does not divide what remains of {leaf.shape[dim]}"
+    return Finding(
+        "warning",
+        "fitted",
+        f"{why}: dropped from dimension {dim}",
+        leaf.path,
+        _REMEDY,
+        leaf.shape,
+        dim,
+        name,
+        rule="FittedShardingRule",
+    )

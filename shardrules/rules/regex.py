@@ -20,28 +20,30 @@ from shardrules.rules.pattern import Match, check_beginning, compile_pattern, re
 from shardrules.rules.text import parse_rule
 
 PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
-"""What a pattern stands for: a spec, a rule, a rule in text form, or `None` for no opinion."""
+"""The value of a pattern: a spec, a rule, a rule in text form, or `None` for no opinion."""
 
 Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
-"""What becomes of a leaf that no pattern matches."""
+"""What to do with a leaf that no pattern matches."""
 
 
 def _as_pattern_pairs(
     rules: Iterable[tuple[str | re.Pattern[str], PatternValue]],
 ) -> tuple[tuple[str, PatternValue], ...]:
     try:
-        given = [(pattern, value) for pattern, value in rules]
+        patterns = [(pattern, value) for pattern, value in rules]
     except (TypeError, ValueError):
         raise PatternError(
             "RegexShardingRule takes (pattern, value) pairs in order, [('norm', P()), ('.*', P('data'))]; "
             f"got {rules!r}"
         ) from None
-    pairs = tuple((_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in given)
+    pairs = tuple(
+        (_pattern_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in patterns
+    )
     for pattern, value in pairs:
         if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):
             raise PatternError(
-                f"RegexShardingRule: {pattern!r} stands for {value!r}, which is neither a PartitionSpec, a rule, a "
-                "rule in text form, nor None"
+                f"RegexShardingRule: {pattern!r} has the value {value!r}, which is not a PartitionSpec, a rule, a rule "
+                "in text form, or None"
             )
         compile_pattern(pattern, "RegexShardingRule")
         if isinstance(value, PartitionSpec):
@@ -52,12 +54,12 @@ def _as_pattern_pairs(
     return pairs
 
 
-def _text(pattern: object) -> str:
+def _pattern_text(pattern: object) -> str:
     if isinstance(pattern, re.Pattern) and pattern.flags == re.UNICODE:
         return pattern.pattern
     if not isinstance(pattern, str):
         raise PatternError(
-            f"RegexShardingRule: {pattern!r} is not a pattern as text. Flags go into it, '(?i)norm' for instance"
+            f"RegexShardingRule: a pattern must be a string, got {pattern!r}. Flags go into it, '(?i)norm' for instance"
         )
     return pattern
 
@@ -68,24 +70,24 @@ def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) ->
 
 
 def _reads_index(rule: "RegexShardingRule") -> ReadsIndex:
-    own: list[ReadsIndex] = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
-    return widest([*own, *[part.reads_index for part in rule.parts]])
+    patterns = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
+    return widest([*patterns, *[part.reads_index for part in rule.parts]])
 
 
 @final
 @attrs.frozen
 class RegexShardingRule(LeavesShardingRule):
-    """Gives each leaf what the first pattern that matches its path stands for.
+    """Gives each leaf the value of the first pattern that matches its path.
 
-    Patterns are searched, not anchored: `w` is found in `down`. The plan tells how many leaves are left, which patterns
-    match nothing, and which can never win.
+    Patterns are searched, not anchored: `w` matches `down`. The plan reports how many leaves no pattern matches, which
+    patterns match nothing, and which can never win.
 
     **Arguments:**
 
     - `rules`: (pattern, value) pairs. A value is a PartitionSpec, a rule (chains included), a rule in text form such as
         `"shard_dim('model', -1)|fsdp('data')"`, or `None`, which has no opinion and stops the search.
     - `match`: `"search"`, `"fullmatch"` or `"match"`, as in the `re` module.
-    - `unmatched`: what becomes of a leaf that no pattern matches: `"skip"` (no opinion), `"replicate"`, or `"error"`.
+    - `unmatched`: what to do with a leaf that no pattern matches: `"skip"` (no opinion), `"replicate"`, or `"error"`.
     - `min_size`: arrays of fewer elements are replicated when a pattern matches them.
 
     ```python
@@ -105,9 +107,9 @@ class RegexShardingRule(LeavesShardingRule):
 
     @functools.cached_property
     def _delegates(self) -> tuple[tuple[int, ShardingRule], ...]:
-        """The rules among the values, each with the index of its pattern, in the order in which they are asked."""
+        """The rules among the values, each with the index of its pattern, in the order in which they decide."""
         rules = [(index, value) for index, (_, value) in enumerate(self.rules) if isinstance(value, ShardingRule)]
-        # A rule with a limit for the whole tree comes last, and sees what became of all other leaves.
+        # A rule with a limit for the whole tree comes last, and counts what is decided about all other leaves.
         return tuple(sorted(rules, key=lambda pair: bool(pair[1].tree_budgets)))
 
     @functools.cached_property
@@ -115,64 +117,55 @@ class RegexShardingRule(LeavesShardingRule):
         return tuple(getattr(re.compile(pattern), self.match) for pattern, _ in self.rules)
 
     @functools.cached_property
-    def _ready(self) -> tuple[Decision | None, ...]:
+    def _fixed_decisions(self) -> tuple[Decision | None, ...]:
         """The decision of each pattern whose value is a spec or `None`."""
-        return tuple(_ready(self, pattern, value) for pattern, value in self.rules)
+        return tuple(_fixed_decision(self, pattern, value) for pattern, value in self.rules)
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns what the patterns say, asking the rules among their values about the leaves that they won.
-
-        **Arguments:**
-
-        - `leaves`: what to decide.
-
-        **Returns:**
-
-        A `Verdict`, with a finding for each pattern that matches nothing or only what earlier ones took.
-        """
-        matchers, ready = self._matchers, self._ready
+        """Returns the value of each leaf's pattern; rules among the values decide the leaves that their pattern won."""
+        matchers, fixed_decisions = self._matchers, self._fixed_decisions
         decisions: list[Decision] = []
         delegated: dict[int, list[int]] = {}
         won: set[int] = set()
         findings: list[Finding] = []
         idle: list[tuple[int, Finding]] = []
-        for place, leaf in enumerate(leaves.items):
+        # The loop that every leaf of a large tree goes through: `enumerate` would make a tuple for each pattern tried.
+        for kind_index, leaf in enumerate(leaves.items):
             path = leaf.path
-            number = 0
+            pattern_index = 0
             for matches in matchers:
                 if matches(path):
                     break
-                number += 1
+                pattern_index += 1
             else:
                 decisions.append(self._unmatched(leaf))
                 continue
-            won.add(number)
-            decision = ready[number]
+            won.add(pattern_index)
+            decision = fixed_decisions[pattern_index]
             if self.min_size and leaf.size < self.min_size:
                 decision = Decision(PartitionSpec(), f"fewer than {self.min_size} elements", self)
             elif decision is None:
-                delegated.setdefault(number, []).append(place)
+                delegated.setdefault(pattern_index, []).append(kind_index)
                 decision = leaf.skip("")
             if leaf.spec is not None and decision.spec is not None:
                 decision = leaf.try_refine(decision.spec, decision.reason)
             decisions.append(decision)
-        for number, rule in self._delegates:
-            pattern = self.rules[number][0]
-            places = delegated.get(number, [])
+        for pattern_index, rule in self._delegates:
+            pattern = self.rules[pattern_index][0]
+            kind_indices = delegated.get(pattern_index, [])
             settled = [
-                (attrs.evolve(leaf, spec=one.spec), count)
-                for leaf, one, count in zip(leaves.items, decisions, leaves.counts, strict=True)
-                if one.spec is not None
+                (attrs.evolve(leaf, spec=decision.spec), count)
+                for leaf, decision, count in zip(leaves.items, decisions, leaves.counts, strict=True)
+                if decision.spec is not None
             ]
-            verdict = decide(rule, leaves.select(places, settled))
+            verdict = decide(rule, leaves.select(kind_indices, settled))
             findings += verdict.findings
-            for place, decision in zip(places, verdict.decisions, strict=True):
-                reason = f"{pattern!r}: {decision.reason}"
-                decisions[place] = attrs.evolve(decision, reason=reason)
-        for number in range(len(self.rules)):
-            if number not in won:
-                finding = self._idle(number, matchers[number], leaves)
-                idle += [] if finding is None else [(number, finding)]
+            for kind_index, decision in zip(kind_indices, verdict.decisions, strict=True):
+                decisions[kind_index] = attrs.evolve(decision, reason=f"{pattern!r}: {decision.reason}")
+        for pattern_index in range(len(self.rules)):
+            if pattern_index not in won:
+                finding = self._idle_finding(pattern_index, matchers[pattern_index], leaves)
+                idle += [] if finding is None else [(pattern_index, finding)]
         return Verdict(tuple(decisions), tuple(findings), tuple(idle))
 
     def _unmatched(self, leaf: Leaf) -> Decision:
@@ -180,24 +173,25 @@ class RegexShardingRule(LeavesShardingRule):
             return leaf.try_refine(PartitionSpec(), "no pattern matches")
         if self.unmatched == "error":
             why = "no pattern matches"
-            hint = "Add a pattern for it; ('.*', P()) at the end replicates what is left"
+            hint = "Add a pattern for it; ('.*', P()) at the end replicates the rest"
             finding = Finding("error", "conflict", why, leaf.path, hint, leaf.shape, rule="RegexShardingRule")
             return Decision(None, why, findings=(finding,))
         return leaf.skip("no pattern matches")
 
-    def _idle(self, number: int, matches: Callable[[str], object], leaves: Leaves) -> Finding | None:
-        pattern = self.rules[number][0]
-        if number == len(self.rules) - 1 and matches("\0"):
-            return None  # it matches whatever it is shown: a safety net that caught nothing
+    def _idle_finding(self, pattern_index: int, matches: Callable[[str], object], leaves: Leaves) -> Finding | None:
+        pattern = self.rules[pattern_index][0]
+        # A last pattern that matches any path is a default: it may well have nothing to do.
+        if pattern_index == len(self.rules) - 1 and matches("\0"):
+            return None
         if any(matches(leaf.path) for leaf in leaves.items):
-            why = f"every leaf that pattern {pattern!r} matches is taken by an earlier pattern"
-            remedy = "Put it before the patterns that take its leaves, or take it out"
+            why = f"every leaf that pattern {pattern!r} matches is matched by an earlier pattern"
+            remedy = "Move it before the patterns that match its leaves, or remove it"
             return Finding("warning", "shadowed-pattern", why, remedy=remedy, rule="RegexShardingRule")
         why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
-        return Finding("warning", "dead-pattern", why, remedy="Correct it, or take it out", rule="RegexShardingRule")
+        return Finding("warning", "dead-pattern", why, remedy="Correct it, or remove it", rule="RegexShardingRule")
 
 
-def _ready(rule: RegexShardingRule, pattern: str, value: PatternValue) -> Decision | None:
+def _fixed_decision(rule: RegexShardingRule, pattern: str, value: PatternValue) -> Decision | None:
     if isinstance(value, ShardingRule):
         return None
     assert not isinstance(value, str)

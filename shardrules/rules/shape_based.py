@@ -14,7 +14,7 @@ from shardrules.core.rule import LeavesShardingRule
 from shardrules.core.spec import checked_spec, spec_code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]
-"""A shape in which `None` stands for any size."""
+"""A shape in which `None` is any size."""
 
 
 def _as_patterns(
@@ -22,14 +22,14 @@ def _as_patterns(
 ) -> tuple[tuple[ShapePattern, PartitionSpec], ...]:
     pairs = patterns.items() if isinstance(patterns, Mapping) else patterns
     try:
-        found = tuple((tuple(pattern), spec) for pattern, spec in pairs)
+        checked = tuple((tuple(pattern), spec) for pattern, spec in pairs)
     except (TypeError, ValueError):
         raise PatternError(
             f"ShapeBasedShardingRule takes shapes and specs, {{(None, 1024): P('model', None)}}; got {patterns!r}"
         ) from None
-    for pattern, spec in found:
-        sound = all(dim is None or (isinstance(dim, int) and dim >= 0) for dim in pattern)
-        if not sound or not isinstance(spec, PartitionSpec):
+    for pattern, spec in checked:
+        is_shape = all(size is None or (isinstance(size, int) and size >= 0) for size in pattern)
+        if not is_shape or not isinstance(spec, PartitionSpec):
             raise PatternError(
                 f"ShapeBasedShardingRule: {pattern!r}: {spec!r} is not a shape (sizes, or None for any size) and a "
                 "PartitionSpec"
@@ -38,11 +38,13 @@ def _as_patterns(
             checked_spec(spec)
         except SpecError as error:
             raise PatternError(f"ShapeBasedShardingRule: {pattern!r}: {error}") from error
-    return found
+    return checked
 
 
 def _matches(pattern: ShapePattern, shape: tuple[int, ...]) -> bool:
-    return len(pattern) == len(shape) and all(want in (None, dim) for want, dim in zip(pattern, shape, strict=True))
+    return len(pattern) == len(shape) and all(
+        expected in (None, size) for expected, size in zip(pattern, shape, strict=True)
+    )
 
 
 @final
@@ -66,44 +68,35 @@ class ShapeBasedShardingRule(LeavesShardingRule):
     reads_index = "no"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the first match of each leaf.
-
-        **Arguments:**
-
-        - `leaves`: what to decide.
-
-        **Returns:**
-
-        A `Verdict`, with a finding for every pattern that matches no shape, or only what earlier ones took.
-        """
+        """Returns the first match of each leaf, with a finding for each pattern that wins no leaf."""
         won: dict[int, None] = {}
         decisions: list[Decision] = []
         for leaf in leaves.items:
-            hits = (number for number, (pattern, _) in enumerate(self.patterns) if _matches(pattern, leaf.shape))
-            number = next(hits, None)
-            if number is None:
+            matches = (index for index, (pattern, _) in enumerate(self.patterns) if _matches(pattern, leaf.shape))
+            pattern_index = next(matches, None)
+            if pattern_index is None:
                 decisions.append(leaf.skip("no shape pattern matches"))
                 continue
-            won[number] = None
-            pattern, spec = self.patterns[number]
+            won[pattern_index] = None
+            pattern, spec = self.patterns[pattern_index]
             decisions.append(leaf.try_refine(spec, f"shape matches {pattern}"))
-        idle = [number for number in range(len(self.patterns)) if number not in won]
-        return Verdict(tuple(decisions), idle=tuple((number, self._idle(number, leaves)) for number in idle))
+        idle = [index for index in range(len(self.patterns)) if index not in won]
+        return Verdict(tuple(decisions), idle=tuple((index, self._idle_finding(index, leaves)) for index in idle))
 
-    def _idle(self, number: int, leaves: Leaves) -> Finding:
-        pattern = self.patterns[number][0]
+    def _idle_finding(self, pattern_index: int, leaves: Leaves) -> Finding:
+        pattern = self.patterns[pattern_index][0]
         if any(_matches(pattern, leaf.shape) for leaf in leaves.items):
             return Finding(
                 "warning",
                 "shadowed-pattern",
-                f"every array of shape {pattern} is taken by an earlier pattern",
-                remedy="Put the narrower pattern first, or take it out",
+                f"every array of shape {pattern} is matched by an earlier pattern",
+                remedy="Put the narrower pattern first, or remove this one",
                 rule="ShapeBasedShardingRule",
             )
         return Finding(
             "warning",
             "dead-pattern",
             f"no array that reaches this rule has shape {pattern}",
-            remedy="Correct the pattern, or take it out",
+            remedy="Correct the pattern, or remove it",
             rule="ShapeBasedShardingRule",
         )

@@ -17,14 +17,14 @@ from shardrules.core.spec import Entries, axis_names, entries, make_spec
 @final
 @attrs.frozen
 class StackedShardingRule(LeavesShardingRule):
-    """Sets the leading dimensions of stacked arrays aside and lets another rule decide the rest.
+    """Sets the leading dimensions of stacked arrays aside and lets another rule decide the others.
 
-    Arrays with fewer dimensions are left to other rules. The axes that split what is set aside are in use for the rule
-    inside.
+    It has no opinion on arrays with fewer dimensions. Axes that split the dimensions set aside are in use for the inner
+    rule.
 
     **Arguments:**
 
-    - `rule`: the rule for one layer. It sees the shape of one layer; a size limit of its own counts one layer.
+    - `rule`: the rule for one layer. It sees the shape of one layer, so its size limits are for one layer.
     - `dims`: how many leading dimensions were stacked.
     - `axis`: the mesh axis to split the first of them over; by default they stay whole.
 
@@ -37,65 +37,56 @@ class StackedShardingRule(LeavesShardingRule):
     rule: ShardingRule = attrs.field(converter=as_rule("StackedShardingRule"))
     dims: int = attrs.field(default=1, converter=integer("dims", 1))
     axis: Axis | None = attrs.field(default=None, converter=attrs.converters.optional(as_axis))
-    tree_budgets = ()  # a limit of the rule inside is for one layer
+    tree_budgets = ()  # a limit of the inner rule is for one layer
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns what the rule inside says of one layer, with the stacked dimensions before it.
-
-        **Arguments:**
-
-        - `leaves`: what to decide.
-
-        **Returns:**
-
-        A `Verdict`.
-        """
+        """Returns the inner rule's decisions for one layer, with the stacked dimensions before them."""
         decisions: list[Decision] = []
-        stacks: dict[int, tuple[Leaf, Entries]] = {}  # with what splits the leading dimensions
-        for number, leaf in enumerate(leaves.items):
+        stacks: dict[int, tuple[Leaf, Entries]] = {}  # by kind index, with the entries of the leading dimensions
+        for kind_index, leaf in enumerate(leaves.items):
             if leaf.ndim < self.dims:
-                few = f"fewer than {self.dims} dimension{'s' * (self.dims > 1)} to set aside"
-                decisions.append(leaf.skip(few))
+                decisions.append(leaf.skip(f"fewer than {self.dims} dimension{'s' * (self.dims > 1)} to set aside"))
                 continue
             spec = leaf.spec
             if self.axis is not None:
                 decisions.append(leaf.try_refine(PartitionSpec(self.axis), ""))
-                spec = decisions[number].spec
+                spec = decisions[kind_index].spec
                 if spec is None:
                     continue
             else:
                 decisions.append(leaf.skip(""))
-            stacks[number] = leaf, () if spec is None else entries(spec, leaf.ndim)[: self.dims]
-        layers = leaves.select(list(stacks)).replace([self._one_layer(*one) for one in stacks.values()])
+            stacks[kind_index] = leaf, () if spec is None else entries(spec, leaf.ndim)[: self.dims]
+        layers = leaves.select(list(stacks)).replace([self._one_layer(*stack) for stack in stacks.values()])
         verdict = decide(self.rule, layers)
-        for (number, stack), decision in zip(stacks.items(), verdict.decisions, strict=True):
-            decisions[number] = self._stack(*stack, decision)
-        whole = {leaf.path: leaf for leaf, _ in stacks.values()}
-        findings = [self._of_the_stack(found, whole.get(found.path)) for found in verdict.findings]
+        for (kind_index, stack), decision in zip(stacks.items(), verdict.decisions, strict=True):
+            decisions[kind_index] = self._stack(*stack, decision)
+        leaf_by_path = {leaf.path: leaf for leaf, _ in stacks.values()}
+        findings = [self._stack_finding(finding, leaf_by_path.get(finding.path)) for finding in verdict.findings]
         return Verdict(tuple(decisions), tuple(findings))
 
-    def _one_layer(self, leaf: Leaf, before: Entries) -> Leaf:
+    def _one_layer(self, leaf: Leaf, leading: Entries) -> Leaf:
         spec = None if leaf.spec is None else make_spec(leaf.entries[self.dims :])
         axes = None if leaf.axes is None else leaf.axes[self.dims :]
-        aside = (*leaf.aside, *axis_names(make_spec(before)))
+        aside = (*leaf.aside, *axis_names(make_spec(leading)))
         return attrs.evolve(leaf, shape=leaf.shape[self.dims :], spec=spec, axes=axes, aside=aside)
 
-    def _stack(self, leaf: Leaf, before: Entries, decision: Decision) -> Decision:
-        findings = tuple([self._of_the_stack(found, leaf) for found in decision.findings])
+    def _stack(self, leaf: Leaf, leading: Entries, decision: Decision) -> Decision:
+        findings = tuple([self._stack_finding(finding, leaf) for finding in decision.findings])
         decision = attrs.evolve(decision, findings=findings) if findings else decision
         if decision.spec is None and self.axis is None:
             return decision
         inner = () if decision.spec is None else entries(decision.spec)
         over = "" if self.axis is None else f", stacked over {self.axis!r}"
-        if not inner and all(entry == () for entry in before):
-            return decision  # P(): replicated on purpose stays as short as it was said
-        before += ((),) * (self.dims - len(before))
-        return Decision(make_spec((*before, *inner)), f"{decision.reason}{over}", decision.rule or self, findings)
+        # An explicit P() stays as short as it is.
+        if not inner and all(entry == () for entry in leading):
+            return decision
+        leading += ((),) * (self.dims - len(leading))
+        return Decision(make_spec((*leading, *inner)), f"{decision.reason}{over}", decision.rule or self, findings)
 
-    def _of_the_stack(self, found: Finding, leaf: Leaf | None) -> Finding:
-        """A finding about one layer as one about the stack of them."""
-        if leaf is None or found.shape is None:
-            return found
-        dim = found.dim if found.dim is None or found.dim < 0 else found.dim + self.dims
-        message = f"in one layer, {shape_text(found.shape)}: {found.message}"
-        return attrs.evolve(found, message=message, shape=leaf.shape, dim=dim)
+    def _stack_finding(self, finding: Finding, leaf: Leaf | None) -> Finding:
+        """A finding about one layer as a finding about the stack."""
+        if leaf is None or finding.shape is None:
+            return finding
+        dim = finding.dim if finding.dim is None or finding.dim < 0 else finding.dim + self.dims
+        message = f"in one layer, {shape_text(finding.shape)}: {finding.message}"
+        return attrs.evolve(finding, message=message, shape=leaf.shape, dim=dim)

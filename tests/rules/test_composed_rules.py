@@ -1,4 +1,7 @@
-"""The rules that are put together from others, and the one that goes by shape."""
+"""The rules that contain others, and `ShapeBasedShardingRule`.
+
+One file for `composite.py`, `fitted.py`, `stacked.py` and `shape_based.py`, and for what rules of users may return.
+"""
 
 import time
 from typing import Any
@@ -26,7 +29,7 @@ def decided(rule: sr.ShardingRule, *shape: int) -> sr.Decision:
 
 def codes(rule: sr.ShardingRule, *shape: int) -> list[str]:
     quiet = ("unused-axis", "unmatched", "large-replicated")
-    return [found.code for found in rule.plan({"w": f32(*shape)}, MESH).findings if found.code not in quiet]
+    return [finding.code for finding in rule.plan({"w": f32(*shape)}, MESH).findings if finding.code not in quiet]
 
 
 # ---- ShapeBasedShardingRule ----
@@ -46,7 +49,7 @@ SHAPES = {(None, 1024): P("model", None), (1024, None): P("data", None), (8,): P
         ((), P()),
     ],
 )
-def test_shapes(shape: tuple[int, ...], spec: P | None) -> None:
+def test_the_first_shape_that_matches_wins(shape: tuple[int, ...], spec: P | None) -> None:
     assert decided(sr.ShapeBasedShardingRule(SHAPES), *shape).spec == spec
 
 
@@ -56,21 +59,21 @@ ROWS, COLUMNS = sr.DimShardingRule("data", 0), sr.DimShardingRule("model", 1)
 NONE = sr.RegexShardingRule([("nothing here", P())])
 
 
-def test_the_first_opinion_wins_and_replicating_is_one() -> None:
+def test_the_first_opinion_wins_even_if_it_replicates() -> None:
     assert decided(sr.CompositeShardingRule(NONE, ROWS, COLUMNS), 8, 8).spec == P("data", None)
     assert decided(sr.CompositeShardingRule(sr.ReplicateShardingRule(), ROWS), 8, 8).spec == P()
     literal = sr.CompositeShardingRule(sr.ReplicateShardingRule(), ROWS, empty_is_opinion=False)
     assert decided(literal, 8, 8).spec == P("data", None)
 
 
-def test_a_rule_that_could_not_leaves_it_to_the_next_and_all_reasons_are_kept() -> None:
+def test_a_composite_keeps_the_reasons_of_all_rules() -> None:
     tried = sr.CompositeShardingRule(sr.AutoShardingRule(min_shard_size=0), sr.FSDPShardingRule("model", 1))
     decision = decided(tried, 7, 9)
     assert decision.spec is None
     assert decision.reason == "no free axis divides a free dimension; at most 1 MiB"
 
 
-def test_composites_of_nothing() -> None:
+def test_composites_of_no_rule_and_of_a_single_rule() -> None:
     assert decided(sr.CompositeShardingRule(), 8, 8).spec is None
     assert sr.CompositeShardingRule(ROWS).apply({"w": f32(8, 8)}) == ROWS.apply({"w": f32(8, 8)})
 
@@ -85,25 +88,27 @@ def test_a_chain_refines_from_left_to_right() -> None:
 
 @pytest.mark.parametrize("make", [sr.CompositeShardingRule, sr.ChainShardingRule])
 @pytest.mark.parametrize("part", ["fsdp('data')", P("data"), None, sr.FSDPShardingRule], ids=str)
-def test_what_is_no_rule_is_refused(make: Any, part: Any) -> None:
+def test_composites_and_chains_take_only_rules(make: Any, part: Any) -> None:
     with pytest.raises(TypeError, match=r"ShardingRule takes ShardingRules.*parse_rule"):
         make(ROWS, part)
 
 
-def test_a_rule_of_ones_own_that_only_has_apply_stands_anywhere() -> None:
+def test_a_rule_with_only_apply_composes() -> None:
     @attrs.frozen
     class Odd(sr.ShardingRule):
         def apply(self, pytree: Any) -> Any:
             return jax.tree.map(lambda x: P("model") if x.shape[0] % 2 == 0 else P(), pytree)
 
     assert decided(sr.CompositeShardingRule(Odd(), sr.ReplicateShardingRule()), 8, 8).spec == P("model")
-    assert decided(sr.CompositeShardingRule(Odd(), COLUMNS), 7, 8).spec == P(None, "model")  # empty is no opinion
+    assert decided(sr.CompositeShardingRule(Odd(), COLUMNS), 7, 8).spec == P(
+        None, "model"
+    )  # an empty spec is not an opinion
     assert decided(Odd() | sr.DimShardingRule("data", 1), 8, 8).spec == P("model", "data")
 
 
 @attrs.frozen
 class Delegates(sr.ShardingRule):
-    """Says what other rules say of the tree, and knows nothing of a mesh."""
+    """Returns the specs of another rule, and passes no mesh on."""
 
     inside: sr.ShardingRule = attrs.field(factory=lambda: sr.FSDPShardingRule("data", 0))
     mesh: Any = None
@@ -112,7 +117,7 @@ class Delegates(sr.ShardingRule):
         return self.inside.apply(pytree)
 
 
-def test_a_rule_that_only_has_apply_finds_the_mesh_that_is_planned_for() -> None:
+def test_a_rule_with_only_apply_gets_the_mesh_of_the_plan() -> None:
     tree = {"w": f32(8, 8), "key": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))}
     specs = {"w": P(None, "data"), "key": P("data")}
     other = jax.sharding.Mesh(np.array(jax.devices()), "x")
@@ -123,14 +128,14 @@ def test_a_rule_that_only_has_apply_finds_the_mesh_that_is_planned_for() -> None
             assert Delegates().plan(tree, mesh).specs == specs
             assert jax.jit(lambda x, mesh=mesh: 0 * x + (Delegates().plan(tree, mesh).specs == specs))(1) == 1
     assert Delegates(mesh=MESH).plan(tree).specs == specs
-    assert Delegates(mesh=MESH).plan(tree, sr.mesh_shape("data:16")).specs == specs  # its own comes first
+    assert Delegates(mesh=MESH).plan(tree, sr.mesh_shape("data:16")).specs == specs  # the mesh of the rule comes first
     with jax.set_mesh(explicit):
         assert Delegates().plan(tree).specs == specs
     with pytest.raises(sr.errors.NoMeshError, match="this rule needs a mesh"):
         Delegates().plan(tree)
 
 
-def test_what_apply_may_not_return_is_told_with_path_and_rule() -> None:
+def test_invalid_specs_from_apply_raise_with_path_and_rule() -> None:
     @attrs.frozen
     class Wrong(sr.ShardingRule):
         spec: Any
@@ -146,19 +151,19 @@ def test_what_apply_may_not_return_is_told_with_path_and_rule() -> None:
 
 
 @attrs.frozen
-class Says(sr.LeafShardingRule):
-    """Says one thing of every leaf, well or badly."""
+class Returns(sr.LeafShardingRule):
+    """Returns the same for every leaf, valid or not."""
 
-    what: Any
+    value: Any
     reads_index = "no"
 
     def decide(self, leaf: sr.Leaf) -> sr.Decision:
         del leaf
-        return self.what
+        return self.value
 
 
 @pytest.mark.parametrize(
-    ("what", "match"),
+    ("value", "match"),
     [
         (None, "decide returned None, not a Decision"),
         (P("data"), r"decide returned P\('data',?\), not a Decision"),
@@ -168,14 +173,14 @@ class Says(sr.LeafShardingRule):
     ],
     ids=str,
 )
-def test_what_a_rule_of_ones_own_may_not_say_is_told_with_path_and_rule(what: Any, match: str) -> None:
+def test_invalid_decisions_raise_with_path_and_rule(value: Any, match: str) -> None:
     tree = {"layers": [{"w": f32(8)} for _ in range(3)]}
-    for rule in (Says(what), sr.ReplicateShardingRule() | Says(what), sr.CompositeShardingRule(Says(what))):
-        with pytest.raises(sr.errors.PlanError, match=rf"3 leaves .*\n.*layers/\*/w \(8,\) x3: {match}.*\[.*Says"):
+    for rule in (Returns(value), sr.ReplicateShardingRule() | Returns(value), sr.CompositeShardingRule(Returns(value))):
+        with pytest.raises(sr.errors.PlanError, match=rf"3 leaves .*\n.*layers/\*/w \(8,\) x3: {match}.*\[.*Returns"):
             rule.plan(tree, MESH)
 
 
-def test_a_verdict_is_a_verdict() -> None:
+def test_decide_all_must_return_a_verdict() -> None:
     @attrs.frozen
     class Listed(sr.LeavesShardingRule):
         def decide_all(self, leaves: sr.Leaves) -> Any:
@@ -185,7 +190,7 @@ def test_a_verdict_is_a_verdict() -> None:
         Listed().plan({"w": f32(8)}, MESH)
 
 
-def test_an_error_about_a_leaf_may_be_raised_by_a_rule_for_all_leaves() -> None:
+def test_decide_all_may_raise_an_error_about_a_leaf() -> None:
     @attrs.frozen
     class First(sr.LeavesShardingRule):
         axis: str
@@ -199,14 +204,14 @@ def test_an_error_about_a_leaf_may_be_raised_by_a_rule_for_all_leaves() -> None:
         First("x").plan({"w": f32(8)}, MESH)
 
 
-def test_a_chain_keeps_what_was_decided_whatever_the_next_rule_knows_of_it() -> None:
-    assert decided(ROWS | Says(sr.Decision(P(None, "model"), "mine")), 8, 8).spec == P("data", "model")
+def test_a_chain_keeps_earlier_decisions() -> None:
+    assert decided(ROWS | Returns(sr.Decision(P(None, "model"), "mine")), 8, 8).spec == P("data", "model")
     with pytest.raises(
         sr.errors.PlanError, match=r"w \(8, 8\): P\('model'\) and P\('data', None\), decided before, disagree"
     ):
-        decided(ROWS | Says(sr.Decision(P("model"), "mine")), 8, 8)
+        decided(ROWS | Returns(sr.Decision(P("model"), "mine")), 8, 8)
     with pytest.raises(sr.errors.PlanError, match="Inconsistent sharding instructions"):
-        decided(ROWS | Says(sr.Decision(P(), "mine")), 8, 8)
+        decided(ROWS | Returns(sr.Decision(P(), "mine")), 8, 8)
 
 
 # ---- FittedShardingRule ----
@@ -229,7 +234,7 @@ def test_a_chain_keeps_what_was_decided_whatever_the_next_rule_knows_of_it() -> 
         (P(None, None), (7,), P(None), 1),  # nothing is split before and after: still an opinion
     ],
 )
-def test_what_does_not_fit_is_dropped_each_time_with_a_finding(
+def test_fitted_drops_what_does_not_fit_with_a_finding(
     spec: P, shape: tuple[int, ...], fitted: P | None, count: int
 ) -> None:
     rule = sr.FittedShardingRule(sr.RegexShardingRule([(".*", spec)]))
@@ -237,11 +242,12 @@ def test_what_does_not_fit_is_dropped_each_time_with_a_finding(
     assert codes(rule, *shape) == ["fitted"] * count
 
 
-def test_a_finding_of_what_was_dropped_has_all_its_parts() -> None:
+def test_a_fitted_finding_has_all_its_fields() -> None:
     rule = sr.FittedShardingRule(sr.RegexShardingRule([(".*", P("data", "modle"))]))
-    found = next(one for one in rule.plan({"w": f32(8, 8)}, MESH).findings if one.code == "fitted")
-    assert (found.severity, found.path, found.shape, found.dim, found.axis) == ("warning", "w", (8, 8), 1, "modle")
-    assert found.message == "the mesh has no axis 'modle' (did you mean 'model'?): dropped from dimension 1"
+    finding = next(item for item in rule.plan({"w": f32(8, 8)}, MESH).findings if item.code == "fitted")
+    assert (finding.severity, finding.path, finding.shape) == ("warning", "w", (8, 8))
+    assert (finding.dim, finding.axis) == (1, "modle")
+    assert finding.message == "the mesh has no axis 'modle' (did you mean 'model'?): dropped from dimension 1"
     assert "fitted from P('data', 'modle')" in decided(rule, 8, 8).reason
 
 
@@ -250,7 +256,7 @@ def test_a_finding_of_what_was_dropped_has_all_its_parts() -> None:
     [
         (sr.FSDPShardingRule("expert", 0), None, [1]),
         (sr.FSDPShardingRule(("expert", "data"), 0), P(None, "data"), [1]),
-        (sr.FSDPShardingRule("expert", 100), None, [None]),  # too small to be split: the axis is told of all the same
+        (sr.FSDPShardingRule("expert", 100), None, [None]),  # too small to split: the axis is reported all the same
         (sr.AutoShardingRule(axis_names=["expert", "data"]), P("data", None), [None]),
         (sr.MemoryConstrainedShardingRule(64, axis_names=["expert", "data"]), P("data", None), [None]),
         (sr.MemoryConstrainedShardingRule(64, axis_names=["expert", "data"], scope="tree"), P("data", None), [None]),
@@ -264,29 +270,31 @@ def test_a_finding_of_what_was_dropped_has_all_its_parts() -> None:
     ],
     ids=repr,
 )
-def test_rules_that_look_at_an_axis_are_forgiven_that_the_mesh_lacks_it(
+def test_fitted_drops_missing_axes_of_rules_that_read_sizes(
     rule: sr.ShardingRule, spec: P | None, dims: list[int | None]
 ) -> None:
     with pytest.raises(sr.errors.PlanError, match="has no axis 'expert'"):
         decided(rule, 8, 8)
     fitted = sr.FittedShardingRule(rule)
-    found = decided(fitted, 8, 8).spec
-    assert found == spec
-    told = [one for one in fitted.plan({"w": f32(8, 8)}, MESH).findings if one.code == "fitted"]
-    assert sorted([one.dim for one in told], key=str) == sorted(dims, key=str)
-    assert all(one.axis in ("expert", "stage") and f"the mesh has no axis '{one.axis}'" in one.message for one in told)
+    assert decided(fitted, 8, 8).spec == spec
+    findings = [finding for finding in fitted.plan({"w": f32(8, 8)}, MESH).findings if finding.code == "fitted"]
+    assert sorted([finding.dim for finding in findings], key=str) == sorted(dims, key=str)
+    for finding in findings:
+        assert finding.axis in ("expert", "stage")
+        assert f"the mesh has no axis '{finding.axis}'" in finding.message
     assert "no axis" not in fitted.plan({"w": f32(8, 8)}, MESH).explain("w")
 
 
-def test_other_refusals_of_the_rule_inside_stay() -> None:
+def test_fitted_keeps_other_errors_of_the_inner_rule() -> None:
     with pytest.raises(sr.errors.PlanError, match=r"^1 leaf .*\n.*Cannot shard_dim\(data, 5\)"):
         decided(sr.FittedShardingRule(sr.FSDPShardingRule("expert", 0) | sr.DimShardingRule("data", 5)), 8, 8)
-    own = sr.AutoShardingRule(sr.mesh_shape("x:2"), axis_names=["y"])  # its own mesh lacks it, and no other will do
+    # The rule has its own mesh, and that lacks the axis.
+    with_mesh = sr.AutoShardingRule(sr.mesh_shape("x:2"), axis_names=["y"])
     with pytest.raises(sr.errors.PlanError, match="has no axis 'y'"):
-        sr.FittedShardingRule(own).plan({"w": f32(8, 8)})
+        sr.FittedShardingRule(with_mesh).plan({"w": f32(8, 8)})
 
 
-def test_what_was_decided_before_is_not_fitted() -> None:
+def test_fitted_leaves_earlier_decisions_alone() -> None:
     rule = sr.RegexShardingRule([("w", P("expert"))]) | sr.FittedShardingRule(sr.DimShardingRule("data", 1))
     assert decided(rule, 7, 8).spec == P("expert", "data")
     assert codes(rule, 7, 8) == ["unknown-axis"]
@@ -307,14 +315,12 @@ def test_what_was_decided_before_is_not_fitted() -> None:
         (sr.StackedShardingRule(ROWS, dims=2), (6,), None),
     ],
 )
-def test_a_rule_for_one_layer_on_layers_that_are_stacked(
-    rule: sr.ShardingRule, shape: tuple[int, ...], spec: P | None
-) -> None:
-    found = decided(rule, *shape).spec
-    assert found is None if spec is None else found is not None and sr.specs.same(found, spec)
+def test_stacked_applies_the_rule_to_each_layer(rule: sr.ShardingRule, shape: tuple[int, ...], spec: P | None) -> None:
+    actual = decided(rule, *shape).spec
+    assert actual is None if spec is None else actual is not None and sr.specs.same(actual, spec)
 
 
-def test_the_rule_inside_sees_one_layer() -> None:
+def test_the_inner_rule_sees_a_single_layer() -> None:
     seen: list[tuple[int, ...]] = []
 
     @attrs.frozen
@@ -348,10 +354,10 @@ def test_the_rule_inside_sees_one_layer() -> None:
     ],
     ids=repr,
 )
-def test_axes_on_what_is_set_aside_are_in_use_inside(rule: sr.ShardingRule, spec: P) -> None:
-    found = decided(rule, 8, 8, 8).spec
-    assert found is not None
-    assert sr.specs.same(found, spec)
+def test_axes_of_stacked_dims_are_in_use_inside(rule: sr.ShardingRule, spec: P) -> None:
+    actual = decided(rule, 8, 8, 8).spec
+    assert actual is not None
+    assert sr.specs.same(actual, spec)
 
 
 @pytest.mark.parametrize(
@@ -373,17 +379,18 @@ def test_axes_on_what_is_set_aside_are_in_use_inside(rule: sr.ShardingRule, spec
     ],
     ids=repr,
 )
-def test_a_stack_conflicts_as_others_do(rule: sr.ShardingRule, match: str) -> None:
+def test_stacked_reports_conflicts(rule: sr.ShardingRule, match: str) -> None:
     with pytest.raises(sr.errors.PlanError, match=rf"1 leaf .*\n.*w \(8, 8, 8\): .*{match}"):
         decided(rule, 8, 8, 8)
 
 
-def test_findings_from_inside_a_stack_are_about_the_whole_array() -> None:
+def test_findings_inside_a_stack_are_about_the_whole_array() -> None:
     inside = sr.FittedShardingRule(sr.RegexShardingRule([("w", P("data", "modle"))]))
     plan = sr.StackedShardingRule(inside, dims=2).plan({"w": f32(6, 5, 7, 8)}, MESH)
-    told = [one for one in plan.findings if one.code == "fitted"]
-    assert [(one.shape, one.dim, one.axis) for one in told] == [((6, 5, 7, 8), 2, "data"), ((6, 5, 7, 8), 3, "modle")]
-    assert told[0].message.startswith("in one layer, (7, 8): axis 'data' of size 4 does not divide")
+    findings = [finding for finding in plan.findings if finding.code == "fitted"]
+    assert [finding.shape for finding in findings] == [(6, 5, 7, 8)] * 2
+    assert [(finding.dim, finding.axis) for finding in findings] == [(2, "data"), (3, "modle")]
+    assert findings[0].message.startswith("in one layer, (7, 8): axis 'data' of size 4 does not divide")
     with pytest.raises(
         sr.errors.PlanError, match=r"w \(6, 8\): in one layer, \(8,\): Cannot shard_dim\(model, 1\)"
     ) as caught:
@@ -394,7 +401,7 @@ def test_findings_from_inside_a_stack_are_about_the_whole_array() -> None:
 
 
 @pytest.mark.parametrize("dims", [0, -1])
-def test_a_stack_has_one_dimension_or_more(dims: int) -> None:
+def test_a_stack_needs_a_dimension(dims: int) -> None:
     with pytest.raises(sr.errors.ConfigError, match="dims must be 1 or more, got"):
         sr.StackedShardingRule(ROWS, dims)
 
@@ -402,13 +409,13 @@ def test_a_stack_has_one_dimension_or_more(dims: int) -> None:
 # ---- SpecTreeShardingRule ----
 
 
-def test_a_tree_of_specs_pins_what_it_names() -> None:
+def test_a_spec_tree_pins_the_paths_that_it_names() -> None:
     rule = sr.SpecTreeShardingRule({"a": P("data"), "b": None})
     plan = rule.plan({"a": np.ones(8), "b": np.ones(8)}, MESH)
     assert [plan.decision(path).spec for path in plan.paths] == [P("data"), None]
 
 
-def test_a_tree_of_shardings_will_do() -> None:
+def test_a_tree_of_shardings_is_accepted() -> None:
     named = jax.sharding.NamedSharding(MESH, P("data"))
     specs = {"a": named, "b": None, "f": jax.nn.relu}
     for rule in (sr.SpecTreeShardingRule(specs), sr.SpecTreeShardingRule((("a", named), ("b", None)))):  # pyright: ignore[reportArgumentType]
@@ -430,18 +437,18 @@ def test_a_tree_of_shardings_will_do() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_tree_of_specs_is_refused_with_each_path(specs: Any, match: str) -> None:
+def test_an_invalid_spec_tree_raises_with_each_path(specs: Any, match: str) -> None:
     with pytest.raises(sr.errors.SpecError, match=match):
         sr.SpecTreeShardingRule(specs)
 
 
-def test_a_single_device_is_no_spec() -> None:
+def test_a_single_device_sharding_is_not_a_spec() -> None:
     single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with pytest.raises(sr.errors.SpecError, match=r"\n  w: SingleDeviceSharding.* is not a PartitionSpec"):
         sr.SpecTreeShardingRule({"w": single})  # pyright: ignore[reportArgumentType]
 
 
-def test_pins_name_fields_in_plans_of_either_path_style() -> None:
+def test_pins_name_fields_in_either_path_style() -> None:
     state = jax.eval_shape(optax.adam(1e-3).init, {"w": f32(8, 8)})
     rule = sr.DimShardingRule("data", 0, ignore_ndim_error=True)
     named, placed = rule.plan(state, MESH), rule.plan(state, MESH, path_style="index")
@@ -450,17 +457,17 @@ def test_pins_name_fields_in_plans_of_either_path_style() -> None:
         for style in ("attr", "index"):
             again = plan.as_rule().plan(state, MESH, path_style=style)
             assert again.specs == named.specs
-            assert "dead-pin" not in [one.code for one in again.findings]
+            assert "dead-pin" not in [finding.code for finding in again.findings]
 
 
-def test_many_dead_pins_cost_no_more_than_a_look_each() -> None:
+def test_many_dead_pins_are_quick() -> None:
     def tree(name: str) -> dict[str, Any]:
-        return {f"{name}_{number}_weight": f32(8) for number in range(600)}
+        return {f"{name}_{index}_weight": f32(8) for index in range(600)}
 
     plan = ROWS.plan(tree("layer"), MESH)
     start = time.perf_counter()
-    found = [one for one in plan.as_rule().plan(tree("lyer"), MESH).findings if one.code == "dead-pin"]
+    findings = [item for item in plan.as_rule().plan(tree("lyer"), MESH).findings if item.code == "dead-pin"]
     took = time.perf_counter() - start
-    assert len(found) == 600
-    assert sum(1 for one in found if "did you mean" in one.message) == 8
+    assert len(findings) == 600
+    assert sum(1 for finding in findings if "did you mean" in finding.message) == 8
     assert took < 5  # a suggestion for each takes 13 s

@@ -1,4 +1,4 @@
-"""What holds of every rule, on every mesh, for every tree."""
+"""Laws that hold for every rule, on every mesh, for every tree of the zoo."""
 
 import concurrent.futures
 import contextlib
@@ -31,22 +31,22 @@ from tests.zoo import MESHES, ON_DEVICES, RULES, TREES
 REPOSITORY = Path(__file__).parents[2]
 
 Outcome: TypeAlias = sr.ShardingPlan | str
-"""A plan, or the text of the error for which there is none."""
+"""A plan, or the text of the error that planning raised."""
 
 REFUSALS = (sr.errors.PlanError, sr.errors.NoMeshError)
-"""What a rule may raise. One leaf that it cannot decide is a PlanError that lists all such leaves."""
+"""The errors that a rule may raise. A PlanError lists all leaves that it cannot decide."""
 
 
 def outcome(rule: sr.ShardingRule, tree: Any, mesh: AnyMesh | None) -> Outcome:
-    """Returns the plan, or why there is none."""
+    """Returns the plan, or its error as text."""
     try:
         return rule.plan(tree, mesh)
     except REFUSALS as error:
         return f"{type(error).__name__}: {error}"
 
 
-def told(plan: Outcome) -> Any:
-    """Returns everything that a plan says of a tree, in a form that can be compared."""
+def plan_contents(plan: Outcome) -> Any:
+    """Returns everything in a plan, in a form that can be compared."""
     if isinstance(plan, str):
         return plan
     return plan, [str(finding) for finding in plan.findings], plan.fingerprint, plan.memory(), plan.counts and str(plan)
@@ -54,7 +54,7 @@ def told(plan: Outcome) -> Any:
 
 @contextlib.contextmanager
 def in_force(mesh: AnyMesh) -> Iterator[None]:
-    """Sets the mesh for what is inside, with devices or without."""
+    """A context with this mesh in force, with devices or without."""
     with jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         yield
 
@@ -64,7 +64,7 @@ def sizes(mesh: AnyMesh | None) -> tuple[tuple[str, int], ...]:
     return () if mesh is None else tuple(mesh.shape.items())
 
 
-# ---- a rule by itself ----
+# ---- a rule on its own ----
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -99,8 +99,8 @@ def test_rules_pickle(name: str) -> None:
 
 
 def test_no_two_rules_of_the_zoo_are_equal() -> None:
-    for (one, first), (two, second) in itertools.combinations(RULES.items(), 2):
-        assert first() != second(), (one, two)
+    for (name, make), (other_name, make_other) in itertools.combinations(RULES.items(), 2):
+        assert make() != make_other(), (name, other_name)
 
 
 def test_every_rule_splits_something_somewhere() -> None:
@@ -119,7 +119,7 @@ PAIRS = pytest.mark.parametrize(("rule", "tree"), list(itertools.product(RULES, 
 
 
 @PAIRS
-def test_what_a_plan_says_of_a_tree(rule: str, tree: str) -> None:
+def test_plans_obey_the_laws(rule: str, tree: str) -> None:
     """Rank, axes, divisibility, structure, static leaves, JSON, shapes for arrays, and grouping."""
     how, what = RULES[rule](), TREES[tree]()
     shapes = zoo.as_shapes(what)
@@ -131,17 +131,21 @@ def test_what_a_plan_says_of_a_tree(rule: str, tree: str) -> None:
         text = plan if isinstance(plan, str) else plan.fingerprint
         same = alike.setdefault(sizes(mesh), [])
         same.append((name, text))
-        if len(same) > 1:  # of meshes of one shape only the first needs a close look
+        if len(same) > 1:  # of meshes of equal shape only the first needs all checks
             continue
-        assert told(outcome(zoo.EachLeaf(how), what, mesh)) == told(plan), f"grouping changes the plan on {name}"
-        assert told(outcome(how, shapes, mesh)) == told(plan), f"shapes give another plan than arrays on {name}"
+        assert plan_contents(outcome(zoo.EachLeaf(how), what, mesh)) == plan_contents(plan), (
+            f"grouping changes the plan on {name}"
+        )
+        assert plan_contents(outcome(how, shapes, mesh)) == plan_contents(plan), (
+            f"shapes give a different plan than arrays on {name}"
+        )
         if isinstance(plan, str):
             assert_names_a_leaf(plan, what)
         else:
-            assert_sound_or_found(plan, what)
+            assert_sound_or_reported(plan, what)
             assert_kept_as_json(plan, what)
     for same in alike.values():
-        assert len({text for _, text in same}) == 1, f"meshes of one shape give different plans: {same}"
+        assert len({text for _, text in same}) == 1, f"meshes of equal shape give different plans: {same}"
     assert [id(leaf) for leaf in zoo.arrays(what)] == before
 
 
@@ -163,17 +167,17 @@ def test_apply_gives_the_specs_of_the_plan(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_without_a_mesh_a_rule_plans_or_asks_for_one(rule: str) -> None:
+def test_without_a_mesh_a_rule_plans_or_raises(rule: str) -> None:
     how = RULES[rule]()
     for name in TREES:
         what = TREES[name]()
         plan = outcome(how, what, None)
-        assert told(outcome(zoo.EachLeaf(how), what, None)) == told(plan), name
+        assert plan_contents(outcome(zoo.EachLeaf(how), what, None)) == plan_contents(plan), name
         if isinstance(plan, str):
             assert plan.startswith(("PlanError: ", "NoMeshError: ")), name
             assert_names_a_leaf(plan, what)
         else:
-            assert_sound_or_found(plan, what)
+            assert_sound_or_reported(plan, what)
             assert_kept_as_json(plan, what)
 
 
@@ -182,20 +186,20 @@ def shortest(specs: Any) -> Any:
     return jax.tree.map(
         lambda spec: sr.specs.canonical(spec) if isinstance(spec, P) else spec,
         specs,
-        is_leaf=lambda one: isinstance(one, P),
+        is_leaf=lambda node: isinstance(node, P),
     )
 
 
-def same_tree(one: Any, two: Any) -> bool:
-    """Whether two trees of specs have one structure, equal specs, and for the rest the very same leaves."""
-    if jax.tree.structure(one) != jax.tree.structure(two):
+def same_tree(tree: Any, other: Any) -> bool:
+    """Whether two trees of specs have the same structure, equal specs, and otherwise identical leaves."""
+    if jax.tree.structure(tree) != jax.tree.structure(other):
         return False
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(a == b if isinstance(a, P) else a is b for a, b in pairs)
 
 
-def assert_sound_or_found(plan: sr.ShardingPlan, tree: Any) -> None:
-    """Each leaf has a spec that its array and the mesh can honour, or a finding says what is wrong with it."""
+def assert_sound_or_reported(plan: sr.ShardingPlan, tree: Any) -> None:
+    """Each leaf has a spec that is valid for its array and the mesh, or a finding says what is wrong with it."""
     codes = [finding.code for finding in plan.findings]
     shape = dict(sizes(plan.mesh))
     leaves = zoo.arrays(tree)
@@ -246,11 +250,11 @@ def assert_kept_as_json(plan: sr.ShardingPlan, tree: Any) -> None:
     assert again.fingerprint == plan.fingerprint == json.loads(text)["fingerprint"]
     assert [*map(str, again.findings)] == [*map(str, plan.findings)]
     assert str(again.memory()) == str(plan.memory())
-    if tree is None:  # which is how from_json is told that there is no tree
+    if tree is None:  # from_json takes this as "no tree"
         return
     bound = sr.ShardingPlan.from_json(text, tree)
     assert bound == plan
-    assert same_tree(shortest(bound.specs), shortest(plan.specs))  # how no opinion is written is not kept
+    assert same_tree(shortest(bound.specs), shortest(plan.specs))  # JSON does not keep how "no opinion" is written
     assert again.paths == bound.paths or sorted(again.paths) == sorted(bound.paths)
 
 
@@ -265,7 +269,7 @@ def assert_names_a_leaf(text: str, tree: Any) -> None:
 # ---- rules that promise more ----
 
 SOUND = ("auto", "auto_all", "auto_reverse", "fsdp_all", "memory", "memory_tree", "replicate", "user_leaf")
-"""Rules that only split what divides: the plans of these have no errors, whatever the tree."""
+"""Rules that only split what divides: their plans have no errors, whatever the tree."""
 
 
 @pytest.mark.parametrize("rule", [*SOUND, "fitted", "fitted_dim", "fitted_fsdp", "fitted_auto", "nested"])
@@ -276,42 +280,42 @@ def test_rules_that_look_at_sizes_give_sound_plans(rule: str) -> None:
     ):
         plan = outcome(how, make(), MESHES[mesh]())
         if isinstance(plan, str):
-            lacks = "has no axis" in plan and not isinstance(how, sr.FittedShardingRule)  # that one forgives it
+            lacks = "has no axis" in plan and not isinstance(how, sr.FittedShardingRule)  # it drops missing axes
             assert "no assignment fits" in plan or lacks, (tree, mesh)
         else:
             errors = [finding for finding in plan.findings if finding.severity == "error"]
             assert [finding.code for finding in errors if finding.code != "over-budget"] == [], (tree, mesh)
 
 
-def test_a_rule_inside_out() -> None:
-    """A composite, a chain, a stack or a fit of one rule adds nothing where there is nothing to add."""
+def test_wrapping_a_single_rule_changes_nothing() -> None:
+    """A composite, a chain or a fit of a single sound rule gives the plan of that rule."""
     for rule, tree in itertools.product(SOUND, ("model", "params", "structs", "dtypes", "logically_partitioned")):
         how, what, mesh = RULES[rule](), TREES[tree](), MESHES["grid"]()
         plan = outcome(how, what, mesh)
         for around in (sr.CompositeShardingRule, sr.ChainShardingRule, sr.FittedShardingRule, zoo.EachLeaf):
             other = outcome(around(how), what, mesh)
-            assert told(other) == told(plan), (rule, tree, around)
+            assert plan_contents(other) == plan_contents(plan), (rule, tree, around)
 
 
 # ---- processes ----
 
 
 def report() -> str:
-    """Returns, for every rule, what its plan for one tree says; for a process of its own."""
+    """Returns, for every rule, the fingerprint, a hash and the repr of its plan; called in a process of its own."""
     lines = {}
     tree, mesh = TREES["structs"](), MESHES["grid"]()
     for name in RULES:
         if name in ON_DEVICES:
             continue
         plan = outcome(RULES[name](), tree, mesh)
-        said = plan if isinstance(plan, str) else plan.fingerprint
+        summary = plan if isinstance(plan, str) else plan.fingerprint
         full = plan if isinstance(plan, str) else f"{plan.to_json()}{plan}"
-        lines[name] = [said, hashlib.sha256(full.encode()).hexdigest(), repr(RULES[name]())]
+        lines[name] = [summary, hashlib.sha256(full.encode()).hexdigest(), repr(RULES[name]())]
     return json.dumps(lines)
 
 
 def run(code: str, **environment: str) -> str:
-    """Runs Python in a process of its own, and returns what it prints."""
+    """Runs Python in a process of its own, and returns its output."""
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(
         command,
@@ -375,7 +379,7 @@ def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     names = st.sampled_from(["w", "b", "w1", "a10", "0", "1", "07", "10", "#", "x_2", "layers"])
     equal = st.builds(lambda child, count: [child] * count, children, st.integers(0, 12))
     unequal = st.builds(
-        lambda one, other, count, at: [other if i == at else one for i in range(count)],
+        lambda child, other, count, position: [other if i == position else child for i in range(count)],
         children,
         children,
         st.integers(1, 12),
@@ -407,19 +411,19 @@ RANDOM_VALUES = st.sampled_from([P(), P("data"), P(None, "data"), P("model"), No
 )
 def test_grouping_never_changes_a_result(tree: Any, rules: Any, match: Any, unmatched: Any, size: int) -> None:
     if any(pattern.startswith("/") for pattern, _ in rules):
-        match = "search"  # the only way to find what begins with a slash
+        match = "search"  # no other function accepts a pattern that begins with a slash
     rule = sr.RegexShardingRule(rules, match, unmatched, size)
     for how in (rule, sr.FittedShardingRule(rule), rule | zoo.RowsRule("data"), sr.CompositeShardingRule(rule, rule)):
         plan = outcome(how, tree, MESHES["grid"]())
-        assert told(outcome(zoo.EachLeaf(how), tree, MESHES["grid"]())) == told(plan)
+        assert plan_contents(outcome(zoo.EachLeaf(how), tree, MESHES["grid"]())) == plan_contents(plan)
 
 
 @given(tree=RANDOM_TREES, name=st.sampled_from([name for name in RULES if name not in ON_DEVICES]))
-def test_every_rule_on_random_trees(tree: Any, name: str) -> None:
+def test_plans_of_random_trees_obey_the_laws(tree: Any, name: str) -> None:
     how = RULES[name]()
     for mesh in (MESHES["grid"](), MESHES["cube"]()):
         plan = outcome(how, tree, mesh)
-        assert told(outcome(zoo.EachLeaf(how), tree, mesh)) == told(plan)
+        assert plan_contents(outcome(zoo.EachLeaf(how), tree, mesh)) == plan_contents(plan)
         if not isinstance(plan, str):
-            assert_sound_or_found(plan, tree)
+            assert_sound_or_reported(plan, tree)
             assert_kept_as_json(plan, tree)

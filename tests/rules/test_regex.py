@@ -41,7 +41,7 @@ def spec_of(rule: sr.ShardingRule, path: str) -> P | None:
         ("", "search", ["a/b", "a/w", "layers/0/w", "layers/1/w"]),
     ],
 )
-def test_how_a_pattern_matches(pattern: str, match: Any, paths: list[str]) -> None:
+def test_patterns_match_by_the_chosen_function(pattern: str, match: Any, paths: list[str]) -> None:
     plan = sr.RegexShardingRule([(pattern, P("data"))], match).plan(TREE, MESH)
     assert [path for path in plan.paths if plan.decision(path).spec is not None] == paths
 
@@ -52,13 +52,13 @@ def test_the_first_pattern_wins_and_none_stops_the_search() -> None:
     assert rule.plan(TREE, MESH).decision("a/w").reason == "'a/w' leaves it to other rules"
 
 
-def test_a_value_may_be_a_spec_a_rule_a_chain_or_a_text() -> None:
+def test_a_value_is_a_spec_a_rule_a_chain_or_a_text() -> None:
     chain = sr.DimShardingRule("model", -1) | sr.FSDPShardingRule("data", 0)
     for value in (P("data", "model"), chain, "shard_dim('model', -1)|fsdp('data', 0)"):
         assert spec_of(sr.RegexShardingRule([("a/w", value)]), "a/w") == P("data", "model")
 
 
-def test_a_rule_inside_is_asked_about_what_its_pattern_won_and_nothing_else() -> None:
+def test_an_inner_rule_decides_only_what_its_pattern_won() -> None:
     rule = sr.RegexShardingRule([("a/w", P()), (".*w", sr.DimShardingRule("data", 1))])
     plan = rule.plan(TREE, MESH)
     assert plan.specs["layers"][0]["w"] == P(None, "data")
@@ -69,12 +69,12 @@ def test_a_rule_inside_is_asked_about_what_its_pattern_won_and_nothing_else() ->
 @pytest.mark.parametrize(
     ("unmatched", "spec", "reason"), [("skip", None, "no pattern matches"), ("replicate", P(), "no pattern matches")]
 )
-def test_what_no_pattern_matches(unmatched: Any, spec: P | None, reason: str) -> None:
+def test_unmatched_leaves_are_skipped_or_replicated(unmatched: Any, spec: P | None, reason: str) -> None:
     decision = sr.RegexShardingRule([("w", P("data"))], unmatched=unmatched).plan(TREE, MESH).decision("a/b")
     assert (decision.spec, decision.reason) == (spec, reason)
 
 
-def test_what_no_pattern_matches_may_be_an_error_that_lists_all() -> None:
+def test_unmatched_leaves_may_be_errors() -> None:
     with pytest.raises(
         sr.errors.PlanError, match=r"(?s)3 leaves.*a/w.*layers/\*/w \(8, 8\) x2: no pattern matches"
     ) as caught:
@@ -101,28 +101,28 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
         (None, {}, r"takes \(pattern, value\) pairs in order.*; got None"),
         ({"a": P()}, {}, r"takes \(pattern, value\) pairs"),
         ([("(", P())], {}, r"pattern '\(' is not a regular expression"),
-        ([(3, P())], {}, "3 is not a pattern as text"),
+        ([(3, P())], {}, "a pattern must be a string, got 3"),
         ([(re.compile("w", re.IGNORECASE), P())], {}, "Flags go into it"),
-        ([("w", 3)], {}, "'w' stands for 3, which is neither"),
-        ([("/w", P())], {"match": "fullmatch"}, "'/w' can match no path: they never start with '/'"),
+        ([("w", 3)], {}, "'w' has the value 3, which is not"),
+        ([("/w", P())], {"match": "fullmatch"}, "'/w' cannot match any path, since paths never start with '/'"),
         ([("/w", P())], {"match": "match"}, "never start with '/'"),
     ],
 )
-def test_what_is_no_rule_is_refused(rules: Any, options: Any, match: str) -> None:
+def test_invalid_rules_raise(rules: Any, options: Any, match: str) -> None:
     with pytest.raises(sr.errors.PatternError, match=match):
         sr.RegexShardingRule(rules, **options)
 
 
 @pytest.mark.parametrize("options", [{"match": "find"}, {"unmatched": "drop"}])
-def test_an_option_that_there_is_not_is_refused(options: Any) -> None:
+def test_unknown_options_raise(options: Any) -> None:
     with pytest.raises(sr.errors.ConfigError, match=r"must be one of .*; got"):
         sr.RegexShardingRule([("w", P())], **options)
 
 
-def test_a_compiled_pattern_is_its_text() -> None:
+def test_a_compiled_pattern_equals_its_text() -> None:
     assert sr.RegexShardingRule([(re.compile("w"), P())]) == sr.RegexShardingRule([("w", P())])
 
 
-def test_scalars_and_numbers() -> None:
+def test_scalars_and_numbers_are_leaves() -> None:
     tree = {"w": np.float32(1), "n": 3}
     assert sr.RegexShardingRule([(".*", P())]).apply(tree) == {"w": P(), "n": P()}
