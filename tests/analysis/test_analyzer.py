@@ -157,7 +157,7 @@ def test_the_analyzers_mesh_comes_before_the_one_in_force() -> None:
         assert ANALYZER.estimate_memory_usage(f32(8), P("dp"))["size_per_device"] == 16
 
 
-def test_the_mesh_of_the_arrays_comes_before_the_one_in_force() -> None:
+def test_the_arrays_mesh_comes_before_the_mesh_in_force() -> None:
     analyzer = sr.ShardingAnalyzer()
     tree = {"w": jax.device_put(np.ones((8, 4), np.float32), NamedSharding(sr.create_mesh("dp:8"), P()))}
     with jax.set_mesh(sr.create_mesh("set:8")):
@@ -250,9 +250,7 @@ def test_a_report_prints_as_a_page() -> None:
         ((5,), jnp.float32, P(), [20] * 8),
     ],
 )
-def test_balance_is_the_average_device_over_the_fullest(
-    shape: tuple[int, ...], dtype: Any, spec: P, per_device: list[int]
-) -> None:
+def test_balance_is_average_over_fullest(shape: tuple[int, ...], dtype: Any, spec: P, per_device: list[int]) -> None:
     report = ANALYZER.analyze(jax.ShapeDtypeStruct(shape, dtype), spec)
     assert report.device_bytes == max(per_device)
     assert report.stored_bytes == sum(per_device)
@@ -292,7 +290,7 @@ def test_a_strategy_has_every_field_filled() -> None:
     }
 
 
-def test_communication_is_what_a_device_lacks_of_split_arrays() -> None:
+def test_communication_is_what_a_device_lacks() -> None:
     tree, specs = tree_and_specs()
     figures = eformer.analyze_sharding_strategy(tree, specs, MESH)
     lacking = [

@@ -106,7 +106,7 @@ def text_of(error: pytest.ExceptionInfo[BaseException]) -> str:
     return str(error.value)
 
 
-def test_the_error_is_an_assertion_that_travels() -> None:
+def test_the_error_is_an_assertion_and_pickles() -> None:
     assert issubclass(ExpectationError, ShardRulesError | AssertionError)
     assert issubclass(ExpectationError, AssertionError)
     copy = pickle.loads(pickle.dumps(ExpectationError("one\ntwo")))
@@ -116,7 +116,7 @@ def test_the_error_is_an_assertion_that_travels() -> None:
 # Golden plans.
 
 
-def test_a_plan_is_written_and_then_held(here: Path) -> None:
+def test_a_written_plan_matches(here: Path) -> None:
     plan = make_plan()
     assert_plan_matches(plan, "golden/deep/plan.json", update=True)
     file = here / "golden" / "deep" / "plan.json"
@@ -127,7 +127,7 @@ def test_a_plan_is_written_and_then_held(here: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
 
 
-def test_text_that_plans_wrote_themselves_is_a_golden_plan(here: Path) -> None:
+def test_to_json_writes_a_golden_plan(here: Path) -> None:
     (here / "plan.json").write_text(make_plan().to_json())
     assert_plan_matches(make_plan(), "plan.json", strict=True)
 
@@ -150,7 +150,7 @@ def test_an_update_accepts_new_reasons_too(here: Path) -> None:
     assert_plan_matches(make_plan(by_path), "plan.json", strict=True)
 
 
-def test_an_update_that_breaks_off_leaves_the_old_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_update_leaves_the_old_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = here / "plan.json"
     assert_plan_matches(make_plan(), file, update=True)
 
@@ -183,7 +183,7 @@ def test_a_missing_plan_is_not_written(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
-def test_a_plan_that_differs_says_where_and_what_it_costs(here: Path) -> None:
+def test_a_difference_has_paths_and_bytes(here: Path) -> None:
     assert_plan_matches(make_plan(), "p.json", update=True)
     with pytest.raises(ExpectationError, match=r"the plan differs from p\.json") as error:
         assert_plan_matches(make_plan(width=62), "p.json")
@@ -245,7 +245,7 @@ def test_one_placement_has_many_spellings(here: Path) -> None:
         (lambda text: f"\udcff{text}", "this text is not a plan: JSONDecodeError"),
     ],
 )
-def test_what_is_no_plan_is_named_and_can_be_written_anew(here: Path, damage: Any, complaint: str) -> None:
+def test_an_invalid_plan_can_be_written_again(here: Path, damage: Any, complaint: str) -> None:
     text = damage(make_plan().to_json())
     (here / "p.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PlanError, match=rf"^p\.json: {complaint}(?s:.*)-> Write it again: assert_plan_matches\("):
@@ -312,7 +312,7 @@ def test_collectives_that_are_expected(mixed: AuditReport, expected: Any) -> Non
         ),
     ],
 )
-def test_every_miss_is_listed(mixed: AuditReport, expected: Any, lines: list[str]) -> None:
+def test_every_difference_is_listed(mixed: AuditReport, expected: Any, lines: list[str]) -> None:
     with pytest.raises(ExpectationError, match=r"the collectives differ from those expected:\n") as error:
         assert_collectives(mixed, expected)
     head, *reported, last = text_of(error).splitlines()
@@ -323,7 +323,7 @@ def test_every_miss_is_listed(mixed: AuditReport, expected: Any, lines: list[str
     assert_collectives(mixed, runs)
 
 
-def test_what_is_too_much_shows_the_dearest(report: AuditReport) -> None:
+def test_an_excess_lists_the_largest_collectives(report: AuditReport) -> None:
     lost = audit(LOST)
     expected = {"all-reduce": {"max_runs": 5}}
     with pytest.raises(ExpectationError, match="differ from those expected") as error:
@@ -343,7 +343,7 @@ def test_what_is_too_much_shows_the_dearest(report: AuditReport) -> None:
     assert_collectives(report, {"all-reduce over model": 5, "all-reduce over data": 1})
 
 
-def test_what_is_too_little_shows_nothing(report: AuditReport) -> None:
+def test_too_little_lists_no_collectives(report: AuditReport) -> None:
     with pytest.raises(ExpectationError, match="differ from those expected") as error:
         assert_collectives(report, {"all-reduce": {"runs": 7}, "all-gather": 1})
     assert text_of(error).splitlines()[1:-1] == [
@@ -352,7 +352,7 @@ def test_what_is_too_little_shows_nothing(report: AuditReport) -> None:
     ]
 
 
-def test_equal_layers_are_one_line_and_the_rest_is_counted(report: AuditReport) -> None:
+def test_equal_layers_are_one_line(report: AuditReport) -> None:
     def one(path: str, payload: int, op: str) -> Collective:
         return Collective(
             "all-gather", ("data",), ("data",), 4, (), payload, payload, Times(2), "main", "c", op, (), (path, "")
@@ -371,7 +371,7 @@ def test_equal_layers_are_one_line_and_the_rest_is_counted(report: AuditReport) 
     ]
 
 
-def test_what_moves_nothing_does_not_count(report: AuditReport) -> None:
+def test_collectives_that_move_nothing_do_not_count(report: AuditReport) -> None:
     idle = Collective("all-gather", (), (), 1, (), 64, 0, Times(4), "main", "c")
     with_idle = attrs.evolve(report, collectives=(*report.collectives, idle))
     assert_collectives(with_idle, {"all-gather": 0, "all-reduce": 6})
@@ -385,7 +385,7 @@ def test_groups_without_axes_can_be_expected(report: AuditReport, here: Path) ->
     assert_collectives(alone, {"all-gather over groups of 4": 1, "all-gather": 0})
 
 
-def test_all_that_cannot_be_meant_is_listed(mixed: AuditReport) -> None:
+def test_all_invalid_expectations_are_listed(mixed: AuditReport) -> None:
     expected: Any = {
         "all-gahter": 1,
         "all-reduce over dta": {"run": 1, "wire_bytes": -1, "max_runs": 1.0},
@@ -420,7 +420,7 @@ def test_all_that_cannot_be_meant_is_listed(mixed: AuditReport) -> None:
     ]
 
 
-def test_what_is_no_mapping_is_refused(mixed: AuditReport, here: Path) -> None:
+def test_expected_must_be_a_mapping(mixed: AuditReport, here: Path) -> None:
     not_a_mapping: Any = 6
     with pytest.raises(
         ConfigTypeError, match="the expected collectives must be a mapping from strings to numbers, got 6"
@@ -431,7 +431,7 @@ def test_what_is_no_mapping_is_refused(mixed: AuditReport, here: Path) -> None:
         assert_collectives(mixed, "c.json")
 
 
-def test_collectives_are_written_sorted_and_then_held(mixed: AuditReport, report: AuditReport, here: Path) -> None:
+def test_collectives_are_written_sorted(mixed: AuditReport, report: AuditReport, here: Path) -> None:
     assert_collectives(mixed, "golden/c.json", update=True)
     file = here / "golden" / "c.json"
     text = file.read_text()
@@ -489,9 +489,7 @@ def test_a_mapping_is_not_updated(mixed: AuditReport) -> None:
         ('{"*": {"runs": 6, "runs": 7}}', "duplicate keys 'runs'"),
     ],
 )
-def test_what_is_no_json_is_named_and_can_be_written_anew(
-    mixed: AuditReport, here: Path, text: str, complaint: str
-) -> None:
+def test_invalid_json_can_be_written_again(mixed: AuditReport, here: Path, text: str, complaint: str) -> None:
     (here / "c.json").write_text(text)
     remedy = r"-> Write it again: assert_collectives\(report, 'c.json', update=True\)$"
     with pytest.raises(ReportError, match=rf"^c\.json cannot be read as JSON: {complaint}(?s:.*){remedy}"):
@@ -536,7 +534,7 @@ def test_binary_units(report: AuditReport, text: str, size: int) -> None:
         assert_fits(needing(report, size + 1), text)
 
 
-def test_what_does_not_fit_says_why(report: AuditReport) -> None:
+def test_an_error_says_what_does_not_fit(report: AuditReport) -> None:
     shares = report.memory.shares()
     assert shares["parameters"] == 3 * 2 * 64 * 256 * 4 // 2
     over = report.peak_bytes - 150_000
@@ -562,7 +560,7 @@ def test_what_does_not_fit_says_why(report: AuditReport) -> None:
     assert remedy.startswith("    -> ")
 
 
-def test_the_hardware_is_the_budget_where_none_is_named(report: AuditReport) -> None:
+def test_the_hardware_is_the_default_budget(report: AuditReport) -> None:
     small = attrs.evolve(sr.Hardware.named("cuda:h100"), name="tiny", memory_bytes=1024)
     on_small = attrs.evolve(report, hardware=small)
     with pytest.raises(ExpectationError, match=r"more than the 1\.0 KiB of tiny\n"):
@@ -583,7 +581,7 @@ def test_the_hardware_is_the_budget_where_none_is_named(report: AuditReport) -> 
         ("temporaries_bytes", "Make the batch smaller, split activations, or recompute them"),
     ],
 )
-def test_the_remedy_is_that_of_the_largest_share(report: AuditReport, share: str, remedy: str) -> None:
+def test_the_remedy_is_for_the_largest_share(report: AuditReport, share: str, remedy: str) -> None:
     heavy = attrs.evolve(report, memory=attrs.evolve(report.memory, **{share: 2**30}))
     with pytest.raises(ExpectationError, match=rf"\n    -> {remedy}"):
         assert_fits(heavy, "1 MiB")
@@ -593,14 +591,14 @@ def test_the_remedy_is_that_of_the_largest_share(report: AuditReport, share: str
     "value",
     ["80", "80 gb", "GB", "-1 GB", "80 GB/s", "1e9 B", "", "1,000 B", -1, True, float("nan"), float("inf"), b""],
 )
-def test_what_is_no_number_of_bytes_is_refused(report: AuditReport, value: Any) -> None:
+def test_bad_numbers_of_bytes_are_refused(report: AuditReport, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^budget must be .*bytes.*; got "):
         assert_fits(report, value)
     with pytest.raises(ConfigError, match=r"^reserve must be .*bytes.*; got "):
         assert_fits(report, reserve=value)
 
 
-def test_more_cannot_be_kept_free_than_there_is(report: AuditReport) -> None:
+def test_reserve_must_be_within_the_budget(report: AuditReport) -> None:
     with pytest.raises(ConfigError, match=r"reserve is 2\.0 GiB, more than the available 1\.0 GiB"):
         assert_fits(report, "1 GiB", reserve="2 GiB")
 

@@ -1,4 +1,4 @@
-"""Fits and the search for a batch: against closed forms, against the audit, and over memory that is no line."""
+"""Fits and the search for a batch: against closed forms, against the audit, and with nonlinear memory."""
 
 import functools
 import math
@@ -98,7 +98,7 @@ def test_a_fit_to_the_byte(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_it_is_the_memory_of_an_audit(target: str) -> None:
+def test_a_fit_has_the_memory_of_an_audit(target: str) -> None:
     text = "data:4,model:2"
     mesh = mesh_on(target, text)
     plan = RULES.plan(PARAMS, sr.mesh_shape(text))
@@ -116,7 +116,7 @@ def test_it_is_the_memory_of_an_audit(target: str) -> None:
     assert fit.memory.outputs_bytes < 1024  # else nothing was donated
 
 
-def test_it_asks_as_an_audit_does() -> None:
+def test_a_fit_compiles_as_an_audit_does() -> None:
     """Roles, types of axes, and a function that is jitted already and names a mesh of its own."""
     mesh = sr.create_mesh("data:4,model:2")
     rows_split = NamedSharding(mesh, P("data"))
@@ -183,7 +183,7 @@ def test_a_cpu_has_no_sheet() -> None:
         ("1 KiB", 2000, "reserve is 2.0 KiB, more than the available 1.0 KiB"),
     ],
 )
-def test_what_is_no_budget(budget: Any, reserve: Any, complaint: str) -> None:
+def test_bad_budgets_are_refused(budget: Any, reserve: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         fits(grown, *rows(8), mesh=MESH, budget=budget, reserve=reserve)
     with pytest.raises(ConfigError, match=re.escape(complaint)):
@@ -207,7 +207,7 @@ def test_where_the_mesh_is_from() -> None:
         fits(grown, shape(64, 64), budget=budget, mesh=MESH, target="cpu:4")
 
 
-def test_what_is_refused_before_it_is_compiled() -> None:
+def test_bad_arguments_are_refused_before_compiling() -> None:
     with pytest.raises(PlanError, match=r"x \(63, 256\): .* not divisible by mesh axis data size 8"):
         fits(grown, *rows(63), mesh=MESH, budget="1 MiB", in_shardings=P("data"))
     with pytest.raises(sr.errors.ConfigError, match="donate_argnums names argument 1, and there are 1"):
@@ -228,7 +228,7 @@ def test_the_compiler_for_tpus_refuses() -> None:
     assert not ask(budget="1 TiB")  # no budget makes a device larger
 
 
-def test_the_compiler_is_asked_where_the_sum_is_not_enough() -> None:
+def test_a_refusal_beats_a_sum_that_fits() -> None:
     """So near the limit the arrays have room, and what libtpu needs beside them has not."""
     ask = functools.partial(fits, mesh=mesh_on(TPU, "data:8"), target=TPU, in_shardings=P("data"))
     assert ask(grown, shape(258_000 * 64, 1024))
@@ -315,7 +315,7 @@ CURVES: dict[str, tuple[Callable[[int], int], int, int]] = {
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_memory_that_is_no_line(name: str) -> None:
+def test_nonlinear_memory(name: str) -> None:
     memory, largest, enough = CURVES[name]
     make, calls = counted(curve(memory))
     traced: list[int] = []
@@ -336,7 +336,7 @@ def test_memory_that_is_no_line(name: str) -> None:
 
 @pytest.mark.parametrize("multiple_of", [1, 3, 8])
 @pytest.mark.parametrize("at_least", [1, 50])
-def test_memory_that_does_not_grow_with_every_step(multiple_of: int, at_least: int) -> None:
+def test_noisy_memory(multiple_of: int, at_least: int) -> None:
     def memory(batch: int) -> int:
         return 1000 + 900 * batch + int(NOISE[batch])
 
@@ -415,7 +415,7 @@ def test_from_one_to_another() -> None:
             ask(**option(name, "x"))
 
 
-def test_what_is_donated_makes_room() -> None:
+def test_donation_makes_room() -> None:
     ask = functools.partial(largest_batch, grown, rows, budget=512 * ROW, mesh=MESH, in_shardings=P("data"))
     assert ask(donate_argnums=0, out_shardings=P("data")).batch == 2 * ask().batch
 
@@ -478,8 +478,8 @@ def test_make_args_that_rounds_up() -> None:
     assert ask(multiple_of=128, at_most=1000).batch == 896
 
 
-def test_a_knob_that_is_no_shape() -> None:
-    """What is no array is static, and counts: here a number of layers."""
+def test_the_batch_may_be_a_static_argument() -> None:
+    """Anything but an array is static, and part of the program: here a number of layers."""
 
     def run(x: Any, layers: int) -> Any:
         return jnp.concatenate([x] * layers)
@@ -490,7 +490,7 @@ def test_a_knob_that_is_no_shape() -> None:
     assert search.batch == 24
 
 
-def test_what_make_args_raises_names_the_batch() -> None:
+def test_errors_of_make_args_name_the_batch() -> None:
     def make(batch: int) -> tuple[Any, ...]:
         if batch > 100:
             raise ValueError("the table of positions has 100 rows")
@@ -507,7 +507,7 @@ def test_what_make_args_raises_names_the_batch() -> None:
         ask(lambda batch: rows(batch)[0])  # pyright: ignore[reportArgumentType]  what else would raise
 
 
-def test_what_the_function_raises_names_the_batch() -> None:
+def test_errors_of_the_function_name_the_batch() -> None:
     def picky(x: Any) -> Any:
         if x.shape[0] == 16:
             raise ZeroDivisionError("not 16")

@@ -1,4 +1,4 @@
-"""Estimates against the compiler: what XLA says that the arguments take on a device, to the byte."""
+"""Estimates against the compiler: XLA's figure for the arguments on a device, to the byte."""
 
 import math
 import random
@@ -105,7 +105,7 @@ def test_an_estimate_is_what_xla_allocates(seed: int) -> None:
     assert plan.memory().total_bytes == usage["total_size"]
 
 
-def test_the_trees_hold_all_that_is_to_be_shown() -> None:
+def test_random_trees_cover_all_cases() -> None:
     trees = [random_tree(seed) for seed in SEEDS]
     assert len(trees) >= 30
     pairs = [
@@ -133,7 +133,7 @@ def test_the_trees_hold_all_that_is_to_be_shown() -> None:
     assert [kind for kind, count in counted.items() if count < 10] == []
 
 
-def test_bytes_per_device_do_not_depend_on_how_a_spec_is_written() -> None:
+def test_equal_specs_take_equal_bytes() -> None:
     mesh = make_mesh(MESHES[1])
     tree = {"w": jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)}
     ways = (P("data"), P(("data",)), P("data", None), P(["data"], None))
@@ -149,7 +149,7 @@ def test_optimizer_states_and_arrays_on_devices() -> None:
     assert usage["size_per_device"] == compiled_bytes(mesh, params, specs) == 8 * 16 * 2 // 8 + 64 + 8
 
 
-def test_64_bit_types_take_what_they_take_in_the_mode_in_force() -> None:
+def test_64_bit_types_depend_on_x64_mode() -> None:
     mesh = make_mesh(MESHES[0])
     tree, specs = [np.ones((16, 3)), np.ones(5, np.int64)], [P("data"), P()]
     analyzer = sr.ShardingAnalyzer(mesh)

@@ -1,4 +1,4 @@
-"""`ShardingAnalyzer.audit` from end to end: what it takes, and that its figures are those of the real compilers."""
+"""`ShardingAnalyzer.audit` from end to end: its arguments, and its figures against the real compilers'."""
 
 import collections
 import functools
@@ -69,7 +69,7 @@ def roles(report: AuditReport) -> dict[str, str]:
 @pytest.mark.parametrize("target", [CPU, CUDA])
 @pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
 def test_closed_forms(case: ClosedForm, target: str) -> None:
-    """Kinds, axes, runs, payload and wire bytes are those of the formulas, to the byte; and so are the FLOPs."""
+    """Kinds, axes, runs, payload and wire bytes, and FLOPs, are as in the formulas, to the byte."""
     report = closed(case.name, target)
     moved = case.on_cpu if target == CPU else case.moved
     assert arrays_moved(report.collectives) == expected(moved)
@@ -131,7 +131,7 @@ def test_a_language_model_multiplies_what_it_has_to(plan: str, target: str) -> N
 def plainly(
     fn: Callable[..., Any], target: str, *args: Any, axes: str = AXES, specs: Any, out: Any, donate: Any
 ) -> Any:
-    """What the compiler says of the same function in the hands of JAX alone."""
+    """The compiler's memory figures for the same function, compiled by JAX alone."""
     mesh = mesh_on(target, axes)
 
     def is_spec(node: Any) -> Any:
@@ -211,7 +211,7 @@ def test_categories_of_memory_by_hand(target: str) -> None:
 
 
 @targets
-def test_donated_arrays_are_written_over(target: str) -> None:
+def test_donated_arrays_are_reused(target: str) -> None:
     report = trained(target, (0, 1))
     donated = {array.path: array.donated for array in report.arrays if array.role != "result"}
     assert donated == {path: not path.startswith(("x", "y")) for path in donated}
@@ -271,7 +271,7 @@ def said_plainly() -> AuditReport:
 
 
 @pytest.mark.parametrize("way", ONE_ARGUMENT)
-def test_one_argument_is_told_in_many_ways(way: str) -> None:
+def test_shardings_can_be_passed_in_many_ways(way: str) -> None:
     report = audit(of_tree, TREE, target=CPU, **ONE_ARGUMENT[way])
     assert requested(report)["tree/w"] == specs(report)["tree/w"] == "P(None, 'model')"
     assert requested(report)["tree/x"] == specs(report)["tree/x"] == "P('data')"
@@ -435,7 +435,7 @@ def test_a_module_that_is_the_function_itself() -> None:
     assert (alone.name, [array.path for array in alone.arrays]) == ("Linear", ["x", "result"])
 
 
-def test_arrays_that_lie_on_devices_stay_there() -> None:
+def test_placed_arrays_keep_their_shardings() -> None:
     w = jax.device_put(jnp.ones((64, 128)), NamedSharding(OWN, P(None, "model")))
     x = jax.device_put(jnp.ones((32, 64)), NamedSharding(OWN, P("data")))
     report = sr.ShardingAnalyzer().audit(product, w, x, target=CPU)
@@ -445,7 +445,7 @@ def test_arrays_that_lie_on_devices_stay_there() -> None:
 
 
 @targets
-def test_arrays_on_cpus_are_audited_for_other_machines(target: str) -> None:
+def test_cpu_arrays_are_audited_for_other_targets(target: str) -> None:
     mesh_on(target, AXES)
     w = jax.device_put(jnp.ones((64, 128)), NamedSharding(OWN, P(None, "model")))
     closed_over = jax.device_put(jnp.ones((32, 64)), NamedSharding(OWN, P("data")))
@@ -476,7 +476,7 @@ def test_functions_that_print(target: str) -> None:
     assert audit(prints, W, X, in_shardings=IN, target=target).flops == PRODUCT // 8
 
 
-def test_functions_that_need_an_answer_from_python_cannot_be_compiled_without_a_gpu() -> None:
+def test_callbacks_do_not_compile_without_a_gpu() -> None:
     def asks(w: Any, x: Any) -> Any:
         return product(w, jax.pure_callback(lambda x: x, X, x))
 
@@ -514,7 +514,7 @@ JITTED = jax.jit(
 
 
 @targets
-def test_a_jitted_function_keeps_what_it_says(target: str) -> None:
+def test_a_jitted_function_keeps_its_shardings(target: str) -> None:
     mesh_on(target, AXES)
     report = sr.ShardingAnalyzer(OWN).audit(JITTED, W, X, target=target)
     assert requested(report) == {
@@ -539,7 +539,7 @@ def test_a_jitted_function_keeps_what_it_says(target: str) -> None:
 
 
 @targets
-def test_a_filter_jit_of_this_package_keeps_what_it_says(target: str) -> None:
+def test_filter_jit_keeps_its_shardings(target: str) -> None:
     mesh_on(target, AXES)
     fn = sr.filter_jit(product, in_shardings=IN, mesh=OWN)
     report = sr.ShardingAnalyzer(OWN).audit(fn, W, X, target=target)
@@ -565,7 +565,7 @@ def constrained(mesh: Mesh) -> Callable[..., Any]:
 
 @targets
 @pytest.mark.parametrize("analyzer", [sr.ShardingAnalyzer(OWN), sr.ShardingAnalyzer(SHAPE)], ids=["mesh", "shape"])
-def test_a_function_that_names_its_own_mesh(analyzer: sr.ShardingAnalyzer, target: str) -> None:
+def test_a_function_may_name_its_own_mesh(analyzer: sr.ShardingAnalyzer, target: str) -> None:
     mesh_on(target, AXES)
     report = analyzer.audit(constrained(OWN), W, X, in_shardings=IN, target=target)
     assert (report.flops, report.wire_bytes, report.problems) == (PRODUCT // 8, 0, ())
@@ -668,7 +668,7 @@ def test_loops(target: str) -> None:
 
 
 @targets
-def test_a_loop_of_unknown_length_counts_once_and_says_so(target: str) -> None:
+def test_an_unknown_loop_counts_once(target: str) -> None:
     def fn(w: Any, x: Any) -> Any:
         return lax.while_loop(lambda x: jnp.max(x) > 3, lambda x: jnp.sin(x @ w), x)
 
@@ -850,12 +850,12 @@ class Pair(collections.namedtuple("Pair", ["a", "b"])):
         ({"in_shardings": (P(None, ("data", "model")), P(("data", "model"), "data"))}, sr.errors.PlanError, "twice"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         audit(product, W, X, target=CPU, **options)
 
 
-def test_errors_of_the_function_are_raised_as_they_are() -> None:
+def test_errors_of_the_function_are_raised() -> None:
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
         audit(lambda w, x: 1 / 0, W, X, target=CPU)
     assert any(__file__ in note for note in caught.value.__notes__)
@@ -895,7 +895,7 @@ def test_nothing_is_run() -> None:
     assert calls == [1]
 
 
-def test_a_tree_that_looks_like_a_tuple_takes_one_spec_for_all() -> None:
+def test_a_named_tuple_result_takes_one_spec() -> None:
     report = audit(lambda w, x: Pair(product(w, x), x), W, X, in_shardings=IN, out_shardings=P("data"), target=CPU)
     assert [array.compiled for array in report.arrays if array.role == "result"] == ["P('data')", "P('data')"]
 

@@ -1,4 +1,4 @@
-"""Each finding of an audit where it must be, with its array, axis, line and numbers; and none in the clean twin."""
+"""Each finding of an audit where it should be, with array, axis, line and numbers; and none in a clean twin."""
 
 import re
 from collections.abc import Callable
@@ -70,12 +70,12 @@ def test_closed_forms_have_no_problems(name: str, target: str) -> None:
 
 @targets
 @pytest.mark.parametrize("name", ROLES)
-def test_closed_forms_whose_roles_are_said_have_no_problems(name: str, target: str) -> None:
+def test_closed_forms_with_roles_have_no_problems(name: str, target: str) -> None:
     assert closed(name, target, True).problems == ()
 
 
 @targets
-def test_an_equinox_model_with_data_in_parallel_has_no_problems(target: str) -> None:
+def test_data_parallel_equinox_has_no_problems(target: str) -> None:
     model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(64, 8, 128, 2, key=jax.random.key(0)))
     grad = eqx.filter_value_and_grad(lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2))
     report = audit(grad, model, X, axes="data:8", in_shardings=(P(), P("data")), target=target)
@@ -88,7 +88,7 @@ def test_one_device_has_no_problems(target: str) -> None:
     assert audit(lambda w, x: x @ w, W, X, axes="data:1", target=alone).findings == ()
 
 
-# ---- unasked moves of activations ----
+# ---- unexpected moves of activations ----
 
 
 def at(marker: str) -> str:
@@ -103,7 +103,7 @@ FIGHTING = {"split_embedding": True, "constrain": False}
 
 
 @targets
-def test_weights_that_are_summed_over_instead_of_gathered(target: str) -> None:
+def test_partial_sums_are_warnings(target: str) -> None:
     """The batch is whole on every device, which sums a part of it for all: partial sums of that go over the wire."""
     report = language(target, "both", **FIGHTING)
     by_line = parts(report, "partial-sums")
@@ -116,7 +116,7 @@ def test_weights_that_are_summed_over_instead_of_gathered(target: str) -> None:
 
 
 @targets
-def test_the_numbers_of_partial_sums_are_those_of_the_collectives(target: str) -> None:
+def test_partial_sums_have_the_bytes_of_their_collectives(target: str) -> None:
     """At the projection up: f32[16, 24, 128] for each layer, an all-reduce or a reduce-scatter over four devices."""
     report = language(target, "both", **FIGHTING)
     up = parts(report, "partial-sums")[at("up")]
@@ -129,7 +129,7 @@ def test_the_numbers_of_partial_sums_are_those_of_the_collectives(target: str) -
 
 
 @targets
-def test_activations_that_are_gathered_over_the_batch(target: str) -> None:
+def test_gathered_batches_are_warnings(target: str) -> None:
     report = language(target, "both", **FIGHTING)
     (finding, *_) = [finding for finding in report.findings if finding.code == "gathered-batch"]
     assert (finding.severity, finding.axis) == ("warning", "data")
@@ -138,7 +138,7 @@ def test_activations_that_are_gathered_over_the_batch(target: str) -> None:
     assert finding.source.startswith(f"{audited.__file__}:")
 
 
-def test_all_that_a_plan_costs_too_much_is_in_some_finding() -> None:
+def test_findings_cover_all_excess_bytes() -> None:
     """What the report names is as much as what constraints save, and more: it sends less weights."""
     fights, clean = language(CPU, "both", **FIGHTING), language(CPU, "both", split_embedding=True)
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
@@ -154,7 +154,7 @@ def test_all_that_a_plan_costs_too_much_is_in_some_finding() -> None:
 
 
 @pytest.mark.parametrize("target", [CPU, TPU])
-def test_the_same_with_constraints_is_no_fight(target: str) -> None:
+def test_constraints_remove_partial_sums(target: str) -> None:
     """Only what the lookup in a split table costs is left."""
     report, fights = language(target, "both", split_embedding=True), language(target, "both", **FIGHTING)
     assert "partial-sums" not in codes(report)
@@ -163,7 +163,7 @@ def test_the_same_with_constraints_is_no_fight(target: str) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1024, 1536])
-def test_sizes_that_happen_to_be_equal_hide_nothing(vocabulary: int) -> None:
+def test_equal_sizes_hide_nothing(vocabulary: int) -> None:
     """The table of 1536 words has as many elements as a hidden layer of all the batch, the other as a part of it."""
     assert 1536 * audited.WIDTH == BATCH * LENGTH * audited.HIDDEN
     usual = language(CPU, "both", **FIGHTING)
@@ -198,8 +198,8 @@ def column(w: Any, x: Any) -> Any:
 
 
 @targets
-def test_a_weight_that_fights_a_constraint(target: str) -> None:
-    """The columns of the weight are split, and so is its product, of which a constraint wants the whole rows."""
+def test_a_weight_in_conflict_with_a_constraint(target: str) -> None:
+    """The columns of the weight and of its product are split, and a constraint requests whole rows."""
     report = audit(column, W, X, in_shardings=(P(None, "model"), P("data")), target=target)
     finding = only(report, "gathered-activation")
     assert (finding.severity, finding.axis) == ("warning", "model")
@@ -227,7 +227,7 @@ def two_columns(params: Any, x: Any) -> Any:
 
 
 @targets
-def test_two_weights_that_fight_each_other(target: str) -> None:
+def test_two_conflicting_weights_gather_an_activation(target: str) -> None:
     """Column and column again: the hidden layer is split, and the second matrix wants all of it."""
     params = {"up": W, "down": f32(1536, 64)}
     shardings = ({"up": P(None, "model"), "down": P(None, "model")}, P("data"))
@@ -249,7 +249,7 @@ def wide(w: Any, x: Any) -> Any:
 
 
 @targets
-def test_an_argument_that_is_put_together_again(target: str) -> None:
+def test_a_gathered_argument_is_a_warning(target: str) -> None:
     """The batch is split in its features, too, over the axis that splits the columns of the weight."""
     report = audit(wide, W, X, in_shardings=(P(None, "model"), P("data", "model")), target=target)
     finding = only(report, "gathered")
@@ -260,8 +260,8 @@ def test_an_argument_that_is_put_together_again(target: str) -> None:
 
 
 @targets
-def test_what_somebody_asks_for_is_no_surprise(target: str) -> None:
-    """A weight that is gathered by hand, results that are asked to be elsewhere, and both ends of a move."""
+def test_requested_moves_are_no_finding(target: str) -> None:
+    """A weight that a constraint gathers, results with requested shardings, and constraints at both ends of a move."""
 
     def by_hand(w: Any, x: Any) -> Any:
         return con(x @ con(w, None, None), "data")
@@ -285,7 +285,7 @@ def ordered(w: Any, x: Any) -> Any:
 
 
 @targets
-def test_an_array_that_is_split_in_one_way_and_used_in_another(target: str) -> None:
+def test_resharding_is_a_warning(target: str) -> None:
     """Rows are split, and sorted along their columns."""
     report = audit(ordered, W, X, axes="data:8", in_shardings=(P(), P("data")), target=target)
     finding = only(report, "resharding")
@@ -313,7 +313,7 @@ def by_hand(x: Any) -> Any:
 
 
 @targets
-def test_what_is_written_by_hand_is_no_surprise(target: str) -> None:
+def test_explicit_collectives_are_no_finding(target: str) -> None:
     spec = P("data", "model")
     mapped = jax.shard_map(by_hand, mesh=OWN, in_specs=spec, out_specs=(spec,) * 8 + (P(None, *spec),), check_vma=False)
     mesh_on(target, audited.AXES)
@@ -324,7 +324,7 @@ def test_what_is_written_by_hand_is_no_surprise(target: str) -> None:
 
 
 @targets
-def test_nor_are_its_gradients(target: str) -> None:
+def test_gradients_of_explicit_collectives_are_no_finding(target: str) -> None:
     mapped = jax.shard_map(
         lambda w, x: lax.psum(jnp.tanh(x @ w), "model"),
         mesh=OWN,
@@ -410,7 +410,7 @@ def test_a_batch_that_is_not_split(target: str) -> None:
 
 
 @targets
-def test_a_batch_of_which_nobody_says_how_it_is_split(target: str) -> None:
+def test_a_batch_without_a_spec_is_a_warning(target: str) -> None:
     def constrained(w: Any, x: Any) -> Any:
         return con(con(x, "data") @ w, "data")
 
@@ -421,7 +421,7 @@ def test_a_batch_of_which_nobody_says_how_it_is_split(target: str) -> None:
 
 
 @targets
-def test_a_batch_that_is_split_and_small_things_that_are_not(target: str) -> None:
+def test_small_whole_arguments_are_no_finding(target: str) -> None:
     def step(w: Any, x: Any, y: Any, key: Any, rate: Any, mask: Any) -> Any:
         noise = jax.random.normal(key, (1536,))
         return jnp.sum((x @ w + noise - y) ** 2) * rate + mask.sum()
@@ -444,7 +444,7 @@ def test_every_part_of_a_batch_is_looked_at() -> None:
     assert [finding.path for finding in report.findings if finding.code == "unsharded-batch"] == ["batch/x", "batch/y"]
 
 
-def test_what_is_no_batch_may_be_whole() -> None:
+def test_arguments_other_than_the_batch_may_be_whole() -> None:
     report = audit(lambda w, x: con(x @ w, "data"), W, X, in_shardings=(P(), P()), roles=WEIGHTS, target=CPU)
     assert "unsharded-batch" not in codes(report)
 
@@ -458,7 +458,7 @@ def dense(w: Any, x: Any) -> Any:
 
 @targets
 @pytest.mark.parametrize(("spec", "times"), [(P("data"), 2), (P("model"), 4), (P(), 8), (P(("data", "model")), 1)])
-def test_work_that_devices_do_alike(spec: P, times: int, target: str) -> None:
+def test_repeated_work_is_a_warning(spec: P, times: int, target: str) -> None:
     report = audit(dense, W, X, in_shardings=(P(), spec), target=target)
     assert report.model_flops == 2 * 48 * 64 * 1536
     assert report.flops * 8 == times * report.model_flops
@@ -471,7 +471,7 @@ def test_work_that_devices_do_alike(spec: P, times: int, target: str) -> None:
 
 
 @targets
-def test_branches_and_loops_are_no_work_done_twice(target: str) -> None:
+def test_branches_and_loops_are_not_repeated_work(target: str) -> None:
     def step(flag: Any, w: Any, x: Any) -> Any:
         x = con(lax.cond(flag, lambda: x @ w, lambda: jnp.tanh(x @ w @ w)), ("data", "model"))
         x = lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
@@ -485,7 +485,7 @@ def test_branches_and_loops_are_no_work_done_twice(target: str) -> None:
 
 
 @targets
-def test_recomputed_work_is_the_functions_own(target: str) -> None:
+def test_recomputed_work_is_not_repeated_work(target: str) -> None:
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x))
 
@@ -522,7 +522,7 @@ def test_what_does_not_fit(target: str) -> None:
     assert twin.problems == ()
 
 
-def test_what_takes_the_memory_is_named_with_its_remedy() -> None:
+def test_the_largest_share_has_its_remedy() -> None:
     options: dict[str, Any] = {"target": CPU, "hardware": small(1024)}
     weights = audit(lambda w, x: x @ w, f32(64, 4096), X, in_shardings=(P(), P(("data", "model"))), **options)
     finding = only(weights, "does-not-fit")
@@ -537,8 +537,8 @@ def test_what_takes_the_memory_is_named_with_its_remedy() -> None:
     )
 
 
-def test_a_cpu_has_as_much_memory_as_it_has() -> None:
-    """Its devices share a memory of which the sheet knows nothing."""
+def test_cpus_have_no_memory_limit() -> None:
+    """Its devices share the memory of the machine, which the sheet does not know."""
     report = audit(lambda w, x: x * 2, f32(8), f32(8, 2**20, 2**12), in_shardings=(P(), P("data")), target=CPU)
     assert not report.fits
     assert "does-not-fit" not in codes(report)
@@ -559,7 +559,7 @@ def test_too_much_for_the_real_chip(target: str) -> None:
 
 
 @targets
-def test_large_arrays_that_a_function_closes_over(target: str) -> None:
+def test_large_closed_over_arrays_are_warnings(target: str) -> None:
     """They are in the program, and in no category of memory."""
     weights = jnp.ones((64, 8192))
     options: dict[str, Any] = {"in_shardings": P(("data", "model")), "target": target}
@@ -576,7 +576,7 @@ def test_large_arrays_that_a_function_closes_over(target: str) -> None:
 
 
 @targets
-def test_arrays_that_are_given_away_in_vain(target: str) -> None:
+def test_unused_donation_is_a_warning(target: str) -> None:
     def step(w: Any, v: Any, x: Any) -> Any:
         return w + 1, v.astype(jnp.bfloat16), x.sum()
 
@@ -601,7 +601,7 @@ def test_arrays_that_are_given_away_in_vain(target: str) -> None:
 
 
 @targets
-def test_work_that_layers_of_equinox_do_alike(target: str) -> None:
+def test_repeated_work_of_equinox_layers_is_a_warning(target: str) -> None:
     model = eqx.filter_eval_shape(lambda: eqx.nn.Linear(64, 1536, key=jax.random.key(0)))
     report = audit(lambda m, x: jax.vmap(m)(x), model, X, in_shardings=(P(), P("data")), target=target)
     assert "2.00 times as many" in only(report, "replicated-compute").message
@@ -625,7 +625,7 @@ def test_a_loop_without_a_known_end(target: str) -> None:
     assert twin.flops * 8 == twin.model_flops == 10 * 2 * 48 * 64 * 64
 
 
-# ---- what XLA says aloud ----
+# ---- warnings of XLA ----
 
 
 def turned_twice(x: Any) -> Any:
@@ -635,7 +635,7 @@ def turned_twice(x: Any) -> Any:
 
 # The compiler for TPUs finds ways where those for CPUs and GPUs find none, or keeps quiet about it.
 @pytest.mark.parametrize("target", [CPU, CUDA])
-def test_arrays_that_xla_can_only_move_by_gathering_them(target: str) -> None:
+def test_rematerialised_arrays_are_warnings(target: str) -> None:
     report = audit(turned_twice, f32(16, 16, 16), axes="a:2,b:2,c:2", in_shardings=P("b", "a", "c"), target=target)
     finding = only(report, "rematerialised")
     assert finding.severity == "warning"
@@ -673,11 +673,11 @@ def test_errors_come_first_and_lines_are_the_users(target: str) -> None:
 
 @targets
 def test_small_moves_are_notes(target: str) -> None:
-    """What is less than a hundredth of all that is sent is no reason to warn anybody."""
+    """Moves that send less than a hundredth of all bytes are not warnings."""
     report = language(target, "both", **FIGHTING)
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
-    told_bytes = re.compile(r": ([\d.,]+) (B|KiB|MiB) on the wire")
-    moves = [(finding, told_bytes.search(finding.message)) for finding in report.findings if finding.code != "fsdp"]
+    wire_bytes = re.compile(r": ([\d.,]+) (B|KiB|MiB) on the wire")
+    moves = [(finding, wire_bytes.search(finding.message)) for finding in report.findings if finding.code != "fsdp"]
     shares = [
         (finding.severity, float(match[1].replace(",", "")) * units[match[2]] / report.wire_bytes)
         for finding, match in moves
@@ -687,7 +687,7 @@ def test_small_moves_are_notes(target: str) -> None:
     assert {severity for severity, _ in shares} == {"warning", "note"}
 
 
-def test_a_mesh_on_devices_and_its_shape_give_the_same_findings() -> None:
+def test_a_mesh_and_its_shape_give_equal_findings() -> None:
     def fn(w: Any, x: Any) -> Any:
         return lax.with_sharding_constraint(x @ w, NamedSharding(OWN, P("data", None)))
 

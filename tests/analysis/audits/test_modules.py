@@ -104,14 +104,14 @@ def test_layers_of_flax_have_their_names(target: str) -> None:
     model: Any = Deep()
     params = jax.eval_shape(model.init, jax.random.key(0), f32(8, 64))
     assert costs(target, jax.grad(lambda params, x: jnp.sum(jnp.square(model.apply(params, x)))), params) == {
-        "Deep/first": 2 * PRODUCT * 64,  # nobody asks for the gradient of the batch
+        "Deep/first": 2 * PRODUCT * 64,  # the gradient of the batch is not computed
         "Deep/second": 3 * PRODUCT * 64,
         "Deep/head": 3 * PRODUCT * 8,
     }
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_layers_of_equinox_have_the_name_of_the_module_that_holds_them(target: str) -> None:
+def test_equinox_layers_are_named_after_their_module(target: str) -> None:
     model = eqx.filter_eval_shape(lambda: Dense(eqx.nn.Linear(64, 64, key=jax.random.key(0))))
     grad = eqx.filter_grad(lambda model, x: jnp.sum(jax.vmap(model)(x)))
     assert costs(target, grad, model) == {"Dense/eqx.nn.Linear": 2 * PRODUCT * 64}

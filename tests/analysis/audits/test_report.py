@@ -151,7 +151,7 @@ def test_reports_are_values() -> None:
     twin = attrs.evolve(REPORT)
     assert (twin, hash(twin)) == (REPORT, hash(REPORT))
     assert twin is not REPORT
-    assert attrs.evolve(REPORT, compile_seconds=9.0, hlo_text="") == REPORT  # neither says what was compiled
+    assert attrs.evolve(REPORT, compile_seconds=9.0, hlo_text="") == REPORT  # neither is about the compiled program
     for change in ({"name": "other"}, {"findings": ()}, {"collectives": (GATHER,)}, {"model_flops": None}):
         assert attrs.evolve(REPORT, **change) != REPORT
     with pytest.raises(attrs.exceptions.FrozenInstanceError, match="can't set attribute"):
@@ -183,7 +183,7 @@ def test_json_keeps_everything() -> None:
     assert not REPORT.diff(again)
 
 
-def test_json_tells_totals_to_other_programs() -> None:
+def test_json_has_totals_for_other_programs() -> None:
     data = json.loads(REPORT.to_json())
     assert data["shardrules_audit"] == 1
     assert data["totals"] == {
@@ -197,7 +197,7 @@ def test_json_tells_totals_to_other_programs() -> None:
 
 
 @pytest.mark.parametrize("axes", [None, ()])
-def test_json_tells_no_axes_from_unknown_ones(axes: Any) -> None:
+def test_json_keeps_no_axes_apart_from_unknown_axes(axes: Any) -> None:
     report = attrs.evolve(REPORT, collectives=(attrs.evolve(GATHER, axes=axes),), model_flops=None)
     again = AuditReport.from_json(report.to_json())
     assert again == report
@@ -224,7 +224,7 @@ def compiled(target: str) -> AuditReport:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_compilers_make_keeps_too(target: str) -> None:
+def test_compiled_reports_survive_json_and_pickle(target: str) -> None:
     report = compiled(target)
     for keep in (AuditReport.from_json(report.to_json()), pickle.loads(pickle.dumps(report))):
         assert (keep, hash(keep), str(keep)) == (report, hash(report), str(report))
@@ -305,7 +305,7 @@ def test_a_report_that_was_edited_wrongly_is_refused(path: tuple[Any, ...], valu
 
 
 def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every text and number in a report as JSON has it, with its path, of lists that of the first item."""
+    """Every string and number in the JSON of a report, with its path; of lists only the first item."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from fields(each, (*path, name))
@@ -329,7 +329,7 @@ def test_a_field_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
             AuditReport.from_json(edited(*path, value=other))
 
 
-def test_an_audit_error_is_a_value_error_of_this_package() -> None:
+def test_a_report_error_is_a_value_error() -> None:
     assert issubclass(ReportError, ShardRulesError)
     assert issubclass(ReportError, ValueError)
     error = ReportError("a text")
@@ -369,7 +369,7 @@ findings: 1 warning, 1 note
 
 
 def squeezed(page: str) -> list[list[str]]:
-    """The words of each line: how wide a column is says nothing."""
+    """The words of each line, whatever the widths of the columns."""
     return [line.split() for line in page.splitlines() if line.strip("- ")]
 
 
@@ -407,7 +407,7 @@ def test_collectives_of_one_line_and_array_are_one_row() -> None:
     assert row.split()[:3] == ["576.0", "KiB", "24"]
 
 
-def test_the_ten_dearest_are_shown() -> None:
+def test_the_ten_largest_groups_are_shown() -> None:
     many = tuple(
         attrs.evolve(GATHER, wire_bytes=size, stack=(Source("/home/me/project/model.py", size),))
         for size in range(1000, 1025)
@@ -474,7 +474,7 @@ def test_figures_that_differ() -> None:
     assert difference
 
 
-def test_a_figure_that_was_nothing_has_no_share() -> None:
+def test_a_change_from_zero_has_no_percentage() -> None:
     assert str(FigureChange("wire bytes", 0, 2048)) == "wire bytes: 0 B -> 2.0 KiB"
 
 
@@ -540,7 +540,7 @@ DIFFERENT: tuple[Callable[[AuditReport], AuditReport], ...] = (
 
 
 @pytest.mark.parametrize("change", DIFFERENT)
-def test_the_way_back_is_the_way_there_turned_round(change: Callable[[AuditReport], AuditReport]) -> None:
+def test_diff_is_symmetric(change: Callable[[AuditReport], AuditReport]) -> None:
     forward, back = REPORT.diff(change(REPORT)), change(REPORT).diff(REPORT)
     assert forward
     assert back
@@ -551,7 +551,7 @@ def test_the_way_back_is_the_way_there_turned_round(change: Callable[[AuditRepor
     assert {array.path for array in forward.arrays} == {array.path for array in back.arrays}
 
 
-def test_two_plans_of_one_function_differ_in_what_they_move() -> None:
+def test_two_plans_differ_in_collectives() -> None:
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(x @ w))
 

@@ -62,7 +62,7 @@ def collective(kind: str, size: int, wire: int, **more: Any) -> Collective:
         (kernel(0, 0, (("bf16", "default"), 1000), (("f32", "default"), 1000)), 3.0),
     ],
 )
-def test_a_kernel_takes_as_long_as_what_it_waits_for(kernel: Kernel, seconds: float) -> None:
+def test_a_kernel_takes_its_longer_time(kernel: Kernel, seconds: float) -> None:
     assert compute_seconds([kernel], ROUND) == pytest.approx(seconds)
     assert compute_seconds([kernel, kernel], ROUND) == pytest.approx(2 * seconds)
 
@@ -115,7 +115,7 @@ def test_one_device_on_each_host_uses_no_links() -> None:
     assert collective_seconds(attrs.evolve(gather, group_size=4), fast) == pytest.approx(7 + 0.5 + 2 * 0.1)
 
 
-def test_between_slices_goes_over_the_network_even_where_the_target_is_not_known() -> None:
+def test_between_slices_uses_the_network_without_a_target() -> None:
     reduce = collective("all-reduce", 2, 70, between_slices=True)
     assert collective_seconds(reduce, ROUND) == pytest.approx(70 + 2 * 0.5)
     assert collective_seconds(attrs.evolve(reduce, host_count=2), ROUND) == pytest.approx(70 + 2 * 0.5)
@@ -130,7 +130,7 @@ def test_between_slices_goes_over_the_network_even_where_the_target_is_not_known
     count=st.integers(1, 100),
     hardware=st.sampled_from([H100, V5E, V5P, ROUND]),
 )
-def test_what_holds_for_every_collective(
+def test_laws_of_collectives(
     kind: str, members: int, hosts: int, wire: int, dims: int, count: int, hardware: Hardware
 ) -> None:
     sample = collective(kind, members * hosts, wire, host_count=hosts, torus_dims=dims)
@@ -157,7 +157,7 @@ def test_what_holds_for_every_collective(
     dtype=st.sampled_from(["bf16", "f32", "f8e4m3fn", "s8", "f64"]),
     hardware=st.sampled_from([H100, V5E, V5P, ROUND]),
 )
-def test_what_holds_for_every_kernel(read: int, written: int, flops: int, dtype: str, hardware: Hardware) -> None:
+def test_laws_of_kernels(read: int, written: int, flops: int, dtype: str, hardware: Hardware) -> None:
     sample = kernel(read, written, ((dtype, "default"), flops))
     seconds = compute_seconds([sample], hardware)
     more = (
@@ -217,7 +217,7 @@ def test_a_step_is_its_kernels_and_its_collectives(target: str) -> None:
 
 
 def test_a_closed_form() -> None:
-    """Column then row on CPU devices: two matmuls, of which one adds its part to the other devices'."""
+    """Column then row on CPU devices: two matmuls, and one adds its part to the other devices'."""
     (case,) = [case for case in CLOSED_FORMS if case.name == "column then row"]
     program = read_program(text_of(case.name, CPU))
     collectives = find_collectives(program, sr.mesh_shape(case.axes))
@@ -251,7 +251,7 @@ def test_on_one_host_and_on_two() -> None:
     assert inside == pytest.approx(single)
 
 
-def test_along_one_dimension_of_a_torus_and_along_two() -> None:
+def test_torus_dimensions_add_bandwidth() -> None:
     along_row = summed("tpu:v5e:4x4", "data:4,model:4", "data", P(("data", "model")))
     assert along_row == pytest.approx(2 * PART * 3 / 4 / 100e9 + 6e-6, rel=1e-3)
     two = summed("tpu:v5e:4x4", "data:16", "data", P("data"))

@@ -1,4 +1,4 @@
-"""Shapes are alike when a compiler may have made one of the other, and not when only their sizes agree."""
+"""Shapes match if a compiler may have made one from the other, and not if only their sizes agree."""
 
 import itertools
 import math
@@ -29,21 +29,21 @@ SHAPES = st.lists(st.sampled_from((1, 2, 3, 4, 6, 8)), min_size=1, max_size=4).m
         ((8,), (4,), False),
     ],
 )
-def test_shapes_are_alike_or_not(shape_in_set: tuple[int, ...], shape: tuple[int, ...], is_alike: bool) -> None:
+def test_matching_shapes(shape_in_set: tuple[int, ...], shape: tuple[int, ...], is_alike: bool) -> None:
     assert ShapeSet.of([shape_in_set]).matches(shape) is is_alike
 
 
-def test_parts_of_a_dimension_count_where_they_are_asked_for() -> None:
+def test_split_dims_match_only_on_request() -> None:
     assert ShapeSet.of([(8, 16)]).matches((2, 4, 16), split_dims=True)
     assert not ShapeSet.of([(8, 16)]).matches((2, 8, 4, 4), split_dims=True)
 
 
-def test_nothing_is_like_no_shape() -> None:
+def test_an_empty_set_matches_nothing() -> None:
     assert not ShapeSet.of([]).matches((8,))
 
 
 @given(SHAPES, st.data())
-def test_whatever_is_merged_and_transposed_is_alike(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_merged_and_transposed_shapes_match(shape: tuple[int, ...], data: st.DataObject) -> None:
     order = data.draw(st.permutations(shape))
     cuts = data.draw(st.lists(st.booleans(), min_size=len(shape) - 1, max_size=len(shape) - 1))
     groups: list[list[int]] = [[order[0]]]
@@ -56,13 +56,13 @@ def test_whatever_is_merged_and_transposed_is_alike(shape: tuple[int, ...], data
 
 
 @given(SHAPES, SHAPES)
-def test_only_arrays_of_one_size_are_alike(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+def test_only_equal_sizes_match(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
     if math.prod(shape) != math.prod(other):
         assert not ShapeSet.of([shape]).matches(other, split_dims=True)
 
 
 @given(st.lists(st.sampled_from((1, 4, 8, 12)), max_size=3).map(tuple))
-def test_split_shapes_are_those_of_every_assignment_of_axes(shape: tuple[int, ...]) -> None:
+def test_split_shapes_cover_every_assignment_of_axes(shape: tuple[int, ...]) -> None:
     sizes = {"a": 2, "b": 3, "one": 1}
     expected = set()
     for dim_a, dim_b in itertools.product((None, *range(len(shape))), repeat=2):

@@ -1,4 +1,4 @@
-"""Functions as compilers make them: what they say of memory, places and donation, and what they refuse."""
+"""Compiled functions: their memory, shardings and donation, and what compilers refuse."""
 
 import functools
 import os
@@ -98,7 +98,7 @@ def test_peak_of_a_memory_by_hand() -> None:
     assert CompilerMemory(100, 50, 30, 7).peak_bytes == 127
 
 
-def test_arguments_and_results_are_where_the_compiler_put_them() -> None:
+def test_arguments_and_results_have_compiled_shardings() -> None:
     compiled = built(both, W, X, out_shardings=(P("data", "model"), None))
     assert [sharding.spec for sharding in compiled.argument_shardings if isinstance(sharding, NamedSharding)] == list(
         IN
@@ -112,13 +112,13 @@ def test_arguments_and_results_are_where_the_compiler_put_them() -> None:
     assert second.requested is None
 
 
-def test_what_nobody_says_is_left_to_the_compiler() -> None:
-    """Of the product it knows one factor. The other it may take as it likes best."""
+def test_the_compiler_chooses_unspecified_shardings() -> None:
+    """Only one factor of the product has a spec. The compiler may split the other in any way."""
     compiled = built(lambda w, x: lax.with_sharding_constraint(x, P("data")) @ w, W, X, shardings=None)
     assert len(compiled.argument_shardings) == 2
 
 
-def test_results_that_are_no_arrays_have_no_place() -> None:
+def test_only_arrays_are_results() -> None:
     compiled = built(lambda w, x: {"y": x @ w, "n": 3, "name": "me", "none": None, "act": jax.nn.relu}, W, X)
     assert [result.path for result in compiled.results] == ["y"]
     assert built(lambda w, x: None, W, X).results == ()
@@ -146,7 +146,7 @@ def test_nothing_is_run_and_nothing_traced_twice() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_mesh_of_the_users_is_replaced_by_the_targets(target: str) -> None:
+def test_the_targets_mesh_replaces_the_users(target: str) -> None:
     user_mesh = sr.create_mesh(AXES)
     target_mesh = mesh_on(target, AXES)
 
@@ -171,7 +171,7 @@ JITTED = jax.jit(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_a_jitted_function_says_is_kept(target: str) -> None:
+def test_a_jitted_function_keeps_shardings_and_donation(target: str) -> None:
     target_mesh = mesh_on(target, AXES)
     compiled = built(JITTED, W, X, mesh=target_mesh, trace_mesh=OWN, shardings=None)
     assert [sharding.spec for sharding in compiled.argument_shardings if isinstance(sharding, NamedSharding)] == list(
@@ -186,7 +186,7 @@ def test_what_a_jitted_function_says_is_kept(target: str) -> None:
     assert "jit_both" in compiled.text[:40]
 
 
-def test_what_the_caller_says_comes_first() -> None:
+def test_the_callers_shardings_come_first() -> None:
     jitted = jax.jit(both, donate_argnums=1)
     compiled = built(jitted, W, X, donated=(0,), out_shardings=(P("data"), None))
     assert compiled.donated == (0, 1)
@@ -194,7 +194,7 @@ def test_what_the_caller_says_comes_first() -> None:
     assert compiled.results[0].requested.spec == P("data")
 
 
-def test_a_jitted_function_that_holds_arrays_is_heard_too() -> None:
+def test_a_jitted_closure_keeps_its_shardings() -> None:
     offset = jnp.arange(64.0)
     columns = NamedSharding(OWN, P(None, "model"))
     jitted = jax.jit(lambda w, x: (w + offset, x.sum()), in_shardings=(columns, None), donate_argnums=0)
@@ -205,11 +205,11 @@ def test_a_jitted_function_that_holds_arrays_is_heard_too() -> None:
     assert compiled.donated == (0,)
 
 
-def test_donation_inside_of_a_larger_function_is_its_own_affair() -> None:
+def test_donation_of_an_inner_jit_is_ignored() -> None:
     assert built(lambda w, x: JITTED(w * 2, x)[1], W, X).donated == ()
 
 
-def test_equinox_donates_as_it_was_told() -> None:
+def test_equinox_donation_is_kept() -> None:
     step = eqx.filter_jit(both, donate="all-except-first")
     assert built(step, W, X).donated == (1,)
     assert built(eqx.filter_jit(both, donate="all"), W, X).donated == (0, 1)
@@ -254,7 +254,7 @@ def test_functions_without_a_python_name_compile() -> None:
 # ---- refusals ----
 
 
-def test_a_tpu_refuses_what_is_too_large_by_far() -> None:
+def test_tpus_refuse_far_too_large_programs() -> None:
     mesh = mesh_on(TPU, "data:8")
     big = f32(64, 2**20, 2**10)  # 256 GiB, an eighth of it for each
     with pytest.raises(
@@ -279,16 +279,16 @@ def test_other_compilers_refuse_nothing() -> None:
 
 def test_an_error_of_a_trace_names_the_line() -> None:
     def fails(w: Any, x: Any) -> Any:
-        raise RuntimeError("as it likes")
+        raise RuntimeError("the model fails")
 
-    with pytest.raises(RuntimeError, match="as it likes") as caught:
+    with pytest.raises(RuntimeError, match="the model fails") as caught:
         built(fails, W, X)
     line = fails.__code__.co_firstlineno + 1
     assert f"while tracing {__file__}:{line}" in caught.value.__notes__
 
 
-def test_a_function_that_names_a_mesh_which_the_analyzer_does_not_know() -> None:
-    """The shape of a mesh knows no kind of device, and JAX does not take it for that of one which does."""
+def test_a_mesh_unknown_to_the_analyzer_gets_a_note() -> None:
+    """The shape of a mesh has no kind of device, and JAX treats it as different from one that has."""
     spec = P("data")
     mapped = jax.shard_map(lambda x: x * 2, mesh=sr.mesh_shape(AXES), in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match="should match the mesh passed to shard_map") as caught:
@@ -297,7 +297,7 @@ def test_a_function_that_names_a_mesh_which_the_analyzer_does_not_know() -> None
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_jitted_functions_inside_go_to_the_machine_too(target: str) -> None:
+def test_inner_jitted_functions_are_retargeted(target: str) -> None:
     jitted = jax.jit(lambda x: x * 2, in_shardings=NamedSharding(OWN, P("data")))
     target_mesh = mesh_on(target, AXES)
     compiled = built(lambda x: jitted(x) + 1, X, mesh=target_mesh, trace_mesh=OWN, shardings=P("data"))
@@ -306,7 +306,7 @@ def test_jitted_functions_inside_go_to_the_machine_too(target: str) -> None:
     ]
 
 
-# ---- what compilers say aloud ----
+# ---- warnings of compilers ----
 
 
 def test_other_noise_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:

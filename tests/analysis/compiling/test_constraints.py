@@ -71,7 +71,7 @@ def test_explicit_meshes_have_them_too() -> None:
     assert [(shape, spec) for shape, spec, _ in find_constraints(program)] == [((16, 32), P(None, "model"))]
 
 
-def test_what_constrains_nothing_has_none() -> None:
+def test_without_constraints_none_are_found() -> None:
     assert list(find_constraints(jax.make_jaxpr(lambda x: jnp.tanh(x) @ x.T)(X))) == []
 
 

@@ -68,7 +68,7 @@ def test_convolutions_without_padding(stride: int, hole: int) -> None:
     assert flops(fn, image, kernel) == brute_force(17, 4, out, stride, hole, (2, 3, 5))
 
 
-def test_grouped_convolutions_multiply_within_their_group() -> None:
+def test_grouped_convolutions_multiply_within_groups() -> None:
     image, kernel = jnp.ones((2, 6, 10)), jnp.ones((4, 3, 3))
 
     def grouped(x: Any, k: Any) -> Any:
@@ -82,7 +82,7 @@ def test_grouped_convolutions_multiply_within_their_group() -> None:
     assert flops(many, image, jnp.ones((4, 6, 3))) == brute_force(10, 3, 8, 1, 1, (1, 6, 4))
 
 
-def test_every_layout_of_a_convolution_is_alike() -> None:
+def test_convolution_layouts_have_equal_flops() -> None:
     nchw = flops(
         lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME"), jnp.ones((2, 3, 9, 7)), jnp.ones((5, 3, 3, 3))
     )
@@ -94,7 +94,7 @@ def test_every_layout_of_a_convolution_is_alike() -> None:
     assert nchw == nhwc == 2 * 2 * 9 * 7 * 5 * 3 * 9  # products with the padding are counted
 
 
-def test_the_gradient_of_a_kernel_is_as_dear_as_the_convolution() -> None:
+def test_a_kernels_gradient_costs_as_much_as_the_convolution() -> None:
     image, kernel = jnp.ones((2, 3, 16)), jnp.ones((5, 3, 4))
 
     def forward(k: Any, x: Any) -> Any:
@@ -106,7 +106,7 @@ def test_the_gradient_of_a_kernel_is_as_dear_as_the_convolution() -> None:
 
 
 def test_zeros_of_a_dilated_image_are_not_multiplied() -> None:
-    """A transposed convolution: 4 inputs become 7 with zeros between, of which a kernel of 4 meets two each time."""
+    """A transposed convolution: 4 inputs become 7 with zeros between, and a kernel of 4 meets two of them."""
     image, kernel = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 4))
 
     def spread(x: Any, k: Any) -> Any:
@@ -118,7 +118,7 @@ def test_zeros_of_a_dilated_image_are_not_multiplied() -> None:
 
 
 def test_gradients() -> None:
-    """A product in `dense` has two in its gradient, but that of the input is not asked for."""
+    """A product in `dense` has two in its gradient, but the gradient of the input is not computed."""
 
     def dense(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(x @ w))
@@ -130,13 +130,13 @@ def test_gradients() -> None:
     assert flops(lambda w, x: jax.linearize(lambda w: dense(w, x), w)[1](w), W, X) == 2 * PRODUCT
 
 
-def test_what_is_recomputed_is_counted_again() -> None:
+def test_recomputed_products_count_again() -> None:
     def two(w: Any, v: Any, x: Any) -> Any:
         return jnp.tanh(jnp.tanh(x @ w) @ v)
 
     plain = flops(jax.grad(lambda *args: two(*args).sum(), argnums=(0, 1)), W, BACK, X)
     again = flops(jax.grad(lambda *args: jax.checkpoint(two)(*args).sum(), argnums=(0, 1)), W, BACK, X)
-    assert plain == 5 * PRODUCT  # two forward, three back: nobody asks for the gradient of x
+    assert plain == 5 * PRODUCT  # two forward, three back: the gradient of x is not computed
     assert again in (6 * PRODUCT, 7 * PRODUCT)  # the last product need not be recomputed
 
 
@@ -166,14 +166,14 @@ def test_loops() -> None:
     assert flops(lambda x: lax.map(lambda row: row @ SQUARE, x), X) == TURN
 
 
-def test_a_loop_of_unknown_length_counts_once_with_its_condition() -> None:
+def test_an_unknown_loop_counts_once_with_its_condition() -> None:
     def loop(x: Any) -> Any:
         return lax.while_loop(lambda c: jnp.sum(c @ SQUARE) < 9, lambda c: c @ SQUARE @ SQUARE, x)
 
     assert flops(loop, X) == 3 * TURN
 
 
-def test_all_branches_count_as_they_do_in_a_compiled_program() -> None:
+def test_all_branches_count() -> None:
     def both(p: Any, x: Any) -> Any:
         return lax.cond(p, lambda: x @ SQUARE, lambda: jnp.tanh(x @ SQUARE @ SQUARE))
 
@@ -238,7 +238,7 @@ def test_rows_in_groups() -> None:
     assert flops(jax.grad(grouped, argnums=(0, 1)), weights, X, sizes) == 3 * PRODUCT
 
 
-def test_what_nothing_depends_on_is_left_out() -> None:
+def test_dead_code_is_left_out() -> None:
     """Not in a loop either, nor in a function inside."""
 
     def loses(x: Any) -> Any:
@@ -253,7 +253,7 @@ def test_what_nothing_depends_on_is_left_out() -> None:
     assert model_flops(without_dead_code(whole)) == TURN
 
 
-def test_what_cannot_be_known_beforehand_is_marked() -> None:
+def test_uncertain_flops_are_marked() -> None:
     def step(x: Any) -> Any:
         x = lax.while_loop(lambda x: x.sum() < 9, lambda x: lax.map(lambda row: row @ SQUARE, x), x @ SQUARE)
         return lax.ragged_dot(x, jnp.ones((2, WIDTH, WIDTH)), jnp.array([1, 3])) @ SQUARE
@@ -267,5 +267,5 @@ def test_what_cannot_be_known_beforehand_is_marked() -> None:
     ]
 
 
-def test_what_multiplies_no_matrices_asks_for_nothing() -> None:
+def test_elementwise_operations_have_no_flops() -> None:
     assert flops(lambda x: jnp.sort(jnp.tanh(x) * x + x.sum()), X) == 0

@@ -155,7 +155,7 @@ def test_a_mesh_of_other_axes_stays() -> None:
     assert retarget(program, THERE).jaxpr.eqns[0].params["sharding"].mesh == rows
 
 
-def test_a_mesh_of_the_same_names_in_other_sizes_stays() -> None:
+def test_a_mesh_with_other_sizes_stays() -> None:
     other = sr.create_mesh("data:2,model:4")
     program = traced(lambda x: con(x, "data", mesh=other), other)
     assert retarget(program, THERE).jaxpr.eqns[0].params["sharding"].mesh == other
@@ -168,7 +168,7 @@ def test_constants_are_kept() -> None:
         np.testing.assert_allclose(jax.jit(jaxpr_as_fun(moved))(X)[0], X + constant)
 
 
-def test_the_program_itself_is_left_alone() -> None:
+def test_the_program_itself_is_unchanged() -> None:
     program = traced(mapped)
     before = str(program)
     retarget(program, THERE)

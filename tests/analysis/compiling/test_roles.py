@@ -1,4 +1,4 @@
-"""What arguments are for: found without a word for the ways in which people keep models, states and batches."""
+"""Roles of arguments: guessed for the usual ways to keep models, states and batches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,11 +33,11 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def step(a: Any, b: Any, c: Any, d: Any) -> Any:
-    raise AssertionError("nobody calls it: the roles are those of its arguments")
+    raise AssertionError("it is never called: the roles are for its arguments")
 
 
 def step_of_any(*args: Any) -> Any:
-    raise AssertionError("nor this one")
+    raise AssertionError("never called either")
 
 
 def roles_of(*args: Any, plan: Any = None, roles: Any = None) -> list[dict[str, None]]:
@@ -190,7 +190,7 @@ def test_hand_written_moments() -> None:
     }
 
 
-def test_a_moving_average_of_the_model_is_no_second_model() -> None:
+def test_a_moving_average_is_state() -> None:
     roles = roles_of(PARAMS, PARAMS, state_of("adam", PARAMS), i32(16, 8))
     assert roles == only(PARAMETERS, STATE, STATE, BATCH)
     nested = by_path({"model": PARAMS, "ema": PARAMS, "opt": state_of("adam", PARAMS)}, i32(16, 8))
@@ -202,7 +202,7 @@ EQUAL = {"up": f32(8, 16), "down": f32(16, 8)}
 
 
 @pytest.mark.parametrize("model", [[EQUAL] * 4, (EQUAL, EQUAL), {"a": EQUAL, "b": EQUAL}, [f32(8, 8)] * 4])
-def test_equal_layers_are_no_parameters_with_their_moments(model: Any) -> None:
+def test_equal_layers_are_not_moments(model: Any) -> None:
     assert roles_of(model, f32(16, 8)) == only(PARAMETERS, BATCH)
     assert roles_of(model, f32(16, 8), i32(16)) == only(PARAMETERS, BATCH, BATCH)
     assert roles_of(model, jax.eval_shape(optax.adam(1e-3).init, model), f32(16, 8)) == only(PARAMETERS, STATE, BATCH)
@@ -236,21 +236,21 @@ def test_without_an_optimizer(args: tuple[Any, ...], roles: tuple[str, ...]) -> 
     assert roles_of(*args) == only(*roles)
 
 
-def test_without_an_optimizer_what_is_planned_is_the_model() -> None:
+def test_without_an_optimizer_planned_arrays_are_parameters() -> None:
     plan = sr.ReplicateShardingRule().plan(PARAMS, MESH)
     arguments = read_arguments(step, (PARAMS, {"a": f32(8, 3), "b": f32(5)}), MESH, plan)
     roles = dict(zip(arguments.owners, read_roles(arguments), strict=True))
     assert roles == {0: PARAMETERS, 1: BATCH}
 
 
-def test_integers_among_parameters_of_a_lone_argument_are_data() -> None:
+def test_integers_in_a_single_argument_are_data() -> None:
     assert by_path({"w": f32(8, 8), "tokens": i32(16, 8)}) == {"w": PARAMETERS, "tokens": BATCH}
 
 
-# ---- as the caller says ----
+# ---- roles from the caller ----
 
 
-def test_the_caller_knows_best() -> None:
+def test_the_callers_roles_come_first() -> None:
     assert roles_of(PARAMS, f32(16, 8), roles=(BATCH, PARAMETERS)) == only(BATCH, PARAMETERS)
     prefix = ({"embed": BATCH, "layers": PARAMETERS, "head": STATE}, BATCH)
     by_leaf = by_path(PARAMS, f32(16, 8), roles=prefix)
@@ -263,7 +263,7 @@ def test_the_caller_knows_best() -> None:
     assert roles_of(PARAMS, f32(16, 8), roles=BATCH) == only(BATCH, BATCH)
 
 
-def test_none_leaves_it_to_be_found() -> None:
+def test_none_is_guessed() -> None:
     assert roles_of(PARAMS, f32(16, 8), i32(16), roles=(BATCH, None, None)) == only(BATCH, BATCH, BATCH)
     assert roles_of(PARAMS, f32(16, 8), roles=(None, PARAMETERS)) == only(PARAMETERS, PARAMETERS)
 

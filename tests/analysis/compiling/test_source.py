@@ -47,19 +47,19 @@ def here(marker: str) -> str:
 
 
 @pytest.mark.parametrize("module", [jax, eqx, np, optax, nn, sr, os, re])
-def test_installed_code_is_not_the_users(module: Any) -> None:
+def test_installed_code_is_a_library(module: Any) -> None:
     assert is_library(module.__file__)
 
 
 @pytest.mark.parametrize(
     "file", [f"{sysconfig.get_path('stdlib')}{os.sep}abc.py", "<string>", "<attrs generated init>"]
 )
-def test_nor_is_code_without_a_file(file: str) -> None:
+def test_code_without_a_file_is_a_library(file: str) -> None:
     assert is_library(file)
 
 
 @pytest.mark.parametrize("file", [__file__, "model.py", "/home/me/jax/model.py", "/home/me/equinox_models/a.py"])
-def test_all_else_is(file: str) -> None:
+def test_all_other_code_is_the_users(file: str) -> None:
     assert not is_library(file)
 
 
@@ -78,8 +78,8 @@ def test_short_lines() -> None:
     assert short_line("") == ""
 
 
-def test_the_caller_of_a_little_function_is_told() -> None:
-    library, inner, outer = Source(jax.__file__, 7), Source("/me/model.py", 12, "held"), Source("/me/train.py", 30)
+def test_the_caller_of_a_helper_is_named() -> None:
+    library, inner, outer = Source(jax.__file__, 7), Source("/me/model.py", 12, "constrain"), Source("/me/train.py", 30)
     assert called_from([inner, library, outer]) == " (called at me/train.py:30)"
     assert called_from([library, inner]) == called_from([]) == ""
 
@@ -106,7 +106,7 @@ def test_an_equation_is_on_the_line_that_calls_jax() -> None:
     assert lines["sharding_constraint"] in (here("sin"), *(f"{__file__}:{int(here('sin').rpartition(':')[2]) - 1}",))
 
 
-def test_an_equation_of_a_library_is_on_the_line_that_calls_it() -> None:
+def test_a_library_equation_is_on_the_calling_line() -> None:
     linear = eqx.nn.Linear(32, 8, key=jax.random.key(0))
 
     def model(x: Any) -> Any:
@@ -115,7 +115,7 @@ def test_an_equation_of_a_library_is_on_the_line_that_calls_it() -> None:
     assert lines_of(model, X)["dot_general"] == here("linear")
 
 
-def test_what_a_gradient_adds_is_on_the_line_of_its_cause() -> None:
+def test_a_gradients_equations_are_on_the_forward_line() -> None:
     def loss(x: Any) -> Any:
         return jnp.sum(lax.cos(x) * 2)  # <cos>
 
@@ -156,7 +156,7 @@ def unknown_in_a_tuple(x: Any) -> Any:
         (unknown_in_a_tuple, "tuple", "modell", "model"),
     ],
 )
-def test_an_axis_that_the_mesh_lacks(fn: Callable[..., Any], marker: str, axis: str, meant: str) -> None:
+def test_an_unknown_axis_names_the_line(fn: Callable[..., Any], marker: str, axis: str, meant: str) -> None:
     error = refused(fn)
     (finding,) = findings_of(error)
     assert (finding.severity, finding.code, finding.axis, finding.source) == (
@@ -170,17 +170,17 @@ def test_an_axis_that_the_mesh_lacks(fn: Callable[..., Any], marker: str, axis: 
     assert f"at {here(marker)}" in str(error)
 
 
-def held(x: Any, *spec: Any) -> Any:
-    return lax.with_sharding_constraint(x, P(*spec))  # <held>
+def constrain(x: Any, *spec: Any) -> Any:
+    return lax.with_sharding_constraint(x, P(*spec))  # <constrain>
 
 
 def block(x: Any) -> Any:
-    return jnp.sin(held(x, "dta"))  # <block>
+    return jnp.sin(constrain(x, "dta"))  # <block>
 
 
-def test_a_typo_that_goes_through_a_little_function() -> None:
+def test_a_typo_in_a_helper_names_its_caller() -> None:
     (finding,) = findings_of(refused(block))
-    assert finding.source == here("held")
+    assert finding.source == here("constrain")
     assert f"(called at {short_line(here('block'))})" in finding.message
 
 
@@ -201,7 +201,7 @@ def test_an_axis_that_is_used_twice(fn: Callable[..., Any], marker: str, axis: s
     assert "more than once" in finding.message
 
 
-def test_other_errors_are_raised_as_they_are_with_a_note() -> None:
+def test_other_errors_get_a_note() -> None:
     def fails(x: Any) -> Any:
         return x @ jnp.ones((3, 3))  # <shapes>
 
@@ -217,7 +217,7 @@ def test_an_error_of_this_package_stays_what_it_is() -> None:
     assert caught.value is error
 
 
-def test_nothing_happens_where_nothing_fails() -> None:
+def test_without_errors_nothing_happens() -> None:
     with naming_lines():
         assert jax.eval_shape(jnp.sum, X).shape == ()
 
@@ -228,6 +228,6 @@ def test_interrupts_pass_by() -> None:
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_installed_paths_are_told_by_their_folders() -> None:
+def test_installed_code_is_recognised_by_its_folder() -> None:
     assert is_library(str(Path("venv", "lib", "site-packages", "mine", "model.py")))
     assert is_library("/usr/lib/python3/dist-packages/mine/model.py")
