@@ -7,7 +7,7 @@ in the middle of a model are equal, and the first and the last few are not.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -39,58 +39,78 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
     """Finds the classes of operations and of arguments, which have `paths`; without `tie` each is its own class."""
     if not tie:
         return OpClasses(tuple(range(len(program.operations))), tuple(range(len(program.arguments))))
-    numbers: dict[Any, int] = {}
-
-    def number(key: Any) -> int:
-        return numbers.setdefault(key, len(numbers))
-
-    arrays = program.arrays
-    argument_classes = {
-        array: number(("argument", _INDEX.sub("*", path), arrays[array].shape, str(arrays[array].dtype)))
-        for array, path in zip(program.arguments, paths, strict=True)
-    }
-    classes = [
-        number(
-            (
-                operation.role,
-                operation.name,
-                operation.factors.operands,
-                operation.factors.results,
-                tuple(() if operand is None else arrays[operand].shape for operand in operation.operands),
-                tuple((arrays[result].shape, str(arrays[result].dtype)) for result in operation.results),
-                operation.run_count,
-                str(operation.spec),
-                None if operation.equation is None else equation_line(operation.equation),
-            )
-        )
-        for operation in program.operations
-    ]
-    refined_arguments = dict(argument_classes)
+    refinement = _Refinement(program)
+    first_arguments = refinement.argument_classes(paths)
+    operations, arguments = refinement.operation_classes(), first_arguments
     for _ in range(_ROUNDS):
-        # What an array is: an argument, or which result of which class. -1 stands for what goes round a loop and is
-        # produced later, and for constants.
-        array_classes = dict(refined_arguments)
-        for op_class, operation in zip(classes, program.operations, strict=True):
-            for result_index, result in enumerate(operation.results):
-                array_classes[result] = number(("array", op_class, result_index))
-        user_classes = {
-            array: tuple(sorted({(classes[op_index], operand_index) for op_index, operand_index in users}))
-            for array, users in program.users.items()
+        users = {
+            array: tuple(sorted({(operations[op_index], operand_index) for op_index, operand_index in array_users}))
+            for array, array_users in program.users.items()
         }
-        classes = [
-            number(
+        operations = refinement.refine(operations, arguments, users)
+        # Arguments start again in each round: how they are used says all that the rounds before it have found.
+        arguments = {
+            array: refinement.number(("used", op_class, users.get(array, ())))
+            for array, op_class in first_arguments.items()
+        }
+    return OpClasses(tuple(operations), tuple(arguments[array] for array in program.arguments))
+
+
+@final
+@attrs.define(eq=False)
+class _Refinement:
+    """Numbers classes by what defines them, in the order in which they are first met: the same on every host."""
+
+    program: TracedProgram
+    numbers: dict[Any, int] = attrs.field(factory=dict)
+
+    def number(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def argument_classes(self, paths: Sequence[str]) -> dict[int, int]:
+        arrays = self.program.arrays
+        return {
+            array: self.number(("argument", _INDEX.sub("*", path), arrays[array].shape, str(arrays[array].dtype)))
+            for array, path in zip(self.program.arguments, paths, strict=True)
+        }
+
+    def operation_classes(self) -> list[int]:
+        """What an operation is by itself. Its line of code tells apart what only happens to have equal shapes."""
+        arrays = self.program.arrays
+        return [
+            self.number(
+                (
+                    operation.role,
+                    operation.name,
+                    operation.factors.operands,
+                    operation.factors.results,
+                    tuple(() if operand is None else arrays[operand].shape for operand in operation.operands),
+                    tuple((arrays[result].shape, str(arrays[result].dtype)) for result in operation.results),
+                    operation.run_count,
+                    str(operation.spec),
+                    None if operation.equation is None else equation_line(operation.equation),
+                )
+            )
+            for operation in self.program.operations
+        ]
+
+    def refine(
+        self, classes: Sequence[int], arguments: Mapping[int, int], users: Mapping[int, tuple[tuple[int, int], ...]]
+    ) -> list[int]:
+        """One round: the class of an operation, and those of what it reads and of what uses its results."""
+        arrays = dict(arguments)
+        for op_class, operation in zip(classes, self.program.operations, strict=True):
+            for result_index, result in enumerate(operation.results):
+                arrays[result] = self.number(("array", op_class, result_index))
+        # Constants of the closure are not in `arrays`: all of them are -1.
+        return [
+            self.number(
                 (
                     "round",
                     op_class,
-                    tuple(
-                        None if operand is None else array_classes.get(operand, -1) for operand in operation.operands
-                    ),
-                    tuple(user_classes.get(result, ()) for result in operation.results),
+                    tuple(None if operand is None else arrays.get(operand, -1) for operand in operation.operands),
+                    tuple(users.get(result, ()) for result in operation.results),
                 )
             )
-            for op_class, operation in zip(classes, program.operations, strict=True)
+            for op_class, operation in zip(classes, self.program.operations, strict=True)
         ]
-        refined_arguments = {
-            array: number(("used", argument_classes[array], user_classes.get(array, ()))) for array in program.arguments
-        }
-    return OpClasses(tuple(classes), tuple(refined_arguments[array] for array in program.arguments))

@@ -169,6 +169,7 @@ class _JaxprReader:
         arguments = [self.add_array(var.aval) for var in jaxpr.jaxpr.invars]
         results: list[int | None] = []
         for array in self.read_body(jaxpr, arguments, 0):
+            # Each result has an operation of its own, so that an array which is returned twice can have two layouts.
             if array is None or not self.arrays[array].shape:
                 results.append(None)
                 continue
@@ -254,6 +255,7 @@ class _JaxprReader:
         inlined = inlined_jaxpr(equation)
         if inlined is not None:
             inside = self.add_region(region, 1) if name in _RECOMPUTED else region
+            # Shardings of an inner jit are orders to the partitioner, as constraints are.
             in_shardings, out_shardings = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
             results = self.read_body(inlined, self.constrain(in_shardings, operands, region), inside)
             return self.constrain(out_shardings, results, region)
@@ -269,7 +271,9 @@ class _JaxprReader:
             if array is not None and self.arrays[array].shape and isinstance(sharding, Sharding):
                 result = self.copy_array(array)
                 read_count = self.regions[region].run_count
-                self.add_identity("fixed", (-1, slot), array, result, region, read_count, spec=_spec(sharding))
+                self.add_identity(
+                    "fixed", (-1, slot), array, result, region, read_count, spec=_spec_of_sharding(sharding)
+                )
                 constrained[slot] = result
         return constrained
 
@@ -281,7 +285,7 @@ class _JaxprReader:
         role: Role = "compute"
         spec: Any = None
         if name == "sharding_constraint":
-            role, spec = "fixed", _spec(equation.params["sharding"])
+            role, spec = "fixed", _spec_of_sharding(equation.params["sharding"])
             shape = self.arrays[results[0]].shape
             dims = tuple(range(len(shape)))
             factors = Factors((dims,), (dims,), shape)
@@ -370,6 +374,7 @@ class _JaxprReader:
                 region,
                 (outside_count, inside_count),
             )
+        # The value at the end is what went round last, but other operations may read it in another layout.
         exits: list[int | None] = []
         for slot, array in enumerate(rounds):
             result = self.copy_array(array)
@@ -394,6 +399,7 @@ class _JaxprReader:
         starts = operands[const_count:first_piece]
         _, exits, round_results = self.read_rounds(equation_index, params["jaxpr"], consts, starts, pieces, inside)
         stacked: list[int | None] = []
+        # What each round adds is stacked in a new first dim, which the loop iterates over and nothing splits.
         for slot, (array, var) in enumerate(zip(round_results, equation.outvars[carry_count:], strict=True)):
             result = self.add_array(var.aval)
             stacked.append(result)
@@ -419,6 +425,7 @@ class _JaxprReader:
         rounds, exits, _ = self.read_rounds(
             equation_index, params["body_jaxpr"], body_consts, operands[first_carry:], [], inside
         )
+        # After the body, as the replay does: equations are counted in this order.
         self.read_body(params["cond_jaxpr"], [*cond_consts, *rounds], inside)
         return exits
 
@@ -430,6 +437,7 @@ class _JaxprReader:
         for branch_index, branch in enumerate(equation.params["branches"]):
             inside = self.add_region(region, 1)  # every branch counts as if it were taken
             variables = open_jaxpr(branch).invars
+            # Slots go on from branch to branch. The first operand is the index of the branch, which has no layout.
             position = (equation_index, branch_index * len(variables))
             entered = self.enter(position, operands[1:], variables, inside, count)
             branch_results.append(self.read_body(branch, entered, inside))
@@ -461,7 +469,7 @@ _UNFINISHED = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0
 """Takes the index of an operation whose operands are not read yet."""
 
 
-def _spec(sharding: Sharding) -> PartitionSpec:
+def _spec_of_sharding(sharding: Sharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 

@@ -34,6 +34,7 @@ class PartialSums:
         """Finds the partial sums of a program."""
         sums = cls(program)
         sums._find_sums()
+        # Gradients of layers in a scan: each round adds its own to a total that starts at zero.
         for operation in program.operations:
             adding = sums._loop_addition(operation)
             if adding is not None:
@@ -52,6 +53,7 @@ class PartialSums:
         if len(users) != 1:
             return False
         user = self.program.operations[users[0][0]]
+        # Into the next round of a loop, where it is added to again.
         if user.role == "join":
             return user.results[0] in self.loop_sums
         if user.role != "compute" or user.results[0] not in self.sums:

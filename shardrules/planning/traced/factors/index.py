@@ -64,6 +64,7 @@ def _scatter(op: OpSignature) -> Loops | None:
             operand_names[dim] = update_names[update_dim] = ("window", dim)
     for dim, index_dim in batch_dims.items():
         operand_names[dim] = index_names[index_dim]
+    # Updates of one position may be on several devices: these hold parts of it, which an all-reduce combines.
     reduced = [name for dim, name in enumerate(index_names) if name is not None and dim not in batch_dims.values()]
     return Loops([operand_names, [*index_names, None], update_names], [operand_names], reduced)
 

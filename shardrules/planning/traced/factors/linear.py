@@ -47,6 +47,7 @@ def _ragged_dot(op: OpSignature) -> Loops | None:
     if any(dim in batch[0] for dim in rows):
         return None
     left, right = _dot_names(op, contracted, batch)
+    # Every device would need the boundaries of the groups in its own rows; XLA gathers instead.
     unsplit = [left[dim] for dim in (*rows, *batch[0])] + [right[dim] for dim in groups]
     left, right = ([None if name in unsplit else name for name in names] for names in (left, right))
     # Where the rows are what is summed over, there is a sum for each group, and the groups come first.

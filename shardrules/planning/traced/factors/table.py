@@ -69,6 +69,7 @@ def op_factors(equation: Any) -> Factors | None:
 
 def _signature(equation: Any) -> OpSignature | None:
     """`None` where not all operands and results are arrays of known shapes."""
+    # Tokens, references and dims of unknown size occur in few functions, and no rule is written for them.
     operands, results = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
     for aval in (*operands, *results):
         if not isinstance(aval, ShapedArray) or not all(isinstance(size, int) for size in aval.shape):
