@@ -1,4 +1,4 @@
-"""What theory says of parallel training, and everything that a caller meets."""
+"""What theory says about parallel training, and everything that a caller meets."""
 
 import os
 import subprocess
@@ -122,7 +122,7 @@ def test_two_axes_are_both_used() -> None:
 # ---- limits ----
 
 
-def test_limits_may_be_text() -> None:
+def test_limits_may_be_strings() -> None:
     args = mlp(512, 2048, 4096)
     planned = sr.autoplan(train, *args, mesh=DATA, memory_limit="60GiB")
     assert planned.memory_limit == 60 * 2**30
@@ -157,14 +157,14 @@ def test_budgets_are_kept() -> None:
 
 
 def test_a_plan_that_fits_is_found_within_less() -> None:
-    """What is found within a large budget, and takes little, is no slower within a small one that it fits in."""
+    """A plan found within a large budget that takes little is no slower within a small budget that it fits in."""
     args = mlp(4096, 16384, 2**15)
     wide = sr.autoplan(train, *args, mesh=DATA, memory_limit=2_000_000_000)
     narrow = sr.autoplan(train, *args, mesh=DATA, memory_limit=int(wide.peak_bytes * 1.01))
     assert narrow.cost <= wide.cost * 1.01
 
 
-def test_what_is_said_to_be_needed_is_no_more_than_what_is_enough() -> None:
+def test_an_error_names_no_more_memory_than_a_plan_takes() -> None:
     args = mlp(4096, 16384, 2**15)
     enough = sr.autoplan(train, *args, mesh=DATA, memory_limit=2_000_000_000).peak_bytes
     assert least(train, *args, mesh=DATA) <= enough * 1.1  # about the least
@@ -186,7 +186,7 @@ def test_pins_that_do_not_divide_are_refused() -> None:
         sr.autoplan(loss, {"up": real(6, 16), "down": real(16, 6)}, real(8, 6), mesh=DATA, pins=pins)
 
 
-def test_pins_are_rules() -> None:
+def test_pins_must_be_rules() -> None:
     with pytest.raises(sr.errors.RuleTypeError, match="pins must be a rule"):
         sr.autoplan(loss, {"up": real(8, 16), "down": real(16, 8)}, real(8, 8), mesh=DATA, pins=P("data"))  # pyright: ignore[reportArgumentType]
 
@@ -216,16 +216,16 @@ def test_pins_that_do_not_fit_are_named() -> None:
 # ---- meshes ----
 
 
-def test_a_number_of_devices_gives_ranked_meshes() -> None:
+def test_a_device_count_ranks_meshes() -> None:
     planned = sr.autoplan(train, *mlp(1024, 4096, 4096), mesh=8)
-    assert sorted(one.mesh for one in planned.candidates) == ["data:2,model:4", "data:4,model:2", "data:8"]
-    times = [one.seconds for one in planned.candidates if one.seconds is not None]
+    assert sorted(candidate.mesh for candidate in planned.candidates) == ["data:2,model:4", "data:4,model:2", "data:8"]
+    times = [candidate.seconds for candidate in planned.candidates if candidate.seconds is not None]
     assert times == sorted(times)
     assert planned.cost == pytest.approx(times[0])
-    assert all(one.mesh in str(planned) for one in planned.candidates)
+    assert all(candidate.mesh in str(planned) for candidate in planned.candidates)
 
 
-def test_where_no_mesh_fits_the_least_is_named() -> None:
+def test_the_least_memory_of_all_meshes_is_named() -> None:
     args = mlp(1024, 4096, 4096)
     needed = least(train, *args, mesh=8)
     assert needed <= min(least(train, *args, mesh=sr.mesh_shape(text)) for text in ("data:8", "data:4,model:2"))
@@ -256,17 +256,17 @@ def test_unknown_operations_are_named() -> None:
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x) @ x.T
 
     planned = sr.autoplan(fn, real(1024, 512), mesh=DATA)
-    (finding,) = [one for one in planned.findings if one.code == "unknown-operation"]
+    (finding,) = [finding for finding in planned.findings if finding.code == "unknown-operation"]
     assert "pure_callback" in finding.message
     assert "once" in finding.message or "1 time" in finding.message
 
 
 def test_constraints_in_the_function_are_obeyed() -> None:
     mesh = sr.create_mesh("data:8")
-    there = jax.sharding.NamedSharding(mesh, P(None, "data"))
+    columns = jax.sharding.NamedSharding(mesh, P(None, "data"))
 
     def fn(x: Any, w: Any) -> Any:
-        return jnp.tanh(jax.lax.with_sharding_constraint(x @ w, there))
+        return jnp.tanh(jax.lax.with_sharding_constraint(x @ w, columns))
 
     planned = sr.autoplan(fn, real(64, 512), real(512, 4096), mesh=mesh)
     assert "constrained" in codes(planned)
@@ -286,7 +286,7 @@ def test_shard_maps_stay_as_they_are() -> None:
     np.testing.assert_allclose(planned.jit(fn)(x, w), fn(x, w))
 
 
-def test_nothing_to_split_is_said() -> None:
+def test_nothing_to_split_is_reported() -> None:
     planned = sr.autoplan(lambda x: x + 1, real(7), mesh=DATA)
     assert "nothing-split" in codes(planned)
     assert planned.specs == (P(),)
@@ -298,13 +298,13 @@ def test_a_function_of_nothing() -> None:
     assert planned.jit(lambda: jnp.float32(1))() == 1
 
 
-def test_assumed_hardware_is_said() -> None:
+def test_assumed_hardware_is_reported() -> None:
     assert "assumed-hardware" in codes(sr.autoplan(loss, *mlp(64, 64, 64)[::2], mesh=DATA))
     planned = sr.autoplan(loss, *mlp(64, 64, 64)[::2], mesh=DATA, hardware=sr.Hardware.named("cuda:a100"))
     assert "assumed-hardware" not in codes(planned)
 
 
-# ---- what is done with a plan ----
+# ---- using a plan ----
 
 PROGRAM = """
 import jax, jax.numpy as jnp, shardrules as sr
@@ -332,8 +332,8 @@ class Net(eqx.Module):
     down: eqx.nn.Linear
 
     def __init__(self, *, key: jax.Array) -> None:
-        one, two = jax.random.split(key)
-        self.up, self.down = eqx.nn.Linear(64, 256, key=one), eqx.nn.Linear(256, 64, key=two)
+        up_key, down_key = jax.random.split(key)
+        self.up, self.down = eqx.nn.Linear(64, 256, key=up_key), eqx.nn.Linear(256, 64, key=down_key)
 
     def __call__(self, x: Any) -> Any:
         return self.down(jax.nn.relu(self.up(x)))
@@ -341,10 +341,10 @@ class Net(eqx.Module):
 
 def descend(net: Net, x: Any) -> Net:
     slopes = eqx.filter_grad(lambda net, x: jnp.mean(jax.vmap(net)(x) ** 2))(net, x)
-    return eqx.apply_updates(net, jax.tree.map(lambda one: -0.1 * one, slopes))
+    return eqx.apply_updates(net, jax.tree.map(lambda slope: -0.1 * slope, slopes))
 
 
-def test_modules_are_made_where_the_plan_has_them() -> None:
+def test_modules_are_initialised_as_planned() -> None:
     mesh = sr.create_mesh("data:4,model:2")
     shapes = eqx.filter_eval_shape(Net, key=jax.random.key(0))
     pins = sr.RegexShardingRule([(r"0/up/weight", P("model", "data"))])
@@ -376,11 +376,11 @@ def test_planned_steps_compute_the_same(kind: AxisType) -> None:
     x = rng.normal(size=(256, 64)).astype(np.float32)
     planned = sr.autoplan(train, w, OPTIM.init(w), x, mesh=mesh)
     got, expected = planned.jit(train)(w, OPTIM.init(w), x), train(w, OPTIM.init(w), x)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    for actual, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_planned_otherwise_is_refused() -> None:
+def test_other_shapes_than_planned_are_refused() -> None:
     planned = sr.autoplan(loss, *mlp(64, 128, 64)[::2], mesh=sr.create_mesh("data:8"))
     with pytest.raises(sr.errors.TreeError, match=r"x was float32\[64, 64\] and is float32\[32, 64\]"):
         planned.jit(loss).lower(*mlp(64, 128, 32)[::2])

@@ -43,18 +43,18 @@ def test_experts_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     names, model, step, args = toy(name, monkeypatch)
     arrays, rest = eqx.partition(args, eqx.is_array)
 
-    def whole(*given: Any) -> Any:
-        state, loss = step(*eqx.combine(given, rest))
+    def whole(*values: Any) -> Any:
+        state, loss = step(*eqx.combine(values, rest))
         return eqx.filter(state, eqx.is_array), loss
 
     loss = jax.jit(whole)(*arrays)[1]
     mesh = sr.create_mesh("data:4,model:2", axis_types="auto")
-    suiting = [one for one in model.experts if one.suits(mesh)]
-    assert len({one.name for one in suiting}) == len(suiting)
+    suiting = [expert for expert in model.experts if expert.suits(mesh)]
+    assert len({expert.name for expert in suiting}) == len(suiting)
     expert = suiting[-1]
     shardings = expert.shardings(args, mesh)
     placed = jax.tree.map(jax.device_put, arrays, shardings)
     with names["constrained"](mesh, expert):
-        found, same = jax.jit(whole, out_shardings=(shardings[0], None))(*placed)
+        state, same = jax.jit(whole, out_shardings=(shardings[0], None))(*placed)
     np.testing.assert_allclose(same, loss, rtol=1e-2)
-    assert any(not one.sharding.is_fully_replicated for one in jax.tree.leaves(found))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""Planned functions over real processes: each gives its own whole arrays, and those that come back."""
+"""Planned functions over real processes: each passes its own whole arrays, and those that come back."""
 
 from tests.mesh.cluster import run_processes
 from tests.mesh.test_processes import SHAPES, told
@@ -6,7 +6,7 @@ from tests.mesh.test_processes import SHAPES, told
 
 @SHAPES
 def test_processes_run_what_was_planned(processes: int, devices: int) -> None:
-    found = told(
+    lines_by_process = told(
         run_processes(
             """
             from tests.compiles import compiles
@@ -21,25 +21,25 @@ def test_processes_run_what_was_planned(processes: int, devices: int) -> None:
             key = jax.random.key(3)
             plan = sr.autoplan(step, w, key, x, mesh=mesh)
             run = plan.jit(step)
-            wanted, expected = w, key
-            made = (jnp.asarray(w), key)
+            expected_w, expected_key = w, key
+            arrays = (jnp.asarray(w), key)
             for turn in range(3):
                 if turn == 1:
-                    made = jax.block_until_ready(made)
-                again = []
-                more = compiles(lambda: again.append(run(*made, x)))
-                assert turn == 0 or more == 0, (turn, more)
-                (made,) = again
-                wanted, expected = jax.jit(step)(wanted, expected, x)
-            assert made[0].sharding.is_equivalent_to(NamedSharding(mesh, plan.result_specs[0]), 2)
-            np.testing.assert_allclose(sr.filter_gather(made[0]), wanted, rtol=1e-4, atol=1e-6)
+                    arrays = jax.block_until_ready(arrays)
+                results = []
+                compile_count = compiles(lambda: results.append(run(*arrays, x)))
+                assert turn == 0 or compile_count == 0, (turn, compile_count)
+                (arrays,) = results
+                expected_w, expected_key = jax.jit(step)(expected_w, expected_key, x)
+            assert arrays[0].sharding.is_equivalent_to(NamedSharding(mesh, plan.result_specs[0]), 2)
+            np.testing.assert_allclose(sr.filter_gather(arrays[0]), expected_w, rtol=1e-4, atol=1e-6)
             holes = np.where(x > 2, np.nan, x).astype(np.float32)  # NaN is no difference between processes
-            jax.block_until_ready(run(*made, holes))
+            jax.block_until_ready(run(*arrays, holes))
             print("ran", plan.result_specs[0])
             """,
             processes=processes,
             devices=devices,
         )
     )
-    assert found[0][0].startswith("ran")
-    assert all(lines == found[0] for lines in found)
+    assert lines_by_process[0][0].startswith("ran")
+    assert all(lines == lines_by_process[0] for lines in lines_by_process)

@@ -1,4 +1,4 @@
-"""What cannot be planned as it is asked for is said, and what has to stay stays."""
+"""By behaviour: requests that cannot be planned are reported, and what must stay as written does."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_pins_with_axes_in_another_order_are_refused() -> None:
         sr.autoplan(double, X, mesh=sr.mesh_shape(BOTH), pins=sr.SpecTreeShardingRule((P(("model", "data")),)))
 
 
-def test_constraints_that_do_not_divide_are_told() -> None:
+def test_constraints_that_do_not_divide_are_reported() -> None:
     mesh = sr.create_mesh(BOTH, axis_types="auto")
 
     def constrained(x: Any) -> Any:
@@ -64,21 +64,21 @@ def test_two_constraints_on_one_array_are_both_kept() -> None:
 def test_a_pin_on_an_axis_that_not_all_meshes_have() -> None:
     planned = sr.autoplan(double, X, mesh=4, pins=sr.SpecTreeShardingRule((P(None, "model"),)))
     assert planned.specs == (P(None, "model"),)
-    assert [one.mesh for one in planned.candidates if one.seconds is None] == ["data:4"]
+    assert [candidate.mesh for candidate in planned.candidates if candidate.seconds is None] == ["data:4"]
 
 
-@pytest.mark.parametrize("number", [1, -2])
-def test_donating_what_is_no_argument_is_refused(number: int) -> None:
+@pytest.mark.parametrize("argument_index", [1, -2])
+def test_donating_an_unknown_argument_is_refused(argument_index: int) -> None:
     planned = sr.autoplan(double, X, mesh=sr.mesh_shape("data:8"))
-    with pytest.raises(sr.errors.ConfigError, match=f"donate_argnums names argument {number}, and there are 1"):
-        planned.jit(double, donate_argnums=number)
+    with pytest.raises(sr.errors.ConfigError, match=f"donate_argnums names argument {argument_index}, and there are 1"):
+        planned.jit(double, donate_argnums=argument_index)
 
 
-def test_large_arrays_that_are_no_arguments_are_told() -> None:
-    held = np.ones((1024, 512), np.float32)
-    planned = sr.autoplan(lambda x: x @ held[:256], X, mesh=sr.mesh_shape("data:8"))
-    known = [finding for finding in planned.findings if finding.code == "whole-constant"]
-    assert len(known) <= 1  # of small ones nothing is said
+def test_large_constants_are_reported() -> None:
+    table = np.ones((1024, 512), np.float32)
+    planned = sr.autoplan(lambda x: x @ table[:256], X, mesh=sr.mesh_shape("data:8"))
+    findings = [finding for finding in planned.findings if finding.code == "whole-constant"]
+    assert len(findings) <= 1  # small constants are not reported
     planned = sr.autoplan(lambda x: x @ jnp.asarray(np.ones((256, 2048), np.float32)), X, mesh=sr.mesh_shape("data:8"))
     assert "whole-constant" in [finding.code for finding in planned.findings]
 
@@ -116,37 +116,39 @@ def test_shardings_of_jitted_functions_inside_are_obeyed(types: str) -> None:
     assert [finding.message for finding in planned.findings if finding.code == "constrained"] == [
         "2 constraints in the function are obeyed"
     ]
-    asked = [planned.task.problem.layout(home, planned.choice) for home in fixed(planned)]
-    assert asked == [(0, -1), (-1, 1)]
+    layouts = [planned.task.problem.layout(home, planned.choice) for home in fixed(planned)]
+    assert layouts == [(0, -1), (-1, 1)]
     np.testing.assert_allclose(planned.jit(whole)(x, w), 2 * np.tanh(x @ w), rtol=1e-4, atol=1e-5)
 
 
 def fixed(planned: sr.reports.AutoPlan) -> list[Any]:
-    """Where arrays are that the function itself says the layout of."""
+    """Homes of the arrays that the function itself constrains."""
     problem = planned.task.problem
-    return [problem.homes[one.results[0]] for one in problem.program.operations if one.role == "fixed"]
+    return [
+        problem.homes[operation.results[0]] for operation in problem.program.operations if operation.role == "fixed"
+    ]
 
 
-def test_what_is_fed_back_is_told() -> None:
+def test_feedback_is_reported() -> None:
     planned = sr.autoplan(lambda state, x: (state + x.sum(), x.mean()), X, X, mesh=sr.mesh_shape(BOTH))
-    (told,) = [finding for finding in planned.findings if finding.code == "fed-back"]
-    assert told.message.startswith("state comes back as results")
+    (note,) = [finding for finding in planned.findings if finding.code == "fed-back"]
+    assert note.message.startswith("state comes back as results")
 
 
-def test_debug_callbacks_are_told() -> None:
+def test_debug_callbacks_are_reported() -> None:
     def printing(x: Any) -> Any:
         jax.debug.print("{x}", x=x)
         return jnp.tanh(x)
 
-    (told,) = [
+    (note,) = [
         finding
         for finding in sr.autoplan(printing, X, mesh=sr.mesh_shape(BOTH)).findings
         if finding.code == "debug-callback"
     ]
-    assert "1 debug callback gathers its operands" in told.message
+    assert "1 debug callback gathers its operands" in note.message
 
 
-def test_assumptions_change_what_a_call_takes() -> None:
+def test_assumptions_change_the_modelled_time() -> None:
     args = (jax.ShapeDtypeStruct((4096, 4096), jnp.float32),) * 2
     slow, fast = (
         sr.autoplan(jnp.matmul, *args, mesh=sr.mesh_shape(BOTH), assumptions=sr.Assumptions(compute=part))
@@ -173,20 +175,20 @@ def test_branches_in_loops_are_brought_together_inside() -> None:
 
     w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     program = sr.autoplan(looped, w, X, mesh=sr.mesh_shape(BOTH)).task.problem.program
-    (at,) = [
-        number
-        for number, one in enumerate(program.operations)
-        if one.name == "cond" and program.arrays[one.results[0]].shape
+    (cond_index,) = [
+        op_index
+        for op_index, operation in enumerate(program.operations)
+        if operation.name == "cond" and program.arrays[operation.results[0]].shape
     ]
-    region = program.operations[at].region
+    region = program.operations[cond_index].region
     assert program.regions[region][1] == 4
-    assert [read_region(program, at, place) for place in range(2)] == [region, region]
-    (loop,) = [
-        number
-        for number, one in enumerate(program.operations)
-        if one.name == "join" and program.arrays[one.results[0]].shape
+    assert [read_region(program, cond_index, position) for position in range(2)] == [region, region]
+    (join_index,) = [
+        op_index
+        for op_index, operation in enumerate(program.operations)
+        if operation.name == "join" and program.arrays[operation.results[0]].shape
     ]
-    assert read_region(program, loop, 0) == 0
+    assert read_region(program, join_index, 0) == 0
 
 
 @pytest.mark.parametrize("mesh", ["data:1", "data:1,model:1"])
@@ -200,7 +202,7 @@ def test_one_device(mesh: str, fn: Any) -> None:
     np.testing.assert_allclose(planned.jit(fn)(x), fn(x))
 
 
-def test_next_to_nothing() -> None:
+def test_tiny_and_empty_arrays() -> None:
     mesh = sr.mesh_shape("a:2,b:2,c:2")
     for shape, dtype in (((2, 2, 2), jnp.int8), ((), jnp.float32), ((0, 8), jnp.float32)):
         planned = sr.autoplan(double, jax.ShapeDtypeStruct(shape, dtype), mesh=mesh)

@@ -1,4 +1,4 @@
-"""What a plan says of itself."""
+"""What a plan says about itself."""
 
 import re
 from typing import Any
@@ -68,13 +68,13 @@ def test_dims_that_go_together(planned: sr.reports.AutoPlan) -> None:
     assert all(str(dim) in str(planned) for dim in planned.split_dims)
 
 
-def test_stored_dims_are_told_apart(pinned: sr.reports.AutoPlan) -> None:
+def test_stored_dims_are_distinguished(pinned: sr.reports.AutoPlan) -> None:
     (rows,) = [dim for dim in pinned.split_dims if "w/up[0]" in dim.name]
     assert "data" in rows.stored
     assert "stored over" in str(rows)
 
 
-def test_uses_say_what_is_moved(pinned: sr.reports.AutoPlan) -> None:
+def test_uses_show_what_is_moved(pinned: sr.reports.AutoPlan) -> None:
     uses = pinned.uses("w/up")
     (product,) = [use for use in uses if use.operation == "dot_general"]
     assert "data" not in [axis for entry in product.spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
@@ -85,7 +85,7 @@ def test_uses_say_what_is_moved(pinned: sr.reports.AutoPlan) -> None:
     assert "by all-gather" in str(product)
 
 
-def test_what_stays_where_it_is_moves_nothing(pinned: sr.reports.AutoPlan) -> None:
+def test_an_argument_used_as_stored_moves_nothing(pinned: sr.reports.AutoPlan) -> None:
     products = [use for use in pinned.uses("x") if use.operation == "dot_general"]
     assert products
     assert all(not use.kinds and use.wire_bytes == 0 and use.seconds == 0 for use in products if use.spec == P("data"))
@@ -93,14 +93,14 @@ def test_what_stays_where_it_is_moves_nothing(pinned: sr.reports.AutoPlan) -> No
 
 def test_uses_inside_of_a_loop_are_found() -> None:
     def scanned(w: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda h, own: (jnp.tanh(h @ own), None), x, w)[0]
+        return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0]
 
     planned = sr.autoplan(scanned, real(6, 512, 512), real(4096, 512), mesh=MESH)
     assert "dot_general" in [use.operation for use in planned.uses("w")]
 
 
 @pytest.mark.parametrize("path", ["w/down", "w/up", "x"])
-def test_an_alternative_is_another_layout_and_no_faster(planned: sr.reports.AutoPlan, path: str) -> None:
+def test_an_alternative_has_another_layout_and_is_not_faster(planned: sr.reports.AutoPlan, path: str) -> None:
     other = planned.alternative(path)
     assert other is not None
     assert other.spec != planned.specs[planned.call.paths.index(path)]
@@ -114,7 +114,7 @@ def test_an_alternative_is_another_layout_and_no_faster(planned: sr.reports.Auto
     assert pinned.cost <= (planned.cost + other.seconds) * (1 + 1e-3)
 
 
-def test_what_is_pinned_has_no_alternative(pinned: sr.reports.AutoPlan) -> None:
+def test_a_pinned_argument_has_no_alternative(pinned: sr.reports.AutoPlan) -> None:
     assert pinned.alternative("w/up") is None
     assert "no other layout of it fits" in pinned.explain("w/up")
 
@@ -126,10 +126,10 @@ def test_explaining_an_argument(planned: sr.reports.AutoPlan) -> None:
     assert lines[-1].startswith("  next best: P(")
 
 
-def test_arguments_that_are_not_there(planned: sr.reports.AutoPlan) -> None:
-    for ask in (planned.explain, planned.uses, planned.alternative):
+def test_unknown_arguments_are_refused(planned: sr.reports.AutoPlan) -> None:
+    for method in (planned.explain, planned.uses, planned.alternative):
         with pytest.raises(sr.errors.TreeError, match=r"no array 'w/upp' among the arguments of step.*w/up"):
-            ask("w/upp")
+            method("w/upp")
 
 
 def test_differences(planned: sr.reports.AutoPlan, pinned: sr.reports.AutoPlan) -> None:

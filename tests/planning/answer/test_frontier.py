@@ -18,8 +18,8 @@ def real(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def loss(w: Any, x: Any) -> Any:
-    def body(h: Any, own: Any) -> tuple[Any, None]:
-        return h + jnp.tanh(h @ own["up"]) @ own["down"], None
+    def body(h: Any, layer: Any) -> tuple[Any, None]:
+        return h + jnp.tanh(h @ layer["up"]) @ layer["down"], None
 
     return jnp.mean(jax.lax.scan(body, x, w)[0] ** 2)
 
@@ -46,14 +46,14 @@ def test_more_memory_is_never_slower(frontier: Frontier) -> None:
     for less, more in itertools.pairwise(frontier.points):
         assert less.limit_bytes < more.limit_bytes
         assert more.seconds <= less.seconds * 1.001
-    for one in frontier.points:
-        assert one.peak_bytes <= one.limit_bytes * (1 + 1e-6)
+    for point in frontier.points:
+        assert point.peak_bytes <= point.limit_bytes * (1 + 1e-6)
 
 
-def test_no_point_is_worse_than_a_smaller_one(frontier: Frontier) -> None:
+def test_no_point_is_worse_than_a_smaller_budget(frontier: Frontier) -> None:
     """A plan that takes less memory and less time fits a larger budget, too."""
-    for one, other in itertools.permutations(frontier.points, 2):
-        assert other.seconds >= one.seconds * (1 - 1e-3) or other.peak_bytes > one.limit_bytes
+    for point, other in itertools.permutations(frontier.points, 2):
+        assert other.seconds >= point.seconds * (1 - 1e-3) or other.peak_bytes > point.limit_bytes
 
 
 def test_the_last_point_is_the_plan_without_a_budget(planned: sr.reports.AutoPlan, frontier: Frontier) -> None:
@@ -61,13 +61,13 @@ def test_the_last_point_is_the_plan_without_a_budget(planned: sr.reports.AutoPla
     assert frontier.points[0].seconds > planned.cost * 1.005  # otherwise the above says little
 
 
-def test_prices_have_a_sign_and_about_the_size_of_what_is_saved(frontier: Frontier) -> None:
+def test_prices_are_about_what_memory_saves(frontier: Frontier) -> None:
     """The price is the slope of the linear program: over all of the frontier the savings are about its integral."""
-    assert all(one.price >= 0 for one in frontier.points)
+    assert all(point.price >= 0 for point in frontier.points)
     assert frontier.points[0].price > 0
     saved = frontier.points[0].seconds - frontier.points[-1].seconds
     pairs = itertools.pairwise(frontier.points)
-    promised = sum((one.price + other.price) / 2 * (other.limit_bytes - one.limit_bytes) for one, other in pairs)
+    promised = sum((less.price + more.price) / 2 * (more.limit_bytes - less.limit_bytes) for less, more in pairs)
     assert saved / 10 <= promised <= saved * 10
 
 
@@ -76,7 +76,7 @@ def test_without_a_budget_memory_is_worth_nothing(planned: sr.reports.AutoPlan) 
     assert "more memory" not in str(planned)
 
 
-def test_within_a_budget_the_price_is_told(frontier: Frontier) -> None:
+def test_within_a_budget_the_price_is_shown(frontier: Frontier) -> None:
     limit = frontier.points[0].limit_bytes
     tight = sr.autoplan(step, *ARGS, mesh=sr.mesh_shape("data:4,model:2"), memory_limit=limit)
     assert tight.price_of_memory > 0
@@ -103,7 +103,7 @@ def test_names_do_not_break_the_picture(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_pictures_of_next_to_nothing(count: int) -> None:
+def test_pictures_of_no_or_a_single_point(count: int) -> None:
     points = (FrontierPoint(2**30, 0.012, 2**30, 0),) * count
     picture = ET.fromstring(Frontier("step", "data:8", points).to_svg(300, 200))
     assert picture.attrib["width"] == "300"

@@ -1,4 +1,4 @@
-"""Functions that run as planned give what they give unplanned."""
+"""Functions that run as planned return what they return unplanned."""
 
 import functools
 from typing import Any
@@ -34,29 +34,29 @@ def unplanned(name: str, axes: str) -> Any:
         return (case.fn if case in SMALL or case.name.startswith("equinox") else jax.jit(case.fn))(*case.args)
 
 
-def there(plan: sr.reports.AutoPlan, results: Any) -> None:
-    """Results are where the plan says."""
+def assert_as_planned(plan: sr.reports.AutoPlan, results: Any) -> None:
+    """Checks that results have the shardings of the plan."""
     assert isinstance(plan.mesh, Mesh)
-    arrays = [one for one in jax.tree.leaves(results) if isinstance(one, jax.Array)]
-    for one, spec in zip(arrays, plan.result_specs, strict=True):
+    arrays = [array for array in jax.tree.leaves(results) if isinstance(array, jax.Array)]
+    for array, spec in zip(arrays, plan.result_specs, strict=True):
         mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names)
-        assert one.sharding.is_equivalent_to(NamedSharding(mesh, spec), one.ndim)
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
 
 
-@pytest.mark.parametrize("number", range(len(SMALL)), ids=ids)
-def test_small_functions(number: int) -> None:
-    """Meshes and types of axes take turns."""
-    case, axes = SMALL[number], MESHES[number % len(MESHES)]
-    mesh = mesh_of(axes, ("auto", "explicit")[number % 2])
+@pytest.mark.parametrize("case_index", range(len(SMALL)), ids=ids)
+def test_small_functions(case_index: int) -> None:
+    """Meshes and axis types take turns."""
+    case, axes = SMALL[case_index], MESHES[case_index % len(MESHES)]
+    mesh = mesh_of(axes, ("auto", "explicit")[case_index % 2])
     plan = planned(case, mesh)
     got = plan.jit(case.fn)(*case.args)
     compare(got, unplanned(case.name, axes))
     if case.name not in ("constants only", "no arrays"):
-        there(plan, got)
+        assert_as_planned(plan, got)
 
 
 LARGE = ("recomputed block", "dropout", "unrolled blocks", "dropout, raw key")
-"""What tells little more than others do, and takes long to compile."""
+"""Cases that add little to the others and take long to compile."""
 
 
 @pytest.mark.parametrize("case", [case for case in TRAINED if case.name not in LARGE], ids=lambda case: case.name)
@@ -64,8 +64,8 @@ def test_training(case: Case) -> None:
     plan = planned(case, mesh_of("data:8"))
     got = plan.jit(case.fn)(*case.args)
     compare(got, unplanned(case.name, "data:8"))
-    there(plan, got)
-    assert any(plan.specs), "such hardware has arrays split"
+    assert_as_planned(plan, got)
+    assert any(plan.specs), "on such hardware arrays are split"
 
 
 QUICKLY = ("mlp", "dropout", "custom derivatives")
@@ -79,15 +79,17 @@ def test_training_on_two_explicit_axes(case: Case) -> None:
 
 @pytest.mark.parametrize("case", WRITTEN, ids=[case.name for case in WRITTEN])
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_what_says_itself_where_arrays_are_to_be(case: Case, types: str) -> None:
+def test_functions_with_constraints_of_their_own(case: Case, types: str) -> None:
     assert case.axes is not None
     plan = planned(case, mesh_of(case.axes, types))
     compare(plan.jit(case.fn)(*case.args), unplanned(case.name, case.axes))
-    assert {"constraints": "constrained", "shard_map": "opaque"}[case.name] in [one.code for one in plan.findings]
+    assert {"constraints": "constrained", "shard_map": "opaque"}[case.name] in [
+        finding.code for finding in plan.findings
+    ]
 
 
 def placed(plan: sr.reports.AutoPlan, mesh: Mesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments where the plan has them, of which every leaf is an array."""
+    """Puts arguments, all leaves of which are arrays, where the plan has them."""
     leaves, treedef = jax.tree.flatten(args)
     pairs = zip(leaves, plan.specs, strict=True)
     return treedef.unflatten([jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in pairs])
@@ -95,7 +97,7 @@ def placed(plan: sr.reports.AutoPlan, mesh: Mesh, args: tuple[Any, ...]) -> tupl
 
 def step(w: Any, x: Any, y: Any) -> Any:
     value, grads = jax.value_and_grad(mlp_loss)(w, x, y)
-    return jax.tree.map(lambda one, grad: one - 0.1 * grad, w, grads), value
+    return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, w, grads), value
 
 
 STEP = Case("mlp", step, TRAINED[0].make)
@@ -106,7 +108,7 @@ def step_plan(axes: str = "data:4,model:2", **options: Any) -> sr.reports.AutoPl
 
 
 def test_step_after_step() -> None:
-    """What comes out goes in again, as it is."""
+    """Results are passed in again as they are."""
     plan = step_plan()
     run, (w, x, y) = plan.jit(STEP.fn), STEP.args
     expected = w
@@ -117,30 +119,30 @@ def test_step_after_step() -> None:
         expected, _ = STEP.fn(expected, x, y)
     expected, other = STEP.fn(expected, x, y)
     compare((w, loss), (expected, other))
-    assert jax.tree.map(lambda one: one.sharding, w) == jax.tree.map(lambda one: one.sharding, first)
+    assert jax.tree.map(lambda leaf: leaf.sharding, w) == jax.tree.map(lambda leaf: leaf.sharding, first)
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_the_first_step_compiles_for_those_that_follow(types: str) -> None:
-    """Arrays that nobody has placed yet, and those that come back."""
+def test_the_first_step_compiles_for_all_steps(types: str) -> None:
+    """Arrays that are not placed yet, and those that come back."""
     mesh = mesh_of("data:4,model:2", types)
     plan = sr.autoplan(STEP.fn, *STEP.args, mesh=mesh, hardware=FAST)
     run, (w, x, y) = plan.jit(STEP.fn), STEP.args
     back, _ = jax.block_until_ready(run(w, x, np.asarray(y)))
     assert compiles(lambda: run(back, x, y)) == 0
-    there = jax.block_until_ready(placed(plan, mesh, STEP.args))
-    assert compiles(lambda: run(*there)) == 0
+    on_devices = jax.block_until_ready(placed(plan, mesh, STEP.args))
+    assert compiles(lambda: run(*on_devices)) == 0
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_arguments_may_be_there_already(types: str) -> None:
+def test_arguments_may_be_placed_already(types: str) -> None:
     mesh = mesh_of("data:4,model:2", types)
     plan = sr.autoplan(STEP.fn, *STEP.args, mesh=mesh, hardware=FAST)
     compare(plan.jit(STEP.fn)(*placed(plan, mesh, STEP.args)), unplanned("mlp", "data:8"))
 
 
-def test_numpy_arrays_and_shapes_will_do() -> None:
-    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), STEP.args)
+def test_numpy_arrays_and_shapes_are_accepted() -> None:
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), STEP.args)
     plan = sr.autoplan(STEP.fn, *shapes, mesh=mesh_of("data:8"), hardware=FAST)
     run = plan.jit(STEP.fn)
     compare(run(*jax.tree.map(np.asarray, STEP.args)), unplanned("mlp", "data:8"))
@@ -150,18 +152,18 @@ def test_numpy_arrays_and_shapes_will_do() -> None:
 def test_lowered_and_compiled() -> None:
     plan = step_plan()
     program = plan.jit(STEP.fn).lower(*STEP.args).compile()
-    given = jax.tree.leaves(program.input_shardings)
-    for one, spec, struct in zip(given, plan.specs, plan.call.structs, strict=True):
-        assert one.is_equivalent_to(NamedSharding(mesh_of("data:4,model:2"), spec), len(struct.shape))
+    shardings = jax.tree.leaves(program.input_shardings)
+    for sharding, spec, struct in zip(shardings, plan.specs, plan.call.structs, strict=True):
+        assert sharding.is_equivalent_to(NamedSharding(mesh_of("data:4,model:2"), spec), len(struct.shape))
     assert program.memory_analysis() is not None
 
 
-def test_donated_arguments_are_gone() -> None:
+def test_donated_arguments_are_deleted() -> None:
     plan = step_plan("data:8")
     w, x, y = placed(plan, mesh_of("data:8"), STEP.args)
     got = plan.jit(STEP.fn, donate_argnums=0)(w, x, y)
     compare(got, unplanned("mlp", "data:8"))
-    assert [one.is_deleted() for one in jax.tree.leaves((w, x, y))] == [True] * 3 + [False] * 2
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves((w, x, y))] == [True] * 3 + [False] * 2
 
 
 def test_donated_counted_from_the_end() -> None:
@@ -178,7 +180,7 @@ def test_gradients_of_planned_functions(types: str) -> None:
     plan = sr.autoplan(mlp_loss, *args, mesh=mesh_of("data:4,model:2", types), hardware=FAST)
     run = plan.jit(mlp_loss)
     compare(jax.grad(run)(*args), jax.grad(mlp_loss)(*args))
-    compare(jax.jit(jax.value_and_grad(lambda *own: 2 * run(*own)))(*args), jax.value_and_grad(_double)(*args))
+    compare(jax.jit(jax.value_and_grad(lambda *values: 2 * run(*values)))(*args), jax.value_and_grad(_double)(*args))
 
 
 def _double(*args: Any) -> Any:
@@ -191,11 +193,11 @@ def test_gradients_through_loops_and_checkpoints() -> None:
     compare(jax.grad(plan.jit(models.scanned_loss))(w, x), jax.grad(models.scanned_loss)(w, x))
 
 
-def test_inside_of_jit_and_of_other_transformations() -> None:
+def test_planned_functions_inside_of_jit_and_eval_shape() -> None:
     args = mlp_weights(), *pairs()
     plan = sr.autoplan(mlp_loss, *args, mesh=mesh_of("data:8"), hardware=FAST)
     run = plan.jit(mlp_loss)
-    compare(jax.jit(lambda *own: run(*own) + 1)(*args), mlp_loss(*args) + 1)
+    compare(jax.jit(lambda *values: run(*values) + 1)(*args), mlp_loss(*args) + 1)
     compare(jax.eval_shape(run, *args), jax.eval_shape(mlp_loss, *args))
 
 
@@ -210,7 +212,7 @@ def test_a_mesh_without_devices_needs_one_in_force() -> None:
         compare(plan.jit(STEP.fn)(*args), unplanned("mlp", "data:8"))
 
 
-# What was not planned for.
+# Calls that differ from the plan.
 
 
 def test_other_shapes_are_named() -> None:
@@ -223,7 +225,7 @@ def test_other_shapes_are_named() -> None:
 
 
 def loss_of_tree(w: Any, x: Any) -> Any:
-    return sum(jnp.sum(one * x.sum()) for one in jax.tree.leaves(w))
+    return sum(jnp.sum(leaf * x.sum()) for leaf in jax.tree.leaves(w))
 
 
 def test_other_trees_are_named() -> None:
@@ -249,7 +251,7 @@ def test_another_function_is_refused() -> None:
     ],
     ids=["an operation more", "other variables"],
 )
-def test_functions_of_the_same_shapes_are_told_apart_or_run_right(fn: Any, other: Any) -> None:
+def test_another_function_of_the_same_shapes_is_refused_or_run(fn: Any, other: Any) -> None:
     x = real(8, 8)
     plan = sr.autoplan(fn, x, mesh=mesh_of("data:8"), hardware=FAST)
     try:

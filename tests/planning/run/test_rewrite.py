@@ -1,4 +1,4 @@
-"""Layouts of all kinds, good and bad ones, written into programs: they compute the same."""
+"""Programs with any layouts, good or bad, written into them compute the same."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,112 +26,116 @@ CASES = [case for case in (*SMALL, *TRAINED, *WRITTEN) if case.name not in ("no 
 LARGE = ("lstm", "experts", "dropout", "recomputed block", "scanned blocks", "unrolled blocks", "tied embedding")
 
 
-def posed(case: Case, axes: str) -> tuple[Call, Problem]:
+def read_case(case: Case, axes: str) -> tuple[Call, Problem]:
     mesh = sr.create_mesh(case.axes or axes)
     call = read_call(case.fn, case.args, mesh, "fn")
     program = read_jaxpr(call.jaxpr)
     return call, Task.of(program, Machine.of(mesh, FAST), call.paths, call.feedback, {}).problem
 
 
-def drawn(problem: Problem, seed: int, part: float = 1.0) -> tuple[int, ...]:
-    """Any labels, for a part of the nodes; the others split nothing."""
+def random_choice(problem: Problem, seed: int, part: float = 1.0) -> tuple[int, ...]:
+    """Any layouts, for a part of the nodes; the others split nothing."""
     numbers = np.random.default_rng(seed)
     return tuple(int(numbers.integers(len(node.layouts))) if numbers.random() < part else 0 for node in problem.nodes)
 
 
 def inner(equation: Any) -> Iterator[Any]:
     for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr | Jaxpr):
-                yield one.jaxpr if isinstance(one, ClosedJaxpr) else one
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield item.jaxpr if isinstance(item, ClosedJaxpr) else item
 
 
 def check_scopes(jaxpr: Any) -> None:
-    """Everything that is taken was made before, in the same program."""
-    made = {*jaxpr.invars, *jaxpr.constvars}
+    """Checks that operations use variables that are defined before, in the same program."""
+    defined = {*jaxpr.invars, *jaxpr.constvars}
     for equation in jaxpr.eqns:
-        taken = [var for var in equation.invars if not isinstance(var, Literal)]
-        assert [var for var in taken if var not in made] == [], f"{equation.primitive} takes what is not there"
-        made.update(equation.outvars)
-        for one in inner(equation):
-            check_scopes(one)
-    assert [var for var in jaxpr.outvars if not isinstance(var, Literal) and var not in made] == []
+        used = [var for var in equation.invars if not isinstance(var, Literal)]
+        assert [var for var in used if var not in defined] == [], f"{equation.primitive} uses undefined variables"
+        defined.update(equation.outvars)
+        for body in inner(equation):
+            check_scopes(body)
+    assert [var for var in jaxpr.outvars if not isinstance(var, Literal) and var not in defined] == []
 
 
-def skeleton(jaxpr: Any) -> list[Any]:
+def operation_list(jaxpr: Any) -> list[Any]:
     """The operations of a program, without constraints."""
-    found: list[Any] = []
+    operations: list[Any] = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name != "sharding_constraint":
-            found += [(name, tuple(one.aval for one in equation.outvars)), *(skeleton(one) for one in inner(equation))]
-    return found
+            operations += [(name, tuple(var.aval for var in equation.outvars)), *map(operation_list, inner(equation))]
+    return operations
 
 
 def constraints(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
             yield equation.params["sharding"]
-        for one in inner(equation):
-            yield from constraints(one)
+        for body in inner(equation):
+            yield from constraints(body)
 
 
-def written(call: Call, problem: Problem, choice: Sequence[int], axes: str) -> ClosedJaxpr:
+def rewrite(call: Call, problem: Problem, choice: Sequence[int], axes: str) -> ClosedJaxpr:
     return with_layouts(call.jaxpr, chosen_layouts(problem, choice), sr.create_mesh(axes))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_the_equations_stay_and_know_what_they_take(case: Case) -> None:
+def test_equations_stay_and_use_defined_variables(case: Case) -> None:
     axes = case.axes or "data:4,model:2"
-    call, problem = posed(case, axes)
+    call, problem = read_case(case, axes)
     for seed in range(3):
-        program = written(call, problem, drawn(problem, seed), axes)
+        program = rewrite(call, problem, random_choice(problem, seed), axes)
         check_scopes(program.jaxpr)
         assert program.in_avals == call.jaxpr.in_avals
         assert program.out_avals == call.jaxpr.out_avals
         if not case.axes:
-            assert skeleton(program.jaxpr) == skeleton(call.jaxpr.jaxpr)
+            assert operation_list(program.jaxpr) == operation_list(call.jaxpr.jaxpr)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_whatever_is_chosen_the_numbers_are_the_same(case: Case) -> None:
+def test_any_choice_computes_the_same(case: Case) -> None:
     axes = case.axes or MESHES[sum(map(ord, case.name)) % len(MESHES)]
-    call, problem = posed(case, axes)
-    arrays = [one for one in jax.tree.leaves(case.args) if array_kind(one) is not None]
+    call, problem = read_case(case, axes)
+    arrays = [leaf for leaf in jax.tree.leaves(case.args) if array_kind(leaf) is not None]
     with jax.set_mesh(sr.create_mesh(axes)):
         run = jaxpr_as_fun(call.jaxpr)
         expected = jax.jit(run).lower(*arrays).compile(QUICK)(*arrays)
-        choice = drawn(problem, 7, 0.15 if case.name in LARGE else 0.5)
-        program = jaxpr_as_fun(written(call, problem, choice, axes))
+        choice = random_choice(problem, 7, 0.15 if case.name in LARGE else 0.5)
+        program = jaxpr_as_fun(rewrite(call, problem, choice, axes))
         got = jax.jit(program).lower(*arrays).compile(QUICK)(*arrays)
     compare(got, expected)
 
 
-def test_nothing_is_held_in_what_is_decided_nowhere() -> None:
+def test_arrays_without_layouts_are_not_constrained() -> None:
     """Scalars have no layouts."""
     case = next(case for case in SMALL if case.name == "scalars")
-    call, problem = posed(case, "data:8")
-    assert list(constraints(written(call, problem, (), "data:8").jaxpr)) == []
+    call, problem = read_case(case, "data:8")
+    assert list(constraints(rewrite(call, problem, (), "data:8").jaxpr)) == []
 
 
-def test_what_is_asked_for_is_written() -> None:
-    """Operands of a product are brought to where its label wants them, step by step, and what it gives as well."""
+def test_chosen_layouts_are_written() -> None:
+    """Operands of a product are brought to the chosen layouts step by step, and so is its result."""
     case = Case("product", lambda x, w: x @ w, lambda: (np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)))
     axes = "data:4,model:2"
-    call, problem = posed(case, axes)
-    (dot,) = [at for at, one in enumerate(problem.program.operations) if one.name == "dot_general"]
+    call, problem = read_case(case, axes)
+    (dot,) = [
+        op_index for op_index, operation in enumerate(problem.program.operations) if operation.name == "dot_general"
+    ]
     for seed in range(100):
-        choice = drawn(problem, seed)
-        jaxpr = written(call, problem, choice, axes).jaxpr
-        made = {one.outvars[0]: one.params["sharding"].spec for one in jaxpr.eqns if is_constraint(one)}
-        (product,) = [one for one in jaxpr.eqns if one.primitive.name == "dot_general"]
-        for place, operand in enumerate(problem.program.operations[dot].operands):
+        choice = random_choice(problem, seed)
+        jaxpr = rewrite(call, problem, choice, axes).jaxpr
+        specs = {
+            equation.outvars[0]: equation.params["sharding"].spec for equation in jaxpr.eqns if is_constraint(equation)
+        }
+        (product,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+        for position, operand in enumerate(problem.program.operations[dot].operands):
             assert operand is not None
-            last = problem.layout(problem.operand_homes[dot, place], choice)
+            last = problem.layout(problem.operand_homes[dot, position], choice)
             if last != problem.layout(problem.homes[operand], choice):
-                assert spec_key(made[product.invars[place]]) == spec_key(spec_of(last, 2, problem.machine))
+                assert spec_key(specs[product.invars[position]]) == spec_key(spec_of(last, 2, problem.machine))
             else:
-                assert product.invars[place] in jaxpr.invars or product.invars[place] in made
+                assert product.invars[position] in jaxpr.invars or product.invars[position] in specs
 
 
 def is_constraint(equation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What lies in memory, worked out by hand, and against what the compilers of CPUs and GPUs say."""
+"""What lies in memory, worked out by hand, and compared with the compilers of CPUs and GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,24 +30,20 @@ def planned(
     """The task of a function on four devices, the choice, and the timeline, with nothing added for temporaries."""
     jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
     machine = Machine.of(sr.mesh_shape("x:4"), None, Assumptions(temporaries=1.0))
-    names = [f"argument{number}" for number in range(len(shapes))]
+    names = [f"argument{index}" for index in range(len(shapes))]
     task = Task.of(read_jaxpr(jaxpr), machine, names, feedback or {}, pins)
-    found = task.within(np.inf)
-    assert found.solution is not None
-    assert found.solution.choice is not None
-    return task, found.solution.choice, task.occupancy.timeline(found.solution.choice)
+    result = task.within(np.inf)
+    assert result.solution is not None
+    assert result.solution.choice is not None
+    return task, result.solution.choice, task.occupancy.timeline(result.solution.choice)
 
 
 def names(task: Task) -> list[str]:
     return [operation.name for operation in task.problem.program.operations]
 
 
-def at(task: Task, name: str, which: int = 0) -> int:
-    return [number for number, one in enumerate(names(task)) if one == name][which]
-
-
 def test_a_chain() -> None:
-    """Arguments stay; what is computed goes when the last that takes it is done."""
+    """Arguments stay; results go when the last operation that uses them is done."""
     x, up, down = (1024, 256), (256, 512), (512, 128)
     task, _, timeline = planned(lambda x, w, v: jnp.tanh(x @ w) @ v, x, up, down, pins={0: P("x"), 1: P(), 2: P()})
     assert names(task) == ["dot_general", "tanh", "dot_general", "return"]
@@ -60,7 +56,7 @@ def test_a_chain() -> None:
     assert timeline.argmax() == 1
 
 
-def test_a_gathered_parameter_is_whole_while_it_is_taken() -> None:
+def test_a_gathered_parameter_is_whole_while_in_use() -> None:
     task, _, timeline = planned(lambda x, w: jnp.tanh(x @ w), (8192, 256), (256, 512), pins={0: P("x"), 1: P("x")})
     assert names(task) == ["dot_general", "tanh", "return"]
     arguments = FOUR * (8192 * 256 + 256 * 512) // 4
@@ -77,7 +73,7 @@ def test_a_split_product_is_split_in_memory() -> None:
     assert names(task)[0] == "dot_general"
 
 
-def test_results_that_go_back_are_written_over_arguments() -> None:
+def test_fed_back_results_are_written_over_arguments() -> None:
     def step(w: Any, x: Any) -> Any:
         return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
 
@@ -89,28 +85,34 @@ def test_results_that_go_back_are_written_over_arguments() -> None:
     assert apart[-1] >= arguments + FOUR * 256 * 512 // 4
 
 
-def test_what_a_scan_keeps_for_its_gradient_stays_until_that_is_done() -> None:
+def test_scan_residuals_stay_until_the_gradient_is_done() -> None:
     layers, rows, width = 6, 2**16, 256
 
     def loss(w: Any, x: Any) -> Any:
-        def body(h: Any, own: Any) -> tuple[Any, None]:
-            return jnp.tanh(h @ own), None
+        def body(h: Any, layer_w: Any) -> tuple[Any, None]:
+            return jnp.tanh(h @ layer_w), None
 
         return jnp.sum(jax.lax.scan(body, x, w)[0])
 
     shapes = ((layers, width, width), (rows, width))
     task, _, timeline = planned(jax.grad(loss), *shapes, pins={0: P(), 1: P("x")})
     arguments = FOUR * (layers * width * width + rows * width // 4)
-    kept = [number for number, one in enumerate(task.problem.program.operations) if one.role == "leave"]
-    loops = dict.fromkeys(task.problem.program.operations[number].region for number in kept)
+    leaving = [
+        op_index for op_index, operation in enumerate(task.problem.program.operations) if operation.role == "leave"
+    ]
+    loops = dict.fromkeys(task.problem.program.operations[op_index].region for op_index in leaving)
     assert len(loops) == 2
     residuals = sum(
-        task.problem.program.arrays[task.problem.program.operations[number].results[0]].nbytes // 4
-        for number in kept
-        if task.problem.program.operations[number].region == next(iter(loops))
+        task.problem.program.arrays[task.problem.program.operations[op_index].results[0]].nbytes // 4
+        for op_index in leaving
+        if task.problem.program.operations[op_index].region == next(iter(loops))
     )
     assert residuals % (FOUR * layers * rows * width // 4) == 0
-    inside = [n for n, one in enumerate(task.problem.program.operations) if one.region in loops and one.run_count > 1]
+    inside = [
+        n
+        for n, operation in enumerate(task.problem.program.operations)
+        if operation.region in loops and operation.run_count > 1
+    ]
     assert (timeline[inside] >= arguments + residuals).all()
     assert timeline.max() < arguments + residuals + FOUR * (layers * width * width + 8 * rows * width // 4)
     gradient = FOUR * layers * width * width
@@ -119,20 +121,20 @@ def test_what_a_scan_keeps_for_its_gradient_stays_until_that_is_done() -> None:
 
 def test_recomputing_keeps_less() -> None:
     def loss(keep: bool) -> Callable[..., Any]:
-        def body(h: Any, own: Any) -> tuple[Any, None]:
-            return jnp.tanh(jnp.tanh(h @ own) @ own.T), None
+        def body(h: Any, layer_w: Any) -> tuple[Any, None]:
+            return jnp.tanh(jnp.tanh(h @ layer_w) @ layer_w.T), None
 
-        step = body if keep else jax.checkpoint(body)
-        return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(step, x, w)[0]))
+        layer_fn = body if keep else jax.checkpoint(body)
+        return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(layer_fn, x, w)[0]))
 
     shapes, pins = ((6, 256, 256), (1024, 256)), {0: P(), 1: P("x")}
     kept, recomputed = (planned(loss(keep), *shapes, pins=pins)[2].max() for keep in (True, False))
-    one = FOUR * 6 * 1024 * 256 // 4
-    assert kept - recomputed >= one
+    residual_bytes = FOUR * 6 * 1024 * 256 // 4
+    assert kept - recomputed >= residual_bytes
 
 
-def test_a_pointwise_chain_takes_no_room_of_its_own() -> None:
-    """What is computed along with what takes it is never written."""
+def test_a_pointwise_chain_takes_no_memory() -> None:
+    """What is fused into its user is never written."""
     x = (4096, 256)
     once = planned(lambda x, w: jnp.tanh(x) @ w, x, (256, 256), pins={0: P("x")})[2].max()
     often = planned(lambda x, w: jnp.tanh(jnp.exp(jnp.sin(x) + 1) * 2) @ w, x, (256, 256), pins={0: P("x")})[2].max()
@@ -146,8 +148,8 @@ def test_constants_lie_in_memory() -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 3))
-def test_bounds_on_memory_count_no_less_than_there_is(seed: int) -> None:
-    """Else what the linear program takes for a fit is none."""
+def test_memory_constraints_count_at_least_what_lies_there(seed: int) -> None:
+    """Otherwise a solution of the linear program might not fit."""
     task, rng = random_task(seed), np.random.default_rng(seed)
     problem = task.problem
     for _ in range(10):
@@ -182,13 +184,13 @@ def descent(loss: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def layer(h: Any, own: Any) -> tuple[Any, None]:
-    return h + jnp.tanh(h @ own["up"]) @ own["down"], None
+def layer(h: Any, w: Any) -> tuple[Any, None]:
+    return h + jnp.tanh(h @ w["up"]) @ w["down"], None
 
 
 def unrolled(w: Sequence[Any], x: Any) -> Any:
-    for own in w:
-        x, _ = layer(x, own)
+    for layer_w in w:
+        x, _ = layer(x, layer_w)
     return jnp.mean(x**2)
 
 
@@ -235,17 +237,17 @@ def step(name: str) -> tuple[Callable[..., Any], Any, Any]:
     ("target", "name"),
     [*[("cpu", name) for name in ("adam", "scan", "recomputed", "attention")], ("cuda:h100:8", "recomputed")],
 )
-def test_the_peak_is_near_what_the_compiler_says(target: str, name: str) -> None:
+def test_the_peak_is_near_the_compilers(target: str, name: str) -> None:
     shape = sr.mesh_shape("data:4,model:2")
     mesh = sr.create_mesh("data:4,model:2") if target == "cpu" else Target.parse(target).mesh(shape)
     fn, state, x = step(name)
     plan = sr.autoplan(fn, state, x, mesh=mesh)
-    told = plan.jit(fn, donate_argnums=0).lower(state, x).compile().memory_analysis()
-    assert told is not None
+    analysis = plan.jit(fn, donate_argnums=0).lower(state, x).compile().memory_analysis()
+    assert analysis is not None
     memory = CompilerMemory(
-        told.argument_size_in_bytes,
-        told.output_size_in_bytes,
-        told.alias_size_in_bytes,
-        told.temp_size_in_bytes,
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+        analysis.alias_size_in_bytes,
+        analysis.temp_size_in_bytes,
     )
     assert memory.peak_bytes / 2 <= plan.peak_bytes <= memory.peak_bytes * 2

@@ -1,4 +1,4 @@
-"""Budgets of memory, kept by putting a price on it: against brute force over all choices."""
+"""Budgets of memory, kept by putting a price on it, against brute force over all choices."""
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,14 @@ def priced(task: Task, limit: float) -> Budget:
 def test_choices_fit_and_the_bound_is_below_the_best(seed: int) -> None:
     task = random_task(seed)
     limit = budget(task, 0.3)
-    best, known = within(task, limit), priced(task, limit)
-    assert known.bound <= best * (1 + 1e-6) + preferred(task.problem)
-    if known.choice is None:
-        assert known.peak_bytes > limit
-        assert task.occupancy.timeline(known.emptiest).max() == known.peak_bytes
+    best, result = within(task, limit), priced(task, limit)
+    assert result.bound <= best * (1 + 1e-6) + preferred(task.problem)
+    if result.choice is None:
+        assert result.peak_bytes > limit
+        assert task.occupancy.timeline(result.emptiest).max() == result.peak_bytes
     else:
-        assert task.occupancy.timeline(known.choice).max() == known.peak_bytes <= limit
-        assert task.problem.cost(known.choice) == known.cost >= best * (1 - 1e-6)
+        assert task.occupancy.timeline(result.choice).max() == result.peak_bytes <= limit
+        assert task.problem.cost(result.choice) == result.cost >= best * (1 - 1e-6)
 
 
 def test_choices_are_near_the_best_mostly() -> None:
@@ -50,46 +50,46 @@ def test_choices_are_near_the_best_mostly() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS[::2])
-def test_without_a_limit_it_is_the_best(seed: int) -> None:
+def test_without_a_limit_the_choice_is_the_best(seed: int) -> None:
     task = random_task(seed)
-    known = priced(task, np.inf)
-    assert known.cost == pytest.approx(best_cost(task.problem), rel=1e-6, abs=preferred(task.problem))
-    assert known.price == 0.0
+    result = priced(task, np.inf)
+    assert result.cost == pytest.approx(best_cost(task.problem), rel=1e-6, abs=preferred(task.problem))
+    assert result.price == 0.0
 
 
 @pytest.mark.parametrize("seed", TIGHT)
-def test_what_fits_nowhere_is_hopeless_and_the_least_is_near(seed: int) -> None:
+def test_impossible_budgets_are_hopeless_and_name_the_least(seed: int) -> None:
     task = random_task(seed)
     exact = task.within(0.0).peak_bytes
-    known = priced(task, exact * 0.2)
-    assert known.is_hopeless
-    assert known.choice is None
-    assert known.bound > task.problem.highest_cost()
-    assert exact * (1 - 1e-3) <= known.peak_bytes <= exact * 1.3
+    result = priced(task, exact * 0.2)
+    assert result.is_hopeless
+    assert result.choice is None
+    assert result.bound > task.problem.highest_cost()
+    assert exact * (1 - 1e-3) <= result.peak_bytes <= exact * 1.3
 
 
 @pytest.mark.parametrize("seed", SEEDS[::3])
-def test_labels_cost_no_more_above_the_bound_than_is_said(seed: int) -> None:
-    """What a label adds to the bound is below the best choice that takes it, with a price on memory, too."""
+def test_layouts_cost_at_least_the_bound_and_their_extra(seed: int) -> None:
+    """The bound and the extra of a layout are below the best choice that takes it, with a price on memory, too."""
     task = random_task(seed)
     problem, limit = task.problem, budget(task, 0.3)
     formulation = Formulation(problem, layout_preference(problem))
     moments = dict.fromkeys(peaks(task.occupancy.timeline(task.within(np.inf).choice), limit))
     rows = [task.occupancy.constraint(moment, limit, certain=True) for moment in moments]
     for price in (0.0, best_cost(problem) / limit / len(rows)):
-        found = cheapest(formulation, rows, [price] * len(rows))
+        relaxed = cheapest(formulation, rows, [price] * len(rows))
         for node in range(len(problem.nodes)):
-            for label in range(0, len(problem.nodes[node].layouts), 3):
-                keep = [np.arange(len(one.layouts)) for one in problem.nodes]
-                keep[node] = np.array([label])
+            for layout_index in range(0, len(problem.nodes[node].layouts), 3):
+                keep = [np.arange(len(other.layouts)) for other in problem.nodes]
+                keep[node] = np.array([layout_index])
                 with_it = task.only(keep).within(limit if price else np.inf)
                 if with_it.solution is not None:
-                    least = found.bound + found.extra[node][label]
+                    least = relaxed.bound + relaxed.extra[node][layout_index]
                     assert with_it.solution.cost >= least * (1 - 1e-6) - preferred(problem)
 
 
 @pytest.mark.parametrize("seed", TIGHT[::2])
-def test_no_choice_costs_more_than_the_dearest(seed: int) -> None:
+def test_no_choice_costs_more_than_the_highest_cost(seed: int) -> None:
     problem = random_task(seed).problem
     rng = np.random.default_rng(seed)
     for _ in range(200):
@@ -98,52 +98,52 @@ def test_no_choice_costs_more_than_the_dearest(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "part"), [(6, 0.3), (12, 0.7), (36, 0.3), (42, 0.3), (58, 0.7), (61, 0.3)])
-def test_large_problems_find_what_small_ones_do(seed: int, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_problems_are_solved_as_small_ones(seed: int, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     task = random_task(seed)
     limit = budget(task, part)
     exact = task.within(limit)
     monkeypatch.setattr(search, "SMALL", 0)
     monkeypatch.setattr(solver, "SMALL", 0)
-    found = task.within(limit)
-    assert found.solution is not None
+    result = task.within(limit)
+    assert result.solution is not None
     assert exact.solution is not None
-    assert found.peak_bytes <= limit * (1 + 1e-6)
-    assert found.bound <= exact.solution.cost * (1 + 1e-6) + preferred(task.problem)
-    assert found.solution.cost <= exact.solution.cost * 1.02 + preferred(task.problem)
+    assert result.peak_bytes <= limit * (1 + 1e-6)
+    assert result.bound <= exact.solution.cost * (1 + 1e-6) + preferred(task.problem)
+    assert result.solution.cost <= exact.solution.cost * 1.02 + preferred(task.problem)
 
 
-def test_late_searches_give_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_searches_return_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SMALL", 0)
     task = random_task(6)
-    known = task.within(task.occupancy.timeline((0,) * len(task.problem.nodes)).max(), Deadline(0.0))
-    assert known.solution is not None
-    assert known.solution.cost <= task.problem.cost((0,) * len(task.problem.nodes))
+    result = task.within(task.occupancy.timeline((0,) * len(task.problem.nodes)).max(), Deadline(0.0))
+    assert result.solution is not None
+    assert result.solution.cost <= task.problem.cost((0,) * len(task.problem.nodes))
     late = task.within(task.within(0.0).peak_bytes * 0.99, Deadline(0.0))
     assert late.solution is None
     assert late.peak_bytes > 0
 
 
-def test_what_is_found_at_last_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the exact search gives up, what takes the least memory is taken, and the bound stays what it was."""
+def test_a_last_resort_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the exact search gives up, the smallest choice is returned, and the bound stays as it was."""
     task = random_task(9)
     limit = task.within(0.0).peak_bytes * 1.0001
     exact = task.within(limit)
     monkeypatch.setattr(Task, "_exactly", lambda *_: SearchResult(None, np.inf, 0.0))
-    found = task.within(limit)
-    assert found.solution is not None
+    result = task.within(limit)
+    assert result.solution is not None
     assert exact.solution is not None
-    assert found.peak_bytes <= limit
-    assert found.bound <= exact.solution.cost * (1 + 1e-6) + preferred(task.problem)
+    assert result.peak_bytes <= limit
+    assert result.bound <= exact.solution.cost * (1 + 1e-6) + preferred(task.problem)
 
 
-def test_arrays_that_are_to_be_alike_and_are_not_cost_without_end() -> None:
+def test_equal_arrays_with_different_layouts_cost_infinitely_much() -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 32), (16, 64))]
     program = read_jaxpr(jax.make_jaxpr(lambda x, w, v: (x @ w, x @ v))(*shapes))
     problem = Task.of(program, Machine.of(sr.mesh_shape("a:2,b:2")), ["x", "w", "v"], {}, {}).problem
     first, second = problem.equal_homes[0]
     choice = [0] * len(problem.nodes)
-    for label in range(len(problem.nodes[first.node].layouts)):
-        choice[first.node] = label
+    for layout_index in range(len(problem.nodes[first.node].layouts)):
+        choice[first.node] = layout_index
         if problem.layout(first, choice) != problem.layout(second, choice):
             break
     assert problem.cost(choice) == np.inf

@@ -1,4 +1,4 @@
-"""Searches within a budget against every choice that there is, bounds, and meshes of three axes."""
+"""Searches within a budget against every choice, bounds, and meshes of three axes."""
 
 import itertools
 
@@ -22,7 +22,7 @@ PARTS = (0.02, 0.3, 0.7)
 """Budgets, from the least that anything fits in to what the fastest plan takes."""
 
 TIGHT = (6, 12, 36, 42, 47, 49, 58, 60, 61, 65, 68, 69, 78)
-"""Random programs of which the fastest plan is not the smallest: the budget makes them slower, by up to 2,000 times."""
+"""Random programs whose fastest plan is not the smallest: the budget makes them slower, by up to 2,000 times."""
 
 LOOSE = (1, 7, 9, 22)
 """Others."""
@@ -54,23 +54,23 @@ def test_search_with_a_budget_is_near_the_best(seed: int, part: float) -> None:
     try:
         best = within(task, limit)
     except TooLarge:
-        pytest.fail("brute force does not come to an end: choose another program")
-    found = task.within(limit)
+        pytest.fail("brute force does not end: choose another program")
+    result = task.within(limit)
     slack = preferred(task.problem)
-    if found.solution is None:
+    if result.solution is None:
         assert not np.isfinite(best)
         return
-    assert found.solution.choice is not None
-    assert task.occupancy.timeline(found.solution.choice).max() == found.peak_bytes <= limit * (1 + 1e-6)
-    assert found.solution.cost == task.problem.cost(found.solution.choice)
-    assert found.solution.cost <= best * 1.01 + slack
-    if found.solution.cost < best * (1 - 1e-6):  # limits are kept to a millionth
-        assert found.solution.cost >= within(task, limit * (1 + 1e-6)) * (1 - 1e-6)
-    assert found.bound <= best * (1 + 1e-6) + slack
+    assert result.solution.choice is not None
+    assert task.occupancy.timeline(result.solution.choice).max() == result.peak_bytes <= limit * (1 + 1e-6)
+    assert result.solution.cost == task.problem.cost(result.solution.choice)
+    assert result.solution.cost <= best * 1.01 + slack
+    if result.solution.cost < best * (1 - 1e-6):  # limits are kept to a millionth
+        assert result.solution.cost >= within(task, limit * (1 + 1e-6)) * (1 - 1e-6)
+    assert result.bound <= best * (1 + 1e-6) + slack
 
 
 def test_budgets_make_random_programs_slower() -> None:
-    """Otherwise the test above would say little."""
+    """Otherwise the test above would prove little."""
     slower = 0
     for seed in TIGHT:
         task = random_task(seed)
@@ -97,11 +97,11 @@ def test_lower_bound_is_below_the_best(seed: int) -> None:
 
 def test_lower_bound_is_near_the_best_mostly() -> None:
     problems = [random_task(seed).problem for seed in range(40)]
-    near = [lower_bound(one, Deadline.after(5)).seconds >= best_cost(one) * 0.95 for one in problems]
+    near = [lower_bound(problem, Deadline.after(5)).seconds >= best_cost(problem) * 0.95 for problem in problems]
     assert sum(near) >= 0.9 * len(near)
 
 
-def test_lower_bound_is_there_at_once() -> None:
+def test_lower_bound_is_available_at_once() -> None:
     problem = random_task(17).problem
     assert 0 < lower_bound(problem, Deadline.after(0)).seconds <= best_cost(problem) * (1 + 1e-6)
 
@@ -111,12 +111,12 @@ def test_three_axes_by_two_at_a_time(seed: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
     task = random_task(seed, THREE)
     best = best_cost(task.problem)
-    found = task.within(np.inf, Deadline.after(30))
-    assert found.solution is not None
-    assert found.solution.cost == pytest.approx(best, rel=1e-6, abs=preferred(task.problem))
-    assert found.bound <= best * (1 + 1e-6)
-    assert found.bound >= lower_bound(task.problem, Deadline.after(5)).seconds * (1 - 1e-6)
-    assert found.solution.bound == found.bound
+    result = task.within(np.inf, Deadline.after(30))
+    assert result.solution is not None
+    assert result.solution.cost == pytest.approx(best, rel=1e-6, abs=preferred(task.problem))
+    assert result.bound <= best * (1 + 1e-6)
+    assert result.bound >= lower_bound(task.problem, Deadline.after(5)).seconds * (1 - 1e-6)
+    assert result.solution.bound == result.bound
 
 
 @pytest.mark.parametrize("seed", [6, 12, 36])
@@ -125,48 +125,50 @@ def test_three_axes_with_a_budget(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     limit = budget(task, 0.3)
     exact = task.within(limit)
     monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
-    found = task.within(limit, Deadline.after(30))
-    assert found.solution is not None
-    assert found.peak_bytes <= limit * (1 + 1e-6)
-    assert found.bound <= found.solution.cost * (1 + 1e-6)
-    assert found.solution.cost <= cost(exact) * 1.05
+    result = task.within(limit, Deadline.after(30))
+    assert result.solution is not None
+    assert result.peak_bytes <= limit * (1 + 1e-6)
+    assert result.bound <= result.solution.cost * (1 + 1e-6)
+    assert result.solution.cost <= cost(exact) * 1.05
 
 
-def test_three_axes_that_nothing_fits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_axes_on_which_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
     task = random_task(6, THREE)
-    found = task.within(1.0, Deadline.after(30))
-    assert found.solution is None
-    needed = task.within(found.peak_bytes * 1.05, Deadline.after(30))
+    result = task.within(1.0, Deadline.after(30))
+    assert result.solution is None
+    needed = task.within(result.peak_bytes * 1.05, Deadline.after(30))
     assert needed.solution is not None
 
 
-def test_what_is_left_of_a_problem_costs_what_it_did() -> None:
-    """Labels numbered anew stand for the same layouts."""
+def test_a_restricted_problem_costs_the_same() -> None:
+    """Its indices name the same layouts."""
     problem, rng = random_task(15).problem, np.random.default_rng(0)
     keep = [np.sort(rng.permutation(len(node.layouts))[: max(1, len(node.layouts) // 2)]) for node in problem.nodes]
     part = restrict(problem, keep)
     assert variable_count(part) < variable_count(problem)
     for _ in range(20):
         choice = [int(rng.integers(len(kept))) for kept in keep]
-        whole = [int(kept[label]) for kept, label in zip(keep, choice, strict=True)]
+        whole = [int(kept[layout_index]) for kept, layout_index in zip(keep, choice, strict=True)]
         assert part.cost(choice) == pytest.approx(problem.cost(whole), rel=1e-12)
     assert best_cost(part) >= best_cost(problem) * (1 - 1e-12)
 
 
-def test_labels_that_are_wanted() -> None:
+def test_layouts_where_a_condition_holds() -> None:
     problem = random_task(3).problem
-    kept = layouts_where(problem, lambda labels, _: (labels == -1).all(axis=1))
-    assert all(problem.nodes[number].layouts[own].tolist() == [[-1, -1]] for number, own in enumerate(kept))
-    assert [len(own) for own in layouts_where(problem, lambda labels, _: labels[:, 0] == 99)] == [
+    kept = layouts_where(problem, lambda rows, _: (rows == -1).all(axis=1))
+    assert all(
+        problem.nodes[node_index].layouts[indices].tolist() == [[-1, -1]] for node_index, indices in enumerate(kept)
+    )
+    assert [len(indices) for indices in layouts_where(problem, lambda rows, _: rows[:, 0] == 99)] == [
         len(node.layouts) for node in problem.nodes
     ]
 
 
-def test_a_moment_is_enough_for_some_answer() -> None:
+def test_a_search_without_time_still_returns_a_plan() -> None:
     shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     program = read_jaxpr(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(shape, shape))
     task = Task.of(program, Machine.of(sr.mesh_shape("x:4,y:2")), ["x", "w"], {}, {0: P("x")})
-    found = task.within(np.inf, Deadline.after(0))
-    assert found.solution is not None
-    assert 0 < found.bound <= found.solution.cost * (1 + 1e-6)
+    result = task.within(np.inf, Deadline.after(0))
+    assert result.solution is not None
+    assert 0 < result.bound <= result.solution.cost * (1 + 1e-6)

@@ -1,4 +1,4 @@
-"""The solver against every choice that there is, on random programs."""
+"""The solver against every choice, on random programs."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ MOST_STEPS = 3_000
 
 @final
 @attrs.frozen
-class Made:
-    """A function, and the shapes that it is called with."""
+class RandomProgram:
+    """A function, and the shapes of its arguments."""
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
@@ -54,18 +54,18 @@ class Writer:
         self.uses: dict[int, int] = {}
         self.steps: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
 
-    def given(self, shape: tuple[int, ...]) -> int:
-        """A new argument. Arguments have negative numbers until all of them are known."""
+    def add_argument(self, shape: tuple[int, ...]) -> int:
+        """Adds an argument. Arguments have negative indices, arrays that are computed others."""
         self.arguments.append(shape)
         self.uses[-len(self.arguments)] = 0
         return -len(self.arguments)
 
-    def shape(self, number: int) -> tuple[int, ...]:
-        return self.arguments[-1 - number] if number < 0 else self.shapes[number]
+    def shape(self, array: int) -> tuple[int, ...]:
+        return self.arguments[-1 - array] if array < 0 else self.shapes[array]
 
     def live(self) -> list[int]:
-        """Arrays that may be taken once more: each is taken twice at the most."""
-        return [number for number, uses in self.uses.items() if uses < 2 and self.shape(number)]
+        """Returns the arrays that may be used once more: each is used twice at most."""
+        return [array for array, uses in self.uses.items() if uses < 2 and self.shape(array)]
 
     def any_of(self, choices: Sequence[Any]) -> Any:
         return choices[int(self.rng.integers(len(choices)))]
@@ -74,100 +74,101 @@ class Writer:
         return tuple(int(self.any_of(SIZES)) for _ in range(count))
 
     def first(self) -> int:
-        """An array to begin with: the last one mostly, so that programs are deep."""
+        """Returns an array to begin with: mostly the last, so that programs are deep."""
         live = self.live()
         if not live or self.rng.random() < 0.05:
-            return self.given(self.sizes(int(self.rng.integers(1, 4))))
+            return self.add_argument(self.sizes(int(self.rng.integers(1, 4))))
         return max(live) if self.rng.random() < 0.5 else self.any_of(live)
 
-    def write(self, fn: Callable[..., Any], *taken: int) -> None:
-        known = [jax.ShapeDtypeStruct(self.shape(number), jnp.float32) for number in taken]
-        for number in taken:
-            self.uses[number] += 1
-        self.steps.append((fn, taken))
-        self.shapes.append(tuple(jax.eval_shape(fn, *known).shape))
+    def write(self, fn: Callable[..., Any], *operands: int) -> None:
+        structs = [jax.ShapeDtypeStruct(self.shape(array), jnp.float32) for array in operands]
+        for array in operands:
+            self.uses[array] += 1
+        self.steps.append((fn, operands))
+        self.shapes.append(tuple(jax.eval_shape(fn, *structs).shape))
         self.uses[len(self.shapes) - 1] = 0
 
     def step(self) -> None:
-        one = self.first()
-        shape = self.shape(one)
+        array = self.first()
+        shape = self.shape(array)
         kinds = ["dot", "dot", "dot", "unary", "binary", "transpose", "split", "broadcast"]
         kinds += ["reduce", "reduce", "merge"] if len(shape) > 1 else []
         kind = self.any_of(kinds)
         dim = int(self.rng.integers(len(shape)))
         if kind == "dot":
-            self.dot(one, dim)
+            self.dot(array, dim)
         elif kind == "unary":
-            self.write(jnp.tanh, one)
+            self.write(jnp.tanh, array)
         elif kind == "binary":
-            others = [number for number in self.live() if self.shape(number) == shape and number != one]
-            other = self.any_of(others) if others and self.rng.random() < 0.7 else self.given(shape)
-            self.write(self.any_of([jnp.add, jnp.multiply]), one, other)
+            others = [other for other in self.live() if self.shape(other) == shape and other != array]
+            other = self.any_of(others) if others and self.rng.random() < 0.7 else self.add_argument(shape)
+            self.write(self.any_of([jnp.add, jnp.multiply]), array, other)
         elif kind == "reduce":
-            self.write(self.any_of([lambda x: x.sum(axis=dim), lambda x: x.max(axis=dim)]), one)
+            self.write(self.any_of([lambda x: x.sum(axis=dim), lambda x: x.max(axis=dim)]), array)
         elif kind == "transpose":
             order = tuple(map(int, self.rng.permutation(len(shape))))
-            self.write(lambda x: x.transpose(order), one)
+            self.write(lambda x: x.transpose(order), array)
         elif kind == "merge":
-            at = int(self.rng.integers(len(shape) - 1))
-            new = (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
-            self.write(lambda x: x.reshape(new), one)
+            first = int(self.rng.integers(len(shape) - 1))
+            new = (*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :])
+            self.write(lambda x: x.reshape(new), array)
         elif kind == "split" and len(shape) < 3:
-            part = self.any_of([one for one in (2, 4, 6, 8, 32) if shape[dim] % one == 0] or [1])
+            part = self.any_of([factor for factor in (2, 4, 6, 8, 32) if shape[dim] % factor == 0] or [1])
             new = (*shape[:dim], part, shape[dim] // part, *shape[dim + 1 :])
-            self.write(lambda x: x.reshape(new), one)
+            self.write(lambda x: x.reshape(new), array)
         elif kind == "broadcast" and len(shape) < 3:
             size = int(self.any_of((4, 8, 96)))
             new = (*shape[:dim], size, *shape[dim:])
-            self.write(lambda x: jnp.broadcast_to(jnp.expand_dims(x, dim), new), one)
+            self.write(lambda x: jnp.broadcast_to(jnp.expand_dims(x, dim), new), array)
         else:
-            self.write(jnp.exp, one)
+            self.write(jnp.exp, array)
 
-    def dot(self, one: int, dim: int) -> None:
-        """A product with an argument or an array, over one dim, and sometimes with a dim that both have."""
-        shape = self.shape(one)
+    def dot(self, array: int, dim: int) -> None:
+        """Writes a product with an argument or an array over a dim, and sometimes with a dim that both have."""
+        shape = self.shape(array)
         others = [
-            (number, place)
-            for number in self.live()
-            if number != one
-            for place, size in enumerate(self.shape(number))
-            if size == shape[dim] and len(self.shape(number)) + len(shape) <= 5
+            (other, other_dim)
+            for other in self.live()
+            if other != array
+            for other_dim, size in enumerate(self.shape(other))
+            if size == shape[dim] and len(self.shape(other)) + len(shape) <= 5
         ]
         if others and self.rng.random() < 0.6:
-            other, place = self.any_of(others)
-            numbers = (((dim,), (place,)), ((), ()))
+            other, other_dim = self.any_of(others)
+            dims = (((dim,), (other_dim,)), ((), ()))
         elif len(shape) == 3 or (len(shape) == 2 and self.rng.random() < 0.2):
             batch = (dim + 1) % len(shape)
-            other = self.given((shape[batch], shape[dim], *self.sizes(1)))
-            numbers = (((dim,), (1,)), ((batch,), (0,)))
+            other = self.add_argument((shape[batch], shape[dim], *self.sizes(1)))
+            dims = (((dim,), (1,)), ((batch,), (0,)))
         else:
-            other = self.given((shape[dim], *self.sizes(1)))
-            numbers = (((dim,), (0,)), ((), ()))
-        self.write(lambda x, y: jax.lax.dot_general(x, y, numbers), one, other)
+            other = self.add_argument((shape[dim], *self.sizes(1)))
+            dims = (((dim,), (0,)), ((), ()))
+        self.write(lambda x, y: jax.lax.dot_general(x, y, dims), array, other)
 
-    def made(self) -> Made:
-        """The program; it returns what it does not take itself."""
-        steps, unused = tuple(self.steps), [number for number, uses in self.uses.items() if number >= 0 and not uses]
+    def program(self) -> RandomProgram:
+        """Returns the program; it returns what it does not use itself."""
+        steps, unused = tuple(self.steps), [array for array, uses in self.uses.items() if array >= 0 and not uses]
 
-        def fn(*given: Any) -> list[Any]:
-            known: list[Any] = []
-            for step, taken in steps:
-                known.append(step(*[given[-1 - number] if number < 0 else known[number] for number in taken]))
-            return [known[number] for number in unused]
+        def fn(*args: Any) -> list[Any]:
+            arrays: list[Any] = []
+            for step, operands in steps:
+                arrays.append(step(*[args[-1 - array] if array < 0 else arrays[array] for array in operands]))
+            return [arrays[array] for array in unused]
 
-        return Made(fn, tuple(self.arguments))
+        return RandomProgram(fn, tuple(self.arguments))
 
 
-def random_program(seed: int) -> Made:
+def random_program(seed: int) -> RandomProgram:
     rng = np.random.default_rng(seed)
     writer = Writer(rng)
     for _ in range(3 + seed % 6):
         writer.step()
-    return writer.made()
+    return writer.program()
 
 
-def read(made: Made) -> TracedProgram:
-    return read_jaxpr(jax.make_jaxpr(made.fn)(*[jax.ShapeDtypeStruct(one, jnp.float32) for one in made.shapes]))
+def read(program: RandomProgram) -> TracedProgram:
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in program.shapes]
+    return read_jaxpr(jax.make_jaxpr(program.fn)(*structs))
 
 
 def random_hardware(rng: np.random.Generator) -> Hardware:
@@ -192,52 +193,52 @@ def random_task(seed: int, mesh: str | None = None) -> Task:
     program = read(random_program(seed))
     text = MESHES[seed % len(MESHES)] if mesh is None else mesh
     machine = Machine.of(sr.mesh_shape(text), random_hardware(rng))
-    shapes = [program.arrays[number].shape for number in program.arguments]
+    shapes = [program.arrays[index].shape for index in program.arguments]
     feedback: dict[int, int] = {}
     pinned: dict[int, P] = {}
     if rng.random() < 0.3:
-        returned = [None if one is None else program.arrays[one].shape for one in program.results]
+        returned = [None if result is None else program.arrays[result].shape for result in program.results]
         pairs = [
             (a, b) for a, b in itertools.product(range(len(returned)), range(len(shapes))) if returned[a] == shapes[b]
         ]
         feedback = dict(pairs[:1])
     if rng.random() < 0.3:
-        number = int(rng.integers(len(shapes)))
-        pinned = {number: P("x") if shapes[number][0] % machine.sizes[0] == 0 else P()}
-    names = [f"argument{number}" for number in range(len(shapes))]
+        index = int(rng.integers(len(shapes)))
+        pinned = {index: P("x") if shapes[index][0] % machine.sizes[0] == 0 else P()}
+    names = [f"argument{index}" for index in range(len(shapes))]
     return Task.of(program, machine, names, feedback, pinned, tie=False)
 
 
-# ---- every choice that there is ----
+# ---- every choice ----
 
 
 @final
 @attrs.frozen(eq=False)
 class Table:
-    """What the labels of some nodes cost together: an array with a dim for each."""
+    """What the layouts of some nodes cost together: an array with a dim for each node."""
 
     nodes: tuple[int, ...]
     cost: np.ndarray
 
 
 def edge_costs(edge: Edge) -> np.ndarray:
-    """What an edge costs for each pair of labels; with one node at both ends, for each of its labels."""
+    """Returns the cost of an edge for each pair of layouts; with one node at both ends, for each of its layouts."""
     cost = edge.seconds[edge.from_codes[:, None], edge.to_codes[None, :]]
     return cost.diagonal() if edge.start == edge.end else cost
 
 
 def spread(table: Table, nodes: Sequence[int]) -> np.ndarray:
-    """A table over more nodes."""
+    """Returns a table over more nodes."""
     order = [table.nodes.index(node) for node in nodes if node in table.nodes]
     shape = iter(table.cost.transpose(order).shape)
     return table.cost.transpose(order).reshape([next(shape) if node in table.nodes else 1 for node in nodes])
 
 
 def tables(problem: Problem) -> list[Table]:
-    """Everything that a choice pays, apart."""
-    found = [Table((number,), np.asarray(node.seconds, float)) for number, node in enumerate(problem.nodes)]
+    """Returns everything that a choice pays, part by part."""
+    parts = [Table((node_index,), np.asarray(node.seconds, float)) for node_index, node in enumerate(problem.nodes)]
     for group, count in problem.edge_groups:
-        edges = [problem.edges[number] for number in group]
+        edges = [problem.edges[edge_index] for edge_index in group]
         nodes = tuple(dict.fromkeys(node for edge in edges for node in (edge.start, edge.end)))
         assert np.prod([float(len(problem.nodes[node].layouts)) for node in nodes]) < MOST_ENTRIES
         targets = dict.fromkeys(tuple(row) for edge in edges for row in edge.to_layouts.tolist())
@@ -251,16 +252,16 @@ def tables(problem: Problem) -> list[Table]:
                 part = Table(ends, np.where(here if cost.ndim == 1 else here[None, :], cost, 0.0))
                 dearest = np.maximum(dearest, spread(part, nodes))
             total = total + dearest * count
-        found.append(Table(nodes, np.broadcast_to(total, [len(problem.nodes[node].layouts) for node in nodes])))
+        parts.append(Table(nodes, np.broadcast_to(total, [len(problem.nodes[node].layouts) for node in nodes])))
     for first, second in problem.equal_homes:
         a, b = (problems.project(problem.nodes[home.node].layouts, home) for home in (first, second))
         same = (a[:, None, :] == b[None, :, :]).all(axis=2)
-        found.append(Table((first.node, second.node), np.where(same, 0.0, np.inf)))
-    return found
+        parts.append(Table((first.node, second.node), np.where(same, 0.0, np.inf)))
+    return parts
 
 
 def width(tables: Sequence[Table], sizes: Sequence[int], node: int) -> float:
-    """How many entries a table has over a node and all that it has to do with."""
+    """Returns how many entries a table over a node and all its neighbours has."""
     around = dict.fromkeys(other for table in tables if node in table.nodes for other in table.nodes)
     return float(np.prod([float(sizes[other]) for other in around]))
 
@@ -268,78 +269,80 @@ def width(tables: Sequence[Table], sizes: Sequence[int], node: int) -> float:
 @final
 @attrs.frozen(eq=False)
 class Brute:
-    """Every choice of a problem, put in an order in which each node's cheapest labels are known from the others'.
+    """Every choice of a problem, by variable elimination.
 
-    Nodes are left out one by one: what the cheapest label of one costs is a table over those that it has to do with.
-    That is every choice weighed, without one that was made twice.
+    Nodes are eliminated one by one: what the cheapest layout of a node costs is a table over its neighbours. That
+    weighs every choice, and none of them twice.
     """
 
     problem: Problem
     order: tuple[int, ...]
-    known: tuple[tuple[Table, ...], ...]
-    """For each node in the order the tables that it was left out of."""
+    eliminated: tuple[tuple[Table, ...], ...]
+    """For each node in the order the tables that it was eliminated from."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Brute":
         rest = tables(problem)
         sizes = [len(node.layouts) for node in problem.nodes]
         order: list[int] = []
-        known: list[tuple[Table, ...]] = []
+        eliminated: list[tuple[Table, ...]] = []
         left = list(range(len(sizes)))
         while left:
             widths = [(width(rest, sizes, node), node) for node in left]
             entries, node = min(widths)
             if entries > MOST_ENTRIES:
                 raise TooLarge
-            own = [table for table in rest if node in table.nodes]
-            nodes = tuple(dict.fromkeys([node, *(other for table in own for other in table.nodes)]))
+            members = [table for table in rest if node in table.nodes]
+            nodes = tuple(dict.fromkeys([node, *(other for table in members for other in table.nodes)]))
             total: Any = 0.0
-            for table in own:
+            for table in members:
                 total = total + spread(table, nodes)
             rest = [table for table in rest if node not in table.nodes]
             rest.append(Table(nodes[1:], total.min(axis=0)))
             order.append(node)
-            known.append(tuple(own))
+            eliminated.append(tuple(members))
             left.remove(node)
-        return cls(problem, tuple(order), tuple(known))
+        return cls(problem, tuple(order), tuple(eliminated))
 
-    def choices(self, at: int, choice: Mapping[int, int]) -> np.ndarray:
-        """What each label of a node costs, with what is to come at its cheapest."""
+    def choices(self, position: int, choice: Mapping[int, int]) -> np.ndarray:
+        """Returns the cost of each layout of a node, with the rest at its cheapest."""
         total: Any = 0.0
-        for table in self.known[at]:
-            where = tuple(slice(None) if node == self.order[at] else choice[node] for node in table.nodes)
+        for table in self.eliminated[position]:
+            where = tuple(slice(None) if node == self.order[position] else choice[node] for node in table.nodes)
             total = total + table.cost[where]
         return total
 
     def best(self) -> tuple[int, ...]:
         choice: dict[int, int] = {}
-        for at in reversed(range(len(self.order))):
-            choice[self.order[at]] = int(np.argmin(self.choices(at, choice)))
+        for position in reversed(range(len(self.order))):
+            choice[self.order[position]] = int(np.argmin(self.choices(position, choice)))
         return tuple(choice[node] for node in range(len(choice)))
 
 
 class TooLarge(Exception):
-    """There are too many choices to weigh."""
+    """There are too many choices to try."""
 
 
 def smallest(task: Task) -> list[np.ndarray]:
-    """For each node and label what its arrays take at every operation, without copies."""
+    """Returns for each node and layout what its arrays take at every operation, without copies."""
     occupancy, problem = task.occupancy, task.problem
-    found = [np.zeros((len(node.layouts), len(problem.program.operations) + 1)) for node in problem.nodes]
+    sizes = [np.zeros((len(node.layouts), len(problem.program.operations) + 1)) for node in problem.nodes]
     for stay in occupancy.stays:
-        for label in range(len(found[stay.home.node])):
-            choice = {stay.home.node: label}
-            layout = problem.layout(stay.home, choice)  # pyright: ignore[reportArgumentType]  of this node it asks only
+        for layout_index in range(len(sizes[stay.home.node])):
+            choice = {stay.home.node: layout_index}
+            layout = problem.layout(stay.home, choice)  # pyright: ignore[reportArgumentType]  it reads this node only
             cut = np.prod([size for size, dim in zip(problem.machine.sizes, layout, strict=True) if dim >= 0])
-            found[stay.home.node][label, stay.first : stay.last + 1] += stay.nbytes * occupancy.overhead(stay) / cut
-    return found
+            sizes[stay.home.node][layout_index, stay.first : stay.last + 1] += (
+                stay.nbytes * occupancy.overhead(stay) / cut
+            )
+    return sizes
 
 
 def within(task: Task, limit: float) -> float:
-    """The least cost of all choices of which the timeline stays within a limit; infinite if there is none.
+    """Returns the least cost of all choices whose timeline stays within a limit; infinite if there is none.
 
-    Depth first, the cheapest way on first. A way on is left where it costs as much as what is known, with all to come
-    at its cheapest, or where it takes too much, with all to come at its smallest.
+    Branch and bound, depth first and the cheapest branch first. A branch is cut if it costs as much as the best so far
+    even with the rest at its cheapest, or takes too much memory even with the rest at its smallest.
     """
     brute, problem = Brute.of(task.problem), task.problem
     order = brute.order[::-1]
@@ -362,18 +365,18 @@ def within(task: Task, limit: float) -> float:
         node = order[depth]
         costs = brute.choices(len(order) - 1 - depth, choice)
         costs = least + costs - costs.min()
-        for label in np.argsort(costs, kind="stable").tolist():
-            if not costs[label] < best * (1 - 1e-9):
+        for layout_index in np.argsort(costs, kind="stable").tolist():
+            if not costs[layout_index] < best * (1 - 1e-9):
                 break
-            now = room + sizes[node][label]
-            if (now + rest[len(order) - 1 - depth]).max() <= limit * (1 + 1e-9):
-                go(depth + 1, {**choice, node: label}, float(costs[label]), now)
+            used = room + sizes[node][layout_index]
+            if (used + rest[len(order) - 1 - depth]).max() <= limit * (1 + 1e-9):
+                go(depth + 1, {**choice, node: layout_index}, float(costs[layout_index]), used)
 
     go(0, {}, problem.cost(brute.best()), np.full(sizes[0].shape[1], float(task.occupancy.fixed_bytes)))
     return best
 
 
-# ---- what is told of it ----
+# ---- tests ----
 
 
 def best_cost(problem: Problem) -> float:
@@ -385,12 +388,12 @@ def without_preference(problem: Problem) -> Solution:
 
 
 def preferred(problem: Problem) -> float:
-    """What it may cost at the most that of plans that cost the same the simplest is taken."""
+    """Returns the most that choosing the simplest of equal plans may cost."""
     return sum(float(extra.max()) for extra in layout_preference(problem)) / 1e6
 
 
 @pytest.mark.parametrize("seed", range(0, COUNT, 6))
-def test_brute_force_pays_what_a_choice_costs(seed: int) -> None:
+def test_brute_force_costs_are_those_of_choices(seed: int) -> None:
     problem, rng = random_task(seed).problem, np.random.default_rng(seed)
     parts = tables(problem)
     for _ in range(20):
@@ -415,40 +418,40 @@ def test_brute_force_finds_what_trying_everything_finds() -> None:
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_solver_finds_the_least_cost(seed: int) -> None:
     problem = random_task(seed).problem
-    best, found = best_cost(problem), without_preference(problem)
-    assert found.choice is not None
-    assert len(found.choice) == len(problem.nodes)
-    assert problem.cost(found.choice) == found.cost
-    assert found.cost == pytest.approx(best, rel=1e-6, abs=0)
-    assert found.bound <= best * (1 + 1e-6)
+    best, solution = best_cost(problem), without_preference(problem)
+    assert solution.choice is not None
+    assert len(solution.choice) == len(problem.nodes)
+    assert problem.cost(solution.choice) == solution.cost
+    assert solution.cost == pytest.approx(best, rel=1e-6, abs=0)
+    assert solution.bound <= best * (1 + 1e-6)
 
 
 def test_random_programs_are_worth_planning() -> None:
-    """Most have more than one node that costs, and are dearer by far without a plan."""
+    """Most have several nodes that cost, and cost far more without a plan."""
     tasks = [random_task(seed) for seed in range(COUNT)]
     sizes = [len(read(random_program(seed)).operations) for seed in range(COUNT)]
-    gains = [one.problem.cost([0] * len(one.problem.nodes)) / best_cost(one.problem) for one in tasks]
-    sends = [bool(one.problem.chosen_moves(Brute.of(one.problem).best())) for one in tasks]
+    gains = [task.problem.cost([0] * len(task.problem.nodes)) / best_cost(task.problem) for task in tasks]
+    sends = [bool(task.problem.chosen_moves(Brute.of(task.problem).best())) for task in tasks]
     assert sum(gain > 1.2 for gain in gains) > COUNT * 0.7
     assert sum(sends) > COUNT * 0.3
     assert max(sizes) >= 8
 
 
 @pytest.mark.parametrize("seed", range(0, COUNT, 3))
-def test_of_plans_that_cost_the_same_the_simplest_is_taken(seed: int) -> None:
+def test_the_simplest_of_equal_plans_is_chosen(seed: int) -> None:
     problem = random_task(seed).problem
-    found = solve(Formulation(problem, layout_preference(problem)))
-    assert found.cost <= best_cost(problem) * (1 + 1e-6) + preferred(problem)
+    solution = solve(Formulation(problem, layout_preference(problem)))
+    assert solution.cost <= best_cost(problem) * (1 + 1e-6) + preferred(problem)
 
 
 def every_array_apart(program: TracedProgram, *_: Any) -> Clusters:
     """Clusters of one array each. Dims that an operation gives to no operand stay whole, as they do in clusters."""
     roots, sizes = {}, {}
     for operation in program.operations:
-        for place, result in enumerate(operation.results):
+        for position, result in enumerate(operation.results):
             shape = program.arrays[result].shape
             if shape and operation.role == "compute":
-                factors = operation.factors.results[place]
+                factors = operation.factors.results[position]
                 alone = not operation.factors.reduced
                 sizes[result] = tuple(1 if f is None and alone else n for f, n in zip(factors, shape, strict=True))
                 roots[result] = (result, tuple(range(len(shape))))
@@ -456,27 +459,27 @@ def every_array_apart(program: TracedProgram, *_: Any) -> Clusters:
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
-def test_what_is_laid_out_alike_for_nothing_costs_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exact form puts arrays together that are computed place by place: that rules out nothing that is better."""
+def test_clusters_rule_out_nothing_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that are computed elementwise share a layout: that rules out nothing better."""
     best = best_cost(random_task(seed).problem)
     monkeypatch.setattr(problems, "find_clusters", every_array_apart)
     apart = random_task(seed).problem
     assert best == pytest.approx(best_cost(apart), rel=1e-6)
 
 
-def test_pinned_labels_are_the_only_ones() -> None:
-    made = Made(lambda x, w: [x @ w], ((128, 256), (256, 512)))
-    program, machine = read(made), Machine.of(sr.mesh_shape("x:4,y:2"))
+def test_pinned_layouts_are_the_only_ones() -> None:
+    product = RandomProgram(lambda x, w: [x @ w], ((128, 256), (256, 512)))
+    program, machine = read(product), Machine.of(sr.mesh_shape("x:4,y:2"))
     task = Task.of(program, machine, ["x", "w"], {}, {0: P("y"), 1: P(None, P.UNCONSTRAINED)}, tie=False)
-    first, second = (task.problem.nodes[task.problem.homes[number].node] for number in program.arguments)
+    first, second = (task.problem.nodes[task.problem.homes[array].node] for array in program.arguments)
     assert first.layouts.tolist() == [[-1, 0]]
     assert sorted(map(tuple, second.layouts.tolist())) == [(-1, -1), (-1, 1), (1, -1), (1, 1)]
     assert without_preference(task.problem).cost == pytest.approx(best_cost(task.problem), rel=1e-6)
 
 
-def test_results_that_go_back_are_where_the_argument_is() -> None:
-    made = Made(lambda w, x: [w - x], ((128, 256), (128, 256)))
-    program, machine = read(made), Machine.of(sr.mesh_shape("x:4"))
+def test_fed_back_results_have_the_layout_of_the_argument() -> None:
+    update = RandomProgram(lambda w, x: [w - x], ((128, 256), (128, 256)))
+    program, machine = read(update), Machine.of(sr.mesh_shape("x:4"))
     task = Task.of(program, machine, ["w", "x"], {0: 0}, {0: P("x"), 1: P(None, "x")}, tie=False)
     choice = without_preference(task.problem).choice
     assert choice is not None
