@@ -458,13 +458,13 @@ def _h17(case: Case) -> None:
 
 def _tokens(text: str) -> list[Any]:
     """The logical axes of `[BATCH,HEAD]`: tokens are exported under the names which the file writes."""
-    return [getattr(sr, name.strip()) for name in text.strip("[]").split(",")]
+    return [getattr(eformer, name.strip()) for name in text.strip("[]").split(",")]
 
 
 @check("U04", "U05")
 def _u04(case: Case) -> None:
     axes = _tokens(re.findall(r"\[.*?\]", case["call"])[0])
-    mode = getattr(sr, re.findall(r"MODE_\w+", case["call"])[0])
+    mode = getattr(eformer, re.findall(r"MODE_\w+", case["call"])[0])
     assert encode(eformer.PartitionAxis().resolve_spec(axes, mode)) == case["expected"]
 
 
@@ -481,7 +481,7 @@ def _u06(case: Case) -> None:
 def _u07(case: Case) -> None:
     manager = eformer.PartitionManager(eformer.PartitionAxis())
     names = case["call"].rpartition("(")[2].rstrip(")").split("|")
-    assert encode([manager.resolve(getattr(sr, name)) for name in names]) == case["expected"]
+    assert encode([manager.resolve(getattr(eformer, name)) for name in names]) == case["expected"]
 
 
 @check("U08")
@@ -592,7 +592,7 @@ def _b18(case: Case) -> None:
 
 @check("B20")
 def _b20(case: Case) -> None:
-    with pytest.raises(AssertionError, match=case["expected"]["message_contains"]):
+    with pytest.raises(sr.errors.PatternError, match=case["expected"]["message_contains"]):
         big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
 
 
@@ -698,7 +698,7 @@ def _e13(case: Case) -> None:
 
 @check("E14")
 def _e14(case: Case) -> None:
-    with pytest.raises(AssertionError, match=names_all(case["expected"]["message_contains"], "jax.set_mesh")):
+    with pytest.raises(sr.errors.NoMeshError, match=names_all(case["expected"]["message_contains"], "jax.set_mesh")):
         sr.meshes.get_incontext_mesh()
     # Desired: whatever way a mesh is set is seen.
     mesh = sr.create_mesh("dp:2,tp:4")
@@ -849,6 +849,7 @@ FIND = """
 import json
 import math
 from jax.sharding import Mesh
+from shardrules.presets import pathways
 
 def placed(sizes, spec, first):
     devices = jax.devices()[first : first + math.prod(sizes.values())]
