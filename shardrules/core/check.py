@@ -1,4 +1,4 @@
-"""What is wrong with a plan, or worth knowing: the findings that every plan computes, from shapes alone."""
+"""The findings that every plan computes, from shapes alone."""
 
 import collections
 import math
@@ -16,13 +16,16 @@ from shardrules.core.spec import UNCONSTRAINED, Entry, divisible_prefix, entries
 from shardrules.core.tree import Survey
 
 LARGE_BYTES = 16 * 2**20
-"""From this size on, a leaf that is replicated though no rule said so is a warning."""
+"""From this size on, a leaf that no rule decided is a warning. Half as much warns about tables of a few thousand rows,
+too; four times as much misses the 4096 x 4096 matrices of a 7B model in bfloat16."""
 
 
 def bytes_text(count: float) -> str:
-    """Returns a number of bytes as a person reads it.
+    """Returns a number of bytes for people to read; below 1 KiB the exact number.
 
     ```python
+    from shardrules.core.check import bytes_text
+
     assert bytes_text(3 * 2**19) == "1.5 MiB"
     ```
     """
@@ -36,44 +39,48 @@ def bytes_text(count: float) -> str:
 def check_spec(
     path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int] | None, *, count: int = 1
 ) -> Iterator[Finding]:
-    """Yields what is wrong with one spec for one array; nothing when it is sound.
+    """Yields what is wrong with one spec for one array; `count` is how many arrays share it.
+
+    Without the `sizes` of the mesh axes, what depends on a mesh is not checked.
 
     ```python
-    codes = [found.code for found in check_spec("w", (8, 15), P("data", "model"), {"data": 2, "model": 4})]
+    from shardrules.core.check import check_spec
+
+    codes = [finding.code for finding in check_spec("w", (8, 15), P("data", "model"), {"data": 2, "model": 4})]
     assert codes == ["indivisible", "weakened"]
     ```
     """
-    found = entries(spec)
-    if len(found) > len(shape):
+    spec_entries = entries(spec)
+    if len(spec_entries) > len(shape):
         yield Finding(
             "error",
             "rank-overflow",
-            f"{spec_repr(spec)} has {len(found)} entries, the array has {len(shape)} dimensions",
+            f"{spec_repr(spec)} has {len(spec_entries)} entries, the array has {len(shape)} dimensions",
             path,
-            f"Give it {len(shape)} entries, or aim the rule at fewer leaves",
+            f"Write {len(shape)} entries, or apply the rule to fewer leaves",
             shape,
             count=count,
         )
-        found = found[: len(shape)]
-    first: dict[str, int] = {}
-    for dim, entry in enumerate(found):
+        spec_entries = spec_entries[: len(shape)]
+    first_dims: dict[str, int] = {}
+    for dim, entry in enumerate(spec_entries):
         if entry == () or entry is UNCONSTRAINED:
             continue
         for name in entry:
-            if name in first:
+            if name in first_dims:
                 yield Finding(
                     "error",
                     "duplicate-axis",
                     f"{spec_repr(spec)} uses axis {name!r} twice (duplicate entries for `{name}`): dimensions "
-                    f"{first[name]} and {dim}",
+                    f"{first_dims[name]} and {dim}",
                     path,
-                    "An axis splits at most one dimension of an array: leave one of the two whole",
+                    "An axis can split only one dimension of an array: keep the other one whole",
                     shape,
                     dim,
                     name,
                     count,
                 )
-            first.setdefault(name, dim)
+            first_dims.setdefault(name, dim)
         if sizes is not None:
             yield from _check_entry(path, shape, spec, dim, entry, sizes, count)
 
@@ -92,7 +99,7 @@ def _check_entry(
         yield Finding(
             "error",
             "unknown-axis",
-            f"the mesh has no axis {name!r}{suggest(name, sizes)}; it has {', '.join(sizes) or 'none'}",
+            f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {', '.join(sizes) or 'none'}",
             path,
             "Correct the name, or wrap the rule in FittedShardingRule to drop axes that a mesh lacks",
             shape,
@@ -116,21 +123,21 @@ def _check_entry(
         entry[0] if len(entry) == 1 else None,
         count,
     )
-    # What JAX makes of it it makes of all dimensions at once.
-    asked = tuple(zip(entries(spec), shape, strict=False))
+    # JAX weakens all dimensions of a spec at once, so the finding shows the whole spec that it would use.
+    pairs = tuple(zip(entries(spec), shape, strict=False))
     weaker = make_spec(
-        tuple(part if part is UNCONSTRAINED else divisible_prefix(part, size, sizes) for part, size in asked)
+        tuple(part if part is UNCONSTRAINED else divisible_prefix(part, size, sizes) for part, size in pairs)
     )
-    or_else = ""
-    if any(part is not UNCONSTRAINED and _divides_in_part(part, size, sizes) for part, size in asked):
-        or_else = ", or from JAX 0.11 on a split by part of an axis"
+    alternative = ""
+    if any(part is not UNCONSTRAINED and _divides_in_part(part, size, sizes) for part, size in pairs):
+        alternative = ", or from JAX 0.11 on a split by part of an axis"
     yield Finding(
         "warning",
         "weakened",
-        f"a constraint inside jit would quietly become {spec_repr(weaker)}{or_else}: {label} does not divide "
+        f"a constraint inside jit would silently become {spec_repr(weaker)}{alternative}: {label} does not divide "
         f"dimension {dim}",
         path,
-        f"Write {spec_repr(weaker)} if that is what is meant",
+        f"Write {spec_repr(weaker)} if that is what you want",
         shape,
         dim,
         entry[0] if len(entry) == 1 else None,
@@ -143,19 +150,19 @@ def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> b
     fitting = divisible_prefix(entry, dim_size, sizes)
     if len(fitting) == len(entry):
         return False
-    left = dim_size // math.prod(sizes[name] for name in fitting)
-    return math.gcd(left, sizes.get(entry[len(fitting)], 1)) > 1
+    remaining = dim_size // math.prod(sizes[name] for name in fitting)
+    return math.gcd(remaining, sizes.get(entry[len(fitting)], 1)) > 1
 
 
 def check_leaves(
-    leaves: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None
+    kinds: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequence[int], mesh: AnyMesh | None
 ) -> Iterator[Finding]:
-    """Yields the findings about a whole plan."""
+    """Yields the findings about a whole plan, leaf by leaf and then about the whole; `counts` are leaves per kind."""
     sizes = None if mesh is None else mesh_sizes(mesh)
     used: dict[str, None] = {}
     splittable = False
     explicit = mesh is not None and _all_explicit(mesh)
-    for leaf, decision, count in zip(leaves, decisions, counts, strict=True):
+    for leaf, decision, count in zip(kinds, decisions, counts, strict=True):
         splittable = splittable or leaf.size > 1
         spec = decision.spec
         if spec is None:
@@ -168,6 +175,7 @@ def check_leaves(
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
                 if explicit and any(part is UNCONSTRAINED for part in spec.partitions):
                     yield _unconstrained(leaf, spec, count)
+            # A replicated leaf, the usual case in a large tree, can be wrong in nothing but its rank.
             elif len(spec.partitions) > leaf.ndim:
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
         for finding in decision.findings:
@@ -178,23 +186,23 @@ def check_leaves(
                 "warning",
                 "unused-axis",
                 f"no leaf is split over axis {name!r} of size {size}, so its devices hold {size} copies of everything",
-                remedy=f"Add a rule such as FSDPShardingRule({name!r}), or take the axis out of the mesh "
+                remedy=f"Add a rule such as FSDPShardingRule({name!r}), or remove the axis from the mesh "
                 f"({mesh_text(mesh)}) if it is not for data",
                 axis=name,
             )
 
 
 def _all_explicit(mesh: AnyMesh) -> bool:
-    kinds = mesh.axis_types if isinstance(mesh, Mesh | AbstractMesh) else ()
-    return bool(kinds) and all(kind == AxisType.Explicit for kind in kinds)
+    axis_types = mesh.axis_types if isinstance(mesh, Mesh | AbstractMesh) else ()
+    return bool(axis_types) and all(axis_type == AxisType.Explicit for axis_type in axis_types)
 
 
 def _unconstrained(leaf: Leaf, spec: PartitionSpec, count: int) -> Finding:
     return Finding(
         "error",
         "unconstrained",
-        f"{spec_repr(spec)} leaves a dimension to the compiler, and the mesh has Explicit axes only, about which the "
-        "compiler is not asked",
+        f"{spec_repr(spec)} leaves a dimension to the compiler, but all axes of the mesh are Explicit, which the "
+        "compiler does not choose",
         leaf.path,
         "Write None or an axis for UNCONSTRAINED, or use a mesh with Auto axes: sr.create_mesh(..., axis_types='auto')",
         leaf.shape,
@@ -211,7 +219,7 @@ def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Fin
         "unmatched",
         f"no rule has an opinion, so it is replicated{why}",
         leaf.path,
-        "Add a rule for it, or ReplicateShardingRule() to say that this is on purpose",
+        "Add a rule for it, or ReplicateShardingRule() if this is on purpose",
         leaf.shape,
         count=count,
     )
@@ -219,9 +227,9 @@ def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Fin
         yield Finding(
             "warning",
             "large-replicated",
-            f"{bytes_text(leaf.nbytes)} on every device, and no rule said so",
+            f"{bytes_text(leaf.nbytes)} on every device, and no rule asks for it",
             leaf.path,
-            "Split it (FSDPShardingRule splits whatever is large), or say ReplicateShardingRule() on purpose",
+            "Split it (FSDPShardingRule splits what is large), or add ReplicateShardingRule() if this is on purpose",
             leaf.shape,
             count=count,
         )
@@ -229,7 +237,7 @@ def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Fin
 
 def ambiguous_paths(survey: Survey) -> Iterator[Finding]:
     """Yields an error for each path that several leaves share, which a key with a slash in it can cause."""
-    if not survey.slashed:
+    if not survey.has_slashes:
         return
     for path, count in collections.Counter(survey.paths()).items():
         if count > 1:
@@ -281,5 +289,5 @@ def with_templates(findings: Iterable[Finding], survey: Survey) -> Iterator[Find
             yield finding
             continue
         if templates is None:  # spelled out only when a finding needs them
-            templates = dict(zip((leaf.path for leaf in survey.kinds), survey.patterns(), strict=True))
+            templates = dict(zip((leaf.path for leaf in survey.kinds), survey.templates(), strict=True))
         yield attrs.evolve(finding, path=templates.get(finding.path, finding.path))

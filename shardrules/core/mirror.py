@@ -1,4 +1,4 @@
-"""Which planned leaf an optimizer's leaf mirrors, and what it takes from it.
+"""Which planned leaf the leaf of an optimizer state mirrors, and the spec that it takes from it.
 
 An optimizer keeps, for each parameter, leaves of the same shape (moments, averages, accumulated gradients) under a
 path that ends in the parameter's own: `0/mu/layers/0/w` mirrors `layers/0/w`. Factored optimizers keep a leaf for the
@@ -20,11 +20,13 @@ PlannedLeaf: TypeAlias = tuple[tuple[int, ...], PartitionSpec]
 
 
 def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Counter[str]:
-    """Counts, for each place of a state in which a copy of the planned tree may stand, the planned leaves found there.
+    """Counts the planned leaves below each path of a state below which a copy of the planned tree may be.
 
-    With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: below `0/mu` both are found, below `0` only one.
+    With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: `0/mu` is the home of both, `0` of only one.
 
     ```python
+    from shardrules.core.mirror import count_homes
+
     planned = {path: ((8,), P()) for path in ("w", "mu/w")}
     assert count_homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
     ```
@@ -35,11 +37,18 @@ def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Cou
 def mirror_leaf(
     leaf: Leaf, path: str, planned: Mapping[str, PlannedLeaf], homes: Mapping[str, int] | None = None
 ) -> Decision:
-    """Returns what `leaf` takes from the planned leaf that it mirrors.
+    """Returns what `leaf`, with this `path`, takes from the planned leaf that it mirrors.
+
+    This is the first planned leaf whose path ends the leaf's own and whose shape is equal, or has one dimension more:
+    then the leaf takes the entries of the dimensions that it kept. Several matches are tried in the order of `homes`,
+    the counts of `count_homes`, and then the longest path first. A leaf without a match stays as earlier rules
+    decided, or is `P()`, with the reason.
 
     ```python
-    found = mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})
-    assert found.spec == P("data")
+    from shardrules.core.mirror import mirror_leaf
+
+    decision = mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})
+    assert decision.spec == P("data")
     ```
     """
     if leaf.ndim == 0:
@@ -54,12 +63,11 @@ def mirror_leaf(
             return Decision(spec, "mirrors a planned leaf of equal shape")
         kept = _kept_dims(leaf.shape, home.rpartition("/")[2], shape, spec)
         if kept is not None:
-            found = entries(spec, len(shape))
+            planned_entries = entries(spec, len(shape))
             dims = ", ".join(map(str, kept))
-            return Decision(
-                make_spec(tuple(found[dim] for dim in kept)), f"factored: keeps dims {dims} of a planned leaf"
-            )
-        other = other or f"its namesake among the planned leaves has shape {shape}"
+            kept_spec = make_spec(tuple(planned_entries[dim] for dim in kept))
+            return Decision(kept_spec, f"factored: keeps dims {dims} of a planned leaf")
+        other = other or f"the planned leaf of that name has shape {shape}"
     why = other or "mirrors no planned leaf"
     if leaf.spec is not None:
         return leaf.skip(why)
@@ -68,7 +76,7 @@ def mirror_leaf(
         "unmirrored",
         f"{why}, so it is replicated",
         leaf.path,
-        "If it is large, put a rule of your own before the mirror",
+        "If it is large, put another rule before the mirror",
         leaf.shape,
     )
     return Decision(PartitionSpec(), why, findings=(note,) if leaf.size > 1 else ())
@@ -77,9 +85,9 @@ def mirror_leaf(
 def _cuts(path: str) -> Iterator[tuple[str, str]]:
     """Every way to cut a path in two, the longest ending first."""
     yield "", path
-    for place, char in enumerate(path):
+    for index, char in enumerate(path):
         if char == "/":
-            yield path[:place], path[place + 1 :]
+            yield path[:index], path[index + 1 :]
     if path:
         yield path, ""
 
@@ -87,7 +95,7 @@ def _cuts(path: str) -> Iterator[tuple[str, str]]:
 def _kept_dims(
     kept_shape: tuple[int, ...], field: str, shape: tuple[int, ...], spec: PartitionSpec
 ) -> tuple[int, ...] | None:
-    """The dimensions of `shape` that a leaf with one dimension fewer kept; `None` when that cannot be told."""
+    """The dimensions of `shape` that a leaf with one dimension fewer kept; `None` when that is ambiguous."""
     dims = range(len(shape))
     candidates = {
         out: kept
@@ -97,11 +105,11 @@ def _kept_dims(
     }
     if not candidates:
         return None
-    found = entries(spec, len(shape))
-    first, *others = (make_spec(tuple(found[dim] for dim in kept)) for kept in candidates.values())
-    if all(same(one, first) for one in others):
+    planned_entries = entries(spec, len(shape))
+    first, *others = (make_spec(tuple(planned_entries[dim] for dim in kept)) for kept in candidates.values())
+    if all(same(other, first) for other in others):
         return next(iter(candidates.values()))
-    # Equal dimensions: shapes cannot tell rows from columns, the name of the field can. The two largest dimensions are
-    # factored, of equal ones the last: the row factor lacks the largest, the column factor the second.
+    # Equal dimensions: shapes cannot tell rows from columns, but the name of the field can. Adafactor factors the two
+    # largest dimensions, the last ones among equals: rows lack the largest, columns the second.
     *_, second, largest = sorted(dims, key=lambda dim: shape[dim])
     return candidates.get(largest) if "row" in field else candidates.get(second) if "col" in field else None

@@ -976,7 +976,7 @@ class ShardingPlan:
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
         """The rows of the table: one for leaves that differ in nothing but the indices in their paths."""
-        return rows(self.survey.patterns(), self.kinds, self.decisions, self.counts, self.mesh)
+        return rows(self.survey.templates(), self.kinds, self.decisions, self.counts, self.mesh)
 
     def __str__(self) -> str:
         return table_text(self.rows, self.memory(), self.findings)

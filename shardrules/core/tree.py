@@ -1,10 +1,10 @@
 """From a pytree to its leaves, in one walk that looks at each distinct subtree once.
 
-A model repeats itself: 126 equal layers, 256 equal experts in each of 58 of them. Where rules promise not to read the
-index of a layer, equal siblings need one look together. So the walk goes down the tree beside its treedef, and before
-it enters the child of a list it asks whether a sibling of equal structure, shapes and dtypes has been walked already.
-What comes out is a `Survey`: the *kinds* of leaves (one for each distinct path template, shape and dtype), which kind
-each leaf is of, and a small graph from which every path can be spelled out later.
+A model repeats itself: 126 equal layers, or 256 equal experts in each of 58 layers. Where rules promise not to read
+the index of a layer, one look is enough for equal siblings. So the walk goes down the tree beside its treedef, and
+before it enters the child of a list it checks whether it has walked a sibling of equal structure, shapes and dtypes
+already. The result is a `Survey`: the *kinds* of leaves (one for each distinct path template, shape and dtype), the
+kind of each leaf, and a small graph from which every path can be spelled out later.
 """
 
 import array
@@ -35,41 +35,62 @@ PathStyle: TypeAlias = Literal["attr", "index"]
 _READS: tuple[ReadsIndex, ...] = ("no", "width", "value")
 _STYLES: tuple[PathStyle, ...] = get_args(PathStyle)
 _registry = jtu.default_registry
-_NOT_NUMBERS = (np.void, np.object_, np.character, np.datetime64, np.timedelta64, str)  # what JAX cannot hold
-_sharding = operator.attrgetter("sharding")
-_NOT_ARRAY = 0  # kind codes: 0 for what is carried through, others for (shape, dtype, axes)
+_NOT_NUMBERS = (np.void, np.object_, np.character, np.datetime64, np.timedelta64, str)
+"""The types of arrays that JAX cannot hold. `float0`, the type of gradients of integers, is a `np.void`."""
+
+_get_sharding = operator.attrgetter("sharding")
+_NOT_ARRAY = 0
+"""The code of leaves that are not arrays; the others are indices of `(shape, dtype, axes)`."""
+
 _STATIC = -1
+"""The kind of leaves that are not arrays: an index that no kind has."""
 
 
 @final
 class _BoxFoundError(Exception):
-    """A flax box stands in the tree: it must be flattened again with boxes as leaves."""
+    """The tree has a flax box: it must be flattened again with boxes as leaves."""
 
 
 _Node: TypeAlias = tuple[Sequence[str], Sequence[Any]]
-"""A container: the text of each key, and below it another node, the number of a kind, or `_STATIC`."""
+"""A container: the text of each key, and below it another node, the index of a kind, or `_STATIC`."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Survey:
-    """A tree taken apart.
+    """The kinds of leaves in a tree, and what it takes to build it again.
 
     ```python
-    found = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
-    assert [leaf.path for leaf in found.kinds] == ["layers/0/w"]
-    assert found.paths() == ("layers/0/w", "layers/1/w", "layers/2/w")
+    from shardrules.core.tree import survey
+
+    layers = survey({"layers": [{"w": jnp.ones((8, 4))} for _ in range(3)]}, None, reads_index="no")
+    assert [leaf.path for leaf in layers.kinds] == ["layers/0/w"]
+    assert layers.paths() == ("layers/0/w", "layers/1/w", "layers/2/w")
     ```
     """
 
     kinds: tuple[Leaf, ...]
+    """One leaf for each kind, with the path of the first leaf of the kind."""
+
     kind_of: Sequence[int]
+    """For each leaf of the tree, in order, the index of its kind, or -1 for what is not an array."""
+
     treedef: Any
+    """The structure of the tree, with boxes as leaves; `None` for a plan from JSON without its tree."""
+
     carried: tuple[tuple[int, Any], ...]
+    """Position and value of every leaf that is neither array nor number."""
+
     numbers: tuple[tuple[int, Any], ...]
+    """Position and value of every Python number."""
+
     root: Any
+    """The graph that spells out paths."""
+
     mesh: AnyMesh | None = None
-    slashed: bool = False
+    has_slashes: bool = False
+    """Whether a key has a slash or is empty, so that two leaves may have the same path."""
+
     path_style: PathStyle = "attr"
 
     def paths(self) -> tuple[str, ...]:
@@ -92,16 +113,15 @@ class Survey:
         if self.path_style == "attr":
             return tuple([leaf.path for leaf in self.kinds])
         first: dict[int, str] = {}
-        for kind, path in zip(
-            (kind for kind in self.kind_of if kind != _STATIC), self.in_attr_style().paths(), strict=True
-        ):
+        arrays = (kind for kind in self.kind_of if kind != _STATIC)
+        for kind, path in zip(arrays, self.in_attr_style().paths(), strict=True):
             first.setdefault(kind, path)
         return tuple([first[kind] for kind in range(len(self.kinds))])
 
-    def patterns(self) -> tuple[str, ...]:
+    def templates(self) -> tuple[str, ...]:
         """Returns the path of each kind, with `*` for every index in which its leaves differ."""
-        found = _patterns(self.root, {})
-        return tuple("/".join(found[kind]) for kind in range(len(self.kinds)))
+        segments = _template_segments(self.root, {})
+        return tuple("/".join(segments[kind]) for kind in range(len(self.kinds)))
 
     def unflatten(self, values: Sequence[Any], number: Any) -> Any:
         """Returns a tree of this structure, with one of `values` for each array by kind, and `number` for numbers.
@@ -113,16 +133,16 @@ class Survey:
                 "this plan was read from JSON without its tree: read it with ShardingPlan.from_json(text, tree), or "
                 "use plan.as_rule().plan(tree, mesh)"
             )
-        table = [*values, number]  # index -1 is what is no array
+        table = [*values, number]  # index -1 is for leaves that are not arrays
         result = list(map(table.__getitem__, self.kind_of))
         for position, value in self.carried:
             result[position] = value
         return jtu.tree_unflatten(self.treedef, result)
 
     def structs(self, leaves: Sequence[Leaf], mesh: AnyMesh | None) -> Any:
-        """Returns a tree of this structure with a `ShapeDtypeStruct` for each array; the rest is as it was."""
-        on = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=on) for leaf in leaves]
+        """Returns a tree of this structure, with a `ShapeDtypeStruct` on `mesh` for each array of the kinds `leaves`."""
+        sharding = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=sharding) for leaf in leaves]
         result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kind_of]
         for position, value in (*self.carried, *self.numbers):
             result[position] = value
@@ -130,6 +150,7 @@ class Survey:
 
 
 def _spell(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """The path of every leaf below a node, with its kind."""
     if isinstance(node, int):
         yield path, node
         return
@@ -137,34 +158,35 @@ def _spell(node: Any, path: str) -> Iterator[tuple[str, int]]:
         yield from _spell(child, f"{path}/{key}" if path else key)
 
 
-def _patterns(node: Any, known: dict[int, dict[int, tuple[str, ...]]]) -> dict[int, tuple[str, ...]]:
+def _template_segments(node: Any, cache: dict[int, dict[int, tuple[str, ...]]]) -> dict[int, tuple[str, ...]]:
     """The segments of the path of each kind below a node. Each node of the graph is looked at once."""
     if isinstance(node, int):
         return {node: ()}
-    if id(node) in known:
-        return known[id(node)]
-    result: dict[int, tuple[str, ...]] = {}
-    shared: dict[int, tuple[str, Any]] = {}
+    if id(node) in cache:
+        return cache[id(node)]
+    # Equal siblings share one child: its key is what their keys have in common.
+    children: dict[int, tuple[str, Any]] = {}
     for key, child in zip(*node, strict=True):
-        mark = child if isinstance(child, int) else id(child)
-        shared[mark] = (common_path(shared[mark][0], key) if mark in shared else key, child)
-    for key, child in shared.values():
-        for kind, tail in _patterns(child, known).items():
-            path, other = (*key.split("/"), *tail), result.get(kind)
-            result[kind] = (
-                path if other is None else tuple(a if a == b else "*" for a, b in zip(path, other, strict=False))
-            )
-    known[id(node)] = result
-    return result
+        child_id = child if isinstance(child, int) else id(child)
+        children[child_id] = (common_path(children[child_id][0], key) if child_id in children else key, child)
+    segments: dict[int, tuple[str, ...]] = {}
+    for key, child in children.values():
+        for kind, tail in _template_segments(child, cache).items():
+            path, other = (*key.split("/"), *tail), segments.get(kind)
+            if other is not None:  # the kind is below another child as well
+                path = tuple(a if a == b else "*" for a, b in zip(path, other, strict=False))
+            segments[kind] = path
+    cache[id(node)] = segments
+    return segments
 
 
 def widest(reads: Iterable[ReadsIndex]) -> ReadsIndex:
-    """Returns what several rules or patterns together read of list indices: as much as the one that reads most."""
+    """Returns what several rules or patterns together read of list indices; `"no"` without any."""
     return _READS[max(map(_READS.index, reads), default=0)]
 
 
 def box_type() -> type | None:
-    """Returns the base class of flax's boxes, if this process has imported them; else no tree can hold one."""
+    """Returns the base class of flax's boxes; `None` if this process has not imported them, so that no tree has one."""
     meta = sys.modules.get("flax.core.meta")
     return None if meta is None else meta.AxisMetadata
 
@@ -172,9 +194,9 @@ def box_type() -> type | None:
 def _unboxed(leaf: Any, box: type) -> tuple[Any, tuple[LogicalName, ...] | None]:
     names: tuple[LogicalName, ...] | None = None
     while isinstance(leaf, box):
-        own = getattr(leaf, "names", None)  # boxes of other kinds than flax's own may carry no names
-        if own is not None:
-            names = tuple([tuple(name) if isinstance(name, list) else name for name in own])
+        box_names = getattr(leaf, "names", None)  # boxes of other libraries may have no names
+        if box_names is not None:
+            names = tuple([tuple(name) if isinstance(name, list) else name for name in box_names])
         leaf = _registry.flatten_one_level(leaf)[0][0]  # not unbox(): where a mesh is in force, that places the array
     return leaf, names
 
@@ -188,7 +210,7 @@ def _key_text(key: Any) -> str:
 
 
 def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
-    """Returns shape and dtype of anything that has both and that JAX can hold; `None` for numbers, callables and the rest."""
+    """Returns shape and dtype of what has both and what JAX can hold; `None` for numbers, callables and the rest."""
     if isinstance(leaf, type):  # a scalar type such as np.float32 has both, as descriptors
         return None
     try:
@@ -203,12 +225,13 @@ def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 
 
 def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any], list[tuple[int, Any]]]:
-    """Returns a code for each leaf, what each code stands for, and the leaves that are no arrays."""
+    """Returns a code for each leaf, the shape, dtype and axes of each code, and the leaves that are not arrays."""
     codes: dict[Hashable, int] = {}
-    meanings: list[Any] = [None]
-    plain: list[int] = []
+    code_arrays: list[Any] = [None]
+    leaf_codes: list[int] = []
     others: list[tuple[int, Any]] = []
     for position, leaf in enumerate(leaves):
+        # The usual case first, and fast: an array whose shape and dtype are known by now.
         try:
             key = (leaf.shape, leaf.dtype)
             code = codes.get(key)
@@ -221,31 +244,32 @@ def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any]
                 others.append((position, leaf))
                 code = _NOT_ARRAY
             else:
-                meaning = kind if axes is None else (*kind, axes)
-                code = codes.setdefault(meaning, len(meanings))
-                if code == len(meanings):
-                    meanings.append(meaning)
+                # Libraries write one dtype in several ways, so several keys may have the same code.
+                array_key = kind if axes is None else (*kind, axes)
+                code = codes.setdefault(array_key, len(code_arrays))
+                if code == len(code_arrays):
+                    code_arrays.append(array_key)
                 if key is not None:
                     codes[key] = code
-        plain.append(code)
-    return plain, meanings, others
+        leaf_codes.append(code)
+    return leaf_codes, code_arrays, others
 
 
 def _mesh_of(leaves: list[Any], box: type | None) -> AnyMesh | None:
-    """Returns the mesh that the arrays are on; `None` where they are on none, or on several."""
+    """Returns the mesh that the arrays are on; `None` if they are on none, or on several."""
     values = leaves if box is None else [_unboxed(leaf, box)[0] for leaf in leaves]
     try:
-        shardings = list(map(_sharding, values))
+        shardings = list(map(_get_sharding, values))
     except AttributeError:  # many kinds of leaves have none
         shardings = [getattr(value, "sharding", None) for value in values]
-    found: AnyMesh | None = None
+    mesh: AnyMesh | None = None
     for sharding in filter(None, shardings):
-        if not isinstance(sharding, NamedSharding) or sharding.mesh is found:
+        if not isinstance(sharding, NamedSharding) or sharding.mesh is mesh:
             continue
-        if found is not None and sharding.mesh != found:
+        if mesh is not None and sharding.mesh != mesh:
             return None
-        found = sharding.mesh
-    return found
+        mesh = sharding.mesh
+    return mesh
 
 
 def survey(
@@ -256,16 +280,21 @@ def survey(
     reads_index: ReadsIndex = "value",
     path_style: PathStyle = "attr",
 ) -> Survey:
-    """Takes a tree apart."""
+    """Returns the kinds of leaves in `tree`. Flax boxes count as leaves, with their names as logical axes.
+
+    Every leaf gets `mesh`; without one, the mesh that the arrays are on, or else `in_force`. The less rules read of
+    list indices (`reads_index`), the more leaves are of one kind.
+    """
     if path_style not in _STYLES:
         raise ConfigError(f"path_style must be one of {', '.join(map(repr, _STYLES))}; got {path_style!r}")
     try:
-        return _survey(tree, mesh, in_force, reads_index, path_style, None)
+        return _survey_leaves(tree, mesh, in_force, reads_index, path_style, None)
     except _BoxFoundError:
-        return _survey(tree, mesh, in_force, reads_index, path_style, box_type())
+        # Boxes are rare, and looking for them makes flattening slow: it happens again only for trees that have some.
+        return _survey_leaves(tree, mesh, in_force, reads_index, path_style, box_type())
 
 
-def _survey(
+def _survey_leaves(
     tree: Any,
     mesh: AnyMesh | None,
     in_force: AnyMesh | None,
@@ -275,117 +304,119 @@ def _survey(
 ) -> Survey:
     is_box: Callable[[Any], bool] | None = None if box is None else lambda node: isinstance(node, box)
     flat, treedef = jtu.tree_flatten(tree, is_leaf=is_box)
-    codes, meanings, others = _classify(flat, box)
+    codes, code_arrays, others = _classify(flat, box)
     if mesh is None:
-        placed = _mesh_of(flat, box)
-        mesh = in_force if placed is None else placed
-    walker = _Walker(codes, meanings, mesh, reads_index, path_style, box_type() if box is None else None)
+        leaf_mesh = _mesh_of(flat, box)
+        mesh = in_force if leaf_mesh is None else leaf_mesh
+    walker = _Walker(codes, code_arrays, mesh, reads_index, path_style, box_type() if box is None else None)
     if treedef.num_nodes > 1:
         root: Any = walker.walk(tree, treedef, 0, "", "")
     else:
-        root = walker.meet(0, "", "") if flat else ((), ())
+        root = walker.kind_at(0, "", "") if flat else ((), ())
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
     return Survey(
-        tuple(walker.kinds), walker.kind_of, treedef, carried, numbers, root, mesh, walker.slashed, path_style
+        tuple(walker.kinds), walker.kind_of, treedef, carried, numbers, root, mesh, walker.has_slashes, path_style
     )
 
 
 @final
 @attrs.define(eq=False)
 class _Walker:
-    """One walk down a tree: what it has met so far."""
+    """A walk down a tree, and the kinds that it has met so far."""
 
     codes: list[int]
-    meanings: list[Any]
+    code_arrays: list[Any]
     mesh: AnyMesh | None
     reads_index: ReadsIndex
     path_style: PathStyle
-    boxes: type | None  # must not be met: the tree was flattened without asking for them
-    slashed: bool = False
+    box_type: type | None  # the tree was flattened without looking for boxes, so meeting one is an error
+    has_slashes: bool = False
     kinds: list[Leaf] = attrs.field(factory=list)
-    numbers: dict[tuple[str, int], int] = attrs.field(factory=dict)
+    kind_indices: dict[tuple[str, int], int] = attrs.field(factory=dict)
     kind_of: list[int] = attrs.field(default=attrs.Factory(lambda self: [_STATIC] * len(self.codes), takes_self=True))
-    packed: Any = attrs.field(default=attrs.Factory(lambda self: array.array("I", self.codes), takes_self=True))
+    packed_codes: Any = attrs.field(default=attrs.Factory(lambda self: array.array("I", self.codes), takes_self=True))
 
-    def meet(self, position: int, path: str, pattern: str) -> int:
-        """Returns the number of the kind of the leaf at `position`."""
+    def kind_at(self, position: int, path: str, template: str) -> int:
+        """Returns the index of the kind of the leaf at `position`."""
         code = self.codes[position]
         if code == _NOT_ARRAY:
             return _STATIC
-        key = (pattern, code)
-        number = self.numbers.get(key)
-        if number is None:
-            self.numbers[key] = number = len(self.kinds)
-            shape, dtype, *axes = self.meanings[code]
+        key = (template, code)
+        kind_index = self.kind_indices.get(key)
+        if kind_index is None:
+            self.kind_indices[key] = kind_index = len(self.kinds)
+            shape, dtype, *axes = self.code_arrays[code]
             self.kinds.append(Leaf(path, shape, dtype, self.mesh, None, axes[0] if axes else None))
-        self.kind_of[position] = number
-        return number
+        self.kind_of[position] = kind_index
+        return kind_index
 
-    def walk(self, node: Any, structure: Any, start: int, path: str, pattern: str) -> _Node:
+    def walk(self, node: Any, structure: Any, start: int, path: str, template: str) -> _Node:
         """Returns the graph below `node`, whose leaves begin at position `start`."""
-        if self.boxes is not None and isinstance(node, self.boxes):
+        if self.box_type is not None and isinstance(node, self.box_type):
             raise _BoxFoundError
         names, children = self.open(node, structure)
-        path, pattern = (f"{path}/", f"{pattern}/") if path else ("", "")
+        path, template = (f"{path}/", f"{template}/") if path else ("", "")
         keys: list[str] = []
-        below: list[Any] = []
-        seen: dict[Hashable, tuple[int, Any]] = {}
-        for text, child, part in zip(names, children, structure.children(), strict=True):
+        nodes: list[Any] = []
+        walked: dict[Hashable, tuple[int, Any]] = {}
+        for name, child, part in zip(names, children, structure.children(), strict=True):
             count = part.num_leaves
             if not count:
                 continue
-            if not text or "/" in text:
-                self.slashed = True
-            shared = known = None
-            if self.reads_index == "value" or not (text.isdecimal() and text.isascii()):
-                mark = text.replace("#", "#~") if "#" in text else text  # no name may look like the mark of an index
+            if not name or "/" in name:
+                self.has_slashes = True
+            sibling_key = sibling = None
+            if self.reads_index == "value" or not (name.isdecimal() and name.isascii()):
+                mark = name.replace("#", "#~") if "#" in name else name  # no name may look like the mark of an index
             else:
-                mark = "#" if self.reads_index == "no" else "#" * len(text)
-                shared = (mark, part, self.packed[start : start + count].tobytes())
-                known = _known(seen, shared)
-            if known is not None:
-                first, found = known
+                # With the codes of its leaves as bytes, comparing two siblings of a thousand leaves is one comparison.
+                mark = "#" if self.reads_index == "no" else "#" * len(name)
+                sibling_key = (mark, part, self.packed_codes[start : start + count].tobytes())
+                sibling = _lookup(walked, sibling_key)
+            if sibling is not None:
+                first, child_node = sibling
                 self.kind_of[start : start + count] = self.kind_of[first : first + count]
             else:
                 if part.num_nodes == 1:  # no method of its own: in a deep tree every call on the way down counts
-                    found = self.meet(start, path + text, pattern + mark)
+                    child_node = self.kind_at(start, path + name, template + mark)
                 else:
-                    found = self.walk(child, part, start, path + text, pattern + mark)
-                if shared is not None:
-                    _remember(seen, shared, (start, found))
-            keys.append(text)
-            below.append(found)
+                    child_node = self.walk(child, part, start, path + name, template + mark)
+                if sibling_key is not None:
+                    _remember(walked, sibling_key, (start, child_node))
+            keys.append(name)
+            nodes.append(child_node)
             start += count
-        return keys, below
+        return keys, nodes
 
     def open(self, node: Any, structure: Any) -> tuple[Sequence[str], Sequence[Any]]:
         """Returns the text of the keys of a container, and its children, in the order in which JAX flattens them."""
-        kind = type(node)
-        if kind is list or kind is tuple:
+        node_type = type(node)
+        # JAX's registry knows lists, tuples and dictionaries as well, but makes a key object for every child.
+        if node_type is list or node_type is tuple:
             return list(map(str, range(len(node)))), node
-        if kind is dict:
-            own = structure.node_data()[1]
-            return list(map(str, own)), [node[key] for key in own]
-        if isinstance(node, tuple) and _registry.flatten_one_level(node)[1] is kind:
+        if node_type is dict:
+            keys = structure.node_data()[1]
+            return list(map(str, keys)), [node[key] for key in keys]
+        if isinstance(node, tuple) and _registry.flatten_one_level(node)[1] is node_type:
             # A named tuple. flatten_one_level_with_keys of jaxlib 0.10.2 gives all its fields the name of the first.
-            fields: Sequence[str] = getattr(kind, "_fields")  # noqa: B009  (JAX takes tuples with it for named tuples)
+            fields: Sequence[str] = getattr(node_type, "_fields")  # noqa: B009  (JAX calls a tuple with it a named tuple)
             return fields if self.path_style == "attr" else list(map(str, range(len(node)))), node
         pairs = _registry.flatten_one_level_with_keys(node)[0]
         return [_key_text(key) for key, _ in pairs], [child for _, child in pairs]
 
 
-def _known(seen: dict[Hashable, tuple[int, Any]], key: Hashable) -> tuple[int, Any] | None:
+def _lookup(walked: dict[Hashable, tuple[int, Any]], key: Hashable) -> tuple[int, Any] | None:
     try:
-        return seen.get(key)
-    except (TypeError, ValueError):  # a module's static field that has no hash, or no plain equality
+        return walked.get(key)
+    except (TypeError, ValueError):  # a module's static field without a hash, or with an unusual equality
         return None
 
 
-def _remember(seen: dict[Hashable, tuple[int, Any]], key: Hashable, value: tuple[int, Any]) -> None:
+def _remember(walked: dict[Hashable, tuple[int, Any]], key: Hashable, value: tuple[int, Any]) -> None:
     try:
-        seen[key] = value
-    except (TypeError, ValueError):
+        walked[key] = value
+    except (TypeError, ValueError):  # as above: such siblings are walked one by one
         return
 
 
@@ -409,13 +440,13 @@ def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
 
 
 def flatten_specs(specs: Any, treedef: Any, what: str) -> list[Any]:
-    """Returns the leaves of a tree of specs, after checking that it has the structure of the tree it is for."""
+    """Returns the leaves of a tree of specs that must have the structure `treedef`; messages call it `what`."""
     try:
         return treedef.flatten_up_to(specs)
     except (ValueError, TypeError) as error:
         raise TreeError(
-            f"{what} does not have the structure of the tree: {error}. There must be one PartitionSpec (or None, for "
-            "no opinion) for each leaf of the tree."
+            f"{what} does not have the structure of the tree: {error}. Each leaf of the tree needs one PartitionSpec "
+            "(or None, for no opinion)."
         ) from error
 
 
@@ -447,6 +478,8 @@ def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], caller: str, 
 
     ```python
     is_spec = lambda node: isinstance(node, P)
+    from shardrules.core.tree import spread
+
     assert spread({"a": P("data"), "b": P()}, {"a": [1, 2], "b": 3}, is_spec, "me") == [P("data"), P("data"), P()]
     ```
     """

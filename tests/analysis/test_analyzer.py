@@ -57,7 +57,7 @@ UNSOUND: tuple[tuple[tuple[int, ...], Any, str], ...] = (
         P(("dp", "tp")),
         "w/0: Array shape (12, 4) not divisible by mesh axis dp x tp size 8: dimension 0 is 12, remainder 4",
     ),
-    ((8,), P("dpp"), "w/0: the mesh has no axis 'dpp' (did you mean 'dp'?); it has dp, tp"),
+    ((8,), P("dpp"), "w/0: unknown axis 'dpp' (did you mean 'dp'?); the mesh has dp, tp"),
     ((8,), P("dp", "tp"), "w/0: P('dp', 'tp') has 2 entries, the array has 1 dimensions"),
     ((), P("dp"), "w/0: P('dp') has 1 entries, the array has 0 dimensions"),
     (

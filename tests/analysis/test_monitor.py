@@ -48,7 +48,7 @@ def test_earlier_work_is_not_counted() -> None:
     ("spec", "issue", "per_device"),
     [
         (P("tp", "dp"), None, 64),
-        (P("dp", "pt"), "a: the mesh has no axis 'pt'", None),
+        (P("dp", "pt"), "a: unknown axis 'pt'", None),
         (P(("dp", "tp"), None, "tp"), "a: ", None),
     ],
 )

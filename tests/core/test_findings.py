@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
         "unused-axis",
         "",
         "no leaf is split over axis 'model' of size 2, so its devices hold 2 copies of everything",
-        r"Add a rule such as FSDPShardingRule\('model'\), or take the axis out of the mesh \(data:4,model:2\)",
+        r"Add a rule such as FSDPShardingRule\('model'\), or remove the axis from the mesh \(data:4,model:2\)",
         axis="model",
     ),
     "an axis twice": Case(
@@ -117,7 +117,7 @@ CASES: dict[str, Case] = {
         "duplicate-axis",
         "layers/0/w",
         r"P\('data', 'data'\) uses axis 'data' twice .*: dimensions 0 and 1",
-        "leave one of the two whole",
+        "keep the other one whole",
         (8, 8),
         1,
         "data",
@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
         "duplicate-axis",
         "layers/0/w",
         "uses axis 'data' twice",
-        "An axis splits at most one dimension",
+        "An axis can split only one dimension",
         (64, 8),
         0,
         "data",
@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
         "rank-overflow",
         "layers/0/w",
         r"P\('data', None, 'model'\) has 3 entries, the array has 2 dimensions",
-        "Give it 2 entries, or aim the rule at fewer leaves",
+        "Write 2 entries, or apply the rule to fewer leaves",
         (8, 8),
     ),
     "a spec that is too long and splits nothing": Case(
@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
         "rank-overflow",
         "layers/0/w",
         r"P\(None, None\) has 2 entries, the array has 1 dimensions",
-        "Give it 1 entries",
+        "Write 1 entries",
         (8,),
     ),
     "an unknown axis": Case(
@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {
         "error",
         "unknown-axis",
         "layers/0/w",
-        r"the mesh has no axis 'modle' \(did you mean 'model'\?\); it has data, model",
+        r"unknown axis 'modle' \(did you mean 'model'\?\); the mesh has data, model",
         "Correct the name, or wrap the rule in FittedShardingRule",
         (8, 8),
         1,
@@ -167,7 +167,7 @@ CASES: dict[str, Case] = {
         "error",
         "unknown-axis",
         "layers/0/w",
-        "the mesh has no axis 'zz'; it has data, model",
+        "unknown axis 'zz'; the mesh has data, model",
         "Correct the name",
         (8, 8),
         0,
@@ -199,8 +199,8 @@ CASES: dict[str, Case] = {
         "warning",
         "weakened",
         "layers/0/w",
-        r"a constraint inside jit would quietly become P\('data'\): \('data', 'model'\) does not divide dimension 0",
-        r"Write P\('data'\) if that is what is meant",
+        r"a constraint inside jit would silently become P\('data'\): \('data', 'model'\) does not divide dimension 0",
+        r"Write P\('data'\) if that is what you want",
         (12, 8),
         0,
     ),
@@ -209,8 +209,8 @@ CASES: dict[str, Case] = {
         "warning",
         "large-replicated",
         "embed",
-        "1.0 GiB on every device, and no rule said so",
-        "Split it .*, or say ReplicateShardingRule",
+        "1.0 GiB on every device, and no rule asks for it",
+        "Split it .*, or add ReplicateShardingRule",
         (16384, 16384),
     ),
     "a leaf that nobody decided on": Case(
@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
         "error",
         "unconstrained",
         "layers/0/w",
-        r"P\(None, P.UNCONSTRAINED\) leaves a dimension to the compiler, and the mesh has Explicit axes only",
+        r"P\(None, P.UNCONSTRAINED\) leaves a dimension to the compiler, but all axes of the mesh are Explicit",
         "Write None or an axis for UNCONSTRAINED, or use a mesh with Auto axes",
         (8, 4),
     ),
@@ -343,7 +343,7 @@ CASES: dict[str, Case] = {
         "unmirrored",
         "extra",
         "mirrors no planned leaf, so it is replicated",
-        "put a rule of your own before the mirror",
+        "put another rule before the mirror",
         (7,),
     ),
     "two leaves with one path": Case(
@@ -362,7 +362,7 @@ EQUAL_LAYERS: dict[str, Case] = {
     ),
     "weakened": Case(
         lambda: sr.DimShardingRule("data", 0).plan(layers(7, 4), MESH),
-        *("warning", "weakened", "layers/*/w", "quietly become", "Write P", (7, 4), 0, "data", 5),
+        *("warning", "weakened", "layers/*/w", "silently become", "Write P", (7, 4), 0, "data", 5),
     ),
     "unmatched": Case(
         lambda: REGEX([]).plan(layers(7, 4), MESH),
@@ -374,7 +374,7 @@ EQUAL_LAYERS: dict[str, Case] = {
     ),
     "unknown-axis": Case(
         lambda: REGEX([("w", P("x"))]).plan(layers(8, 4), MESH),
-        *("error", "unknown-axis", "layers/*/w", "no axis 'x'", "Correct the name", (8, 4), 0, "x", 5),
+        *("error", "unknown-axis", "layers/*/w", "unknown axis 'x'", "Correct the name", (8, 4), 0, "x", 5),
     ),
     "over-budget": Case(
         lambda: sr.MemoryConstrainedShardingRule(8).plan(layers(7, 8), MESH),
@@ -394,7 +394,7 @@ EQUAL_LAYERS: dict[str, Case] = {
     ),
     "unmirrored": Case(
         lambda: pin(P("data"), 8, 8).mirror({"layers": [{"v": f32(7)} for _ in range(5)]}),
-        *("note", "unmirrored", "layers/*/v", "mirrors no planned leaf", "put a rule", (7,), None, None, 5),
+        *("note", "unmirrored", "layers/*/v", "mirrors no planned leaf", "put another rule", (7,), None, None, 5),
     ),
 }
 
@@ -584,7 +584,7 @@ def test_what_is_said_to_be_weakened_is_what_jit_makes_of_it(shape: tuple[int, .
     made = constrain.lower(f32(*shape)).compile().output_shardings
     assert isinstance(made, NamedSharding)
     for one in found:
-        said = re.search(r"would quietly become (P\(.*?\))[:,] ", one.message)
+        said = re.search(r"would silently become (P\(.*?\))[:,] ", one.message)
         assert said is not None
         weaker = eval(said[1], {"P": P})
         assert NamedSharding(mesh, weaker).is_equivalent_to(made, len(shape))

@@ -368,9 +368,9 @@ def test_what_mirrors_nothing_is_replicated_with_a_note_that_tells_why() -> None
     notes = {one.path: one for one in found.findings if one.code == "unmirrored"}
     assert list(notes) == ["extra", "mu/w"]
     assert {one.severity for one in notes.values()} == {"note"}
-    assert notes["mu/w"].message == "its namesake among the planned leaves has shape (8, 4), so it is replicated"
+    assert notes["mu/w"].message == "the planned leaf of that name has shape (8, 4), so it is replicated"
     assert notes["extra"].message == "mirrors no planned leaf, so it is replicated"
-    assert "put a rule of your own before the mirror" in notes["extra"].remedy
+    assert "put another rule before the mirror" in notes["extra"].remedy
 
 
 def test_part_of_a_name_is_no_ending() -> None:
