@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis
-from shardrules.core.errors import NoMeshError, SpecError, TreeError
+from shardrules.core.errors import ConfigError, NoMeshError, TreeError
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import pad
 from shardrules.core.tree import leaf_paths
@@ -33,7 +33,8 @@ __all__ = [
 
 
 def _logical_partitioning() -> ShardingRule:
-    """The op that reads the `flax.linen.logical_axis_rules` in force; without flax there can be none."""
+    """The op that uses the `flax.linen.logical_axis_rules` in force; without flax it has no opinion."""
+    # If the program has not imported flax, it has set no rules.
     spmd = sys.modules.get("flax.core.spmd")
     return LogicalShardingRule([] if spmd is None else spmd.get_logical_axis_rules())
 
@@ -45,69 +46,52 @@ def _fsdp(axis: Axis, min_size_to_shard_mb: float = 4) -> ShardingRule:
 BIG_VISION_OPS: Ops = register_op(
     register_op(DEFAULT_OPS, "logical_partitioning", _logical_partitioning), "fsdp", _fsdp, replace=True
 )
-"""The default ops under the names of big_vision: `fsdp` takes `min_size_to_shard_mb`, `logical_partitioning` reads the
+"""The default ops with the names of big_vision: `fsdp` takes `min_size_to_shard_mb`, `logical_partitioning` uses the
 flax logical axis rules in force."""
 
 
 def infer_sharding(
     params: Any, strategy: Sequence[tuple[str, str]], mesh: AnyMesh | None = None, ops: Ops = BIG_VISION_OPS
 ) -> Any:
-    """Returns the sharding of every array: that of the first pattern that matches its whole path.
+    """Returns the sharding of every array, from the tactic of the first pattern that matches its whole path.
 
-    **Arguments:**
-
-    - `params`: any pytree; fields of named tuples stand in paths by position (`0/1/w`).
-    - `strategy`: (pattern, tactic) pairs. A tactic is a rule in text form, `"shard_dim('model', -1)|fsdp('data')"`.
-    - `mesh`: the mesh; by default the one that the arrays are on, else the one in force.
-    - `ops`: the known ops.
-
-    **Returns:**
-
-    A tree of `NamedSharding`s whose specs have an entry for each dimension. What no pattern matches is replicated.
-
-    **Raises:**
-
-    `PlanError`, listing every leaf with a conflict or with dimensions that do not divide; `UnknownOpError`;
-    `PatternError`; `NoMeshError`.
+    A tactic in `strategy` is a rule in text form, `"shard_dim('model', -1)|fsdp('data')"`, made of `ops`. Fields of
+    named tuples occur in paths by position (`0/1/w`). The mesh is by default the one that the arrays are on, else the
+    one in force. Specs have an entry for each dimension; what no pattern matches is replicated. A `PlanError` lists
+    every leaf with a conflict or with dimensions that do not divide.
 
     ```python
     from shardrules.presets import big_vision
 
     params = {"w": np.ones((1024, 4096), np.float32)}
     strategy = [(".*", "shard_dim('model', -1)|fsdp('data')")]
-    found = big_vision.infer_sharding(params, strategy, sr.mesh_shape("data:2,model:4"))
-    assert found["w"].spec == P("data", "model")
+    shardings = big_vision.infer_sharding(params, strategy, sr.mesh_shape("data:2,model:4"))
+    assert shardings["w"].spec == P("data", "model")
     ```
     """
     if not strategy:
-        raise SpecError("infer_sharding needs a strategy: [('.*', 'replicate')] replicates everything")
+        raise ConfigError("infer_sharding needs a strategy: [('.*', 'replicate')] replicates everything")
     rules: list[tuple[str, ShardingRule]] = []
     for pattern, tactic in strategy:
         try:
             rules.append((pattern, parse_rule(tactic, ops)))
-        except SpecError as error:
-            raise SpecError(f"the tactic for pattern {pattern!r}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"the tactic for pattern {pattern!r}: {error}") from error
     plan = RegexShardingRule(rules, match="fullmatch").plan(params, mesh, path_style="index").check()
-    where = plan.mesh if mesh is None else mesh
-    if where is None:
+    mesh = plan.mesh if mesh is None else mesh
+    if mesh is None:
         raise NoMeshError("infer_sharding needs a mesh: pass one, or call inside jax.set_mesh(mesh)")
     specs = [
         pad(decision.spec or PartitionSpec(), leaf.ndim)
         for leaf, decision in zip(plan.kinds, plan.decisions, strict=True)
     ]
-    return plan.survey.unflatten([NamedSharding(where, spec) for spec in specs], NamedSharding(where, PartitionSpec()))
+    return plan.survey.unflatten([NamedSharding(mesh, spec) for spec in specs], NamedSharding(mesh, PartitionSpec()))
 
 
 def tree_flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns (name, leaf) pairs in the order in which JAX flattens, and the structure.
+    """Returns (name, leaf) pairs in the order in which JAX flattens, with fields of named tuples by position.
 
-    **Arguments:**
-
-    - `tree`: any pytree.
-
-    **Returns:**
-
-    The pairs, with fields of named tuples by position, and the treedef. `None` is no leaf.
+    The second value is the structure. `None` is not a leaf.
 
     ```python
     from shardrules.presets import big_vision
@@ -120,44 +104,16 @@ def tree_flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def check_and_compile_patterns(patterns: str | Sequence[str]) -> tuple[re.Pattern[str], ...]:
-    """Returns patterns compiled.
-
-    **Arguments:**
-
-    - `patterns`: one, or several.
-
-    **Returns:**
-
-    A tuple of compiled patterns.
-
-    **Raises:**
-
-    `PatternError`, an `AssertionError`, when one begins with a slash or does not compile.
-
-    ```python
-    from shardrules.presets import big_vision
-
-    assert [found.pattern for found in big_vision.check_and_compile_patterns("a/.*")] == ["a/.*"]
-    ```
-    """
-    several = [patterns] if isinstance(patterns, str) else patterns
-    compiled = tuple(compile_pattern(pattern, "check_and_compile_patterns") for pattern in several)
-    for found in compiled:
-        check_beginning(found.pattern, "check_and_compile_patterns")
+    """Returns a pattern, or several, compiled. A pattern may not begin with a slash."""
+    pattern_list = [patterns] if isinstance(patterns, str) else patterns
+    compiled = tuple(compile_pattern(pattern, "check_and_compile_patterns") for pattern in pattern_list)
+    for pattern in compiled:
+        check_beginning(pattern.pattern, "check_and_compile_patterns")
     return compiled
 
 
 def make_mask_trees(tree: Any, patterns: str | Sequence[str]) -> list[Any]:
     """Returns a tree of booleans for each pattern: whether it is the first that matches a leaf's whole name.
-
-    **Arguments:**
-
-    - `tree`: any pytree.
-    - `patterns`: one, or several.
-
-    **Returns:**
-
-    As many trees as patterns.
 
     ```python
     from shardrules.presets import big_vision
@@ -168,25 +124,14 @@ def make_mask_trees(tree: Any, patterns: str | Sequence[str]) -> list[Any]:
     """
     compiled = check_and_compile_patterns(patterns)
     named, treedef = tree_flatten_with_names(tree)
-    firsts = [next((at for at, one in enumerate(compiled) if one.fullmatch(name)), None) for name, _ in named]
-    return [jtu.tree_unflatten(treedef, [first == at for first in firsts]) for at in range(len(compiled))]
+    first_match = [
+        next((index for index, pattern in enumerate(compiled) if pattern.fullmatch(name)), None) for name, _ in named
+    ]
+    return [jtu.tree_unflatten(treedef, [match == index for match in first_match]) for index in range(len(compiled))]
 
 
 def tree_broadcast(prefix: Any, target: Any) -> Any:
-    """Returns a tree of the structure of `target` with the leaves of `prefix` repeated below where they stand.
-
-    **Arguments:**
-
-    - `prefix`: a tree that is a prefix of `target`.
-    - `target`: any pytree.
-
-    **Returns:**
-
-    The broadcast tree.
-
-    **Raises:**
-
-    `TreeError`, a `ValueError`, when `prefix` is no prefix of `target`.
+    """Returns a tree of the structure of `target`, with each leaf of `prefix` repeated for the leaves below it.
 
     ```python
     from shardrules.presets import big_vision
@@ -197,24 +142,11 @@ def tree_broadcast(prefix: Any, target: Any) -> Any:
     try:
         return jtu.tree_map(lambda leaf, below: jtu.tree_map(lambda _: leaf, below), prefix, target)
     except ValueError as error:
-        raise TreeError(f"tree_broadcast: the first tree is no prefix of the second: {error}") from error
+        raise TreeError(f"tree_broadcast: the first tree is not a prefix of the second: {error}") from error
 
 
 def tree_filter(tree: Any, mask: Any) -> Any:
-    """Returns the part of nested dictionaries that a mask of booleans keeps.
-
-    **Arguments:**
-
-    - `tree`: nested dictionaries.
-    - `mask`: dictionaries of the same keys; `False` takes out what stands there, `True` keeps it whole.
-
-    **Returns:**
-
-    A new tree.
-
-    **Raises:**
-
-    `TreeError` when the keys differ, or a leaf of the mask is no boolean.
+    """Returns the part of nested dictionaries for which a mask, a tree of booleans with the same keys, is true.
 
     ```python
     from shardrules.presets import big_vision
@@ -225,24 +157,12 @@ def tree_filter(tree: Any, mask: Any) -> Any:
     if isinstance(mask, bool):
         return tree
     if not isinstance(tree, dict) or not isinstance(mask, dict) or tree.keys() != mask.keys():
-        raise TreeError(f"tree_filter: a mask of booleans with the keys of the tree is wanted, got {mask!r}")
+        raise TreeError(f"tree_filter: the mask must hold booleans under the keys of the tree, got {mask!r}")
     return {key: tree_filter(below, mask[key]) for key, below in tree.items() if mask[key] is not False}
 
 
 def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Returns name and literal arguments of `"name"` or `"name(1, key='value')"`; the name may have dots in it.
-
-    **Arguments:**
-
-    - `text`: the text.
-
-    **Returns:**
-
-    The name, the positional and the named arguments.
-
-    **Raises:**
-
-    `SpecError` when it has another form.
+    """Returns the name and the literal arguments of `"name"` or `"name(1, key='value')"`; a name may have dots.
 
     ```python
     from shardrules.presets import big_vision
@@ -253,13 +173,14 @@ def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise SpecError(f"{text!r} is not a name with literal arguments") from error
+        raise ConfigError(f"{text!r} is not a name with literal arguments") from error
     name = node.func if isinstance(node, ast.Call) else node
     dotted = ast.unparse(name)
     if not isinstance(name, ast.Attribute) or not all(part.isidentifier() for part in dotted.split(".")):
         return parse_call(node, text)
+    # `parse_call` takes only plain names: it reads the arguments under another one.
     plain = ast.Name("name")
-    _, args, named = parse_call(
+    _, args, kwargs = parse_call(
         ast.Call(plain, node.args, node.keywords) if isinstance(node, ast.Call) else plain, text
     )
-    return dotted, args, named
+    return dotted, args, kwargs

@@ -1,4 +1,4 @@
-"""Coming from eformer's `escale`: its functions, on the engine of shardrules."""
+"""Coming from eformer's `escale`: its functions and its logical axes, on the engine of shardrules."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from shardrules.analysis.analyzer import analyze_sharding_strategy
 from shardrules.analysis.monitor import create_monitored_function
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import NoMeshError, PatternError, RuleTypeError, SpecError, UnknownAxisError, suggest
+from shardrules.core.errors import ConfigTypeError, NoMeshError, PatternError, SpecError, UnknownAxisError, suggest
 from shardrules.core.spec import checked_spec, make_spec, trim
 from shardrules.core.tree import array_kind, survey, widest
 from shardrules.core.views.spec_trees import get_shardings_with_structure
@@ -128,25 +128,12 @@ __all__ = [
 def match_partition_rules(
     rules: Sequence[tuple[str, PartitionSpec]], tree: Any, min_size: int = 16384, strict: bool = True
 ) -> Any:
-    """Returns for every array the spec of the first pattern that is found in its path.
+    """Returns for every array the spec of the first pattern that matches its path.
 
-    A spec with more entries than the array has dimensions is cut from the right. Scalars need no rule. No mesh is
-    asked: `RegexShardingRule` with `plan` tells what does not divide.
-
-    **Arguments:**
-
-    - `rules`: (pattern, PartitionSpec) pairs.
-    - `tree`: any pytree.
-    - `min_size`: arrays of fewer elements are replicated, though a pattern must match them.
-    - `strict`: `False` skips every test of size and rank, and scalars take the rule too.
-
-    **Returns:**
-
-    A tree of PartitionSpecs of the same structure. Callables and other static leaves stay what they are.
-
-    **Raises:**
-
-    `PatternError`, a `ValueError`, listing every array that no pattern matches, or for a value that is no spec.
+    A spec with more entries than the array has dimensions is cut from the right. With `strict`, scalars need no rule,
+    and arrays of fewer than `min_size` elements are replicated, though a pattern must match them. A `PatternError`
+    lists all arrays that no pattern matches. No mesh is involved: `RegexShardingRule` with `plan` also reports what
+    does not divide.
 
     ```python
     from shardrules.presets import eformer
@@ -157,31 +144,35 @@ def match_partition_rules(
     """
     if not strict:
         tree = jtu.tree_map(lambda leaf: np.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, tree)
-    compiled = [(compile_pattern(pattern, "match_partition_rules"), _spec(pattern, spec)) for pattern, spec in rules]
-    found = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
+    compiled = [
+        (compile_pattern(pattern, "match_partition_rules"), _checked_spec(pattern, spec)) for pattern, spec in rules
+    ]
+    tree_survey = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
     specs: list[PartitionSpec] = []
-    missing: dict[int, None] = {}
-    for kind, leaf in enumerate(found.kinds):
+    unmatched: dict[int, None] = {}
+    for kind_index, leaf in enumerate(tree_survey.kinds):
         if strict and leaf.ndim == 0:
             specs.append(PartitionSpec())
             continue
         spec = next((spec for pattern, spec in compiled if pattern.search(leaf.path)), None)
         if spec is None:
-            missing[kind] = None
+            unmatched[kind_index] = None
             spec = PartitionSpec()
         if strict:
             spec = PartitionSpec() if leaf.size < min_size else trim(spec, leaf.ndim)
         specs.append(spec)
-    if missing:
-        arrays = zip(found.paths(), (kind for kind in found.kind_of if kind >= 0), strict=True)
+    if unmatched:
+        # A negative kind is a static leaf, which has no path.
+        kind_indices = (kind_index for kind_index in tree_survey.kind_of if kind_index >= 0)
+        arrays = zip(tree_survey.paths(), kind_indices, strict=True)
         raise PatternError(
-            "\n".join(f"Partition rule not found for param: {path}" for path, kind in arrays if kind in missing)
-            + "\nAdd a pattern for each; ('.*', P()) at the end replicates what is left."
+            "\n".join(f"Partition rule not found for param: {path}" for path, kind in arrays if kind in unmatched)
+            + "\nAdd a pattern for each; ('.*', P()) at the end replicates the rest."
         )
-    return found.unflatten(specs, PartitionSpec())
+    return tree_survey.unflatten(specs, PartitionSpec())
 
 
-def _spec(pattern: str, spec: Any) -> PartitionSpec:
+def _checked_spec(pattern: str, spec: Any) -> PartitionSpec:
     try:
         return checked_spec(spec)
     except SpecError as error:
@@ -193,20 +184,10 @@ def create_pattern_based_partition_spec(
 ) -> Callable[[str, Any], PartitionSpec]:
     """Returns the function from name and array to spec that a line of text describes.
 
-    **Arguments:**
-
-    - `text`: `"attention|mlp->data,hidden->model.None"`: `,` separates rules, `|` patterns, `.` dimensions; `None`
-        leaves a dimension whole and `data+model` splits one over two axes. Patterns are searched, the first match wins.
-    - `mesh`: taken for the sake of callers that have one; axis names are checked when a plan is made, not here.
-    - `default_spec`: for names that no pattern matches; by default `P()`.
-
-    **Returns:**
-
-    A function `(name, array) -> PartitionSpec`; `array` is not looked at.
-
-    **Raises:**
-
-    `PatternError` for a rule without `->`, or a pattern that does not compile.
+    `"attention|mlp->data,hidden->model.None"`: `,` separates rules, `|` patterns, `.` dimensions; `None` leaves a
+    dimension whole, and `data+model` splits one over two axes. Patterns are searched, and the first match wins.
+    Neither `mesh` nor the array is read; they are there for callers that pass them. Names that no pattern matches get
+    `default_spec`, or `P()`.
 
     ```python
     from shardrules.presets import eformer
@@ -218,7 +199,8 @@ def create_pattern_based_partition_spec(
     ```
     """
     del mesh
-    parsed: list[tuple[re.Pattern[str], PartitionSpec]] = []
+    caller = "create_pattern_based_partition_spec"
+    compiled: list[tuple[re.Pattern[str], PartitionSpec]] = []
     for rule in text.split(","):
         patterns, arrow, dims = rule.strip().partition("->")
         entries = tuple(
@@ -227,17 +209,16 @@ def create_pattern_based_partition_spec(
         parts = [*(pattern.strip() for pattern in patterns.split("|")), *(name for entry in entries for name in entry)]
         if not arrow or not all(parts):
             raise PatternError(
-                f"{rule.strip()!r} in {text!r} is not pattern->axis, none of it empty: write for instance "
+                f"{rule.strip()!r} in {text!r} is not pattern->axis with no part empty; write for instance "
                 "'attention|mlp->data,w->model'"
             )
         spec = make_spec(entries)
-        owner = "create_pattern_based_partition_spec"
-        parsed += [(compile_pattern(pattern.strip(), owner), spec) for pattern in patterns.split("|")]
+        compiled += [(compile_pattern(pattern.strip(), caller), spec) for pattern in patterns.split("|")]
     default = PartitionSpec() if default_spec is None else default_spec
 
     def spec_for(name: str, array: Any) -> PartitionSpec:
         del array
-        return next((spec for pattern, spec in parsed if pattern.search(name)), default)
+        return next((spec for pattern, spec in compiled if pattern.search(name)), default)
 
     return spec_for
 
@@ -249,27 +230,12 @@ def auto_partition_spec(
     min_sharding_size: int | None = None,
     reverse: bool = False,
 ) -> PartitionSpec:
-    """Returns a spec for one array: dimensions largest first, each takes the first free name that divides it.
+    """Returns a spec for one array: dimensions largest first, each takes the first free axis that divides it.
 
-    `AutoShardingRule` is the same as a rule, except that it takes axes in mesh order unless told otherwise, and that
-    axes of size 1, which split nothing, are taken here and not there.
-
-    **Arguments:**
-
-    - `x`: an array or a `ShapeDtypeStruct`.
-    - `mesh`: by default the mesh in force.
-    - `names`: the axes in order of preference, tuples among them; by default all, largest first. Names come once.
-    - `min_sharding_size`: arrays of fewer elements get `P()`; by default the number of devices.
-    - `reverse`: smallest dimensions first.
-
-    **Returns:**
-
-    A PartitionSpec with an entry for each dimension, or `P()` for a small array.
-
-    **Raises:**
-
-    `NoMeshError` without a mesh, `RuleTypeError` when `x` is no array, `AxisTypeError` for what is no mesh,
-    `UnknownAxisError` when the mesh lacks one of the names.
+    `names` are the axes, or tuples of them, in order of preference; by default all axes of the mesh, largest first.
+    Arrays of fewer than `min_sharding_size` elements, by default the number of devices, get `P()`. `reverse` starts
+    with the smallest dimension. `AutoShardingRule` does the same as a rule, except that its default is the order of the
+    mesh, and that it does not use axes of size 1.
 
     ```python
     from shardrules.presets import eformer
@@ -280,12 +246,12 @@ def auto_partition_spec(
     """
     kind = array_kind(x)
     if kind is None:
-        raise RuleTypeError(f"auto_partition_spec wants an array or a ShapeDtypeStruct, got {type(x).__name__}")
+        raise ConfigTypeError(f"auto_partition_spec needs an array or a ShapeDtypeStruct, got {type(x).__name__}")
     check_mesh(mesh)
-    where = mesh if mesh is not None else current_mesh()
-    if where is None:
+    mesh = mesh if mesh is not None else current_mesh()
+    if mesh is None:
         raise NoMeshError("auto_partition_spec needs a mesh: pass one, or call inside jax.set_mesh(mesh)")
-    sizes = mesh_sizes(where)
+    sizes = mesh_sizes(mesh)
     shape = kind[0]
     least = math.prod(sizes.values()) if min_sharding_size is None else min_sharding_size
     if math.prod(shape) < least:
@@ -293,5 +259,5 @@ def auto_partition_spec(
     axes = sorted(sizes, key=lambda name: -sizes[name]) if names is None else [as_axis(name) for name in names]
     for name in (name for axis in axes for name in axis_tuple(axis)):
         if name not in sizes:
-            raise UnknownAxisError(f"the mesh ({mesh_text(where)}) has no axis {name!r}{suggest(name, sizes)}")
+            raise UnknownAxisError(f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text(mesh)}")
     return make_spec(auto_entries(shape, axes, sizes, reverse=reverse))
