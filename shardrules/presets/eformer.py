@@ -259,5 +259,5 @@ def auto_partition_spec(
     axes = sorted(sizes, key=lambda name: -sizes[name]) if names is None else [as_axis(name) for name in names]
     for name in (name for axis in axes for name in axis_tuple(axis)):
         if name not in sizes:
-            raise UnknownAxisError(f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text(mesh)}")
+            raise UnknownAxisError(f"unknown axis {name!r}{suggest(name, sizes)}; the mesh is {mesh_text(mesh)}")
     return make_spec(auto_entries(shape, axes, sizes, reverse=reverse))

@@ -72,7 +72,7 @@ _REMEDY = "Correct the inner rule if this is not intended"
 
 
 def _missing_axis(name: str, leaf: Leaf) -> Finding:
-    why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}: the inner rule ignores it"
+    why = f"unknown axis {name!r}{suggest(name, leaf.sizes)}: the inner rule ignores it"
     return Finding("warning", "fitted", why, remedy=_REMEDY, axis=name, rule="FittedShardingRule")
 
 
@@ -107,7 +107,7 @@ def _fit(leaf: Leaf, decision: Decision) -> Decision:
 
 def _dropped(leaf: Leaf, dim: int, name: str) -> Finding:
     if name not in leaf.sizes:
-        why = f"the mesh has no axis {name!r}{suggest(name, leaf.sizes)}"
+        why = f"unknown axis {name!r}{suggest(name, leaf.sizes)}"
     else:
         why = f"axis {name!r} of size {leaf.sizes[name]} does not divide what remains of {leaf.shape[dim]}"
     return Finding(

@@ -79,6 +79,6 @@ def test_mapped_axes_are_needed(query: Callable[[Any], Any], names: Any) -> None
 def test_an_unknown_axis_raises() -> None:
     with pytest.raises(
         sr.errors.UnknownAxisError,
-        match=r"unknown axis 'modle' \(did you mean 'model'\?\); the mesh has data:2,model:2,expert:2",
+        match=r"unknown axis 'modle' \(did you mean 'model'\?\); the mesh is data:2,model:2,expert:2",
     ):
         sr.meshes.get_axes_size_in_mesh(("data", "modle"), sr.mesh_shape(MESH))

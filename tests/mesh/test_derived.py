@@ -108,7 +108,7 @@ def test_a_box_may_have_gaps() -> None:
         (
             lambda m: sr.meshes.fold_axes(m, ("a", "z"), "x"),
             sr.errors.UnknownAxisError,
-            "unknown axis 'z'; the mesh has a:2,b:2,c:2",
+            "unknown axis 'z'; the mesh is a:2,b:2,c:2",
         ),
         (lambda m: sr.meshes.fold_axes(m, (), "x"), sr.errors.MeshError, "at least one axis, and each only once"),
         (lambda m: sr.meshes.fold_axes(m, ("a", "a"), "x"), sr.errors.MeshError, "each only once; got"),

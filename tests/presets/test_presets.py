@@ -1,4 +1,4 @@
-"""The presets: which arguments they refuse. Their results are tested in tests/cases, on the cases of their libraries."""
+"""The presets: which arguments they refuse. Their results are tested in tests/cases, on cases of the libraries."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_auto_partition_spec_checks_mesh_and_axes() -> None:
         eformer.auto_partition_spec(f32(8), "data:4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         sr.errors.UnknownAxisError,
-        match=r"unknown axis 'modle' \(did you mean 'model'\?\); the mesh has data:4,model:2",
+        match=r"unknown axis 'modle' \(did you mean 'model'\?\); the mesh is data:4,model:2",
     ):
         eformer.auto_partition_spec(f32(8), MESH, names=["data", ("data", "modle")])
 

@@ -529,7 +529,7 @@ class PartitionAxis:
     def _clash(self, axis: str, dims: Sequence[int], logical: Sequence[LogicalAxis], mode: str) -> str:
         """The message about a mesh axis that would split several dimensions."""
         names = {dim: next(name for name in _flat(logical[dim]) if axis in self._expand(name, mode)) for dim in dims}
-        where = " and ".join(f"{dim} ({name!r})" for dim, name in names.items())
+        dims_text = " and ".join(f"{dim} ({name!r})" for dim, name in names.items())
         registered = [entry.name for entry in self.registered]
         # Only a built-in name has a field to change; the five mesh fields are what the others follow, so not those.
         remedies = dict.fromkeys(
@@ -539,7 +539,7 @@ class PartitionAxis:
         )
         change = f"Set {' or '.join(remedies)} to another mesh axis or None, or write" if remedies else "Write"
         return (
-            f"Mesh axis {axis!r} would split dimensions {where} of one array in mode {mode!r}, but it can split only "
+            f"Mesh axis {axis!r} would split dimensions {dims_text} of one array in mode {mode!r}, but it can split only "
             f"one. {change} EMPTY for one of these dimensions"
         )
 
