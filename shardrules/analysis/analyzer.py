@@ -93,6 +93,7 @@ class ShardingAnalyzer:
         assert (usage["total_size"], usage["size_per_device"]) == (512, 64)
         ```
         """
+        # Replicated arrays are whole on every device, so that all the rest of a device is shards.
         report = self.analyze(tree, specs)
         replicated_bytes = report.total_bytes - report.sharded_bytes
         return {
@@ -182,6 +183,7 @@ class ShardingAnalyzer:
         from shardrules.analysis.audits.audit import audit
         from shardrules.analysis.compiling.request import CompileRequest
 
+        # A plan has the mesh that it was made for; rules and specs have none.
         mesh = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
         request = CompileRequest(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
         return audit(request, args, self._mesh_for(args) if mesh is None else mesh, target, hardware)

@@ -66,6 +66,7 @@ def assert_plan_matches(plan: ShardingPlan, file: Path | str, *, update: bool = 
         golden = ShardingPlan.from_json(text)
     except PlanError as error:
         raise PlanError(f"{file}: {error}\n    -> Write it again: {accept}", error.findings) from error
+    # A diff has only placements. Rules and reasons that changed without moving an array come after it.
     diff = golden.diff(plan)
     lines = str(diff).splitlines() if diff else []
     lines += _reworded_leaves(golden, plan, [change.path for change in diff.changes]) if strict else []
@@ -131,6 +132,7 @@ def assert_collectives(
     in_file = isinstance(expected, str | os.PathLike)
     if update and not in_file:
         raise ConfigError("update=True writes a file: pass its path as expected, not a mapping")
+    # Groups of a single device move nothing, and which of them a compiler leaves in a program is up to it.
     moving = [collective for collective in report.collectives if collective.wire_bytes]
     if in_file and update:
         write_text(expected, f"{json.dumps(_as_expected(moving), indent=1, sort_keys=True)}\n")
@@ -182,7 +184,8 @@ def _differences(limits: Mapping[tuple[str, str], _Limit], moving: Iterable[Coll
     groups: dict[tuple[str, str], list[Collective]] = {key: [] for key in limits}
     unexpected: dict[str, list[Collective]] = {}
     for collective in moving:
-        # The most specific key first.
+        # The most specific key applies: with "all-gather over data" and "*" a gather over data is only counted in the
+        # first.
         keys = ((collective.kind, collective.axes_text), (collective.kind, ""), ("*", ""))
         key = next((key for key in keys if key in limits), None)
         if key is None:
@@ -240,6 +243,7 @@ def _read_limits(expected: Any, axes: Sequence[str], source: str) -> dict[tuple[
         kind, over = _parse_key(key, axes, problems)
         if (kind, over) in limits and not problems:
             problems.append(f"the same as {limits[kind, over].key!r}")
+        # A first key stays, also if it is invalid: the error is raised when all keys are read.
         limits.setdefault((kind, over), _Limit(str(key), tuple(_parse_counts(value, problems))))
         lines += [f"  {key!r}: {problem}" for problem in problems]
     if lines:
@@ -259,6 +263,7 @@ def _parse_key(key: object, axes: Sequence[str], problems: list[str]) -> tuple[s
         problems.append(f"unknown kind {kind!r}{suggest(kind, KINDS)}; the kinds are {', '.join(KINDS)}")
     if not separator or re.fullmatch(r"groups of \d+", over):
         return kind, over
+    # Users may name axes in any order; collectives have them in the order of the mesh.
     part = "part of " if over.startswith("part of ") else ""
     names = over.removeprefix(part).split("+")
     problems += [

@@ -272,6 +272,7 @@ def largest_batch(
     if not largest:
         fit = trials.fits[first]
         raise DoesNotFitError(f"not even a batch of {first:,} fits. {fit}", fit.peak_bytes or 0)
+    # Both sizes of the search were the same program: the answer would be the bound, whatever the budget.
     if last > first and _have_same_shapes(make(first), make(last)):
         raise ConfigError(
             f"make_args returns the same shapes for batch {first:,} and for batch {last:,}: it has to use its "
@@ -312,6 +313,7 @@ class _Trials:
 
 def _budget_bytes(target: Target, budget: float | str | None, reserve: float | str) -> int:
     reserved = read_bytes("reserve", reserve)
+    # The CPU's sheet is for modelled times; its memory is a placeholder.
     if budget is None and target.platform == "cpu":
         raise HardwareError(
             f"{target} has no memory of its own: the sheet of the CPU describes no real machine. Pass a budget, such "

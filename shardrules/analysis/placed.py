@@ -12,7 +12,7 @@ from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, NoMeshError
 from shardrules.core.leaf import Leaf
-from shardrules.core.spec import array_bytes, axis_names, shard_bytes, shard_shape, part_count
+from shardrules.core.spec import array_bytes, axis_names, part_count, shard_bytes, shard_shape
 from shardrules.core.tree import flatten_specs, survey
 
 
@@ -80,6 +80,7 @@ def as_spec(spec: object) -> PartitionSpec:
 def place_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> tuple[PlacedLeaf, ...]:
     """Returns every array of a tree with its spec. One error lists all leaves of `specs` that are not specs."""
     placed: list[PlacedLeaf] = []
+    # All leaves are checked before anything is raised.
     problems: list[str] = []
     for leaf, spec in pair_leaves(tree, specs, mesh):
         try:

@@ -61,6 +61,7 @@ def audit(
         modules=module_costs(facts.collectives, matmuls),
         memory=facts.memory,
         flops_by_dtype=tuple(flops_by_dtype(matmuls).items()),
+        # A loop of unknown length would make the sum a guess.
         model_flops=(
             sum(matmul.flops for matmul in model_matmuls)
             if all(matmul.is_certain for matmul in model_matmuls)
@@ -74,6 +75,7 @@ def audit(
 
 
 def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
+    # An alias is a result that the compiler writes over an argument: only then has donation saved memory.
     aliased = {alias.parameter for alias in facts.program.aliases}
     arguments = (
         AuditedArray(

@@ -88,6 +88,7 @@ class AuditDiff:
             return "no difference"
         lines = [] if self.old == self.new else [f"{self.old} -> {self.new}"]
         lines += map(str, (*self.figures, *self.collectives))
+        # Equal layers differ in the index alone: they are one line with a count.
         layers: dict[ArrayChange, list[str]] = {}
         for change in self.arrays:
             layers.setdefault(attrs.evolve(change, path=template(change.path)), []).append(change.path)

@@ -12,7 +12,7 @@ from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, STATE, Role
 from shardrules.analysis.program.program import CompiledProgram
 
 _ARGUMENT = re.compile(r"args\[(\d+)\]")
-"""How XLA names parameters of a function that takes `*args`, as the traced functions here do."""
+"""How JAX names the parameters of a function that takes `*args`, as the compiled functions here do."""
 
 
 @final
@@ -52,6 +52,8 @@ def memory_use(
     by_role = dict.fromkeys(get_args(Role), 0)
     for size, role in zip(argument_bytes(compiled, program, arguments), roles, strict=True):
         by_role[role] += size
+    # The arguments are counted from the program's types, and the compiler's total has their layouts too: the difference
+    # is padding. Results that alias arguments are in both totals.
     reported = compiled.memory
     return MemoryUse(
         by_role[PARAMETERS],
@@ -77,6 +79,8 @@ def argument_bytes(compiled: Compiled, program: CompiledProgram, arguments: Sequ
 
 def argument_indices(program: CompiledProgram) -> Mapping[str, int]:
     """Returns the index of the argument behind each parameter of the program, by the parameter's name."""
+    # Parameters that XLA renamed have no index in their names; their position in the program is the index, since no
+    # argument is dropped (`keep_unused`).
     indices = {}
     for parameter in program.entry_computation.parameters:
         match = _ARGUMENT.search(parameter.op_name)

@@ -45,6 +45,9 @@ def module_path(op_name: str, stack: Sequence[Source]) -> str:
     With one scope at most, which is a layer of a library, the innermost user function comes before it.
 
     ```python
+    from shardrules.analysis.audits.modules import module_path
+    from shardrules.analysis.program.program import Source
+
     assert module_path("jit(step)/transpose(jvp(Model))/up/dot_general", ()) == "Model/up"
     stack = (Source("model.py", 7, "Block.__call__"),)
     assert module_path("jit(step)/jvp()/dot_general", stack) == "Block"
@@ -59,6 +62,8 @@ def module_path(op_name: str, stack: Sequence[Source]) -> str:
         scopes += [scope for scope in _split_path(part) if not _PLUMBING.fullmatch(scope) and "->" not in scope]
     if len(scopes) > 1:
         return "/".join(scopes)
+    # A single scope is a layer of a library, like `eqx.nn.Linear`: many modules have one, and the function tells them
+    # apart.
     functions = [frame.function.rpartition("<locals>.")[2] for frame in user_frames(stack)]
     # Names in angle brackets are those of lambdas, comprehensions and modules.
     named = [name.removesuffix(".__call__") for name in functions if name and not name.startswith("<")]

@@ -108,6 +108,7 @@ class AuditReport:
     @property
     def fits(self) -> bool:
         """Whether a device has that much memory, and the compiler has not refused the program."""
+        # A compiler may refuse a program whose categories add up to less: TPUs need memory for more than these.
         refused = any(finding.code == "does-not-fit" for finding in self.findings)
         return self.peak_bytes <= self.hardware.memory_bytes and not refused
 
@@ -245,6 +246,7 @@ class AuditReport:
             if data["shardrules_audit"] != FORMAT:
                 raise ReportError(f"this report has format {data['shardrules_audit']!r}, this version reads {FORMAT}")
             fields = {name: value for name, value in data.items() if name not in ("shardrules_audit", "totals")}
+            # A target is written as users write it, and read as the class that it is in the report.
             target = Target.parse(record(str, data["target"], "target"))
             fields["target"] = {**attrs.asdict(target), "shape": [*target.shape]}
             return record(cls, fields, "report")

@@ -76,20 +76,6 @@ def step_time(
     """Models how long a program takes. `collectives` were found with a target, so that hosts are known.
 
     A conditional takes as long as all of its branches, and a loop of unknown length as long as one round.
-
-    ```python
-    from jax.sharding import NamedSharding
-    from shardrules.analysis.program.collectives import find_collectives
-    from shardrules.analysis.program.flops import find_matmuls
-    from shardrules.analysis.program.program import read_program
-
-    mesh = sr.create_mesh("data:8")
-    x = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    program = read_program(jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().as_text())
-    time = step_time(program, find_collectives(program, mesh), find_matmuls(program), sr.Hardware.named("cuda:h100"))
-    assert time.bound == "communication"  # for so little data all time is latency
-    assert time.overlapped_seconds < time.serial_seconds
-    ```
     """
     times = [(_kernel_seconds(kernel, hardware), kernel.times.count) for kernel in find_kernels(program, matmuls)]
     return StepTime(
@@ -100,18 +86,7 @@ def step_time(
 
 
 def compute_seconds(kernels: Iterable[Kernel], hardware: Hardware) -> float:
-    """Models how long all runs of kernels take, one after the other. Launching them is free.
-
-    ```python
-    from shardrules.analysis.program.flow import Times
-
-    h100 = sr.Hardware.named("cuda:h100")
-    kernel = Kernel("add.1", "body", "fusion", "", (), 2 * 335 * 10**6, 335 * 10**6, (), Times(12))
-    assert np.isclose(compute_seconds([kernel], h100), 12 * 300e-6)
-    busy = attrs.evolve(kernel, flops=((("bf16", "default"), 10**12),))
-    assert np.isclose(compute_seconds([busy], h100), 12 * 10**12 / 989.4e12)
-    ```
-    """
+    """Models how long all runs of kernels take, one after the other. Launching them is free."""
     return sum(max(_kernel_seconds(kernel, hardware)) * kernel.times.count for kernel in kernels)
 
 
@@ -125,6 +100,9 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     permute.
 
     ```python
+    import attrs
+    from shardrules.analysis.audits.roofline import collective_seconds
+    from shardrules.analysis.program.collectives import Collective
     from shardrules.analysis.program.flow import Times
 
     h100 = sr.Hardware.named("cuda:h100")

@@ -26,6 +26,8 @@ class ShapeSet:
     """Shapes to match arrays against, by their element counts.
 
     ```python
+    from shardrules.analysis.audits.shape_matching import ShapeSet
+
     shapes = ShapeSet.of([(8, 256, 512)])
     assert shapes.matches((512, 1, 8, 256)) and shapes.matches((2048, 512)) and shapes.matches((8 * 256 * 512,))
     assert not shapes.matches((1024, 1024)) and not shapes.matches((2, 4, 256, 512))
@@ -79,12 +81,7 @@ def _merges(many: Dims, few: Dims) -> bool:
 
 
 def split_shapes(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterable[tuple[int, ...]]:
-    """Yields the shapes that a device may have of an array, with repetitions: each axis splits one dim or none.
-
-    ```python
-    assert set(split_shapes((8, 6), {"data": 2})) == {(8, 6), (4, 6), (8, 3)}
-    ```
-    """
+    """Yields the shapes that a device may have of an array, with repetitions: each axis splits one dim or none."""
     axes = [size for size in sizes.values() if size > 1]
     for dims in itertools.product(range(-1, len(shape)), repeat=len(axes)):  # -1: the axis splits nothing
         local = list(shape)

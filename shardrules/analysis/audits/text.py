@@ -20,13 +20,9 @@ attributes and on its page; half as many rows would leave out what a usual model
 
 
 def count_text(count: float) -> str:
-    """Returns a large number with a unit.
-
-    ```python
-    assert count_text(1.5e12) == "1.5 T" and count_text(640) == "640 "
-    ```
-    """
+    """Returns a large number with a unit."""
     for unit in ("", "k", "M", "G", "T"):
+        # Three digits: 99.9 M, then 100 M. What rounds to 1000 takes the next unit.
         digits = 1 if unit and abs(count) < 99.95 else 0
         if abs(round(count, digits)) < 1000 or unit == "T":
             return f"{count:,.{digits}f} {unit}"
@@ -131,6 +127,7 @@ def collectives_table(collectives: Sequence[Collective]) -> list[str]:
 
 def array_text(collective: Collective) -> str:
     """Returns what a collective moves: its arguments if known, `"params/up and 3 more"`, else its largest array."""
+    # A compiler may combine several arrays into one collective, some of them arguments.
     paths = [path for path in dict.fromkeys(collective.arguments) if path]
     largest = max(collective.arrays, key=lambda array: array.nbytes, default="")
     count = len(paths or collective.arrays)

@@ -198,6 +198,7 @@ def compile_for(
                 if not problems:
                     raise
                 raise plan_error("the function cannot be compiled", problems) from error
+    # XLA plans the memory while it compiles, so that nothing has to run for it.
     usage, text = compiled.memory_analysis(), compiled.as_text()
     assert usage is not None, "every backend of a Target reports its memory"
     assert text is not None, "every backend of a Target prints its program"
@@ -246,14 +247,7 @@ def _renamed(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., A
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Returns what reports call a function, a method, a partial function or a callable object.
-
-    ```python
-    import functools
-
-    assert name_of(functools.partial(name_of)) == "name_of"
-    ```
-    """
+    """Returns what reports call a function, a method, a partial function or a callable object."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)  # modules and other callables have no name of their own
@@ -261,6 +255,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 def _compile(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> tuple[jax.stages.Compiled, str]:
     """The program, and the compiler's error if it refused the program for its size at first."""
+    # Only libtpu refuses: the compilers for CPUs and GPUs finish programs of any size.
     platform = mesh.devices.flat[0].platform
     try:
         return lowered.compile(), ""

@@ -22,6 +22,8 @@ def find_constraints(program: ClosedJaxpr) -> Iterator[Constraint]:
     """Yields the shape, spec and lines of every array whose sharding a function constrains.
 
     ```python
+    from shardrules.analysis.compiling.constraints import find_constraints
+
     mesh = sr.create_mesh("data:8")
     with jax.set_mesh(mesh):
         program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, P("data")))(jnp.ones(16))

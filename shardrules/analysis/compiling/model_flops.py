@@ -22,6 +22,8 @@ def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     which branch is taken.
 
     ```python
+    from shardrules.analysis.compiling.model_flops import model_flops
+
     jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a @ b))(jnp.ones((4, 8)), jnp.ones((8, 16)))
     assert model_flops(jaxpr) == 2 * 4 * 8 * 16
     ```
@@ -30,13 +32,7 @@ def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
 
 
 def without_dead_code(program: ClosedJaxpr) -> Jaxpr:
-    """Returns a program without the operations that no result depends on, which gradients leave behind.
-
-    ```python
-    program = jax.make_jaxpr(lambda a: (a @ a, 2 * a)[1])(jnp.ones((8, 8)))
-    assert model_flops(program) == 1024 and model_flops(without_dead_code(program)) == 0
-    ```
-    """
+    """Returns a program without the operations that no result depends on, which gradients leave behind."""
     return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)[0]
 
 
@@ -54,6 +50,7 @@ class ModelMatmul:
 def model_matmuls(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True) -> Iterator[ModelMatmul]:
     """Yields every matmul and convolution of a program that runs `times` times, if that `is_certain`."""
     inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    # The programs inside an equation run for each round of a loop, and on each device of a `shard_map`.
     for equation in inner.eqns:
         name = equation.primitive.name
         count = _COUNTERS.get(name)
@@ -66,13 +63,7 @@ def model_matmuls(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool =
 
 
 def equation_flops(equation: Any) -> int:
-    """Returns the FLOPs of an equation if it is a matmul or a convolution, else 0.
-
-    ```python
-    (dot,) = jax.make_jaxpr(jnp.matmul)(jnp.ones((4, 8)), jnp.ones((8, 16))).eqns
-    assert equation_flops(dot) == 2 * 4 * 8 * 16
-    ```
-    """
+    """Returns the FLOPs of an equation if it is a matmul or a convolution, else 0."""
     count = _COUNTERS.get(equation.primitive.name)
     return 0 if count is None else count(equation)
 

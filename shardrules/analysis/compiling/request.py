@@ -62,6 +62,7 @@ class CompileRequest:
         donated_args = donated_arguments(self.donate_argnums, len(args))
         roles = read_roles(arguments, self.roles)
         traced = trace(self.fn, arguments, trace_mesh)
+        # A jitted function brings specs of its own, which are known only after tracing.
         arguments = arguments.with_specs(traced.input_specs, target_mesh)
         donated = [array_index for array_index, owner in enumerate(arguments.owners) if owner in donated_args]
         compiled = compile_for(traced, arguments, target_mesh, self.out_shardings, donated, tolerant=tolerant)

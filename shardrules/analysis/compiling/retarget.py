@@ -23,6 +23,7 @@ def retarget(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     """Replaces every mesh with the same axes by `mesh`, and drops prints if `mesh` is on GPUs.
 
     ```python
+    from shardrules.analysis.compiling.retarget import retarget
     from jax.sharding import Mesh, NamedSharding
 
     mesh, model_mesh = sr.create_mesh("data:8"), Mesh(np.array(jax.devices()[::-1]), ("data",))

@@ -34,6 +34,7 @@ def read_roles(arguments: Arguments, roles: Any = None) -> tuple[Role, ...]:
     """Returns the role of each array. `roles` has what the caller knows; `None` in it, or for all of it, is guessed.
 
     ```python
+    from shardrules.analysis.compiling.roles import read_roles
     from shardrules.analysis.compiling.arguments import read_arguments
 
     params = {"w": np.ones((8, 4))}

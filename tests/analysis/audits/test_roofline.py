@@ -5,6 +5,7 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -266,6 +267,21 @@ def test_between_two_slices() -> None:
     # Each slice sums for itself, every chip a quarter, and shares that with its like in the other slice.
     both = summed("tpu:v5e:2x2:2", "data:8", "data", P("data"))
     assert both == pytest.approx(2 * PART * 3 / 4 / 200e9 + PART / 4 / 3.125e9 + 26e-6, rel=0.01)
+
+
+def test_a_kernel_on_an_h100() -> None:
+    copy = Kernel("add.1", "body", "fusion", "", (), 2 * 335 * 10**6, 335 * 10**6, (), Times(12))
+    assert np.isclose(compute_seconds([copy], H100), 12 * 300e-6)
+    matmul = attrs.evolve(copy, flops=((("bf16", "default"), 10**12),))
+    assert np.isclose(compute_seconds([matmul], H100), 12 * 10**12 / 989.4e12)
+
+
+def test_small_collectives_are_all_latency() -> None:
+    mesh = sr.create_mesh("data:8")
+    program = program_of(lambda x: (x @ x.T).sum(), array(mesh, (64, 512), "data"))
+    step = step_time(program, find_collectives(program, mesh), find_matmuls(program), H100)
+    assert step.bound == "communication"
+    assert step.overlapped_seconds < step.serial_seconds
 
 
 def test_more_of_everything_takes_longer() -> None:

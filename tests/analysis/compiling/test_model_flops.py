@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.compiling.model_flops import model_flops, model_matmuls, without_dead_code
+from shardrules.analysis.compiling.model_flops import equation_flops, model_flops, model_matmuls, without_dead_code
 
 BATCH, WIDTH, HIDDEN = 4, 8, 16
 PRODUCT = 2 * BATCH * WIDTH * HIDDEN
@@ -210,6 +210,13 @@ def test_the_program_of_a_shard_is_run_by_every_device(manual: tuple[str, ...], 
         assert flops(jax.jit(mapped), X, W) == work * (PRODUCT // work) == PRODUCT
         doubled = jax.shard_map(lambda x, w: x @ w, in_specs=(P(), P()), out_specs=P(), axis_names=set(manual))
         assert flops(jax.jit(doubled), X, W) == work * PRODUCT
+
+
+def test_flops_of_one_equation() -> None:
+    (dot,) = jax.make_jaxpr(jnp.matmul)(jnp.ones((4, 8)), jnp.ones((8, 16))).eqns
+    assert equation_flops(dot) == 2 * 4 * 8 * 16
+    (tanh,) = jax.make_jaxpr(jnp.tanh)(jnp.ones(4)).eqns
+    assert equation_flops(tanh) == 0
 
 
 def test_a_model_of_many_layers() -> None:

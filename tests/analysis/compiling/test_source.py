@@ -26,6 +26,7 @@ from shardrules.analysis.compiling.source import (
     is_library,
     naming_lines,
     short_line,
+    user_frames,
     user_line,
 )
 from shardrules.analysis.program.program import Source
@@ -69,6 +70,7 @@ def test_the_innermost_line_of_the_user() -> None:
     assert user_line([outer, library, inner]) == "train.py:30"
     assert user_line([library, Source(eqx.__file__, 9)]) == f"{eqx.__file__}:9"
     assert user_line([library]) == ""
+    assert user_frames([library, inner, outer]) == [inner, outer]
     assert user_line([]) == ""
 
 
