@@ -1,14 +1,11 @@
 """What differs in another plan of the same function."""
 
-from typing import TypeAlias, final
+from typing import final
 
 import attrs
 
 from shardrules.core.check import bytes_text
-from shardrules.core.views.diff import Placements, PlanDiff
-
-Side: TypeAlias = tuple[Placements, float, int, int]
-"""Where arguments are, and what a call costs: seconds, bytes on the wire, bytes of memory."""
+from shardrules.core.views.diff import PlanDiff
 
 
 @final
@@ -22,12 +19,6 @@ class AutoPlanDiff:
     wire_bytes: tuple[int, int]
     """What a device sends in a call."""
     peak_bytes: tuple[int, int]
-
-    @classmethod
-    def between(cls, before: Side, after: Side) -> "AutoPlanDiff":
-        """Returns what differs."""
-        placements, *figures = zip(before, after, strict=True)
-        return cls(PlanDiff.between(*placements), *figures)
 
     def __str__(self) -> str:
         time = " -> ".join(f"{1000 * seconds:.4g} ms" for seconds in self.seconds)

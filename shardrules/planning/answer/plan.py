@@ -18,7 +18,7 @@ from shardrules.core.finding import Finding, listing, template
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
-from shardrules.core.views.diff import Placements
+from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import aligned
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim, alternative_text, array_uses, split_dims
@@ -279,9 +279,11 @@ class AutoPlan:
 
     def diff(self, other: "AutoPlan") -> AutoPlanDiff:
         """Returns what differs in another plan of the same function, from this one to the other."""
-        return AutoPlanDiff.between(
-            (self._placements(), self.cost, self.wire_bytes, self.peak_bytes),
-            (other._placements(), other.cost, other.wire_bytes, other.peak_bytes),
+        return AutoPlanDiff(
+            PlanDiff.between(self._placements(), other._placements()),
+            (self.cost, other.cost),
+            (self.wire_bytes, other.wire_bytes),
+            (self.peak_bytes, other.peak_bytes),
         )
 
     def _placements(self) -> Placements:

@@ -17,7 +17,7 @@ from shardrules.core.errors import NoMeshError, TreeError
 from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
-from shardrules.placement.transfer import is_placed, put_some, put_unplaced
+from shardrules.placement.transfer import put_some, put_unplaced
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.run.call import Call, auto_mesh, axis_names_of, read_call, struct
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
@@ -72,17 +72,19 @@ class PlannedFunction:
         """Returns the arrays as planned: those that are replicated, or not placed yet, are put there."""
         mesh = auto_mesh(concrete_mesh(self.mesh))
         targets = [NamedSharding(mesh, spec) for spec in self.specs]
-        placed, misplaced = list(arrays), []
-        to_put: dict[int, NamedSharding] = {}
+        traced: dict[int, NamedSharding] = {}
+        moved: dict[int, NamedSharding] = {}
+        misplaced: list[str] = []
         for index, (path, array, target) in enumerate(zip(self.planned.paths, arrays, targets, strict=True)):
             if isinstance(array, Tracer):
                 if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
-                    placed[index] = jax.device_put(array, target)
-            elif is_placed(array):
-                named = array.sharding if isinstance(array.sharding, NamedSharding) else None
-                is_replicated = named is not None and named.is_fully_replicated
-                if array.sharding.is_equivalent_to(target, array.ndim) or is_replicated:
-                    to_put[index] = target
+                    traced[index] = target
+            elif isinstance(array, jax.Array) and array.committed:
+                sharding = array.sharding
+                named = sharding if isinstance(sharding, NamedSharding) else None
+                # An equivalent sharding under another name is put there too: to jit it has another type.
+                if sharding.is_equivalent_to(target, array.ndim) or (named is not None and named.is_fully_replicated):
+                    moved[index] = target
                 elif named is not None:  # JAX explains the others
                     misplaced.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(target.spec)}")
         if misplaced:
@@ -91,7 +93,10 @@ class PlannedFunction:
                 + "\n  ".join(misplaced)
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
-        return put_unplaced(put_some(placed, to_put), targets)
+        placed = put_unplaced(put_some(arrays, moved), targets)
+        for index, target in traced.items():
+            placed[index] = jax.device_put(arrays[index], target)
+        return placed
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Call, Any, list[Any]]:
         """Returns the call, the jitted function and the arrays for some arguments: traced once for each shape."""
