@@ -2,7 +2,7 @@
 
 Operations come in four forms:
 
-- *Output-driven*: one result, and nothing is summed over. The layout of the result is chosen, and those of the operands
+- *Output-driven*: one result, and nothing is summed over. The layout of the result is chosen, and the operands' layouts
   follow from it. Results that are computed elementwise from each other are one node (see `clusters`).
 - *Loops*: the operation is a nest of loops, as matmuls and reductions are. What is chosen is how its loops are split.
   Its results get layouts of their own right after it, since a sum over a split loop is completed there.

@@ -20,7 +20,8 @@ def compute_seconds(
     operand_homes: Mapping[tuple[int, int], Home],
 ) -> np.ndarray:
     """The seconds that all runs of an operation take, for each of the `layouts` of its node."""
-    operation, arrays, factors = program.operations[op_index], program.arrays, program.operations[op_index].factors
+    operation, arrays = program.operations[op_index], program.arrays
+    factors = operation.factors
     computing = 0.0
     if operation.flops:
         computing = operation.flops / machine.flops_per_second(operation.dtype) / shard_counts(layouts, machine)

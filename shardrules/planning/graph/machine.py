@@ -122,7 +122,7 @@ class Machine:
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:
-    """The sheet of a mesh's devices; that of H100s where it has no devices, or devices without a sheet.
+    """The sheet of a mesh's devices; the H100 sheet where it has no devices, or devices without a sheet.
 
     ```python
     from shardrules.planning.graph.machine import hardware_of

@@ -2,8 +2,8 @@
 
 A node is an operation, or an array that is laid out by itself. Its layouts are rows over its own dims, and the layouts
 of the arrays that it reads and writes follow from them. An edge leads from the node that produces an array to a node
-that reads it, and costs what changing the layout between the two takes. Equal operations, such as those of repeated
-layers, share one node.
+that reads it, and costs what changing the layout between the two takes. Equal operations, as in repeated layers,
+share one node.
 
 All positions are indices: of nodes, edges, operations and arrays. A key `(op_index, operand_index)` is one operand of
 one operation, and `(op_index, result_index)` one of its results.

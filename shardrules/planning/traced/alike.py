@@ -1,7 +1,7 @@
-"""Which operations of a program are equal, such as those of layers that are repeated in the code.
+"""Which operations of a program are equal, as they are in layers that are repeated in the code.
 
 This is a Weisfeiler-Lehman refinement. Each operation starts with a color, here called its class: the code line, the
-primitive and the shapes. Each round then gives it a new class, from its own and those of the operations around it.
+primitive and the shapes. Each round then gives it a new class, from its own and its neighbours' classes.
 After a few rounds two operations are in one class where the program looks the same that far around them: so the layers
 in the middle of a model are equal, and the first and the last few are not.
 """
@@ -97,7 +97,7 @@ class _Refinement:
     def refine(
         self, classes: Sequence[int], arguments: Mapping[int, int], users: Mapping[int, tuple[tuple[int, int], ...]]
     ) -> list[int]:
-        """One round: the class of an operation, and those of what it reads and of what uses its results."""
+        """One round: the class of an operation, of what it reads, and of what uses its results."""
         arrays = dict(arguments)
         for op_class, operation in zip(classes, self.program.operations, strict=True):
             for result_index, result in enumerate(operation.results):

@@ -9,8 +9,8 @@ from shardrules.planning.traced.program import Operation, TracedProgram
 _RECOMPUTE_DISTANCE = 48
 """A result whose next use is this many operations away is kept in memory instead of being computed again.
 
-About one transformer block. With half of it, short-lived activations count as written; with twice as much, what the
-backward pass needs counts as recomputed, although compilers keep it.
+On the order of a transformer block. With half of it, short-lived activations count as written; with twice as much,
+what the backward pass needs counts as recomputed, although compilers keep it.
 """
 
 _NEVER_FUSED = (

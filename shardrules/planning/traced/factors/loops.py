@@ -61,6 +61,8 @@ def loop_sizes(loops: Loops, op: OpSignature) -> dict[Hashable, int]:
     """The size of each loop, which all pieces have to divide, in the order in which the loops appear.
 
     ```python
+    from shardrules.planning.traced.factors.loops import Loops, OpSignature, loop_sizes
+
     op = OpSignature("reshape", ((6, 4),), ((8, 3),), ("float32",), {})
     assert loop_sizes(Loops([("rows", None)], [("rows", None)]), op) == {"rows": 2}
     ```

@@ -38,6 +38,8 @@ class Factors:
     only is free: nothing in the operands has to be split. A factor of operands only is in `reduced`.
 
     ```python
+    from shardrules.planning.traced.factors.table import Factors, op_factors
+
     (dot,) = jax.make_jaxpr(jnp.matmul)(jnp.ones((8, 16)), jnp.ones((16, 4))).eqns
     assert op_factors(dot) == Factors(((0, 1), (1, 2)), ((0, 2),), sizes=(8, 16, 4), reduced=(1,))
     ```
@@ -56,6 +58,8 @@ def op_factors(equation: Any) -> Factors | None:
     """The factors of an equation; `None` where no rule covers its primitive, or this form of it.
 
     ```python
+    from shardrules.planning.traced.factors.table import Factors, op_factors
+
     (reshape,) = jax.make_jaxpr(lambda x: x.reshape(32, 4, 8))(jnp.ones((32, 32))).eqns
     assert op_factors(reshape) == Factors(((0, 1),), ((0, 1, None),), sizes=(32, 4))
     ```
