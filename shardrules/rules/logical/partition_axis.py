@@ -539,7 +539,7 @@ class PartitionAxis:
         )
         change = f"Set {' or '.join(remedies)} to another mesh axis or None, or write" if remedies else "Write"
         return (
-            f"Mesh axis {axis!r} would split dimensions {dims_text} of one array in mode {mode!r}, but it can split only "
+            f"Mesh axis {axis!r} would split dimensions {dims_text} of one array in mode {mode!r}, but can split only "
             f"one. {change} EMPTY for one of these dimensions"
         )
 
