@@ -261,8 +261,8 @@ def _error(
     for leaf_index, finding in problems:
         item = requested[leaf_index]
         spec = spec_repr(item.spec if isinstance(item, NamedSharding) else item)
-        where = f"{paths[leaf_index] or 'x'} {shape_text(finding.shape or ())}"
-        lines.append(f"{caller}: {spec} on {where}: {finding.message}")
+        leaf = f"{paths[leaf_index] or 'x'} {shape_text(finding.shape or ())}"
+        lines.append(f"{caller}: {spec} on {leaf}: {finding.message}")
         if finding.code == "unknown-axis":
             lines.append(f"    -> {finding.remedy}")
     codes = [finding.code for _, finding in problems]

@@ -170,7 +170,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_is_made() -> None:
     assert ran == []
     with pytest.raises(sr.errors.NoMeshError, match="filter_init needs a mesh"):
         sr.filter_init(make, P("data"))(jax.random.key(0))
-    with pytest.raises(sr.errors.AxisTypeError, match="a mesh is a Mesh"):
+    with pytest.raises(sr.errors.AxisTypeError, match="a mesh must be a Mesh"):
         sr.filter_init(make, P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 

@@ -1,7 +1,7 @@
-"""Which tensor of a checkpoint goes to which leaf of a tree, and everything that stands against it, in words.
+"""Which tensor of a checkpoint goes to which leaf of a tree, and what is wrong with that.
 
-A model repeats itself, so what is wrong with it is wrong in every layer. Problems are kept as data until all are known;
-then those of equal layers are told once.
+A model repeats itself, so what is wrong with it is wrong in every layer. Mismatches are kept as data until all are
+known; then those of equal layers become one finding.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,265 +11,228 @@ import attrs
 import jax.numpy as jnp
 import numpy as np
 
-from shardrules.core.errors import CheckpointError, TreeError, suggest
+from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, suggest
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
 from shardrules.placement.checkpoints.requested import RequestedLeaf
 
 Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
-"""From the path of a leaf to the name of a tensor. `None` for a leaf: it is not there, `like` has its values."""
+"""From the path of a leaf to the name of a tensor, or to `None`: the checkpoint lacks it, and `like` has its values."""
 
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-_TYPES = (bool, int, float, complex)
-_SUGGESTIONS = 16  # finding near names takes time that grows with the number of names
+_DTYPE_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+_PYTHON_TYPES = (bool, int, float, complex)  # of the same kinds
+
+_SUGGESTIONS = 16
+"""For how many findings a similar name is suggested. Over 45,000 tensors one suggestion takes seconds: twice as many
+would double that, half as many leave more typos without one."""
 
 
 @final
 @attrs.frozen
 class StoredArray:
-    """A tensor as a checkpoint describes it.
-
-    **Arguments:**
-
-    - `shape`: its shape.
-    - `dtype`: its dtype; `None` for one that no array here can have.
-    - `dtype_name`: how the checkpoint writes the dtype.
-    """
+    """A tensor as a checkpoint describes it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype | None
+    """`None` for one that JAX arrays cannot have."""
     dtype_name: str
+    """How the checkpoint writes the dtype."""
 
     def __str__(self) -> str:
         return f"{self.dtype_name}{list(self.shape)}"
 
     @property
     def python_type(self) -> type | None:
-        """The type of the Python value that it would be: one for numbers without dimensions and for texts."""
+        """The type that it has as a Python value: numbers without dimensions and strings have one."""
         if self.dtype is None:
             return str if self.dtype_name == "string" else None
-        return None if self.shape else _TYPES[_kind(self.dtype)]
+        return None if self.shape else _PYTHON_TYPES[_dtype_kind(self.dtype)]
 
 
 @final
 @attrs.frozen
 class Mismatch:
-    """What stands against one leaf or one tensor.
-
-    **Arguments:**
-
-    - `code`: what kind of problem it is.
-    - `path`: the leaf, or the tensor where no leaf has to do with it.
-    - `name`: the tensor, in words.
-    - `shape`, `dtype`: what the leaf wants.
-    - `held`: what the checkpoint has.
-    """
+    """What is wrong with one leaf or one tensor."""
 
     code: str
     path: str
+    """The leaf, or the tensor where no leaf takes it."""
     name: str = ""
+    """The tensor, in words."""
     shape: tuple[int, ...] | None = None
     dtype: str = ""
-    held: StoredArray | None = None
+    """With `shape`, what the leaf expects."""
+    stored: StoredArray | None = None
 
 
 def match(
-    wants: Sequence[RequestedLeaf],
-    held: Mapping[str, StoredArray],
+    leaves: Sequence[RequestedLeaf],
+    stored: Mapping[str, StoredArray],
     names: Names,
     default: Callable[[str], str],
     *,
     surplus: str,
     cast: bool,
 ) -> tuple[list[str | None], list[Finding]]:
-    """Returns which tensor each leaf takes, and all that is wrong.
+    """Returns the name of the tensor that each leaf takes, `None` where it keeps its value, and all that is wrong.
 
-    **Arguments:**
-
-    - `wants`: the leaves.
-    - `held`: the tensors, by name.
-    - `names`: the name for a path, as a function or a table; paths that a table lacks have their default name.
-    - `default`: the default name.
-    - `surplus`: `"error"` or `"skip"`: what tensors are that no leaf takes.
-    - `cast`: whether a tensor may have another dtype than the leaf.
-
-    **Returns:**
-
-    A name for each leaf, `None` where it keeps what it has; and findings.
-
-    **Raises:**
-
-    `ValueError` when `surplus` is neither.
+    Paths that `names` lacks have the name `default(path)`. `surplus` says whether tensors that no leaf takes are an
+    `"error"` or to `"skip"`, `cast` whether tensors may have other dtypes than the leaves.
 
     ```python
-    held = {"w": StoredArray((4,), np.dtype("float32"), "F32"), "v": StoredArray((4,), np.dtype("float32"), "F32")}
-    wants = [RequestedLeaf("u", np.ones(4)), RequestedLeaf("w", 1.0)]
-    takes, wrong = match(wants, held, {"u": "v"}, str, surplus="error", cast=False)
-    assert takes == ["v", "w"] and [found.code for found in wrong] == ["value", "value"]
+    from shardrules.placement.checkpoints.names import RequestedLeaf, StoredArray, match
+
+    stored = {"w": StoredArray((4,), np.dtype("float32"), "F32"), "v": StoredArray((4,), np.dtype("float32"), "F32")}
+    leaves = [RequestedLeaf("u", np.ones(4)), RequestedLeaf("w", 1.0)]
+    names, findings = match(leaves, stored, {"u": "v"}, str, surplus="error", cast=False)
+    assert names == ["v", "w"] and [finding.code for finding in findings] == ["value", "value"]
     ```
     """
     if surplus not in ("error", "skip"):
-        raise ValueError(f"surplus must be 'error' or 'skip', not {surplus!r}")
+        raise ConfigError(f"surplus must be 'error' or 'skip', got {surplus!r}")
     if not (names is None or isinstance(names, Mapping) or callable(names)):
-        raise TreeError(
-            f"names is a table from path to tensor, or a function from the one to the other; got {names!r:.80}"
+        raise ConfigTypeError(
+            f"names must be a table from paths to tensors, or a function from one to the other; got {names!r:.80}"
         )
     table = names if isinstance(names, Mapping) else {}
-    ask = default if names is None or isinstance(names, Mapping) else names
-    paths = dict.fromkeys(want.path for want in wants)
-    problems = [Mismatch("no-leaf", path) for path in table if path not in paths]
-    takes: list[str | None] = []
-    for want in wants:
-        name: Any = table[want.path] if want.path in table else ask(want.path)
+    name_of = default if names is None or isinstance(names, Mapping) else names
+    paths = dict.fromkeys(leaf.path for leaf in leaves)
+    mismatches = [Mismatch("no-leaf", path) for path in table if path not in paths]
+    matches: list[str | None] = []
+    for leaf in leaves:
+        name: Any = table[leaf.path] if leaf.path in table else name_of(leaf.path)
         if name is not None and not isinstance(name, str):
-            problems.append(Mismatch("no-name", want.path, f"{name!r:.60}", want.shape))
+            mismatches.append(Mismatch("no-name", leaf.path, f"{name!r:.60}", leaf.shape))
             name = None
-        elif name is None and want.is_array and not want.has_values:
-            problems.append(Mismatch("no-values", want.path, "", want.shape))
-        elif name is not None and name not in held:
-            if want.is_array:
-                problems.append(Mismatch("missing", want.path, name, want.shape))
+        elif name is None and leaf.is_array and not leaf.has_values:
+            mismatches.append(Mismatch("no-values", leaf.path, "", leaf.shape))
+        elif name is not None and name not in stored:
+            # A Python number that the file lacks keeps its value; an array that it lacks is an error.
+            if leaf.is_array:
+                mismatches.append(Mismatch("missing", leaf.path, name, leaf.shape))
             name = None
         elif name is not None:
-            problems += compare(want, repr(name), held[name], cast=cast)
-        takes.append(name)
+            mismatches += compare(leaf, repr(name), stored[name], cast=cast)
+        matches.append(name)
     if surplus == "error":
-        taken = dict.fromkeys(takes)
-        problems += [Mismatch("surplus", name, held=one) for name, one in held.items() if name not in taken]
-    return takes, told(problems, held, paths)
+        matched = dict.fromkeys(matches)
+        mismatches += [Mismatch("surplus", name, stored=array) for name, array in stored.items() if name not in matched]
+    return matches, mismatch_findings(mismatches, stored, paths)
 
 
-def compare(want: RequestedLeaf, name: str, held: StoredArray, *, cast: bool) -> Iterator[Mismatch]:
-    """Yields what stands against a leaf's taking a tensor.
-
-    **Arguments:**
-
-    - `want`: the leaf.
-    - `name`: the tensor, in words.
-    - `held`: what it is.
-    - `cast`: whether it may have another dtype.
-
-    **Returns:**
-
-    An iterator of problems.
+def compare(leaf: RequestedLeaf, name: str, stored: StoredArray, *, cast: bool) -> Iterator[Mismatch]:
+    """Yields what is wrong if a leaf takes a tensor, which messages call `name`.
 
     ```python
-    held = StoredArray((), np.dtype("float64"), "float64")
-    assert [found.code for found in compare(RequestedLeaf("step", 3), "block 0", held, cast=False)] == ["value"]
+    from shardrules.placement.checkpoints.names import RequestedLeaf, StoredArray, compare
+
+    stored = StoredArray((), np.dtype("float64"), "float64")
+    mismatches = compare(RequestedLeaf("step", 3), "block 0", stored, cast=False)
+    assert [mismatch.code for mismatch in mismatches] == ["value"]
     ```
     """
-    if not want.is_array:
-        if held.python_type is not type(want.value):
-            yield Mismatch("value", want.path, name, None, type(want.value).__name__, held)
+    if not leaf.is_array:
+        if stored.python_type is not type(leaf.value):
+            yield Mismatch("value", leaf.path, name, None, type(leaf.value).__name__, stored)
         return
-    has = Mismatch("", want.path, name, want.shape, str(want.dtype), held)
-    if held.shape != want.shape:
-        yield attrs.evolve(has, code="shape")
-    if held.dtype is None:
-        yield attrs.evolve(has, code="unreadable")
-    elif want.device_dtype != want.dtype and held.dtype.itemsize > np.dtype(want.device_dtype).itemsize:
-        yield attrs.evolve(has, code="narrow", dtype=str(want.device_dtype))
-    elif held.dtype.newbyteorder("=") != want.dtype:
+    mismatch = Mismatch("", leaf.path, name, leaf.shape, str(leaf.dtype), stored)
+    if stored.shape != leaf.shape:
+        yield attrs.evolve(mismatch, code="shape")
+    if stored.dtype is None:
+        yield attrs.evolve(mismatch, code="unreadable")
+    # JAX would narrow it silently, whatever `cast` says.
+    elif leaf.device_dtype != leaf.dtype and stored.dtype.itemsize > np.dtype(leaf.device_dtype).itemsize:
+        yield attrs.evolve(mismatch, code="narrow", dtype=str(leaf.device_dtype))
+    elif stored.dtype.newbyteorder("=") != leaf.dtype:
         if not cast:
-            yield attrs.evolve(has, code="dtype")
-        elif _kind(held.dtype) > _kind(want.dtype):
-            yield attrs.evolve(has, code="lossy")
+            yield attrs.evolve(mismatch, code="dtype")
+        elif _dtype_kind(stored.dtype) > _dtype_kind(leaf.dtype):
+            yield attrs.evolve(mismatch, code="lossy")
 
 
-def told(problems: Iterable[Mismatch], names: Iterable[str], paths: Iterable[str]) -> list[Finding]:
-    """Returns problems in words, those of equal layers as one.
-
-    **Arguments:**
-
-    - `problems`: the problems.
-    - `names`: the tensors that there are, to suggest one.
-    - `paths`: the leaves that there are.
-
-    **Returns:**
-
-    A list of findings.
+def mismatch_findings(mismatches: Iterable[Mismatch], names: Iterable[str], paths: Iterable[str]) -> list[Finding]:
+    """Returns mismatches as findings, those of equal layers as one; suggests from the `names` and `paths` that exist.
 
     ```python
-    found = told([Mismatch("missing", f"layers/{i}/w", f"layers.{i}.w", (4,)) for i in range(3)], ["layers.0.v"], [])
-    assert [(one.path, one.count) for one in found] == [("layers/*/w", 3)]
-    assert "did you mean 'layers.0.v'" in found[0].message
+    from shardrules.placement.checkpoints.names import Mismatch, mismatch_findings
+
+    mismatches = [Mismatch("missing", f"layers/{i}/w", f"layers.{i}.w", (4,)) for i in range(3)]
+    (finding,) = mismatch_findings(mismatches, ["layers.0.v"], [])
+    assert (finding.path, finding.count) == ("layers/*/w", 3)
+    assert "did you mean 'layers.0.v'" in finding.message
     ```
     """
     groups: dict[Mismatch, list[Mismatch]] = {}
-    for problem in problems:
-        alike = attrs.evolve(problem, path=_template(problem.path), name="")
-        groups.setdefault(alike, []).append(problem)
-    known, leaves = list(names), list(paths)
+    for mismatch in mismatches:
+        key = attrs.evolve(mismatch, path=_template(mismatch.path), name="")
+        groups.setdefault(key, []).append(mismatch)
+    tensors, leaves = list(names), list(paths)
     findings: list[Finding] = []
-    for number, same in enumerate(groups.values()):
-        near = known if same[0].code == "missing" else leaves if same[0].code == "no-leaf" else []
-        what, remedy = _words(same[0], "" if number >= _SUGGESTIONS else suggest(same[0].name or same[0].path, near))
-        path = same[0].path
-        for other in same[1:]:
+    for index, group in enumerate(groups.values()):
+        first = group[0]
+        candidates = tensors if first.code == "missing" else leaves if first.code == "no-leaf" else []
+        hint = "" if index >= _SUGGESTIONS else suggest(first.name or first.path, candidates)
+        message, remedy = _words(first, hint)
+        path = first.path
+        for other in group[1:]:
             path = _common(path, other.path)
-        findings.append(Finding("error", same[0].code, what, path, remedy=remedy, shape=same[0].shape, count=len(same)))
+        findings.append(Finding("error", first.code, message, path, remedy=remedy, shape=first.shape, count=len(group)))
     return findings
 
 
 def refuse(what: str, findings: Sequence[Finding]) -> None:
-    """Raises one error that lists everything, where there is anything.
-
-    **Arguments:**
-
-    - `what`: who refuses what.
-    - `findings`: what is wrong.
-
-    **Raises:**
-
-    `CheckpointError`.
-    """
+    """Raises one `CheckpointError` that lists all findings, if there are any; `what` names the caller and the file."""
     if findings:
         raise CheckpointError(f"{what} cannot be loaded, and nothing was:\n{listing(findings)}")
 
 
-def _kind(dtype: Any) -> int:
-    """How much a dtype can say: truth values, whole numbers, numbers, complex numbers."""
-    return next((number for number, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), len(_KINDS) - 1)
+def _dtype_kind(dtype: Any) -> int:
+    """Returns 0 to 3 for booleans, integers, floats and complex numbers: each can hold the kinds before it."""
+    kinds = (index for index, kind in enumerate(_DTYPE_KINDS) if jnp.issubdtype(dtype, kind))
+    return next(kinds, len(_DTYPE_KINDS) - 1)
 
 
 def _template(path: str) -> str:
     return template(path.replace(".", "/"))
 
 
-def _common(one: str, two: str) -> str:
-    """As `common_path`, for names with dots too."""
-    if "/" in one:
-        return common_path(one, two)
-    return common_path(one.replace(".", "/"), two.replace(".", "/")).replace("/", ".")
+def _common(left: str, right: str) -> str:
+    """As `common_path`, also for names with dots."""
+    if "/" in left:
+        return common_path(left, right)
+    return common_path(left.replace(".", "/"), right.replace(".", "/")).replace("/", ".")
 
 
-def _words(problem: Mismatch, near: str) -> tuple[str, str]:
-    """What is wrong, and what to do about it."""
-    name, held = problem.name, problem.held
-    match problem.code:
+def _words(mismatch: Mismatch, hint: str) -> tuple[str, str]:
+    """Returns what is wrong, and what to do about it."""
+    name, stored = mismatch.name, mismatch.stored
+    match mismatch.code:
         case "missing":
             return (
-                f"there is no {name!r}{near}",
-                f"say what it is called, names={{{problem.path!r}: ...}}; None there keeps the values in `like`",
+                f"the checkpoint has no {name!r}{hint}",
+                f"name its tensor, names={{{mismatch.path!r}: ...}}; None there keeps the values in `like`",
             )
         case "no-leaf":
-            return f"`names` has it, and it is no array of `like`{near}", "write the path as sr.leaf_paths(like) does"
+            return (
+                f"`names` has this path, and `like` has no such leaf{hint}",
+                "write paths as sr.leaf_paths(like) does",
+            )
         case "no-name":
-            return f"`names` gives {name} for it, which is no text", "give the name of a tensor, or None"
+            return f"`names` gives {name} for it, which is not a string", "give the name of a tensor, or None"
         case "no-values":
-            return "`names` says that it is not there, and `like` has its shape only", "put an array of values there"
+            return "`names` gives None for it, and `like` has only its shape", "put an array of values there"
         case "shape":
-            shape = shape_text(held.shape if held else ())
-            return f"{name} has shape {shape}", "give `like` the shape that was saved, or take another tensor"
+            shape = shape_text(stored.shape if stored else ())
+            return f"{name} has shape {shape}", "give `like` the shape that was saved, or use another tensor"
         case "dtype":
-            return f"{name} is {held}, wanted {problem.dtype}", "cast=True converts it"
+            return f"{name} is {stored}, expected {mismatch.dtype}", "cast=True converts it"
         case "narrow":
-            why = f"{name} is {held}, of which JAX makes {problem.dtype} while jax_enable_x64 is off"
-            return why, f"turn it on, or give `like` {problem.dtype} and pass cast=True"
+            why = f"{name} is {stored}, and JAX makes it {mismatch.dtype} while jax_enable_x64 is off"
+            return why, f"turn it on, or give `like` {mismatch.dtype} and pass cast=True"
         case "lossy":
-            return f"{name} is {held}, and {problem.dtype} cannot say that", "give `like` a dtype that can"
+            return f"{name} is {stored}, which {mismatch.dtype} cannot hold", "give `like` a dtype that can hold it"
         case "unreadable":
-            return f"{name} is {held}, which no array here can be", "convert the file, or keep the values in `like`"
+            return f"{name} is {stored}, a dtype without JAX arrays", "convert the file, or keep the values in `like`"
         case "value":
-            return f"{name} is {held}, and `like` has a Python {problem.dtype}", "put there what was saved"
+            return f"{name} is {stored}, and `like` has a Python {mismatch.dtype}", "put what was saved into `like`"
         case _:  # surplus
-            return f"no leaf of `like` takes it, {held}", 'surplus="skip" leaves it; names=... says who takes it'
+            return f"no leaf of `like` takes it, {stored}", 'surplus="skip" ignores it; names=... gives it to a leaf'

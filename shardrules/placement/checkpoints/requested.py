@@ -1,6 +1,6 @@
-"""What a tree asks of a checkpoint, leaf by leaf, and the way back from what was found to the tree.
+"""What a tree requests from a checkpoint, leaf by leaf, and the way back from what was read to the tree.
 
-Files hold numbers. So an array of typed PRNG keys asks for the numbers that its keys are made of, and is made of them
+Files hold numbers. So an array of typed PRNG keys requests the numbers that its keys are made of, and is made of them
 again in the end.
 """
 
@@ -20,28 +20,23 @@ from shardrules.placement.destination import Destination
 from shardrules.placement.source import ArraySource
 from shardrules.placement.transfer import put
 
-PLAIN = (bool, int, float, complex, str)
+PYTHON_TYPES = (bool, int, float, complex, str)
 """The types of Python values that a checkpoint may hold beside arrays."""
 
 
 @final
 @attrs.frozen(eq=False)
 class RequestedLeaf:
-    """A leaf that a checkpoint may hold: an array, or a Python number or text.
-
-    **Arguments:**
-
-    - `path`: its path.
-    - `value`: what stands in the tree.
-    - `shape`, `dtype`: those of the array as a file holds it. A Python value has none.
-    - `sharding`: where the array is to be; `None` for a Python value.
-    """
+    """A leaf that a checkpoint may hold: an array, or a Python number or string."""
 
     path: str
     value: Any
+    """What the tree has there."""
     shape: tuple[int, ...] = ()
     dtype: np.dtype | None = None
+    """Of the array as a file holds it; a Python value has none."""
     sharding: Sharding | None = None
+    """`None` for a Python value."""
 
     @property
     def is_array(self) -> bool:
@@ -50,7 +45,7 @@ class RequestedLeaf:
 
     @property
     def has_values(self) -> bool:
-        """Whether there are values in the tree already, rather than a shape only."""
+        """Whether the tree has values for it, rather than only a shape."""
         return not isinstance(self.value, jax.ShapeDtypeStruct)
 
     @property
@@ -59,107 +54,80 @@ class RequestedLeaf:
         return device_dtype(self.dtype)
 
 
-def requested_leaves(like: Any, found: Destination, who: str) -> list[RequestedLeaf]:
-    """Returns what a tree asks for.
-
-    **Arguments:**
-
-    - `like`: the tree.
-    - `found`: the same, taken apart.
-    - `who`: the caller's name, for messages.
-
-    **Returns:**
-
-    One item for each array and each Python number or text, in the order of the leaves.
-
-    **Raises:**
-
-    `TreeError` where a box in the tree does not hold one array.
+def requested_leaves(like: Any, destination: Destination, caller: str) -> list[RequestedLeaf]:
+    """Returns one item for each array and each Python number or string in `like`, in the order of the leaves.
 
     ```python
+    from shardrules.placement.checkpoints.requested import requested_leaves
     from shardrules.placement.destination import resolve_destination
 
     like = {"w": np.ones((8, 4), np.float32), "step": 3, "act": jax.nn.relu}
-    found = requested_leaves(like, resolve_destination(like, P("data"), sr.create_mesh("data:8")), "load")
-    assert [(one.path, one.shape, one.is_array) for one in found] == [("step", (), False), ("w", (8, 4), True)]
+    destination = resolve_destination(like, P("data"), sr.create_mesh("data:8"))
+    leaves = requested_leaves(like, destination, "load")
+    assert [(leaf.path, leaf.shape, leaf.is_array) for leaf in leaves] == [("step", (), False), ("w", (8, 4), True)]
     ```
     """
     paths = leaf_paths(like)
-    if len(paths) != len(found.values):
-        raise TreeError(f"{who}: a box in the tree holds more than one array, or none; unbox it first")
+    if len(paths) != len(destination.values):
+        raise TreeError(f"{caller}: a box in the tree holds several arrays or none; unbox it first")
     return [
-        RequestedLeaf(path, value) if sharding is None else RequestedLeaf(path, value, *_as_numbers(value), sharding)
-        for path, value, sharding in zip(paths, found.values, found.shardings, strict=True)
-        if sharding is not None or isinstance(value, PLAIN)
+        RequestedLeaf(path, value) if sharding is None else RequestedLeaf(path, value, *_stored_as(value), sharding)
+        for path, value, sharding in zip(paths, destination.values, destination.shardings, strict=True)
+        if sharding is not None or isinstance(value, PYTHON_TYPES)
     ]
 
 
-def with_values(found: Destination, wants: Sequence[RequestedLeaf], values: Sequence[Any]) -> Any:
-    """Returns the tree with what a checkpoint holds in it.
-
-    **Arguments:**
-
-    - `found`: the tree, taken apart.
-    - `wants`: what it asks for.
-    - `values`: what is to stand in it, one for each of them: an array, an `ArraySource`, or a Python value.
-
-    **Returns:**
-
-    The tree. Arrays are placed as `found` says.
-    """
-    arrays = [(want, value) for want, value in zip(wants, values, strict=True) if want.is_array]
-    plain = iter([value for want, value in zip(wants, values, strict=True) if not want.is_array])
-    leaves = [
-        next(plain) if sharding is None and isinstance(value, PLAIN) else value
-        for value, sharding in zip(found.values, found.shardings, strict=True)
+def with_values(destination: Destination, leaves: Sequence[RequestedLeaf], values: Sequence[Any]) -> Any:
+    """Returns the tree with one of `values` (arrays, `ArraySource`s, Python values) at each of `leaves`, placed."""
+    arrays = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if leaf.is_array]
+    plain = iter([value for leaf, value in zip(leaves, values, strict=True) if not leaf.is_array])
+    tree_values = [
+        next(plain) if sharding is None and isinstance(value, PYTHON_TYPES) else value
+        for value, sharding in zip(destination.values, destination.shardings, strict=True)
     ]
-    placed = put([value for _, value in arrays], found.arrays()[1])
-    finished = [_as_asked(array, want) for array, (want, _) in zip(placed, arrays, strict=True)]
-    return attrs.evolve(found, values=leaves).with_arrays(finished)
+    placed = put([value for _, value in arrays], destination.arrays()[1])
+    finished = [_with_keys(array, leaf) for array, (leaf, _) in zip(placed, arrays, strict=True)]
+    return attrs.evolve(destination, values=tree_values).with_arrays(finished)
 
 
-def plain_value(source: ArraySource, want: RequestedLeaf) -> Any:
-    """Reads a Python number.
-
-    **Arguments:**
-
-    - `source`: an array without dimensions.
-    - `want`: what stands in the tree.
-
-    **Returns:**
-
-    A value of the type that stands there.
+def python_value(source: ArraySource, leaf: RequestedLeaf) -> Any:
+    """Reads a Python number of the type that the tree has at `leaf`.
 
     ```python
-    assert plain_value(ArraySource((), np.int64, lambda index: np.array(7)), RequestedLeaf("step", 0)) == 7
+    from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value
+
+    assert python_value(sr.ArraySource((), np.int64, lambda index: np.array(7)), RequestedLeaf("step", 0)) == 7
     ```
     """
-    return type(want.value)(source.part(()).item())
+    return type(leaf.value)(source.part(()).item())
 
 
-def _as_numbers(value: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _stored_as(value: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns the shape and dtype that a file has for an array: for keys, those of their numbers."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
     return tuple(map(int, value.shape)), np.dtype(value.dtype)
 
 
-def _as_asked(array: jax.Array, want: RequestedLeaf) -> jax.Array:
-    """Returns keys where keys were asked for, and their numbers where these were."""
+def _with_keys(array: jax.Array, leaf: RequestedLeaf) -> jax.Array:
+    """Returns keys where the tree has keys, and numbers where it has numbers."""
     has_keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    wants_keys = jnp.issubdtype(want.value.dtype, jax.dtypes.prng_key)
+    wants_keys = jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
     if wants_keys and not has_keys:
-        return jax.random.wrap_key_data(array, impl=_key_kind(want.value))
+        return jax.random.wrap_key_data(array, impl=_key_impl(leaf.value))
     if has_keys and not wants_keys:
         return jax.random.key_data(array)
-    if has_keys and array.dtype != want.value.dtype:
-        raise CheckpointError(f"{want.path} holds {array.dtype}, wanted {want.value.dtype}: make `like` with that kind")
+    if has_keys and array.dtype != leaf.value.dtype:
+        raise CheckpointError(
+            f"{leaf.path} holds {array.dtype}, expected {leaf.value.dtype}: make `like` with keys of that kind"
+        )
     return array
 
 
-def _key_kind(keys: Any) -> Any:
-    """The implementation of keys of which only the shape may be there: JAX tells it of arrays only."""
-    found: list[Any] = []
+def _key_impl(keys: Any) -> Any:
+    """Returns the implementation of keys, which JAX tells for arrays only, from their shape."""
+    impls: list[Any] = []
     jax.eval_shape(
-        lambda traced: found.append(jax.random.key_impl(traced)), jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+        lambda traced: impls.append(jax.random.key_impl(traced)), jax.ShapeDtypeStruct(keys.shape, keys.dtype)
     )
-    return found[0]
+    return impls[0]

@@ -1,12 +1,12 @@
 """`load_safetensors`: safetensors files, one or many, straight into shardings.
 
 A file is eight bytes that hold the length of its header, the header (JSON: a dtype, a shape and two offsets for each
-tensor), and the tensors, one after the other without holes. Large models come as several files and an index that says
+tensor), and the tensors, one after the other without gaps. Large models come as several files and an index that says
 which file holds which tensor.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -18,9 +18,10 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
-from shardrules.placement.checkpoints.requested import plain_value, requested_leaves, with_values
+from shardrules.placement.checkpoints.requested import python_value, requested_leaves, with_values
 from shardrules.placement.checkpoints.tensor_file import FileTensor
-from shardrules.placement.destination import How, resolve_destination
+from shardrules.placement.destination import resolve_destination
+from shardrules.rules.how import How
 
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -56,22 +57,22 @@ def load_safetensors(
 ) -> Any:
     """Loads safetensors into a tree of sharded arrays. Each process reads only what its devices hold.
 
-    No device sees more than its shards, and the host holds little more than one of them at a time. All headers are
+    No device gets more than its shards, and the host holds little more than one of them at a time. All headers are
     checked before anything is read.
 
     **Arguments:**
 
     - `path`: a `.safetensors` file, a `.safetensors.index.json`, or a folder with an index or with such files.
-    - `like`: a tree of arrays or `ShapeDtypeStruct`s that says what is wanted, a module from `eqx.filter_eval_shape`
-        say. A Python number takes the one that the file holds under its name, if there is one. What else is no array
-        stays as it is.
-    - `how`, `mesh`: where the arrays are to be, as `filter_shard` takes them.
+    - `like`: a tree of arrays or `ShapeDtypeStruct`s with the expected shapes and dtypes, for example a module from
+        `eqx.filter_eval_shape`. A Python number takes the one that the file has under its name, if there is one. Other
+        leaves stay as they are.
+    - `how`, `mesh`: where the arrays go, as for `filter_shard`.
     - `names`: from a leaf's path (`layers/0/mlp/up/weight`) to the name of its tensor: a function, or a table for the
         paths whose name is not the default. The default name is the path with dots, `layers.0.mlp.up.weight`. `None`
-        for a path: the file does not have it, and the array that stands in `like` is placed.
-    - `surplus`: what tensors are that no leaf takes: an `"error"`, or nothing to talk about, `"skip"`.
+        for a path: the file lacks it, and the array in `like` is placed.
+    - `surplus`: whether tensors that no leaf takes are an `"error"`, or to `"skip"`.
     - `cast`: whether a tensor of another dtype than the leaf's is converted, part by part on the host, or is an error.
-        Whole numbers may become fractions, but not the other way round.
+        Integers may become floats, but not the other way round.
 
     **Returns:**
 
@@ -97,95 +98,93 @@ def load_safetensors(
     assert params["up"]["weight"].sharding.spec == P("model", None)
     ```
     """
-    found = resolve_destination(like, how, mesh, caller="load_safetensors")
-    wants = requested_leaves(like, found, "load_safetensors")
-    checkpoint = read_headers(Path(path))
-    takes, wrong = match(
-        wants, checkpoint.stored, names, lambda each: each.replace("/", "."), surplus=surplus, cast=cast
+    destination = resolve_destination(like, how, mesh, caller="load_safetensors")
+    leaves = requested_leaves(like, destination, "load_safetensors")
+    headers = read_headers(Path(path))
+    matches, findings = match(
+        leaves, headers.stored, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast
     )
-    if checkpoint.problems:  # what is missing may be in what cannot be read
-        wrong = [one for one in wrong if one.code not in ("missing", "surplus")]
-    refuse(f"load_safetensors: {path}", [*checkpoint.problems, *wrong])
+    if headers.problems:  # what is missing may be in a file that cannot be read
+        findings = [finding for finding in findings if finding.code not in ("missing", "surplus")]
+    refuse(f"load_safetensors: {path}", [*headers.problems, *findings])
     values = [
-        want.value
+        leaf.value
         if name is None
-        else checkpoint.tensors[name].source(want.device_dtype)
-        if want.is_array
-        else plain_value(checkpoint.tensors[name].source(checkpoint.tensors[name].dtype), want)
-        for want, name in zip(wants, takes, strict=True)
+        else headers.tensors[name].source(leaf.device_dtype)
+        if leaf.is_array
+        else python_value(headers.tensors[name].source(headers.tensors[name].dtype), leaf)
+        for leaf, name in zip(leaves, matches, strict=True)
     ]
-    return with_values(found, wants, values)
+    return with_values(destination, leaves, values)
 
 
 @final
 @attrs.frozen(eq=False)
 class Safetensors:
-    """What the headers of one or more files say.
-
-    **Arguments:**
-
-    - `stored`: what each tensor is, by name.
-    - `tensors`: where each tensor is, for those of a dtype that arrays can have.
-    - `problems`: what is wrong with the files.
-    """
+    """What the headers of one or more files say."""
 
     stored: dict[str, StoredArray]
+    """Each tensor by name."""
     tensors: dict[str, FileTensor]
+    """Where each tensor is, for dtypes that arrays can have."""
     problems: list[Finding]
 
 
+@final
+@attrs.define(eq=False)
+class _Problems:
+    """Findings about files."""
+
+    findings: list[Finding] = attrs.field(factory=list)
+
+    def add(self, path: Path, message: str, remedy: str = "") -> None:
+        self.findings.append(Finding("error", "file", message, str(path), remedy))
+
+
 def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
-    """Reads the headers, and nothing else.
+    """Reads the headers of a file, an index, or a folder with an index or with files, and nothing else.
 
-    **Arguments:**
-
-    - `path`: a file, an index, or a folder with an index or with files.
-    - `whole`: whether what headers speak of has to be there. Who only plans needs no more than the headers.
-
-    **Returns:**
-
-    What they say.
+    With `whole=False` the tensors themselves may be missing: planning takes only the headers.
     """
-    held: dict[str, StoredArray] = {}
+    stored: dict[str, StoredArray] = {}
     tensors: dict[str, FileTensor] = {}
-    wrong: list[Finding] = []
-
-    def say(where: Path, what: str, remedy: str = "") -> None:
-        wrong.append(Finding("error", "file", what, str(where), remedy))
-
-    files, index = _files(path, say)
+    problems = _Problems()
+    files, index = _files(path, problems)
     for file in files:
-        for name, (one, tensor) in _read_header(file, say, whole).items():
+        for name, (array, tensor) in _read_header(file, problems, whole).items():
             if name in index and index[name] != file:
-                continue
-            if name in held:
-                say(file, f"{name!r} stands in another file too", "write an index that says which one is meant")
-            held[name] = one
+                continue  # the index says which of several files counts
+            if name in stored:
+                problems.add(file, f"{name!r} is in another file too", "write an index that says which one counts")
+            stored[name] = array
             if tensor is not None:
                 tensors[name] = tensor
-    broken = dict.fromkeys(found.path for found in wrong)
+    unreadable = dict.fromkeys(finding.path for finding in problems.findings)
     for name, file in index.items():
-        if name not in held and str(file) not in broken:
-            say(file, f"the index says that it holds {name!r}, and it does not{suggest(name, held)}", "index it again")
-    return Safetensors(held, tensors, wrong)
+        if name not in stored and str(file) not in unreadable:
+            hint = suggest(name, stored)
+            problems.add(file, f"the index says that it has {name!r}, and it does not{hint}", "write the index again")
+    return Safetensors(stored, tensors, problems.findings)
 
 
-def _files(path: Path, say: Callable[..., None]) -> tuple[list[Path], dict[str, Path]]:
-    """The files to read, and what an index says: which tensor each holds."""
+def _files(path: Path, problems: _Problems) -> tuple[list[Path], dict[str, Path]]:
+    """Returns the files to read, and for each tensor in an index its file."""
     if path.is_dir():
         inside = sorted(path.iterdir())
         indices = [file for file in inside if file.name.endswith(_INDEX)]
         files = [file for file in inside if file.suffix == ".safetensors"]
         if len(indices) > 1:
-            say(path, f"it holds several indices: {', '.join(file.name for file in indices)}", "give one of them")
+            problems.add(
+                path, f"it has several indices: {', '.join(file.name for file in indices)}", "pass one of them"
+            )
             return [], {}
         if not indices:
             if not files:
-                say(path, "there is no .safetensors file in this folder", "give the folder or the file that was saved")
+                problems.add(path, "this folder has no .safetensors file", "pass the folder or the file that was saved")
             return files, {}
         path = indices[0]
     if not path.is_file():
-        say(path, "there is no such file or folder")
+        problems.add(path, "no such file or folder")
         return [], {}
     if path.suffix != ".json":
         return [path], {}
@@ -194,78 +193,78 @@ def _files(path: Path, say: Callable[..., None]) -> tuple[list[Path], dict[str, 
         paths = {file: path.parent / file for file in dict.fromkeys(table.values())}
         index = {name: paths[file] for name, file in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        say(path, f"it is no index of safetensors: {error!r:.120}", 'an index holds {"weight_map": {name: file}}')
+        message = f"it is not an index of safetensors: {error!r:.120}"
+        problems.add(path, message, 'an index holds {"weight_map": {name: file}}')
         return [], {}
     files = list(paths.values())
     for file in files:
         if not file.is_file():
-            say(file, f"the index {path.name} names it, and it is not there", "load the missing file, or index again")
+            message = f"the index {path.name} names this file, and it does not exist"
+            problems.add(file, message, "download it, or write the index again")
     return [file for file in files if file.is_file()], index
 
 
-def _read_header(path: Path, say: Callable[..., None], whole: bool) -> dict[str, tuple[StoredArray, FileTensor | None]]:
-    again = "copy or load the file again"
+def _read_header(path: Path, problems: _Problems, whole: bool) -> dict[str, tuple[StoredArray, FileTensor | None]]:
+    remedy = "copy or download the file again"
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         begin = 8 + length
         if size < 8 or begin > size:
-            say(path, f"it has {size} bytes, and its header alone would end at byte {begin}", again)
+            problems.add(path, f"it has {size} bytes, and its header alone would end at byte {begin}", remedy)
             return {}
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_without_twins)
-        entries = {name: _entry(one) for name, one in header.items() if name != "__metadata__"}
+        header = json.loads(text, object_pairs_hook=_unique_keys)
+        entries = {name: _entry(entry) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        say(path, f"its header cannot be read: {error!r:.160}", again)
+        problems.add(path, f"its header cannot be read: {error!r:.160}", remedy)
         return {}
-    for problem in _misfits(entries, size - begin if whole else None):
-        say(path, problem, again)
-    result: dict[str, tuple[StoredArray, FileTensor | None]] = {}
-    for name, (said, shape, first, after) in entries.items():
-        dtype = np.dtype(_DTYPES[said]) if said in _DTYPES else None
-        tensor = None if dtype is None else FileTensor(path, begin + first, shape, dtype)
-        if tensor is not None and tensor.nbytes != after - first:
-            say(
-                path,
-                f"{name!r}, {said}{list(shape)}, takes {tensor.nbytes} bytes, not the {after - first} it has",
-                again,
-            )
-        result[name] = StoredArray(shape, dtype, said), tensor
-    return result
+    for problem in _offset_problems(entries, size - begin if whole else None):
+        problems.add(path, problem, remedy)
+    arrays: dict[str, tuple[StoredArray, FileTensor | None]] = {}
+    for name, (dtype_name, shape, start, end) in entries.items():
+        dtype = np.dtype(_DTYPES[dtype_name]) if dtype_name in _DTYPES else None
+        array = StoredArray(shape, dtype, dtype_name)
+        tensor = None if dtype is None else FileTensor(path, begin + start, shape, dtype)
+        if tensor is not None and tensor.nbytes != end - start:
+            problems.add(path, f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - start} it has", remedy)
+        arrays[name] = array, tensor
+    return arrays
 
 
-def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ValueError(f"{name!r} stands in it twice")
+            raise ValueError(f"{name!r} is in it twice")
         result[name] = value
     return result
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
-    shape, (first, after) = entry["shape"], entry["data_offsets"]
+    """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str):
-        raise TypeError(f"{entry['dtype']!r} is no dtype")
-    numbers = [*shape, first, after]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers) or after < first:
-        raise ValueError(f"shape {shape} and offsets {[first, after]} are no shape and no offsets")
-    return entry["dtype"], tuple(shape), first, after
+        raise TypeError(f"{entry['dtype']!r} is not a dtype")
+    numbers = [*shape, start, end]
+    if not all(isinstance(size, int) and size >= 0 for size in numbers) or end < start:
+        raise ValueError(f"invalid shape {shape} or offsets {[start, end]}")
+    return entry["dtype"], tuple(shape), start, end
 
 
-def _misfits(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int | None) -> Iterator[str]:
-    """What is wrong with where tensors are: they are to fill the bytes after the header, without holes."""
-    end, last = 0, ""
-    for first, after, name in sorted((first, after, name) for name, (_, _, first, after) in entries.items()):
-        if first < end:
-            yield f"{name!r} begins at byte {first} of the data, before {last!r} ends at byte {end}"
-        elif first > end:
-            yield f"bytes {end} to {first} of the data, before {name!r}, belong to no tensor"
-        end, last = max(end, after), name
+def _offset_problems(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int | None) -> Iterator[str]:
+    """Yields what is wrong with offsets: tensors must fill the bytes after the header without gaps."""
+    previous_end, previous = 0, ""
+    for start, end, name in sorted((start, end, name) for name, (_, _, start, end) in entries.items()):
+        if start < previous_end:
+            yield f"{name!r} begins at byte {start} of the data, before {previous!r} ends at byte {previous_end}"
+        elif start > previous_end:
+            yield f"bytes {previous_end} to {start} of the data, before {name!r}, belong to no tensor"
+        previous_end, previous = max(previous_end, end), name
     if size is None:
         return
-    if end > size:
-        yield f"it ends at byte {size} of the data, and {last!r} would end at byte {end}"
-    elif end < size:
-        yield f"bytes {end} to {size} of the data, after the last tensor, belong to no tensor"
+    if previous_end > size:
+        yield f"it ends at byte {size} of the data, and {previous!r} would end at byte {previous_end}"
+    elif previous_end < size:
+        yield f"bytes {previous_end} to {size} of the data, after the last tensor, belong to no tensor"

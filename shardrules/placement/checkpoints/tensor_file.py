@@ -1,10 +1,10 @@
-"""`FileTensor`: a tensor at an offset of a file, of which only the bytes of the slices that are asked for are read.
+"""`FileTensor`: a tensor at an offset of a file; only the bytes of the requested slices are read.
 
-Bytes are read with plain calls, straight into the array that is handed on. A mapped file would be simpler, but mapped
-pages count as memory of the process, and machines with a limit end it for that.
+Bytes are read with plain calls, straight into the array that is returned. A mapped file would be simpler, but mapped
+pages count as memory of the process, and machines with a limit kill it for that.
 
 A slice of a tensor lies in the file as runs of equal length at equal distances. Long runs are read one by one. Short
-ones are read together with what lies between them, a block at a time, and cut.
+ones are read together with what lies between them, a block at a time, and cut out.
 """
 
 import math
@@ -19,28 +19,27 @@ from shardrules.core.errors import CheckpointError
 from shardrules.placement.source import ArraySource, Index
 
 _SHORT_BYTES = 4 * 2**10
-"""Below this, one call for each run costs more than reading what lies between runs."""
+"""Below this, one call per run costs more than reading what lies between runs. Half of it makes more calls, double
+reads more bytes for nothing."""
 
 _WIDE_BYTES = 64 * 2**10
-"""Runs that lie further apart than this are not read together: too much would be read for nothing."""
+"""Runs further apart than this are not read together: too little of what is read would be used. With half of it more
+runs are read by calls of their own, with double more bytes are read for nothing."""
 
 _BLOCK_BYTES = 2**20
-"""How much is read at once of what has to be cut."""
+"""How much is read at once of what has to be cut. Half of it makes more calls, double takes more memory."""
 
 
 @final
 @attrs.frozen(eq=False)
 class FileTensor:
-    """A tensor that lies in a file, uncompressed.
-
-    **Arguments:**
-
-    - `path`: the file.
-    - `offset`: where its first byte is.
-    - `shape`, `dtype`: what it is. A dtype of the other byte order is converted when it is read.
-    - `fortran`: whether the first dimension, not the last, is the one whose elements are neighbours.
+    """A tensor that lies in a file, uncompressed; `fortran` says that its first dimension is the contiguous one.
 
     ```python
+    from pathlib import Path
+
+    from shardrules.placement.checkpoints.tensor_file import FileTensor
+
     np.arange(12, dtype=np.int32).tofile("numbers")
     tensor = FileTensor(Path("numbers"), 0, (3, 4), np.dtype(np.int32))
     assert tensor.read((slice(1, 3), slice(0, 2))).tolist() == [[4, 5], [8, 9]]
@@ -59,34 +58,12 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def source(self, dtype: Any) -> ArraySource:
-        """Returns it as an array that is read in parts.
-
-        **Arguments:**
-
-        - `dtype`: what it is to become; each part is converted on the host.
-
-        **Returns:**
-
-        An `ArraySource`.
-        """
+        """Returns it as an array that is read in parts, each converted to `dtype` on the host."""
         return ArraySource(self.shape, dtype, lambda index: _converted(self.read(index), np.dtype(dtype)))
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads one part.
-
-        **Arguments:**
-
-        - `index`: one slice for each dimension, without steps.
-
-        **Returns:**
-
-        A numpy array of the tensor's dtype.
-
-        **Raises:**
-
-        `CheckpointError` when the file has become shorter than it was.
-        """
-        order = -1 if self.fortran else 1  # in the other order it is the transposed tensor that lies there
+        """Reads the part at slices without steps."""
+        order = -1 if self.fortran else 1  # in Fortran order the file holds the transposed tensor
         shape = self.shape[::order]
         bounds = [cut.indices(size)[:2] for cut, size in zip(index[::order], shape, strict=True)]
         starts = tuple(start for start, _ in bounds)
@@ -103,43 +80,45 @@ def _read_box(file: FileIO, offset: int, shape: tuple[int, ...], starts: tuple[i
     sizes, itemsize = part.shape, part.dtype.itemsize
     steps = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offset += sum(start * step for start, step in zip(starts, steps, strict=True))
-    inner, run = _run(sizes, steps, itemsize)
+    inner, run_bytes = _contiguous(sizes, steps, itemsize)
     flat = part.reshape(-1).view(np.uint8)
-    outer, span = inner, run
+    # From dimension `outer` on, runs are read together, with the gaps between them: `span` bytes in all.
+    outer, span = inner, run_bytes
     while outer and span < _SHORT_BYTES and steps[outer - 1] <= _WIDE_BYTES:
         outer -= 1
         span += (sizes[outer] - 1) * steps[outer]
     filled = 0
     if outer == inner:
-        for number in np.ndindex(*sizes[:outer]):
-            _read_exactly(file, offset + _distance(number, steps), flat[filled : filled + run])
-            filled += run
+        for position in np.ndindex(*sizes[:outer]):
+            _read_exactly(file, offset + _distance(position, steps), flat[filled : filled + run_bytes])
+            filled += run_bytes
         return
     rows = max(1, _BLOCK_BYTES // steps[outer])
-    below = span - (sizes[outer] - 1) * steps[outer]  # what one row takes
-    scratch = np.empty((min(rows, sizes[outer]) - 1) * steps[outer] + below, np.uint8)
-    for number in np.ndindex(*sizes[:outer]):
-        start = offset + _distance(number, steps)
+    row_bytes = span - (sizes[outer] - 1) * steps[outer]
+    scratch = np.empty((min(rows, sizes[outer]) - 1) * steps[outer] + row_bytes, np.uint8)
+    for position in np.ndindex(*sizes[:outer]):
+        start = offset + _distance(position, steps)
         for row in range(0, sizes[outer], rows):
             count = min(rows, sizes[outer] - row)
-            block = scratch[: (count - 1) * steps[outer] + below]
+            block = scratch[: (count - 1) * steps[outer] + row_bytes]
             _read_exactly(file, start + row * steps[outer], block)
+            # A view with the file's own strides leaves the gaps out.
             cut = np.ndarray((count, *sizes[outer + 1 :]), part.dtype, block, strides=steps[outer:])
-            part[(*number, slice(row, row + count))] = cut
+            part[(*position, slice(row, row + count))] = cut
 
 
-def _run(sizes: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, int]:
-    """From which dimension on the box lies in one piece, and the bytes of that piece."""
-    run = itemsize
+def _contiguous(sizes: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, int]:
+    """Returns from which dimension on the box is contiguous in the file, and the bytes of such a run."""
+    run_bytes = itemsize
     for dim in reversed(range(len(sizes))):
-        if sizes[dim] > 1 and steps[dim] != run:
-            return dim + 1, run
-        run *= sizes[dim]
-    return 0, run
+        if sizes[dim] > 1 and steps[dim] != run_bytes:
+            return dim + 1, run_bytes
+        run_bytes *= sizes[dim]
+    return 0, run_bytes
 
 
-def _distance(number: tuple[int, ...], steps: list[int]) -> int:
-    return sum(at * step for at, step in zip(number, steps, strict=False))
+def _distance(position: tuple[int, ...], steps: list[int]) -> int:
+    return sum(index * step for index, step in zip(position, steps, strict=False))
 
 
 def _read_exactly(file: FileIO, offset: int, into: np.ndarray) -> None:
@@ -149,17 +128,17 @@ def _read_exactly(file: FileIO, offset: int, into: np.ndarray) -> None:
         count = file.readinto(into[done:].data)
         if not count:
             raise CheckpointError(
-                f"{file.name} ended at byte {offset + done} while it was read: it is not what it was when its header "
-                "was checked. Do not write a checkpoint while it is loaded"
+                f"{file.name} ended at byte {offset + done} while it was read, so it changed after its header was "
+                "checked. Do not write a checkpoint while it is loaded"
             )
         done += count
 
 
 def _converted(part: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same numbers in another dtype. A whole number that does not fit would come out as another one."""
+    """Returns the same numbers in another dtype; refuses integers that would overflow."""
     result = part.astype(dtype, copy=False)
     if part.size and part.dtype.kind in "iu" and dtype.kind in "iu" and not np.can_cast(part.dtype, dtype):
         for extreme in (int(part.min()), int(part.max())):
             if not np.iinfo(dtype).min <= extreme <= np.iinfo(dtype).max:
-                raise CheckpointError(f"{extreme} is not a number that {dtype} can hold: give `like` a wider dtype")
+                raise CheckpointError(f"{dtype} cannot hold {extreme}: give `like` a wider dtype")
     return result

@@ -844,7 +844,7 @@ class Pair(collections.namedtuple("Pair", ["a", "b"])):
         ({"donate_argnums": 2}, sr.errors.ConfigError, "donate_argnums names argument 2, and there are 2"),
         ({"donate_argnums": (0, -3)}, sr.errors.ConfigError, "donate_argnums names argument -3"),
         ({"roles": ("weights", "batch")}, ConfigError, "unknown role 'weights'; roles are 'parameters'"),
-        ({"plan": P("data")}, TreeError, "Specs go to in_shardings"),
+        ({"plan": P("data")}, sr.errors.ConfigTypeError, "Pass specs as in_shardings"),
         ({"in_shardings": (P("dta"), None)}, sr.errors.PlanError, "did you mean 'data'"),
         ({"out_shardings": P("data", None, "model")}, sr.errors.PlanError, "3 entries, the array has 2 dimensions"),
         ({"in_shardings": (P(None, ("data", "model")), P(("data", "model"), "data"))}, sr.errors.PlanError, "twice"),

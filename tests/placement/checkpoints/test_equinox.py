@@ -129,14 +129,14 @@ def test_a_cast_is_asked_for(tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatc
     loaded = load_equinox(tmp_path / "x.eqx", like, P("data"), mesh, cast=True)
     assert bits(loaded) == bits({name: tree[name].astype(like[name].dtype) for name in tree})
     with pytest.raises(
-        sr.errors.CheckpointError, match=r"b \(8,\): block 1 is bfloat16\[8\], wanted float32\n +-> cast=True"
+        sr.errors.CheckpointError, match=r"b \(8,\): block 1 is bfloat16\[8\], expected float32\n +-> cast=True"
     ):
         load_equinox(tmp_path / "x.eqx", like, P("data"), mesh)
 
 
 def test_a_type_that_the_file_does_not_name_has_to_be_known(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", jnp.zeros(8, jnp.float8_e4m3fn))
-    with pytest.raises(sr.errors.CheckpointError, match=r"block 0 is <V1\[8\], which no array here can be"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"block 0 is <V1\[8\], a dtype without JAX arrays"):
         load_equinox(tmp_path / "x.eqx", jnp.zeros(8), P(), mesh, cast=True)
 
 
@@ -153,7 +153,7 @@ def test_everything_wrong_is_told_before_anything_is_read(
     with pytest.raises(sr.errors.CheckpointError, match=r"m\.eqx cannot be loaded, and nothing was") as caught:
         load_equinox(tmp_path / "m.eqx", (layers(16, jnp.bfloat16), 3.0, jnp.ones(2)), P(), mesh)
     assert [line.strip() for line in str(caught.value).splitlines()[1:] if "->" not in line] == [
-        "error dtype: 0/*/norm (8,) x3: block 0 is float32[8], wanted bfloat16",
+        "error dtype: 0/*/norm (8,) x3: block 0 is float32[8], expected bfloat16",
         "error shape: 0/*/up (8, 16) x3: block 1 has shape (8, 8)",
         "error value: 1: block 6 is int64[], and `like` has a Python float",
     ]
@@ -208,7 +208,7 @@ def npy(array: Any) -> bytes:
         (npy(np.ones(8)).replace(b"'shape'", b"'shabe'"), r"its header cannot be read: KeyError\('shape'"),
         (npy(np.ones(8)).replace(b"(8,)", b"-8  "), r"its header cannot be read: TypeError"),
         (npy(np.ones(8)).replace(b"(8,)", b"(-8,"), r"its header cannot be read: SyntaxError"),
-        (npy(np.ones((8, 1))).replace(b"(8, 1)", b"(-8,1)"), r"its header cannot be read: \(-8, 1\) is no shape"),
+        (npy(np.ones((8, 1))).replace(b"(8, 1)", b"(-8,1)"), r"its header cannot be read: invalid shape \(-8, 1\)"),
         (npy(np.ones(8)).replace(b"<f8", b"<q8"), r"its header cannot be read: TypeError"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_file_that_is_something_else(
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
-    with pytest.raises(sr.errors.CheckpointError, match=r"error file: .*gone.eqx: there is no such file"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"error file: .*gone.eqx: no such file"):
         load_equinox(tmp_path / "gone", jnp.ones(8), P(), mesh)
 
 

@@ -201,9 +201,9 @@ def test_everything_wrong_is_told_before_anything_is_read(tmp_path: Path, saving
     with pytest.raises(sr.errors.CheckpointError, match="saved cannot be loaded, and nothing was:") as caught:
         load_orbax(tmp_path / "saved", like, P(), saving_mesh)
     assert [line.strip() for line in str(caught.value).splitlines()[1:] if "->" not in line] == [
-        "error missing: blocks/*/v (2,) x3: there is no 'blocks/0/v' (did you mean 'blocks/0/w'?)",
+        "error missing: blocks/*/v (2,) x3: the checkpoint has no 'blocks/0/v' (did you mean 'blocks/0/w'?)",
         "error shape: blocks/*/w (8, 8) x3: 'blocks/0/w' has shape (8, 16)",
-        "error dtype: half (8, 8): 'half' is bfloat16[8, 8], wanted float32",
+        "error dtype: half (8, 8): 'half' is bfloat16[8, 8], expected float32",
         "error value: step: 'step' is int64[], and `like` has a Python float",
         "error surplus: pair/0: no leaf of `like` takes it, int32[8]",
         "error surplus: pair/1: no leaf of `like` takes it, int32[16]",
@@ -217,10 +217,10 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path, saving_mesh: Mesh) -> No
     (tmp_path / "broken" / "_METADATA").write_text("{")
     (tmp_path / "empty").mkdir()
     complaints = {
-        "gone": "there is no such folder",
-        "empty": "no checkpoint of a tree lies in this folder itself\n +-> give the folder that was saved",
-        "run": "no checkpoint of a tree lies in this folder itself\n +-> give the folder of an item: 3/default",
-        "run/3": "no checkpoint of a tree lies in this folder itself\n +-> give the folder of an item: default",
+        "gone": "no such folder",
+        "empty": "this folder itself is not the checkpoint of a tree\n +-> pass the folder that was saved",
+        "run": "this folder itself is not the checkpoint of a tree\n +-> pass the folder of an item: 3/default",
+        "run/3": "this folder itself is not the checkpoint of a tree\n +-> pass the folder of an item: default",
         "broken": "orbax cannot read what it says of itself: JSONDecodeError",
     }
     for folder, complaint in complaints.items():
