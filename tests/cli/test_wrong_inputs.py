@@ -216,7 +216,7 @@ WRONG = {
     ),
     "an index that nests too deeply": Wrong(
         ("plan", "m.safetensors.index.json", *AUTO),
-        "it is no index of safetensors",
+        "it is not an index of safetensors",
         text_of("m.safetensors.index.json", "[" * 100_000),
     ),
     "a name that no file can have": Wrong(

@@ -221,7 +221,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path, saving_mesh: Mesh) -> No
         "empty": "this folder itself is not the checkpoint of a tree\n +-> pass the folder that was saved",
         "run": "this folder itself is not the checkpoint of a tree\n +-> pass the folder of an item: 3/default",
         "run/3": "this folder itself is not the checkpoint of a tree\n +-> pass the folder of an item: default",
-        "broken": "orbax cannot read what it says of itself: JSONDecodeError",
+        "broken": "orbax cannot read its metadata: JSONDecodeError",
     }
     for folder, complaint in complaints.items():
         with pytest.raises(sr.errors.CheckpointError, match=complaint):

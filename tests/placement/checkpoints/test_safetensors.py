@@ -227,7 +227,7 @@ def test_an_index_that_is_wrong_is_told_with_all_else(tmp_path: Path, mesh: jax.
         "error file: gone.safetensors: the index model.safetensors.index.json names this file, and it does not exist",
         "-> download it, or write the index again",
         (
-            "error file: a.safetensors: the index says that it holds 'layers.1.weights', and it does not "
+            "error file: a.safetensors: the index says that it has 'layers.1.weights', and it does not "
             "(did you mean 'layers.1.weight'?)"
         ),
         "-> index it again",
