@@ -12,7 +12,7 @@ import jax
 
 from shardrules.cli.command import BUG, FOUND, HELP, USAGE
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.known import COMMANDS, load_command
+from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import complain
 from shardrules.core.errors import PlanError, ShardRulesError, suggest
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from shardrules.cli.known import COMMANDS, load_command
 
 import shardrules as sr
 from benchmarks.headers import MIXTURE_RULES, experts, write_headers
+from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.core.check import bytes_text
 from shardrules.core.spec import spec_repr
 from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, Forks, environment, shardrules

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardrules.cli.known import COMMANDS, load_command
+from shardrules.cli.registry import COMMANDS, load_command
 from tests.cli.command import NO_BACKEND, shardrules
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from shardrules.cli.command import FINE, Command
-from shardrules.cli.known import COMMANDS, load_command
+from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import show
 
 _SHELLS = ("bash", "zsh", "fish")
