@@ -209,6 +209,7 @@ def _best_mesh(
     candidates: list[Candidate] = []
     refusal: ShardRulesError | None = None
     for index, text in enumerate(texts):
+        # Reading cannot be interrupted. Without the time for it, a search would have none either.
         if outcomes and deadline.seconds_left <= outcomes[-1][0].read_seconds:
             break
         try:
@@ -261,6 +262,7 @@ def _answer(query: _Query, result: SearchResult, deadline: Deadline) -> AutoPlan
             query.call, query.mesh, query.limit_bytes, result.peak_bytes, list(query.pinned), costs
         )
         raise DoesNotFitError(text, int(result.peak_bytes))
+    # Findings come last, and search nothing: they only read the plan.
     plan = AutoPlan(query.call, query.args, query.mesh, query.limit_bytes, query.options.time_limit, query.task, result)
     return attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
 
@@ -283,7 +285,7 @@ def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCo
         return PinCosts()
     free = query.with_pins({})
     free_result = free.search(deadline)
-    if free_result.solution is None:
+    if free_result.solution is None:  # nothing to compare with: pins are not what it fails on
         return PinCosts(is_complete=not free_result.is_late)
     free_seconds = free.task.problem.cost(free_result.choice)
     if result.solution is None or query.task.problem.cost(result.choice) < COSTLY_RATIO * free_seconds:

@@ -89,6 +89,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
     """Returns the operations that use an argument."""
     program = problem.program
     array = program.arguments[argument_index]
+    # An array that enters a loop has another index inside: uses there count as its own.
     aliases = dict.fromkeys([array])
     uses = []
     for op_index, operation in enumerate(program.operations):
@@ -106,6 +107,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
             line = "" if operation.equation is None else short_line(equation_line(operation.equation))
             spec = spec_of(layout, len(program.arrays[operand].shape), problem.machine)
             uses.append(ArrayUse(operation.name, line, spec, kinds, int(wire_bytes), seconds))
+    # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
 
 
@@ -130,6 +132,7 @@ def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) ->
     names, stored = _stored_axes(problem, choice, paths, families)
     rows = []
     for root in dict.fromkeys([*flops, *stored]):
+        # Operations may split the same dim by different axes: those that split it in most of the FLOPs name it.
         axes = max(flops[root].items(), key=lambda item: item[1])[0] if root in flops else ()
         beyond = tuple(axis for axis in problem.machine.axes if axis in stored.get(root, ()) and axis not in axes)
         if axes or beyond:
@@ -225,11 +228,13 @@ class _Families:
         while self.parents.get(dim, dim) != dim:
             path.append(dim)
             dim = self.parents[dim]
+        # Path compression keeps later look-ups short.
         for step in path:
             self.parents[step] = dim
         return dim
 
     def join(self, first: _Dim, second: _Dim) -> None:
         """Joins two families; the dim that comes first in the program represents both."""
+        # Sorted, so that names do not depend on the order of joins.
         low, high = sorted((self.root(first), self.root(second)))
         self.parents[high] = low

@@ -134,6 +134,7 @@ def pin_findings(call: Call, pinned: Mapping[int, PartitionSpec], seconds: float
         for indices, pin_seconds in costs.group_seconds
         if pin_seconds >= COSTLY_RATIO * costs.free_seconds
     ]
+    # If no pin is costly by itself, they are together.
     for indices, pin_seconds in costly or [(tuple(pinned), seconds)]:
         first = indices[0]
         spec = spec_repr(pinned[first])

@@ -228,6 +228,7 @@ class AutoPlan:
         home = self.task.problem.homes.get(array)
         if home is None:
             return None
+        # The same problem, without the layout that it has.
         keep = [np.arange(len(node.layouts)) for node in self.task.problem.nodes]
         keep[home.node] = np.delete(keep[home.node], self.choice[home.node])
         if not len(keep[home.node]):
@@ -263,12 +264,14 @@ class AutoPlan:
 
         They go from the least budget that anything fits in to the largest that helps.
         """
+        # The ends of the frontier: what the fastest plan takes, and the least that anything does.
         deadline = Deadline.after(self.time_limit)
         fastest = self.task.within(float("inf"), deadline)
         smallest = self.task.within(0.0, deadline)
         points: list[FrontierPoint] = []
         best = smallest.choice
         first = max(1.0, smallest.peak_bytes * _FRONTIER_STEP)
+        # Geometric steps: near the least memory, where plans change most, budgets are close together.
         for limit in np.geomspace(first, max(fastest.peak_bytes, first * _FRONTIER_STEP), count):
             result = self.task.within(float(limit), Deadline.after(max(1.0, self.time_limit / count)))
             if result.solution is not None:  # what fits in less fits in more, and may be the better of the two

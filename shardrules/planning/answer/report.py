@@ -91,6 +91,7 @@ class AutoPlanReport:
             version = data["shardrules_autoplan"]
             if version != FORMAT:
                 raise ReportError(f"this report has format {version!r}, this version reads {FORMAT}")
+            # The plan has a format of its own, with a version.
             fields = {
                 name: record(kind, data[name], name)
                 for name, kind in typing.get_type_hints(cls).items()

@@ -66,6 +66,7 @@ class Call:
             candidates.append((item, start, start + item.num_leaves))
             start += item.num_leaves
         candidates.append((self.treedef, 0, self.treedef.num_leaves))
+        # Each is used once: of two arguments alike, such as two moments, the first comes back as the first result.
         used = [False] * len(candidates)
         feedback: dict[int, int] = {}
         for argument_index, (treedef, argument_kinds) in enumerate(self.arguments):
@@ -95,6 +96,7 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
     array_leaves = [leaf for leaf in leaves if array_kind(leaf) is not None]
     outputs: list[Any] = []
 
+    # Only arrays are traced: other leaves, such as activation functions and step counts in Python, stay as they are.
     def run(*arrays: Any) -> list[Any]:
         rest = iter(arrays)
         outputs.append(fn(*treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in leaves])))
@@ -161,6 +163,7 @@ def axis_names_of(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
 
 def fingerprint(program: ClosedJaxpr) -> str:
     """Returns a string that is the same for two programs only if they do the same on the same shapes."""
+    # Names of primitives, shapes and parameters in order; not the variables, which differ in each trace.
     digest = hashlib.sha256()
     for equation in equations(program):
         shapes = [

@@ -105,6 +105,7 @@ class PlannedFunction:
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
         others = [leaf for leaf, array in zip(leaves, is_array, strict=True) if not array]
         structs = tuple((array.shape, array.dtype, array.weak_type) for array in map(struct, arrays))
+        # Under a trace, jit gets other compiler options; a mesh without devices may be another at each call.
         mesh = concrete_mesh(self.mesh)
         key = (mesh, under_trace(), treedef, tuple(is_array), structs, tuple(map(_static_key, others)))
         if key not in self._compiled:
@@ -119,6 +120,7 @@ class PlannedFunction:
         call = read_call(self.fn, args, mesh, self.planned.name)
         if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:
             raise TreeError(_difference(self.planned, call))
+        # Constraints need Auto axes, whatever axis types the user's mesh has.
         auto = auto_mesh(mesh)
         program = jaxpr_as_fun(with_layouts(call.jaxpr, chosen_layouts(self.problem, self.choice), auto))
 
@@ -126,6 +128,7 @@ class PlannedFunction:
             with axis_names_of(mesh):
                 return program(*arrays)
 
+        # Compiled programs, profiles and audits show the user's name.
         named.__name__ = call.name
         run = jax.jit(
             named,

@@ -49,6 +49,7 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
                 operands.append(())
                 continue
             before, after = problem.layout(problem.homes[operand], choice), problem.layout(take, choice)
+            # Step by step, as the cost model prices the move: compilers given both ends alone may gather everything.
             operands.append(tuple(spec(layout, operand) for layout in relayout_steps(before, after)))
         results: list[tuple[PartitionSpec, ...]] = []
         for position, result in enumerate(operation.results):
@@ -99,6 +100,7 @@ class _Rewriter:
         equations: list[Any] = []
         copies: dict[tuple[Any, Any], Any] = {}  # shared by its operations, not with bodies inside: other variables
         current: dict[Var, Var] = {}
+        # Nested bodies without layouts pass empty sequences.
         for var, spec in zip(program.invars, first, strict=False):
             if spec is not None:
                 current[var] = self.constrain(var, spec, equations, None)
@@ -156,6 +158,7 @@ class _Rewriter:
         for var, specs in zip(inputs, layouts.operands, strict=True):
             last = var
             for spec in () if isinstance(var, Literal) else specs:
+                # Operations that need an array in the same layout share a copy, as the plan counts it.
                 key = (last, spec_key(spec))
                 if key not in copies:
                     copies[key] = self.constrain(last, spec, equations, equation)
@@ -190,6 +193,7 @@ class _Rewriter:
             layouts = self.layouts.get((index, role, slot))
             if layouts is None or isinstance(inputs[position], Literal):
                 continue
+            # Constrain what is carried even where it does not move: compilers choose its layout for the whole loop.
             specs = layouts.operands[0] or (layouts.results[0] if role == "join" else ())
             for spec in specs:
                 inputs[position] = self.constrain(inputs[position], spec, equations, None)

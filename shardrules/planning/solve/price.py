@@ -87,6 +87,7 @@ def within_budget(
         relaxed = cheapest(formulation, [*constraints.values()], [prices[moment] for moment in constraints], deadline)
         if relaxed.choice is None:
             break
+        # Every price gives a bound. The best counts, not the last.
         if relaxed.bound > budget.bound:
             budget = attrs.evolve(budget, bound=relaxed.bound, price=sum(prices.values()), extra=relaxed.extra)
         timeline, cost = occupancy.timeline(relaxed.choice), problem.cost(relaxed.choice)

@@ -112,6 +112,8 @@ class Task:
             solution = Solution((), 0.0, 0.0, "optimal", ()) if peak <= limit_bytes else None
             return SearchResult(solution, peak, 0.0)
         result = self._priced(limit_bytes, deadline, moments)
+        # An error names the least memory that is needed, and an exact search that gave up may have missed what fits.
+        # Large problems go without: minimising a maximum is much slower than minimising a sum.
         if result.solution is None and self.formulation.column_count <= SMALL:
             result = self._emptiest(result, limit_bytes, deadline, moments)
         return attrs.evolve(result, seconds=time.monotonic() - start)
@@ -123,12 +125,15 @@ class Task:
             nothing = SearchResult(None, budget.peak_bytes, budget.bound, emptiest=budget.emptiest)
             if budget.is_hopeless:
                 return nothing
+            # No price led to a choice that fits. Between the choices that prices reach there may be one that does.
             result = self._exactly(limit_bytes, deadline, moments)
             return attrs.evolve(nothing, is_late=result.is_late) if result.solution is None else result
         solution = Solution(budget.choice, budget.cost, budget.bound, "feasible", (budget.price,))
         best = _with_bound(SearchResult(solution, budget.peak_bytes, budget.bound), budget.bound)
         if budget.cost <= budget.bound * (1 + CLOSE) or deadline.is_over or not budget.extra:
             return best  # without `extra`, not even one linear program was solved
+        # The relaxation has a gap that no prices close. The exact search closes it, over the few layouts that can still
+        # be part of a better choice.
         keep = self._worthwhile(best, budget.bound, budget.extra)
         result = self.only(keep)._exactly(limit_bytes, deadline, moments)
         if result.solution is not None:
@@ -140,6 +145,7 @@ class Task:
         """Returns the layouts of each node with which something may be better than the best so far."""
         cost = _cost(best) * (1 + _TIE) + _TIE
         keep = [np.flatnonzero(bound + layout_extra <= cost) for layout_extra in extra]
+        # Whatever rounding does, the best choice itself stays.
         return [np.union1d(kept, [layout_index]) for kept, layout_index in zip(keep, best.choice, strict=True)]
 
     def _exactly(self, limit_bytes: float, deadline: Deadline, moments: dict[int, None]) -> "SearchResult":
@@ -157,6 +163,7 @@ class Task:
                 for op_index, limit in limits.items()
             ]
             solution = solve(self.formulation, constraints, deadline)
+            # Strict constraints rule out choices that fit: from then on, the program bounds nothing.
             if not strict_moments:
                 bound = max(bound, solution.bound)
             if solution.choice is None:
@@ -166,6 +173,7 @@ class Task:
             if peak <= limit_bytes * (1 + _LIMIT_TOLERANCE):
                 return SearchResult(solution, peak, bound)
             for op_index in peaks(timeline, limit_bytes):
+                # Strict constraints count everything: what exceeds the limit is the solver's tolerance. Ask for less.
                 if op_index in strict_moments:
                     limits[op_index] -= float(timeline[op_index]) - limit_bytes
                 elif op_index in limits:
@@ -183,6 +191,7 @@ class Task:
         best = result.emptiest
         timeline = self.occupancy.timeline(best)
         least_peak = float(timeline.max())
+        # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
         watched = dict.fromkeys([*moments, int(timeline.argmax())])
         strict_moments: dict[int, None] = {}
         bound = 0.0
@@ -217,6 +226,7 @@ class Task:
         """
         start = time.monotonic()
         axes = range(len(self.problem.machine.sizes))
+        # Parts share the moments: what was full in one part is watched from the start in the next.
         moments: dict[int, None] = {}
         best: SearchResult | None = None
         for pair in itertools.combinations(axes, 2):
@@ -225,6 +235,7 @@ class Task:
             alike = layouts_where(self.problem, lambda rows, _, pair=pair: rows[:, pair[0]] == rows[:, pair[1]])
             best = _better(best, self._part(alike, limit_bytes, deadline, moments))
         assert best is not None, "there are two axes and more"
+        # Coordinate descent over pairs of axes. A pair is tried again only if another has changed the choice since.
         tried: dict[tuple[int, ...], tuple[int, ...]] = {}
         while not deadline.is_over:
             before = best
@@ -251,6 +262,7 @@ class Task:
         self, best: "SearchResult", limit_bytes: float, deadline: Deadline, moments: dict[int, None]
     ) -> "SearchResult":
         """Drops every layout with which nothing is as good as the best so far, and solves what is left exactly."""
+        # Parts prove nothing about the whole. Message passing does, on problems too large for a linear program.
         bound = lower_bound(self.problem, deadline)
         assert np.isfinite(bound.seconds), "costs are moved, and none of them is infinite"
         keep = self._worthwhile(best, 0.0, bound.layouts)

@@ -66,6 +66,7 @@ def solve(
     program = _cost_program(formulation, constraints)
     answer = _whole_answer(formulation, program, deadline)
     bound = (answer.bound - formulation.slack) / MICRO
+    # Duals are microseconds for each scaled byte, and negative: a higher limit lowers the cost.
     prices = tuple(-price / scale / MICRO for price, scale in zip(answer.prices, program.scales, strict=False))
     if answer.choice is None:
         return Solution(None, np.inf, max(0.0, bound), "infeasible" if answer.is_infeasible else "feasible", prices)
@@ -111,6 +112,7 @@ def cheapest(
     cost = program.cost.copy()
     refund = 0.0
     for constraint, price in zip(constraints, prices, strict=True):
+        # Lagrangian relaxation: the constraint goes into the costs.
         columns, sizes, free_bytes = formulation.memory(constraint)
         np.add.at(cost, columns, sizes * price * MICRO)
         refund += free_bytes * price  # a choice that fits pays for no more than the limit
@@ -140,12 +142,14 @@ def _whole_answer(formulation: Formulation, program: "_Program", deadline: Deadl
     """Solves a program in whole numbers, or nearly: by its relaxation, and a search where that is not whole."""
     relaxed = _relaxed(program, deadline)
     if relaxed.x is None:
+        # Infeasible is a proof that nothing fits; anything else, above all the time limit, proves nothing.
         infeasible = relaxed.status == _INFEASIBLE
         return _Answer(None, np.inf if infeasible else -np.inf, is_infeasible=infeasible)
     prices = tuple(map(float, relaxed.ineqlin.marginals[formulation.inequality_count :]))
     bound = float(relaxed.fun)
     layout_indices, open_nodes = _rounded(formulation, relaxed.x)
     if open_nodes:
+        # Searching only the nodes that are not whole is fast, and nearly always good. Small problems can do better.
         every_node = range(len(layout_indices))
         is_small = formulation.column_count <= SMALL
         whole, least = _search(formulation, program, layout_indices, every_node if is_small else open_nodes, deadline)
@@ -206,6 +210,7 @@ def _memory_program(formulation: Formulation, constraints: Sequence[MemoryConstr
     """Returns the program with one more variable, the only one that costs: how full the fullest moment is."""
     cost, equations, right_sides, inequalities = formulation.matrices
     _, upper = _bounded(formulation, cost)
+    # Minimise z, with z at least as large as each moment: the last column.
     count = formulation.column_count + 1
     bounds = [formulation.memory(constraint) for constraint in constraints]
     scale = max([1.0, *(float(np.max(sizes, initial=1.0)) for _, sizes, _ in bounds)])
@@ -287,6 +292,7 @@ def _search(
     searched = dict.fromkeys(open_nodes)
     for node_index, layout_index in enumerate(layout_indices):
         start, end = formulation.offsets[node_index], formulation.offsets[node_index + 1]
+        # Fixed by bounds rather than left out: HiGHS's presolve removes them, and matrices stay as they are.
         if node_index in searched:
             is_whole[start:end] = 1  # moves need not be: with whole layouts at both ends they are
         else:
