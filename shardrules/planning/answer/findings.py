@@ -1,4 +1,4 @@
-"""What is worth knowing about a plan: told after the search, which it does not repeat."""
+"""What is worth knowing about a plan: findings and messages, from what the searches returned."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -324,7 +324,7 @@ class AutoPlan:
             yield "; ".join(map(str, self.split_dims))
 
     def _argument_table(self) -> list[str]:
-        """Returns a row for each argument; those of repeated layers share one."""
+        """Returns a row for each argument; arguments of repeated layers share a row."""
         similar: dict[tuple[str, str, str], list[str]] = {}
         for path, array, spec in zip(self.call.paths, self.call.structs, self.specs, strict=True):
             row = (template(path), f"{array.dtype.name}{list(array.shape)}", spec_repr(spec))

@@ -58,7 +58,7 @@ class AutoPlanReport:
 
     @classmethod
     def of(cls, planned: AutoPlan, *, frontier: int = 0) -> Self:
-        """Returns the report of a plan, with a frontier of so many budgets, each of which takes a search."""
+        """Returns the report of a plan, with a frontier of so many budgets; each takes a search."""
         return cls(
             planned.call.name,
             planned.plan.placements().mesh,
@@ -78,7 +78,7 @@ class AutoPlanReport:
         )
 
     def to_json(self) -> str:
-        """Returns the report as JSON that `from_json` reads; its `plan` is that of `ShardingPlan.to_json`."""
+        """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
         figures = attrs.asdict(self, filter=lambda field, _: field.name != "plan")
         plan = json.loads(self.plan.to_json())
         return json.dumps({"shardrules_autoplan": FORMAT, **figures, "plan": plan}, indent=1)

@@ -30,7 +30,7 @@ class OperationLayouts:
     operands: tuple[tuple[PartitionSpec, ...], ...]
     """For each operand the layouts that it is brought through; none where it stays as it is."""
     results: tuple[tuple[PartitionSpec, ...], ...]
-    """For each result the layouts that it goes through, the last of which it keeps."""
+    """For each result the layouts that it goes through; it keeps the last."""
 
 
 def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
@@ -231,7 +231,7 @@ class _Rewriter:
     def while_loop(
         self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]
     ) -> None:
-        """Adds a while loop: constants of the condition, those of the body, then what is carried."""
+        """Adds a while loop: constants of the condition, constants of the body, then what is carried."""
         params = equation.params
         cond_count = params["cond_nconsts"]
         first_carry = cond_count + params["body_nconsts"]

@@ -52,7 +52,7 @@ class Formulation:
     def __init__(self, problem: Problem, preference: Sequence[np.ndarray]) -> None:
         self.problem = problem
         sizes = [len(node.layouts) for node in problem.nodes]
-        # The variables of node `n` are the columns offsets[n] to offsets[n + 1]; those of edges follow.
+        # The variables of node `n` are the columns offsets[n] to offsets[n + 1]; the edges follow.
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.column_count = int(self.offsets[-1])
         self.costs: list[np.ndarray] = [
@@ -86,7 +86,7 @@ class Formulation:
     def _tie(self, first: Home, second: Home) -> None:
         """Makes two nodes give an array the same layout."""
         layouts = [project(self.problem.nodes[home.node].layouts, home) for home in (first, second)]
-        # One equation for each layout: the layouts of the first node that give it, less those of the second, are 0.
+        # One equation for each layout: the first node takes one that gives it exactly if the second does.
         distinct, codes = np.unique(np.concatenate(layouts), axis=0, return_inverse=True)
         columns = [
             np.arange(len(rows)) + self.offsets[home.node] for rows, home in zip(layouts, (first, second), strict=True)

@@ -154,7 +154,7 @@ def peaks(timeline: np.ndarray, limit_bytes: float) -> list[int]:
     size = max(1, len(timeline) // _PEAK_WINDOWS)
     for start in range(0, len(timeline), size):
         op_index = start + int(timeline[start : start + size].argmax())
-        # Half a hill that the window cuts off is no peak: look as far to both sides.
+        # The slope of a peak in the next window is not a peak: look as far to both sides.
         nearby = timeline[max(0, op_index - size) : op_index + size]
         is_peak = timeline[op_index] > limit_bytes and timeline[op_index] == nearby.max()
         if is_peak and op_index not in op_indices:

@@ -78,7 +78,7 @@ def solve(
 def least_memory(
     formulation: Formulation, constraints: Sequence[MemoryConstraint], deadline: Deadline = NO_DEADLINE
 ) -> tuple[tuple[int, ...] | None, float]:
-    """Finds a choice whose fullest moment, among those of the constraints, is as empty as can be.
+    """Finds a choice whose fullest moment is as empty as can be, among the moments of the constraints.
 
     Limits do not matter. Returns the choice, or `None` if the time was up before any was met, and the bytes that the
     fullest moment takes at least.

@@ -89,7 +89,7 @@ def test_functions_with_constraints_of_their_own(case: Case, types: str) -> None
 
 
 def placed(plan: sr.reports.AutoPlan, mesh: Mesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Puts arguments, all leaves of which are arrays, where the plan has them."""
+    """Puts arguments, whose leaves are all arrays, where the plan has them."""
     leaves, treedef = jax.tree.flatten(args)
     pairs = zip(leaves, plan.specs, strict=True)
     return treedef.unflatten([jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in pairs])
