@@ -50,6 +50,7 @@ class PartialSums:
         if array in self.loop_sums:
             return True
         users = self.program.users.get(array, ())
+        # With a second use the sum has to be completed anyway, and then adding its parts saves nothing.
         if len(users) != 1:
             return False
         user = self.program.operations[users[0][0]]

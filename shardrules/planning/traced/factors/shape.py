@@ -48,6 +48,7 @@ def _reshape(op: OpSignature) -> Loops | None:
 
 def _major_dims(shape: Shape, result: Shape) -> Iterator[tuple[int, int]]:
     """Yields the first dims, on both sides, of the shortest runs of dims with the same elements."""
+    # Dims of size 1 belong to no run. Both sides have the same elements, so their runs end together.
     left, right = ([dim for dim, size in enumerate(side) if size != 1] for side in (shape, result))
     while left and 0 not in shape:
         first, second = left.pop(0), right.pop(0)
@@ -108,6 +109,7 @@ def _with_whole_dim(names: list[int], axis: int) -> list[int | None]:
 def _tile(op: OpSignature) -> Loops | None:
     """Copies may be on different devices; the operand then is on all of them."""
     reps = dict(enumerate(op.params["reps"]))
+    # A piece of a repeated dim is a number of whole copies, so the copies have to divide, not the size.
     names = [dim if count == 1 else None for dim, count in reps.items()]
     return Loops([names], [list(reps)], sizes={dim: count for dim, count in reps.items() if count > 1})
 
