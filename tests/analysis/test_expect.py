@@ -353,13 +353,16 @@ def test_too_little_lists_no_collectives(report: AuditReport) -> None:
 
 
 def test_equal_layers_are_one_line(report: AuditReport) -> None:
-    def one(path: str, payload: int, op: str) -> Collective:
+    def gather(path: str, payload: int, op: str) -> Collective:
         return Collective(
             "all-gather", ("data",), ("data",), 4, (), payload, payload, Times(2), "main", "c", op, (), (path, "")
         )
 
     paths = [(f"params/{layer}/{name}", size) for layer in range(3) for name, size in (("up", 512), ("down", 256))]
-    collectives = (*(one(path, size, "dot") for path, size in paths), *(one("x", 1, f"op{op}") for op in range(3)))
+    collectives = (
+        *(gather(path, size, "dot") for path, size in paths),
+        *(gather("x", 1, f"op{op}") for op in range(3)),
+    )
     with pytest.raises(ExpectationError, match="differ from those expected") as error:
         assert_collectives(attrs.evolve(report, collectives=collectives), {"all-gather": 3})
     assert text_of(error).splitlines()[1:-1] == [

@@ -137,14 +137,14 @@ def plainly(
     def is_spec(node: Any) -> Any:
         return isinstance(node, P)
 
-    def there(tree: Any) -> Any:
+    def on_mesh(tree: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree, is_leaf=is_spec)
 
     structs = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args, there(specs)
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args, on_mesh(specs)
     )
     with jax.set_mesh(mesh):
-        jitted = jax.jit(fn, out_shardings=there(out), donate_argnums=donate)
+        jitted = jax.jit(fn, out_shardings=on_mesh(out), donate_argnums=donate)
         return jitted.lower(*structs).compile().memory_analysis()
 
 

@@ -91,7 +91,7 @@ def test_one_device_has_no_problems(target: str) -> None:
 # ---- unexpected moves of activations ----
 
 
-def at(marker: str) -> str:
+def step_line(marker: str) -> str:
     return line_of(audited.language_step, marker)
 
 
@@ -107,7 +107,7 @@ def test_partial_sums_are_warnings(target: str) -> None:
     """The batch is whole on every device, which sums a part of it for all: partial sums of that go over the wire."""
     report = language(target, "both", **FIGHTING)
     by_line = parts(report, "partial-sums")
-    up = by_line[at("up")]
+    up = by_line[step_line("up")]
     assert (up.severity, up.axis) == ("warning", "data")
     assert "params/layers/*/up" in up.message
     assert f"{DEPTH} x " in up.message
@@ -119,7 +119,7 @@ def test_partial_sums_are_warnings(target: str) -> None:
 def test_partial_sums_have_the_bytes_of_their_collectives(target: str) -> None:
     """At the projection up: f32[16, 24, 128] for each layer, an all-reduce or a reduce-scatter over four devices."""
     report = language(target, "both", **FIGHTING)
-    up = parts(report, "partial-sums")[at("up")]
+    up = parts(report, "partial-sums")[step_line("up")]
     whole = 4 * BATCH * LENGTH * audited.HIDDEN // 2
     rounds = 2 if "all-reduce" in up.message else 1
     sent = rounds * whole * 3 // 4 * DEPTH
@@ -158,7 +158,7 @@ def test_constraints_remove_partial_sums(target: str) -> None:
     """Only what the lookup in a split table costs is left."""
     report, fights = language(target, "both", split_embedding=True), language(target, "both", **FIGHTING)
     assert "partial-sums" not in codes(report)
-    assert {finding.source for finding in report.problems} <= {at("lookup"), line_of(con, "con"), ""}
+    assert {finding.source for finding in report.problems} <= {step_line("lookup"), line_of(con, "con"), ""}
     assert 3 * report.wire_bytes < fights.wire_bytes
 
 
@@ -169,7 +169,7 @@ def test_equal_sizes_hide_nothing(vocabulary: int) -> None:
     usual = language(CPU, "both", **FIGHTING)
     report = language(CPU, "both", vocabulary=vocabulary, **FIGHTING)
     assert set(codes(usual)) <= set(codes(report))
-    assert at("up") in parts(report, "partial-sums")
+    assert step_line("up") in parts(report, "partial-sums")
 
 
 @targets
