@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardrules.core.finding import Finding, Severity
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.views.table import HEAD, RIGHT, Row, aligned
+from shardrules.core.views.table import BYTES_COLUMN, COLUMNS, Row, aligned
 
 LEVELS: tuple[str, ...] = get_args(Severity)
 """How bad findings are, the worst first."""
@@ -117,7 +117,7 @@ def show_plan(plan: ShardingPlan) -> None:
         show(str(plan))
         return
     table = [row.cells() for row in plan.rows]
-    lines = aligned([HEAD, *table], (RIGHT,))
+    lines = aligned([COLUMNS, *table], (BYTES_COLUMN,))
     if max(map(len, lines)) <= console.width:
         console.print(Text("\n".join(lines[:2]), "bold"))
         console.print(Text("\n".join(lines[2:])))

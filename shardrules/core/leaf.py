@@ -1,4 +1,4 @@
-"""Leaf and Decision: what a rule is asked, and what it answers."""
+"""Leaf and Decision: an array as a rule sees it, and what the rule decides for it."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from shardrules.core.spec import (
 )
 
 LogicalName: TypeAlias = str | tuple[str, ...] | None
-"""What a box calls a dimension: a name, several (which some boxes hold for mesh axes), or nothing."""
+"""The name of a dimension in a box: one name, several (mesh axes, in some boxes), or none."""
 
 
 def conflict(error: RuleError) -> Finding:
@@ -38,15 +38,15 @@ def conflict(error: RuleError) -> Finding:
 @final
 @attrs.frozen
 class Decision:
-    """What a rule says about one leaf.
+    """What a rule decides for one leaf.
 
     **Arguments:**
 
-    - `spec`: a PartitionSpec. `None` is *no opinion*; `P()` is *replicate, on purpose*. They are never confused.
+    - `spec`: a PartitionSpec. `None` is *no opinion*; `P()` is *replicate, on purpose*. The two are never confused.
     - `reason`: why, in a few words and without the leaf's path, so that equal layers have equal reasons.
     - `rule`: the rule that decided; the engine fills it in.
     - `findings`: what is worth knowing about this decision.
-    - `blank`: how `apply` writes no opinion: `P()`, or with a `None` for each dimension, which JAX takes for the same.
+    - `blank`: what `apply` returns for no opinion: `P()`, or an equal spec with a `None` for each dimension.
 
     ```python
     assert sr.Decision(P("data"), "rows over 'data'").spec == P("data")
@@ -100,12 +100,13 @@ class Leaf:
 
     **Arguments:**
 
-    - `path`: its place in the tree, `layers/0/mlp/up`.
-    - `shape`, `dtype`: those of the whole array.
+    - `path`: where it is in the tree, `layers/0/mlp/up`.
+    - `shape`, `dtype`: of the whole array.
     - `mesh`: the mesh that is planned for, or `None`.
-    - `spec`: what earlier rules of a chain have decided; `None` when nothing has been.
-    - `axes`: its logical axis names, where the tree has them (flax boxes).
-    - `aside`: the mesh axes in use on dimensions that `StackedShardingRule` has set aside.
+    - `spec`: what earlier rules of a chain have decided; `None` without a decision.
+    - `axes`: its logical axis names, if the tree has them (flax boxes).
+    - `outer_axes`: the mesh axes in use on dimensions that the rule does not see: the stacked ones, inside
+        `StackedShardingRule`.
 
     ```python
     leaf = sr.Leaf("mlp/up", (16, 64), jnp.float32, sr.mesh_shape("data:4,model:2"))
@@ -120,7 +121,7 @@ class Leaf:
     mesh: AnyMesh | None = None
     spec: PartitionSpec | None = attrs.field(default=None, eq=spec_key, repr=spec_code)
     axes: tuple[LogicalName, ...] | None = None
-    aside: tuple[str, ...] = ()
+    outer_axes: tuple[str, ...] = ()
 
     @property
     def ndim(self) -> int:
@@ -147,28 +148,24 @@ class Leaf:
         """
         if self.mesh is None:
             raise NoMeshError(
-                f"{self.path or 'the tree'} {shape_text(self.shape)}: this rule needs a mesh and there is none. Pass "
-                "one, rule.plan(tree, mesh), or call inside jax.set_mesh(mesh); sr.mesh_shape('data:4,model:2') makes "
-                "one without devices."
+                f"{self.path or 'the tree'} {shape_text(self.shape)}: this rule needs a mesh. Pass one, "
+                "rule.plan(tree, mesh), or call inside jax.set_mesh(mesh); sr.mesh_shape('data:4,model:2') makes one "
+                "without devices."
             )
         return mesh_sizes(self.mesh)
 
     @property
     def entries(self) -> Entries:
-        """What has been decided so far, one tuple of axis names for each dimension."""
+        """What has been decided so far: a tuple of axis names for each dimension."""
         return ((),) * self.ndim if self.spec is None else entries(self.spec, self.ndim)
 
     @property
-    def taken(self) -> tuple[str, ...]:
-        """The mesh axes that are in use on the array already, those on dimensions set aside included."""
-        return self.aside if self.spec is None else (*self.aside, *axis_names(self.spec))
+    def used_axes(self) -> tuple[str, ...]:
+        """The mesh axes that are in use on the array already, `outer_axes` included."""
+        return self.outer_axes if self.spec is None else (*self.outer_axes, *axis_names(self.spec))
 
     def free_dims(self) -> tuple[int, ...]:
         """Returns the dimensions that are not split yet, lowest first.
-
-        **Returns:**
-
-        A tuple of dimensions.
 
         ```python
         assert sr.Leaf("w", (4, 8), jnp.float32, spec=P("data")).free_dims() == (1,)
@@ -177,7 +174,7 @@ class Leaf:
         return tuple(dim for dim, entry in enumerate(self.entries[: self.ndim]) if entry == ())
 
     def axis_size(self, axis: Axis) -> int:
-        """Returns into how many parts `axis` splits a dimension.
+        """Returns the number of parts into which `axis` splits a dimension.
 
         **Arguments:**
 
@@ -189,7 +186,7 @@ class Leaf:
 
         **Raises:**
 
-        `NoMeshError` without a mesh, `RuleError` when the mesh has no such axis.
+        `NoMeshError` without a mesh, `RuleError` for an unknown axis.
 
         ```python
         assert sr.Leaf("w", (8,), jnp.float32, sr.mesh_shape("data:4,model:2")).axis_size(("data", "model")) == 8
@@ -198,12 +195,12 @@ class Leaf:
         sizes = self.sizes
         for name in axis_tuple(axis):
             if name not in sizes:
-                why = f"the mesh ({mesh_text(self.mesh)}) has no axis {name!r}{suggest(name, sizes)}"
+                why = f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text(self.mesh)}"
                 raise self.error(None, why, axis=name)
         return math.prod(sizes[name] for name in axis_tuple(axis))
 
     def fits(self, dim: int, axis: Axis) -> bool:
-        """Whether `axis` can split dimension `dim`: it divides it, the dimension is whole and the axis still free.
+        """Whether `axis` can split dimension `dim`: it divides it, the dimension is whole, and the axis is not in use.
 
         **Arguments:**
 
@@ -212,11 +209,11 @@ class Leaf:
 
         **Returns:**
 
-        Whether `shard(dim, axis)` gives a spec that the mesh can honour.
+        Whether `shard(dim, axis)` gives a valid spec.
 
         **Raises:**
 
-        `NoMeshError` without a mesh, `RuleError` when the mesh has no such axis.
+        `NoMeshError` without a mesh, `RuleError` for an unknown axis.
 
         ```python
         leaf = sr.Leaf("w", (8, 6), jnp.float32, sr.mesh_shape("data:4"))
@@ -226,31 +223,27 @@ class Leaf:
         split = self.axis_size(axis)
         if not -self.ndim <= dim < self.ndim:
             return False
-        taken = self.taken
+        used_axes = self.used_axes
         return (
             self.shape[dim] % split == 0
             and self.entries[dim % self.ndim] == ()
-            and not any(name in taken for name in axis_tuple(axis))
+            and not any(name in used_axes for name in axis_tuple(axis))
         )
 
     def shard(self, dim: int, axis: Axis, reason: str = "") -> Decision:
         """Returns the decision to split dimension `dim` over `axis`, on top of what is decided already.
 
-        Whether the dimension divides is not asked here: a plan reports that, with all the numbers.
+        This does not check that the axis divides the dimension: the plan reports that, with all the numbers.
 
         **Arguments:**
 
         - `dim`: a dimension, which may be negative.
         - `axis`: a mesh axis, or a tuple of them, the first most major.
-        - `reason`: why; by default what was done.
-
-        **Returns:**
-
-        A `Decision`.
+        - `reason`: why; by default `dim 0 over 'data'`.
 
         **Raises:**
 
-        `RuleError` when there is no such dimension, it is split already, or the axis is in use on another one.
+        `RuleError` when the dimension does not exist or is split already, or the axis is in use on another one.
 
         ```python
         leaf = sr.Leaf("w", (8, 6), jnp.float32, spec=P("data"))
@@ -258,19 +251,19 @@ class Leaf:
         ```
         """
         if not -self.ndim <= dim < self.ndim:
-            raise self.error(None, f"there is no dimension {dim} in shape {shape_text(self.shape)}")
+            raise self.error(None, f"shape {shape_text(self.shape)} has no dimension {dim}")
         dim %= self.ndim
-        names, found = axis_tuple(as_axis(axis)), self.entries
-        if found[dim] != ():
+        names, spec_entries = axis_tuple(as_axis(axis)), self.entries
+        if spec_entries[dim] != ():
             raise self.error(None, f"dimension {dim} is split already: {spec_repr(self.spec)}")
-        taken = self.taken
-        twice = [name for name in names if name in taken]
-        if twice:
+        used_axes = self.used_axes
+        reused = [name for name in names if name in used_axes]
+        if reused:
             raise self.error(
-                None, f"dimension {dim} cannot take axis {twice[0]!r}: it splits another one, {self._so_far()}"
+                None, f"dimension {dim} cannot use axis {reused[0]!r}: it splits another one, {self._so_far()}"
             )
         text = reason or f"dim {dim} over {axis!r}"
-        return Decision(make_spec((*found[:dim], names, *found[dim + 1 :])), text)
+        return Decision(make_spec((*spec_entries[:dim], names, *spec_entries[dim + 1 :])), text)
 
     def replicate(self, reason: str = "replicated on purpose") -> Decision:
         """Returns the decision to hold the whole array on every device.
@@ -294,9 +287,9 @@ class Leaf:
         if any(entry != () for entry in self.entries):
             raise self.error(
                 None,
-                f"Inconsistent sharding instructions: {spec_repr(self.spec)} is decided already, and now the leaf is "
-                "to be replicated",
-                "Replicate first and split after, or aim the two rules at different leaves with RegexShardingRule",
+                f"Inconsistent sharding instructions: {spec_repr(self.spec)} is decided already, and this rule "
+                "replicates the leaf",
+                "Replicate first and split after, or apply the two rules to different leaves with RegexShardingRule",
             )
         return Decision(PartitionSpec(), reason)
 
@@ -322,12 +315,8 @@ class Leaf:
 
         **Arguments:**
 
-        - `spec`: a PartitionSpec. Where it leaves a dimension whole, what is decided stays.
+        - `spec`: a PartitionSpec. A dimension that it leaves whole stays as it is decided already.
         - `reason`: why.
-
-        **Returns:**
-
-        A `Decision`.
 
         **Raises:**
 
@@ -337,21 +326,22 @@ class Leaf:
         assert sr.Leaf("w", (8, 6), jnp.float32, spec=P("data")).refine(P(None, "model"), "").spec == P("data", "model")
         ```
         """
-        if self.spec is None and not self.aside:
+        if self.spec is None and not self.outer_axes:
             return Decision(spec, reason)
-        wanted = entries(spec, len(self.entries))
-        if all(entry == () for entry in wanted):
+        requested = entries(spec, len(self.entries))
+        if all(entry == () for entry in requested):
             return self.replicate(reason)
-        current = self.entries + ((),) * (len(wanted) - len(self.entries))
-        taken = self.taken
-        for dim, (old, new) in enumerate(zip(current, wanted, strict=True)):
-            clash = old != () and new not in ((), old)
-            moved = old != new and new is not UNCONSTRAINED and any(name in taken for name in new)
-            if clash or moved:
+        # A spec may be too long for the array. The plan reports that, so it must not fail here.
+        current = self.entries + ((),) * (len(requested) - len(self.entries))
+        used_axes = self.used_axes
+        for dim, (old, new) in enumerate(zip(current, requested, strict=True)):
+            differs = old != () and new not in ((), old)
+            reuses = old != new and new is not UNCONSTRAINED and any(name in used_axes for name in new)
+            if differs or reuses:
                 raise self.error(
                     None, f"{spec_repr(spec)} and {self._so_far()}, decided before, disagree on dimension {dim}"
                 )
-        return Decision(make_spec(tuple(new or old for old, new in zip(current, wanted, strict=True))), reason)
+        return Decision(make_spec(tuple(new or old for old, new in zip(current, requested, strict=True))), reason)
 
     def try_refine(self, spec: PartitionSpec, reason: str) -> Decision:
         """As `refine`, but a conflict becomes a finding of the decision, so that a plan reports all of them at once.
@@ -375,22 +365,18 @@ class Leaf:
             return Decision(None, error.why, findings=(conflict(error),))
 
     def _so_far(self) -> str:
-        here = [] if self.spec is None else [spec_repr(self.spec)]
-        return " and ".join([*here, *(f"{name!r} on a dimension set aside" for name in self.aside)])
+        parts = [] if self.spec is None else [spec_repr(self.spec)]
+        return " and ".join([*parts, *(f"{name!r} on a stacked dimension" for name in self.outer_axes)])
 
     def error(self, rule: object, why: str, hint: str = "", *, axis: str | None = None) -> RuleError:
         """Returns the error to raise when a rule cannot decide this leaf.
 
         **Arguments:**
 
-        - `rule`: the rule, or `None` when the engine is to fill it in.
+        - `rule`: the rule, or `None`: then the engine adds it.
         - `why`: what is wrong, with the numbers.
         - `hint`: what to do about it.
-        - `axis`: the mesh axis that it is about, where there is one.
-
-        **Returns:**
-
-        A `RuleError`, to be raised.
+        - `axis`: the mesh axis that it is about, if any.
 
         ```python
         assert "w (8,): too small" in str(sr.Leaf("w", (8,), jnp.float32).error(None, "too small"))

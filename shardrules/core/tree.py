@@ -140,7 +140,7 @@ class Survey:
         return jtu.tree_unflatten(self.treedef, result)
 
     def structs(self, leaves: Sequence[Leaf], mesh: AnyMesh | None) -> Any:
-        """Returns a tree of this structure, with a `ShapeDtypeStruct` on `mesh` for each array of the kinds `leaves`."""
+        """Returns a tree of this structure, with a `ShapeDtypeStruct` on `mesh` for each array; `leaves` are kinds."""
         sharding = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
         shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=sharding) for leaf in leaves]
         result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kind_of]

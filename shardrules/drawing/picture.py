@@ -1,4 +1,4 @@
-"""A picture as a value: boxes, lines and words, which become SVG or a figure of matplotlib."""
+"""A picture as a value: boxes, lines and words, which become SVG or a matplotlib figure."""
 
 import html
 from typing import Any, TypeAlias, final
@@ -6,23 +6,25 @@ from typing import Any, TypeAlias, final
 import attrs
 
 PALETTE = ("#8ecae6", "#f6bd60", "#90be6d", "#cdb4db", "#f28482", "#84dcc6", "#e9d8a6", "#a3b18a")
-"""Fills on which black text can be read; neighbours differ in lightness too, for those who see few colours."""
+"""Fills on which black text is readable; neighbours differ in lightness too, for colour-blind readers."""
 
 PLAIN = "#d9d9d9"
-"""The fill of what is not split."""
+"""The fill of blocks that are not split."""
 
-_FONT = 11
+_FONT_SIZE = 11
+"""Pixels. At half the size labels are unreadable; at twice the size most boxes have no room for one."""
 
 
 def label_width(text: str) -> float:
     """Returns the width that a text needs in a box."""
-    return 0.58 * _FONT * len(text) + 8
+    # The average width of a character in sans-serif fonts is a bit above half its height; 8 pixels are the margins.
+    return 0.58 * _FONT_SIZE * len(text) + 8
 
 
 @final
 @attrs.frozen
 class Box:
-    """A rectangle."""
+    """A rectangle; `colour` is an index in the palette, `title` what a page shows on hovering."""
 
     x: float
     y: float
@@ -34,14 +36,14 @@ class Box:
 
     @property
     def shown_label(self) -> str:
-        """The label, if there is room for it."""
-        return self.label if self.height >= _FONT + 3 and self.width >= label_width(self.label) else ""
+        """The label, if the box has room for it."""
+        return self.label if self.height >= _FONT_SIZE + 3 and self.width >= label_width(self.label) else ""
 
 
 @final
 @attrs.frozen
 class Words:
-    """A line of text outside of boxes."""
+    """A line of text outside of boxes, which starts, ends or is centred at its point."""
 
     x: float
     y: float
@@ -53,7 +55,7 @@ class Words:
 @final
 @attrs.frozen
 class Line:
-    """A line through points."""
+    """A line through points; `dots` are the titles of dots on them."""
 
     points: tuple[tuple[float, float], ...]
     width: float = 1.0
@@ -61,15 +63,17 @@ class Line:
 
 
 Mark: TypeAlias = Box | Words | Line
-"""What pictures are made of."""
+"""What a picture consists of."""
 
 
 @final
 @attrs.frozen
 class Picture:
-    """A picture. Notebooks show it.
+    """A picture that notebooks show.
 
     ```python
+    from shardrules.drawing.picture import Box, Picture
+
     picture = Picture(100, 40, (Box(0, 0, 100, 40, 0, "device 0"),), "one block")
     assert picture.to_svg().startswith("<svg") and "device 0" in picture.to_svg()
     ```
@@ -81,16 +85,16 @@ class Picture:
     label: str
 
     def to_svg(self) -> str:
-        """Returns it as SVG, in which every text is escaped. Colours give way to those of a page's own style."""
+        """Returns the picture as SVG with every text escaped. A page's own style takes precedence over its colours."""
         inner = "".join(map(_svg, self.marks))
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(self.width)} {_n(self.height)}" '
-            f'width="{_n(self.width)}" height="{_n(self.height)}" role="img" aria-label="{html.escape(self.label)}" '
-            f'font-family="system-ui, sans-serif" font-size="{_FONT}">{inner}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_px(self.width)} {_px(self.height)}" '
+            f'width="{_px(self.width)}" height="{_px(self.height)}" role="img" aria-label="{html.escape(self.label)}" '
+            f'font-family="system-ui, sans-serif" font-size="{_FONT_SIZE}">{inner}</svg>'
         )
 
     def to_figure(self, ax: Any = None) -> Any:
-        """Draws it with matplotlib. It needs matplotlib: `pip install "shardrules[plot]"`."""
+        """Draws the picture on `ax`, or a new figure, with matplotlib: `pip install "shardrules[plot]"`."""
         from matplotlib import pyplot
         from matplotlib.patches import Rectangle
 
@@ -135,7 +139,7 @@ class Picture:
         return self.to_svg()
 
 
-def _n(value: float) -> str:
+def _px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -145,22 +149,22 @@ def _fill(box: Box) -> str:
 
 def _svg(mark: Mark) -> str:
     if isinstance(mark, Words):
-        turned = f' transform="rotate(-90 {_n(mark.x)} {_n(mark.y)})"' if mark.upright else ""
-        where = f'x="{_n(mark.x)}" y="{_n(mark.y)}" text-anchor="{mark.anchor}"{turned}'
-        return f'<text {where} fill="currentColor">{html.escape(mark.text)}</text>'
+        rotation = f' transform="rotate(-90 {_px(mark.x)} {_px(mark.y)})"' if mark.upright else ""
+        position = f'x="{_px(mark.x)}" y="{_px(mark.y)}" text-anchor="{mark.anchor}"{rotation}'
+        return f'<text {position} fill="currentColor">{html.escape(mark.text)}</text>'
     if isinstance(mark, Line):
-        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
+        points = " ".join(f"{_px(x)},{_px(y)}" for x, y in mark.points)
         dots = "".join(
-            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="4" fill="currentColor"><title>{html.escape(text)}</title></circle>'
+            f'<circle cx="{_px(x)}" cy="{_px(y)}" r="4" fill="currentColor"><title>{html.escape(text)}</title></circle>'
             for (x, y), text in zip(mark.points, mark.dots, strict=False)
         )
-        return f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="{_n(mark.width)}"/>{dots}'
+        return f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="{_px(mark.width)}"/>{dots}'
     kind = "plain" if mark.colour is None else f"b{mark.colour % len(PALETTE)}"
-    where = f'x="{_n(mark.x)}" y="{_n(mark.y)}" width="{_n(mark.width)}" height="{_n(mark.height)}"'
+    rectangle = f'x="{_px(mark.x)}" y="{_px(mark.y)}" width="{_px(mark.width)}" height="{_px(mark.height)}"'
     title = f"<title>{html.escape(mark.title)}</title>" if mark.title else ""
     label = ""
     if mark.shown_label:
-        middle = f'x="{_n(mark.x + mark.width / 2)}" y="{_n(mark.y + mark.height / 2 + 4)}"'
+        middle = f'x="{_px(mark.x + mark.width / 2)}" y="{_px(mark.y + mark.height / 2 + 4)}"'
         label = f'<text class="label" {middle} text-anchor="middle" fill="#1a1a1a">{html.escape(mark.label)}</text>'
-    box = f'<rect class="block {kind}" {where} fill="{_fill(mark)}" stroke="#ffffff" stroke-width="0.8">{title}</rect>'
+    box = f'<rect class="block {kind}" {rectangle} fill="{_fill(mark)}" stroke="#ffffff" stroke-width="0.8">{title}</rect>'
     return f"<g>{box}{label}</g>"

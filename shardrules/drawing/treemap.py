@@ -1,7 +1,7 @@
-"""Treemaps: what takes how much, as rectangles in rectangles. Areas are exact: nothing is spent on frames.
+"""Treemaps: amounts as areas of rectangles inside rectangles. Areas are exact, without frames.
 
 Within a module the largest part comes first, and parts go into rows along the shorter side as long as that makes them
-squarer, after Bruls, Huizing and van Wijk.
+squarer: the squarified treemaps of Bruls, Huizing and van Wijk.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ Rectangle: TypeAlias = tuple[float, float, float, float]
 @final
 @attrs.frozen
 class Module:
-    """What several leaves lie in."""
+    """A subtree with several leaves, and the rectangle of all of them."""
 
     path: str
     depth: int
-    place: Rectangle
+    rectangle: Rectangle
     amount: float
     count: int
 
@@ -30,7 +30,7 @@ class Module:
 @final
 @attrs.frozen
 class Treemap:
-    """Rectangles for modules and leaves."""
+    """The rectangles of modules and of leaves, the latter in the order of `paths`."""
 
     width: float
     height: float
@@ -39,56 +39,69 @@ class Treemap:
     modules: tuple[Module, ...]
 
     def picture(self, titles: Sequence[str], colours: Sequence[int | None], *, least: float = 24) -> Picture:
-        """Draws it. Leaves too small to be seen are one box with others of their module."""
+        """Returns a picture of the leaves, with a title and a colour for each.
+
+        Leaves below `least` square pixels are too small to be seen: they are one box with others of their module.
+        """
         boxes: list[Box] = []
-        crowded: dict[str, int | None] = {}
-        seen = {one.path: one for one in self.modules if one.place[2] * one.place[3] >= least}
-        for path, place, title, colour in zip(self.paths, self.leaves, titles, colours, strict=True):
-            if place[2] * place[3] >= least:
-                boxes.append(Box(*place, colour, _label(path, place[2]), title))
-            elif place[2] * place[3] > 0:
-                while path and path not in seen:
+        crowded: dict[str, int | None] = {}  # the modules of leaves that are too small, with the first one's colour
+        visible = {module.path: module for module in self.modules if _area(module.rectangle) >= least}
+        for path, rectangle, title, colour in zip(self.paths, self.leaves, titles, colours, strict=True):
+            if _area(rectangle) >= least:
+                boxes.append(Box(*rectangle, colour, _label(path, rectangle[2]), title))
+            elif _area(rectangle) > 0:
+                while path and path not in visible:
                     path = path.rpartition("/")[0]
                 crowded.setdefault(path, colour)
-        below = [
-            Box(*seen[path].place, colour, "", f"{path}: {seen[path].count:,} arrays")
+        # They come first, so that the larger leaves of these modules cover them.
+        background = [
+            Box(*visible[path].rectangle, colour, "", f"{path}: {visible[path].count:,} arrays")
             for path, colour in crowded.items()
-            if path in seen
+            if path in visible
         ]
-        return Picture(self.width, self.height, (*below, *boxes), f"what {len(self.paths):,} arrays take, as areas")
+        return Picture(
+            self.width, self.height, (*background, *boxes), f"what {len(self.paths):,} arrays take, as areas"
+        )
+
+
+def _area(rectangle: Rectangle) -> float:
+    return rectangle[2] * rectangle[3]
 
 
 def _label(path: str, width: float) -> str:
-    """As much of the end of a path as there is room for."""
+    """The end of a path, as much of it as fits."""
     parts = path.split("/")
     tails = ("/".join(parts[cut:]) for cut in range(len(parts)))
-    return next((one for one in tails if label_width(one) <= width), parts[-1])
+    return next((tail for tail in tails if label_width(tail) <= width), parts[-1])
 
 
 def treemap(paths: Sequence[str], amounts: Sequence[float], width: float = 960, height: float = 480) -> Treemap:
-    """Lays leaves out by what they take, those of a module together.
+    """Lays out leaves by their `amounts`, the leaves of a module together.
 
     ```python
-    found = treemap(["layers/0/w", "layers/1/w", "head"], [2, 2, 4], 8, 4)
-    assert sorted(w * h for _, _, w, h in found.leaves) == [8, 8, 16]
-    assert [one.path for one in found.modules] == ["layers", "layers/0", "layers/1"]
+    from shardrules.drawing.treemap import treemap
+
+    tree = treemap(["layers/0/w", "layers/1/w", "head"], [2, 2, 4], 8, 4)
+    assert sorted(w * h for _, _, w, h in tree.leaves) == [8, 8, 16]
+    assert [module.path for module in tree.modules] == ["layers", "layers/0", "layers/1"]
     ```
     """
     root = _Node("", 0)
-    for number, (path, amount) in enumerate(zip(paths, amounts, strict=True)):
-        root.add(path.split("/"), number, amount)
+    for leaf_index, (path, amount) in enumerate(zip(paths, amounts, strict=True)):
+        root.add(path.split("/"), leaf_index, amount)
     modules: list[Module] = []
     leaves: list[Rectangle] = [(0.0, 0.0, 0.0, 0.0)] * len(paths)
-    waiting: list[tuple[_Node, Rectangle]] = [(root, (0.0, 0.0, width, height))]
-    while waiting:
-        node, place = waiting.pop()
-        if node.leaf is not None:
-            leaves[node.leaf] = place
+    # A stack rather than recursion, since paths may be deep.
+    stack: list[tuple[_Node, Rectangle]] = [(root, (0.0, 0.0, width, height))]
+    while stack:
+        node, rectangle = stack.pop()
+        if node.leaf_index is not None:
+            leaves[node.leaf_index] = rectangle
             continue
         if node.depth:
-            modules.append(Module(node.path, node.depth, place, node.amount, node.count))
-        parts = sorted((one for one in node.parts.values() if one.amount > 0), key=lambda one: -one.amount)
-        waiting += reversed([*zip(parts, rows([one.amount for one in parts], place), strict=True)])
+            modules.append(Module(node.path, node.depth, rectangle, node.amount, node.count))
+        parts = sorted((part for part in node.parts.values() if part.amount > 0), key=lambda part: -part.amount)
+        stack += reversed([*zip(parts, rows([part.amount for part in parts], rectangle), strict=True)])
     return Treemap(width, height, tuple(paths), tuple(leaves), tuple(modules))
 
 
@@ -101,60 +114,66 @@ class _Node:
     depth: int
     amount: float = 0.0
     count: int = 0
-    leaf: int | None = None
+    leaf_index: int | None = None
     parts: "dict[tuple[str, bool], _Node]" = attrs.Factory(dict)
 
-    def add(self, names: Sequence[str], leaf: int, amount: float) -> None:
+    def add(self, names: Sequence[str], leaf_index: int, amount: float) -> None:
         node = self
         for depth, name in enumerate(names, 1):
             node.amount += amount
             node.count += 1
-            last = depth == len(names)
+            is_leaf = depth == len(names)
             path = f"{node.path}/{name}" if node.path else name
-            # A leaf may have the name of a module beside it.
-            node = node.parts.setdefault((name, last), _Node(path, depth))
+            # A leaf and a module may have the same name.
+            node = node.parts.setdefault((name, is_leaf), _Node(path, depth))
         node.amount += amount
-        node.leaf = leaf
+        node.leaf_index = leaf_index
 
 
-def rows(amounts: Sequence[float], place: Rectangle) -> list[Rectangle]:
-    """Lays amounts out in a rectangle, in rows along its shorter side.
+def rows(amounts: Sequence[float], rectangle: Rectangle) -> list[Rectangle]:
+    """Lays out descending `amounts` in a rectangle, in rows along its shorter side.
 
     ```python
+    from shardrules.drawing.treemap import rows
+
     assert rows([2, 1, 1], (0, 0, 4, 2)) == [(0, 0, 2, 2), (2, 0, 2, 1), (2, 1, 2, 1)]
     ```
     """
-    x, y, width, height = place
+    x, y, width, height = rectangle
     total = sum(amounts)
     scale = width * height / total if total else 0.0
     areas = [amount * scale for amount in amounts]
-    found: list[Rectangle] = []
+    rectangles: list[Rectangle] = []
     begin = 0
     while begin < len(areas):
         side = min(width, height)
-        end, held = begin + 1, areas[begin]
-        while end < len(areas) and _longest(areas[begin], areas[end], held + areas[end], side) <= _longest(
-            areas[begin], areas[end - 1], held, side
+        end, row_area = begin + 1, areas[begin]
+        # One more part makes a row thicker: it belongs in as long as the worst part of the row gets squarer.
+        while end < len(areas) and _worst_ratio(areas[begin], areas[end], row_area + areas[end], side) <= _worst_ratio(
+            areas[begin], areas[end - 1], row_area, side
         ):
-            held += areas[end]
+            row_area += areas[end]
             end += 1
-        thick = held / side if side else 0.0
-        along = 0.0
+        thickness = row_area / side if side else 0.0
+        offset = 0.0
         for area in areas[begin:end]:
-            long = area / thick if thick else 0.0
-            found.append((x, y + along, thick, long) if width >= height else (x + along, y, long, thick))
-            along += long
+            length = area / thickness if thickness else 0.0
+            rectangles.append(
+                (x, y + offset, thickness, length) if width >= height else (x + offset, y, length, thickness)
+            )
+            offset += length
+        # Rounding errors must not make the rest of the rectangle negative.
         if width >= height:
-            x, width = x + thick, max(0.0, width - thick)
+            x, width = x + thickness, max(0.0, width - thickness)
         else:
-            y, height = y + thick, max(0.0, height - thick)
+            y, height = y + thickness, max(0.0, height - thickness)
         begin = end
-    return found
+    return rectangles
 
 
-def _longest(most: float, least: float, held: float, side: float) -> float:
-    """How far the worst part of a row is from a square: how many times as long as it is wide."""
-    if not held or not side or not least:
+def _worst_ratio(most: float, least: float, row_area: float, side: float) -> float:
+    """The largest ratio of the sides of a part, in a row whose largest and least parts have these areas."""
+    if not row_area or not side or not least:
         return float("inf")
-    thick = held / side
-    return max(most / thick**2, thick**2 / least)
+    thickness = row_area / side
+    return max(most / thickness**2, thickness**2 / least)

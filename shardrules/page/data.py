@@ -153,7 +153,7 @@ def _tree(found: Treemap) -> dict[str, Any]:
     return {
         "width": found.width,
         "height": found.height,
-        "modules": [[one.path, one.depth, *short(one.place), one.amount, one.count] for one in found.modules],
+        "modules": [[one.path, one.depth, *short(one.rectangle), one.amount, one.count] for one in found.modules],
         "boxes": [value for place in found.leaves for value in short(place)],
     }
 

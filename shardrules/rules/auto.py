@@ -85,7 +85,7 @@ class AutoShardingRule(LeafShardingRule):
             return leaf.skip(f"fewer than {least} elements")
         useful = [axis for axis in axes if leaf.axis_size(axis) > 1]
         decided = leaf.entries[: leaf.ndim]
-        entries = auto_entries(leaf.shape, useful, sizes, reverse=self.reverse, decided=decided, used=leaf.taken)
+        entries = auto_entries(leaf.shape, useful, sizes, reverse=self.reverse, decided=decided, used=leaf.used_axes)
         if entries == decided:
             return Decision(None, "no free axis divides a free dimension", blank=pad(PartitionSpec(), leaf.ndim))
         order = "smallest" if self.reverse else "largest"

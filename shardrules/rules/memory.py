@@ -73,7 +73,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     def _free_axes(self, leaf: Leaf) -> list[Axis]:
         """The axes that can split this leaf, largest first."""
         axes = tuple(leaf.sizes) if self.axis_names is None else self.axis_names
-        used = leaf.taken
+        used = leaf.used_axes
         free = [
             axis for axis in axes if leaf.axis_size(axis) > 1 and not any(name in used for name in axis_tuple(axis))
         ]
@@ -129,7 +129,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         cache: dict[object, tuple[_Choice, ...]] = {}
         groups: dict[tuple[_Choice, ...], list[int]] = {}
         for leaf_index, leaf in enumerate(leaves.items):
-            key = (leaf.shape, leaf.dtype, leaf.entries, leaf.aside)
+            key = (leaf.shape, leaf.dtype, leaf.entries, leaf.outer_axes)
             choices = cache.get(key)
             if choices is None:
                 cache[key] = choices = tuple(_choices(leaf, self._free_axes(leaf)))

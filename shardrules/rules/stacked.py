@@ -67,8 +67,8 @@ class StackedShardingRule(LeavesShardingRule):
     def _one_layer(self, leaf: Leaf, leading: Entries) -> Leaf:
         spec = None if leaf.spec is None else make_spec(leaf.entries[self.dims :])
         axes = None if leaf.axes is None else leaf.axes[self.dims :]
-        aside = (*leaf.aside, *axis_names(make_spec(leading)))
-        return attrs.evolve(leaf, shape=leaf.shape[self.dims :], spec=spec, axes=axes, aside=aside)
+        outer_axes = (*leaf.outer_axes, *axis_names(make_spec(leading)))
+        return attrs.evolve(leaf, shape=leaf.shape[self.dims :], spec=spec, axes=axes, outer_axes=outer_axes)
 
     def _stack(self, leaf: Leaf, leading: Entries, decision: Decision) -> Decision:
         findings = tuple([self._stack_finding(finding, leaf) for finding in decision.findings])

@@ -106,5 +106,5 @@ def test_an_argument_comes_first_then_the_arrays_then_what_is_set() -> None:
 def test_arrays_on_two_meshes_say_nothing() -> None:
     one, other = sr.create_mesh("a:8"), sr.create_mesh("b:8")
     tree = placed(one, x=P("a")) | {"y": jax.device_put(np.ones((4, 4)), NamedSharding(other, P()))}
-    with pytest.raises(sr.errors.NoMeshError, match="this rule needs a mesh and there is none"):
+    with pytest.raises(sr.errors.NoMeshError, match="this rule needs a mesh"):
         sr.AutoShardingRule().plan(tree)

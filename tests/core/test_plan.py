@@ -658,7 +658,7 @@ def test_errors_that_were_raised_survive_pickling() -> None:
     assert again.findings == caught.value.findings
     assert str(again) == str(caught.value)
     leaf = sr.Leaf("w", (8, 4), jnp.float32, SMALL)
-    with pytest.raises(sr.errors.RuleError, match="there is no dimension 5") as refused:
+    with pytest.raises(sr.errors.RuleError, match="has no dimension 5") as refused:
         leaf.shard(5, "data")
     again = pickle.loads(pickle.dumps(refused.value))
     assert (again.path, again.shape, again.why) == ("w", (8, 4), refused.value.why)

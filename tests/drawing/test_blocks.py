@@ -80,7 +80,7 @@ def test_what_has_no_blocks_is_refused() -> None:
     tree = {"w": np.ones((6, 4))}
     with pytest.raises(sr.errors.NoMeshError, match="plan with one"):
         sr.ReplicateShardingRule().plan(tree).blocks("w")
-    with pytest.raises(sr.errors.PlanError, match="w cannot be cut so"):
+    with pytest.raises(sr.errors.PlanError, match="w cannot be split this way"):
         sr.DimShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4")).blocks("w")
     with pytest.raises(sr.errors.TreeError, match="did you mean 'w'"):
         sr.ReplicateShardingRule().plan(tree, sr.mesh_shape("data:4")).blocks("w2")

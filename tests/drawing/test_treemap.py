@@ -63,7 +63,7 @@ def test_leaves_lie_in_their_modules(items: list[tuple[list[str], int]]) -> None
         assert area(place) == pytest.approx(800 * 400 * amount / max(1, sum(known.values())), rel=1e-6, abs=1e-6)
         module = path.rpartition("/")[0]
         while module and amount:
-            assert inside(place, places[module].place)
+            assert inside(place, places[module].rectangle)
             module = module.rpartition("/")[0]
     for one in found.modules:
         own = [amount for path, amount in known.items() if path.startswith(f"{one.path}/")]

@@ -15,7 +15,7 @@ from shardrules.core.leaf import Decision, Leaf
 @final
 @attrs.frozen
 class Placement:
-    """How one leaf is placed."""
+    """How one leaf is placed; `spec` is its placement in canonical form, as text."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -26,7 +26,7 @@ class Placement:
 @final
 @attrs.frozen
 class Placements:
-    """How all leaves of a plan are placed."""
+    """How all leaves of a plan are placed, from path to placement, and the mesh as text."""
 
     mesh: str
     leaves: Mapping[str, Placement]
@@ -47,7 +47,10 @@ def placements(
 @final
 @attrs.frozen
 class Change:
-    """One leaf in which two plans differ."""
+    """One leaf that two plans place differently; `old` or `new` is empty where a plan has no such leaf.
+
+    The texts have shape and dtype where these changed, too.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -60,7 +63,7 @@ class Change:
 @final
 @attrs.frozen(repr=False)
 class PlanDiff:
-    """What differs between two plans. It is false when nothing does, and prints as a table.
+    """The differences between two plans. It is false without any, and prints as a table.
 
     ```python
     plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
@@ -74,7 +77,7 @@ class PlanDiff:
 
     @staticmethod
     def between(old: "Placements", new: "Placements") -> "PlanDiff":
-        """Returns the difference of what two plans hold."""
+        """Returns the differences between the `placements()` of two plans."""
         before, after = old.leaves, new.leaves
         changes = [
             _change(path, before.get(path), after.get(path))
@@ -91,33 +94,34 @@ class PlanDiff:
             return "no difference"
         lines = [] if self.old_mesh == self.new_mesh else [f"mesh {self.old_mesh} -> {self.new_mesh}"]
         groups: dict[tuple[Any, ...], list[Change]] = {}
-        for one in self.changes:
-            groups.setdefault((template(one.path), one.shape, one.old, one.new), []).append(one)
-        for (_, shape, old, new), same in groups.items():
-            many = f"  x{len(same)}" if len(same) > 1 else ""
-            path = functools.reduce(common_path, (one.path for one in same))
+        for change in self.changes:
+            groups.setdefault((template(change.path), change.shape, change.old, change.new), []).append(change)
+        for (_, shape, old, new), group in groups.items():
+            count = f"  x{len(group)}" if len(group) > 1 else ""
+            path = functools.reduce(common_path, (change.path for change in group))
             lines.append(
-                f"{path or '(the tree)'}{many}  {shape_text(shape)}  {old or 'absent'} -> "
-                f"{new or 'absent'}  {bytes_text(sum(one.old_bytes for one in same))} -> "
-                f"{bytes_text(sum(one.new_bytes for one in same))} per device"
+                f"{path or '(the tree)'}{count}  {shape_text(shape)}  {old or 'absent'} -> "
+                f"{new or 'absent'}  {bytes_text(sum(change.old_bytes for change in group))} -> "
+                f"{bytes_text(sum(change.new_bytes for change in group))} per device"
             )
-        grown = sum(one.new_bytes - one.old_bytes for one in self.changes)
-        many = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"
-        lines.append(f"{many}, {'+' if grown >= 0 else ''}{bytes_text(grown)} per device")
+        growth = sum(change.new_bytes - change.old_bytes for change in self.changes)
+        count = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"
+        lines.append(f"{count}, {'+' if growth >= 0 else ''}{bytes_text(growth)} per device")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def _change(path: str, old: Placement | None, new: Placement | None) -> Change:
-    known = new or old
-    assert known is not None
+    present = new or old
+    assert present is not None
+    # Shape and dtype are the same on both sides of most changes, and only clutter the line then.
     retyped = old is not None and new is not None and (old.shape, old.dtype) != (new.shape, new.dtype)
-    was, now = _text(old, retyped), _text(new, retyped)
-    return Change(path, known.shape, was, now, old.device_bytes if old else 0, new.device_bytes if new else 0)
+    texts = _placement_text(old, retyped), _placement_text(new, retyped)
+    return Change(path, present.shape, *texts, old.device_bytes if old else 0, new.device_bytes if new else 0)
 
 
-def _text(one: Placement | None, retyped: bool) -> str:
-    if one is None:
+def _placement_text(placement: Placement | None, with_type: bool) -> str:
+    if placement is None:
         return ""
-    return f"{shape_text(one.shape)} {one.dtype} {one.spec}" if retyped else one.spec
+    return f"{shape_text(placement.shape)} {placement.dtype} {placement.spec}" if with_type else placement.spec

@@ -1,5 +1,6 @@
-"""How a plan looks: a table in which equal layers are one row, as text and as HTML."""
+"""The table of a plan, in which equal layers are one row, as text and as HTML."""
 
+import collections
 import html
 from collections.abc import Collection, Sequence
 from typing import Any, final
@@ -12,17 +13,20 @@ from shardrules.core.finding import Finding, common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import spec_repr
 
-HEAD = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
+COLUMNS = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
 """The columns of the table of a plan."""
 
-RIGHT = 4
-"""The column with numbers."""
+BYTES_COLUMN = 4
+"""The column with numbers, which is aligned to the right."""
 
 
 @final
 @attrs.frozen
 class Row:
-    """One row: leaves that differ in nothing but the indices in their paths."""
+    """One row: leaves that differ in nothing but the indices in their paths.
+
+    `leaf` and `decision` are of the first of them, `device_bytes` is for all, and `kinds` are indices in the plan.
+    """
 
     path: str
     count: int
@@ -33,9 +37,9 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """Returns the texts of the row, one for each column."""
-        many = f"  x{self.count}" if self.count > 1 else ""
+        count = f"  x{self.count}" if self.count > 1 else ""
         return (
-            f"{self.path or '(the tree)'}{many}",
+            f"{self.path or '(the tree)'}{count}",
             shape_text(self.leaf.shape),
             str(self.leaf.dtype),
             spec_repr(self.decision.spec),
@@ -52,7 +56,7 @@ def rows(
     counts: Sequence[int],
     mesh: AnyMesh | None,
 ) -> tuple[Row, ...]:
-    """Returns the rows of the table, in the order of the tree."""
+    """Returns the rows of the table in the order of the tree, given path, leaf, decision and count of each kind."""
     sizes = mesh_sizes(mesh)
     groups: dict[Any, Row] = {}
     for kind, (path, leaf, decision, count) in enumerate(zip(paths, leaves, decisions, counts, strict=True)):
@@ -77,7 +81,7 @@ def rows(
 @final
 @attrs.frozen
 class Totals:
-    """What a plan adds up to."""
+    """How many arrays a plan has, and what they take: each counted once, and on one device."""
 
     leaf_count: int
     total_bytes: int
@@ -105,21 +109,24 @@ def totals(kinds: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequenc
 
 
 def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
-    """Returns the table as aligned text, with the totals and the findings below it."""
-    lines = [*aligned([HEAD, *(row.cells() for row in table)], (RIGHT,)), str(totals)]
+    """Returns the table as aligned text, followed by the totals and the findings."""
+    lines = [*aligned([COLUMNS, *(row.cells() for row in table)], (BYTES_COLUMN,)), str(totals)]
     if findings:
-        kinds = [found.severity for found in findings]
-        counted = [f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) > 1)}" for kind in dict.fromkeys(kinds)]
-        lines += ["", f"findings: {', '.join(counted)}"]
-        loud = [found for found in findings if found.severity != "note"]  # the table itself shows what notes are about
-        lines += [f"  {line}" for found in loud for line in str(found).splitlines()]
+        counter = collections.Counter(finding.severity for finding in findings)
+        counts = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counter.items()]
+        lines += ["", f"findings: {', '.join(counts)}"]
+        # Notes are not printed: the table itself shows which leaves have no opinion.
+        printed = [finding for finding in findings if finding.severity != "note"]
+        lines += [f"  {line}" for finding in printed for line in str(finding).splitlines()]
     return "\n".join(lines)
 
 
 def aligned(grid: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Returns a table as aligned lines, with a rule under its heading.
+    """Returns a table as aligned lines, with a rule under its heading. The columns in `right` are aligned to the right.
 
     ```python
+    from shardrules.core.views.table import aligned
+
     assert aligned([("a", "n"), ("bc", "10")], (1,)) == ["a    n", "--  --", "bc  10"]
     ```
     """
@@ -136,8 +143,8 @@ def aligned(grid: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
-    """Returns the table for a notebook."""
-    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in HEAD)
+    """Returns the table as HTML without scripts, for notebooks; every text in it is escaped."""
+    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in COLUMNS)
     body = "".join(
         "<tr>"
         + "".join(
@@ -146,7 +153,7 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
         + "</tr>"
         for cells in (row.cells() for row in table)
     )
-    notes = "".join(f"<li><pre>{html.escape(str(found))}</pre></li>" for found in findings)
+    notes = "".join(f"<li><pre>{html.escape(str(finding))}</pre></li>" for finding in findings)
     return (
         f"<table><caption style='text-align:left'>{html.escape(str(totals))}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")
@@ -154,4 +161,4 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
 
 
 def _side(column: int) -> str:
-    return "right" if column == RIGHT else "left"
+    return "right" if column == BYTES_COLUMN else "left"

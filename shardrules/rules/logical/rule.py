@@ -65,7 +65,7 @@ class LogicalShardingRule(LeafShardingRule):
         for logical_name, axis in self.mapping:
             names = () if axis is None else axis_tuple(axis)
             for dim in [dim for dim, name in open_dims.items() if name == logical_name]:
-                if not any(name in owner or name in leaf.taken for name in names):
+                if not any(name in owner or name in leaf.used_axes for name in names):
                     entries[dim] = names
                     owner.update(dict.fromkeys(names, logical_name))
                     del open_dims[dim]
@@ -83,7 +83,7 @@ class LogicalShardingRule(LeafShardingRule):
         ]
         if not candidates:
             return self._unknown(leaf, dim, name)
-        earlier = [part for part in candidates if part in leaf.taken]
+        earlier = [part for part in candidates if part in leaf.used_axes]
         if earlier:
             raise leaf.error(
                 self,

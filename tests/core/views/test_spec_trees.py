@@ -80,7 +80,9 @@ def test_names_are_those_of_all_specs(specs: list[P]) -> None:
 
 @pytest.mark.parametrize("leaf", [3, np.zeros(3), jax.nn.relu, object()])
 def test_names_are_read_from_specs_only(leaf: Any) -> None:
-    with pytest.raises(SpecError, match=f"axis names are read from PartitionSpecs, got {type(leaf).__name__}"):
+    with pytest.raises(
+        SpecError, match=f"get_names_from_partition_spec reads PartitionSpecs, got {type(leaf).__name__}"
+    ):
         get_names_from_partition_spec({"a": P("dp"), "b": [leaf]})
 
 
