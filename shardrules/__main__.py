@@ -1,4 +1,4 @@
-"""`python -m shardrules`, which is the `shardrules` command."""
+"""`python -m shardrules`, the same as the `shardrules` command."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""The command line: reads what users name in words (models, rules, meshes), asks the library, and shows what it says.
+"""The command line: turns what users write (models, rules, meshes) into objects, calls the library, prints the result.
 
-Everything here is about words, files and terminals. What is computed is computed by the layers below, which know
-nothing of it.
+Everything here is about words, files and terminals. The layers below compute, and do not know about any of it.
 """

@@ -1,4 +1,4 @@
-"""How commands are declared: a help text that fits a screen, examples, and what is done."""
+"""How commands are declared: a help text that fits a screen, examples, and the function that runs."""
 
 import argparse
 import functools
@@ -11,54 +11,48 @@ import attrs
 from shardrules.cli.errors import UsageError
 from shardrules.core.errors import suggest
 
-FINE, FOUND, USAGE, BUG = 0, 1, 2, 3
-"""Exit codes: nothing to complain of; something was found; the command cannot be meant; a bug of our own."""
+SUCCESS, FINDINGS, USAGE, BUG = 0, 1, 2, 3
+"""Exit codes: no complaint; there are findings; an invalid command; a bug in shardrules."""
 
 
 HELP = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22, width=80)
-"""Help as wide as any terminal, with what options mean in one column."""
+"""Help of at most 80 columns, with the meanings of options in one column."""
 
 
 @final
 @attrs.frozen
 class Command:
-    """A command of `shardrules`.
-
-    **Arguments:**
-
-    - `name`: its name.
-    - `summary`: what it does, in one line.
-    - `usage`: what stands behind its name.
-    - `examples`: command lines without the leading `shardrules`; a test runs each of them.
-    - `declare`: adds its arguments to a parser.
-    - `run`: does it, and returns the exit code.
-    """
+    """A command of `shardrules`."""
 
     name: str
     summary: str
     usage: str
+    """What follows its name."""
     examples: tuple[str, ...]
+    """Command lines without the leading `shardrules`; a test runs each of them."""
     declare: Callable[[argparse.ArgumentParser], None]
+    """Adds its arguments to a parser."""
     run: Callable[[argparse.Namespace], int]
+    """Runs it, and returns the exit code."""
 
     def parser(self) -> argparse.ArgumentParser:
-        """Returns its parser."""
-        shown = "\n".join(f"  shardrules {example}" for example in self.examples)
-        found = argparse.ArgumentParser(
+        """Returns its parser, which raises a `UsageError` for invalid arguments."""
+        examples = "\n".join(f"  shardrules {example}" for example in self.examples)
+        parser = argparse.ArgumentParser(
             f"shardrules {self.name}",
             description=self.summary,
             usage=f"shardrules {self.name} {self.usage}",
-            epilog=f"examples:\n{shown}",
+            epilog=f"examples:\n{examples}",
             formatter_class=HELP,
             allow_abbrev=False,
         )
-        self.declare(found)
-        found.error = functools.partial(_refuse, found)  # pyright: ignore[reportAttributeAccessIssue]
-        return found
+        self.declare(parser)
+        parser.error = functools.partial(_refuse, parser)  # pyright: ignore[reportAttributeAccessIssue]
+        return parser
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Refuses words in one line, as everything else does."""
+    """Raises a one-line error, as all other mistakes do, in place of argparse's usage text."""
     unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
     near = "" if unknown is None else suggest(unknown[1], parser._option_string_actions)
-    raise UsageError(f"{message}{near}; {parser.prog} --help shows what it takes")
+    raise UsageError(f"{message}{near}; see {parser.prog} --help")

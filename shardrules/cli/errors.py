@@ -1,30 +1,26 @@
-"""What can be wrong with a command: one line that says what, where, and how to mend it."""
+"""Errors of the command line: one line that says what is wrong, where, and how to fix it."""
 
 from typing import final
 
 from shardrules.core.errors import ShardRulesError
 
+_MOST_CHARACTERS = 300
+"""Four lines of a terminal. Doubled, errors of JAX fill the screen; halved, many lose the part that matters."""
+
 
 @final
 class UsageError(ShardRulesError, ValueError):
-    """A command that names something which is not there, or cannot be read. The process ends with 2."""
+    """A command that names something missing or unreadable. The process ends with 2."""
 
 
-def one_line(error: BaseException, most: int = 300) -> str:
-    """Returns what an error says, in one line.
-
-    **Arguments:**
-
-    - `error`: any error.
-    - `most`: how many characters it may take.
-
-    **Returns:**
-
-    Its message; its class where it has none.
+def one_line(error: BaseException) -> str:
+    """Returns the message of an error as one line of at most 300 characters, or its class if it has none.
 
     ```python
-    assert one_line(ValueError("no such axis\\n    -> name another")) == "no such axis -> name another"
+    from shardrules.cli.errors import one_line
+
+    assert one_line(ValueError("unknown axis\\n    -> use another")) == "unknown axis -> use another"
     ```
     """
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1].rstrip()}…"

@@ -1,7 +1,8 @@
-"""What a command is about: a model of which only shapes are known, from code, from a checkpoint, or from a plan."""
+"""The model of a command, as shapes: from code, from a checkpoint, or from a plan."""
 
+import collections
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -10,7 +11,7 @@ import jax
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
-from shardrules.cli.objects import Named, has_arrays, load_named, looks_named
+from shardrules.cli.objects import NamedObject, has_arrays, is_object_name, load_object
 from shardrules.core.errors import CheckpointError, PlanError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
@@ -21,7 +22,7 @@ from shardrules.placement.checkpoints.safetensors import read_headers
 FORMS = (
     "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
 )
-"""What a model may be given as, for messages."""
+"""What a model may be, for messages."""
 
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
@@ -29,138 +30,114 @@ _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 @final
 @attrs.frozen
 class Model:
-    """A tree of shapes, or a plan that was made before.
-
-    **Arguments:**
-
-    - `name`: how it is called in headings.
-    - `tree`: the tree; `None` for a plan.
-    - `plan`: the plan, if it is one.
-    """
+    """A tree of shapes, and the plan that it came from, if any."""
 
     name: str
-    tree: Any = None
+    """What headings call it."""
+    tree: Any
     plan: ShardingPlan | None = None
 
 
 def load_model(text: str) -> Model:
-    """Loads what a command is about. Of arrays nothing but shapes is read or computed.
-
-    **Arguments:**
-
-    - `text`: what was written on the command line.
-
-    **Returns:**
-
-    A `Model`.
-
-    **Raises:**
-
-    `UsageError` that says what is wrong with it.
-    """
+    """Loads a model from its name on the command line. Only shapes are read or computed."""
     if not text:
         raise UsageError(f"the name of the model is empty: {FORMS}")
     path = Path(text).expanduser()
-    if not path.exists() and looks_named(text):
-        return _of_code(load_named(text))
+    if not path.exists() and is_object_name(text):
+        return _from_code(load_object(text))
     if path.is_dir():
-        return _of_folder(path)
+        return _from_folder(path)
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return _of_safetensors(path)
+        return _from_safetensors(path)
     if path.suffix == ".json":
-        return Model(path.name, plan=read_plan(path))
+        plan = read_plan(path)
+        return Model(path.name, tree_of(plan), plan)
     if path.suffix == ".py":
-        raise UsageError(f"{text} is a file of Python: name a function in it that makes the model, {text}:make")
+        raise UsageError(f"{text} is a Python file: name a function in it that returns the model, {text}:make")
     if not path.exists():
-        raise UsageError(f"there is no {text}: {FORMS}")
-    raise UsageError(f"{text} is none of what can be read: {FORMS}")
+        raise UsageError(f"{text} does not exist: {FORMS}")
+    raise UsageError(f"cannot read {text} as a model: {FORMS}")
 
 
 def read_plan(path: Path) -> ShardingPlan:
-    """Reads a plan: its own JSON, or what `shardrules autoplan` wrote.
-
-    **Arguments:**
-
-    - `path`: the file.
-
-    **Returns:**
-
-    The plan.
-
-    **Raises:**
-
-    `UsageError` where it is no plan.
-    """
+    """Reads the JSON of a plan, or of what `shardrules autoplan` wrote."""
     text = read_text(path)
     try:
         data = json.loads(text)
-        inner = data.get("plan") if isinstance(data, dict) and "shardrules_autoplan" in data else None
-        return ShardingPlan.from_json(text if inner is None else json.dumps(inner))
+        plan = data.get("plan") if isinstance(data, dict) and "shardrules_autoplan" in data else None
+        return ShardingPlan.from_json(text if plan is None else json.dumps(plan))
     except (PlanError, ValueError, RecursionError) as error:
         hint = "; an index of safetensors ends in .safetensors.index.json" if "weight_map" in text[:10_000] else ""
         raise UsageError(f"{path}: {one_line(error)}{hint}") from error
 
 
-def _of_code(named: Named) -> Model:
+def tree_of(plan: ShardingPlan) -> Any:
+    """Returns the arrays of a plan as a dictionary of shapes by path."""
+    return collections.OrderedDict((leaf.path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for leaf in plan.leaves)
+
+
+def _from_code(named: NamedObject) -> Model:
     tree = named.shapes() if named.is_function else named.value
     kind = "None" if tree is None else f"a value of type {type(tree).__name__}"
     if not has_arrays(tree):
-        what = f"{named.text} {'returns' if named.is_function else 'is'} {kind}"
-        raise UsageError(f"{what}, with no array in it: name a function that returns a model, or the model itself")
+        actual = f"{named.text} {'returns' if named.is_function else 'is'} {kind}"
+        raise UsageError(f"{actual}, with no array in it: name a function that returns a model, or the model itself")
     return Model(named.text.rpartition(":")[2].partition("(")[0], tree)
 
 
-def _of_folder(path: Path) -> Model:
-    inside = [one.name for one in path.iterdir()]
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in inside):
-        return _of_safetensors(path)
-    if any(name in _ORBAX for name in inside) or any((path / name / "_METADATA").exists() for name in inside):
-        return _of_orbax(path)
-    what = f"with {', '.join(sorted(inside)[:3])}{' ...' * (len(inside) > 3)}" if inside else "that is empty"
-    raise UsageError(f"{path} is a folder {what}: it holds no .safetensors and no checkpoint of orbax; {FORMS}")
+def _from_folder(path: Path) -> Model:
+    names = [file.name for file in path.iterdir()]
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return _from_safetensors(path)
+    if any(name in _ORBAX for name in names) or any((path / name / "_METADATA").exists() for name in names):
+        return _from_orbax(path)
+    content = f"has {', '.join(sorted(names)[:3])}{' ...' * (len(names) > 3)}" if names else "is empty"
+    raise UsageError(f"the folder {path} {content}: neither .safetensors nor an orbax checkpoint; {FORMS}")
 
 
-def _of_orbax(path: Path) -> Model:
+def _from_orbax(path: Path) -> Model:
     try:
-        held = read_orbax_metadata(path)
+        stored = read_orbax_metadata(path)
     except CheckpointError as error:
         raise UsageError(one_line(error)) from error
-    arrays = {name: one for name, one in held.items() if one.dtype is not None}  # texts and the like take no place
-    return Model(path.name, _tree(arrays, path))
+    arrays = {name: array for name, array in stored.items() if array.dtype is not None}  # strings take no memory
+    return Model(path.name, _nested(arrays, path))
 
 
-def _of_safetensors(path: Path) -> Model:
-    """The tensors of which headers speak. What follows the headers need not be there: it is not looked at."""
-    found = read_headers(path, whole=False)
-    if found.problems:
-        raise UsageError(f"{_listed(found.problems)}")
-    strange = {one.dtype_name: name for name, one in found.stored.items() if one.dtype is None}
-    if strange:
-        known = ", ".join(f"{said} ({name})" for said, name in strange.items())
-        raise UsageError(f"{path} holds tensors of dtypes that cannot be loaded as arrays of JAX: {known}")
-    paths = {name: name.replace(".", "/") for name in found.stored}
+def _from_safetensors(path: Path) -> Model:
+    """The tensors in the headers. The data after a header is not read, and may be missing."""
+    headers = read_headers(path, whole=False)
+    if headers.problems:
+        raise UsageError(_first_problem(headers.problems))
+    unsupported = {array.dtype_name: name for name, array in headers.stored.items() if array.dtype is None}
+    if unsupported:
+        listed = ", ".join(f"{dtype} ({name})" for dtype, name in unsupported.items())
+        raise UsageError(f"{path} has tensors of dtypes that JAX arrays cannot have: {listed}")
+    paths = {name: name.replace(".", "/") for name in headers.stored}
     clash = len(dict.fromkeys(paths.values())) < len(paths)  # one name has a dot where another has a slash
-    return Model(path.name, _tree({name if clash else paths[name]: one for name, one in found.stored.items()}, path))
+    arrays = {name if clash else paths[name]: array for name, array in headers.stored.items()}
+    return Model(path.name, _nested(arrays, path))
 
 
-def _listed(wrong: Iterable[Finding]) -> str:
-    first, *rest = wrong
-    more = f" (and {len(rest)} more such)" if rest else ""
-    return one_line(ValueError(f"{first.path}: {first.message}{f'; {first.remedy}' if first.remedy else ''}{more}"))
+def _first_problem(problems: Sequence[Finding]) -> str:
+    first, *rest = problems
+    more = f" (and {len(rest)} more)" if rest else ""
+    remedy = f"; {first.remedy}" if first.remedy else ""
+    return one_line(ValueError(f"{first.path}: {first.message}{remedy}{more}"))
 
 
-def _tree(held: Mapping[str, StoredArray], path: Path) -> Any:
-    """The arrays as a tree of dictionaries and, where names are 0, 1, 2 and so on, lists: layers are decided once."""
-    if not held:
-        raise UsageError(f"{path} holds no arrays")
-    flat = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in held.items()}
+def _nested(stored: Mapping[str, StoredArray], path: Path) -> Any:
+    """A tree of dictionaries and, where names are 0, 1, 2 and so on, lists, so that equal layers are decided once."""
+    if not stored:
+        raise UsageError(f"{path} has no arrays")
+    flat = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in stored.items()}
     root: dict[str, Any] = {}
     for name, struct in flat.items():
         *modules, last = name.split("/")
         node = root
         for module in modules:
             node = node.setdefault(module, {})
-            if not isinstance(node, dict):  # an array and a module have one name: no tree has that
+            if not isinstance(node, dict):  # an array and a module share a name, which no tree can express
                 return flat
         if last in node:
             return flat
@@ -171,6 +148,6 @@ def _tree(held: Mapping[str, StoredArray], path: Path) -> Any:
 def _with_lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
-    if all(str(number) in node for number in range(len(node))):
-        return [_with_lists(node[str(number)]) for number in range(len(node))]
-    return {name: _with_lists(one) for name, one in node.items()}
+    if all(str(index) in node for index in range(len(node))):
+        return [_with_lists(node[str(index)]) for index in range(len(node))]
+    return {name: _with_lists(child) for name, child in node.items()}

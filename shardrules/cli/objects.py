@@ -1,4 +1,4 @@
-"""Python objects named in words: `package.module:name`, `folder/file.py:name`, each with arguments if it takes any."""
+"""Python objects named on the command line: `package.module:name` or `folder/file.py:name`, with optional arguments."""
 
 import contextlib
 import importlib
@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -18,216 +18,167 @@ import jax
 import jax.tree_util as jtu
 
 from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.files import missing_file
 from shardrules.core.errors import ConfigError, ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import parse_op
 
-_FORM = re.compile(r"(?P<where>.+?):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*(?P<call>\(.*\))?", re.DOTALL)
+_FORM = re.compile(r"(?P<module>.+?):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*(?P<call>\(.*\))?", re.DOTALL)
 _KEYS = ("key", "rng", "prng_key", "rng_key")
-"""Arguments of these names are random keys, which nobody has to give where only shapes are asked for."""
+"""Names of arguments that are random keys: they need not be written, since only shapes are computed."""
 
 
 @final
 @attrs.frozen
-class Named:
-    """An object that was named, before it is asked for anything.
-
-    **Arguments:**
-
-    - `text`: how it was named.
-    - `value`: the object.
-    - `args`, `named`: the arguments that were written behind its name; `None` where there were no parentheses.
-    """
+class NamedObject:
+    """A named object, not called yet."""
 
     text: str
+    """Its name on the command line."""
     value: Any
     args: tuple[Any, ...] | None = None
-    named: dict[str, Any] = attrs.Factory(dict)
+    """The arguments in parentheses; `None` without parentheses."""
+    kwargs: dict[str, Any] = attrs.Factory(dict)
 
     @property
     def is_function(self) -> bool:
-        """Whether it is there to be called: many models can be called too, and are models already."""
+        """Whether to call it. Many models are callable, but are models already."""
         return self.args is not None or (callable(self.value) and not has_arrays(self.value))
 
     def shapes(self) -> Any:
-        """Calls it for shapes only: no array is made, and random keys need not be given.
-
-        **Returns:**
-
-        What it returns, with `ShapeDtypeStruct`s for arrays.
-
-        **Raises:**
-
-        `UsageError` where it raises, with the line that did; where it takes arguments that nobody gave.
-        """
-        bound, keys = self._bound()
+        """Calls it for shapes, without making arrays. Random keys that were not written are filled in."""
+        bound, keys = self._bind()
 
         def call(key: Any) -> Any:
             if bound is None:
-                return self.value(*(self.args or ()), **self.named)
+                return self.value(*(self.args or ()), **self.kwargs)
             bound.arguments.update(dict.fromkeys(keys, key))
             return self.value(*bound.args, **bound.kwargs)
 
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what the command says
-                return eqx.filter_eval_shape(call, jax.eval_shape(lambda: jax.random.key(0)))
-        except (Exception, SystemExit) as error:  # it is the user's own code, which may do anything
-            raise UsageError(f"{self.text} raised {raised(error)}") from error
+        with self._errors_in_one_line():
+            return eqx.filter_eval_shape(call, jax.eval_shape(lambda: jax.random.key(0)))
 
-    def called(self) -> Any:
-        """Calls it, if it is there to be called.
-
-        **Returns:**
-
-        What it returns; the object itself, where it is none to call.
-
-        **Raises:**
-
-        `UsageError` where it raises, with the line that did.
-        """
+    def call(self) -> Any:
+        """Calls it if it is a function, and returns the result, or else the object."""
         if not self.is_function:
             return self.value
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                return self.value(*(self.args or ()), **self.named)
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{self.text} raised {raised(error)}") from error
+        with self._errors_in_one_line():
+            return self.value(*(self.args or ()), **self.kwargs)
 
-    def _bound(self) -> tuple[inspect.BoundArguments | None, list[str]]:
-        """The arguments that were given, and the names of those that are to be random keys."""
+    @contextlib.contextmanager
+    def _errors_in_one_line(self) -> Iterator[None]:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout may be JSON: what user code prints must not mix in
+                yield
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise UsageError(f"{self.text} raised {describe_error(error)}") from error
+
+    def _bind(self) -> tuple[inspect.BoundArguments | None, list[str]]:
+        """The arguments that were written, and the names of those to fill with random keys."""
         try:
             signature = inspect.signature(self.value)
-            bound = signature.bind_partial(*(self.args or ()), **self.named)
-        except ValueError:  # Python knows no signature of some functions that are not written in Python
+            bound = signature.bind_partial(*(self.args or ()), **self.kwargs)
+        except ValueError:  # some functions that are not written in Python have no signature
             return None, []
         except TypeError as error:
-            raise UsageError(f"{self.text} cannot be called so: {one_line(error)}") from error
-        once = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        open_ = [
-            one for one in signature.parameters.values() if one.name not in bound.arguments and one.kind not in once
+            raise UsageError(f"cannot call {self.text}: {one_line(error)}") from error
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        unbound = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.name not in bound.arguments and parameter.kind not in variadic
         ]
-        keys = [one.name for one in open_ if one.name in _KEYS and one.default in (inspect.Parameter.empty, None)]
-        missing = [one.name for one in open_ if one.default is inspect.Parameter.empty and one.name not in keys]
+        required = [parameter.name for parameter in unbound if parameter.default is inspect.Parameter.empty]
+        keys = [
+            parameter.name
+            for parameter in unbound
+            if parameter.name in _KEYS and parameter.default in (inspect.Parameter.empty, None)
+        ]
+        missing = [name for name in required if name not in keys]
         if missing:
-            many = ", ".join(f"{name}=..." for name in missing)
+            listed = ", ".join(f"{name}=..." for name in missing)
             raise UsageError(
-                f"{self.text} takes arguments that nobody gave: write {self.text.partition('(')[0]}({many}), with "
-                "numbers or texts, or name a function that takes none"
+                f"{self.text} has required arguments: write {self.text.partition('(')[0]}({listed}), with numbers or "
+                "strings, or name a function that has none"
             )
         return bound, keys
 
 
 def has_arrays(tree: Any) -> bool:
-    """Returns whether there is an array in a tree.
-
-    **Arguments:**
-
-    - `tree`: anything.
-
-    **Returns:**
-
-    Whether any of its leaves is an array.
-    """
+    """Returns whether any leaf of a tree is an array."""
     return any(array_kind(leaf) is not None for leaf in jtu.tree_leaves(tree))
 
 
-def looks_named(text: str) -> bool:
-    """Returns whether a text has the form of an object's name.
-
-    **Arguments:**
-
-    - `text`: what was written.
-
-    **Returns:**
-
-    Whether it is `where:name`, or that with arguments.
+def is_object_name(text: str) -> bool:
+    """Returns whether a string has the form of an object's name, `module:name`, perhaps with arguments.
 
     ```python
-    assert looks_named("model.py:make(depth=2)") and not looks_named("shard_dim('model', -1)")
+    from shardrules.cli.objects import is_object_name
+
+    assert is_object_name("model.py:make(depth=2)") and not is_object_name("shard_dim('model', -1)")
     ```
     """
-    found = _FORM.fullmatch(text)
-    return found is not None and not any(char in found["where"] for char in "'\"|")
+    match = _FORM.fullmatch(text)
+    return match is not None and not any(char in match["module"] for char in "'\"|")
 
 
-def load_named(text: str) -> Named:
-    """Imports what a text names.
-
-    **Arguments:**
-
-    - `text`: `package.module:name` or `folder/file.py:name`, with literal arguments in parentheses if it takes any.
-
-    **Returns:**
-
-    The object, not called yet.
-
-    **Raises:**
-
-    `UsageError` where there is no such file, module or name, or where importing it raises.
-    """
-    found = _FORM.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{text!r} names no Python object: write module:name, or file.py:name")
-    module = _module(found["where"], text)
-    value: Any = module
-    for part in found["name"].split("."):
+def load_object(text: str) -> NamedObject:
+    """Imports the object that a string names, and reads its arguments. A `UsageError` says what is wrong."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not the name of a Python object: write module:name, or file.py:name")
+    value: Any = _load_module(match["module"], text)
+    for part in match["name"].split("."):
         if not hasattr(value, part):
             near = suggest(part, [name for name in dir(value) if not name.startswith("_")])
-            raise UsageError(f"{found['where']} has no {found['name']!r}{near}")
+            raise UsageError(f"{match['module']} has no {match['name']!r}{near}")
         value = getattr(value, part)
-    if found["call"] is None:
-        return Named(text, value)
+    if match["call"] is None:
+        return NamedObject(text, value)
     try:
-        _, args, named = parse_op(f"_{found['call']}")
+        _, args, kwargs = parse_op(f"_{match['call']}")
     except ConfigError as error:
-        raise UsageError(f"{text}: the arguments cannot be read, they are to be numbers, texts, tuples ...") from error
-    return Named(text, value, tuple(args), named)
+        raise UsageError(f"{text}: the arguments must be literals: numbers, strings, tuples ...") from error
+    return NamedObject(text, value, tuple(args), kwargs)
 
 
-def _module(where: str, text: str) -> ModuleType:
-    if where.endswith(".py") or "/" in where:
-        file = Path(where).expanduser()
+def _load_module(name: str, text: str) -> ModuleType:
+    if name.endswith(".py") or "/" in name:
+        file = Path(name).expanduser()
         if file.is_dir():
-            raise UsageError(
-                f"{where} is a folder: name a file in it, {where.rstrip('/')}/model.py:{text.split(':')[-1]}"
-            )
+            example = f"{name.rstrip('/')}/model.py:{text.split(':')[-1]}"
+            raise UsageError(f"{name} is a folder: name a file in it, {example}")
         if not file.is_file():
-            raise UsageError(f"there is no file {where}{_near(file)}")
-        return _imported(lambda: _from_file(file), where)
+            raise missing_file(file)
+        return _import(lambda: _module_from_file(file), name)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        known = importlib.util.find_spec(where) is not None
+        exists = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
-        known = False
-    except Exception as error:  # a package above it that raises when it is imported
-        raise UsageError(f"importing {where} raised {raised(error)}") from error
-    if not known:
-        raise UsageError(
-            f"there is no module {where!r}: it is neither installed nor in this folder; a file is named file.py:name"
-        )
-    return _imported(lambda: importlib.import_module(where), where)
+        exists = False
+    except Exception as error:  # importing a parent package may raise anything
+        raise UsageError(f"importing {name} raised {describe_error(error)}") from error
+    if not exists:
+        raise UsageError(f"module {name!r} is neither installed nor in this folder; the name of a file is file.py:name")
+    return _import(lambda: importlib.import_module(name), name)
 
 
-def _near(file: Path) -> str:
-    folder = file.parent
-    return suggest(file.name, [one.name for one in folder.iterdir()]) if folder.is_dir() else ""
-
-
-def _from_file(file: Path) -> ModuleType:
-    """The module of a file, which may import what lies beside it."""
+def _module_from_file(file: Path) -> ModuleType:
+    """The module in a file, which may import its siblings."""
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    name = file.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(file.resolve()):
-        return known
-    spec = importlib.util.spec_from_file_location(name if known is None else f"_shardrules_{name}", file.resolve())
+    loaded = sys.modules.get(file.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file.resolve()):
+        return loaded
+    # A module of the same name must stay importable under it.
+    name = file.stem if loaded is None else f"_shardrules_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pickles, and annotations that are texts, look for it
+    sys.modules[spec.name] = module  # where pickles and string annotations look for it
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -236,36 +187,27 @@ def _from_file(file: Path) -> ModuleType:
     return module
 
 
-def _imported(load: Callable[[], ModuleType], where: str) -> ModuleType:
+def _import(load: Callable[[], ModuleType], name: str) -> ModuleType:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return load()
-    except (Exception, SystemExit) as error:  # the user's code may do anything, end the process among it
-        raise UsageError(f"importing {where} raised {raised(error)}") from error
+    except (Exception, SystemExit) as error:  # user code may raise anything, or end the process
+        raise UsageError(f"importing {name} raised {describe_error(error)}") from error
 
 
-def raised(error: BaseException) -> str:
-    """Says what the user's own code raised, and on which of its lines.
-
-    **Arguments:**
-
-    - `error`: what it raised.
-
-    **Returns:**
-
-    One line.
-    """
-    at = ""
+def describe_error(error: BaseException) -> str:
+    """Returns one line with the class, the message and the user's line of an error that user code raised."""
+    location = ""
     if isinstance(error, SyntaxError) and error.filename:
-        at = f" (at {Path(error.filename).name}:{error.lineno})"
+        location = f" (at {Path(error.filename).name}:{error.lineno})"
     else:
-        ours = ("shardrules", "jax", "equinox", "importlib", "jaxtyping")
+        libraries = ("shardrules", "jax", "equinox", "importlib", "jaxtyping")
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith("<") and not any(f"/{name}/" in frame.filename for name in ours)
+            if not frame.filename.startswith("<") and not any(f"/{name}/" in frame.filename for name in libraries)
         ]
-        at = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        location = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     kind = "" if isinstance(error, ShardRulesError) else f"{type(error).__name__}: "
     message = error.msg if isinstance(error, SyntaxError) else one_line(error)
-    return f"{kind}{message}{at}"
+    return f"{kind}{message}{location}"

@@ -1,4 +1,4 @@
-"""The commands that there are. Each is loaded when it is asked for: some take long to load."""
+"""The list of commands. Each is loaded when it is called: some take long to import."""
 
 import importlib
 from collections.abc import Mapping
@@ -8,28 +8,19 @@ from shardrules.cli.command import Command
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "plan": "every array with its spec, its bytes and the reason",
-        "autoplan": "finds the plan of a step by itself",
-        "explain": "which rule decided an array, and what the others said",
-        "check": "for CI: findings, a golden plan, a budget of memory",
-        "audit": "what a compiler makes of a step: collectives, memory",
-        "diff": "what changed between two plans or two audits",
-        "report": "one page with all of it",
-        "completion": "completion for bash, zsh or fish",
+        "plan": "shows every array with its spec, its bytes and the reason",
+        "autoplan": "finds the best plan of a step",
+        "explain": "shows which rule decided an array, and why",
+        "check": "for CI: findings, a golden plan, a memory budget",
+        "audit": "compiles a step: collectives, memory, surprises",
+        "diff": "compares two plans or two audits",
+        "report": "writes one page with all of it",
+        "completion": "completion for bash, zsh, fish or tcsh",
     }
 )
-"""All commands with what they are for, in the order of the help."""
+"""All commands with their summaries, in the order of the help."""
 
 
 def load_command(name: str) -> Command:
-    """Returns a command.
-
-    **Arguments:**
-
-    - `name`: one of `COMMANDS`.
-
-    **Returns:**
-
-    The command.
-    """
+    """Returns a command of `COMMANDS`."""
     return importlib.import_module(f"shardrules.cli.commands.{name}").COMMAND

@@ -1,4 +1,4 @@
-"""Rules named on the command line: a TOML file, a Python object, a plan, or a text."""
+"""Rules named on the command line: a TOML file, a Python object, a plan, or a rule as text."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
 from shardrules.cli.models import read_plan
-from shardrules.cli.objects import Named, load_named, looks_named
-from shardrules.cli.rules_file import RulesFile, read_rules_file
+from shardrules.cli.objects import NamedObject, is_object_name, load_object
+from shardrules.cli.rules_file import LoadedRules, read_rules_file
 from shardrules.core.errors import ShardRulesError
 from shardrules.core.rule import ShardingRule
 from shardrules.rules.regex import RegexShardingRule
@@ -19,41 +19,28 @@ from shardrules.rules.text import parse_rule
 _TEXT = re.compile(r"\s*\w+\s*(\(.*\))?\s*(\|.*)?", re.DOTALL)
 
 
-def load_rules(text: str) -> RulesFile:
-    """Loads rules.
-
-    **Arguments:**
-
-    - `text`: a TOML file, `module:rules` or `file.py:rules`, a plan's JSON, or a rule as text.
-
-    **Returns:**
-
-    The rule, with the mesh that a file may name.
-
-    **Raises:**
-
-    `UsageError` that says what is wrong, and on which line.
-    """
+def load_rules(text: str) -> LoadedRules:
+    """Loads rules: a TOML file, `module:rules` or `file.py:rules`, a plan's JSON, or a rule as text."""
     path = Path(text).expanduser()
     if path.suffix == ".toml":
         return read_rules_file(path)
     if path.suffix == ".json":
-        return RulesFile(read_plan(path).as_rule(), is_for_step="shardrules_autoplan" in read_text(path)[:100])
-    if not path.exists() and looks_named(text):
-        return RulesFile(_of_code(load_named(text)))
+        return LoadedRules(read_plan(path).as_rule(), is_for_step="shardrules_autoplan" in read_text(path)[:100])
+    if not path.exists() and is_object_name(text):
+        return LoadedRules(_from_code(load_object(text)))
     if path.exists() or _TEXT.fullmatch(text) is None:
         raise UsageError(
             f"--rules {text}: rules are a .toml file, module:rules, file.py:rules, a plan's JSON, or a text such as "
             "\"shard_dim('model', 0)|fsdp('data')\""
         )
     try:
-        return RulesFile(parse_rule(text))
+        return LoadedRules(parse_rule(text))
     except ShardRulesError as error:
         raise UsageError(f"--rules: {one_line(error)}") from error
 
 
-def _of_code(named: Named) -> ShardingRule:
-    value: Any = named.value if isinstance(named.value, ShardingRule | type) else named.called()
+def _from_code(named: NamedObject) -> ShardingRule:
+    value: Any = named.value if isinstance(named.value, ShardingRule | type) else named.call()
     if isinstance(value, ShardingRule):
         return value
     if _is_pairs(value):
@@ -62,15 +49,15 @@ def _of_code(named: Named) -> ShardingRule:
         except ShardRulesError as error:
             raise UsageError(f"--rules {named.text}: {one_line(error)}") from error
     if isinstance(value, type) and issubclass(value, ShardingRule):
-        raise UsageError(f"--rules {named.text} is a class of rules: name a rule made of it, or write its arguments")
+        raise UsageError(f"--rules {named.text} is a class, not a rule: name an instance, or write its arguments")
     raise UsageError(f"--rules {named.text} is a {type(value).__name__}, not a ShardingRule or (pattern, spec) pairs")
 
 
 def _is_pairs(value: Any) -> bool:
-    """Whether it is what many models call their partition rules."""
+    """Whether it is what many models call their partition rules: a list of (pattern, spec) pairs."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
         and not isinstance(value, PartitionSpec)
-        and all(isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[0], str) for one in value)
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value)
     )

@@ -17,7 +17,7 @@ axis = "data"
 ```
 
 A rule is a table with a `type` and the arguments of that rule, or a text such as `"shard_dim('model', 0)"`. With a
-`path` it speaks of the leaves that have such a path.
+`path` it applies to the leaves that match. Errors name the line of the nearest key, and the path of keys to the value.
 """
 
 import inspect
@@ -33,7 +33,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
-from shardrules.cli.toml_lines import Place, toml_lines
 from shardrules.core.axes import axis_tuple, mesh_text
 from shardrules.core.errors import PlanError, ShardRulesError, suggest
 from shardrules.core.fields import read_bytes
@@ -60,372 +59,367 @@ from shardrules.rules.stacked import StackedShardingRule
 from shardrules.rules.text import parse_rule
 
 WHOLE = "-"
-"""What stands in a spec for a dimension that no axis splits."""
+"""The entry of a spec for a dimension that no axis splits."""
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""The keys and indices that lead to a value: `("rules", 0, "spec")`, which messages write `rules[0].spec`."""
 
 
 @final
 @attrs.frozen
-class RulesFile:
-    """What a file of rules says.
-
-    **Arguments:**
-
-    - `rule`: the rule.
-    - `mesh`: the mesh, if the file names one.
-    - `axes`: the axes that it speaks of, each with file and line.
-    - `is_for_step`: whether it is for all arguments of a step, and not for a model: what autoplan found is.
-    """
+class LoadedRules:
+    """Rules that the command line named, with what else their file says."""
 
     rule: ShardingRule
     mesh: AbstractMesh | None = None
     axes: tuple[tuple[str, str], ...] = ()
+    """The axes in the file, each with its location for messages."""
     is_for_step: bool = False
+    """Whether the rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
 
     def check_axes(self, mesh: AbstractMesh) -> None:
-        """Refuses a mesh that lacks an axis of which the file speaks.
-
-        **Arguments:**
-
-        - `mesh`: the mesh.
-
-        **Raises:**
-
-        `UsageError` with the line, and the axis that comes nearest.
-        """
-        for name, where in self.axes:
+        """Raises a `UsageError` with the location of the first axis that a mesh lacks."""
+        for name, location in self.axes:
             if name not in mesh.axis_names:
                 near = suggest(name, mesh.axis_names)
                 raise UsageError(
-                    f"{where}: the mesh {mesh_text(mesh)} has no axis {name!r}{near}; correct it, or let a rule of "
-                    'type "fitted" drop what the mesh lacks'
+                    f"{location}: unknown axis {name!r}{near}; the mesh is {mesh_text(mesh)}. Correct it, or drop it "
+                    'with a rule of type "fitted"'
                 )
 
 
-def read_rules_file(file: Path) -> RulesFile:
-    """Reads a file of rules.
-
-    **Arguments:**
-
-    - `file`: a TOML file.
-
-    **Returns:**
-
-    What it says.
-
-    **Raises:**
-
-    `UsageError` with the line, the key and, for a word that is not known, the one that comes nearest.
-    """
+def read_rules_file(file: Path) -> LoadedRules:
+    """Reads a TOML file of rules. A `UsageError` names the line, the key, and the most similar word."""
     text = read_text(file)
     try:
         data = tomllib.loads(text)
     except RecursionError as error:
-        raise UsageError(f"{file}: this is no TOML that somebody wrote: it nests too deeply") from error
+        raise UsageError(f"{file}: invalid TOML: it nests too deeply") from error
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
-        line = found[1] if found else text.count("\n") + 1  # at the end of the document
-        raise UsageError(f"{file}:{line}: this is no TOML: {error}") from error
-    return _Reader(file, toml_lines(text)).read(data)
+        match = re.search(r"at line (\d+)", str(error))
+        line = match[1] if match else text.count("\n") + 1  # tomllib says "at end of document" then
+        raise UsageError(f"{file}:{line}: invalid TOML: {error}") from error
+    return _Reader(file, key_lines(text)).read(data)
+
+
+_HEADING = re.compile(r"\s*(?P<many>\[?)\[(?P<name>[A-Za-z_][\w\s.\"'-]*)\]\]?\s*(#.*)?")
+_KEY = re.compile(r"\s*(?P<key>[\w-]+|\"[^\"]*\"|'[^']*')\s*=")
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Returns the lines of the headings and keys of valid TOML that begin a line; the first line is 1.
+
+    Values inside of others have no line of their own: messages name the line of the key around them, and the whole key
+    path, which is right even where a line of a multi-line string looks like a heading and confuses the lines.
+    """
+    lines: dict[KeyPath, int] = {}
+    counts: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for number, line in enumerate(text.split("\n"), 1):
+        if heading := _HEADING.fullmatch(line):
+            table = ()
+            names = [part.strip().strip("\"'") for part in heading["name"].split(".")]
+            for depth, name in enumerate(names, 1):
+                table = (*table, name)
+                if heading["many"] and depth == len(names):
+                    counts[table] = counts.get(table, -1) + 1
+                if table in counts:
+                    table = (*table, counts[table])
+                lines.setdefault(table, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*table, key["key"].strip("\"'")), number)
+    return lines
 
 
 @final
-@attrs.frozen
+@attrs.define
 class _Reader:
-    """Reads tables, and knows on which line each of them stands."""
+    """Turns tables into rules, and remembers which axes they use where."""
 
-    path: Path
-    lines: Mapping[Place, int]
+    file: Path
+    lines: Mapping[KeyPath, int]
     axes: list[tuple[str, str]] = attrs.Factory(list)
 
-    def read(self, data: Mapping[str, Any]) -> RulesFile:
-        self._known(data, ("mesh", "rule", "rules"), (), "a file of rules")
-        mesh = None
-        if "mesh" in data:
-            mesh = self.mesh(data["mesh"], ("mesh",))
+    def read(self, data: Mapping[str, Any]) -> LoadedRules:
+        self._check_keys(data, ("mesh", "rule", "rules"), (), "a file of rules")
+        mesh = self.mesh(data["mesh"], ("mesh",)) if "mesh" in data else None
         if "rule" in data and "rules" in data:
-            raise self.error(("rule",), "there are [[rules]] too: write one of both")
+            raise self.error(("rule",), "the file has [[rules]] too: write one of the two")
         if "rule" not in data and "rules" not in data:
-            raise self.error((), "it needs rules: tables under [[rules]], or one rule = ...")
+            raise self.error((), "the file has no rules: write tables under [[rules]], or one rule = ...")
         if "rule" in data:
             rule = self.rule(data["rule"], ("rule",))
         else:
             rules = self.rules(data["rules"], ("rules",))
             rule = rules[0] if len(rules) == 1 else CompositeShardingRule(*rules)
-        return RulesFile(rule, mesh, tuple(self.axes))
+        return LoadedRules(rule, mesh, tuple(self.axes))
 
-    def error(self, place: Place, message: str) -> UsageError:
-        """An error that names the nearest line there is, and the key."""
-        key = next((str(part) for part in reversed(place) if isinstance(part, str)), "")
-        return UsageError(f"{self.where(place)}: {f'{key}: ' if key else ''}{message}")
+    def error(self, path: KeyPath, message: str) -> UsageError:
+        keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        return UsageError(f"{self.location(path)}: {f'{keys}: ' if keys else ''}{message}")
 
-    def where(self, place: Place) -> str:
-        """File and line of a place, or of the nearest one around it."""
-        known = next((place[:cut] for cut in range(len(place), 0, -1) if place[:cut] in self.lines), None)
-        return f"{self.path}:{self.lines[known]}" if known else str(self.path)
+    def location(self, path: KeyPath) -> str:
+        """The file, and the line of a key or of the nearest one around it."""
+        around = (path[:length] for length in range(len(path), 0, -1))
+        line = next((self.lines[outer] for outer in around if outer in self.lines), None)
+        return f"{self.file}:{line}" if line else str(self.file)
 
-    def _guard(self, make: Callable[[], Any], place: Place) -> Any:
-        """What `make` returns; what it refuses becomes an error at the place."""
+    def _guard(self, make: Callable[[], Any], path: KeyPath) -> Any:
+        """What `make` returns; errors of the library get the location."""
         try:
             return make()
         except UsageError:
             raise
         except (ShardRulesError, TypeError) as error:
-            raise self.error(place, one_line(error)) from error
+            raise self.error(path, one_line(error)) from error
 
-    def _known(self, table: Mapping[str, Any], keys: Sequence[str], place: Place, owner: str) -> None:
+    def _check_keys(self, table: Mapping[str, Any], keys: Sequence[str], path: KeyPath, owner: str) -> None:
         for key in table:
             if key not in keys:
-                near = suggest(key, keys)
-                raise self.error((*place, key), f"{owner} has no such key{near}; it has {', '.join(keys)}")
+                raise self.error((*path, key), f"unknown key{suggest(key, keys)}; {owner} has {', '.join(keys)}")
 
-    def rules(self, value: Any, place: Place) -> list[ShardingRule]:
-        """A list of rules. Those in a row that have a path become one rule, which sees patterns that never win."""
+    def rules(self, value: Any, path: KeyPath) -> list[ShardingRule]:
+        """A list of rules. Rules with a path that follow each other become one rule, which reports unused patterns."""
         if not isinstance(value, list) or not value:
-            raise self.error(place, f"a list of rules is wanted, with one at least; got {value!r:.60}")
-        found: list[ShardingRule] = []
-        aimed: list[tuple[str, Any]] = []
-        for number, item in enumerate(value):
+            raise self.error(path, f"must be a list of at least one rule; got {value!r:.60}")
+        rules: list[ShardingRule] = []
+        pairs: list[tuple[str, Any]] = []
+        for index, item in enumerate(value):
             if isinstance(item, dict) and "path" in item:
-                aimed.append(self.aimed(item, (*place, number)))
+                pairs.append(self.pair(item, (*path, index)))
                 continue
-            if aimed:
-                found.append(self._regex(aimed, place))
-                aimed = []
-            found.append(self.rule(item, (*place, number)))
-        return [*found, *([self._regex(aimed, place)] if aimed else [])]
+            if pairs:
+                rules.append(self._regex(pairs, path))
+                pairs = []
+            rules.append(self.rule(item, (*path, index)))
+        return [*rules, *([self._regex(pairs, path)] if pairs else [])]
 
-    def _regex(self, pairs: list[tuple[str, Any]], place: Place, **options: Any) -> ShardingRule:
-        return self._guard(lambda: RegexShardingRule(pairs, **options), place)
+    def _regex(self, pairs: list[tuple[str, Any]], path: KeyPath) -> ShardingRule:
+        return self._guard(lambda: RegexShardingRule(pairs), path)
 
-    def aimed(self, item: Mapping[str, Any], place: Place) -> tuple[str, Any]:
-        """A pattern for paths, and what it stands for."""
+    def pair(self, item: Mapping[str, Any], path: KeyPath) -> tuple[str, Any]:
+        """A path pattern, and the spec or rule for the leaves that match."""
         pattern = item["path"]
         if not isinstance(pattern, str):
-            raise self.error((*place, "path"), f"a pattern for paths is a text, got {pattern!r:.60}")
-        self._guard(lambda: RegexShardingRule([(pattern, None)]), (*place, "path"))
+            raise self.error((*path, "path"), f"a pattern must be a string, got {pattern!r:.60}")
+        self._guard(lambda: RegexShardingRule([(pattern, None)]), (*path, "path"))
         rest = {key: value for key, value in item.items() if key != "path"}
         if "spec" in rest:
-            self._known(item, ("path", "spec"), place, "a path with a spec")
-            spec = self.spec(rest["spec"], (*place, "spec"))
-            return pattern, self._guard(lambda: RegexShardingRule([(pattern, spec)]).rules[0][1], (*place, "spec"))
+            self._check_keys(item, ("path", "spec"), path, "a path with a spec")
+            spec = self.spec(rest["spec"], (*path, "spec"))
+            return pattern, self._guard(lambda: RegexShardingRule([(pattern, spec)]).rules[0][1], (*path, "spec"))
         if not rest:
-            raise self.error(place, f"{pattern!r} stands for nothing: add a spec, a type, or a rule")
+            raise self.error(path, f"{pattern!r} decides nothing: add a spec, a type, or a rule")
         if rest == {"type": "skip"}:
             return pattern, None
-        return pattern, self.rule(rest, place)
+        return pattern, self.rule(rest, path)
 
-    def rule(self, value: Any, place: Place) -> ShardingRule:
-        """One rule: a text, or a table."""
+    def rule(self, value: Any, path: KeyPath) -> ShardingRule:
+        """One rule: a string, or a table."""
         if isinstance(value, str):
-            rule = self._guard(lambda: parse_rule(value), place)
+            rule = self._guard(lambda: parse_rule(value), path)
             for part in rule.rules if isinstance(rule, ChainShardingRule) else (rule,):
                 if isinstance(part, DimShardingRule | FSDPShardingRule):
-                    self.axes.extend((name, self.where(place)) for name in axis_tuple(part.axis))
+                    self.axes.extend((name, self.location(path)) for name in axis_tuple(part.axis))
             return rule
         if not isinstance(value, dict):
-            raise self.error(place, f"a rule is a text such as \"fsdp('data')\", or a table; got {value!r:.60}")
+            raise self.error(path, f"a rule is a string such as \"fsdp('data')\", or a table; got {value!r:.60}")
         if "path" in value:
-            return self._regex([self.aimed(value, place)], place)
+            return self._regex([self.pair(value, path)], path)
         if "type" not in value:
             if "rule" in value:
-                self._known(value, ("rule",), place, "a table with a rule and no type")
-                return self.rule(value["rule"], (*place, "rule"))
-            near = ", ".join(key for key in value) or "nothing"
-            raise self.error(place, f"a rule needs a type or a path, this one has {near}; types are {', '.join(TYPES)}")
+                self._check_keys(value, ("rule",), path, "a table with a rule and no type")
+                return self.rule(value["rule"], (*path, "rule"))
+            keys = ", ".join(value) or "nothing"
+            raise self.error(path, f"a rule needs a type or a path, but this has {keys}; types are {', '.join(TYPES)}")
         name = value["type"]
         if not isinstance(name, str) or name not in TYPES:
             near = suggest(name, TYPES) if isinstance(name, str) else ""
-            raise self.error((*place, "type"), f"there is no rule {name!r}{near}; there are {', '.join(TYPES)}")
-        return self._typed(TYPES[name], name, value, place)
+            raise self.error((*path, "type"), f"unknown rule {name!r}{near}; the rules are {', '.join(TYPES)}")
+        return self._typed_rule(TYPES[name], name, value, path)
 
-    def _typed(self, kind: "_Type", name: str, table: Mapping[str, Any], place: Place) -> ShardingRule:
-        keys = ["type", *kind.fields]
-        self._known(table, keys, place, f"the rule {name!r}")
-        given = {key: kind.fields[key](self, value, (*place, key)) for key, value in table.items() if key != "type"}
-        missing = [key for key in kind.needed if key not in given]
+    def _typed_rule(self, rule_type: "_RuleType", name: str, table: Mapping[str, Any], path: KeyPath) -> ShardingRule:
+        self._check_keys(table, ["type", *rule_type.fields], path, f"the rule {name!r}")
+        args = {key: rule_type.fields[key](self, value, (*path, key)) for key, value in table.items() if key != "type"}
+        missing = [key for key in rule_type.required if key not in args]
         if missing:
-            raise self.error(place, f"the rule {name!r} needs {' and '.join(missing)}")
+            raise self.error(path, f"the rule {name!r} needs {' and '.join(missing)}")
         try:
-            return kind.make(**given)
+            return rule_type.make(**args)
         except (ShardRulesError, TypeError) as error:
-            key = next((key for key in given if re.search(rf"\b{key}\b", str(error))), None)
-            raise self.error(place if key is None else (*place, key), one_line(error)) from error
+            # Messages of rules name their argument, which is the key in the file.
+            key = next((key for key in args if re.search(rf"\b{key}\b", str(error))), None)
+            raise self.error(path if key is None else (*path, key), one_line(error)) from error
 
-    def plain(self, value: Any, place: Place) -> Any:
-        """A value that the rule itself checks; lists are tuples for it."""
-        return tuple(self.plain(one, place) for one in value) if isinstance(value, list) else value
+    def plain(self, value: Any, path: KeyPath) -> Any:
+        """A value that the rule itself checks, with tuples for lists."""
+        return tuple(self.plain(item, path) for item in value) if isinstance(value, list) else value
 
-    def axis(self, value: Any, place: Place) -> Any:
+    def axis(self, value: Any, path: KeyPath) -> Any:
         """An axis, or several that split one dimension."""
         for name in value if isinstance(value, list) and value else [value]:
             if not isinstance(name, str) or not name:
-                raise self.error(place, f"an axis is wanted, or a list of them; got {value!r:.60}")
-            self.axes.append((name, self.where(place)))
-        return self.plain(value, place)
+                raise self.error(path, f"must be an axis or a list of axes; got {value!r:.60}")
+            self.axes.append((name, self.location(path)))
+        return self.plain(value, path)
 
-    def axis_list(self, value: Any, place: Place) -> Any:
+    def axis_list(self, value: Any, path: KeyPath) -> Any:
         """The axes that a rule may use, each an axis or several as one."""
         if not isinstance(value, list):
-            raise self.error(place, f"a list of axes is wanted, got {value!r:.60}")
-        return tuple(self.axis(one, (*place, number)) for number, one in enumerate(value))
+            raise self.error(path, f"must be a list of axes, got {value!r:.60}")
+        return tuple(self.axis(axis, (*path, index)) for index, axis in enumerate(value))
 
-    def flag(self, value: Any, place: Place) -> bool:
-        """`true` or `false`."""
+    def flag(self, value: Any, path: KeyPath) -> bool:
         if not isinstance(value, bool):
-            raise self.error(place, f"true or false is wanted, got {value!r:.60}")
+            raise self.error(path, f"must be true or false, got {value!r:.60}")
         return value
 
-    def number(self, value: Any, place: Place) -> int | float:
-        """A number."""
+    def number(self, value: Any, path: KeyPath) -> int | float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(place, f"a number is wanted, got {value!r:.60}")
+            raise self.error(path, f"must be a number, got {value!r:.60}")
         return value
 
-    def fitted(self, value: Any, place: Place) -> ShardingRule:
-        """A rule that may speak of axes which the mesh lacks."""
-        known = len(self.axes)
-        rule = self.rule(value, place)
-        del self.axes[known:]
+    def fitted(self, value: Any, path: KeyPath) -> ShardingRule:
+        """A rule whose axes the mesh may lack: they are not checked."""
+        count = len(self.axes)
+        rule = self.rule(value, path)
+        del self.axes[count:]
         return rule
 
-    def spec(self, value: Any, place: Place) -> PartitionSpec:
+    def spec(self, value: Any, path: KeyPath) -> PartitionSpec:
         """`["model", "-", ["data", "fsdp"]]`."""
         if not isinstance(value, list):
             raise self.error(
-                place,
+                path,
                 f"a spec is a list with an axis, a list of axes or '{WHOLE}' for each dimension; got {value!r:.60}",
             )
-        entries = [self._entry(one, (*place, number)) for number, one in enumerate(value)]
-        names = [
-            name for one in value for name in (one if isinstance(one, list) else [one]) if name not in (WHOLE, "?")
-        ]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise self.error(place, f"axis {twice!r} comes twice: an axis can split one dimension only")
-        return self._guard(lambda: spec_from_json(entries), place)
+        entries = [self._entry(entry, (*path, index)) for index, entry in enumerate(value)]
+        names = [name for entry in entries if entry not in (None, "?") for name in axis_tuple(entry)]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise self.error(path, f"axis {repeated!r} is repeated: an axis can split only one dimension")
+        return self._guard(lambda: spec_from_json(entries), path)
 
-    def _entry(self, one: Any, place: Place) -> Any:
-        names = one if isinstance(one, list) else [one]
-        if (
-            not names
-            or not all(isinstance(name, str) and name for name in names)
-            or (isinstance(one, list) and WHOLE in one)
-        ):
-            raise self.error(place, f"{one!r} is no axis, no list of axes, and not '{WHOLE}'")
-        if one == "?":  # left to the compiler, as in the JSON of plans
-            return one
-        return None if one == WHOLE else self.axis(one, place)
+    def _entry(self, entry: Any, path: KeyPath) -> Any:
+        names = entry if isinstance(entry, list) else [entry]
+        is_names = bool(names) and all(isinstance(name, str) and name for name in names)
+        if not is_names or (isinstance(entry, list) and WHOLE in entry):
+            raise self.error(path, f"{entry!r} is not an axis, a list of axes, or '{WHOLE}'")
+        if entry == "?":  # left to the compiler, as in the JSON of plans
+            return entry
+        return None if entry == WHOLE else self.axis(entry, path)
 
-    def mesh(self, value: Any, place: Place) -> AbstractMesh:
+    def mesh(self, value: Any, path: KeyPath) -> AbstractMesh:
         """Axes and their sizes, `"data:16,model:4"`."""
-        mesh = self._guard(lambda: mesh_shape(value), place)
+        mesh = self._guard(lambda: mesh_shape(value), path)
         if not mesh.axis_names:
-            raise self.error(place, "it is empty: write axes and sizes, data:16,model:4")
+            raise self.error(path, "the mesh is empty: write axes and sizes, data:16,model:4")
         return mesh
 
-    def count(self, value: Any, place: Place) -> int:
-        """Bytes, `"16GiB"` for instance."""
+    def bytes(self, value: Any, path: KeyPath) -> int:
+        """Bytes, such as `"16GiB"`."""
         if isinstance(value, float) and not value.is_integer():
-            raise self.error(place, f"a whole number of bytes is wanted, or a text like '16GiB'; got {value!r}")
-        return self._guard(lambda: read_bytes(str(place[-1]), value), place)
+            raise self.error(path, f"must be a whole number of bytes, or a string like '16GiB'; got {value!r}")
+        return self._guard(lambda: read_bytes(str(path[-1]), value), path)
 
-    def patterns(self, value: Any, place: Place) -> list[tuple[str, Any]]:
+    def patterns(self, value: Any, path: KeyPath) -> list[tuple[str, Any]]:
         """Tables with a path each."""
-        if not isinstance(value, list) or not all(isinstance(one, dict) and "path" in one for one in value):
-            raise self.error(place, 'a list of tables is wanted, each with a path: {path = "norm", spec = []}')
-        return [self.aimed(one, (*place, number)) for number, one in enumerate(value)]
+        if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):
+            raise self.error(path, 'must be a list of tables with a path each: {path = "norm", spec = []}')
+        return [self.pair(item, (*path, index)) for index, item in enumerate(value)]
 
-    def shapes(self, value: Any, place: Place) -> tuple[Any, ...]:
+    def shapes(self, value: Any, path: KeyPath) -> tuple[Any, ...]:
         """Tables with a shape and a spec each; `"*"` is any size."""
-        found = []
-        for number, one in enumerate(value if isinstance(value, list) else [value]):
-            here = (*place, number) if isinstance(value, list) else place
-            if not isinstance(one, dict) or not isinstance(one.get("shape"), list) or "spec" not in one:
-                raise self.error(here, 'a shape and a spec are wanted: {shape = ["*", 1024], spec = ["model", "-"]}')
-            self._known(one, ("shape", "spec"), here, "a shape with a spec")
-            sizes = tuple(None if size == "*" else size for size in one["shape"])
+        shapes = []
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
+            item_path = (*path, index) if isinstance(value, list) else path
+            if not isinstance(item, dict) or not isinstance(item.get("shape"), list) or "spec" not in item:
+                example = '{shape = ["*", 1024], spec = ["model", "-"]}'
+                raise self.error(item_path, f"must have a shape and a spec: {example}")
+            self._check_keys(item, ("shape", "spec"), item_path, "a shape with a spec")
+            sizes = tuple(None if size == "*" else size for size in item["shape"])
             if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in sizes):
-                raise self.error((*here, "shape"), f"sizes are wanted, or '*' for any; got {one['shape']!r:.60}")
-            found.append((sizes, self.spec(one["spec"], (*here, "spec"))))
-        return tuple(found)
+                raise self.error((*item_path, "shape"), f"must be sizes, or '*' for any; got {item['shape']!r:.60}")
+            shapes.append((sizes, self.spec(item["spec"], (*item_path, "spec"))))
+        return tuple(shapes)
 
-    def names(self, value: Any, place: Place) -> tuple[tuple[str, Any], ...]:
-        """Logical names and the axes they go to, as a table or as pairs."""
+    def names(self, value: Any, path: KeyPath) -> tuple[tuple[str, Any], ...]:
+        """Logical names and their axes, as a table or as pairs."""
         if isinstance(value, dict):
-            return tuple((name, self._entry(axis, (*place, name))) for name, axis in value.items())
-        pairs = value
-        if not isinstance(pairs, list) or not all(isinstance(one, list) and len(one) == 2 for one in pairs):
-            raise self.error(place, f"names and their axes are wanted, {{embed = 'data', norm = '{WHOLE}'}}")
-        return tuple((name, self._entry(axis, place)) for name, axis in pairs)
+            return tuple((name, self._entry(axis, (*path, name))) for name, axis in value.items())
+        if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            raise self.error(path, f"must be names and their axes, {{embed = 'data', norm = '{WHOLE}'}}")
+        return tuple((name, self._entry(axis, (*path, index))) for index, (name, axis) in enumerate(value))
 
-    def pins(self, value: Any, place: Place) -> tuple[tuple[str, PartitionSpec], ...]:
+    def specs(self, value: Any, path: KeyPath) -> tuple[tuple[str, PartitionSpec], ...]:
         """A table from path to spec."""
         if not isinstance(value, dict):
-            raise self.error(place, 'a table from path to spec is wanted: {"layers/0/up" = ["model"]}')
-        return tuple((path, self.spec(one, (*place, path))) for path, one in value.items())
+            raise self.error(path, 'must be a table from path to spec: {"layers/0/up" = ["model"]}')
+        return tuple((leaf_path, self.spec(spec, (*path, leaf_path))) for leaf_path, spec in value.items())
 
-    def plan(self, value: Any, place: Place) -> ShardingPlan:
-        """A plan in a file, which is named from the folder of this one."""
+    def plan(self, value: Any, path: KeyPath) -> ShardingPlan:
+        """A plan in a file, whose name is relative to the folder of this one."""
         if not isinstance(value, str):
-            raise self.error(place, f"the name of a plan's JSON file is wanted, got {value!r:.60}")
+            raise self.error(path, f"must be the name of a plan's JSON file, got {value!r:.60}")
         try:
-            return ShardingPlan.from_json(read_text(self.path.parent / value))
+            return ShardingPlan.from_json(read_text(self.file.parent / value))
         except (UsageError, PlanError) as error:
-            raise self.error(place, one_line(error)) from error
+            raise self.error(path, one_line(error)) from error
 
 
-_Read: TypeAlias = Callable[[_Reader, Any, Place], Any]
+_ReadField: TypeAlias = Callable[[_Reader, Any, KeyPath], Any]
 
 
 @final
 @attrs.frozen
-class _Type:
-    """A rule as TOML has it: how it is made, how each of its arguments is read, and which it needs."""
+class _RuleType:
+    """A rule in TOML: how it is made, how each of its arguments is read, and which it needs."""
 
     make: Callable[..., ShardingRule]
-    fields: Mapping[str, _Read]
-    needed: tuple[str, ...] = ()
+    fields: Mapping[str, _ReadField]
+    required: tuple[str, ...] = ()
 
 
-def _type(kind: type[ShardingRule], **other: _Read) -> _Type:
-    """A rule whose arguments are those of its class; `other` are those that are not read as they stand."""
-    parameters = inspect.signature(kind).parameters.values()
-    fields = {one.name: other.get(one.name, _Reader.plain) for one in parameters}
-    return _Type(kind, fields, tuple(one.name for one in parameters if one.default is inspect.Parameter.empty))
+def _rule_type(rule_class: type[ShardingRule], **readers: _ReadField) -> _RuleType:
+    """A rule with the arguments of its class, each read by its reader or, without one, passed on."""
+    parameters = inspect.signature(rule_class).parameters.values()
+    fields = {parameter.name: readers.get(parameter.name, _Reader.plain) for parameter in parameters}
+    required = tuple(parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty)
+    return _RuleType(rule_class, fields, required)
 
 
-TYPES: Mapping[str, _Type] = MappingProxyType(
+TYPES: Mapping[str, _RuleType] = MappingProxyType(
     {
-        "auto": _type(
+        "auto": _rule_type(
             AutoShardingRule,
             mesh=_Reader.mesh,
             axis_names=_Reader.axis_list,
             min_shard_size=_Reader.number,
             reverse=_Reader.flag,
         ),
-        "chain": _Type(lambda rules: ChainShardingRule(*rules), {"rules": _Reader.rules}, ("rules",)),
-        "composite": _Type(
+        "chain": _RuleType(lambda rules: ChainShardingRule(*rules), {"rules": _Reader.rules}, ("rules",)),
+        "composite": _RuleType(
             lambda rules, **options: CompositeShardingRule(*rules, **options),
             {"rules": _Reader.rules, "empty_is_opinion": _Reader.flag},
             ("rules",),
         ),
-        "fitted": _type(FittedShardingRule, rule=_Reader.fitted),
-        "fsdp": _type(FSDPShardingRule, axis=_Reader.axis),
-        "logical": _type(LogicalShardingRule, mapping=_Reader.names),
-        "memory": _type(
+        "fitted": _rule_type(FittedShardingRule, rule=_Reader.fitted),
+        "fsdp": _rule_type(FSDPShardingRule, axis=_Reader.axis),
+        "logical": _rule_type(LogicalShardingRule, mapping=_Reader.names),
+        "memory": _rule_type(
             MemoryConstrainedShardingRule,
-            max_memory_per_device=_Reader.count,
+            max_memory_per_device=_Reader.bytes,
             mesh=_Reader.mesh,
             axis_names=_Reader.axis_list,
         ),
-        "mirror": _Type(lambda file: MirrorShardingRule(plan=file), {"file": _Reader.plan}, ("file",)),
-        "plan": _Type(lambda file: file.as_rule(), {"file": _Reader.plan}, ("file",)),
-        "regex": _type(RegexShardingRule, rules=_Reader.patterns, min_size=_Reader.number),
-        "replicate": _type(ReplicateShardingRule),
-        "shape": _type(ShapeBasedShardingRule, patterns=_Reader.shapes),
-        "shard_dim": _type(DimShardingRule, axis=_Reader.axis, dim=_Reader.number, ignore_ndim_error=_Reader.flag),
-        "specs": _type(SpecTreeShardingRule, specs=_Reader.pins),
-        "stacked": _type(StackedShardingRule, rule=_Reader.rule, dims=_Reader.number, axis=_Reader.axis),
+        "mirror": _RuleType(lambda file: MirrorShardingRule(plan=file), {"file": _Reader.plan}, ("file",)),
+        "plan": _RuleType(lambda file: file.as_rule(), {"file": _Reader.plan}, ("file",)),
+        "regex": _rule_type(RegexShardingRule, rules=_Reader.patterns, min_size=_Reader.number),
+        "replicate": _rule_type(ReplicateShardingRule),
+        "shape": _rule_type(ShapeBasedShardingRule, patterns=_Reader.shapes),
+        "shard_dim": _rule_type(DimShardingRule, axis=_Reader.axis, dim=_Reader.number, ignore_ndim_error=_Reader.flag),
+        "specs": _rule_type(SpecTreeShardingRule, specs=_Reader.specs),
+        "stacked": _rule_type(StackedShardingRule, rule=_Reader.rule, dims=_Reader.number, axis=_Reader.axis),
     }
 )
-"""The rules by the names that they have in files."""
+"""The rules by their names in files."""

@@ -1,16 +1,11 @@
-"""Where the process begins: the one place that knows that the command line needs an extra."""
+"""The entry point: checks that the extra `cli` is installed before anything imports it."""
 
 import importlib.util
 import sys
 
 
 def start() -> int:
-    """Runs the command line, or says what it lacks.
-
-    **Returns:**
-
-    The exit code.
-    """
+    """Runs the command line and returns the exit code."""
     if importlib.util.find_spec("rich") is None:
         print('shardrules: error: the command line needs rich: pip install "shardrules[cli]"', file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""Functions to compile or to plan, with their arguments: what `audit` and `autoplan` are about.
+"""Functions to compile or to plan, with their arguments, for `audit` and `autoplan`.
 
 They are named as models are: by a function that returns the step and its arguments, `(step, params, state, batch)`.
-Only shapes are made of them.
+Only shapes are made.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError
-from shardrules.cli.objects import has_arrays, load_named, raised
-from shardrules.cli.rules_file import RulesFile
-from shardrules.cli.subject import planned
+from shardrules.cli.objects import describe_error, has_arrays, load_object
+from shardrules.cli.rules_file import LoadedRules
+from shardrules.cli.subject import make_plan
 from shardrules.core.errors import DoesNotFitError, PlanError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.tree import array_kind
@@ -27,61 +27,36 @@ from shardrules.core.tree import array_kind
 @final
 @attrs.frozen
 class Step:
-    """A function with its arguments.
-
-    **Arguments:**
-
-    - `text`: how it was named.
-    - `fn`: the function.
-    - `args`: its arguments, shapes for arrays.
-    """
+    """A function with its arguments, as shapes."""
 
     text: str
+    """Its name on the command line."""
     fn: Callable[..., Any]
     args: tuple[Any, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the arguments are called."""
+        """The names of the arguments; their indices where the function has no signature."""
         try:
             bound = inspect.signature(self.fn).bind(*self.args).arguments
         except (TypeError, ValueError):
             return tuple(map(str, range(len(self.args))))
-        found: list[str] = []
+        names: list[str] = []
         for name, value in bound.items():
-            variable = inspect.signature(self.fn).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-            found += [f"{name}/{number}" for number in range(len(value))] if variable else [name]
-        return tuple(found[: len(self.args)])
+            variadic = inspect.signature(self.fn).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            names += [f"{name}/{index}" for index in range(len(value))] if variadic else [name]
+        return tuple(names[: len(self.args)])
 
-    def number(self, name: str, option: str) -> int:
-        """Returns which argument has a name.
-
-        **Arguments:**
-
-        - `name`: the name.
-        - `option`: where it was written, for the message.
-
-        **Returns:**
-
-        Its number, counted from 0.
-
-        **Raises:**
-
-        `UsageError` where none has it.
-        """
+    def index_of(self, name: str, option: str) -> int:
+        """Returns the index of an argument. `option` is where its name was written, for the message."""
         if name not in self.names:
             near = suggest(name, self.names)
-            raise UsageError(f"{option}: there is no argument {name!r}{near}; there are {', '.join(self.names)}")
+            raise UsageError(f"{option}: unknown argument {name!r}{near}; the arguments are {', '.join(self.names)}")
         return self.names.index(name)
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
-        """Turns what the function raises while it is traced into one line that says where.
-
-        **Raises:**
-
-        `UsageError` for what the function raises, `PlanError` where it does not fit the machine.
-        """
+        """Turns whatever the function raises while it is traced into one line with its location."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
@@ -89,127 +64,93 @@ class Step:
             raise PlanError(str(error)) from error
         except ShardRulesError:
             raise
-        except (Exception, SystemExit) as error:  # it is the user's own code, which may do anything
-            raise UsageError(f"{self.text}: the step raised {raised(error)}") from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise UsageError(f"{self.text}: the step raised {describe_error(error)}") from error
 
-    def parameters(self, where: str | None) -> Any:
-        """Returns the part of the arguments that rules are for.
+    def parameters(self, path: str | None) -> Any:
+        """Returns the argument, or the part of one (`"state/model"`), that rules are for.
 
-        **Arguments:**
-
-        - `where`: an argument, or something in one: `"state/model"`. By default the first one with arrays in it.
-
-        **Returns:**
-
-        A tree.
-
-        **Raises:**
-
-        `UsageError` where there is none.
+        Without a path it is the first argument with arrays.
         """
-        if where is None:
-            found = next((one for one in self.args if has_arrays(one)), None)
-            if found is None:
+        if path is None:
+            params = next((arg for arg in self.args if has_arrays(arg)), None)
+            if params is None:
                 raise UsageError(f"{self.text}: no argument of the function has an array in it")
-            return found
-        name, *rest = where.split("/")
-        value = self.args[self.number(name, f"--params {where}")]
+            return params
+        name, *rest = path.split("/")
+        value = self.args[self.index_of(name, f"--params {path}")]
         for part in rest:
-            value = _inside(value, part, where)
+            value = _child(value, part, path)
         if not has_arrays(value):
-            raise UsageError(f"--params {where}: there is no array in it")
+            raise UsageError(f"--params {path}: it has no array in it")
         return value
 
     def shardings(
-        self, rules: RulesFile, mesh: AbstractMesh, where: str | None, batch: str | None
+        self, rules: LoadedRules, mesh: AbstractMesh, params_path: str | None, batch: str | None
     ) -> tuple[ShardingPlan, Any, tuple[str, ...]]:
-        """Plans all arguments: parameters by the rules, what mirrors them as they are, the rest as a batch.
+        """Plans all arguments: parameters by the rules, what mirrors them like them, and the rest as a batch, whose
+        first dimension is split over the axes in `batch`.
 
-        **Arguments:**
-
-        - `rules`: the rules. What autoplan found is for all arguments, and says where each of them is.
-        - `mesh`: the mesh.
-        - `where`: which part the parameters are, as in `parameters`.
-        - `batch`: the axes over which the first dimension of a batch is split, `"data"` or `"data,fsdp"`.
-
-        **Returns:**
-
-        The plan, what is asked for each argument, and the arguments that nobody placed.
+        Returns the plan, the shardings of each argument, and the arguments that stay whole. Rules from autoplan are for
+        all arguments.
         """
         rules.check_axes(mesh)
         if rules.is_for_step:
-            plan = planned(rules.rule, self.args, mesh).check()
+            plan = make_plan(rules.rule, self.args, mesh).check()
             return plan, plan.specs, ()
-        plan = planned(rules.rule, self.parameters(where), mesh).check()
+        plan = make_plan(rules.rule, self.parameters(params_path), mesh).check()
         axes = tuple(name.strip() for name in batch.split(",")) if batch else ()
         for name in axes:
             if name not in mesh.axis_names:
                 near = suggest(name, mesh.axis_names)
-                raise UsageError(f"--batch {batch}: the mesh has no axis {name!r}{near}; it has {mesh.axis_names}")
-        asked: list[Any] = []
+                raise UsageError(f"--batch {batch}: unknown axis {name!r}{near}; the mesh has {mesh.axis_names}")
+        shardings: list[Any] = []
         whole: list[str] = []
         for name, arg in zip(self.names, self.args, strict=True):
             mirrored = plan.mirror(arg)
-            own = [one for one in mirrored.findings if one.code == "unmirrored"]
-            if has_arrays(arg) and sum(one.count for one in own) == len(mirrored.paths):
-                asked.append(_as_batch(arg, axes))
+            unmirrored = sum(finding.count for finding in mirrored.findings if finding.code == "unmirrored")
+            # An argument none of whose arrays has a parameter's path is not a state but a batch.
+            if has_arrays(arg) and unmirrored == len(mirrored.paths):
+                shardings.append(_batch_specs(arg, axes))
                 whole += [name] if not axes else []
             else:
-                asked.append(mirrored)
-        return plan, tuple(asked), tuple(whole)
+                shardings.append(mirrored)
+        return plan, tuple(shardings), tuple(whole)
 
 
-def _inside(value: Any, part: str, where: str) -> Any:
-    """What lies in a tree under a name: a field, a key, or a place."""
-    known: dict[str, Any] = {}
-    children, _ = jtu.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    for (key,), child in ((path, child) for path, child in children if path):
-        known[str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))] = child
-    if part not in known:
-        near = suggest(part, known)
-        raise UsageError(f"--params {where}: there is no {part!r} in it{near}; there are {', '.join(known) or 'none'}")
-    return known[part]
+def _child(value: Any, name: str, path: str) -> Any:
+    """The child of a tree node under a name: a field, a key, or an index."""
+    children: dict[str, Any] = {}
+    flat, _ = jtu.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    for (key,), child in ((key_path, child) for key_path, child in flat if key_path):
+        children[str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))] = child
+    if name not in children:
+        near = suggest(name, children)
+        raise UsageError(f"--params {path}: unknown part {name!r}{near}; the parts are {', '.join(children) or 'none'}")
+    return children[name]
 
 
-def _as_batch(tree: Any, axes: tuple[str, ...]) -> Any:
+def _batch_specs(tree: Any, axes: tuple[str, ...]) -> Any:
     spec = PartitionSpec(axes) if axes else PartitionSpec()
     return jtu.tree_map(lambda leaf: spec if array_kind(leaf) is not None and leaf.shape else PartitionSpec(), tree)
 
 
 def load_step(text: str) -> Step:
-    """Loads a function with its arguments.
-
-    **Arguments:**
-
-    - `text`: `module:function` or `file.py:function`; what it names returns `(step, *arguments)`.
-
-    **Returns:**
-
-    A `Step`.
-
-    **Raises:**
-
-    `UsageError` where it names something else.
-    """
-    named = load_named(text)
+    """Loads a step: `module:function` or `file.py:function`, which returns `(step, *arguments)`."""
+    named = load_object(text)
     if not named.is_function:
         raise UsageError(f"{text} is a {type(named.value).__name__}: name a function that returns (step, *arguments)")
-    found = named.shapes()
-    if not isinstance(found, tuple | list) or len(found) < 2 or not callable(found[0]):
+    result = named.shapes()
+    if not isinstance(result, tuple | list) or len(result) < 2 or not callable(result[0]):
         raise UsageError(
-            f"{text} returns a {type(found).__name__}, where a step and its arguments are wanted: "
+            f"{text} must return a step and its arguments, but returns a {type(result).__name__}: "
             "return step, params, state, batch"
         )
-    return Step(text, found[0], tuple(found[1:]))
+    return Step(text, result[0], tuple(result[1:]))
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names a step.
-
-    **Arguments:**
-
-    - `parser`: the command's.
-    """
+    """Adds the argument that names a step."""
     parser.add_argument(
         "step", metavar="STEP", help="module:function or file.py:function that returns (step, *arguments)"
     )

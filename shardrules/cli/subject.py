@@ -1,17 +1,15 @@
 """What most commands begin with: a model, rules, a mesh, perhaps an optimizer; and the plans that follow from them."""
 
 import argparse
-import collections
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import attrs
-import jax
 from jax.sharding import AbstractMesh
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.models import Model, load_model
-from shardrules.cli.objects import raised
+from shardrules.cli.objects import describe_error
 from shardrules.cli.optimizers import optimizer_state
 from shardrules.cli.rules import load_rules
 from shardrules.cli.terminal import working
@@ -26,71 +24,53 @@ from shardrules.mesh.shape import mesh_shape
 @final
 @attrs.frozen
 class Subject:
-    """A planned model.
-
-    **Arguments:**
-
-    - `name`: what it is called in headings.
-    - `plan`: the plan of the model.
-    - `optimizer`: the optimizer's name; empty without one.
-    - `state`: the plan of its state.
-    """
+    """A planned model, with the plan of its optimizer's state, if any."""
 
     name: str
+    """What headings call it."""
     plan: ShardingPlan
     optimizer: str = ""
     state: ShardingPlan | None = None
 
     @property
     def device_bytes(self) -> int:
-        """What model and state take on one device."""
+        """The bytes of model and state on one device."""
         return sum(plan.memory().device_bytes for plan in self.plans)
 
     @property
     def plans(self) -> tuple[ShardingPlan, ...]:
-        """The plan, and that of the state."""
+        """The plan of the model, and the plan of the state."""
         return (self.plan,) if self.state is None else (self.plan, self.state)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Those of both plans. The paths of the state begin with `optimizer`."""
-        return (*self.plan.findings, *(self._of_state() if self.state else ()))
+        """The findings of both plans. Paths in the state begin with `optimizer`."""
+        return (*self.plan.findings, *self._state_findings())
 
-    def _of_state(self) -> Iterator[Finding]:
-        assert self.state is not None
-        for one in self.state.findings:
-            yield attrs.evolve(one, path=f"optimizer/{one.path}" if one.path else "optimizer")
+    def _state_findings(self) -> Iterator[Finding]:
+        for finding in self.state.findings if self.state else ():
+            yield attrs.evolve(finding, path=f"optimizer/{finding.path}" if finding.path else "optimizer")
 
     @property
     def summary(self) -> str:
-        """What is planned, in one line."""
+        """Arrays and bytes, in one line."""
         with_state = f"; with {self.optimizer} {bytes_text(self.device_bytes)} per device" if self.state else ""
         return f"{self.plan.memory()}{with_state}"
 
     def state_text(self) -> str:
-        """Returns what the optimizer adds, and what that comes to.
-
-        **Returns:**
-
-        Two lines; nothing without an optimizer.
-        """
+        """Returns two lines with the bytes of the optimizer's state and the total; nothing without an optimizer."""
         if self.state is None:
             return ""
-        own = self.state.memory()
+        memory = self.state.memory()
         return (
-            f"{self.optimizer}: {own.leaf_count:,} arrays, {bytes_text(own.total_bytes)} in all, "
-            f"{bytes_text(own.device_bytes)} per device\n"
+            f"{self.optimizer}: {memory.leaf_count:,} arrays, {bytes_text(memory.total_bytes)} in all, "
+            f"{bytes_text(memory.device_bytes)} per device\n"
             f"together {bytes_text(self.device_bytes)} per device"
         )
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a subject.
-
-    **Arguments:**
-
-    - `parser`: the command's.
-    """
+    """Adds the arguments that `load_subject` reads."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -101,116 +81,95 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name rules and a mesh.
-
-    **Arguments:**
-
-    - `parser`: the command's.
-    """
+    """Adds the arguments that name rules and a mesh."""
     parser.add_argument("--rules", metavar="RULES", help="file.toml, module:rules, file.py:rules, or \"fsdp('data')\"")
-    parser.add_argument("--mesh", metavar="MESH", help="axes and sizes, data:16,model:4; no device is needed")
+    parser.add_argument("--mesh", metavar="MESH", help="axes and sizes, data:16,model:4; no devices needed")
+
+
+@final
+@attrs.frozen
+class _Inputs:
+    """Everything that the arguments of a command name, read before anything is planned."""
+
+    model: Model
+    rule: ShardingRule | None
+    """`None` where the model is a plan, to be used as it is."""
+    mesh: AbstractMesh | None
+    optimizer: str
+    state: Any
 
 
 def load_subject(args: argparse.Namespace) -> Subject:
-    """Plans what the arguments name.
-
-    **Arguments:**
-
-    - `args`: those that `add_subject` has read.
-
-    **Returns:**
-
-    A `Subject`.
-
-    **Raises:**
-
-    `UsageError` for what cannot be read; `PlanError` where the rules cannot decide.
-    """
+    """Reads what the arguments name, and plans it."""
     with working(f"loading {args.model}"):
-        model = load_model(args.model)
+        inputs = _read_inputs(args)
     with working(f"planning {args.model}"):
-        plan = _plan(model, args.rules, args.mesh)
-        if args.optimizer is None:
-            return Subject(model.name, plan)
-        state = optimizer_state(args.optimizer, model.tree if model.plan is None else tree_of(model.plan))
-        return Subject(model.name, plan, args.optimizer, plan.mirror(state))
+        if inputs.rule is None:
+            assert inputs.model.plan is not None
+            plan = inputs.model.plan
+        else:
+            assert inputs.mesh is not None
+            plan = make_plan(inputs.rule, inputs.model.tree, inputs.mesh)
+        state = plan.mirror(inputs.state) if inputs.optimizer else None
+        return Subject(inputs.model.name, plan, inputs.optimizer, state)
 
 
-def _plan(model: Model, rules: str | None, mesh: str | None) -> ShardingPlan:
-    if rules is None:
-        if model.plan is None:
-            raise UsageError(
-                "rules are needed: --rules file.toml, --rules module:rules, or a text; --rules auto is a beginning"
-            )
+def _read_inputs(args: argparse.Namespace) -> _Inputs:
+    model = load_model(args.model)
+    mesh = None if args.mesh is None else read_mesh(args.mesh)
+    rule: ShardingRule | None = None
+    if args.rules is not None:
+        rules = load_rules(args.rules)
+        rule = rules.rule
         if mesh is None:
-            return model.plan
-        return planned(model.plan.as_rule(), tree_of(model.plan), read_mesh(mesh))
-    known = load_rules(rules)
-    where = read_mesh(mesh) if mesh is not None else known.mesh
-    if where is None and model.plan is not None and model.plan.mesh is not None:
-        where = read_mesh(mesh_text(model.plan.mesh))
-    if where is None:
-        raise UsageError("a mesh is needed: --mesh data:16,model:4, axes and sizes; no device has to be there")
-    known.check_axes(where)
-    return planned(known.rule, model.tree if model.plan is None else tree_of(model.plan), where)
+            mesh = rules.mesh
+        if mesh is None and model.plan is not None and model.plan.mesh is not None:
+            mesh = read_mesh(mesh_text(model.plan.mesh))
+        if mesh is None:
+            raise UsageError("no mesh: pass --mesh data:16,model:4, axes and sizes; no devices are needed")
+        rules.check_axes(mesh)
+    elif model.plan is None:
+        raise UsageError(
+            "no rules: pass --rules file.toml, --rules module:rules, or a rule as text; to start, --rules auto"
+        )
+    elif mesh is not None:
+        rule = model.plan.as_rule()
+    state = None if args.optimizer is None else optimizer_state(args.optimizer, model.tree)
+    return _Inputs(model, rule, mesh, args.optimizer or "", state)
 
 
-def planned(rule: ShardingRule, tree: Any, mesh: AbstractMesh) -> ShardingPlan:
-    """Plans a tree.
-
-    **Arguments:**
-
-    - `rule`, `tree`, `mesh`: what, by which rule, and for which mesh.
-
-    **Returns:**
-
-    The plan; it may be unsound.
-
-    **Raises:**
-
-    `UsageError` where the rule speaks of an axis that the mesh lacks, `PlanError` where it cannot decide.
-    """
+def make_plan(rule: ShardingRule, tree: Any, mesh: AbstractMesh) -> ShardingPlan:
+    """Plans a tree; the plan may be unsound. Unknown axes and errors of the user's own rules are a `UsageError`."""
     try:
         plan = rule.plan(tree, mesh)
     except PlanError as error:
-        _refuse_axes([one for one in error.findings if isinstance(one, Finding)], mesh)
+        _refuse_unknown_axes([finding for finding in error.findings if isinstance(finding, Finding)], mesh)
         raise
     except ShardRulesError:
         raise
-    except Exception as error:  # a rule may be the user's own
-        raise UsageError(f"--rules: a rule raised {raised(error)}") from error
-    _refuse_axes([one for one in plan.findings if one.code == "unknown-axis"], mesh)
+    except Exception as error:  # a rule of the user's own may raise anything
+        raise UsageError(f"--rules: a rule raised {describe_error(error)}") from error
+    _refuse_unknown_axes([finding for finding in plan.findings if finding.code == "unknown-axis"], mesh)
     return plan
 
 
-def _refuse_axes(findings: Sequence[Finding], mesh: AbstractMesh) -> None:
-    """Tells of an axis that the mesh lacks once, and not for every array."""
-    lacking = dict.fromkeys(one.axis for one in findings if one.axis is not None and one.axis not in mesh.axis_names)
-    if not findings or not lacking:
+def _refuse_unknown_axes(findings: Sequence[Finding], mesh: AbstractMesh) -> None:
+    """Reports each unknown axis once, and not for every array."""
+    unknown = dict.fromkeys(
+        finding.axis for finding in findings if finding.axis is not None and finding.axis not in mesh.axis_names
+    )
+    if not findings or not unknown:
         return
-    names = ", ".join(f"{name!r}{suggest(name, mesh.axis_names)}" for name in lacking)
-    count = sum(one.count for one in findings if one.axis in lacking)
+    names = ", ".join(f"{name!r}{suggest(name, mesh.axis_names)}" for name in unknown)
+    count = sum(finding.count for finding in findings if finding.axis in unknown)
     raise UsageError(
-        f"the mesh {mesh_text(mesh)} has no axis {names}: the rules ask for it for {count} "
-        f"array{'s' * (count > 1)}, {findings[0].path} first; correct the rules, or let FittedShardingRule drop it"
+        f"unknown axis {names}; the mesh is {mesh_text(mesh)}. The rules use it for {count} array{'s' * (count > 1)}, "
+        f"first {findings[0].path}; correct the rules, or drop it with FittedShardingRule"
     )
 
 
 def read_mesh(text: str) -> AbstractMesh:
-    """Reads the axes of a mesh.
-
-    **Arguments:**
-
-    - `text`: `"data:16,model:4"`.
-
-    **Returns:**
-
-    A mesh without devices.
-
-    **Raises:**
-
-    `UsageError` where it cannot be read, or has no axes.
-    """
+    """Returns a mesh without devices from its axes and sizes, `"data:16,model:4"`."""
     try:
         mesh = mesh_shape(text)
     except ShardRulesError as error:
@@ -218,17 +177,3 @@ def read_mesh(text: str) -> AbstractMesh:
     if not mesh.axis_names:
         raise UsageError("--mesh is empty: write axes and sizes, data:16,model:4")
     return mesh
-
-
-def tree_of(plan: ShardingPlan) -> Any:
-    """Returns the arrays of a plan as a tree of shapes, each under its path.
-
-    **Arguments:**
-
-    - `plan`: a plan, from JSON for instance.
-
-    **Returns:**
-
-    A dictionary.
-    """
-    return collections.OrderedDict((leaf.path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for leaf in plan.leaves)

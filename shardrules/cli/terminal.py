@@ -1,6 +1,6 @@
-"""What is shown: tables as wide as the terminal, colours where they are wanted, progress where somebody looks on.
+"""What is printed: tables as wide as the terminal, with colours and progress if a person is watching.
 
-Into pipes and files goes the same text as `print` gives, without colours and as wide as it is.
+Into pipes and files goes the same text as `print` gives, without colours and at its own width.
 """
 
 import contextlib
@@ -18,106 +18,63 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.table import BYTES_COLUMN, COLUMNS, Row, aligned
 
 LEVELS: tuple[str, ...] = get_args(Severity)
-"""How bad findings are, the worst first."""
+"""Severities of findings, the worst first."""
 
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+"""The colour of each severity."""
 
 
 def show(text: str, style: str = "") -> None:
-    """Prints lines.
-
-    **Arguments:**
-
-    - `text`: the lines.
-    - `style`: how they look, where colours are wanted.
-    """
+    """Prints lines, in a style of rich if the terminal has colours."""
     console = Console(highlight=False, soft_wrap=True)
     try:
         if console.is_terminal:
             console.print(Text(text, style))
         else:
             print(text, flush=True)
-    except BrokenPipeError:  # whoever read it has read enough; the exit code is what it would have been
+    except BrokenPipeError:
+        # The reader has closed the pipe, as `head` does: drop the rest, and keep the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def complain(text: str, kind: str = "error") -> None:
-    """Prints a line to where errors go.
-
-    **Arguments:**
-
-    - `text`: what is wrong.
-    - `kind`: `"error"` or `"warning"`.
-    """
-    line = Text.assemble((f"shardrules: {kind}:", _STYLES[kind]), " ", text)
+def complain(text: str, severity: str = "error") -> None:
+    """Prints an error or a warning to the standard error."""
+    line = Text.assemble((f"shardrules: {severity}:", STYLES[severity]), " ", text)
     Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
 def complain_of(plan: ShardingPlan, codes: Sequence[str] | None = None) -> None:
-    """Prints the warnings of a plan to where errors go, each as one line.
-
-    **Arguments:**
-
-    - `plan`: the plan.
-    - `codes`: which of them; by default all.
-    """
-    for one in plan.findings:
-        if one.severity == "warning" and (codes is None or one.code in codes):
-            complain(line_of(one).removeprefix("warning "), "warning")
+    """Prints the warnings of a plan to the standard error, one line each: all, or those with certain codes."""
+    for finding in plan.findings:
+        if finding.severity == "warning" and (codes is None or finding.code in codes):
+            complain(finding_line(finding).removeprefix("warning "), "warning")
 
 
-def line_of(found: Finding) -> str:
+def finding_line(finding: Finding) -> str:
     """Returns a finding as one line.
 
-    **Arguments:**
-
-    - `found`: the finding.
-
-    **Returns:**
-
-    A line.
-
     ```python
-    found = sr.Finding("error", "indivisible", "6 over 4", "w", "pad it", (6,))
-    assert line_of(found) == "error indivisible: w (6,): 6 over 4 -> pad it"
+    from shardrules.cli.terminal import finding_line
+
+    finding = sr.Finding("error", "indivisible", "6 over 4", "w", "pad it", (6,))
+    assert finding_line(finding) == "error indivisible: w (6,): 6 over 4 -> pad it"
     ```
     """
-    return " ".join(part.strip() for part in str(found).splitlines())
+    return " ".join(part.strip() for part in str(finding).splitlines())
 
 
-def loud(findings: Sequence[Finding], level: str) -> list[Finding]:
-    """Returns the findings that are at least so bad.
-
-    **Arguments:**
-
-    - `findings`: the findings.
-    - `level`: one of `LEVELS`.
-
-    **Returns:**
-
-    Those at this level and above.
-
-    ```python
-    note, error = sr.Finding("note", "a", "b"), sr.Finding("error", "c", "d")
-    assert loud([note, error], "warning") == [error]
-    ```
-    """
-    return [one for one in findings if LEVELS.index(one.severity) <= LEVELS.index(level)]
+def at_least(findings: Sequence[Finding], level: str) -> list[Finding]:
+    """Returns the findings of a severity in `LEVELS` and worse ones."""
+    return [finding for finding in findings if LEVELS.index(finding.severity) <= LEVELS.index(level)]
 
 
 def show_plan(plan: ShardingPlan) -> None:
-    """Prints a plan: its table, its sums and its findings.
-
-    **Arguments:**
-
-    - `plan`: the plan.
-    """
+    """Prints a plan: its table, its sums and its findings."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         show(str(plan))
         return
-    table = [row.cells() for row in plan.rows]
-    lines = aligned([COLUMNS, *table], (BYTES_COLUMN,))
+    lines = aligned([COLUMNS, *[row.cells() for row in plan.rows]], (BYTES_COLUMN,))
     if max(map(len, lines)) <= console.width:
         console.print(Text("\n".join(lines[:2]), "bold"))
         console.print(Text("\n".join(lines[2:])))
@@ -129,51 +86,27 @@ def show_plan(plan: ShardingPlan) -> None:
 
 
 def _stacked(row: Row) -> Text:
-    """A row below each other, for terminals that are narrower than the table."""
+    """A row in three lines, for terminals narrower than the table."""
     path, shape, dtype, spec, size, rule, reason = row.cells()
     first = f"{path}\n  {shape} {dtype}  "
     return Text.assemble((first, "bold"), (spec, "cyan"), f"  {size}/device\n  {rule}: {reason}")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Prints findings, one after the other. Notes are what the table itself shows.
-
-    **Arguments:**
-
-    - `findings`: the findings.
-    """
-    for one in findings:
-        if one.severity != "note":
-            show(str(one), _STYLES[one.severity])
+    """Prints findings, except notes, which repeat what the table shows."""
+    for finding in findings:
+        if finding.severity != "note":
+            show(str(finding), STYLES[finding.severity])
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows what goes on and for how long, if somebody looks on; else it is silent.
-
-    **Arguments:**
-
-    - `what`: what is done, `"compiling train_step"`.
-    """
+def working(task: str) -> Iterator[None]:
+    """Shows a spinner with the task and the elapsed time on a terminal; elsewhere nothing."""
     console = Console(stderr=True)
     if not console.is_terminal or not sys.stderr.isatty():
         yield
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
+        progress.add_task(task, total=None)
         yield
-
-
-def style_of(severity: str) -> str:
-    """Returns how a finding of a severity looks.
-
-    **Arguments:**
-
-    - `severity`: its severity.
-
-    **Returns:**
-
-    A style of rich.
-    """
-    return _STYLES[severity]

@@ -1,1 +1,1 @@
-"""The page of `shardrules report`: one file of HTML with a plan, an audit and an autoplan, without any network."""
+"""The page of `shardrules report`: one HTML file with a plan, an audit and an autoplan, which loads nothing else."""

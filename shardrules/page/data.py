@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: numbers and texts of a plan, an audit and an autoplan. The page only paints them."""
+"""The data of the page, as JSON: numbers and texts of a plan, an audit and an autoplan. The script only draws them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,25 +24,22 @@ from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
-"""The size of the treemap, which the page scales."""
+"""The size of the treemap in pixels, which the page scales: about a full screen. Doubled, labels get half as large;
+halved, rounding to hundredths of a pixel shows."""
 
-_DRAWN = 500
-"""So many kinds of leaves are drawn at most, those that take the most."""
+_DRAWN_KINDS = 500
+"""At most this many kinds of leaves get a picture of their blocks, the largest first. Doubled, the page of a large
+model grows by a megabyte; halved, models with many kinds have rows without a picture."""
 
-_COLLECTIVES = 300
-"""So many collectives are listed at most, the dearest first."""
+_LISTED_COLLECTIVES = 300
+"""At most this many collectives are listed, the most expensive first: the rest is far below 1 % of the time. Doubled,
+the page grows by 100 kB; halved, audits of deep unrolled models end early."""
 
 
 @final
 @attrs.frozen
 class Part:
-    """A plan on the page, and what stands before its paths: the page may show a model beside its optimizer.
-
-    **Arguments:**
-
-    - `plan`: the plan.
-    - `prefix`: `"optimizer/"`, or nothing.
-    """
+    """A plan on the page, and the prefix of its paths: the page may show a model beside its optimizer."""
 
     plan: ShardingPlan
     prefix: str = ""
@@ -51,85 +48,78 @@ class Part:
 def page_data(
     title: str, parts: Sequence[Part], audit: AuditReport | None, planned: AutoPlanReport | None, version: str
 ) -> dict[str, Any]:
-    """Returns all that the page shows.
-
-    **Arguments:**
-
-    - `title`: its heading.
-    - `parts`: the plans, that of the model first.
-    - `audit`, `planned`: an audit and an autoplan, if there are any.
-    - `version`: that of shardrules.
-
-    **Returns:**
-
-    A dictionary of plain values.
-    """
+    """Returns everything that the page shows as plain values. The first of `parts` is the model."""
     first = parts[0].plan
     sizes = mesh_sizes(first.mesh)
-    sums = [part.plan.memory() for part in parts]
+    memories = [part.plan.memory() for part in parts]
     drawings = _Drawings(sizes)
     rows: list[dict[str, Any]] = []
     paths: list[str] = []
-    row_of: list[int] = []
-    amounts: list[int] = []
+    row_indices: list[int] = []
+    leaf_bytes: list[int] = []
     largest = sorted((row.device_bytes for part in parts for row in part.plan.rows), reverse=True)
-    least = largest[_DRAWN - 1] if len(largest) > _DRAWN else 0
+    least_drawn = largest[_DRAWN_KINDS - 1] if len(largest) > _DRAWN_KINDS else 0
     for part in parts:
-        own = {kind: len(rows) + number for number, row in enumerate(part.plan.rows) for kind in row.kinds}
-        each = [row.decision.device_bytes(row.leaf, sizes) for row in part.plan.rows]
+        row_of_kind = {kind: len(rows) + index for index, row in enumerate(part.plan.rows) for kind in row.kinds}
+        # `row.device_bytes` is for all leaves of a row; the treemap needs those of one leaf.
+        sizes_of_rows = [row.decision.device_bytes(row.leaf, sizes) for row in part.plan.rows]
         for path, kind in zip(part.plan.paths, part.plan.kind_indices, strict=True):
             paths.append(part.prefix + path)
-            row_of.append(own[kind])
-            amounts.append(each[own[kind] - len(rows)])
-        rows += [_row(row, size, part.prefix, drawings, least) for row, size in zip(part.plan.rows, each, strict=True)]
+            row_indices.append(row_of_kind[kind])
+            leaf_bytes.append(sizes_of_rows[row_of_kind[kind] - len(rows)])
+        rows += [
+            _row(row, size, part.prefix, drawings, least_drawn)
+            for row, size in zip(part.plan.rows, sizes_of_rows, strict=True)
+        ]
     return {
         "title": title,
         "made_by": f"shardrules {version}",
         "mesh": list(sizes.items()),
         "device_count": math.prod(sizes.values()),
         "totals": {
-            "arrays": sum(one.leaf_count for one in sums),
-            "total_bytes": sum(one.total_bytes for one in sums),
-            "device_bytes": sum(one.device_bytes for one in sums),
+            "arrays": sum(memory.leaf_count for memory in memories),
+            "total_bytes": sum(memory.total_bytes for memory in memories),
+            "device_bytes": sum(memory.device_bytes for memory in memories),
         },
         "fingerprint": first.fingerprint,
         "rows": rows,
         "paths": paths,
-        "row_of": row_of,
-        "treemap": _tree(treemap(paths, amounts, WIDTH, HEIGHT)),
-        "drawings": drawings.made,
-        "findings": [finding_to_json(one) for part in parts for one in _findings(part)],
-        "audit": None if audit is None else _audit(audit),
-        "autoplan": None if planned is None else _autoplan(planned),
+        "row_of": row_indices,
+        "treemap": _treemap_data(treemap(paths, leaf_bytes, WIDTH, HEIGHT)),
+        "drawings": drawings.svgs,
+        "findings": [finding_to_json(finding) for part in parts for finding in _findings(part)],
+        "audit": None if audit is None else _audit_data(audit),
+        "autoplan": None if planned is None else _autoplan_data(planned),
     }
 
 
 def _findings(part: Part) -> Iterator[Finding]:
-    for one in part.plan.findings:
-        yield attrs.evolve(one, path=(part.prefix + one.path).rstrip("/")) if part.prefix else one
+    for finding in part.plan.findings:
+        yield attrs.evolve(finding, path=(part.prefix + finding.path).rstrip("/")) if part.prefix else finding
 
 
 @final
 @attrs.define
 class _Drawings:
-    """Pictures of blocks, each once: leaves of equal shape and spec have the same."""
+    """Pictures of blocks, each once: leaves of equal shape and spec share one."""
 
     sizes: Mapping[str, int]
-    made: list[str] = attrs.Factory(list)
-    known: dict[Blocks, int] = attrs.Factory(dict)
+    svgs: list[str] = attrs.Factory(list)
+    indices: dict[Blocks, int] = attrs.Factory(dict)
 
-    def of(self, row: Row) -> int | None:
+    def index_of(self, row: Row) -> int | None:
+        """Returns the index of a row's picture, which is drawn if it is new; `None` for an unsound decision."""
         try:
             blocks = blocks_of(row.path, row.leaf, row.decision, self.sizes)
-        except (NoMeshError, PlanError):  # the findings tell of it
+        except (NoMeshError, PlanError):  # the findings show why
             return None
-        if blocks not in self.known:
-            self.known[blocks] = len(self.made)
-            self.made.append(blocks.picture().to_svg())
-        return self.known[blocks]
+        if blocks not in self.indices:
+            self.indices[blocks] = len(self.svgs)
+            self.svgs.append(blocks.picture().to_svg())
+        return self.indices[blocks]
 
 
-def _row(row: Row, size: int, prefix: str, drawings: _Drawings, least: int) -> dict[str, Any]:
+def _row(row: Row, size: int, prefix: str, drawings: _Drawings, least_drawn: int) -> dict[str, Any]:
     dims = split_dims(row.leaf, row.decision)
     return {
         "path": prefix + (row.path or "(the tree)"),
@@ -142,23 +132,25 @@ def _row(row: Row, size: int, prefix: str, drawings: _Drawings, least: int) -> d
         "rule": row.decision.rule_name,
         "reason": row.decision.reason,
         "dims": [[whole, math.prod(drawings.sizes.get(axis, 1) for axis in axes), list(axes)] for whole, axes in dims],
-        "drawing": drawings.of(row) if row.device_bytes >= least else None,
+        "drawing": drawings.index_of(row) if row.device_bytes >= least_drawn else None,
     }
 
 
-def _tree(found: Treemap) -> dict[str, Any]:
-    def short(values: Sequence[float]) -> list[float]:
-        return [round(value, 2) for value in values]
+def _treemap_data(tiles: Treemap) -> dict[str, Any]:
+    def rounded(values: Sequence[float]) -> list[float]:
+        return [round(value, 2) for value in values]  # hundredths of a pixel: half the bytes of the page
 
     return {
-        "width": found.width,
-        "height": found.height,
-        "modules": [[one.path, one.depth, *short(one.rectangle), one.amount, one.count] for one in found.modules],
-        "boxes": [value for place in found.leaves for value in short(place)],
+        "width": tiles.width,
+        "height": tiles.height,
+        "modules": [
+            [module.path, module.depth, *rounded(module.rectangle), module.amount, module.count] for module in tiles.modules
+        ],
+        "boxes": [value for rectangle in tiles.leaves for value in rounded(rectangle)],
     }
 
 
-def _audit(report: AuditReport) -> dict[str, Any]:
+def _audit_data(report: AuditReport) -> dict[str, Any]:
     return {
         "name": report.name,
         "target": str(report.target),
@@ -174,22 +166,22 @@ def _audit(report: AuditReport) -> dict[str, Any]:
         "memory": [[name, size] for name, size in report.memory.shares().items() if size],
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.hardware.memory_bytes,
-        "axes": [_along(name, report) for name, total in report.totals_by_axes().items() if total.wire_bytes],
-        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:_COLLECTIVES]],
-        "modules": [[one.path, one.flops, one.wire_bytes] for one in by_cost(report.modules)],
-        "findings": [finding_to_json(one) for one in report.findings],
+        "axes": [_axes_data(name, report) for name, total in report.totals_by_axes().items() if total.wire_bytes],
+        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:_LISTED_COLLECTIVES]],
+        "modules": [[module.path, module.flops, module.wire_bytes] for module in by_cost(report.modules)],
+        "findings": [finding_to_json(finding) for finding in report.findings],
     }
 
 
-def _along(axes: str, report: AuditReport) -> dict[str, Any]:
-    """What goes along some axes, by kind."""
-    own = [one for one in report.collectives if one.axes_text == axes and one.wire_bytes]
-    kinds = [[kind, total.run_count, total.wire_bytes] for kind, total in totals_by_kind(own).items()]
-    counted, sent = (sum(column) for column in zip(*(one[1:] for one in kinds), strict=True))
-    return {"axes": axes, "count": counted, "wire_bytes": sent, "kinds": kinds}
+def _axes_data(axes: str, report: AuditReport) -> dict[str, Any]:
+    """The collectives over some axes, by kind."""
+    collectives = [each for each in report.collectives if each.axes_text == axes and each.wire_bytes]
+    kinds = [[kind, total.run_count, total.wire_bytes] for kind, total in totals_by_kind(collectives).items()]
+    count, sent = (sum(column) for column in zip(*(figures for _, *figures in kinds), strict=True))
+    return {"axes": axes, "count": count, "wire_bytes": sent, "kinds": kinds}
 
 
-def _autoplan(report: AutoPlanReport) -> dict[str, Any]:
+def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
     sent = ", ".join(f"{kind} {bytes_text(amount)}" for kind, amount in report.sent_bytes if amount) or "nothing"
     frontier = Frontier(report.name, report.mesh, report.frontier)
     return {
@@ -203,10 +195,10 @@ def _autoplan(report: AutoPlanReport) -> dict[str, Any]:
             ["memory", f"{bytes_text(report.peak_bytes)} of {bytes_text(report.memory_limit)}"],
             ["wire", sent],
         ],
-        "split_dims": [attrs.asdict(one) for one in report.split_dims],
-        "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(one) for one in report.frontier]}
+        "split_dims": [attrs.asdict(dim) for dim in report.split_dims],
+        "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(point) for point in report.frontier]}
         if report.frontier
         else None,
-        "candidates": [attrs.asdict(one) for one in report.candidates],
-        "findings": [finding_to_json(one) for one in report.findings],
+        "candidates": [attrs.asdict(candidate) for candidate in report.candidates],
+        "findings": [finding_to_json(finding) for finding in report.findings],
     }

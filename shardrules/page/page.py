@@ -1,4 +1,4 @@
-"""The page as one file: a template, its style and its script, and the data that they show."""
+"""The page as one file: a template with its style, its script and the data that it shows."""
 
 import html
 import json
@@ -21,17 +21,17 @@ def report_page(
     planned: AutoPlanReport | None = None,
     title: str = "",
 ) -> str:
-    """Returns a page that shows a plan: bytes by module, every array, who holds which block, and the findings.
+    """Returns a page that shows a plan: bytes by module, every array, which device has which block, and the findings.
 
-    It is one file, and asks no network for anything.
+    It is one file, and loads nothing from the network.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `state`: the plan of an optimizer's state, to be shown beside it.
-    - `audit`: what a compiler made of a step, to be shown below.
-    - `planned`: what autoplan found.
-    - `title`: the heading; by default the mesh.
+    - `state`: the plan of an optimizer's state, shown beside it.
+    - `audit`: the audit of a step, shown below.
+    - `planned`: the result of autoplan, shown below.
+    - `title`: the heading; by default it names the mesh.
 
     **Returns:**
 
@@ -45,10 +45,10 @@ def report_page(
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
     data = page_data(heading, parts, audit, planned, version("shardrules"))
-    # In a script of HTML nothing but "</" and "<!--" would end or change it.
+    # Inside of a script element only "</" and "<!--" have a meaning in HTML.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     assets = files("shardrules.page") / "assets"
     page, style, script = ((assets / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
-    # All marks at once: data may hold what looks like one of them.
-    inside = {"<!--TITLE-->": html.escape(heading), "/*CSS*/": style, "/*DATA*/": text, "/*JS*/": script}
-    return re.sub("|".join(map(re.escape, inside)), lambda found: inside[found[0]], page)
+    # One pass for all marks: data may contain what looks like one of them.
+    parts_by_mark = {"<!--TITLE-->": html.escape(heading), "/*CSS*/": style, "/*DATA*/": text, "/*JS*/": script}
+    return re.sub("|".join(map(re.escape, parts_by_mark)), lambda mark: parts_by_mark[mark[0]], page)

@@ -1,4 +1,4 @@
-"""The command line as a user has it: a process of its own, in a folder of its own."""
+"""The command line as users have it: a process in its own folder."""
 
 import json
 import os
@@ -14,25 +14,25 @@ GPT = f"{EXAMPLES}/train_gpt.py:GPT"
 GPT_RULES = f"{EXAMPLES}/train_gpt.py:RULES"
 
 NO_BACKEND = {"JAX_PLATFORMS": "none_such"}
-"""With this, whoever starts a backend of JAX fails."""
+"""With this, starting a backend of JAX fails."""
 
 
 NOISE = ("WARNING: All log messages before absl", "cudart_stub.cc")
-"""What plugins of JAX print when they are loaded."""
+"""What plugins of JAX print while they load."""
 
 
-def environment(*forgotten: str, **more: str) -> dict[str, str]:
-    """The environment of a command: that of the tests, without what they set for themselves and what is `forgotten`."""
-    own = ("XLA_FLAGS", "JAX_PLATFORMS", "NO_COLOR", "FORCE_COLOR", "COLUMNS", *forgotten)
-    known = {name: value for name, value in os.environ.items() if name not in own}
-    return {**known, "PYTHONPATH": str(REPOSITORY), **more}
+def environment(*without: str, **more: str) -> dict[str, str]:
+    """The environment of a command: that of the tests, without variables that tests set and `without`."""
+    removed = ("XLA_FLAGS", "JAX_PLATFORMS", "NO_COLOR", "FORCE_COLOR", "COLUMNS", *without)
+    kept = {name: value for name, value in os.environ.items() if name not in removed}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), **more}
 
 
 def shardrules(
     *words: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `shardrules`, and returns what it printed and how it ended."""
-    done = subprocess.run(
+    """Runs `shardrules`, and returns its output and exit code."""
+    process = subprocess.run(
         [sys.executable, "-m", "shardrules", *words],
         capture_output=True,
         text=True,
@@ -41,9 +41,9 @@ def shardrules(
         cwd=cwd or REPOSITORY,
         env=environment("TERM", **(env or {})),
     )
-    lines = [line for line in done.stderr.splitlines() if not any(one in line for one in NOISE)]
-    done.stderr = "".join(f"{line}\n" for line in lines)
-    return done
+    lines = [line for line in process.stderr.splitlines() if not any(noise in line for noise in NOISE)]
+    process.stderr = "".join(f"{line}\n" for line in lines)
+    return process
 
 
 _SERVER = """
@@ -53,16 +53,16 @@ from shardrules.cli.main import main
 wire = os.fdopen(os.dup(1), "w")
 warnings.simplefilter("ignore")  # JAX warns of forks: no thread of its own runs here yet
 for line in sys.stdin:
-    asked = json.loads(line)
+    request = json.loads(line)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if not child:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            os.chdir(asked["cwd"])
+            os.chdir(request["cwd"])
             code = 70
             try:
-                code = main(asked["words"])
+                code = main(request["words"])
             except SystemExit as ended:
                 code = ended.code or 0
             finally:
@@ -80,7 +80,7 @@ for line in sys.stdin:
 
 @final
 class Forks:
-    """Commands as processes forked from one that has imported everything: where there are many, that saves minutes.
+    """Commands as forks of a process that has imported everything: with many commands that saves minutes.
 
     No backend of JAX can be started in them.
     """
@@ -96,7 +96,7 @@ class Forks:
         )
 
     def run(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Runs a command, and returns what it printed and how it ended."""
+        """Runs a command, and returns its output and exit code."""
         server = self._server
         assert server.stdin is not None
         assert server.stdout is not None
@@ -106,5 +106,5 @@ class Forks:
         return subprocess.CompletedProcess(words, code, out, err)
 
     def close(self) -> None:
-        """Ends the process that others are forked from."""
+        """Ends the server process."""
         self._server.communicate(timeout=30)

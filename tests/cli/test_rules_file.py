@@ -1,15 +1,20 @@
-"""Rules as TOML: every rule and composition there is, and what is said of files that cannot be meant."""
+"""Rules as TOML: every rule and composition, and the errors of invalid files."""
 
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.cli.errors import UsageError
-from shardrules.cli.rules_file import TYPES, read_rules_file
+from shardrules.cli.rules_file import TYPES, KeyPath, key_lines, read_rules_file
 from shardrules.core.rule import ShardingRule
 
 TREE = {
@@ -102,25 +107,25 @@ def read(tmp_path: Path, text: str) -> sr.ShardingRule:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_type_says_what_its_class_does(name: str, tmp_path: Path) -> None:
+def test_every_type_makes_its_rule(name: str, tmp_path: Path) -> None:
     text, rule = RULES[name]
     assert read(tmp_path, text) == rule
 
 
 def test_every_rule_has_a_type_and_every_type_is_tested() -> None:
     public = [value for value in vars(sr).values() if isinstance(value, type) and issubclass(value, ShardingRule)]
-    final = {one for one in public if not getattr(one, "__abstractmethods__", ())}
+    final = {rule_class for rule_class in public if not getattr(rule_class, "__abstractmethods__", ())}
     assert {type(rule) for _, rule in RULES.values()} == final
     assert list(RULES) == sorted(TYPES)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_argument_stands_in_some_file(name: str) -> None:
+def test_every_argument_is_tested(name: str) -> None:
     text, _ = RULES[name]
     assert [key for key in TYPES[name].fields if f"{key} =" not in text] in ([], ["mesh"])
 
 
-def test_paths_in_a_row_are_one_rule_and_the_first_with_an_opinion_wins(tmp_path: Path) -> None:
+def test_consecutive_paths_become_one_rule(tmp_path: Path) -> None:
     rule = read(
         tmp_path,
         """
@@ -145,12 +150,12 @@ def test_paths_in_a_row_are_one_rule_and_the_first_with_an_opinion_wins(tmp_path
     )
 
 
-def test_one_rule_alone_is_no_composite(tmp_path: Path) -> None:
+def test_a_single_rule_is_not_composed(tmp_path: Path) -> None:
     assert read(tmp_path, '[[rules]]\ntype = "replicate"') == sr.ReplicateShardingRule()
     assert read(tmp_path, "rule = \"fsdp('data')\"") == sr.FSDPShardingRule("data")
 
 
-def test_the_mesh_of_the_file(tmp_path: Path) -> None:
+def test_files_may_name_a_mesh(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('mesh = "data:4, model:2"\nrule = "auto"\n')
     mesh = read_rules_file(file).mesh
@@ -159,13 +164,13 @@ def test_the_mesh_of_the_file(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "no toml": ("\nmesh = data", "rules.toml:2: this is no TOML: Invalid value (at line 2, column 8)"),
-    "no end": ("mesh = [", "rules.toml:1: this is no TOML: "),
-    "empty": ("", "rules.toml: it needs rules: tables under [[rules]], or one rule = ..."),
-    "no rules": ("rules = []", "rules.toml:1: rules: a list of rules is wanted, with one at least; got []"),
+    "no toml": ("\nmesh = data", "rules.toml:2: invalid TOML: Invalid value (at line 2, column 8)"),
+    "no end": ("mesh = [", "rules.toml:1: invalid TOML: "),
+    "empty": ("", "rules.toml: the file has no rules: write tables under [[rules]], or one rule = ..."),
+    "no rules": ("rules = []", "rules.toml:1: rules: must be a list of at least one rule; got []"),
     "an unknown key": (
         '\nmash = "data:4"',
-        "rules.toml:2: mash: a file of rules has no such key (did you mean 'mesh'?)",
+        "rules.toml:2: mash: unknown key (did you mean 'mesh'?); a file of rules has mesh, rule, rules",
     ),
     "a bad mesh": (
         '\n\nmesh = "data4"\nrule = "auto"',
@@ -173,121 +178,127 @@ WRONG = {
     ),
     "an unknown type": (
         '[[rules]]\n\ntype = "fdsp"',
-        "rules.toml:3: type: there is no rule 'fdsp' (did you mean 'fsdp'?); there are auto, chain, composite",
+        "rules.toml:3: rules[0].type: unknown rule 'fdsp' (did you mean 'fsdp'?); the rules are auto, chain, composite",
     ),
     "an unknown argument": (
         '[[rules]]\ntype = "fsdp"\naxsi = "data"',
-        "rules.toml:3: axsi: the rule 'fsdp' has no such key (did you mean 'axis'?); it has type, axis, min_size_mb",
+        "rules.toml:3: rules[0].axsi: unknown key (did you mean 'axis'?); the rule 'fsdp' has type, axis, min_size_mb",
     ),
     "an argument is missing": (
         '[[rules]]\ntype = "shard_dim"\naxis = "data"',
-        "rules.toml:1: rules: the rule 'shard_dim' needs dim",
+        "rules.toml:1: rules[0]: the rule 'shard_dim' needs dim",
     ),
     "a bad argument": (
         '[[rules]]\ntype = "fsdp"\naxis = "data"\nmin_size_mb = "big"',
-        "rules.toml:4: min_size_mb: min_size_mb must be a number of MiB, 0 or more; got 'big'",
+        "rules.toml:4: rules[0].min_size_mb: min_size_mb must be a number of MiB, 0 or more; got 'big'",
     ),
     "bytes": (
         '[[rules]]\ntype = "memory"\nmax_memory_per_device = "16 Gb"',
-        "rules.toml:3: max_memory_per_device: max_memory_per_device must be a number of bytes, or a string like '80GB'",
+        "rules.toml:3: rules[0].max_memory_per_device: max_memory_per_device must be a number of bytes, or a string like '80GB'",
     ),
-    "a bad pattern": ('[[rules]]\npath = "(norm"\nspec = []', "rules.toml:2: path: "),
+    "a bad pattern": ('[[rules]]\npath = "(norm"\nspec = []', "rules.toml:2: rules[0].path: "),
     "a pattern is no text": (
         "[[rules]]\npath = 3\nspec = []",
-        "rules.toml:2: path: a pattern for paths is a text, got 3",
+        "rules.toml:2: rules[0].path: a pattern must be a string, got 3",
     ),
     "a path alone": (
         '[[rules]]\npath = "norm"',
-        "rules.toml:1: rules: 'norm' stands for nothing: add a spec, a type, or a rule",
+        "rules.toml:1: rules[0]: 'norm' decides nothing: add a spec, a type, or a rule",
     ),
     "a spec is no list": (
         '[[rules]]\npath = "norm"\nspec = "data"',
-        "rules.toml:3: spec: a spec is a list with an axis, a list of axes or '-' for each dimension; got 'data'",
+        "rules.toml:3: rules[0].spec: a spec is a list with an axis, a list of axes or '-' for each dimension; got 'd",
     ),
     "an axis is no text": (
         '[[rules]]\npath = "a"\nspec = ["data", 1]',
-        "rules.toml:3: spec: 1 is no axis, no list of axes",
+        "rules.toml:3: rules[0].spec[1]: 1 is not an axis, a list of axes",
     ),
-    "an axis twice": ('[[rules]]\npath = "a"\nspec = ["data", "data"]', "rules.toml:3: spec: axis 'data' comes twice"),
+    "an axis twice": (
+        '[[rules]]\npath = "a"\nspec = ["data", "data"]',
+        "rules.toml:3: rules[0].spec: axis 'data' is repeated",
+    ),
     "a spec beside more": (
         '[[rules]]\npath = "a"\nspec = []\ntype = "fsdp"',
-        "rules.toml:4: type: a path with a spec has no such key; it has path, spec",
+        "rules.toml:4: rules[0].type: unknown key; a path with a spec has path, spec",
     ),
     "a bad text": (
         '[[rules]]\npath = "a"\nrule = "fsdp(data)"',
-        "rules.toml:3: rule: rule text 'fsdp(data)': the arguments of fsdp must be literals",
+        "rules.toml:3: rules[0].rule: rule text 'fsdp(data)': the arguments of fsdp must be literals",
     ),
     "an op that is not known": ("rule = \"fdsp('data')\"", "rules.toml:1: rule: rule text"),
-    "a rule is a number": ("rule = 7", "rules.toml:1: rule: a rule is a text such as"),
-    "no type": ('[[rules]]\naxis = "data"', "rules.toml:1: rules: a rule needs a type or a path, this one has axis"),
+    "a rule is a number": ("rule = 7", "rules.toml:1: rule: a rule is a string such as"),
+    "no type": ('[[rules]]\naxis = "data"', "rules.toml:1: rules[0]: a rule needs a type or a path, but this has axis"),
     "inside of others": (
         'rule = {type = "chain", rules = [\n"auto",\n{type = "fitted", rule = {type = "shard_dmi"}}]}',
-        "rules.toml:3: type: there is no rule 'shard_dmi' (did you mean 'shard_dim'?)",
+        "rules.toml:1: rule.rules[1].rule.type: unknown rule 'shard_dmi' (did you mean 'shard_dim'?)",
     ),
     "no such plan": (
         'rule = {type = "plan", file = "plans.json"}',
-        "rules.toml:1: file: there is no file plans.json (did you mean 'plan.json'?)",
+        "rules.toml:1: rule.file: file plans.json does not exist (did you mean 'plan.json'?)",
     ),
     "both kinds": (
         'rule = "auto"\n[[rules]]\nrule = "auto"',
-        "rules.toml:1: rule: there are [[rules]] too: write one of both",
+        "rules.toml:1: rule: the file has [[rules]] too: write one of the two",
     ),
     "no flag": (
         'rule = {type = "shard_dim", axis = "data", dim = 0, ignore_ndim_error = "no"}',
-        "rules.toml:1: ignore_ndim_error: true or false is wanted, got 'no'",
+        "rules.toml:1: rule.ignore_ndim_error: must be true or false, got 'no'",
     ),
     "no number": (
         'rule = {type = "shard_dim", axis = "data", dim = true}',
-        "rules.toml:1: dim: a number is wanted, got True",
+        "rules.toml:1: rule.dim: must be a number, got True",
     ),
     "no axis": (
         'rule = {type = "shard_dim", axis = [3], dim = 0}',
-        "rules.toml:1: axis: an axis is wanted, or a list of them; got [3]",
+        "rules.toml:1: rule.axis: must be an axis or a list of axes; got [3]",
     ),
     "no axes": (
         'rule = {type = "auto", axis_names = {data = 1}}',
-        "rules.toml:1: axis_names: a list of axes is wanted",
+        "rules.toml:1: rule.axis_names: must be a list of axes",
     ),
     "a size": (
         'rule = {type = "shape", patterns = [{shape = [true], spec = []}]}',
-        "shape: sizes are wanted, or '*' for any",
+        "rules.toml:1: rule.patterns[0].shape: must be sizes, or '*' for any",
     ),
     "half a byte": (
         'rule = {type = "memory", max_memory_per_device = 1.5}',
-        "max_memory_per_device: a whole number of bytes",
+        "rules.toml:1: rule.max_memory_per_device: must be a whole number of bytes",
     ),
     "an empty list for an axis": (
         'rule = {type = "regex", rules = [{path = "a", spec = [[], "data"]}]}',
-        "spec: [] is no axis",
+        "rules.toml:1: rule.rules[0].spec[0]: [] is not an axis",
     ),
     "an item on a line of its own": (
         '[[rules]]\npath = "a"\nspec = [\n  "data",\n  3,\n]',
-        "rules.toml:5: spec: 3 is no axis, no list of axes, and not '-'",
+        "rules.toml:3: rules[0].spec[1]: 3 is not an axis, a list of axes, or '-'",
     ),
     "a name on a line of its own": (
         '[rule]\ntype = "logical"\n[rule.mapping]\nembed = "data"\nmlp = 3',
-        "rules.toml:5: mlp: 3 is no axis",
+        "rules.toml:5: rule.mapping.mlp: 3 is not an axis",
     ),
     "a plan that is none": (
         'rule = {type = "plan", file = "rules.toml"}',
-        "rules.toml:1: file: this text is not a plan",
+        "rules.toml:1: rule.file: this text is not a plan",
     ),
     "shapes": (
         'rule = {type = "shape", patterns = [\n{shape = [1], spec = []},\n{shape = 2, spec = []}]}',
-        "rules.toml:3: patterns: a shape and a spec are wanted",
+        "rules.toml:1: rule.patterns[1]: must have a shape and a spec",
     ),
-    "names": ('rule = {type = "logical", mapping = "embed"}', "rules.toml:1: mapping: names and their axes are wanted"),
-    "pins": ('rule = {type = "specs", specs = []}', "rules.toml:1: specs: a table from path to spec is wanted"),
-    "patterns": ('rule = {type = "regex", rules = ["a"]}', "rules.toml:1: rules: a list of tables is wanted"),
+    "names": (
+        'rule = {type = "logical", mapping = "embed"}',
+        "rules.toml:1: rule.mapping: must be names and their axes",
+    ),
+    "pins": ('rule = {type = "specs", specs = []}', "rules.toml:1: rule.specs: must be a table from path to spec"),
+    "patterns": ('rule = {type = "regex", rules = ["a"]}', "rules.toml:1: rule.rules: must be a list of tables"),
     "a mode": (
         'rule = {type = "regex", rules = [{path = "a", spec = []}], match = "find"}',
-        "rules.toml:1: match: match must be one of 'search', 'fullmatch', 'match'; got 'find'",
+        "rules.toml:1: rule.match: match must be one of 'search', 'fullmatch', 'match'; got 'find'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_meant_is_told_with_line_key_and_the_nearest_word(name: str, tmp_path: Path) -> None:
+def test_errors_name_line_key_and_nearest_word(name: str, tmp_path: Path) -> None:
     text, message = WRONG[name]
     with pytest.raises(UsageError, match=r".") as raised:
         read(tmp_path, text)
@@ -309,12 +320,103 @@ axis = "data"
 """
 
 
-def test_axes_that_the_mesh_lacks_are_told_with_their_line_but_where_they_may_be_dropped(tmp_path: Path) -> None:
+def test_unknown_axes_are_located_unless_fitted(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(AXES)
-    found = read_rules_file(file)
+    rules = read_rules_file(file)
     with pytest.raises(
-        UsageError, match=r"rules.toml:4: the mesh data:4,model:2 has no axis 'modle' \(did you mean 'model"
+        UsageError, match=r"rules.toml:4: unknown axis 'modle' \(did you mean 'model'\?\); the mesh is data:4,model:2"
     ):
-        found.check_axes(sr.mesh_shape("data:4,model:2"))
-    found.check_axes(sr.mesh_shape("data:4,model:2,modle:2"))
+        rules.check_axes(sr.mesh_shape("data:4,model:2"))
+    rules.check_axes(sr.mesh_shape("data:4,model:2,modle:2"))
+
+
+# ---- lines of keys ----
+
+NUMBERED = {
+    "keys and tables": """\
+a = 1  # a comment = 9
+"b c" = 2
+
+[t]
+x = 5
+[t.u]
+'y z' = 7
+""",
+    "arrays of tables": """\
+[[r]]
+n = 2
+
+[[r]]
+n = 5
+[r.deep]
+m = 7
+[[r.many]]
+k = 9
+[[r.many]]
+k = 11
+[[r]]  # the third
+n = 13
+""",
+    "values over many lines": """\
+list = [
+  [8,
+   9], ]
+b = 4
+c = [
+  ["x"]
+]
+d = 8
+""",
+}
+
+
+def numbers(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from numbers(value, (*path, key))
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from numbers(value, (*path, index))
+    elif isinstance(data, int):
+        yield path, data
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_keys_have_their_lines(name: str) -> None:
+    lines = key_lines(NUMBERED[name])
+    expected = [(path, number) for path, number in numbers(tomllib.loads(NUMBERED[name])) if path[0] != "list"]
+    assert len(expected) > 1
+    for path, number in expected:
+        assert lines[path] == number, path
+
+
+def test_tables_have_lines_too() -> None:
+    lines = key_lines(NUMBERED["arrays of tables"])
+    assert [lines["r", index] for index in range(3)] == [1, 4, 12]
+    assert lines["r", 1, "many", 1] == 10
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.from_regex(r"[A-Za-z0-9_-]{1,6}", fullmatch=True),
+            st.sampled_from(["1", '"x # y"', "'='", "[1, [2]]", "{a = 1, b = [{}]}", "1.5", "true", "[\n1,\n2\n]"]),
+        ),
+        unique_by=lambda pair: pair[0],
+    )
+)
+def test_every_key_of_a_flat_file_has_its_line(pairs: list[tuple[str, str]]) -> None:
+    line, expected, text = 1, {}, ""
+    for key, value in pairs:
+        expected[key,] = line
+        text += f"{key} = {value} # note\n"
+        line += value.count("\n") + 1
+    assert set(tomllib.loads(text)) == {key for (key,) in expected}
+    assert key_lines(text) == expected
+
+
+def test_strings_that_look_like_keys_lead_nowhere(tmp_path: Path) -> None:
+    text = 'rule = """\n[[rules]]\nspec = 3\n"""\n[x]\ny = 1\n'
+    with pytest.raises(UsageError, match=r"rules.toml:5: x: unknown key"):
+        read(tmp_path, text)

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: a real one, of any width, with and without colours."""
+"""What a person sees in a real terminal of any width, with and without colours."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def typed(*words: str, width: int = 200, env: dict[str, str] | None = None) -> tuple[str, int]:
-    """Runs `shardrules` in a terminal, and returns all that it wrote there, and its exit code."""
+    """Runs `shardrules` in a terminal, and returns its output and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     process = subprocess.Popen(
@@ -36,33 +36,33 @@ def typed(*words: str, width: int = 200, env: dict[str, str] | None = None) -> t
     while time.monotonic() < deadline:
         try:
             part = os.read(ours, 65536)
-        except OSError:  # Linux says so where the other side is closed
+        except OSError:  # Linux raises it when the other side is closed
             break
         if not part:
             break
         parts.append(part)
     os.close(ours)
     text = b"".join(parts).decode().replace("\r\n", "\n")
-    kept = [line for line in text.split("\n") if not any(one in line for one in NOISE)]
-    return "\n".join(kept), process.wait()
+    lines = [line for line in text.split("\n") if not any(noise in line for noise in NOISE)]
+    return "\n".join(lines), process.wait()
 
 
 PLAN = ("plan", GPT, "--rules", GPT_RULES, "--mesh", "data:4,model:2")
 
 
-def test_a_wide_terminal_shows_the_table_of_print() -> None:
+def test_wide_terminals_show_the_table() -> None:
     text, code = typed(*PLAN, env=NO_BACKEND)
     assert code == 0
     assert "\x1b[" in text
     plain = _ESCAPE.sub("", text)
     assert ["path", "shape", "dtype", "spec", "bytes/device", "rule", "reason"] in [
-        one.split() for one in plain.splitlines()
+        line.split() for line in plain.splitlines()
     ]
     assert "41 arrays, 2.4 MiB in all" in plain
 
 
 @pytest.mark.parametrize("width", [40, 72, 100])
-def test_a_narrow_terminal_shows_rows_below_each_other(width: int) -> None:
+def test_narrow_terminals_stack_the_rows(width: int) -> None:
     text, _ = typed(*PLAN, width=width, env=NO_BACKEND)
     plain = _ESCAPE.sub("", text)
     assert "blocks/*/up/weight  x3\n  (512, 128) float32  P('model', 'data')  96.0 KiB/device\n" in plain
@@ -70,7 +70,7 @@ def test_a_narrow_terminal_shows_rows_below_each_other(width: int) -> None:
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colours_are_left_out_where_nobody_wants_them(env: dict[str, str]) -> None:
+def test_colours_can_be_turned_off(env: dict[str, str]) -> None:
     text, _ = typed(*PLAN, env={**NO_BACKEND, **env})
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text)
     check, code = typed("check", *PLAN[1:], "--budget", "1KiB", env={**NO_BACKEND, **env})
@@ -78,13 +78,13 @@ def test_colours_are_left_out_where_nobody_wants_them(env: dict[str, str]) -> No
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", check)
 
 
-def test_findings_are_coloured_by_how_bad_they_are() -> None:
+def test_findings_are_coloured_by_severity() -> None:
     text, code = typed("check", *PLAN[1:], "--budget", "1KiB", env=NO_BACKEND)
     assert code == 1
     assert re.search(r"\x1b\[1;31merror over-budget", text)
 
 
-def test_long_work_shows_that_it_goes_on() -> None:
+def test_long_work_shows_progress() -> None:
     words = (
         "audit",
         f"{EXAMPLES}/train_gpt.py:training",

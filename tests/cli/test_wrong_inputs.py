@@ -1,4 +1,4 @@
-"""What cannot be meant: one line that says what is wrong, where, and how to mend it; exit code 2; no traceback."""
+"""Invalid commands: one line that says what is wrong, where, and how to fix it; exit code 2; no traceback."""
 
 import struct
 import subprocess
@@ -66,16 +66,16 @@ AUTO = ("--rules", "auto", *MESH)
 
 @attrs.frozen
 class Wrong:
-    """Words that cannot be meant, and what is to be said of them."""
+    """The words of an invalid command, and a part of the expected message."""
 
     words: tuple[str, ...]
-    said: str
+    message: str
     prepare: Callable[[Path], object] = lambda folder: None
 
 
 def large(folder: Path) -> None:
     with (folder / "large.json").open("wb") as file:
-        file.truncate(2**40)  # a hole: it takes no room
+        file.truncate(2**40)  # a hole: it takes no space
 
 
 def truncated(folder: Path) -> None:
@@ -100,24 +100,24 @@ def bytes_of(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 WRONG = {
-    "a command that is none": Wrong(("plna",), "there is no command 'plna' (did you mean 'plan'?); there are plan"),
+    "an unknown command": Wrong(("plna",), "unknown command 'plna' (did you mean 'plan'?); the commands are plan"),
     "an option before it": Wrong(
-        ("--rules", "auto", "plan"), "--rules stands before a command: write shardrules COMMAND --rules"
+        ("--rules", "auto", "plan"), "--rules must follow a command: shardrules COMMAND --rules"
     ),
-    "no model": Wrong(
-        ("plan",), "the following arguments are required: MODEL; shardrules plan --help shows what it takes"
-    ),
-    "an option that is none": Wrong(
+    "no model": Wrong(("plan",), "the following arguments are required: MODEL; see shardrules plan --help"),
+    "an unknown option": Wrong(
         ("plan", "model.py:make", "--rulse", "auto"), "unrecognized arguments: --rulse auto (did you mean '--rules'?)"
     ),
-    "a format that is none": Wrong(("plan", "model.py:make", "--format", "yaml"), "invalid choice: 'yaml'"),
-    "a missing file": Wrong(("plan", "modle.py:make", *AUTO), "there is no file modle.py (did you mean 'model.py'?)"),
-    "a missing module": Wrong(("plan", "modle:make", *AUTO), "there is no module 'modle'"),
+    "an unknown format": Wrong(("plan", "model.py:make", "--format", "yaml"), "invalid choice: 'yaml'"),
+    "a missing file": Wrong(
+        ("plan", "modle.py:make", *AUTO), "file modle.py does not exist (did you mean 'model.py'?)"
+    ),
+    "a missing module": Wrong(("plan", "modle:make", *AUTO), "module 'modle' is neither installed nor in this folder"),
     "a missing name": Wrong(("plan", "model.py:mkae", *AUTO), "model.py has no 'mkae' (did you mean 'make'?)"),
     "an empty name": Wrong(("plan", "", *AUTO), "the name of the model is empty: a model is module:function"),
-    "a missing model": Wrong(("plan", "model.sft", *AUTO), "there is no model.sft: a model is module:function"),
+    "a missing model": Wrong(("plan", "model.sft", *AUTO), "model.sft does not exist: a model is module:function"),
     "a file without a name": Wrong(
-        ("plan", "model.py", *AUTO), "name a function in it that makes the model, model.py:make"
+        ("plan", "model.py", *AUTO), "name a function in it that returns the model, model.py:make"
     ),
     "not a factory": Wrong(
         ("plan", "model.py:WIDTH", *AUTO), "model.py:WIDTH is a value of type int, with no array in it"
@@ -142,19 +142,19 @@ WRONG = {
         ("check", "model.py:make", "--rules", "model.py:BROKEN", *MESH), "--rules: a rule raised KeyError: "
     ),
     "a factory that takes arguments": Wrong(
-        ("plan", "model.py:needs", *AUTO), "takes arguments that nobody gave: write model.py:needs(width=...)"
+        ("plan", "model.py:needs", *AUTO), "model.py:needs has required arguments: write model.py:needs(width=...)"
     ),
-    "arguments that it does not take": Wrong(
+    "unknown arguments": Wrong(
         ("plan", "model.py:make(width=3)", *AUTO),
-        "model.py:make(width=3) cannot be called so: got an unexpected keyword",
+        "cannot call model.py:make(width=3): got an unexpected keyword",
     ),
-    "arguments that are no literals": Wrong(("plan", "model.py:make(WIDTH)", *AUTO), "the arguments cannot be read"),
+    "arguments that are not literals": Wrong(("plan", "model.py:make(WIDTH)", *AUTO), "the arguments must be literals"),
     "a module that raises": Wrong(
         ("plan", "bad.py:make", *AUTO),
         "importing bad.py raised ZeroDivisionError: division by zero (at bad.py:1)",
         text_of("bad.py", "1 / 0"),
     ),
-    "a module that is no Python": Wrong(
+    "a module with a syntax error": Wrong(
         ("plan", "bad.py:make", *AUTO),
         "importing bad.py raised SyntaxError: '(' was never closed (at bad.py:2)",
         text_of("bad.py", "\nx = ("),
@@ -164,8 +164,8 @@ WRONG = {
         "importing bad.py raised SystemExit: 3",
         text_of("bad.py", "raise SystemExit(3)"),
     ),
-    "no rules": Wrong(("plan", "model.py:make", *MESH), "rules are needed: --rules file.toml"),
-    "no mesh": Wrong(("plan", "model.py:make", "--rules", "auto"), "a mesh is needed: --mesh data:16,model:4"),
+    "no rules": Wrong(("plan", "model.py:make", *MESH), "no rules: pass --rules file.toml"),
+    "no mesh": Wrong(("plan", "model.py:make", "--rules", "auto"), "no mesh: pass --mesh data:16,model:4"),
     "a bad mesh": Wrong(
         ("plan", "model.py:make", "--rules", "auto", "--mesh", "data4"),
         "--mesh: mesh shape 'data4': 'data4' is not name:size",
@@ -182,36 +182,36 @@ WRONG = {
     ),
     "an unknown axis in a text": Wrong(
         ("plan", "model.py:make", "--rules", "fsdp('modle')", *MESH),
-        "no axis 'modle' (did you mean 'model'?): the rules ask for it for 2 arrays, * first",
+        "unknown axis 'modle' (did you mean 'model'?); the mesh is data:4,model:2. The rules use it for 2 arrays",
     ),
     "an unknown axis in a file": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:3: the mesh data:4,model:2 has no axis 'dta' (did you mean 'data'?)",
+        "r.toml:3: unknown axis 'dta' (did you mean 'data'?); the mesh is data:4,model:2",
         text_of("r.toml", '[[rules]]\npath = "."\nspec = ["dta"]\n'),
     ),
-    "rules that are none": Wrong(
+    "an int for rules": Wrong(
         ("plan", "model.py:make", "--rules", "model.py:WIDTH", *MESH), "is a int, not a ShardingRule"
     ),
-    "pairs that are none": Wrong(
+    "triples for rules": Wrong(
         ("plan", "model.py:make", "--rules", "model.py:PAIRS", *MESH), "is a list, not a ShardingRule"
     ),
     "a class of rules": Wrong(
         ("plan", "model.py:make", "--rules", "shardrules:FSDPShardingRule", *MESH),
-        "is a class of rules: name a rule made of it",
+        "is a class, not a rule: name an instance",
     ),
     "a missing file of rules": Wrong(
         ("plan", "model.py:make", "--rules", "rule.toml", *MESH),
-        "there is no file rule.toml (did you mean 'rules.toml'?)",
+        "file rule.toml does not exist (did you mean 'rules.toml'?)",
         text_of("rules.toml", ""),
     ),
     "bad TOML": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:2: this is no TOML: ",
+        "r.toml:2: invalid TOML: ",
         text_of("r.toml", "[[rules]]\npath = norm\n"),
     ),
     "TOML that nests too deeply": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml: this is no TOML",
+        "r.toml: invalid TOML",
         text_of("r.toml", f"rule = {'[' * 5000}"),
     ),
     "an index that nests too deeply": Wrong(
@@ -221,38 +221,36 @@ WRONG = {
     ),
     "a name that no file can have": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:1: file: 'a\\x00b' cannot be read: embedded null byte",
+        "r.toml:1: rule.file: cannot read 'a\\x00b': embedded null byte",
         text_of("r.toml", 'rule = {type = "plan", file = "a\\u0000b"}'),
     ),
     "a mesh without axes in a file": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml"),
-        "r.toml:1: mesh: it is empty",
+        "r.toml:1: mesh: the mesh is empty",
         text_of("r.toml", 'mesh = ""\nrule = "auto"'),
     ),
     "an unknown axis in a text in a file": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:3: the mesh data:4,model:2 has no axis 'dta'",
+        "r.toml:3: unknown axis 'dta' (did you mean 'data'?); the mesh is data:4,model:2",
         text_of("r.toml", "[[rules]]\npath = '.'\nrule = \"auto|shard_dim('dta', 0)\"\n"),
     ),
     "TOML that is not UTF-8": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml is no text in UTF-8 (byte 2 is 0xff)",
+        "r.toml is not UTF-8 text (byte 2 is 0xff)",
         bytes_of("r.toml", b"# \xff"),
     ),
     "a folder for a file": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml is a folder, where a file is wanted",
+        "r.toml is a folder, not a file",
         lambda folder: (folder / "r.toml").mkdir(),
     ),
-    "a folder that holds nothing": Wrong(
+    "an empty folder": Wrong(
         ("plan", "empty", *AUTO),
-        "empty is a folder that is empty: it holds no .safetensors and no checkpoint of orbax",
+        "the folder empty is empty: neither .safetensors nor an orbax checkpoint",
         lambda folder: (folder / "empty").mkdir(),
     ),
-    "a huge file": Wrong(
-        ("plan", "large.json", *AUTO), "large.json has 1.0 TiB: that is no text that somebody wrote", large
-    ),
-    "JSON that is no plan": Wrong(
+    "a huge file": Wrong(("plan", "large.json", *AUTO), "large.json has 1.0 TiB, too much for a text file", large),
+    "JSON that is not a plan": Wrong(
         ("plan", "p.json", *AUTO), "p.json: this text is not a plan: KeyError: 'shardrules'", text_of("p.json", "{}")
     ),
     "an index of another name": Wrong(
@@ -268,139 +266,145 @@ WRONG = {
     ),
     "a dtype that JAX lacks": Wrong(
         ("plan", "model.safetensors", *AUTO),
-        "holds tensors of dtypes that cannot be loaded as arrays of JAX: F4 (w)",
+        "has tensors of dtypes that JAX arrays cannot have: F4 (w)",
         strange_dtype,
     ),
     "an unknown optimizer": Wrong(
         ("plan", "model.py:make", *AUTO, "--optimizer", "adamm"),
-        "--optimizer adamm: there is no optimizer 'adamm' (did you mean 'adam",
+        "--optimizer adamm: unknown optimizer 'adamm' (did you mean 'adam",
     ),
     "an optimizer with wrong arguments": Wrong(
         ("plan", "model.py:make", *AUTO, "--optimizer", "adamw(beta=1)"), "--optimizer adamw(beta=1) raised TypeError: "
     ),
-    "a path that is none": Wrong(
+    "an unknown path": Wrong(
         ("explain", "model.py:make", "7", *AUTO), "the plan has no leaf at '7', and no path matches it as a pattern"
     ),
-    "a pattern that is none": Wrong(
+    "an invalid pattern": Wrong(
         ("explain", "model.py:make", "(7", *AUTO), "the plan has no leaf at '(7', and it is not a valid pattern"
     ),
-    "a budget that is none": Wrong(
+    "an invalid budget": Wrong(
         ("check", "model.py:make", *AUTO, "--budget", "lots"), "--budget must be a number of bytes, or a string like '80GB'"
     ),
-    "a golden plan that is not there": Wrong(
-        ("check", "model.py:make", *AUTO, "--golden", "g.json"), "there is no file g.json; --update"
+    "a missing golden plan": Wrong(
+        ("check", "model.py:make", *AUTO, "--golden", "g.json"), "file g.json does not exist; --update"
     ),
     "an update of nothing": Wrong(
-        ("check", "model.py:make", *AUTO, "--update"), "--update writes the golden plan: name it"
+        ("check", "model.py:make", *AUTO, "--update"), "--update needs the name of the golden plan"
     ),
-    "a diff of unlike things": Wrong(
+    "a diff of an audit and a plan": Wrong(
         ("diff", "a.json", "b.json"),
         "a.json is an audit and b.json is not",
         lambda folder: (text_of("a.json", '{"shardrules_audit": 1}')(folder), text_of("b.json", "{}")(folder)),
     ),
-    "a diff of no JSON": Wrong(("diff", "model.py", "model.py"), "model.py is no JSON: "),
-    "no step": Wrong(("audit", "model.py:make", *MESH), "returns a list, where a step and its arguments are wanted"),
-    "a step that is no function": Wrong(("audit", "model.py:step", *MESH), "where a step and its arguments are wanted"),
+    "a diff of no JSON": Wrong(("diff", "model.py", "model.py"), "model.py is not JSON: "),
+    "no step": Wrong(("audit", "model.py:make", *MESH), "must return a step and its arguments, but returns a list"),
+    "a step that is not a function": Wrong(("audit", "model.py:step", *MESH), "must return a step and its arguments"),
     "a step that is a value": Wrong(
         ("audit", "model.py:WIDTH", *MESH), "name a function that returns (step, *arguments)"
     ),
-    "a target that is none": Wrong(
+    "an unknown target": Wrong(
         ("audit", "model.py:bad_step", *MESH, "--target", "cuda:h10:8"), "unknown GPU 'h10' (did you mean 'h100'?)"
     ),
-    "parameters that are not there": Wrong(
-        ("audit", "model.py:bad_step", *AUTO, "--params", "v"), "--params v: there is no argument 'v'; there are w"
+    "unknown parameters": Wrong(
+        ("audit", "model.py:bad_step", *AUTO, "--params", "v"), "--params v: unknown argument 'v'; the arguments are w"
     ),
-    "a batch over no axis": Wrong(
-        ("audit", "model.py:bad_step", *AUTO, "--batch", "dat"), "the mesh has no axis 'dat' (did you mean 'data'?)"
+    "a batch over an unknown axis": Wrong(
+        ("audit", "model.py:bad_step", *AUTO, "--batch", "dat"),
+        "--batch dat: unknown axis 'dat' (did you mean 'data'?)",
     ),
-    "pins over no axis": Wrong(
-        ("autoplan", "model.py:bad_step", *MESH, "--pins", "fsdp('dta', 0)"), "has no axis 'dta' (did you mean 'data'?)"
+    "pins over an unknown axis": Wrong(
+        ("autoplan", "model.py:bad_step", *MESH, "--pins", "fsdp('dta', 0)"),
+        "unknown axis 'dta' (did you mean 'data'?)",
     ),
     "pins of nothing": Wrong(
         ("autoplan", "model.py:bad_step", *MESH, "--pins", "r.toml"),
-        "--pins r.toml pins nothing: no path begins with",
+        "--pins r.toml matches no array: paths begin with",
         text_of("r.toml", '[[rules]]\npath = "^w"\nspec = ["data"]\n'),
     ),
-    "a file that is none": Wrong(
-        ("plan", "model.py:make", *AUTO, "-o", "-"), "- is no file: --format json prints to the standard output"
+    "a dash for a file": Wrong(
+        ("plan", "model.py:make", *AUTO, "-o", "-"), "cannot write to -: --format json prints to the standard output"
     ),
-    "hardware that is none": Wrong(
+    "unknown hardware": Wrong(
         ("autoplan", "model.py:bad_step", *MESH, "--hardware", "cuda:h1000"),
         "--hardware: unknown hardware 'cuda:h1000' (did you mean 'cuda:h100'?)",
     ),
     "no time": Wrong(
-        ("autoplan", "model.py:bad_step", *MESH, "--time-limit", "nan"), "--time-limit is a number of seconds above 0"
+        ("autoplan", "model.py:bad_step", *MESH, "--time-limit", "nan"),
+        "--time-limit must be a number of seconds above 0",
     ),
     "a step that raises": Wrong(
         ("autoplan", "model.py:bad_step", *MESH), "model.py:bad_step: the step raised TypeError: "
     ),
-    "an audit that is none": Wrong(
+    "JSON that is not an audit": Wrong(
         ("report", "model.py:make", *AUTO, "--audit", "a.json"),
         "--audit a.json: this text is not an audit report",
         text_of("a.json", "{}"),
     ),
-    "a page into nowhere": Wrong(("report", "model.py:make", *AUTO, "-o", "."), ". is a folder: name a file in it"),
-    "a shell that is none": Wrong(("completion", "tcsh"), "invalid choice: 'tcsh'"),
+    "a folder for the page": Wrong(("report", "model.py:make", *AUTO, "-o", "."), ". is a folder: name a file in it"),
+    "an unknown shell": Wrong(("completion", "cmd"), "invalid choice: 'cmd'"),
 }
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    found = Forks()
-    yield found
-    found.close()
+    server = Forks()
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_it_is_one_line_that_says_what_and_where(name: str, forks: Forks, tmp_path: Path) -> None:
+def test_errors_are_one_line(name: str, forks: Forks, tmp_path: Path) -> None:
     wrong = WRONG[name]
     (tmp_path / "model.py").write_text(MODEL)
     wrong.prepare(tmp_path)
-    if wrong.words[0] == "audit":  # which may start a backend
-        done = shardrules(*wrong.words, cwd=tmp_path)
+    if wrong.words[0] == "audit":  # audit may start a backend
+        process = shardrules(*wrong.words, cwd=tmp_path)
     else:
-        done = forks.run(*wrong.words, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+        process = forks.run(*wrong.words, cwd=tmp_path)
+    assert process.returncode == 2, process.stdout + process.stderr
+    assert process.stdout == ""
+    (line,) = process.stderr.splitlines()
     assert line.startswith("shardrules: error: ")
-    assert wrong.said in line
+    assert wrong.message in line
 
 
-def test_a_traceback_is_there_for_those_who_ask() -> None:
-    done = shardrules("plan", "no_such:thing", "--rules", "auto", "--mesh", "data:2", "--traceback", env=NO_BACKEND)
-    assert done.returncode == 2
-    assert "Traceback (most recent call last)" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("shardrules: error: there is no module 'no_such'")
+def test_traceback_shows_the_traceback() -> None:
+    process = shardrules("plan", "no_such:thing", "--rules", "auto", "--mesh", "data:2", "--traceback", env=NO_BACKEND)
+    assert process.returncode == 2
+    assert "Traceback (most recent call last)" in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("shardrules: error: module 'no_such' is neither")
 
 
-def test_a_plan_that_cannot_be_is_told_in_full(tmp_path: Path) -> None:
-    """Nothing is wrong with the command then: the exit code is 1, and every array is named."""
+def test_unsound_plans_list_every_array(tmp_path: Path) -> None:
+    """The command is valid then: the exit code is 1, and every array is named."""
     (tmp_path / "model.py").write_text(MODEL)
-    done = shardrules("plan", "model.py:make", "--rules", "shard_dim('data', 5)", *MESH, cwd=tmp_path, env=NO_BACKEND)
-    assert done.returncode == 1
-    assert "2 leaves cannot be decided" in done.stderr
+    process = shardrules(
+        "plan", "model.py:make", "--rules", "shard_dim('data', 5)", *MESH, cwd=tmp_path, env=NO_BACKEND
+    )
+    assert process.returncode == 1
+    assert "2 leaves cannot be decided" in process.stderr
     odd = ("--rules", "shard_dim('data', 0)", "--mesh", "data:3")
-    done = shardrules("plan", "model.py:make", *odd, cwd=tmp_path, env=NO_BACKEND)
-    assert done.returncode == 1
-    assert "indivisible" in done.stdout
+    process = shardrules("plan", "model.py:make", *odd, cwd=tmp_path, env=NO_BACKEND)
+    assert process.returncode == 1
+    assert "indivisible" in process.stdout
 
 
-def test_without_rich_it_says_how_to_install_it(tmp_path: Path) -> None:
+def test_without_rich_it_names_the_extra(tmp_path: Path) -> None:
     code = "import sys; sys.modules['rich'] = None; from shardrules.cli.start import start; sys.exit(start())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 2
     assert (
-        done.stderr.splitlines()[-1] == 'shardrules: error: the command line needs rich: pip install "shardrules[cli]"'
+        process.stderr.splitlines()[-1]
+        == 'shardrules: error: the command line needs rich: pip install "shardrules[cli]"'
     )
 
 
-def test_who_has_read_enough_may_close_the_pipe(tmp_path: Path) -> None:
-    for command, code in (("plan", 0), ("check --budget 1B", 1)):  # and the exit code is what it would have been
+def test_closed_pipes_are_not_errors(tmp_path: Path) -> None:
+    for command, code in (("plan", 0), ("check --budget 1B", 1)):  # the exit code is as without the pipe
         words = (
             f"{sys.executable} -m shardrules {command} {GPT} --rules auto --mesh data:4 | true; exit ${{PIPESTATUS[0]}}"
         )
-        done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False)
-        assert done.returncode == code
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
+        process = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False)
+        assert process.returncode == code
+    assert "Traceback" not in process.stderr
+    assert "BrokenPipe" not in process.stderr

@@ -13,7 +13,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 
 def launched() -> Iterator[Any]:
-    """Yields a browser. Where there is none the test is skipped; in CI it fails."""
+    """Yields a browser. Without one the test is skipped; in CI it fails."""
     missing = pytest.fail if "CI" in os.environ else pytest.skip
     try:
         from playwright.sync_api import sync_playwright
@@ -30,27 +30,32 @@ def launched() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(
-    browser: Any, file: Path, *, at: str = "", width: int = 1440, height: int = 900, scheme: str = "light"
+    browser: Any, file: Path, *, fragment: str = "", width: int = 1440, height: int = 900, scheme: str = "light"
 ) -> Iterator[Any]:
-    """Yields a page in a window of its own; the console must stay silent, and nothing may be asked of the network."""
+    """Yields a page in its own window; the console must stay silent, and nothing may be loaded from the network."""
     view = {"width": width, "height": height}
     context = browser.new_context(viewport=view, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
-    said: list[str] = []
-    page.on("console", lambda one: said.append(one.text) if one.type in ("error", "warning") else None)
-    page.on("pageerror", lambda one: said.append(str(one)))
-    page.on("request", lambda one: None if one.url.startswith(("file:", "data:")) else said.append(one.url))
-    page.goto(file.as_uri() + at)
-    # Waiting by selectors: a wait for an expression has to evaluate it, which the page's own policy forbids.
+    complaints: list[str] = []
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith(("file:", "data:")) else complaints.append(request.url),
+    )
+    page.goto(file.as_uri() + fragment)
+    # Wait by selector: waiting for an expression has to evaluate it, which the page's policy forbids.
     page.wait_for_selector("#match-count:not(:empty)")
     yield page
     context.close()
-    assert said == []
+    assert complaints == []
 
 
 def axe_faults(page: Any) -> list[tuple[str, str]]:
-    """What axe-core finds wrong with the page as it is."""
+    """The violations that axe-core finds in the page, as rule and element."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found = Axe().run(page).response["violations"]
-    return [(one["id"], one["nodes"][0]["html"][:200]) for one in found]
+    violations = Axe().run(page).response["violations"]
+    return [(violation["id"], violation["nodes"][0]["html"][:200]) for violation in violations]

@@ -1,4 +1,4 @@
-"""The page in a real browser: all of it is used, by mouse and by keyboard, in light and dark, wide and narrow."""
+"""The page in a real browser, by mouse and by keyboard, in light and dark, wide and narrow."""
 
 import re
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ MESH = sr.mesh_shape("data:4,model:2")
 
 def shapes(tree: Any, dtype: Any = jnp.float32) -> Any:
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=lambda one: isinstance(one, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=lambda node: isinstance(node, tuple)
     )
 
 
@@ -109,7 +109,7 @@ def focused(page: Any, name: str) -> Any:
     return page.evaluate(f"document.activeElement.getAttribute({name!r})")
 
 
-def test_the_head_says_what_it_is_about(browser: Any, small: Path) -> None:
+def test_the_header_names_the_plan(browser: Any, small: Path) -> None:
     plan = small_plan()
     with opened(browser, small) as page:
         assert page.inner_text("h1") == "A <small> model"
@@ -118,7 +118,7 @@ def test_the_head_says_what_it_is_about(browser: Any, small: Path) -> None:
         assert plan.fingerprint[:8] in head
 
 
-def test_search_takes_several_words_specs_and_whole_paths(browser: Any, small: Path) -> None:
+def test_search_by_words_specs_and_paths(browser: Any, small: Path) -> None:
     total = len(small_plan().paths) + 2
     with opened(browser, small) as page:
         assert count(page) == str(total)
@@ -133,17 +133,17 @@ def test_search_takes_several_words_specs_and_whole_paths(browser: Any, small: P
 def test_every_column_sorts_both_ways(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         for key in ("count", "shape", "dtype", "spec", "bytes", "device", "rule", "reason", "path"):
-            found = []
+            directions = []
             for _ in range(2):
                 page.click(f"#leaves th.c-{key} button")
-                found.append(page.get_attribute(f"#leaves th.c-{key}", "aria-sort"))
+                directions.append(page.get_attribute(f"#leaves th.c-{key}", "aria-sort"))
                 assert page.locator("#leaves th[aria-sort]").count() == 1
-            assert sorted(found) == ["ascending", "descending"]
+            assert sorted(directions) == ["ascending", "descending"]
         page.click("#leaves th.c-bytes button")
         assert texts(page, "#leaves tbody .c-path")[0].startswith("big")
 
 
-def test_a_chosen_leaf_shows_its_blocks_and_the_address_leads_back(browser: Any, small: Path) -> None:
+def test_chosen_leaves_show_blocks_and_have_an_address(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         search(page, "mlp/up")
         rows(page).first.click()
@@ -154,17 +154,17 @@ def test_a_chosen_leaf_shows_its_blocks_and_the_address_leads_back(browser: Any,
         assert "dim 1: 1,024 in 2 blocks of 512 over model" in detail
         assert "matches 'weight'" in detail
         assert page.locator("#drawing svg .block").count() == 8
-        titles = page.eval_on_selector_all("#drawing svg title", "all => all.map(one => one.textContent)")
+        titles = page.eval_on_selector_all("#drawing svg title", "all => all.map(title => title.textContent)")
         assert "[192–255], [512–1,023]: on device 7" in titles
         page.keyboard.press("Escape")
         assert page.locator("#detail").is_hidden()
         page.go_back()
         page.wait_for_selector("#detail:visible")
-    with opened(browser, small, at="#leaf=blocks%2F2%2Fmlp%2Fdown%2Fweight") as page:
+    with opened(browser, small, fragment="#leaf=blocks%2F2%2Fmlp%2Fdown%2Fweight") as page:
         assert page.inner_text("#detail h3") == "blocks/2/mlp/down/weight"
 
 
-def test_findings_lead_to_their_arrays(browser: Any, small: Path) -> None:
+def test_findings_link_to_their_arrays(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         assert page.locator("#findings details[open]").count() == 2
         text = page.inner_text("#findings")
@@ -174,10 +174,10 @@ def test_findings_lead_to_their_arrays(browser: Any, small: Path) -> None:
         assert count(page).startswith("1 of ")
         rows(page).first.click()
         assert "66" in page.inner_text("#detail")
-        assert page.locator("#drawing").count() == 0  # it cannot be cut
+        assert page.locator("#drawing").count() == 0  # it cannot be split
 
 
-def test_the_table_is_used_with_the_keyboard_alone(browser: Any, small: Path) -> None:
+def test_the_table_works_by_keyboard(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         page.focus("#search")
         for _ in range(16):
@@ -186,8 +186,8 @@ def test_the_table_is_used_with_the_keyboard_alone(browser: Any, small: Path) ->
                 break
         assert focused(page, "aria-rowindex") == "2"
         search_row = texts(page, "#leaves tbody .c-path")
-        place = next(at for at, text in enumerate(search_row) if "blocks/*" in text)
-        for _ in range(place):
+        row_index = next(index for index, text in enumerate(search_row) if "blocks/*" in text)
+        for _ in range(row_index):
             page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowRight")
         assert focused(page, "aria-expanded") == "true"
@@ -206,7 +206,7 @@ def test_the_table_is_used_with_the_keyboard_alone(browser: Any, small: Path) ->
         assert page.locator("#detail").is_hidden()
 
 
-def test_every_array_stands_under_its_layer(browser: Any, small: Path) -> None:
+def test_arrays_are_grouped_by_layer(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         page.click("#view label:nth-of-type(2)")
         assert texts(page, "#leaves tbody tr.heading .c-path")[:3] == ["blocks/0", "blocks/1", "blocks/2"]
@@ -215,7 +215,7 @@ def test_every_array_stands_under_its_layer(browser: Any, small: Path) -> None:
         assert page.get_attribute("#leaves", "aria-rowcount") == str(len(small_plan().paths) + 3)
 
 
-def test_themes_are_switched_and_kept(browser: Any, small: Path) -> None:
+def test_themes_switch_and_persist(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         theme = "document.documentElement.dataset.theme"
         assert page.evaluate(theme) == "light"
@@ -229,7 +229,7 @@ def test_themes_are_switched_and_kept(browser: Any, small: Path) -> None:
         page.wait_for_selector("html[data-theme=dark]")
 
 
-def test_the_map_is_painted_zoomed_and_leads_to_arrays(browser: Any, small: Path) -> None:
+def test_the_map_zooms_and_links_to_arrays(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         page.locator("#treemap").scroll_into_view_if_needed()
         colours = page.evaluate(
@@ -254,7 +254,7 @@ def test_the_map_is_painted_zoomed_and_leads_to_arrays(browser: Any, small: Path
         assert page.inner_text("#detail h3") == "big"
 
 
-def test_the_audit_and_the_autoplan_are_there(browser: Any, small: Path) -> None:
+def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
     with opened(browser, small) as page:
         audit = page.inner_text("#audit")
         assert "all-gather" in audit
@@ -268,11 +268,11 @@ def test_the_audit_and_the_autoplan_are_there(browser: Any, small: Path) -> None
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_axe_finds_no_fault_on_any_width(name: str, scheme: str, browser: Any, request: pytest.FixtureRequest) -> None:
+def test_axe_finds_no_fault(name: str, scheme: str, browser: Any, request: pytest.FixtureRequest) -> None:
     file = request.getfixturevalue(name)
     for width in (360, 1440):
         with opened(browser, file, scheme=scheme, width=width) as page:
-            page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+            page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true })")
             assert axe_faults(page) == []
             rows(page).nth(1).click()
             page.wait_for_timeout(200)
@@ -295,8 +295,8 @@ TYPED = """async (text) => {
 }"""
 
 
-def test_45000_arrays_are_painted_and_filtered_without_lag(browser: Any, large: Path) -> None:
-    """The best of three, since other tests run on this machine meanwhile. The table stands when the script is done."""
+def test_45000_arrays_do_not_lag(browser: Any, large: Path) -> None:
+    """The best of three, since other tests run at the same time. The table is complete when the script is done."""
     paints: list[float] = []
     worst: list[float] = []
     for _ in range(3):
@@ -322,7 +322,7 @@ def test_45000_arrays_are_painted_and_filtered_without_lag(browser: Any, large: 
 EVIL = '</script><img src=x onerror="window.hurt = 1"><b>/*JS*/'
 
 
-def test_nothing_that_a_plan_says_can_become_markup_or_script(browser: Any, tmp_path: Path) -> None:
+def test_plans_cannot_inject_markup(browser: Any, tmp_path: Path) -> None:
     tree = {EVIL: shapes((8, 8)), "w": {EVIL: shapes((6, 6))}}
     plan = sr.RegexShardingRule([("w", P("data")), (".", P("model"))]).plan(tree, MESH)
     file = tmp_path / "evil.html"
@@ -339,7 +339,7 @@ def test_nothing_that_a_plan_says_can_become_markup_or_script(browser: Any, tmp_
     [P("data", None), P("nowhere"), P("data", "data"), P(("model", "data"))],
     ids=["rank", "axis", "twice", "divide"],
 )
-def test_plans_that_are_wrong_have_a_page_too(spec: P, browser: Any, tmp_path: Path) -> None:
+def test_unsound_plans_have_a_page(spec: P, browser: Any, tmp_path: Path) -> None:
     plan = sr.SpecTreeShardingRule({"b": spec, "w": spec}).plan({"b": shapes((4,)), "w": shapes((4, 3))}, MESH)
     file = tmp_path / "wrong.html"
     file.write_text(sr.report_page(plan))
@@ -350,7 +350,7 @@ def test_plans_that_are_wrong_have_a_page_too(spec: P, browser: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("tree", [{}, {"w": shapes((3,))}], ids=["nothing", "no mesh"])
-def test_plans_of_nothing_and_without_a_mesh_have_a_page(tree: Any, browser: Any, tmp_path: Path) -> None:
+def test_empty_plans_have_a_page(tree: Any, browser: Any, tmp_path: Path) -> None:
     file = tmp_path / "bare.html"
     file.write_text(sr.report_page(sr.ReplicateShardingRule().plan(tree)))
     with opened(browser, file) as page:
@@ -360,7 +360,7 @@ def test_plans_of_nothing_and_without_a_mesh_have_a_page(tree: Any, browser: Any
         assert axe_faults(page) == []
 
 
-def test_the_page_says_so_where_scripts_are_off(browser: Any, small: Path) -> None:
+def test_without_scripts_it_says_so(browser: Any, small: Path) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(small.as_uri())

@@ -1,1 +1,1 @@
-"""The commands, one module each: what it takes, what it does, and examples."""
+"""The commands, one module each: its arguments, what it does, and examples."""

@@ -1,4 +1,4 @@
-"""`shardrules audit`: compiles a step for a machine that need not be there, and reports what it will really do."""
+"""`shardrules audit`: compiles a step for any machine, without having one, and reports what it will do there."""
 
 import argparse
 from pathlib import Path
@@ -7,13 +7,13 @@ import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
 from shardrules.analysis.machine.targets import Target
-from shardrules.cli.command import FINE, FOUND, Command
+from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import write
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import Step, add_step, load_step
 from shardrules.cli.subject import add_rules, read_mesh
-from shardrules.cli.terminal import LEVELS, complain, complain_of, loud, show, working
+from shardrules.cli.terminal import LEVELS, at_least, complain, complain_of, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import HardwareError, TargetError
 
@@ -22,11 +22,13 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add_rules(parser)
     parser.add_argument("--target", default="cpu", metavar="TARGET", help="cpu, cuda:h100:8, tpu:v5e:4x4, ...")
-    parser.add_argument("--params", metavar="NAME", help="what the rules are for: an argument, or state/model in one")
-    parser.add_argument("--batch", metavar="AXES", help="what splits the first dimension of other arguments: data")
-    parser.add_argument("--donate", metavar="NAMES", help="arguments whose memory results may take: state")
-    parser.add_argument("--level", choices=LEVELS, default="error", help="exit 1 for findings from here on")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="writes the report as JSON")
+    parser.add_argument("--params", metavar="NAME", help="the argument, or a part of it, for the rules: state/model")
+    parser.add_argument("--batch", metavar="AXES", help="axes that split dimension 0 of other arguments: data")
+    parser.add_argument("--donate", metavar="NAMES", help="arguments whose memory results may reuse: state")
+    parser.add_argument(
+        "--level", choices=LEVELS, default="error", help="exit 1 for findings of this severity or worse"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the report as JSON")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text or json")
 
 
@@ -35,20 +37,21 @@ def _run(args: argparse.Namespace) -> int:
         target = Target.parse(args.target)
     except (TargetError, HardwareError) as error:
         raise UsageError(f"--target: {one_line(error)}") from error
-    known = None if args.rules is None else load_rules(args.rules)
-    mesh = read_mesh(args.mesh) if args.mesh is not None else None if known is None else known.mesh
+    rules = None if args.rules is None else load_rules(args.rules)
+    mesh = read_mesh(args.mesh) if args.mesh is not None else None if rules is None else rules.mesh
     if mesh is None:
-        raise UsageError("a mesh is needed: --mesh data:4,model:2, axes and sizes")
+        raise UsageError("no mesh: pass --mesh data:4,model:2, axes and sizes")
     if target.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", mesh.size)
     step = load_step(args.step)
     donated = _donated(step, args.donate)
     shardings = None
-    if known is not None:
-        plan, shardings, whole = step.shardings(known, mesh, args.params, args.batch)
+    if rules is not None:
+        plan, shardings, whole = step.shardings(rules, mesh, args.params, args.batch)
         complain_of(plan)
         if whole:
-            complain(f"{', '.join(whole)}: whole on every device; --batch AXES splits the first dimension", "warning")
+            names = ", ".join(whole)
+            complain(f"{names}: whole on every device; --batch AXES splits the first dimension", "warning")
     with step.traced(), working(f"compiling {args.step} for {target} on {mesh_text(mesh)}"):
         report = ShardingAnalyzer(mesh).audit(
             step.fn, *step.args, in_shardings=shardings, donate_argnums=donated, target=target
@@ -56,12 +59,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.output is not None:
         write(args.output, f"{report.to_json()}\n")
     show(report.to_json() if args.format == "json" else str(report))
-    return FOUND if loud(report.findings, args.level) else FINE
+    return FINDINGS if at_least(report.findings, args.level) else SUCCESS
 
 
 def _donated(step: Step, text: str | None) -> tuple[int, ...]:
     names = [name.strip() for name in text.split(",")] if text else []
-    return tuple(step.number(name, f"--donate {text}") for name in names)
+    return tuple(step.index_of(name, f"--donate {text}") for name in names)
 
 
 COMMAND = Command(
@@ -77,4 +80,3 @@ COMMAND = Command(
     _declare,
     _run,
 )
-"""What `shardrules audit` is."""

@@ -1,8 +1,8 @@
-"""`shardrules explain`: who decided a leaf, and what each other rule said."""
+"""`shardrules explain`: which rule decided a leaf, and what each other rule would decide."""
 
 import argparse
 
-from shardrules.cli.command import FINE, Command
+from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.subject import add_subject, load_subject
 from shardrules.cli.terminal import show
@@ -11,7 +11,7 @@ from shardrules.core.errors import PatternError, TreeError
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
-    parser.add_argument("path", metavar="PATH", help="the path of a leaf, or a regular expression")
+    parser.add_argument("path", metavar="PATH", help="the path of an array, or a regular expression")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -23,12 +23,12 @@ def _run(args: argparse.Namespace) -> int:
             show(subject.plan.explain(args.path))
     except (TreeError, PatternError) as error:
         raise UsageError(one_line(error)) from error
-    return FINE
+    return SUCCESS
 
 
 COMMAND = Command(
     "explain",
-    "Says which rule decided a leaf, and what each other rule said of it.",
+    "Shows which rule decided an array, and what each other rule says about it.",
     "MODEL PATH --rules RULES --mesh MESH [options]",
     (
         (
@@ -39,4 +39,3 @@ COMMAND = Command(
     _declare,
     _run,
 )
-"""What `shardrules explain` is."""

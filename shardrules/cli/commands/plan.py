@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from shardrules.cli.command import FINE, FOUND, Command
+from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.files import write
 from shardrules.cli.subject import Subject, add_subject, load_subject
 from shardrules.cli.terminal import show, show_findings, show_plan
@@ -12,7 +12,7 @@ from shardrules.cli.terminal import show, show_findings, show_plan
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="writes the plan of the model as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the plan of the model as JSON")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text or json")
 
 
@@ -21,16 +21,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.output is not None:
         write(args.output, f"{subject.plan.to_json()}\n")
     if args.format == "json":
-        show(subject.plan.to_json() if subject.state is None else _both(subject))
+        show(subject.plan.to_json() if subject.state is None else _json_with_state(subject))
     else:
         show_plan(subject.plan)
         if subject.state is not None:
             show(f"\n{subject.state_text()}", "bold")
             show_findings(subject.state.findings)
-    return FOUND if any(one.severity == "error" for one in subject.findings) else FINE
+    return FINDINGS if any(finding.severity == "error" for finding in subject.findings) else SUCCESS
 
 
-def _both(subject: Subject) -> str:
+def _json_with_state(subject: Subject) -> str:
     assert subject.state is not None
     both = {"model": json.loads(subject.plan.to_json()), "optimizer": json.loads(subject.state.to_json())}
     return json.dumps(both, indent=1)
@@ -38,7 +38,7 @@ def _both(subject: Subject) -> str:
 
 COMMAND = Command(
     "plan",
-    "Prints every array of a model with its spec, its bytes, and who decided why.",
+    "Prints every array of a model with its spec, its bytes, and the rule and reason.",
     "MODEL --rules RULES --mesh MESH [options]",
     (
         (
@@ -50,4 +50,3 @@ COMMAND = Command(
     _declare,
     _run,
 )
-"""What `shardrules plan` is."""

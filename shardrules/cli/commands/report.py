@@ -1,11 +1,11 @@
-"""`shardrules report`: one page that shows a plan, and an audit and an autoplan where there are any."""
+"""`shardrules report`: one page that shows a plan, and perhaps an audit and an autoplan."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 from shardrules.analysis.audits.report import AuditReport
-from shardrules.cli.command import FINE, Command
+from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
 from shardrules.cli.subject import add_subject, load_subject
@@ -21,39 +21,41 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     parser.add_argument("--audit", metavar="FILE", type=Path, help="an audit, from shardrules audit -o FILE")
     parser.add_argument("--autoplan", metavar="FILE", type=Path, help="an autoplan, from shardrules autoplan -o FILE")
-    parser.add_argument("--title", metavar="TEXT", default="", help="the heading; by default model and mesh")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help="(report.html)")
+    parser.add_argument("--title", metavar="TEXT", default="", help="the heading (default: model and mesh)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default: report.html)"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     audit = None if args.audit is None else _read(args.audit, AuditReport, ReportError, "audit")
-    planned = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
+    autoplan = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
     subject = load_subject(args)
     mesh = mesh_text(subject.plan.mesh)
-    for name, found in (("audit", audit), ("autoplan", planned)):
-        if found is not None and found.mesh != mesh:
-            complain(f"the {name} is for the mesh {found.mesh}, the plan for {mesh}: the page shows both", "warning")
+    for name, result in (("audit", audit), ("autoplan", autoplan)):
+        if result is not None and result.mesh != mesh:
+            complain(f"the {name} is for the mesh {result.mesh}, the plan for {mesh}: the page shows both", "warning")
     title = args.title or f"{subject.name} on {mesh}"
     with working("writing the page"):
-        page = report_page(subject.plan, state=subject.state, audit=audit, planned=planned, title=title)
+        page = report_page(subject.plan, state=subject.state, audit=audit, planned=autoplan, title=title)
     write(args.output, page)
-    loud = [one for one in subject.findings if one.severity != "note"]
-    many = f"{len(loud)} finding{'s' * (len(loud) != 1)}"
+    shown = [finding for finding in subject.findings if finding.severity != "note"]
+    many = f"{len(shown)} finding{'s' * (len(shown) != 1)}"
     show(f"{args.output}: {subject.summary}, {many}; the page has {bytes_text(len(page.encode()))}")
-    return FINE
+    return SUCCESS
 
 
 def _read(file: Path, kind: Any, error: type[Exception], command: str) -> Any:
     try:
         return kind.from_json(read_text(file))
-    except error as found:
+    except error as problem:
         hint = f"write one with shardrules {command} -o {file.name}"
-        raise UsageError(f"--{command} {file}: {one_line(found)}; {hint}") from found
+        raise UsageError(f"--{command} {file}: {one_line(problem)}; {hint}") from problem
 
 
 COMMAND = Command(
     "report",
-    "Writes a page of its own: a treemap, every array and its blocks, all findings.",
+    "Writes a page: a treemap, every array and its blocks, and all findings.",
     "MODEL --rules RULES --mesh MESH [options]",
     (
         (
@@ -64,4 +66,3 @@ COMMAND = Command(
     _declare,
     _run,
 )
-"""What `shardrules report` is."""

@@ -1,7 +1,7 @@
 // The report page of shardrules: it reads a plan from the JSON in #data and draws it.
 //
-// Every text in the data is somebody else's: it becomes a text node or an attribute, never markup.
-// The drawings are the one exception, and they pass through `picture`, which lets only shapes in.
+// Texts in the data are untrusted: they become text nodes or attributes, never markup.
+// Drawings are the only exception, and pass through `picture`, which accepts only shapes.
 //
 // In this order: helpers, the plan, search, small parts, header, findings, map, table, detail,
 // audit, autoplan, start.
@@ -33,7 +33,7 @@
 
   const button = (name, props, ...children) => el(name, { type: "button", ...props }, ...children);
 
-  /** A number with the unit that suits it. What would round up to a whole step belongs to the next unit. */
+  /** A number with a suitable unit. What would round up to a whole step gets the next unit. */
   function scaled(n, step, units) {
     let unit = 0;
     while (n >= step - (unit ? 0.05 : 0) && unit < units.length - 1) { n /= step; unit++; }
@@ -61,7 +61,7 @@
   const SHAPES = new Set(["svg", "g", "rect", "path", "line", "polyline", "polygon", "circle", "ellipse",
     "text", "tspan", "title", "desc", "defs", "pattern", "clipPath", "marker"]);
 
-  /** The element of an SVG text, or null. No script, style, link or handler gets in. */
+  /** The element of an SVG text, or null. Scripts, styles, links and handlers are refused. */
   function picture(text, label) {
     const root = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
     if (root.localName !== "svg" || root.querySelector("parsererror")) return null;
@@ -82,8 +82,8 @@
   const leavesOf = rows.map(() => []);
   rowOf.forEach((row, leaf) => leavesOf[row].push(leaf));
 
-  // The seven or eight most frequent specs have a colour each, the other ones share one, and what
-  // is whole on every device is hatched. Neighbours in this order of colours differ most.
+  // The seven or eight most frequent specs have a colour each, the others share one, and replicated
+  // arrays are hatched. Neighbours in this order of colours differ most.
   const SPEC_COLOURS = ["--c4", "--c1", "--c2", "--c0", "--c6", "--c5", "--c3", "--c7"];
   const kinds = makeKinds();
   const kindOfRow = [];
@@ -107,7 +107,7 @@
     return whole.length ? [...specs, kind("replicated", null, whole)] : specs;
   }
 
-  /** The layer a leaf belongs to: its path up to the first index, else its module. */
+  /** The layer of a leaf: its path up to the first index, else its module. */
   function layerOf(path, leaf) {
     const parts = path.split("/");
     const star = rowOfLeaf(leaf).path.split("/").findIndex((part) => part.includes("*"));
@@ -120,7 +120,7 @@
   const pathTexts = paths.map((path) => path.toLowerCase());
   const rowTexts = rows.map((row) => [row.path, row.spec, row.dtype, row.rule, row.reason].join("\n").toLowerCase());
 
-  /** A test for paths: a star stands for any part of one name, and a module for all that it holds. */
+  /** A test for paths: a star matches any part of one name, and a module all paths inside it. */
   function pathTest(pattern) {
     const source = pattern.split(/\*+/).map((text) => text.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join("[^/]*");
     return new RegExp(`^${source}(/|$)`, "i");
@@ -138,7 +138,7 @@
 
   const quoted = (path) => path.includes('"') ? path : `"${path}"`;
 
-  /** Which leaves match all terms: one byte per leaf. What the leaves of a row share is asked once a row. */
+  /** Which leaves match all terms: one byte per leaf. What the leaves of a row share is tested once a row. */
   function findMatches(terms) {
     const found = new Uint8Array(paths.length).fill(1);
     for (const term of terms) {
@@ -150,7 +150,7 @@
     return found;
   }
 
-  /** Does a path of a finding lead to any leaf? */
+  /** Whether the path of a finding matches any leaf. */
   function leadsSomewhere(path) {
     if (!path) return false;
     const test = pathTest(path);
@@ -170,10 +170,10 @@
   const part = (name, title, ...children) => el(name, {}, el("h3", {}, title), ...children);
   const definitions = (name, pairs) => el(name, {}, pairs.map(([term, value]) => el("div", {}, el("dt", {}, term), el("dd", {}, value))));
 
-  // It scrolls, so it must be within the reach of the keyboard.
+  // It scrolls, so the keyboard must reach it.
   const scrollBox = (name, label, ...children) => el(name, { tabindex: 0, role: "region", "aria-label": label }, ...children);
 
-  /** A bar of parts [name, number, css]; `scale` is the number that fills it. */
+  /** A bar of parts [name, number, css]; a part of `scale` would fill it. */
   function stackedBar(name, parts, scale) {
     return el(name, { role: "img", "aria-label": parts.map(([text, n]) => `${text} ${bytes(n)}`).join(", ") },
       parts.map(([text, n, css]) => n > 0 && el("i", { style: `--c: var(${css}); width: ${100 * n / scale}%`, title: `${text}: ${exact(n)}` })));
@@ -188,7 +188,7 @@
     return box;
   }
 
-  /** A plain table; `columns` are [heading, class]. A long one opens with a button. */
+  /** A plain table; `columns` are [heading, class]. A button shows the rest of a long one. */
   function plainTable(label, columns, lines, { limit = 12, picked = () => false } = {}) {
     const row = (cells, at) => el(picked(at) ? "tr.picked" : "tr", {}, cells.map((cell, column) => el("td", { class: columns[column][1] }, cell)));
     const head = el("tr", {}, columns.map(([heading, css]) => el(heading ? "th" : "td", { scope: heading ? "col" : null, class: css }, heading)));
@@ -223,7 +223,7 @@
     $("sections").hidden = false;
   }
 
-  const THEME_KEY = "shardrules-theme"; // the script in the page's head reads it, too
+  const THEME_KEY = "shardrules-theme"; // the script in the head of the page reads it too
 
   function startTheme(changed) {
     const system = matchMedia("(prefers-color-scheme: dark)");
@@ -241,7 +241,7 @@
         try {
           if (wish === "auto") localStorage.removeItem(THEME_KEY);
           else localStorage.setItem(THEME_KEY, wish);
-        } catch { /* the choice then lasts as long as the page */ }
+        } catch { /* then the choice lasts only as long as the page */ }
         apply();
       });
     }
@@ -251,10 +251,10 @@
 
   // ------------------------------------------------------------------ findings
 
-  /** One finding. In a list of all it leads to its arrays; beside its array it needs no path. */
+  /** One finding. In the full list it links to its arrays; beside its array it has no path. */
   function findingItem(finding, beside = false) {
     const goes = !beside && leadsSomewhere(finding.path);
-    // The path is the button for the keyboard; its click comes up here like any other on the item.
+    // For the keyboard the path is a button; its clicks bubble up here like any other on the item.
     const go = () => String(getSelection()) || page.search(quoted(finding.path));
     const facts = [
       goes ? button("button", { title: "Show its arrays in the table" }, finding.path)
@@ -272,7 +272,7 @@
       finding.remedy && el("p.remedy", {}, finding.remedy));
   }
 
-  /** Findings by severity: what is wrong stands open, the notes are folded. */
+  /** Findings by severity: errors and warnings are open, notes are folded. */
   function findingGroups(findings, limit = 30) {
     return [["error", "Errors"], ["warning", "Warnings"], ["note", "Notes"]].map(([severity, title]) => {
       const mine = findings.filter((finding) => finding.severity === severity);
@@ -293,8 +293,8 @@
   // ------------------------------------------------------------------ map
 
   const LABEL = 16;   // the height of a label, in CSS pixels
-  const LABELS = 90;  // at most so many of them
-  const SLOW = 12000; // with more boxes than this a frame of a moving map takes too long
+  const LABELS = 90;  // at most this many labels
+  const SLOW = 12000; // with more boxes, a frame of a moving map takes too long
 
   function makeMap() {
     const box = document.querySelector(".map");
@@ -303,15 +303,15 @@
     const legend = document.querySelector(".legend");
     const context = canvas.getContext("2d");
     const { boxes } = data.treemap;
-    // Leaves of one colour are painted together: changing the fill is what costs.
+    // Leaves of one colour are painted together: changing the fill is slow.
     const byKind = paths.map((_, leaf) => leaf).sort((a, b) => kindOfRow[rowOf[a]] - kindOfRow[rowOf[b]]);
     const root = readModules();
     let zoom = root;          // the module that fills the map
-    let view = contents(root); // the part of the layout that is seen
+    let view = contents(root); // the visible part of the layout
     let wide = 0;
     let high = 0;
-    let matches = null;       // one byte per leaf while a search is on
-    let single = null;        // the one kind that the legend shows
+    let matches = null;       // one byte per leaf during a search
+    let single = null;        // the only kind that the legend shows
     let chosen = -1;
     let moving = 0;
 
@@ -332,7 +332,7 @@
       return top;
     }
 
-    /** The modules one step in. A module that holds one module and nothing else is no step. */
+    /** The modules one step in. A module that holds only one other module is not a step. */
     function steps(module) {
       let { inner } = module;
       while (inner.length === 1 && inner[0].leaves === module.leaves && inner[0].inner.length) inner = inner[0].inner;
@@ -347,7 +347,7 @@
       return px >= x && py >= y && px < x + w && py < y + h;
     }
 
-    /** What a zoomed module fills the map with: its modules and arrays, without its own label strip. */
+    /** What fills the map when zoomed to a module: its modules and arrays, without its own label strip. */
     function contents(module) {
       let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
       const take = ({ x, y, w, h }) => {
@@ -359,7 +359,7 @@
       return right > left ? { x: left, y: top, w: right - left, h: bottom - top } : module;
     }
 
-    /** From the layout to the screen; null for what is not seen at all. */
+    /** From the layout to the screen; null for what is not visible. */
     function toScreen({ x, y, w, h }) {
       const [kx, ky] = [wide / view.w, high / view.h];
       const at = { x: (x - view.x) * kx, y: (y - view.y) * ky, w: w * kx, h: h * ky };
@@ -419,7 +419,7 @@
       return pattern;
     }
 
-    /** The modules one and two steps in stand apart, also where boxes fill them to the edge. */
+    /** Outlines the modules one and two steps in, which boxes may fill to the edge. */
     function paintSeams() {
       context.strokeStyle = cssValue("--bg");
       const seam = (module, width) => {
@@ -434,7 +434,7 @@
       }
     }
 
-    /** Names of arrays, at the foot of their boxes: the head may carry the label of a module. */
+    /** Names of arrays, at the bottom of their boxes: the top may have the label of a module. */
     function paintNames() {
       const [ink, wholeInk, paper] = ["--block-ink", "--whole-ink", "--whole"].map(cssValue);
       context.font = `11px ${cssValue("--mono")}`;
@@ -446,7 +446,7 @@
         const text = [parts.slice(-2).join("/"), parts.at(-1)].find((one) => context.measureText(one).width < at.w - 12);
         if (!text) continue;
         const whole = !kindOfLeaf(leaf).css;
-        context.fillStyle = paper; // else the hatching would run through the letters
+        context.fillStyle = paper; // otherwise the hatching runs through the letters
         if (whole) context.fillRect(at.x + 3, at.y + at.h - 19, context.measureText(text).width + 6, 15);
         context.fillStyle = whole ? wholeInk : ink;
         context.fillText(text, at.x + 6, at.y + at.h - 8);
@@ -455,7 +455,7 @@
 
     // ---- labels, crumbs, legend
 
-    /** Two steps of labels, each a button over its module. A label that finds no room is left out. */
+    /** Two steps of labels, each a button over its module. A label without room is left out. */
     function findSpots() {
       const spots = [];
       const place = (module, above, top) => {
@@ -524,9 +524,9 @@
       paint();
     }
 
-    // ---- moving about
+    // ---- zooming
 
-    /** A module of one array is that array. */
+    /** A module with a single array opens that array. */
     function enter(module) {
       if (module.leaves > 1) zoomTo(module);
       else page.choose(paths.findIndex((path) => path.startsWith(`${module.path}/`)), { scroll: true });
@@ -621,15 +621,15 @@
     return {
       repaint: draw,
       choose(leaf) { chosen = leaf; outline(ring, leaf < 0 ? null : boxOf(leaf)); },
-      /** Fade what does not match. A moment late, so that typing stays quick. */
+      /** Fades what does not match, a moment later, so that typing stays quick. */
       match(found) { clearTimeout(timer); timer = setTimeout(() => { matches = found; draw(); }, 120); },
     };
   }
 
   // ------------------------------------------------------------------ table
 
-  // `value` is what a column sorts by, of a row, the number of its arrays that count, and the place
-  // in the tree. `large` columns start with the largest when first sorted by.
+  // `value` is the sort key of a row, the number of its matching arrays, and its place in the tree.
+  // `large` columns begin with the largest.
   const COLUMNS = [
     { key: "path", label: "Path", value: (row, n, place) => place },
     { key: "count", label: "Arrays", css: ".num", large: true, value: (row, n) => n },
@@ -666,7 +666,7 @@
 
     // ---- what is in the list
 
-    /** Sort anew. The order depends on the column and the view only, so a search just filters it. */
+    /** Sorts again. The order depends only on the column and the view, so a search just filters it. */
     function putInOrder() {
       const { column, down } = sort;
       const values = every ? paths.map((_, leaf) => column.value(rowOfLeaf(leaf), 1, leaf))
@@ -686,7 +686,7 @@
       }
     }
 
-    /** The layer of each leaf; an array alone in its layer needs no heading, so it has none. */
+    /** The layer of each leaf; an array alone in its layer has no heading. */
     function makeLayers() {
       const all = paths.map(layerOf);
       const sizes = new Map();
@@ -731,9 +731,9 @@
       drawVisible();
     }
 
-    // ---- how it is drawn
+    // ---- drawing
 
-    /** Draw the visible rows, and the active one, which may have the focus and must not vanish. */
+    /** Draws the visible rows, and the active one, which may have the focus and must not vanish. */
     function drawVisible() {
       const first = printing ? 0 : Math.max(0, Math.floor(list.scrollTop / rowHeight) - AROUND);
       const end = Math.min(items.length, printing ? ON_PAPER : Math.ceil((list.scrollTop + list.clientHeight) / rowHeight) + AROUND);
@@ -742,7 +742,7 @@
       else if (active >= end && active < items.length) wanted.push(active);
       const keep = new Set(wanted);
       for (const [at, row] of drawn) if (!keep.has(at)) { row.remove(); drawn.delete(at); }
-      let next = body.firstElementChild; // rows that stay are not moved: that would take the focus from them
+      let next = body.firstElementChild; // rows that stay are not moved, which would lose their focus
       for (const at of wanted) {
         if (!drawn.has(at)) drawn.set(at, drawRow(items[at], at));
         if (drawn.get(at) === next) next = next.nextElementSibling;
@@ -787,13 +787,13 @@
       };
     }
 
-    /** The arrow of a row that folds. The keyboard folds with the arrow keys, so Tab passes it by. */
+    /** The arrow of a row that folds. The keyboard folds with the arrow keys, so Tab skips it. */
     function foldButton(open, n) {
       if (open === undefined) return el("span.nofold");
       return button("button.fold", { tabindex: -1, "aria-label": open ? "Fold" : `Show the ${plural(n, "array")}` });
     }
 
-    /** A text with the searched words marked. */
+    /** A text with the words of the search marked. */
     function marked(text) {
       const low = text.toLowerCase();
       const words = terms.map((term) => term.text).filter(Boolean).sort((a, b) => b.length - a.length);
@@ -809,7 +809,7 @@
       }
     }
 
-    /** A folded row stands for its leaves, so it is chosen when any of them is. */
+    /** A folded row represents its leaves, so it is chosen if any of them is. */
     function isChosen(item) {
       if (chosen < 0 || item.open || item.kind === "heading") return false;
       return item.n > 1 ? rowOf[chosen] === item.row : item.leaf === chosen;
@@ -828,7 +828,7 @@
         ` array${!terms.length && n === 1 ? "" : "s"}, ${bytes(device)} per device`);
     }
 
-    // ---- what a reader does
+    // ---- actions
 
     function search(query) {
       terms = readQuery(query);
@@ -855,7 +855,7 @@
 
     function setView(wish) {
       every = wish;
-      if (every && sort.column.key === "count") sort = { column: COLUMNS[0], down: false }; // each is one array
+      if (every && sort.column.key === "count") sort = { column: COLUMNS[0], down: false }; // every row is one array
       drawHead();
       putInOrder();
       toTop();
@@ -910,7 +910,7 @@
 
     function onClick(event) {
       const row = event.target.closest("tr");
-      if (!row || String(getSelection())) return; // who marks a text to copy it does not mean to choose
+      if (!row || String(getSelection())) return; // selecting text to copy is not choosing
       const at = Number(row.dataset.at);
       focusRow(at);
       if (event.target.closest(".fold")) fold(at);
@@ -925,7 +925,7 @@
     $("search").addEventListener("input", () => search($("search").value));
     $("clear").addEventListener("click", () => { $("search").value = ""; search(""); $("search").focus(); });
     for (const input of $("view").querySelectorAll("input")) input.addEventListener("change", () => setView(input.value === "every"));
-    $("view").querySelector("input").checked = true; // a reload may have kept the other view, or a search
+    $("view").querySelector("input").checked = true; // browsers may restore the view and the search on reload
     $("search").value = "";
     $("arrays").hidden = false;
     if (!paths.length) $("no-match").textContent = "This plan has no arrays.";
@@ -935,7 +935,7 @@
     return {
       search,
       focus: () => focusRow(active),
-      /** Mark the chosen leaf, -1 for none; `reveal` also scrolls the list to it. */
+      /** Marks the chosen leaf, -1 for none; `reveal` also scrolls the list to it. */
       choose(leaf, reveal) {
         chosen = leaf;
         for (const [at, row] of drawn) if (items[at].kind !== "heading") row.setAttribute("aria-selected", String(isChosen(items[at])));
@@ -1010,7 +1010,7 @@
         panel.scrollTop = 0;
         panel.parentElement.classList.add("open");
         $("leaf-status").textContent = `Shown: ${paths[leaf]}`;
-        // A sheet over the page takes the focus; beside the table the reader stays in the table.
+        // A sheet over the page takes the focus; beside the table the focus stays in the table.
         if (focus || getComputedStyle(panel).position === "fixed") panel.focus({ preventScroll: true });
       },
       hide() {
@@ -1031,7 +1031,7 @@
   const PART_COLOURS = ["--c4", "--c0", "--c1", "--c2", "--c6", "--c5", "--c3", "--c7"];
   const partColour = (at) => PART_COLOURS[at % PART_COLOURS.length];
 
-  /** What the sections of the audit and the autoplan have in common: heading, figures, parts, findings. */
+  /** What the sections of the audit and the autoplan share: heading, figures, parts, findings. */
   function drawPlanned(id, planned, summary, parts) {
     const section = $(id);
     section.querySelector(".head").append(el("p", {}, summary));
@@ -1076,8 +1076,8 @@
   }
 
   function collectivesPart(collectives) {
-    const columns = [["Kind"], ["Over"], ["Wire in all", "num"], ["Runs", "num"], ["Array", "break"], ["Line"]];
-    return part("div.wide", "Collectives, dearest first", plainTable("Collectives", columns, collectives.map((one) => [one.kind, axisChips(one.axes),
+    const columns = [["Kind"], ["Over"], ["Bytes sent", "num"], ["Runs", "num"], ["Array", "break"], ["Line"]];
+    return part("div.wide", "Collectives, most bytes first", plainTable("Collectives", columns, collectives.map((one) => [one.kind, axisChips(one.axes),
       size(one.wire_bytes), count(one.run_count), code(one.array), code(one.line || "–")])));
   }
 
@@ -1132,11 +1132,11 @@
   }
 
   function remember(hash) {
-    // A page in a sandbox may not touch its address: then there are no deep links, and all else works.
-    try { history.pushState(null, "", hash); } catch { /* as said */ }
+    // A page in a sandbox may not change its address: then only the links to arrays are missing.
+    try { history.pushState(null, "", hash); } catch { /* see above */ }
   }
 
-  /** What the parts ask of each other. `map` is absent where there is nothing to draw. */
+  /** What the parts of the page call. `map` is absent if there is nothing to draw. */
   const page = {
     choose(leaf, { scroll = false } = {}) {
       if (leafInAddress() !== leaf) remember(`#leaf=${encodeURIComponent(paths[leaf])}`);
@@ -1177,7 +1177,7 @@
     if (activeElement === document.body || $("arrays").contains(activeElement)) page.close();
   }
 
-  /** Paper is light, and holds more rows than a screen. */
+  /** Paper is light, and has room for more rows than a screen. */
   function startPrinting() {
     const root = document.documentElement.dataset;
     let kept = root.theme;
