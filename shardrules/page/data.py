@@ -144,7 +144,8 @@ def _treemap_data(tiles: Treemap) -> dict[str, Any]:
         "width": tiles.width,
         "height": tiles.height,
         "modules": [
-            [module.path, module.depth, *rounded(module.rectangle), module.amount, module.count] for module in tiles.modules
+            [module.path, module.depth, *rounded(module.rectangle), module.amount, module.count]
+            for module in tiles.modules
         ],
         "boxes": [value for rectangle in tiles.leaves for value in rounded(rectangle)],
     }

@@ -194,7 +194,7 @@ WRONG = {
     ),
     "bytes": (
         '[[rules]]\ntype = "memory"\nmax_memory_per_device = "16 Gb"',
-        "rules.toml:3: rules[0].max_memory_per_device: max_memory_per_device must be a number of bytes, or a string like '80GB'",
+        "rules.toml:3: rules[0].max_memory_per_device: max_memory_per_device must be a number of bytes",
     ),
     "a bad pattern": ('[[rules]]\npath = "(norm"\nspec = []', "rules.toml:2: rules[0].path: "),
     "a pattern is no text": (

@@ -283,7 +283,8 @@ WRONG = {
         ("explain", "model.py:make", "(7", *AUTO), "the plan has no leaf at '(7', and it is not a valid pattern"
     ),
     "an invalid budget": Wrong(
-        ("check", "model.py:make", *AUTO, "--budget", "lots"), "--budget must be a number of bytes, or a string like '80GB'"
+        ("check", "model.py:make", *AUTO, "--budget", "lots"),
+        "--budget must be a number of bytes, or a string like '80GB'",
     ),
     "a missing golden plan": Wrong(
         ("check", "model.py:make", *AUTO, "--golden", "g.json"), "file g.json does not exist; --update"
