@@ -1,4 +1,4 @@
-"""Five small models of the kinds that people train, each with a loss, a batch and rules. All that trains uses all."""
+"""Five small models of the kinds that people train, each with a loss, a batch and rules. All training tests use all."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
@@ -29,7 +29,7 @@ class Mlp(eqx.Module):
     def __init__(self, key: jax.Array) -> None:
         sizes = [(16, 64), (64, 64), (64, 8)]
         keys = jax.random.split(key, len(sizes))
-        self.layers = [eqx.nn.Linear(*size, key=one) for size, one in zip(sizes, keys, strict=True)]
+        self.layers = [eqx.nn.Linear(*size, key=subkey) for size, subkey in zip(sizes, keys, strict=True)]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers[:-1]:
@@ -49,7 +49,7 @@ class Attention(eqx.Module):
     def __init__(self, width: int, heads: int, key: jax.Array) -> None:
         keys = jax.random.split(key, 4)
         self.query, self.key, self.value, self.out = (
-            eqx.nn.Linear(width, width, use_bias=False, key=one) for one in keys
+            eqx.nn.Linear(width, width, use_bias=False, key=subkey) for subkey in keys
         )
         self.heads = heads
 
@@ -101,7 +101,7 @@ class Gpt(eqx.Module):
         embedding, positions, head, *blocks = jax.random.split(key, 3 + depth)
         self.embedding = eqx.nn.Embedding(vocabulary, width, key=embedding)
         self.positions = 0.02 * jax.random.normal(positions, (LENGTH, width))
-        self.blocks = [Block(width, heads, one) for one in blocks]
+        self.blocks = [Block(width, heads, subkey) for subkey in blocks]
         self.norm = eqx.nn.LayerNorm(width)
         self.head = eqx.nn.Linear(width, vocabulary, use_bias=False, key=head)
 

@@ -29,7 +29,7 @@ ONES = jnp.ones((8, 8))
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("spec", [P("dp", "tp"), P("tp", "dp"), P(None, "tp"), P("dp"), P()], ids=str)
-def test_a_sound_spec_is_honoured_inside_and_outside_of_jit(types: tuple[AxisType, AxisType], spec: P) -> None:
+def test_sound_specs_hold_inside_and_outside_jit(types: tuple[AxisType, AxisType], spec: P) -> None:
     mesh = mesh_of(types)
     constrain = functools.partial(sr.with_sharding_constraint, sharding=spec)
     with jax.set_mesh(mesh):
@@ -39,34 +39,34 @@ def test_a_sound_spec_is_honoured_inside_and_outside_of_jit(types: tuple[AxisTyp
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
-def test_a_dimension_that_is_left_open_stays_as_it_is(types: tuple[AxisType, AxisType]) -> None:
+def test_unconstrained_dimensions_keep_their_sharding(types: tuple[AxisType, AxisType]) -> None:
     mesh = mesh_of(types)
-    given = jax.device_put(ONES, NamedSharding(mesh, P("dp")))
+    placed = jax.device_put(ONES, NamedSharding(mesh, P("dp")))
     with jax.set_mesh(mesh):
-        outside = sr.with_sharding_constraint(given, P(U, "tp"))
-        inside = jax.jit(lambda x: sr.with_sharding_constraint(x, P(U, "tp")))(given)
+        outside = sr.with_sharding_constraint(placed, P(U, "tp"))
+        inside = jax.jit(lambda x: sr.with_sharding_constraint(x, P(U, "tp")))(placed)
     assert outside.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
     if types != (AUTO, EXPLICIT):  # there XLA decides otherwise for the dimension that is left to it
         assert inside.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
 
 
 def test_a_named_sharding_brings_its_own_mesh_and_memory() -> None:
-    wanted = NamedSharding(MESH, P("dp"), memory_kind="pinned_host")
-    assert sr.with_sharding_constraint(ONES, wanted).sharding == wanted
-    inside = jax.jit(lambda x: sr.with_sharding_constraint(x, wanted))(ONES)
+    sharding = NamedSharding(MESH, P("dp"), memory_kind="pinned_host")
+    assert sr.with_sharding_constraint(ONES, sharding).sharding == sharding
+    inside = jax.jit(lambda x: sr.with_sharding_constraint(x, sharding))(ONES)
     assert inside.sharding.memory_kind == "pinned_host"
-    assert inside.sharding.is_equivalent_to(wanted, 2)
+    assert inside.sharding.is_equivalent_to(sharding, 2)
 
 
 def test_trees_and_prefixes_are_taken_and_other_leaves_stay() -> None:
-    given = {"a": [ONES, np.ones((8, 4))], "b": ONES, "n": 3, "f": jax.nn.relu}
+    tree = {"a": [ONES, np.ones((8, 4))], "b": ONES, "n": 3, "f": jax.nn.relu}
     with jax.set_mesh(MESH):
-        found = sr.with_sharding_constraint(given, {"a": P("dp"), "b": P("tp"), "n": P(), "f": P()})
-        assert [x.sharding.spec for x in (*found["a"], found["b"])] == [P("dp"), P("dp"), P("tp")]
-        assert (found["n"], found["f"]) == (3, jax.nn.relu)
+        constrained = sr.with_sharding_constraint(tree, {"a": P("dp"), "b": P("tp"), "n": P(), "f": P()})
+        assert [x.sharding.spec for x in (*constrained["a"], constrained["b"])] == [P("dp"), P("dp"), P("tp")]
+        assert (constrained["n"], constrained["f"]) == (3, jax.nn.relu)
         assert sr.with_sharding_constraint("text", P("dp")) == "text"
         with pytest.raises(sr.errors.TreeError, match="do not have the structure of the tree"):
-            sr.with_sharding_constraint(given, {"a": P()})
+            sr.with_sharding_constraint(tree, {"a": P()})
         with pytest.raises(sr.errors.ConfigTypeError, match="takes a PartitionSpec or a sharding, got 'dp'"):
             sr.with_sharding_constraint(ONES, "dp")
 
@@ -88,13 +88,13 @@ def test_without_a_mesh_it_is_refused() -> None:
 
 def test_gradients_and_vmap_go_through() -> None:
     with jax.set_mesh(MESH):
-        found = jax.jit(jax.grad(lambda x: (sr.with_sharding_constraint(x, P("dp", "tp")) ** 2).sum()))(ONES)
-        np.testing.assert_array_equal(found, 2 * ONES)
+        gradient = jax.jit(jax.grad(lambda x: (sr.with_sharding_constraint(x, P("dp", "tp")) ** 2).sum()))(ONES)
+        np.testing.assert_array_equal(gradient, 2 * ONES)
         mapped = jax.jit(jax.vmap(lambda x: sr.with_sharding_constraint(x * 1, P("tp"))))(ONES)
         assert mapped.sharding.spec[1] == "tp"
 
 
-def test_another_mesh_than_the_one_in_force_is_refused_inside_of_jit() -> None:
+def test_a_mesh_that_is_not_in_force_is_refused_inside_jit() -> None:
     other = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AUTO, AUTO))
     shards = (
         lambda x: sr.with_sharding_constraint(2 * x, NamedSharding(other, P("dp"))),
@@ -111,7 +111,7 @@ def test_another_mesh_than_the_one_in_force_is_refused_inside_of_jit() -> None:
 # ---- axes that are not to be had ----
 
 
-def test_an_axis_that_the_mesh_lacks_skips_the_constraint_aloud() -> None:
+def test_unknown_axes_skip_the_constraint_with_a_warning() -> None:
     with jax.set_mesh(MESH):
         with pytest.warns(
             sr.errors.ShardingWarning, match=r"x \(8, 8\): P\('zz', 'tp'\) was skipped: unknown axis 'zz'"
@@ -130,11 +130,11 @@ def test_the_warning_points_at_the_caller() -> None:
 
 def test_dropping_leaves_out_that_axis_only() -> None:
     with jax.set_mesh(MESH), pytest.warns(sr.errors.ShardingWarning, match=r"\(did you mean 'tp'\?\)"):
-        found = sr.with_sharding_constraint(ONES, P(("dp", "tpp"), "tp"), missing="drop")
-    assert found.sharding.spec == P("dp", "tp")
+        constrained = sr.with_sharding_constraint(ONES, P(("dp", "tpp"), "tp"), missing="drop")
+    assert constrained.sharding.spec == P("dp", "tp")
 
 
-def test_an_axis_that_is_missing_can_be_an_error_that_lists_all_arrays() -> None:
+def test_missing_axes_can_be_an_error_that_lists_all_arrays() -> None:
     with (
         jax.set_mesh(MESH),
         pytest.raises(
@@ -145,15 +145,15 @@ def test_an_axis_that_is_missing_can_be_an_error_that_lists_all_arrays() -> None
 
 
 @pytest.mark.parametrize(("missing", "spec"), [("skip", P("dp")), ("drop", P("dp", "tp"))])
-def test_a_manual_axis_is_not_to_be_had_inside_shard_map(missing: Any, spec: P) -> None:
+def test_manual_axes_are_skipped_or_dropped_inside_shard_map(missing: Any, spec: P) -> None:
     def inner(x: Any) -> Any:
         return sr.with_sharding_constraint(x, P("dp", "tp"), missing=missing)
 
     with jax.set_mesh(MESH):
         mapped = jax.jit(jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
         with pytest.warns(sr.errors.ShardingWarning, match="axis 'dp' is Manual here, inside shard_map"):
-            found = mapped(ONES)
-    assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+            result = mapped(ONES)
+    assert result.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
 
 
 def test_a_manual_axis_can_be_an_error() -> None:
@@ -174,8 +174,8 @@ def test_the_other_axes_are_constrained_inside_shard_map() -> None:
                 axis_names={"dp"},
             )
             # Newer JAX refuses to split an argument of another sharding, where axes are Explicit.
-            found = jax.jit(mapped)(jax.device_put(ONES, NamedSharding(mesh, P("dp"))))
-        assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
+            result = jax.jit(mapped)(jax.device_put(ONES, NamedSharding(mesh, P("dp"))))
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
 
 
 # ---- dimensions that do not divide ----
@@ -183,7 +183,7 @@ def test_the_other_axes_are_constrained_inside_shard_map() -> None:
 
 @pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=str)
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_dimension_that_does_not_divide_is_an_error(types: tuple[AxisType, AxisType], inside: bool) -> None:
+def test_indivisible_dimensions_are_errors(types: tuple[AxisType, AxisType], inside: bool) -> None:
     def constrain(x: Any) -> Any:
         return sr.with_sharding_constraint({"h": x}, P(("dp", "tp")))
 
@@ -200,8 +200,8 @@ def test_a_dimension_that_does_not_divide_is_an_error(types: tuple[AxisType, Axi
 def test_jax_itself_would_weaken_it() -> None:
     """What the error is for: if JAX starts to refuse, the words that say so can go."""
     with jax.set_mesh(MESH):
-        found = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 1, P(("dp", "tp"))))(jnp.ones((10, 8)))
-    assert not found.sharding.is_equivalent_to(NamedSharding(MESH, P(("dp", "tp"))), 2)
+        result = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 1, P(("dp", "tp"))))(jnp.ones((10, 8)))
+    assert not result.sharding.is_equivalent_to(NamedSharding(MESH, P(("dp", "tp"))), 2)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_jax_itself_would_weaken_it() -> None:
     ],
     ids=str,
 )
-def test_dropping_keeps_what_divides_aloud(shape: tuple[int, ...], spec: P, becomes: P) -> None:
+def test_dropping_keeps_what_divides_with_a_warning(shape: tuple[int, ...], spec: P, becomes: P) -> None:
     with jax.set_mesh(MESH), pytest.warns(sr.errors.ShardingWarning, match="which fits"):
-        found = sr.with_sharding_constraint(jnp.ones(shape), spec, indivisible="drop")
-    assert found.sharding.is_equivalent_to(NamedSharding(MESH, becomes), len(shape))
+        constrained = sr.with_sharding_constraint(jnp.ones(shape), spec, indivisible="drop")
+    assert constrained.sharding.is_equivalent_to(NamedSharding(MESH, becomes), len(shape))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_other_unsound_specs_are_errors(spec: P, message: str) -> None:
 
 
 @pytest.mark.parametrize("word", [{"missing": "ignore"}, {"indivisible": "skip"}])
-def test_a_policy_that_there_is_not_is_refused(word: Any) -> None:
+def test_unknown_policies_are_refused(word: Any) -> None:
     with jax.set_mesh(MESH), pytest.raises(sr.errors.ConfigError, match="must be one of"):
         sr.with_sharding_constraint(ONES, P("dp"), **word)
 
@@ -237,7 +237,7 @@ def test_a_policy_that_there_is_not_is_refused(word: Any) -> None:
 # ---- logical axes ----
 
 
-def test_logical_names_mean_what_the_block_says() -> None:
+def test_logical_names_mean_what_logical_axes_says() -> None:
     with jax.set_mesh(MESH), sr.logical_axes({"batch": "dp", "embed": ("tp",), "norm": None}):
         assert sr.constrain(ONES, "batch", "embed").sharding.spec == P("dp", "tp")
         assert sr.constrain(ONES, None, "embed").sharding.spec == P(None, "tp")
@@ -245,13 +245,13 @@ def test_logical_names_mean_what_the_block_says() -> None:
         assert sr.constrain(np.ones((8, 8)), "batch", None).sharding.spec[0] == "dp"
 
 
-def test_outside_of_any_block_nothing_happens() -> None:
+def test_constrain_does_nothing_without_logical_axes() -> None:
     assert sr.constrain(ONES, "batch", "embed") is ONES
     with jax.set_mesh(MESH):
         assert sr.constrain(ONES, "whatever") is ONES
 
 
-def test_a_compiled_function_is_traced_anew_under_another_meaning() -> None:
+def test_functions_are_traced_again_under_other_logical_axes() -> None:
     traces: list[int] = []
 
     @jax.jit
@@ -302,7 +302,7 @@ def test_a_partition_axis_gives_meaning_by_mode() -> None:
         (("batch", "rows"), sr.errors.SpecError, "'dp' would split both 'batch' and 'rows'"),
     ],
 )
-def test_names_that_cannot_be_meant_are_refused(names: Any, error: Any, message: str) -> None:
+def test_wrong_logical_names_are_refused(names: Any, error: Any, message: str) -> None:
     with (
         jax.set_mesh(MESH),
         sr.logical_axes({"batch": "dp", "embed": "tp", "rows": "dp"}),

@@ -1,4 +1,4 @@
-"""`filter_init`: what it takes, where things are, and how often it compiles. Its values: test_init_values.py."""
+"""`filter_init`: what it accepts, where results are, and how often it compiles. Values: test_init_values.py."""
 
 import functools
 from typing import Any
@@ -32,12 +32,12 @@ def arrays(tree: Any) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
-def test_a_model_is_made_where_it_is_to_be(mesh: Mesh) -> None:
+def test_models_are_initialised_in_their_shards(mesh: Mesh) -> None:
     model = sr.filter_init(MLP, RULE, mesh)(key=jax.random.key(0))
     assert isinstance(model, eqx.nn.MLP)
     assert model.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
-    for one, other in zip(arrays(model), arrays(MLP(key=jax.random.key(0))), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for leaf, other in zip(arrays(model), arrays(MLP(key=jax.random.key(0))), strict=True):
+        np.testing.assert_array_equal(leaf, other)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
@@ -64,7 +64,7 @@ def test_it_takes_what_filter_shard_takes(how: Any) -> None:
     assert model.layers[0].weight.sharding == NamedSharding(MESH, P("data", None))
 
 
-def test_one_device_and_the_mesh_in_force_will_do() -> None:
+def test_one_device_and_the_mesh_in_force_are_accepted() -> None:
     device = jax.devices()[5]
     model = sr.filter_init(MLP, device)(key=jax.random.key(0))
     assert {x.sharding for x in arrays(model)} == {SingleDeviceSharding(device)}
@@ -75,8 +75,8 @@ def test_one_device_and_the_mesh_in_force_will_do() -> None:
 
 
 def test_inside_of_jit_the_result_is_constrained() -> None:
-    made = jax.jit(lambda key: arrays(sr.filter_init(MLP, RULE, MESH)(key=key)))(jax.random.key(0))
-    assert made[0].sharding.spec == P("data")
+    tree = jax.jit(lambda key: arrays(sr.filter_init(MLP, RULE, MESH)(key=key)))(jax.random.key(0))
+    assert tree[0].sharding.spec == P("data")
 
 
 def test_arguments_may_lie_anywhere() -> None:
@@ -100,9 +100,9 @@ def test_a_tree_over_several_meshes_is_made_on_each() -> None:
     first, second = (Mesh(np.array(jax.devices()[n : n + 4]), ("data",)) for n in (0, 4))
     how = {"a": NamedSharding(first, P("data")), "b": NamedSharding(second, P("data"))}
     init = sr.filter_init(lambda key: {n: jax.random.normal(key, (8, 2)) for n in "ab"}, how)
-    made = init(jax.random.key(0))
-    assert {name: x.sharding for name, x in made.items()} == how
-    np.testing.assert_array_equal(made["a"], made["b"])
+    tree = init(jax.random.key(0))
+    assert {name: x.sharding for name, x in tree.items()} == how
+    np.testing.assert_array_equal(tree["a"], tree["b"])
 
 
 class Stack(eqx.Module):
@@ -111,7 +111,7 @@ class Stack(eqx.Module):
     layers: list[eqx.nn.Linear]
 
     def __init__(self, depth: int, key: jax.Array) -> None:
-        self.layers = [eqx.nn.Linear(16, 16, key=one) for one in jax.random.split(key, depth)]
+        self.layers = [eqx.nn.Linear(16, 16, key=subkey) for subkey in jax.random.split(key, depth)]
 
 
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +119,11 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     jit = jax.jit
 
     def counting(run: Any, **options: Any) -> Any:
-        number, compiled = len(calls), jit(run, **options)
+        index, compiled = len(calls), jit(run, **options)
         calls.append(0)
 
         def call(*args: Any) -> Any:
-            calls[number] += 1
+            calls[index] += 1
             return compiled(*args)
 
         return call
@@ -139,25 +139,25 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_second_call_compiles_nothing() -> None:
     init = sr.filter_init(functools.partial(Stack, 4), RULE, MESH)
-    made = [init(jax.random.key(0))]
+    tree = [init(jax.random.key(0))]
     key = jax.block_until_ready(jax.random.key(1))
-    assert compiles(lambda: made.append(init(key))) == 0
-    assert not np.array_equal(made[0].layers[0].weight, made[1].layers[0].weight)
+    assert compiles(lambda: tree.append(init(key))) == 0
+    assert not np.array_equal(tree[0].layers[0].weight, tree[1].layers[0].weight)
 
 
-def test_another_shape_or_static_argument_is_made_anew() -> None:
+def test_other_shapes_and_static_arguments_are_traced_again() -> None:
     init = sr.filter_init(lambda key, n: jax.random.normal(key, (8, n)), P("data"), MESH)
     assert [init(jax.random.key(0), n).shape for n in (2, 3, 2)] == [(8, 2), (8, 3), (8, 2)]
     grown = sr.filter_init(lambda x: jnp.concatenate([x, x]), P("data"), MESH)
     assert [grown(np.ones(n)).shape for n in (4, 8, 4)] == [(8,), (16,), (8,)]
 
 
-def test_a_static_argument_without_a_hash_is_taken() -> None:
+def test_unhashable_static_arguments_are_accepted() -> None:
     init = sr.filter_init(lambda key, names: {n: jax.random.normal(key, (8,)) for n in sorted(names)}, P("data"), MESH)
     assert sorted(init(jax.random.key(0), {"a", "b"})) == ["a", "b"]
 
 
-def test_what_cannot_be_placed_is_refused_before_anything_is_made() -> None:
+def test_wrong_plans_are_refused_before_anything_is_computed() -> None:
     ran: list[int] = []
 
     def make(key: jax.Array) -> Any:
@@ -183,25 +183,25 @@ def test_it_looks_like_what_it_wraps() -> None:
     assert (init.__name__, init.__doc__) == ("make_model", "Makes a model.")
 
 
-def test_what_is_handed_through_is_a_new_array() -> None:
+def test_passed_through_arrays_are_copies() -> None:
     w = sr.filter_shard(np.ones(8, np.float32), P("data"), MESH)
-    held = jnp.ones(8)
+    closed_over = jnp.ones(8)
     how = {"z": P("data"), "twice": P("data"), "held": P("data"), "key": P()}
-    made = sr.filter_init(lambda p: {"z": p, "twice": p, "held": held, "key": jax.random.key(1)}, how, MESH)(w)
-    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)({n: made[n] for n in ("z", "held")})
+    tree = sr.filter_init(lambda p: {"z": p, "twice": p, "held": closed_over, "key": jax.random.key(1)}, how, MESH)(w)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)({n: tree[n] for n in ("z", "held")})
     np.testing.assert_array_equal(w, np.ones(8))
-    np.testing.assert_array_equal(made["twice"], np.ones(8))
-    np.testing.assert_array_equal(held, np.ones(8))
+    np.testing.assert_array_equal(tree["twice"], np.ones(8))
+    np.testing.assert_array_equal(closed_over, np.ones(8))
 
 
-def test_values_that_python_holds_for_equal_are_made_apart() -> None:
+def test_equal_python_values_of_other_types_are_traced_separately() -> None:
     full = sr.filter_init(lambda s: jnp.full((8,), s), P("data"), MESH)
     assert [full(s).dtype.name for s in (1, 1.0, True, 1)] == ["int32", "float32", "bool", "int32"]
     sign = sr.filter_init(lambda s: jnp.full((8,), np.copysign(1, s)), P("data"), MESH)
     assert [float(sign(s)[0]) for s in (0.0, -0.0)] == [1, -1]
 
 
-def test_settings_of_jax_are_heeded_at_every_call() -> None:
+def test_jax_settings_are_read_at_every_call() -> None:
     init = sr.filter_init(lambda seed: jax.random.normal(jax.random.key(seed), (8,), float), P("data"), MESH)
     plain = init(3)
     with jax.enable_x64(True):
@@ -211,7 +211,7 @@ def test_settings_of_jax_are_heeded_at_every_call() -> None:
     np.testing.assert_array_equal(init(3), plain)
 
 
-def test_a_plan_brings_its_mesh_into_force() -> None:
+def test_the_mesh_of_a_plan_is_in_force() -> None:
     def make(key: jax.Array) -> jax.Array:
         return sr.with_sharding_constraint(jax.random.normal(key, (8, 8)), P("data"))
 
@@ -223,7 +223,7 @@ def test_a_plan_brings_its_mesh_into_force() -> None:
 
 
 def test_large_inputs_are_not_copied_to_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = np.ones((1024, 64), np.float32)
+    table = np.ones((1024, 64), np.float32)
     seen: list[Any] = []
     jit = jax.jit
 
@@ -231,11 +231,11 @@ def test_large_inputs_are_not_copied_to_every_device(monkeypatch: pytest.MonkeyP
         compiled = jit(run, **options)
         return lambda *args: seen.extend(args) or compiled(*args)
 
-    for value in (given, jnp.asarray(given), jax.device_put(given, jax.devices()[3])):
+    for value in (table, jnp.asarray(table), jax.device_put(table, jax.devices()[3])):
         init = sr.filter_init(lambda p: 2 * p, P("data"), MESH)
         monkeypatch.setattr(jax, "jit", watching)
-        made = init(value)
+        tree = init(value)
         monkeypatch.undo()
-        np.testing.assert_array_equal(made, 2 * given)
+        np.testing.assert_array_equal(tree, 2 * table)
     assert len(seen) == 3
-    assert all(isinstance(one, np.ndarray) for one in seen)
+    assert all(isinstance(leaf, np.ndarray) for leaf in seen)

@@ -1,4 +1,4 @@
-"""`filter_init` gives, bit by bit, what `jax.jit` gives, and on the way no device holds much more than its shards."""
+"""By behaviour: `filter_init` returns the bits that `jax.jit` does, and devices hold little more than their shards."""
 
 import functools
 from collections.abc import Callable
@@ -43,8 +43,12 @@ def initializer(name: str, *args: Any) -> Callable[[jax.Array], jax.Array]:
 def layers(key: jax.Array) -> Any:
     """Equal layers, one constant among the drawn ones."""
     return [
-        {"w": jax.random.normal(one, SHAPE) / jnp.sqrt(SHAPE[1]), "b": jnp.zeros(SHAPE[0]), "scale": jnp.ones(SHAPE[0])}
-        for one in jax.random.split(key, 3)
+        {
+            "w": jax.random.normal(k, SHAPE) / jnp.sqrt(SHAPE[1]),
+            "b": jnp.zeros(SHAPE[0]),
+            "scale": jnp.ones(SHAPE[0]),
+        }
+        for k in jax.random.split(key, 3)
     ]
 
 
@@ -130,7 +134,9 @@ MAKES: dict[str, Callable[[jax.Array], Any]] = {
     "numpy": lambda key: {"table": TABLE, "sum": jax.random.normal(key, SHAPE) + TABLE, "n": np.int32(3)},
     "closed_over": lambda key: {"sum": jax.random.normal(key, SHAPE) * jnp.exp(ROWS)[:, None], "rows": ROWS},
     "exp_of_a_table": lambda key: jax.random.normal(key, SHAPE) * jnp.exp(TABLE),
-    "key_of_its_own": lambda key: [jax.random.normal(one, SHAPE) for one in jax.random.split(jax.random.key(5), 2)],
+    "key_of_its_own": lambda key: [
+        jax.random.normal(subkey, SHAPE) for subkey in jax.random.split(jax.random.key(5), 2)
+    ],
     "folded": lambda key: [jax.random.normal(jax.random.fold_in(key, n), SHAPE) / (n + 3) for n in range(3)],
     "stacked": stacked,
     "scanned": scanned,
@@ -167,12 +173,12 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
-    pairs = list(zip(values(found), values(expected), strict=True))
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    pairs = list(zip(values(actual), values(expected), strict=True))
     assert pairs
-    for one, other in pairs:
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.tobytes() == other.tobytes(), f"{np.sum(one != other)} of {one.size} differ"
+    for left, right in pairs:
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert left.tobytes() == right.tobytes(), f"{np.sum(left != right)} of {left.size} differ"
 
 
 def by_jit(make: Callable[..., Any], *args: Any, split: bool) -> Any:
@@ -193,15 +199,15 @@ def test_values_are_those_of_jit(name: str) -> None:
     if name in MAKES:
         assert_same_bits(by_jit(make, key, split=False), expected)
     for mesh in MESHES:
-        made = sr.filter_init(make, RULE, mesh())(key)
-        assert_same_bits(made, expected)
-        arrays = [leaf for leaf in jax.tree.leaves(made) if eqx.is_array(leaf)]
+        tree = sr.filter_init(make, RULE, mesh())(key)
+        assert_same_bits(tree, expected)
+        arrays = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
         assert all(leaf.sharding.mesh == mesh() for leaf in arrays)
         assert not all(leaf.sharding.is_fully_replicated for leaf in arrays)
 
 
 @pytest.mark.parametrize("kind", KEYS)
-def test_values_are_those_of_jit_for_every_kind_of_key(kind: str) -> None:
+def test_values_match_jit_for_every_kind_of_key(kind: str) -> None:
     key = KEYS[kind]()
     expected = by_jit(layers, key, split=True)
     for mesh in MESHES:
@@ -211,37 +217,37 @@ def test_values_are_those_of_jit_for_every_kind_of_key(kind: str) -> None:
 def test_a_whole_model_is_that_of_jit() -> None:
     expected = eqx.filter_jit(Gpt)(jax.random.key(0))
     for mesh in MESHES:
-        made = sr.filter_init(Gpt, GPT.tensor_parallel | FSDP, mesh())(jax.random.key(0))
-        assert_same_bits(made, expected)
+        tree = sr.filter_init(Gpt, GPT.tensor_parallel | FSDP, mesh())(jax.random.key(0))
+        assert_same_bits(tree, expected)
 
 
 def test_arguments_are_passed_through() -> None:
     def make(key: jax.Array, table: Any, scale: float, count: Any, *, name: str) -> Any:
         return {"table": table, "w": jax.random.normal(key, SHAPE) * scale / count, "scale": scale, "name": name}
 
-    held = jax.random.normal(jax.random.key(1), SHAPE)
+    closed_over = jax.random.normal(jax.random.key(1), SHAPE)
     expected = jax.jit(lambda key, n: jax.random.normal(key, SHAPE) * 0.5 / n)(jax.random.key(0), np.int32(7))
     for mesh in MESHES:
         init = sr.filter_init(make, RULE, mesh())
-        for table in (TABLE, held, sr.filter_shard(held, P("model"), mesh())):
-            made = init(jax.random.key(0), table, 0.5, np.int32(7), name="mlp")
-            assert made["name"] == "mlp"
-            assert isinstance(made["scale"], float)
-            assert made["scale"] == 0.5
-            assert made["table"].sharding.spec == P("data", None)
-            assert_same_bits(made["table"], table)
-            assert_same_bits(made["w"], expected)
+        for table in (TABLE, closed_over, sr.filter_shard(closed_over, P("model"), mesh())):
+            tree = init(jax.random.key(0), table, 0.5, np.int32(7), name="mlp")
+            assert tree["name"] == "mlp"
+            assert isinstance(tree["scale"], float)
+            assert tree["scale"] == 0.5
+            assert tree["table"].sharding.spec == P("data", None)
+            assert_same_bits(tree["table"], table)
+            assert_same_bits(tree["w"], expected)
 
 
 def test_python_numbers_stay_what_they_are() -> None:
-    made = sr.filter_init(lambda key: (jax.random.normal(key, (8,)), 0.1, 3, True, None, "text"), RULE, MESHES[0]())(
+    tree = sr.filter_init(lambda key: (jax.random.normal(key, (8,)), 0.1, 3, True, None, "text"), RULE, MESHES[0]())(
         jax.random.key(0)
     )
-    assert made[1:] == (0.1, 3, True, None, "text")
-    assert [type(one) for one in made[1:4]] == [float, int, bool]
+    assert tree[1:] == (0.1, 3, True, None, "text")
+    assert [type(subkey) for subkey in tree[1:4]] == [float, int, bool]
 
 
-def test_closed_over_arrays_may_lie_anywhere_but_on_explicit_axes() -> None:
+def test_closed_over_arrays_must_not_be_on_explicit_axes() -> None:
     def adding(table: Any) -> Callable[[jax.Array], Any]:
         return lambda key: jax.random.normal(key, SHAPE) + jnp.exp(table)
 
@@ -264,11 +270,11 @@ def test_effects_happen_once_at_every_call(capfd: pytest.CaptureFixture[str]) ->
         init = sr.filter_init(make, RULE, mesh())
         capfd.readouterr()
         for seed in range(2):
-            made = init(jax.random.key(seed))
+            tree = init(jax.random.key(seed))
             jax.effects_barrier()
-            told, number = capfd.readouterr().out.split()
-            assert (told, np.float32(number)) == ("made", np.asarray(made["w"])[0, 0])
-            assert_same_bits(made["w"], jax.jit(lambda key: jax.random.normal(key, SHAPE))(jax.random.key(seed)))
+            word, printed = capfd.readouterr().out.split()
+            assert (word, np.float32(printed)) == ("made", np.asarray(tree["w"])[0, 0])
+            assert_same_bits(tree["w"], jax.jit(lambda key: jax.random.normal(key, SHAPE))(jax.random.key(seed)))
 
 
 # ---- memory ----
@@ -295,11 +301,11 @@ def test_no_device_holds_much_more_than_its_shards(monkeypatch: pytest.MonkeyPat
         arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
         shards = [leaf.addressable_shards[0].data.nbytes for leaf in arrays]
         assert sum(shards) > 2**20
-        held, peaks = 0, []
+        output_bytes, peaks = 0, []
         for program in programs:
-            peaks.append(held + program.temp_size_in_bytes + program.output_size_in_bytes)
-            held += program.output_size_in_bytes
-        assert held >= sum(shards)  # all of it was seen
+            peaks.append(output_bytes + program.temp_size_in_bytes + program.output_size_in_bytes)
+            output_bytes += program.output_size_in_bytes
+        assert output_bytes >= sum(shards)  # all of it was seen
         assert max(peaks) <= 1.1 * sum(shards) + max(shards)
         assert max(peaks) < sum(leaf.nbytes for leaf in arrays) / 4
         # And none of them is ever whole on a device while it is drawn.

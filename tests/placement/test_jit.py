@@ -1,4 +1,4 @@
-"""`filter_jit`: where arguments and results are, what is compiled when, and what is refused."""
+"""`filter_jit`: where arguments and results are, what is compiled when, and what it refuses."""
 
 import inspect
 from typing import Any
@@ -47,7 +47,7 @@ def test_arguments_and_results_are_where_rules_and_specs_say(mesh: Mesh) -> None
     np.testing.assert_array_equal(params["w"], np.full((8, 4), 3.0))
 
 
-def test_one_item_is_for_every_argument_and_none_is_as_it_comes() -> None:
+def test_one_item_covers_all_arguments_and_none_keeps_shardings() -> None:
     seen: list[Any] = []
     run = sr.filter_jit(lambda a, b: (a, b), mesh=MESH, in_shardings=P("data"))
     a, b = run(jnp.ones(8), jnp.ones((8, 2)))
@@ -58,7 +58,7 @@ def test_one_item_is_for_every_argument_and_none_is_as_it_comes() -> None:
     assert [a.sharding.spec, b.sharding.spec] == [P("data"), P("model")]
 
 
-def test_another_structure_shape_dtype_or_static_value_is_compiled_anew_and_the_same_is_not() -> None:
+def test_each_structure_shape_dtype_and_static_value_compiles_once() -> None:
     counter = Counter()
     run = sr.filter_jit(counter, mesh=MESH, in_shardings=(RULE, None), out_shardings=RULE)
     calls: list[tuple[Any, Any]] = [
@@ -79,17 +79,17 @@ def test_another_structure_shape_dtype_or_static_value_is_compiled_anew_and_the_
 
 @pytest.mark.parametrize("axis_types", ["auto", None])
 @pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit"])
-def test_the_first_step_compiles_for_those_that_follow(mesh: Mesh, axis_types: Any) -> None:
+def test_the_first_step_compiles_for_all_steps(mesh: Mesh, axis_types: Any) -> None:
     """Arrays that nobody has placed yet, and those that come back."""
     counter = Counter()
     run = sr.filter_jit(counter, mesh=mesh, in_shardings=(RULE, P()), out_shardings=RULE, axis_types=axis_types)
     fresh = {"w": jnp.ones((8, 4)), "b": np.ones(8, np.float32)}
-    there = jax.block_until_ready(run(fresh, jnp.float32(2)))
-    assert compiles(lambda: run(there, np.float32(2))) == 0
+    placed = jax.block_until_ready(run(fresh, jnp.float32(2)))
+    assert compiles(lambda: run(placed, np.float32(2))) == 0
     assert compiles(lambda: run(sr.filter_shard(fresh, RULE, mesh), jnp.float32(2))) == 0
     assert counter.traces == 1
     lowered = run.lower(jax.eval_shape(lambda: jax.tree.map(jnp.asarray, fresh)), jnp.float32(2))
-    assert lowered.as_text() == run.lower(there, jnp.float32(2)).as_text()
+    assert lowered.as_text() == run.lower(placed, jnp.float32(2)).as_text()
 
 
 def test_lowering_moves_nothing() -> None:
@@ -99,12 +99,12 @@ def test_lowering_moves_nothing() -> None:
     assert lowered.as_text() == run.lower(jax.ShapeDtypeStruct((8, 4), np.float32), np.ones(4, np.float32)).as_text()
 
 
-def test_fresh_arrays_go_to_the_memory_that_is_said() -> None:
-    there = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
+def test_new_arrays_go_to_the_requested_memory() -> None:
+    on_host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
     seen: list[Any] = []
-    run = sr.filter_jit(lambda x: seen.append(jax.typeof(x).memory_space) or x, mesh=MESH, in_shardings=there)
-    found = [run(x) for x in (np.ones(8), jax.device_put(np.ones(8), there))]
-    assert {one.sharding.memory_kind for one in found} == {"pinned_host"}
+    run = sr.filter_jit(lambda x: seen.append(jax.typeof(x).memory_space) or x, mesh=MESH, in_shardings=on_host)
+    results = [run(x) for x in (np.ones(8), jax.device_put(np.ones(8), on_host))]
+    assert {array.sharding.memory_kind for array in results} == {"pinned_host"}
     assert seen == [jax.memory.Space.Host]
 
 
@@ -116,7 +116,7 @@ def test_a_tree_never_meets_the_shardings_of_an_earlier_one() -> None:
     assert run({"w": np.ones((12, 7)), "b": np.ones(4)})["b"].sharding.spec == P("data")
 
 
-def test_the_mesh_in_force_is_part_of_what_is_compiled() -> None:
+def test_the_mesh_in_force_is_part_of_the_cache_key() -> None:
     counter = Counter()
     run = sr.filter_jit(counter, out_shardings=P("data"))
     other = sr.create_mesh("data:8")
@@ -169,16 +169,16 @@ def test_modules_states_and_static_results_go_through() -> None:
     ("donate", "gone"),
     [("none", []), ("all", [0, 1]), ("all-except-first", [1]), ([0], [0]), (["b", "a"], [0, 1]), ([-1], [1])],
 )
-def test_arguments_are_given_away_as_asked(donate: Any, gone: list[int]) -> None:
+def test_donated_arguments_are_deleted(donate: Any, gone: list[int]) -> None:
     run = sr.filter_jit(
         lambda a, b: (a + 1, b + 1), mesh=MESH, in_shardings=P("data"), out_shardings=P("data"), donate=donate
     )
-    given = [sr.filter_shard(np.full(8, n), P("data"), MESH) for n in range(2)]
-    run(*given)
-    assert [n for n, array in enumerate(given) if array.is_deleted()] == gone
+    arrays = [sr.filter_shard(np.full(8, n), P("data"), MESH) for n in range(2)]
+    run(*arrays)
+    assert [n for n, array in enumerate(arrays) if array.is_deleted()] == gone
 
 
-def test_arguments_by_name_and_methods_are_taken() -> None:
+def test_keyword_arguments_and_methods_are_accepted() -> None:
     run = sr.filter_jit(lambda a, *, b: a + b, mesh=MESH, in_shardings=(P("data"),))
     assert run(b=jnp.ones(8), a=jnp.ones(8)).sharding.spec == P("data")
 
@@ -221,9 +221,9 @@ def test_lower_gives_what_would_be_compiled() -> None:
     assert sizes.argument_size_in_bytes == 2 * 4 * 4
 
 
-def test_arguments_that_lie_elsewhere_are_all_named() -> None:
+def test_all_misplaced_arguments_are_named() -> None:
     run = sr.filter_jit(lambda a, b: (a, b), mesh=MESH, in_shardings=(P("data"), P("model")))
-    given = [
+    args = [
         sr.filter_shard({"w": np.ones((8, 2)), "b": np.ones(8)}, P(), MESH),
         sr.filter_shard(np.ones(8), P(), MESH),
     ]
@@ -231,10 +231,10 @@ def test_arguments_that_lie_elsewhere_are_all_named() -> None:
         sr.errors.PlanError,
         match=r"(?s)argument 0, b \(8,\): is P\(\) on data:4,model:2, not P\('data'\).*0, w.*argument 1",
     ):
-        run(*given)
+        run(*args)
 
 
-def test_an_error_of_the_function_itself_comes_through() -> None:
+def test_errors_of_the_function_itself_pass_through() -> None:
     def broken(x: Any) -> Any:
         raise ValueError("of my own making")
 
@@ -261,34 +261,34 @@ def test_an_error_of_the_function_itself_comes_through() -> None:
         ({"mesh": "data:8"}, sr.errors.AxisTypeError, "a mesh must be a Mesh"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: Any, error: Any, message: str) -> None:
+def test_wrong_options_are_refused(options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         sr.filter_jit(lambda x: x, **{"mesh": MESH, **options})(jnp.ones(8))
 
 
-def test_a_rule_in_the_place_of_the_function_is_refused() -> None:
+def test_a_rule_is_not_a_function_to_compile() -> None:
     with pytest.raises(sr.errors.ConfigTypeError, match="filter_jit compiles a function"):
         sr.filter_jit(RULE)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def test_a_static_argument_without_a_hash_is_refused() -> None:
+def test_unhashable_static_arguments_are_refused() -> None:
     with pytest.raises(sr.errors.ConfigTypeError, match="non-array arguments must be hashable"):
         sr.filter_jit(lambda x, y: x, mesh=MESH)(jnp.ones(8), {1, 2})
 
 
-def test_values_that_python_holds_for_equal_are_compiled_apart() -> None:
+def test_equal_python_values_of_other_types_compile_separately() -> None:
     run = sr.filter_jit(lambda x, n: (x + (n if isinstance(n, float) else 100), n), mesh=MESH)
-    found = [run(jnp.ones(2), n) for n in (1, 1.0, True, 0.0, -0.0, 1)]
-    assert [repr(n) for _, n in found] == ["1", "1.0", "True", "0.0", "-0.0", "1"]
-    assert [float(x[0]) for x, _ in found] == [101, 2, 101, 1, 1, 101]
+    results = [run(jnp.ones(2), n) for n in (1, 1.0, True, 0.0, -0.0, 1)]
+    assert [repr(n) for _, n in results] == ["1", "1.0", "True", "0.0", "-0.0", "1"]
+    assert [float(x[0]) for x, _ in results] == [101, 2, 101, 1, 1, 101]
 
 
 def test_static_results_and_structures_belong_to_their_own_call() -> None:
-    def told(x: jax.Array) -> Any:
+    def pair_or_single(x: jax.Array) -> Any:
         spec = jax.typeof(x).sharding.spec
         return ((x, x) if spec[0] == "data" else x), str(spec)
 
-    run = sr.filter_jit(told, mesh=MESHES[1], axis_types=None)
+    run = sr.filter_jit(pair_or_single, mesh=MESHES[1], axis_types=None)
     a, b = (sr.filter_shard(np.ones((8, 8)), spec, MESHES[1]) for spec in (P("data"), P(None, "model")))
     for _ in range(2):
         pair, text = run(a)
@@ -299,15 +299,15 @@ def test_static_results_and_structures_belong_to_their_own_call() -> None:
         assert "model" in text
 
 
-def test_where_arguments_lie_is_part_of_what_is_compiled() -> None:
+def test_shardings_of_arguments_are_part_of_the_cache_key() -> None:
     other = sr.create_mesh("data:8")
     run = sr.filter_jit(lambda x: 2 * x, in_shardings=P("data"))
     for mesh in (MESH, other, MESH):
         assert run(sr.filter_shard(np.ones(8), P("data"), mesh)).sharding.mesh == mesh
     fixed = sr.filter_jit(lambda x: x, mesh=other, in_shardings=P("data"))
     for memory in ("pinned_host", "device", "pinned_host"):
-        given = jax.device_put(np.ones(8), NamedSharding(other, P("data"), memory_kind=memory))
-        assert fixed(given).sharding.memory_kind == memory
+        placed = jax.device_put(np.ones(8), NamedSharding(other, P("data"), memory_kind=memory))
+        assert fixed(placed).sharding.memory_kind == memory
 
 
 def test_the_mesh_is_in_force_under_every_transformation() -> None:
@@ -326,13 +326,13 @@ def test_the_mesh_is_in_force_under_every_transformation() -> None:
         sr.filter_jit(lambda x: inner(x), mesh=MESH)(jnp.ones((6, 4)))
 
 
-def test_a_function_without_a_signature_is_taken() -> None:
+def test_functions_without_a_signature_are_accepted() -> None:
     with pytest.raises(ValueError, match="no signature"):
         inspect.signature(max)
     assert sr.filter_jit(max, mesh=MESH)(1, 2) == 2
 
 
-def test_a_source_is_no_argument_yet() -> None:
+def test_sources_are_not_arguments() -> None:
     source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
     with pytest.raises(sr.errors.ConfigTypeError, match="place it with filter_shard first"):
         sr.filter_jit(lambda x: x, mesh=MESH)(source)

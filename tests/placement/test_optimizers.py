@@ -1,4 +1,4 @@
-"""Optimizer states: every moment lies where its parameter lies, from the start, after a step and after a restore."""
+"""By behaviour: every moment is sharded as its parameter, from the start, after a step and after a restore."""
 
 import functools
 from collections.abc import Callable
@@ -97,8 +97,8 @@ def on_one_device(name: str) -> list[Any]:
 
 def follows(path: Any, leaf: jax.Array, params: dict[str, jax.Array]) -> P | None:
     """Where a leaf of a state is to be, by the parameter in its path and by the definition of the optimizer."""
-    where = jtu.keystr(path)
-    home = next((name for name in params if where.endswith(name)), None)
+    path_text = jtu.keystr(path)
+    home = next((name for name in params if path_text.endswith(name)), None)
     if home is None:
         return None
     param = params[home]
@@ -106,12 +106,12 @@ def follows(path: Any, leaf: jax.Array, params: dict[str, jax.Array]) -> P | Non
     spec = param.sharding.spec
     if leaf.shape == param.shape:
         return spec
-    if param.ndim == 2 and (".v_row" in where or ".v_col" in where):
+    if param.ndim == 2 and (".v_row" in path_text or ".v_col" in path_text):
         # Rows are averaged over the larger dimension, columns over the smaller; of equal ones the last is the larger.
         smaller, larger = np.argsort(param.shape, kind="stable")
-        kept = smaller if ".v_row" in where else larger
+        kept = smaller if ".v_row" in path_text else larger
         return make_spec((entries(spec, 2)[kept],))
-    assert leaf.shape == (1,), (where, leaf.shape)  # what adafactor leaves in the place of what it does not keep
+    assert leaf.shape == (1,), (path_text, leaf.shape)  # what adafactor leaves in the place of what it does not keep
     return None
 
 
@@ -130,7 +130,7 @@ def assert_follows(state: Any, params: Any, mesh: Mesh, count: int) -> None:
 
 @pytest.mark.parametrize("types", MESHES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_follow_their_parameters_through_steps_and_a_checkpoint(name: str, types: str, tmp_path: Path) -> None:
+def test_moments_follow_parameters_through_steps_and_checkpoints(name: str, types: str, tmp_path: Path) -> None:
     mesh, optim = MESHES[types](), OPTIMIZERS[name]
     params = sr.filter_shard(parameters(), RULE, mesh)
     plan = RULE.plan(params, mesh).check()
@@ -147,8 +147,8 @@ def test_moments_follow_their_parameters_through_steps_and_a_checkpoint(name: st
         params, state = step(params, state)
     assert_follows(params, params, mesh, 6)
     assert_follows(state, params, mesh, MOMENTS[name])
-    for found, expected in zip(jax.tree.leaves((params, state)), on_one_device(name), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    for actual, expected in zip(jax.tree.leaves((params, state)), on_one_device(name), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
     eqx.tree_serialise_leaves(tmp_path / "both.eqx", (params, state))
     like = jax.eval_shape(lambda tree: (tree, optim.init(tree)), parameters())
@@ -159,12 +159,12 @@ def test_moments_follow_their_parameters_through_steps_and_a_checkpoint(name: st
     assert_equal(step(*loaded), step(params, state))
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+def assert_equal(actual: Any, expected: Any) -> None:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-def test_a_state_made_in_the_usual_way_does_not_follow() -> None:
+def test_a_state_from_plain_jit_does_not_follow() -> None:
     """The check can fail: on Auto axes `jit` leaves zeros wherever it likes."""
     mesh = MESHES["auto"]()
     params = sr.filter_shard(parameters(), RULE, mesh)

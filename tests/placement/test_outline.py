@@ -1,4 +1,4 @@
-"""A traced function taken apart: what is the same work, what is not, and that together it is the whole."""
+"""A traced function taken apart: which work is shared, which is not, and that the parts compute the whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +20,15 @@ def taken_apart(make: Callable[..., Any], *args: Any, marks: Any = None, program
     work = outline(closed, [0] * outputs if marks is None else marks, [0] * outputs, program_bytes)
     values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
     values |= dict(zip(work.seeds, work.seed_run(*[values[var] for var in work.seed_inputs]), strict=True))
-    results: dict[int, Any] = {number: values[var] for var, number in work.passed}
+    results: dict[int, Any] = {index: values[var] for var, index in work.passed}
     for program in work.programs:
         for call in program.calls:
             results |= dict(zip(call.outputs, program.run(*[values[var] for var in call.inputs]), strict=True))
     # Whatever it looks like, all of it together is what the function does, each output once.
     assert sorted(results) == list(range(outputs))
     assert sum(len(call.outputs) for program in work.programs for call in program.calls) + len(work.passed) == outputs
-    for number, expected in enumerate(jax.tree.leaves(make(*args))):
-        np.testing.assert_array_equal(results[number], expected)
+    for index, expected in enumerate(jax.tree.leaves(make(*args))):
+        np.testing.assert_array_equal(results[index], expected)
     return work
 
 
@@ -37,23 +37,23 @@ def shape_of(work: Outline) -> list[tuple[int, int]]:
     return [(len(program.calls[0].outputs), len(program.calls)) for program in work.programs]
 
 
-def test_layers_that_differ_in_their_key_are_one_program() -> None:
+def test_layers_that_differ_in_keys_share_a_program() -> None:
     def make(key: jax.Array) -> Any:
-        return [jax.random.normal(one, (8, 4)) for one in jax.random.split(key, 5)]
+        return [jax.random.normal(subkey, (8, 4)) for subkey in jax.random.split(key, 5)]
 
     assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 5)]
 
 
-def test_kinds_that_there_are_equally_many_of_go_together() -> None:
+def test_groups_of_equal_size_share_a_program() -> None:
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 4)
-        layers = [(jax.random.normal(one, (8, 4)), jax.random.uniform(one, (8,))) for one in keys]
+        layers = [(jax.random.normal(subkey, (8, 4)), jax.random.uniform(subkey, (8,))) for subkey in keys]
         return layers, jax.random.normal(key, (16, 16))
 
     assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 1), (2, 4)]
 
 
-def test_a_program_gives_no_more_than_it_may() -> None:
+def test_programs_stay_within_the_byte_limit() -> None:
     def make(key: jax.Array) -> Any:
         return [jax.random.normal(key, (8, n)) for n in range(1, 5)]
 
@@ -62,7 +62,7 @@ def test_a_program_gives_no_more_than_it_may() -> None:
     assert len(taken_apart(make, jax.random.key(0), program_bytes=1).programs) == 4
 
 
-def test_other_marks_shapes_constants_or_operations_are_other_work() -> None:
+def test_marks_shapes_constants_and_operations_tell_work_apart() -> None:
     def make(key: jax.Array) -> Any:
         a, b = jax.random.split(key)
         return jax.random.normal(a, (8,)), jax.random.normal(b, (8,))
@@ -83,7 +83,7 @@ def test_other_marks_shapes_constants_or_operations_are_other_work() -> None:
     assert shape_of(taken_apart(other, jax.random.key(0))) == [(2, 1)]
 
 
-def test_constants_that_only_look_alike_are_told_apart() -> None:
+def test_equal_constants_of_other_identity_are_told_apart() -> None:
     tables = [np.full((8, 8), n, np.float32) for n in range(2)]
 
     def make(key: jax.Array) -> Any:
@@ -122,7 +122,7 @@ def test_floats_are_not_cut_and_keys_and_small_integers_are() -> None:
     assert all(var.aval.shape == (8,) for var in work.seeds)
 
 
-def test_constants_are_part_of_a_program_as_jit_has_them() -> None:
+def test_small_constants_are_part_of_a_program() -> None:
     table = np.linspace(0, 1, 8, dtype=np.float32)
 
     def make(key: jax.Array) -> Any:
@@ -135,13 +135,13 @@ def test_constants_are_part_of_a_program_as_jit_has_them() -> None:
     ]
 
 
-def test_large_constants_are_handed_in_rather_than_compiled() -> None:
+def test_large_constants_are_inputs_of_programs() -> None:
     table = np.ones((2**22 + 1,), np.float32)
     work = taken_apart(lambda key: jax.random.normal(key, table.shape) + table, jax.random.key(0))
     assert len(work.programs[0].calls[0].inputs) == 2
 
 
-def test_integers_that_come_from_large_work_are_no_seeds() -> None:
+def test_integers_from_large_work_are_not_seeds() -> None:
     def make(key: jax.Array) -> Any:
         largest = jnp.argmax(jax.random.normal(key, (128, 128)))
         return jax.random.normal(key, (8,)) + largest
@@ -154,7 +154,7 @@ def test_inputs_and_constants_that_are_outputs_are_passed() -> None:
         return x, jnp.float32(3), jax.random.normal(key, (2,)), x
 
     work = taken_apart(make, jax.random.key(0), jnp.ones(4))
-    assert [number for _, number in work.passed] == [0, 3]
+    assert [index for _, index in work.passed] == [0, 3]
 
 
 def test_a_tied_output_is_given_twice() -> None:
@@ -168,7 +168,7 @@ def test_a_tied_output_is_given_twice() -> None:
 def test_a_function_with_effects_stays_in_one_piece(capfd: pytest.CaptureFixture[str]) -> None:
     def make(key: jax.Array) -> Any:
         jax.debug.print("made")
-        return [jax.random.normal(one, (8,)) for one in jax.random.split(key, 3)]
+        return [jax.random.normal(subkey, (8,)) for subkey in jax.random.split(key, 3)]
 
     work = taken_apart(make, jax.random.key(0))
     assert shape_of(work) == [(3, 1)]
@@ -192,12 +192,12 @@ class Callback:
         return 0
 
 
-def test_what_only_says_that_it_is_equal_is_told_apart() -> None:
+def test_values_with_their_own_equality_are_told_apart() -> None:
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
 
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key)
         pairs = zip(keys, (2.0, 3.0), strict=True)
-        return [jax.pure_callback(Callback(added), shape, jax.random.normal(one, (8,))) for one, added in pairs]
+        return [jax.pure_callback(Callback(added), shape, jax.random.normal(subkey, (8,))) for subkey, added in pairs]
 
     assert shape_of(taken_apart(make, jax.random.key(0))) == [(2, 1)]

@@ -1,12 +1,12 @@
-"""Placement over real processes: each reads and places only what its own devices hold, and all get the whole back."""
+"""By behaviour: over real processes each reads and places only its own shards, and all get the whole back."""
 
 from tests.mesh.cluster import run_processes
-from tests.mesh.test_processes import SHAPES, told
+from tests.mesh.test_processes import SHAPES, printed_lines
 
 
 @SHAPES
-def test_each_process_places_what_it_owns_and_gathers_the_whole(processes: int, devices: int) -> None:
-    found = told(
+def test_each_process_places_its_shards_and_gathers_the_whole(processes: int, devices: int) -> None:
+    lines = printed_lines(
         run_processes(
             """
             mesh = sr.create_mesh("data:4,model:2")
@@ -51,12 +51,12 @@ def test_each_process_places_what_it_owns_and_gathers_the_whole(processes: int, 
         )
     )
     # 64 elements in 8 parts: each process asks for its own, once each.
-    assert found == [[f"{devices} {64 // processes}"]] * processes
+    assert lines == [[f"{devices} {64 // processes}"]] * processes
 
 
 @SHAPES
 def test_models_and_states_are_made_over_processes(processes: int, devices: int) -> None:
-    found = told(
+    lines = printed_lines(
         run_processes(
             """
             import functools
@@ -91,11 +91,11 @@ def test_models_and_states_are_made_over_processes(processes: int, devices: int)
             devices=devices,
         )
     )
-    assert found == [found[0]] * processes
+    assert lines == [lines[0]] * processes
 
 
-def test_batches_on_the_host_and_meshes_that_leave_a_process_out() -> None:
-    found = told(
+def test_host_batches_and_meshes_without_a_process() -> None:
+    lines = printed_lines(
         run_processes(
             """
             mesh = sr.create_mesh("data:4,model:2")
@@ -115,4 +115,4 @@ def test_batches_on_the_host_and_meshes_that_leave_a_process_out() -> None:
             devices=4,
         )
     )
-    assert found == [["16.0", "[4, 4]", "True"], ["16.0", "[0, 0]", "True"]]
+    assert lines == [["16.0", "[4, 4]", "True"], ["16.0", "[0, 0]", "True"]]

@@ -1,4 +1,4 @@
-"""`filter_shard`: what is given as `how`, what becomes of each kind of leaf, and what is refused."""
+"""`filter_shard`: what it accepts as `how`, what happens to each kind of leaf, and what it refuses."""
 
 import functools
 from typing import Any
@@ -57,20 +57,20 @@ def test_inside_jit_it_constrains_on_axes_of_any_type(types: tuple[AxisType, Axi
     def double(tree: Any) -> Any:
         return sr.filter_shard(jax.tree.map(lambda x: 2 * x, tree), RULE, mesh)
 
-    given = jax.device_put(tree(), NamedSharding(mesh, P()))
+    placed = jax.device_put(tree(), NamedSharding(mesh, P()))
     if in_force:
         with jax.set_mesh(mesh):
-            placed = double(given)
+            constrained = double(placed)
     else:
-        placed = double(given)
-    assert placed["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
-    assert placed["b"].sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 1)
-    same_values(placed, jax.tree.map(lambda x: 2 * x, tree()))
+        constrained = double(placed)
+    assert constrained["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
+    assert constrained["b"].sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 1)
+    same_values(constrained, jax.tree.map(lambda x: 2 * x, tree()))
 
 
-def test_arrays_that_a_traced_function_closes_over_are_constrained_too() -> None:
-    held = jnp.ones((8, 8))
-    assert jax.jit(lambda: sr.filter_shard(held, P("data", "model"), MESH))().sharding.spec == P("data", "model")
+def test_closed_over_arrays_are_constrained_too() -> None:
+    array = jnp.ones((8, 8))
+    assert jax.jit(lambda: sr.filter_shard(array, P("data", "model"), MESH))().sharding.spec == P("data", "model")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_arrays_that_a_traced_function_closes_over_are_constrained_too() -> None
     ],
     ids=["plan", "plan of a shape", "specs", "shardings and specs", "function"],
 )
-def test_plans_specs_shardings_and_functions_say_the_same(how: Any) -> None:
+def test_plans_specs_shardings_and_functions_agree(how: Any) -> None:
     placed = sr.filter_shard(tree(), how, MESH)
     assert placed["w"].sharding.spec == P("model", "data")
     assert placed["b"].sharding.spec == P("model")
@@ -100,14 +100,14 @@ def test_a_device_takes_everything() -> None:
     assert sr.filter_shard(tree(), device)["w"].sharding == SingleDeviceSharding(device)
 
 
-def test_an_empty_spec_and_none_put_a_whole_copy_on_every_device() -> None:
+def test_empty_specs_and_none_replicate() -> None:
     for how in (P(), None, {"w": None, "b": P()}):
         for array in jax.tree.leaves(sr.filter_shard(tree(), how, MESH)):
             assert array.sharding == NamedSharding(MESH, P())
             assert len(array.addressable_shards) == 8
 
 
-def test_the_mesh_is_the_argument_then_the_arrays_then_the_one_in_force() -> None:
+def test_the_mesh_comes_from_argument_then_arrays_then_context() -> None:
     other = Mesh(np.array(jax.devices()[:4]), ("data",))
     placed = sr.filter_shard(tree(), P("data"), other)
     with jax.set_mesh(MESH):
@@ -122,9 +122,9 @@ def test_the_mesh_is_the_argument_then_the_arrays_then_the_one_in_force() -> Non
 
 
 def test_static_leaves_stay_as_they_are() -> None:
-    given = {"w": np.ones(8), "act": jax.nn.gelu, "p": 0.5, "n": 3, "name": "x", "nothing": None}
-    placed = sr.filter_shard(given, P("data"), MESH)
-    assert {key: placed[key] for key in given if key != "w"} == {key: given[key] for key in given if key != "w"}
+    mixed = {"w": np.ones(8), "act": jax.nn.gelu, "p": 0.5, "n": 3, "name": "x", "nothing": None}
+    placed = sr.filter_shard(mixed, P("data"), MESH)
+    assert {key: placed[key] for key in mixed if key != "w"} == {key: mixed[key] for key in mixed if key != "w"}
 
 
 def test_a_module_keeps_its_type_and_its_functions() -> None:
@@ -154,7 +154,7 @@ def test_flax_boxes_are_placed_inside() -> None:
     assert placed["w"].value.sharding.spec == P("data", "model")
 
 
-def test_what_lies_there_already_is_the_same_object() -> None:
+def test_placed_arrays_come_back_as_the_same_object() -> None:
     placed = sr.filter_shard(tree(), RULE, MESH)
     again = sr.filter_shard(placed, RULE, MESH)
     assert again["w"] is placed["w"]
@@ -165,36 +165,36 @@ def test_a_mesh_of_other_axis_types_moves_nothing() -> None:
     placed = sr.filter_shard(tree(), RULE, MESH)["w"]
     renamed = sr.filter_shard(placed, P("model", "data"), mesh_of((EXPLICIT, EXPLICIT)))
     assert renamed.sharding.mesh.axis_types == (EXPLICIT, EXPLICIT)
-    assert [one.data.unsafe_buffer_pointer() for one in renamed.addressable_shards] == [
-        one.data.unsafe_buffer_pointer() for one in placed.addressable_shards
+    assert [shard.data.unsafe_buffer_pointer() for shard in renamed.addressable_shards] == [
+        shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards
     ]
 
 
-def test_a_spec_leaves_an_array_in_its_memory_and_a_sharding_names_one() -> None:
+def test_specs_keep_the_memory_kind_and_shardings_set_it() -> None:
     kept = jax.device_put(np.ones((8, 8)), NamedSharding(MESH, P("data"), memory_kind="pinned_host"))
     for how in (P("model"), sr.DimShardingRule("model", 0), sr.DimShardingRule("model", 0).plan(kept, MESH)):
         moved = sr.filter_shard(kept, how, MESH)
         assert moved.sharding.spec == P("model", *moved.sharding.spec[1:])
         assert moved.sharding.memory_kind == "pinned_host"
     assert sr.filter_shard(kept, NamedSharding(MESH, P("model"))).sharding.memory_kind == "device"
-    there = NamedSharding(MESH, P("model"), memory_kind="pinned_host")
-    assert sr.filter_shard(np.ones((8, 8)), there).sharding == there
+    on_host = NamedSharding(MESH, P("model"), memory_kind="pinned_host")
+    assert sr.filter_shard(np.ones((8, 8)), on_host).sharding == on_host
 
 
 def test_a_source_is_read_by_the_distinct_shard() -> None:
     whole = np.arange(32.0, dtype=np.float32).reshape(8, 4)
-    asked: list[Any] = []
+    indices: list[Any] = []
 
     def read(index: Any) -> np.ndarray:
-        asked.append(index)
+        indices.append(index)
         return whole[index]
 
     source = sr.ArraySource((8, 4), np.float32, read)
     placed = sr.filter_shard({"w": source}, P("data"), MESH)["w"]
     np.testing.assert_array_equal(placed, whole)
     assert placed.sharding == NamedSharding(MESH, P("data"))
-    assert len(asked) == 4  # not 8: two devices hold each part
-    assert all((index[0].stop - index[0].start) == 2 for index in asked)
+    assert len(indices) == 4  # not 8: two devices hold each part
+    assert all((index[0].stop - index[0].start) == 2 for index in indices)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +204,15 @@ def test_a_source_is_read_by_the_distinct_shard() -> None:
         (np.zeros((8, 4), np.int8), r"returned int8\[8, 4\]"),
     ],
 )
-def test_a_source_that_reads_something_else_is_refused(part: np.ndarray, message: str) -> None:
+def test_sources_must_read_their_shape_and_dtype(part: np.ndarray, message: str) -> None:
     source = sr.ArraySource((8, 4), np.float32, lambda index: part)
     with pytest.raises(ValueError, match=message):
         sr.filter_shard(source, P(), MESH)
 
 
 def test_nothing_is_compiled_per_leaf() -> None:
-    given = {"layers": [{"w": np.full((8, 8 + n), 1.0, np.float32)} for n in range(40)]}
-    sr.filter_gather(sr.filter_shard(given, sr.DimShardingRule("data", 0), MESH))
+    warm = {"layers": [{"w": np.full((8, 8 + n), 1.0, np.float32)} for n in range(40)]}
+    sr.filter_gather(sr.filter_shard(warm, sr.DimShardingRule("data", 0), MESH))
     fresh = {"layers": [{"w": np.full((16, 9 + n), 1.0, np.float32)} for n in range(40)]}
     assert compiles(lambda: sr.filter_gather(sr.filter_shard(fresh, sr.DimShardingRule("data", 0), MESH))) == 0
     assert compiles(lambda: jax.jit(lambda x: x + 41)(np.ones(3))) > 0  # a compilation would have been seen
@@ -221,30 +221,30 @@ def test_nothing_is_compiled_per_leaf() -> None:
 # ---- refusals ----
 
 
-def test_every_array_that_does_not_fit_is_listed_and_nothing_is_moved() -> None:
-    given = {"a": np.ones((7, 8)), "b": [np.ones(6), np.ones(16)], "c": np.ones(3)}
+def test_all_misfits_are_listed_and_nothing_is_moved() -> None:
+    arrays = {"a": np.ones((7, 8)), "b": [np.ones(6), np.ones(16)], "c": np.ones(3)}
     with pytest.raises(sr.errors.PlanError, match="filter_shard: 3 arrays cannot be placed") as caught:
-        sr.filter_shard(given, P("data"), MESH)
+        sr.filter_shard(arrays, P("data"), MESH)
     assert [finding.path for finding in caught.value.findings] == ["a", "b/0", "c"]  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(sr.errors.PlanError, match=r"(?s)indivisible: a \(7, 8\).*indivisible: b/0.*indivisible: c"):
-        sr.filter_shard(given, sr.DimShardingRule("data", 0), MESH)
+        sr.filter_shard(arrays, sr.DimShardingRule("data", 0), MESH)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (P("modle"), r"no axis 'modle' \(did you mean 'model'\?\)"),
+        (P("modle"), r"unknown axis 'modle' \(did you mean 'model'\?\)"),
         (P(None, None, "data"), "has 3 entries, the array has 2 dimensions"),
         (P("data", "data"), "uses axis 'data' twice"),
         ("data", "expected a PartitionSpec, a sharding, a device or None, got 'data'"),
     ],
 )
-def test_specs_that_no_mesh_could_honour_are_refused(how: Any, message: str) -> None:
+def test_unsound_specs_are_refused(how: Any, message: str) -> None:
     with pytest.raises(sr.errors.PlanError, match=message):
         sr.filter_shard(np.ones((8, 8)), how, MESH)
 
 
-def test_an_unsound_spec_inside_jit_is_refused_where_jax_would_weaken_it() -> None:
+def test_indivisible_specs_are_errors_inside_jit() -> None:
     with pytest.raises(sr.errors.PlanError, match="not divisible by mesh axis data x model size 8"):
         jax.jit(lambda x: sr.filter_shard(x, P(("data", "model")), MESH))(jnp.ones((10, 8)))
 
@@ -268,7 +268,7 @@ def test_a_plan_serves_other_dtypes() -> None:
     assert placed["w"].dtype == jnp.bfloat16
 
 
-def test_without_a_mesh_or_devices_it_says_what_to_pass() -> None:
+def test_errors_without_a_mesh_say_what_to_pass() -> None:
     with pytest.raises(sr.errors.NoMeshError, match="filter_shard needs a mesh and there is none"):
         sr.filter_shard(tree(), P("data"))
     with pytest.raises(sr.errors.NoMeshError, match=r"data:4,model:2 is only the shape of a mesh.*sr.create_mesh"):
@@ -277,7 +277,7 @@ def test_without_a_mesh_or_devices_it_says_what_to_pass() -> None:
         sr.filter_shard(tree(), P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_large_array_that_no_rule_speaks_of_is_told() -> None:
+def test_large_replicated_arrays_warn() -> None:
     large = np.zeros((4096, 1024), np.float32)
     with pytest.warns(
         sr.errors.ShardingWarning, match=r"(?s)filter_shard:.*large-replicated: w .*16.0 MiB on every device"
@@ -285,24 +285,24 @@ def test_a_large_array_that_no_rule_speaks_of_is_told() -> None:
         sr.filter_shard({"w": large}, sr.RegexShardingRule([("bias", P())]), MESH)
 
 
-def test_a_mesh_that_the_rule_overrules_is_told() -> None:
+def test_an_ignored_mesh_warns() -> None:
     rule = sr.AutoShardingRule(MESH, min_shard_size=0)
     other = Mesh(np.array(jax.devices()), ("data",))
     with pytest.warns(sr.errors.ShardingWarning, match="the rule's own mesh"):
         assert sr.filter_shard(tree(), rule, other)["w"].sharding.mesh == MESH
 
 
-def test_an_auto_axis_before_an_explicit_one_cannot_be_said_inside_jit() -> None:
+def test_auto_axes_before_explicit_ones_are_errors_inside_jit() -> None:
     mesh = mesh_of((AUTO, EXPLICIT))
-    given = jax.device_put(np.ones((8, 8)), NamedSharding(mesh, P()))
+    array = jax.device_put(np.ones((8, 8)), NamedSharding(mesh, P()))
     with pytest.raises(sr.errors.SpecError, match="the Auto axis 'data' cannot come before an Explicit one"):
-        jax.jit(lambda x: sr.filter_shard(x, P(("data", "model")), mesh))(given)
-    assert sr.filter_shard(given, P(("data", "model")), mesh).sharding.spec == P(("data", "model"))
+        jax.jit(lambda x: sr.filter_shard(x, P(("data", "model")), mesh))(array)
+    assert sr.filter_shard(array, P(("data", "model")), mesh).sharding.spec == P(("data", "model"))
 
 
 @pytest.mark.parametrize("how", [P("data"), sr.DimShardingRule("data", 0)], ids=["spec", "rule"])
 @pytest.mark.parametrize("rows", [16, 8])
-def test_inside_shard_map_an_axis_that_is_mapped_cannot_be_had(how: Any, rows: int) -> None:
+def test_mapped_axes_are_refused_inside_shard_map(how: Any, rows: int) -> None:
     mapped = jax.shard_map(lambda x: sr.filter_shard(2 * x, how, MESH), in_specs=P("data"), out_specs=P("data"))
     with jax.set_mesh(MESH), pytest.raises(sr.errors.PlanError, match=r"axis 'data' of .* is Manual here"):
         jax.jit(mapped)(jnp.ones((rows, 8)))
@@ -316,13 +316,13 @@ def test_inside_shard_map_an_axis_that_is_mapped_cannot_be_had(how: Any, rows: i
         (np.ones(8), NamedSharding(MESH.abstract_mesh, P("data")), "on the shape of a mesh, without devices"),
     ],
 )
-def test_what_no_device_can_take_is_refused_with_its_path(value: Any, how: Any, message: str) -> None:
-    for place in (sr.filter_shard, sr.reshard) if isinstance(how, NamedSharding) else (sr.filter_shard,):
+def test_unplaceable_leaves_are_refused_with_their_path(value: Any, how: Any, message: str) -> None:
+    for verb in (sr.filter_shard, sr.reshard) if isinstance(how, NamedSharding) else (sr.filter_shard,):
         with (
             jax.set_mesh(MESH),
             pytest.raises(sr.errors.PlanError, match=f"1 array cannot be placed:\n.*not-placeable: w .*{message}"),
         ):
-            place({"w": value}, how)
+            verb({"w": value}, how)
 
 
 def test_a_source_is_not_read_inside_of_jit() -> None:
@@ -331,7 +331,7 @@ def test_a_source_is_not_read_inside_of_jit() -> None:
         jax.jit(lambda: sr.filter_shard(source, P("data"), MESH))()
 
 
-def test_any_callable_that_is_no_tree_of_specs_is_asked() -> None:
+def test_callables_other_than_trees_of_specs_are_called() -> None:
     placed = sr.filter_shard(tree(), functools.partial(RULE.plan, mesh=MESH))
     assert placed["w"].sharding.spec == P("model", "data")
     model = eqx.nn.Linear(8, 8, key=jax.random.key(0))  # a module of specs can be called, and is not

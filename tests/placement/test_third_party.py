@@ -1,4 +1,4 @@
-"""Models that others wrote, without shardrules in mind: split by a rule over 8 devices, they compute what they did."""
+"""By behaviour: models written without shardrules in mind compute the same when split over 8 devices."""
 
 import functools
 import importlib
@@ -101,19 +101,19 @@ def assert_split(model: Any) -> None:
 
 @pytest.mark.parametrize("types", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_others_wrote_computes_what_it_did(name: str, types: str) -> None:
-    mesh, one = MESHES[types](), MODELS[name]
+def test_third_party_models_compute_the_same(name: str, types: str) -> None:
+    mesh, library_model = MESHES[types](), MODELS[name]
     whole, x, expected = unsharded(name)
     model = (
-        sr.filter_init(one.make(), RULE, mesh)(jax.random.key(0))
-        if one.traceable
+        sr.filter_init(library_model.make(), RULE, mesh)(jax.random.key(0))
+        if library_model.traceable
         else sr.filter_shard(whole, RULE, mesh)
     )
     assert_split(model)
-    run = sr.filter_jit(one.run, mesh=mesh, in_shardings=(RULE, P("data")), out_shardings=P("data"))
-    found = run(model, x)
-    assert found.sharding.spec == P("data")
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    run = sr.filter_jit(library_model.run, mesh=mesh, in_shardings=(RULE, P("data")), out_shardings=P("data"))
+    result = run(model, x)
+    assert result.sharding.spec == P("data")
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -122,6 +122,6 @@ def test_equinox_compiles_what_was_placed(name: str) -> None:
     whole, x, expected = unsharded(name)
     model = sr.filter_shard(whole, RULE, mesh)
     assert_split(model)
-    found = eqx.filter_jit(MODELS[name].run)(model, sr.filter_shard(x, P("data"), mesh))
-    assert len(found.sharding.device_set) == 8
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    result = eqx.filter_jit(MODELS[name].run)(model, sr.filter_shard(x, P("data"), mesh))
+    assert len(result.sharding.device_set) == 8
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)

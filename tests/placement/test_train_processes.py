@@ -1,4 +1,4 @@
-"""Training over real processes: two of four devices train as one of eight does."""
+"""By behaviour: two processes with four devices each train as one with eight."""
 
 import json
 from typing import Any
@@ -32,18 +32,18 @@ def trained(axis_types: AxisTypes) -> tuple[list[float], dict[str, float], float
     task = next(task for task in TASKS if task.name == "gpt")
     rule = task.tensor_parallel | FSDP
 
-    def params(made: Any) -> Any:
-        return eqx.filter(made[0], eqx.is_inexact_array)
+    def params(training: Any) -> Any:
+        return eqx.filter(training[0], eqx.is_inexact_array)
 
-    def step(made: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        module, state = made
+    def step(training: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        module, state = training
         (value, state), grads = eqx.filter_value_and_grad(task.loss, has_aux=True)(module, state, batch)
         updates, moments = OPTIM.update(grads, moments, eqx.filter(module, eqx.is_inexact_array))
         return (eqx.apply_updates(module, updates), state), moments, value
 
-    made = sr.filter_init(task.make, rule, mesh)(jax.random.key(0))
-    plan = sr.check_same_plan(rule.plan(params(made), mesh).check())
-    moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(made))
+    training = sr.filter_init(task.make, rule, mesh)(jax.random.key(0))
+    plan = sr.check_same_plan(rule.plan(params(training), mesh).check())
+    moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(training))
     run = sr.filter_jit(
         step,
         mesh=mesh,
@@ -54,16 +54,16 @@ def trained(axis_types: AxisTypes) -> tuple[list[float], dict[str, float], float
     batch = sr.filter_shard(task.batch(), P("data"), mesh)
     losses = []
     for _ in range(2):
-        made, moments, loss = run(made, moments, batch)
+        training, moments, loss = run(training, moments, batch)
         losses.append(float(loss))
-    arrays = jax.tree.leaves(params(made))
+    arrays = jax.tree.leaves(params(training))
     for path, array in zip(plan.paths, arrays, strict=True):
         assert array.sharding.mesh == mesh, path
         assert sr.specs.same(array.sharding.spec, plan.decision(path).spec or P()), path
         assert len(array.addressable_shards) == jax.local_device_count(), path
     share = sum(array.addressable_shards[0].data.nbytes for array in arrays) / sum(array.nbytes for array in arrays)
-    whole = jax.tree.leaves(sr.filter_gather(params(made)))
-    return losses, {path: float(np.sum(one)) for path, one in zip(plan.paths, whole, strict=True)}, share
+    whole = jax.tree.leaves(sr.filter_gather(params(training)))
+    return losses, {path: float(np.sum(array)) for path, array in zip(plan.paths, whole, strict=True)}, share
 
 
 def test_two_processes_train_as_one_does() -> None:
@@ -79,15 +79,15 @@ def test_two_processes_train_as_one_does() -> None:
         devices=4,
         timeout=240,
     )
-    assert [one.code for one in ended] == [0, 0], "\n".join(one.out + one.err for one in ended)
-    told = [one.out.splitlines() for one in ended]
-    assert told[0] == told[1]
+    assert [process.code for process in ended] == [0, 0], "\n".join(process.out + process.err for process in ended)
+    lines = [process.out.splitlines() for process in ended]
+    assert lines[0] == lines[1]
     losses, sums, share = trained("auto")
     assert losses[1] < losses[0]
     assert share < 0.2
-    for line in told[0]:
-        found = json.loads(line)
-        np.testing.assert_allclose(found[0], losses, rtol=1e-5)
-        assert list(found[1]) == list(sums)
-        np.testing.assert_allclose(list(found[1].values()), list(sums.values()), rtol=1e-4, atol=1e-4)
-        assert found[2] == share
+    for line in lines[0]:
+        results = json.loads(line)
+        np.testing.assert_allclose(results[0], losses, rtol=1e-5)
+        assert list(results[1]) == list(sums)
+        np.testing.assert_allclose(list(results[1].values()), list(sums.values()), rtol=1e-4, atol=1e-4)
+        assert results[2] == share

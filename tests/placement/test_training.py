@@ -1,4 +1,4 @@
-"""Training under a plan is training: the losses are those of one device, and everything stays where it was put."""
+"""By behaviour: losses under a plan match one device, and every array stays where it was placed."""
 
 import functools
 from collections.abc import Callable
@@ -35,15 +35,15 @@ SPLITS = {"fsdp": ("data",), "tensor_parallel": ("model",), "both": ("data", "mo
 """The axes that a plan must use at all: one that replicates everything trains as well."""
 
 
-def params(made: Any) -> Any:
-    return eqx.filter(made[0], eqx.is_inexact_array)
+def params(training: Any) -> Any:
+    return eqx.filter(training[0], eqx.is_inexact_array)
 
 
 def step_of(task: Task) -> Callable[..., Any]:
-    """Returns a training step as people write it, without a word on sharding."""
+    """Returns a training step as people write it, which says nothing about sharding."""
 
-    def step(made: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        module, state = made
+    def step(training: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        module, state = training
         (value, state), grads = eqx.filter_value_and_grad(task.loss, has_aux=True)(module, state, batch)
         updates, moments = OPTIM.update(grads, moments, eqx.filter(module, eqx.is_inexact_array))
         return (eqx.apply_updates(module, updates), state), moments, value
@@ -54,22 +54,22 @@ def step_of(task: Task) -> Callable[..., Any]:
 @functools.cache
 def losses_on_one_device(name: str) -> np.ndarray:
     task = next(task for task in TASKS if task.name == name)
-    made = eqx.filter_jit(task.make)(jax.random.key(0))
-    moments = eqx.filter_jit(OPTIM.init)(params(made))
+    training = eqx.filter_jit(task.make)(jax.random.key(0))
+    moments = eqx.filter_jit(OPTIM.init)(params(training))
     step, batch = eqx.filter_jit(step_of(task)), jax.tree.map(jnp.asarray, task.batch())
     losses = []
     for _ in range(STEPS):
-        made, moments, loss = step(made, moments, batch)
+        training, moments, loss = step(training, moments, batch)
         losses.append(loss)
     return np.array(jax.device_get(losses))
 
 
-def assert_lies_as(tree: Any, plan: sr.ShardingPlan, mesh: Mesh) -> int:
-    """Every array has the very sharding that the plan says, on this mesh, types of axes included; counts the split."""
+def assert_sharded_as(tree: Any, plan: sr.ShardingPlan, mesh: Mesh) -> int:
+    """Every array has exactly the plan's sharding, on this mesh with its axis types; returns how many are split."""
     split = 0
     arrays = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
-    wanted = [plan.decision(path).spec or P() for path in plan.paths]
-    for path, array, spec in zip(plan.paths, arrays, wanted, strict=True):
+    specs = [plan.decision(path).spec or P() for path in plan.paths]
+    for path, array, spec in zip(plan.paths, arrays, specs, strict=True):
         assert isinstance(array.sharding, NamedSharding), path
         assert array.sharding.mesh == mesh, path
         assert sr.specs.same(array.sharding.spec, spec), (path, array.sharding.spec, spec)
@@ -80,24 +80,24 @@ def assert_lies_as(tree: Any, plan: sr.ShardingPlan, mesh: Mesh) -> int:
 
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_losses_are_those_of_one_device_and_nothing_moves(task: Task, kind: str) -> None:
+def test_losses_match_one_device_and_nothing_moves(task: Task, kind: str) -> None:
     rule = PLANS[kind](task)
-    made = sr.filter_init(task.make, rule, MESHES["explicit" if kind == "both" else "auto"]())(jax.random.key(0))
-    plan = rule.plan(params(made), sr.mesh_shape("data:4,model:2"))
+    training = sr.filter_init(task.make, rule, MESHES["explicit" if kind == "both" else "auto"]())(jax.random.key(0))
+    plan = rule.plan(params(training), sr.mesh_shape("data:4,model:2"))
     used = {name for path in plan.paths for entry in plan.decision(path).spec or () for name in np.atleast_1d(entry)}
     assert used - {None} == set(SPLITS[kind])
     for mesh in MESHES.values():
-        losses = losses_under(task, rule, sr.filter_shard(made, rule, mesh()), mesh())
+        losses = losses_under(task, rule, sr.filter_shard(training, rule, mesh()), mesh())
         np.testing.assert_allclose(losses, losses_on_one_device(task.name), rtol=1e-5)
         assert losses[-1] < 0.8 * losses[0]
 
 
-def losses_under(task: Task, rule: sr.ShardingRule, made: Any, mesh: Mesh) -> np.ndarray:
-    """Trains, and looks on the way where everything lies."""
-    made = jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, made)  # the step eats it
-    whole = rule.plan(made, mesh)
-    plan = rule.plan(params(made), mesh)
-    moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(made))
+def losses_under(task: Task, rule: sr.ShardingRule, training: Any, mesh: Mesh) -> np.ndarray:
+    """Trains, and checks on the way how everything is sharded."""
+    training = jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, training)  # the step donates it
+    whole = rule.plan(training, mesh)
+    plan = rule.plan(params(training), mesh)
+    moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(training))
     batch = sr.filter_shard(task.batch(), P("data"), mesh)
     step = sr.filter_jit(
         step_of(task),
@@ -108,13 +108,15 @@ def losses_under(task: Task, rule: sr.ShardingRule, made: Any, mesh: Mesh) -> np
     )
     losses = []
     for turn in range(STEPS):
-        given = (made, moments)
-        made, moments, loss = step(made, moments, batch)
+        previous = (training, moments)
+        training, moments, loss = step(training, moments, batch)
         losses.append(loss)
         if turn in (0, STEPS - 1):
-            assert assert_lies_as(made, whole, mesh) > 0
-            assert assert_lies_as(moments, plan.mirror(moments), mesh) == 2 * assert_lies_as(params(made), plan, mesh)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if eqx.is_inexact_array(leaf))
+            assert assert_sharded_as(training, whole, mesh) > 0
+            assert assert_sharded_as(moments, plan.mirror(moments), mesh) == 2 * assert_sharded_as(
+                params(training), plan, mesh
+            )
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(previous) if eqx.is_inexact_array(leaf))
     return np.array(jax.device_get(losses))
 
 
@@ -133,7 +135,7 @@ def mlp(mesh: AnyMesh, rule: sr.ShardingRule = FSDP) -> eqx.nn.MLP:
     return sr.filter_init(functools.partial(eqx.nn.MLP, 8, 8, 16, 2), rule, mesh)(key=jax.random.key(0))
 
 
-def test_on_explicit_axes_jax_refuses_plain_layers_and_the_way_out_is_told() -> None:
+def test_refused_layers_on_explicit_axes_get_a_note_with_the_remedy() -> None:
     run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")), axis_types=None)
     with pytest.raises(Exception, match="illegally sharded") as caught:
         run(mlp(explicit()), np.ones((8, 8), np.float32))
@@ -149,8 +151,8 @@ def test_an_error_that_is_not_about_shardings_is_left_alone() -> None:
     assert "axis_types" not in "".join(caught.value.__notes__)  # JAX leaves notes of its own
 
 
-def test_with_the_weights_gathered_by_hand_plain_layers_run_on_explicit_axes() -> None:
-    """What a user does who wants Explicit axes inside: say where weights are needed whole, and gradients follow."""
+def test_plain_layers_with_gathered_weights_run_on_explicit_axes() -> None:
+    """For Explicit axes inside, a user says where weights are needed whole, and gradients follow."""
 
     def loss(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
         arrays, static = eqx.partition(model, eqx.is_array)
@@ -170,14 +172,16 @@ def test_with_the_weights_gathered_by_hand_plain_layers_run_on_explicit_axes() -
     )
     value, grads = run(model, x)
     here = sr.filter_shard(model, jax.devices()[0])
-    wanted, expected = eqx.filter_value_and_grad(lambda model, x: (forward(model, x) ** 2).mean())(here, x)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    assert assert_lies_as(grads, plan, explicit()) == 6
-    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, one, rtol=1e-4, atol=1e-7)
+    expected_value, expected_grads = eqx.filter_value_and_grad(lambda model, x: (forward(model, x) ** 2).mean())(
+        here, x
+    )
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    assert assert_sharded_as(grads, plan, explicit()) == 6
+    for gradient, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_results_that_nobody_placed_come_back_on_the_mesh_of_the_arguments() -> None:
+def test_results_without_shardings_keep_the_mesh_of_the_arguments() -> None:
     seen = []
 
     def run(model: eqx.nn.MLP, x: jax.Array) -> tuple[Any, Any, str]:
@@ -191,12 +195,12 @@ def test_results_that_nobody_placed_come_back_on_the_mesh_of_the_arguments() -> 
     assert seen[0] == ((AxisType.Auto, AxisType.Auto), P(None, None))
     assert text == "text"
     assert out.sharding.mesh == explicit()
-    assert assert_lies_as(same, FSDP.plan(model, explicit()), explicit()) == 6
+    assert assert_sharded_as(same, FSDP.plan(model, explicit()), explicit()) == 6
     here = sr.filter_shard(model, jax.devices()[0])
     np.testing.assert_allclose(out, forward(here, jnp.ones((8, 8))), rtol=1e-5)
     count = len(seen)
     compiled(same, x)
-    assert len(seen) == count  # what came out goes in again, without being compiled anew
+    assert len(seen) == count  # what came out goes in again, without being compiled again
 
 
 def test_auto_axes_can_be_explicit_inside() -> None:
@@ -220,7 +224,7 @@ def test_axis_types_work_with_the_mesh_in_force() -> None:
     assert out.sharding == NamedSharding(explicit(), P("data"))
 
 
-def test_shapes_can_be_lowered_and_what_is_compiled_ahead_of_time_runs() -> None:
+def test_shapes_can_be_lowered_and_compiled() -> None:
     model = mlp(explicit())
     run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")))
     structs = jax.tree.map(
@@ -233,16 +237,14 @@ def test_shapes_can_be_lowered_and_what_is_compiled_ahead_of_time_runs() -> None
     assert "all-gather" in str(run.lower(structs, x).compile().as_text())
 
 
-def test_an_argument_that_lies_elsewhere_is_told_in_the_words_of_its_mesh() -> None:
+def test_a_misplaced_argument_is_described_on_its_own_mesh() -> None:
     run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")))
     whole = sr.filter_shard(mlp(explicit()), P(), explicit())
-    with pytest.raises(
-        sr.errors.PlanError, match=r"argument 0, .*lies as P\(\) on data:4,model:2, is to be P\('data', None\)"
-    ):
+    with pytest.raises(sr.errors.PlanError, match=r"argument 0, .*is P\(\) on data:4,model:2, not P\('data', None\)"):
         run(whole, np.ones((8, 8), np.float32))
 
 
-def test_a_closed_over_array_is_to_be_an_argument() -> None:
+def test_closed_over_arrays_get_a_note_with_the_remedy() -> None:
     w = jax.device_put(np.ones(8), NamedSharding(explicit(), P("data")))
     with pytest.raises(ValueError, match="should match the aval mesh") as caught:
         sr.filter_jit(lambda x: x * w, mesh=explicit())(np.ones(8))
@@ -258,7 +260,7 @@ def test_inside_of_another_traced_function_its_types_stay() -> None:
     assert seen == [P("data"), P(None)]
 
 
-def test_code_for_explicit_axes_is_told_how_to_have_them() -> None:
+def test_code_for_explicit_axes_gets_a_note_with_the_remedy() -> None:
     def columns(x: jax.Array) -> jax.Array:
         return jax.sharding.reshard(x, P(None, "data"))
 

@@ -1,3 +1,5 @@
+"""`load_equinox`: what it reads, how, and what it refuses."""
+
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -118,11 +120,11 @@ def test_every_version_of_the_header_is_read(tmp_path: Path, mesh: jax.sharding.
         for _ in range(2):
             np.lib.format.write_array(file, np.arange(8, dtype=">i4"), version)
     loaded = load_equinox(tmp_path / "x.eqx", [np.zeros(8, np.int32)] * 2, P("data"), mesh)
-    assert [one.tolist() for one in loaded] == [list(range(8))] * 2
+    assert [array.tolist() for array in loaded] == [list(range(8))] * 2
     assert loaded[0].dtype == np.int32
 
 
-def test_a_cast_is_asked_for(tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_need_cast(tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"a": jnp.linspace(0, 1, 8), "b": jnp.arange(8, dtype=jnp.bfloat16), "c": jnp.arange(8, dtype=jnp.int8)}
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", tree)
     like = {"a": jnp.zeros(8, jnp.bfloat16), "b": jnp.zeros(8), "c": jnp.zeros(8)}
@@ -134,7 +136,7 @@ def test_a_cast_is_asked_for(tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatc
         load_equinox(tmp_path / "x.eqx", like, P("data"), mesh)
 
 
-def test_a_type_that_the_file_does_not_name_has_to_be_known(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+def test_dtypes_that_numpy_lacks_come_from_like(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", jnp.zeros(8, jnp.float8_e4m3fn))
     with pytest.raises(sr.errors.CheckpointError, match=r"block 0 is <V1\[8\], a dtype without JAX arrays"):
         load_equinox(tmp_path / "x.eqx", jnp.zeros(8), P(), mesh, cast=True)
@@ -143,7 +145,7 @@ def test_a_type_that_the_file_does_not_name_has_to_be_known(tmp_path: Path, mesh
 # What is wrong.
 
 
-def test_everything_wrong_is_told_before_anything_is_read(
+def test_all_problems_are_listed_before_anything_is_read(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None
 ) -> None:
     def layers(width: int, dtype: Any) -> list[Any]:
@@ -212,7 +214,7 @@ def npy(array: Any) -> bytes:
         (npy(np.ones(8)).replace(b"<f8", b"<q8"), r"its header cannot be read: TypeError"),
     ],
 )
-def test_a_file_that_is_something_else(
+def test_other_files_are_errors(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None, content: bytes, complaint: str
 ) -> None:
     (tmp_path / "x.eqx").write_bytes(content)
@@ -220,7 +222,7 @@ def test_a_file_that_is_something_else(
         load_equinox(tmp_path / "x.eqx", [jnp.ones(8), jnp.ones(8)], P(), mesh)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+def test_missing_files_are_errors(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     with pytest.raises(sr.errors.CheckpointError, match=r"error file: .*gone.eqx: no such file"):
         load_equinox(tmp_path / "gone", jnp.ones(8), P(), mesh)
 
@@ -247,11 +249,11 @@ def test_no_device_holds_more_than_its_shards(
     largest: list[int] = []
 
     def look(*_: Any) -> None:
-        new = [one for one in jax.live_arrays() if not any(one is other for other in before)]
-        largest.extend(shard.data.nbytes for one in new for shard in one.addressable_shards)
+        new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
+        largest.extend(shard.data.nbytes for array in new for shard in array.addressable_shards)
 
     plain = tensor_file._read_exactly
-    monkeypatch.setattr(tensor_file, "_read_exactly", lambda *given: (look(), plain(*given)))
+    monkeypatch.setattr(tensor_file, "_read_exactly", lambda *args: (look(), plain(*args)))
     like = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
     loaded = load_equinox(tmp_path / "x.eqx", like, P("data", "model"), mesh)
     look()

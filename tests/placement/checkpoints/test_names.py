@@ -1,3 +1,5 @@
+"""Which tensor each leaf takes, and what the findings say when none fits."""
+
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from shardrules.placement.destination import resolve_destination
 F32 = np.dtype(np.float32)
 
 
-def wants(like: Any) -> list[RequestedLeaf]:
+def requested(like: Any) -> list[RequestedLeaf]:
     return requested_leaves(like, resolve_destination(like, P(), sr.create_mesh("data:8")), "load")
 
 
@@ -22,42 +24,42 @@ def array(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def held(**tensors: Any) -> dict[str, StoredArray]:
-    return {name.replace("_", "."): StoredArray(tuple(one), F32, "F32") for name, one in tensors.items()}
+def stored_f32(**tensors: Any) -> dict[str, StoredArray]:
+    return {name.replace("_", "."): StoredArray(tuple(shape), F32, "F32") for name, shape in tensors.items()}
 
 
 def matched(
     like: Any, tensors: dict[str, StoredArray], names: Any = None, surplus: str = "error", cast: bool = False
 ) -> Any:
-    return match(wants(like), tensors, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast)
+    return match(requested(like), tensors, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast)
 
 
 def test_each_leaf_takes_the_tensor_of_its_name() -> None:
     like = {"a": {"w": array(4)}, "b": array(2), "act": jax.nn.relu}
-    assert matched(like, held(a_w=[4], b=[2])) == (["a.w", "b"], [])
+    assert matched(like, stored_f32(a_w=[4], b=[2])) == (["a.w", "b"], [])
 
 
 @pytest.mark.parametrize("names", [{"b": "a.w"}, lambda path: "a.w"])
 def test_two_leaves_may_take_one_tensor(names: Any) -> None:
-    assert matched({"a": {"w": array(4)}, "b": array(4)}, held(a_w=[4]), names) == (["a.w", "a.w"], [])
+    assert matched({"a": {"w": array(4)}, "b": array(4)}, stored_f32(a_w=[4]), names) == (["a.w", "a.w"], [])
 
 
-def test_what_is_not_there_keeps_its_values() -> None:
+def test_leaves_that_are_not_stored_keep_their_values() -> None:
     like = {"a": array(4), "b": np.ones(3, np.float32)}
-    assert matched(like, held(a=[4]), {"b": None}) == (["a", None], [])
-    _takes, wrong = matched(like, held(a=[4]), {"a": None}, surplus="skip")
-    assert [(one.code, one.path) for one in wrong] == [("no-values", "a"), ("missing", "b")]
+    assert matched(like, stored_f32(a=[4]), {"b": None}) == (["a", None], [])
+    _takes, wrong = matched(like, stored_f32(a=[4]), {"a": None}, surplus="skip")
+    assert [(finding.code, finding.path) for finding in wrong] == [("no-values", "a"), ("missing", "b")]
 
 
-def test_a_python_number_takes_what_is_there() -> None:
+def test_python_numbers_take_stored_numbers() -> None:
     like = {"a": array(4), "rate": 0.1, "step": 3}
-    there = {**held(a=[4]), "step": StoredArray((), np.dtype(np.int64), "I64")}
-    assert matched(like, there) == (["a", None, "step"], [])
-    assert matched(like, there, lambda path: None if path == "step" else path, "skip") == (["a", None, None], [])
+    tensors = {**stored_f32(a=[4]), "step": StoredArray((), np.dtype(np.int64), "I64")}
+    assert matched(like, tensors) == (["a", None, "step"], [])
+    assert matched(like, tensors, lambda path: None if path == "step" else path, "skip") == (["a", None, None], [])
 
 
 @pytest.mark.parametrize(
-    ("held", "fits"),
+    ("stored", "fits"),
     [
         (StoredArray((), np.dtype(np.int64), "I64"), 3),
         (StoredArray((), np.dtype(np.uint8), "U8"), 3),
@@ -67,20 +69,20 @@ def test_a_python_number_takes_what_is_there() -> None:
         (StoredArray((), None, "string"), "text"),
     ],
 )
-def test_a_python_value_takes_its_own_kind_only(held: StoredArray, fits: Any) -> None:
+def test_a_python_value_takes_its_own_kind_only(stored: StoredArray, fits: Any) -> None:
     for value in (True, 3, 3.0, 1j, "text"):
-        _, wrong = matched({"x": value}, {"x": held})
-        assert [one.code for one in wrong] == ([] if type(value) is type(fits) else ["value"])
+        _, wrong = matched({"x": value}, {"x": stored})
+        assert [finding.code for finding in wrong] == ([] if type(value) is type(fits) else ["value"])
 
 
-def test_a_number_takes_no_array() -> None:
-    _, wrong = matched({"x": 3.0}, held(x=[1]))
+def test_numbers_do_not_take_arrays() -> None:
+    _, wrong = matched({"x": 3.0}, stored_f32(x=[1]))
     assert str(wrong[0]) == (
         "error value: x: 'x' is F32[1], and `like` has a Python float\n    -> put what was saved into `like`"
     )
 
 
-def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
+def test_all_mismatches_are_listed_and_equal_layers_merged() -> None:
     like = {
         "layers": [{"up": array(4, 2), "down": array(2, 4), "norm": array(4, dtype=jnp.bfloat16)} for _ in range(3)],
         "key": array(2, dtype=np.int32),
@@ -101,7 +103,10 @@ def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
     assert [line for line in lines if "->" not in line] == [
         "  error no-leaf: layer/0/up: `names` has this path, and `like` has no such leaf (did you mean 'layers/0/up'?)",
         "  error unreadable: key (2,): 'key' is F4[2], a dtype without JAX arrays",
-        "  error missing: layers/*/down (2, 4) x3: the checkpoint has no 'layers.0.down' (did you mean 'layers.0.down_'?)",
+        (
+            "  error missing: layers/*/down (2, 4) x3: the checkpoint has no 'layers.0.down' "
+            "(did you mean 'layers.0.down_'?)"
+        ),
         "  error no-name: layers/0/norm (4,): `names` gives 3 for it, which is not a string",
         "  error shape: layers/*/up (4, 2) x3: 'layers.0.up' has shape (2, 4)",
         "  error dtype: layers/*/norm (4,) x2: 'layers.1.norm' is F32[4], expected bfloat16",
@@ -130,24 +135,24 @@ def test_everything_wrong_is_told_at_once_and_equal_layers_once() -> None:
 def test_a_cast_may_gain_a_kind_and_not_lose_one(stored: Any, wants: Any, code: str | None) -> None:
     tensors = {"x": StoredArray((4,), np.dtype(stored), "stored")}
     _, wrong = matched({"x": array(4, dtype=wants)}, tensors, cast=True)
-    assert [one.code for one in wrong] == ([] if code is None else [code])
+    assert [finding.code for finding in wrong] == ([] if code is None else [code])
     _, wrong = matched({"x": array(4, dtype=wants)}, tensors)
-    assert [(one.code, one.remedy) for one in wrong] == [("dtype", "cast=True converts it")]
+    assert [(finding.code, finding.remedy) for finding in wrong] == [("dtype", "cast=True converts it")]
 
 
-def test_the_other_byte_order_is_no_other_dtype() -> None:
+def test_the_other_byte_order_is_the_same_dtype() -> None:
     assert matched({"x": array(4)}, {"x": StoredArray((4,), np.dtype(">f4"), ">f4")}) == (["x"], [])
 
 
 def test_surplus_is_refused_unless_it_is_skipped() -> None:
-    tensors = held(a=[4], b=[2])
-    assert [one.code for one in matched({"a": array(4)}, tensors)[1]] == ["surplus"]
+    tensors = stored_f32(a=[4], b=[2])
+    assert [finding.code for finding in matched({"a": array(4)}, tensors)[1]] == ["surplus"]
     assert matched({"a": array(4)}, tensors, surplus="skip") == (["a"], [])
     with pytest.raises(sr.errors.ConfigError, match="surplus must be 'error' or 'skip', got 'ignore'"):
         matched({"a": array(4)}, tensors, surplus="ignore")
 
 
-def test_many_missing_tensors_are_told_in_time() -> None:
+def test_many_missing_tensors_are_listed_quickly() -> None:
     like = {f"name{chr(97 + i % 26)}{chr(97 + i // 26)}": array(4) for i in range(300)}
     _, wrong = matched(like, {f"other{i}": StoredArray((1,), F32, "F32") for i in range(3000)}, surplus="skip")
     assert len(wrong) == 300  # looking for a near name for each would take a minute
@@ -162,17 +167,17 @@ def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
 
     keys, like = make(), {"key": jax.eval_shape(make)}
     numbers = np.asarray(jax.random.key_data(keys))
-    found = resolve_destination(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
-    [want] = requested_leaves(like, found, "load")
-    assert (want.shape, want.dtype) == (numbers.shape, np.uint32)
-    placed = with_values(found, [want], [numbers])["key"]
+    destination = resolve_destination(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
+    [leaf] = requested_leaves(like, destination, "load")
+    assert (leaf.shape, leaf.dtype) == (numbers.shape, np.uint32)
+    placed = with_values(destination, [leaf], [numbers])["key"]
     assert placed.dtype == keys.dtype
-    assert placed.sharding == found.shardings[0]
+    assert placed.sharding == destination.shardings[0]
     np.testing.assert_array_equal(jax.random.key_data(placed), numbers)
 
 
 def test_keys_of_another_kind_are_an_error() -> None:
     like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
-    found = resolve_destination(like, P(), sr.create_mesh("data:8"))
+    destination = resolve_destination(like, P(), sr.create_mesh("data:8"))
     with pytest.raises(sr.errors.CheckpointError, match=r"key holds key<rbg>, expected key<urbg>"):
-        with_values(found, requested_leaves(like, found, "load"), [jax.random.key(0, impl="rbg")])
+        with_values(destination, requested_leaves(like, destination, "load"), [jax.random.key(0, impl="rbg")])

@@ -1,3 +1,5 @@
+"""`load_orbax`: what it reads, how, and what it refuses."""
+
 import os
 import sys
 from pathlib import Path
@@ -88,14 +90,14 @@ def save(path: Path, tree: Any, how: str = "standard") -> Path:
 
 
 def bits(tree: Any) -> list[Any]:
-    def one(leaf: Any) -> Any:
+    def leaf_bits(leaf: Any) -> Any:
         if not eqx.is_array(leaf):
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         return leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()
 
-    return [one(leaf) for leaf in jax.tree.leaves(tree)]
+    return [leaf_bits(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def assert_placed(loaded: Any, expected: Any) -> None:
@@ -141,24 +143,24 @@ def test_only_a_part_is_asked_for(tmp_path: Path, saving_mesh: Mesh) -> None:
         load_orbax(tmp_path / "saved", like, RULES, saving_mesh, names=lambda path: f"model/{path}")
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_only_requested_arrays_are_read(tmp_path: Path, saving_mesh: Mesh) -> None:
     w = jnp.arange(2.0**20)
     save(tmp_path / "saved", {"w": w, "v": w + 1})
-    asked: list[Any] = []
+    restored: list[Any] = []
     plain = ocp.PyTreeCheckpointHandler.restore
 
-    def look(self: Any, folder: Any, **given: Any) -> Any:
-        asked.append([leaf is not ocp.PLACEHOLDER for leaf in jax.tree.leaves(given["args"].item)])
-        return plain(self, folder, **given)
+    def look(self: Any, folder: Any, **kwargs: Any) -> Any:
+        restored.append([leaf is not ocp.PLACEHOLDER for leaf in jax.tree.leaves(kwargs["args"].item)])
+        return plain(self, folder, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocp.PyTreeCheckpointHandler, "restore", look)
         loaded = load_orbax(tmp_path / "saved", {"v": w}, P("data"), saving_mesh, surplus="skip")
-    assert asked == [[True, False]]
+    assert restored == [[True, False]]
     assert bits(loaded) == bits({"v": w + 1})
 
 
-def test_names_ties_casts_and_what_is_not_there(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_names_ties_casts_and_missing_arrays(tmp_path: Path, saving_mesh: Mesh) -> None:
     w = jnp.linspace(-1, 1, 128).reshape(16, 8)
     save(tmp_path / "saved", {"model": {"w": w}, "step": jnp.array(7), "text": "text"}, "pytree")
     like = {
@@ -191,7 +193,7 @@ def test_keys(tmp_path: Path, saving_mesh: Mesh, saved_as: str, wanted_as: str) 
 # What is wrong.
 
 
-def test_everything_wrong_is_told_before_anything_is_read(tmp_path: Path, saving_mesh: Mesh, no_reads: None) -> None:
+def test_all_problems_are_listed_before_anything_is_read(tmp_path: Path, saving_mesh: Mesh, no_reads: None) -> None:
     save(tmp_path / "saved", make_nested())
     like = make_nested()
     like["blocks"] = [{"w": jax.ShapeDtypeStruct((8, 8), jnp.float32), "v": jnp.ones(2)} for _ in range(3)]
@@ -210,7 +212,7 @@ def test_everything_wrong_is_told_before_anything_is_read(tmp_path: Path, saving
     ]
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_folders_without_a_checkpoint_are_errors(tmp_path: Path, saving_mesh: Mesh) -> None:
     like = {"w": jnp.ones(8)}
     save(tmp_path / "run", like, "manager")
     save(tmp_path / "broken", like)
@@ -263,5 +265,5 @@ def test_no_device_holds_more_than_its_shards(tmp_path: Path, saving_mesh: Mesh)
     save(tmp_path / "saved", tree)
     before = [*tree.values(), *jax.live_arrays()]
     loaded = load_orbax(tmp_path / "saved", tree, P("data", "model"), saving_mesh)
-    new = [one for one in jax.live_arrays() if not any(one is other for other in before)]
-    assert max(shard.data.nbytes for one in new for shard in one.addressable_shards) == 64 * 64 * 4 // 8, loaded
+    new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
+    assert max(shard.data.nbytes for array in new for shard in array.addressable_shards) == 64 * 64 * 4 // 8, loaded

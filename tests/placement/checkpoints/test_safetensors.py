@@ -1,3 +1,5 @@
+"""`load_safetensors`: what it reads, how, and what it refuses."""
+
 import json
 import os
 import subprocess
@@ -35,9 +37,9 @@ def tensors(tree: Any) -> dict[str, np.ndarray]:
     return {path.replace("/", "."): np.asarray(leaf) for path, leaf in pairs if eqx.is_array(leaf)}
 
 
-def same_bits(one: Any, two: Any) -> bool:
-    return [(name, x.dtype, x.shape, x.tobytes()) for name, x in tensors(one).items()] == [
-        (name, x.dtype, x.shape, x.tobytes()) for name, x in tensors(two).items()
+def same_bits(left: Any, right: Any) -> bool:
+    return [(name, x.dtype, x.shape, x.tobytes()) for name, x in tensors(left).items()] == [
+        (name, x.dtype, x.shape, x.tobytes()) for name, x in tensors(right).items()
     ]
 
 
@@ -109,17 +111,17 @@ DTYPES = {
 def test_every_dtype_is_read_as_it_is(tmp_path: Path, mesh: jax.sharding.Mesh, how: P | None) -> None:
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 2, (16, 24)).astype(dtype) for name, dtype in DTYPES.items()}
-    like = {name: np.zeros_like(one) for name, one in arrays.items()}
-    path = write(tmp_path / "x.safetensors", {name: (name, one) for name, one in arrays.items()})
+    like = {name: np.zeros_like(array) for name, array in arrays.items()}
+    path = write(tmp_path / "x.safetensors", {name: (name, array) for name, array in arrays.items()})
     with jax.enable_x64(True):
         loaded = load_safetensors(path, like, how, mesh)
-    for name, one in arrays.items():
-        assert loaded[name].dtype == one.dtype
-        assert np.asarray(loaded[name]).tobytes() == one.tobytes()
+    for name, array in arrays.items():
+        assert loaded[name].dtype == array.dtype
+        assert np.asarray(loaded[name]).tobytes() == array.tobytes()
         assert loaded[name].sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, how or P()), 2)
 
 
-def test_what_jax_would_cut_to_32_bits_is_refused(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+def test_64_bit_values_are_refused_while_x64_is_off(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     safetensors.numpy.save_file({"i": np.full(8, 2**40 + 5), "n": np.arange(8)}, tmp_path / "x.safetensors")
     for cast in (False, True):
         with pytest.raises(sr.errors.CheckpointError, match="and JAX makes it int32 while jax_enable_x64 is off"):
@@ -135,7 +137,9 @@ def test_what_jax_would_cut_to_32_bits_is_refused(tmp_path: Path, mesh: jax.shar
 def test_names_are_a_table_or_a_function(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     safetensors.numpy.save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
     names: Any = ["w"]
-    with pytest.raises(sr.errors.ConfigTypeError, match=r"names must be a table from paths to tensors, or a function.*\['w'\]"):
+    with pytest.raises(
+        sr.errors.ConfigTypeError, match=r"names must be a table from paths to tensors, or a function.*\['w'\]"
+    ):
         load_safetensors(tmp_path / "x.safetensors", {"w": np.ones(8, np.float32)}, P(), mesh, names=names)
 
 
@@ -148,7 +152,7 @@ def test_no_dimensions_and_no_elements(tmp_path: Path, mesh: jax.sharding.Mesh) 
     assert loaded["none"].shape == (0, 8)
 
 
-def test_names_casts_and_what_is_not_there(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+def test_names_casts_and_missing_tensors(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     w = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
     safetensors.numpy.save_file({"model.w": w, "step": np.array(7)}, tmp_path / "x.safetensors")
     like = {
@@ -202,7 +206,7 @@ def test_files_without_an_index_are_read_together(tmp_path: Path, mesh: jax.shar
         load_safetensors(tmp_path, eqx.filter_eval_shape(make), RULES, mesh)
 
 
-def test_an_index_says_which_of_two_is_meant(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+def test_an_index_says_which_of_two_counts(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     model = make()
     index = shards(tmp_path, model, **{"layers.2.bias": "c.safetensors"})
     safetensors.numpy.save_file(
@@ -214,7 +218,7 @@ def test_an_index_says_which_of_two_is_meant(tmp_path: Path, mesh: jax.sharding.
         load_safetensors(index, eqx.filter_eval_shape(make), RULES, mesh)
 
 
-def test_an_index_that_is_wrong_is_told_with_all_else(tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None) -> None:
+def test_a_wrong_index_is_listed_with_other_problems(tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None) -> None:
     changes = {"layers.0.weight": "gone.safetensors", "layers.1.weights": "a.safetensors"}
     index = shards(tmp_path, make(), **changes)
     like = eqx.tree_at(
@@ -230,10 +234,10 @@ def test_an_index_that_is_wrong_is_told_with_all_else(tmp_path: Path, mesh: jax.
             "error file: a.safetensors: the index says that it has 'layers.1.weights', and it does not "
             "(did you mean 'layers.1.weight'?)"
         ),
-        "-> index it again",
+        "-> write the index again",
         "error shape: layers/2/bias (9,): 'layers.2.bias' has shape (8,)",
-        "-> give `like` the shape that was saved, or take another tensor",
-        "error dtype: layers/2/bias (9,): 'layers.2.bias' is F32[8], wanted int8",
+        "-> give `like` the shape that was saved, or use another tensor",
+        "error dtype: layers/2/bias (9,): 'layers.2.bias' is F32[8], expected int8",
         "-> cast=True converts it",
     ]
 
@@ -253,7 +257,7 @@ def test_an_index_that_is_wrong_is_told_with_all_else(tmp_path: Path, mesh: jax.
         ({"a.safetensors": ""}, "it has 0 bytes, and its header alone would end at byte 8"),
     ],
 )
-def test_a_folder_that_cannot_be_read(
+def test_unreadable_folders_are_errors(
     tmp_path: Path, mesh: jax.sharding.Mesh, files: dict[str, str], complaint: str
 ) -> None:
     for name, text in files.items():
@@ -267,7 +271,7 @@ def test_a_folder_that_cannot_be_read(
 # Files that are broken.
 
 TWO = {"a": ("F32", np.arange(4, dtype=np.float32)), "b": ("I32", np.arange(6, dtype=np.int32).reshape(2, 3))}
-LIKE = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, (_, one) in TWO.items()}
+LIKE = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, (_, array) in TWO.items()}
 
 
 def set_offsets(name: str, first: int, after: int) -> Callable[[Header], None]:
@@ -295,7 +299,7 @@ def set_offsets(name: str, first: int, after: int) -> Callable[[Header], None]:
         ),
     ],
 )
-def test_a_header_that_is_wrong(
+def test_wrong_headers_are_errors(
     tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None, change: Callable[[Header], None], complaint: str
 ) -> None:
     path = write(tmp_path / "x.safetensors", TWO, change)
@@ -313,7 +317,7 @@ def test_a_header_that_is_wrong(
         (b"[" * 100_000, "its header cannot be read: RecursionError"),
     ],
 )
-def test_a_header_that_is_none(tmp_path: Path, mesh: jax.sharding.Mesh, text: bytes, complaint: str) -> None:
+def test_unreadable_headers_are_errors(tmp_path: Path, mesh: jax.sharding.Mesh, text: bytes, complaint: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(sr.errors.CheckpointError, match=complaint):
@@ -362,8 +366,8 @@ def test_each_process_reads_what_its_devices_hold(tmp_path: Path, whole_bytes: i
         print(sum(counts))
     """
     ended = run_processes(code, processes=2, devices=4)
-    assert [one.code for one in ended] == [0, 0], ended
-    assert [int(one.out) for one in ended] == [64 * 1024 * 4 // 2 + 64] * 2
+    assert [process.code for process in ended] == [0, 0], ended
+    assert [int(process.out) for process in ended] == [64 * 1024 * 4 // 2 + 64] * 2
 
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**30])
@@ -374,14 +378,14 @@ def test_no_device_holds_more_than_its_shards(
     monkeypatch.setattr("shardrules.placement.transfer._WHOLE_BYTES", whole_bytes)
     arrays = {f"w{i}": np.ones((64, 64), np.float32) for i in range(4)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
-    like = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in arrays.items()}
+    like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
     before = jax.live_arrays()
     largest: list[int] = []
     plain = tensor_file._read_exactly
 
     def look(file: Any, offset: int, into: np.ndarray) -> None:
-        new = [one for one in jax.live_arrays() if not any(one is other for other in before)]
-        largest.extend(shard.data.nbytes for one in new for shard in one.addressable_shards)
+        new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
+        largest.extend(shard.data.nbytes for array in new for shard in array.addressable_shards)
         plain(file, offset, into)
 
     monkeypatch.setattr(tensor_file, "_read_exactly", look)
@@ -419,20 +423,20 @@ def peak_over_start(code: str, folder: Path) -> tuple[int, int]:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    needed, held = map(int, ended.stdout.split())
-    return needed, held
+    needed, placed_bytes = map(int, ended.stdout.split())
+    return needed, placed_bytes
 
 
 def test_loading_takes_the_memory_of_the_arrays_and_little_more(tmp_path: Path) -> None:
     arrays = {f"w.{i}": np.full((5120, 1024), i, np.float32) for i in range(10)}  # 20 MiB each
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     del arrays
-    needed, held = peak_over_start(
+    peak_bytes, placed_bytes = peak_over_start(
         'arrays = load_safetensors("x.safetensors", like, P("data", "model"), mesh)', tmp_path
     )
-    assert held == 200 * 2**20
-    assert needed <= held + 60 * 2**20
-    needed, held = peak_over_start(
+    assert placed_bytes == 200 * 2**20
+    assert peak_bytes <= placed_bytes + 60 * 2**20
+    peak_bytes, placed_bytes = peak_over_start(
         """
         import safetensors.numpy
         found = safetensors.numpy.load_file("x.safetensors")
@@ -440,4 +444,4 @@ def test_loading_takes_the_memory_of_the_arrays_and_little_more(tmp_path: Path) 
         """,
         tmp_path,
     )
-    assert needed >= held + 150 * 2**20  # what it takes otherwise: the measure sees the difference
+    assert peak_bytes >= placed_bytes + 150 * 2**20  # what it takes otherwise: the measure sees the difference

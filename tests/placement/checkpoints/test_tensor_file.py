@@ -1,3 +1,5 @@
+"""Slices of tensors in files, read as numpy would cut them."""
+
 import math
 from pathlib import Path
 from typing import Any
