@@ -77,7 +77,7 @@ class AutoShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf."""
+        """Returns the decision for `leaf`."""
         sizes = leaf.sizes
         axes = tuple(sizes) if self.axis_names is None else self.axis_names
         least = math.prod(sizes.values()) if self.min_shard_size is None else self.min_shard_size

@@ -39,7 +39,7 @@ class CompositeShardingRule(LeavesShardingRule):
         return f"CompositeShardingRule({', '.join([*map(repr, self.rules), *literal])})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the first opinion on each leaf; where no rule has one, the reasons of all of them."""
+        """Returns the first opinion on each of `leaves`; where no rule has one, the reasons of all rules."""
         decisions: dict[int, Decision] = {}
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []

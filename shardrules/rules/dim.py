@@ -37,7 +37,7 @@ class DimShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf."""
+        """Returns the decision for `leaf`."""
         dim = self.dim
         if not -leaf.ndim <= dim < leaf.ndim:
             why = f"Cannot {self._describe_call(leaf)}: it has {leaf.ndim} dimensions"

@@ -37,7 +37,7 @@ class FittedShardingRule(LeavesShardingRule):
     rule: ShardingRule = attrs.field(converter=as_rule("FittedShardingRule"))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the fitted decisions of the inner rule."""
+        """Returns the inner rule's decisions for `leaves`, fitted."""
         verdict, missing = self._decide_inside(leaves)
         fitted = [_fit(leaf, decision) for leaf, decision in zip(leaves.items, verdict.decisions, strict=True)]
         reported = dict.fromkeys(finding.axis for decision in fitted for finding in decision.findings)

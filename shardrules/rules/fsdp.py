@@ -31,7 +31,7 @@ class FSDPShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf."""
+        """Returns the decision for `leaf`."""
         leaf.axis_size(self.axis)  # an unknown axis is an error even where every leaf is small
         if leaf.nbytes <= self.min_size_mb * 2**20:
             return leaf.skip(f"at most {self.min_size_mb} MiB")

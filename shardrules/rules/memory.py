@@ -62,7 +62,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     tree_budgets = from_fields(lambda rule: (rule.max_memory_per_device,) if rule.scope == "tree" else ())
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns decisions that meet the limit. Raises `PlanError` when the tree cannot fit."""
+        """Returns decisions for `leaves` that meet the limit. Raises `PlanError` when the tree cannot fit."""
         # An unknown axis is an error even where the limit needs no split.
         for axis in self.axis_names or ():
             leaves.items[0].axis_size(axis)

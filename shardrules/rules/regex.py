@@ -70,7 +70,7 @@ def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) ->
 
 
 def _reads_index(rule: "RegexShardingRule") -> ReadsIndex:
-    patterns = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
+    patterns: list[ReadsIndex] = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
     return widest([*patterns, *[part.reads_index for part in rule.parts]])
 
 
@@ -122,7 +122,7 @@ class RegexShardingRule(LeavesShardingRule):
         return tuple(_fixed_decision(self, pattern, value) for pattern, value in self.rules)
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the value of each leaf's pattern; rules among the values decide the leaves that their pattern won."""
+        """Returns the value of the first pattern for each of `leaves`; rules among the values decide what they won."""
         matchers, fixed_decisions = self._matchers, self._fixed_decisions
         decisions: list[Decision] = []
         delegated: dict[int, list[int]] = {}

@@ -23,5 +23,5 @@ class ReplicateShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision `P()`."""
+        """Returns the decision `P()` for `leaf`."""
         return leaf.replicate()

@@ -68,7 +68,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
     reads_index = "no"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the first match of each leaf, with a finding for each pattern that wins no leaf."""
+        """Returns the first match of each of `leaves`, with a finding for each pattern that wins no leaf."""
         won: dict[int, None] = {}
         decisions: list[Decision] = []
         for leaf in leaves.items:

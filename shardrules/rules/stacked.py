@@ -40,7 +40,7 @@ class StackedShardingRule(LeavesShardingRule):
     tree_budgets = ()  # a limit of the inner rule is for one layer
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns the inner rule's decisions for one layer, with the stacked dimensions before them."""
+        """Returns the inner rule's decisions for one layer of `leaves`, with the stacked dimensions before them."""
         decisions: list[Decision] = []
         stacks: dict[int, tuple[Leaf, Entries]] = {}  # by kind index, with the entries of the leading dimensions
         for kind_index, leaf in enumerate(leaves.items):

@@ -53,7 +53,7 @@ class LogicalShardingRule(LeafShardingRule):
     reads_index = "no"
 
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns the decision for one leaf."""
+        """Returns the decision for `leaf`."""
         if leaf.axes is None:
             return leaf.skip("it has no logical axis names")
         if len(leaf.axes) != leaf.ndim:
