@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors of which nothing is there but the headers."""
+"""Safetensors checkpoints that consist of nothing but headers."""
 
 import json
 import math
@@ -20,31 +20,31 @@ rule = "shard_dim('model', 0)|fsdp('data')"
 
 
 def experts(layer: int, count: int) -> dict[str, tuple[str, list[int]]]:
-    """Returns the experts of a layer in FP8: dtypes and shapes by name."""
+    """The experts of a layer in FP8: dtypes and shapes by name."""
     return {
-        f"model.layers.{layer}.mlp.experts.{one}.{name}.weight": ("F8_E4M3", shape)
-        for one in range(count)
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": ("F8_E4M3", shape)
+        for expert in range(count)
         for name, shape in EXPERT.items()
     }
 
 
 def write_headers(folder: Path, tensors: dict[str, tuple[str, list[int]]], files: int) -> Path:
-    """Writes so many files and their index, which is returned; nothing of what the headers speak of."""
+    """Writes the headers of `tensors` to `files` files without any data, and their index, whose path is returned."""
     names = list(tensors)
-    per = -(-len(names) // files)
+    per_file = -(-len(names) // files)
     index: dict[str, str] = {}
-    for number in range(files):
-        file = f"model-{number:05}.safetensors"
+    for file_index in range(files):
+        file = f"model-{file_index:05}.safetensors"
         header: dict[str, Any] = {}
-        at = 0
-        for name in names[number * per : (number + 1) * per]:
+        offset = 0
+        for name in names[file_index * per_file : (file_index + 1) * per_file]:
             dtype, shape = tensors[name]
-            after = at + SIZES[dtype] * math.prod(shape)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, after]}
+            end = offset + SIZES[dtype] * math.prod(shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
             index[name] = file
-            at = after
+            offset = end
         text = json.dumps(header).encode()
         (folder / file).write_bytes(struct.pack("<Q", len(text)) + text)
-    listed = folder / "model.safetensors.index.json"
-    listed.write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return listed
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return index_file

@@ -1,20 +1,20 @@
-"""What does it cost to make a model where it is to be, in time and in memory, against one jit with out-shardings?
+"""How much time and memory does it take to initialize a sharded model, compared with one jit with out-shardings?
 
-**Method.** An Equinox transformer of twelve layers (width 768, about 104 million float32 parameters, 415 MB), made over
-8 virtual CPU devices and split by `FSDPShardingRule`. Every contestant has processes of its own, since what is asked is
-what a start of training pays: the time of the first call, to the end of the computation, and the memory that the
-process takes more at its highest than before the call. In every round each contestant has one process, in an order that
-turns, and its figures are divided by those of `jit` in the same round; shown are medians of these ratios. The values
-that each contestant made are compared bit by bit.
+**Method.** An Equinox transformer of twelve layers (width 768, about 104 million float32 parameters, 415 MB) is
+initialized on 8 virtual CPU devices and split by `FSDPShardingRule`. Every contestant runs in its own processes,
+because the start of a training pays for the first call: its time, to the end of the computation, and its memory, the
+peak of the process over its size before the call. In every round each contestant has one process, in rotating order,
+and its figures are divided by those of `jit` in the same round. Medians of these ratios are shown. The values of all
+contestants are compared bit by bit.
 
 - `jit`: `jax.jit(make, out_shardings=...)`, the shardings from `eval_shape` and the same rule;
 - `filter_init`: `sr.filter_init(make, rule, mesh)`;
-- `eager`: the model made eagerly on one device, then one `jax.device_put` of the whole. Each operation rounds on its
-  own there, so its values may differ in the last bit.
+- `eager`: the model initialized eagerly on one device, then one `jax.device_put` of all of it. There every operation
+  rounds separately, so values may differ in the last bit.
 
 **Last answer.** 2026-11-21, 2 cores of an AMD EPYC, Python 3.11.7, JAX 0.10.2, 3 rounds; a model of 417 MB. One `jit`
-takes 6.15 s and adds 925 MB; `filter_init` takes 0.36 times as long (2.20 s) and adds 0.58 times as much (534 MB), for
-the same values; making it on one device and placing it then takes 0.56 times as long and adds 1.18 times as much.
+takes 6.15 s and adds 925 MB; `filter_init` takes 0.36 times as long (2.20 s) and adds 0.58 times as much (534 MB), with
+the same values; `eager` takes 0.56 times as long and adds 1.18 times as much.
 
 Run it as `python benchmarks/init_memory.py` (about two minutes); see `--help` for less.
 """
@@ -36,13 +36,16 @@ import attrs
 
 DEVICES = 8
 TIME_LIMIT, MEMORY_LIMIT = 0.6, 0.7
+"""The largest ratios of `filter_init` to `jit`: above the last answer by what machines differ. At 1 it would be
+no better than `jit`."""
+
 CONTESTANTS = ("jit", "filter_init", "eager")
 
 
 @final
 @attrs.frozen
 class Size:
-    """How large the transformer is."""
+    """The size of the transformer."""
 
     layers: int
     width: int
@@ -55,7 +58,7 @@ TOY = Size(3, 48, 96, 16)
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had: on Linux of itself alone, where `getrusage` counts its parent in."""
+    """The peak memory of this process. On Linux `getrusage` would include the parent, so /proc is read."""
     status = Path("/proc/self/status")
     if status.exists():
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
@@ -65,7 +68,7 @@ def peak_bytes() -> int:
 
 
 def work(size: Size, contestant: str) -> dict[str, Any]:
-    """Makes the model in this process; returns seconds, bytes and a hash of the values."""
+    """Initializes the model in this process; returns seconds, bytes and a hash of the values."""
     import equinox as eqx
     import jax
     import numpy as np
@@ -90,7 +93,7 @@ def work(size: Size, contestant: str) -> dict[str, Any]:
             self.down = eqx.nn.Linear(4 * size.width, size.width, key=c)
 
     class Transformer(eqx.Module):
-        """Embeddings, blocks in a row, a head."""
+        """Embeddings, blocks, a head."""
 
         embed: eqx.nn.Embedding
         positions: jax.Array
@@ -102,14 +105,14 @@ def work(size: Size, contestant: str) -> dict[str, Any]:
             a, b, c, *rest = jax.random.split(key, size.layers + 3)
             self.embed = eqx.nn.Embedding(size.vocabulary, size.width, key=a)
             self.positions = 0.02 * jax.random.normal(b, (size.positions, size.width))
-            self.blocks = [Block(one) for one in rest]
+            self.blocks = [Block(block_key) for block_key in rest]
             self.norm = eqx.nn.LayerNorm(size.width)
             self.head = eqx.nn.Linear(size.width, size.vocabulary, use_bias=False, key=c)
 
     mesh = sr.create_mesh(f"data:{DEVICES}")
     rule = sr.FSDPShardingRule("data", min_size_mb=0)
     key = jax.block_until_ready(jax.random.key(0))
-    jax.block_until_ready(jax.device_put(np.zeros(DEVICES), NamedSharding(mesh, P("data"))))  # the backend is up
+    jax.block_until_ready(jax.device_put(np.zeros(DEVICES), NamedSharding(mesh, P("data"))))  # starts the backend
 
     def arrays(model: Any) -> Any:
         return eqx.filter(model, eqx.is_array)
@@ -118,24 +121,26 @@ def work(size: Size, contestant: str) -> dict[str, Any]:
     start = time.perf_counter()
     match contestant:
         case "filter_init":
-            made = arrays(sr.filter_init(Transformer, rule, mesh)(key))
+            params = arrays(sr.filter_init(Transformer, rule, mesh)(key))
         case "jit":
             shapes = arrays_of_shapes(eqx.filter_eval_shape(Transformer, key))
-            made = jax.jit(lambda key: arrays(Transformer(key)), out_shardings=rule.plan(shapes, mesh).shardings())(key)
+            params = jax.jit(lambda key: arrays(Transformer(key)), out_shardings=rule.plan(shapes, mesh).shardings())(
+                key
+            )
         case _:
             model = arrays(Transformer(key))
-            made = jax.device_put(model, rule.plan(model, mesh).shardings())
-    jax.block_until_ready(made)
+            params = jax.device_put(model, rule.plan(model, mesh).shardings())
+    jax.block_until_ready(params)
     seconds, added = time.perf_counter() - start, peak_bytes() - before
     digest = hashlib.sha256()
-    for array in jax.tree.leaves(made):
+    for array in jax.tree.leaves(params):
         digest.update(np.asarray(array).tobytes())
-    total = sum(array.nbytes for array in jax.tree.leaves(made))
+    total = sum(array.nbytes for array in jax.tree.leaves(params))
     return {"seconds": seconds, "bytes": added, "model_bytes": total, "digest": digest.hexdigest()}
 
 
 def arrays_of_shapes(model: Any) -> Any:
-    """A model of shapes without its functions."""
+    """The shapes of a model, without its functions."""
     import equinox as eqx
     import jax
 
@@ -143,7 +148,7 @@ def arrays_of_shapes(model: Any) -> Any:
 
 
 def in_process(size: Size, contestant: str) -> dict[str, Any]:
-    """Runs one contestant in a process of its own."""
+    """Runs one contestant in its own process."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--worker", json.dumps([*attrs.astuple(size), contestant])]
@@ -154,14 +159,14 @@ def in_process(size: Size, contestant: str) -> dict[str, Any]:
 
 
 def measure(size: Size, rounds: int) -> list[dict[str, Any]]:
-    """Returns one row for each contestant."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
+    """One row for each contestant."""
+    runs_by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
     for turn in range(rounds):
         for name in CONTESTANTS[turn % 3 :] + CONTESTANTS[: turn % 3]:
-            found[name].append(in_process(size, name))
+            runs_by_name[name].append(in_process(size, name))
     rows: list[dict[str, Any]] = []
-    for name, runs in found.items():
-        pairs = list(zip(runs, found["jit"], strict=True))
+    for name, runs in runs_by_name.items():
+        pairs = list(zip(runs, runs_by_name["jit"], strict=True))
         row = {
             "name": name,
             "rounds": rounds,
@@ -180,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5, help="processes per contestant")
-    parser.add_argument("--smoke", action="store_true", help="a toy model, one round: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="a toy model, one round")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--check", action="store_true", help="fail where filter_init misses its targets")
     options = parser.parse_args()
@@ -191,19 +196,19 @@ def main() -> None:
     if options.smoke and options.check:
         parser.error("toy sizes have no targets: use --check without --smoke")
     rows = measure(TOY if options.smoke else FULL, 1 if options.smoke else options.rounds)
-    mine = next(row for row in rows if row["name"] == "filter_init")
-    missed = [] if mine["same_values"] else ["filter_init made other values than jit"]
+    ours = next(row for row in rows if row["name"] == "filter_init")
+    missed = [] if ours["same_values"] else ["the values of filter_init differ from those of jit"]
     if not options.smoke:
         missed += [
-            f"filter_init takes {mine[what]:.2f} times what jit does, the target is {limit}"
-            for what, limit in (("time_ratio", TIME_LIMIT), ("memory_ratio", MEMORY_LIMIT))
-            if mine[what] > limit
+            f"filter_init takes {ours[ratio]:.2f} times as much as jit, the target is {limit}"
+            for ratio, limit in (("time_ratio", TIME_LIMIT), ("memory_ratio", MEMORY_LIMIT))
+            if ours[ratio] > limit
         ]
     if options.json:
         machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
         print(json.dumps({"date": time.strftime("%Y-%m-%d"), **machine, "rows": rows, "missed": missed}, indent=1))
     else:
-        print(f"a model of {mine['model_mb']:.0f} MB\n{'':12}{'seconds':>10}{'ratio':>8}{'added MB':>10}{'ratio':>8}")
+        print(f"a model of {ours['model_mb']:.0f} MB\n{'':12}{'seconds':>10}{'ratio':>8}{'added MB':>10}{'ratio':>8}")
         for row in rows:
             figures = f"{row['seconds']:>10.2f}{row['time_ratio']:>8.2f}{row['mb']:>10.0f}{row['memory_ratio']:>8.2f}"
             print(f"{row['name']:12}{figures}  {'same values' if row['same_values'] else 'other values'}")

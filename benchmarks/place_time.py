@@ -1,23 +1,22 @@
-"""How long does it take to place a tree of numpy arrays on 8 devices and to get it back, against a bare `device_put`?
+"""How long does it take to place a tree of NumPy arrays on 8 devices and to get it back, compared with `device_put`?
 
-**Method.** Two trees of float32 matrices: 150 leaves of 380 MB in all, and 1,500 leaves of 190 MB, with rows split over
-8 virtual CPU devices. Every contestant runs in processes of its own, since the first call is what a start of training
-pays: it is timed (`cold`), and divided by the floor's first call in the same round. Five more calls follow (`warm`), in
-turn with five of the floor in the same process, by whose median theirs is divided: whether an allocator gives pages
-back differs from process to process, and weighs more than all that is compared here. Each call is timed to the end of
-the transfer. In every round each contestant has one process, in an order that turns from round to round; the figures
-are medians over the rounds.
+**Method.** Two trees of float32 matrices: 150 leaves (380 MB), and 1,500 leaves (190 MB), with rows split over 8
+virtual CPU devices. Every contestant runs in its own processes, because the start of a training pays for the first
+call: it is timed (`cold`), and divided by the floor's first call in the same round. Five more calls follow (`warm`),
+alternating with five calls of the floor in the same process, and their medians are divided: whether an allocator
+returns pages differs between processes, and would outweigh every difference here. Each call is timed to the end of the
+transfer. In every round each contestant has one process, in rotating order; the figures are medians over the rounds.
 
-- `floor`: `jax.device_put(tree, shardings)` and `jax.device_get(tree)`, with shardings made beforehand;
-- `shardings`, `plan`, `rule`: `sr.filter_shard` with a tree of shardings, with a plan made beforehand, and with a rule
-  from which the plan is made in the call; back with `sr.filter_gather`;
+- `floor`: `jax.device_put(tree, shardings)` and `jax.device_get(tree)`, with shardings computed beforehand;
+- `shardings`, `plan`, `rule`: `sr.filter_shard` with a tree of shardings, with a plan computed beforehand, and with a
+  rule, which is planned during the call; back with `sr.filter_gather`;
 - `equinox`: `eqx.filter_shard` with the shardings;
-- `jits`: a function per leaf, `jit(identity, out_shardings=...)`, and `jit(identity)` to a replicated array and
-  `device_get` back: what shard and gather functions of several libraries do. It has one process in all, being slow.
+- `jits`: one function per leaf, `jit(identity, out_shardings=...)`, and back `jit(identity)` to a replicated array and
+  `device_get`, as the shard and gather functions of several libraries do. It is slow, so it has a single process.
 
-**Last answer.** 2026-11-21, 2 cores of an AMD EPYC, Python 3.11.7, JAX 0.10.2, 5 rounds. Placing is as fast as the bare
-call. Getting back is the bare call, `jax.device_get` of the whole tree, and its figures show how far such times
-scatter: the same function gives 0.65 to 1.39.
+**Last answer.** 2026-11-21, 2 cores of an AMD EPYC, Python 3.11.7, JAX 0.10.2, 5 rounds. Placing is as fast as
+`device_put`. Getting back *is* `jax.device_get` of the whole tree, so its figures show how far such times scatter: the
+same function gives 0.65 to 1.39.
 
 | over the floor | 150 leaves: cold | warm | 1,500 leaves: cold | warm |
 |---|---|---|---|---|
@@ -25,9 +24,9 @@ scatter: the same function gives 0.65 to 1.39.
 | by a plan | 0.97 | 1.11 | 0.98 | 0.95 |
 | by a rule | 0.97 | 0.97 | 0.97 | 0.97 |
 | by `eqx.filter_shard` | 0.97 | 0.71 | 3.42 | 5.11 |
-| by a jit for each leaf | 15.7 | 11.5 | 119 | 140 |
+| by one jit per leaf | 15.7 | 11.5 | 119 | 140 |
 | back, with `filter_gather`, from each of the three | 0.98 to 1.33 | 0.96 to 1.02 | 1.21 to 1.24 | 0.65 to 1.39 |
-| back, with a jit for each leaf | 15.2 | 3.0 | 68.5 | 31.4 |
+| back, with one jit per leaf | 15.2 | 3.0 | 68.5 | 31.4 |
 
 Run it as `python benchmarks/place_time.py` (about sixteen minutes); see `--help` for less.
 """
@@ -47,9 +46,11 @@ import attrs
 
 DEVICES = 8
 LIMIT = 1.1
-HELD = ("shardings", "plan", "rule")
+"""The largest ratio of `filter_shard` to the floor: times of the same function scatter by about a tenth."""
+
+CHECKED = ("shardings", "plan", "rule")
 SLOW = "jits"
-CONTESTANTS = ("floor", *HELD, "equinox", SLOW)
+CONTESTANTS = ("floor", *CHECKED, "equinox", SLOW)
 
 
 @final
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def total_mb(self) -> int:
-        """Its size."""
+        """The size of the tree."""
         return self.leaves * self.rows * self.columns * 4 // 10**6
 
 
@@ -94,8 +95,8 @@ def work(case: Case, contestant: str, repeats: int) -> dict[str, float]:
         return jax.tree.map(lambda x, s: jax.jit(lambda y: y, out_shardings=s)(x), tree, shardings)
 
     def jits_back(tree: Any) -> Any:
-        whole = NamedSharding(mesh, P())
-        return jax.tree.map(lambda x: jax.device_get(jax.jit(lambda y: y, out_shardings=whole)(x)), tree)
+        replicated = NamedSharding(mesh, P())
+        return jax.tree.map(lambda x: jax.device_get(jax.jit(lambda y: y, out_shardings=replicated)(x)), tree)
 
     place: Callable[[Any], Any]
     back: Callable[[Any], Any] = sr.filter_gather
@@ -112,20 +113,20 @@ def work(case: Case, contestant: str, repeats: int) -> dict[str, float]:
             place, back = (lambda tree: eqx.filter_shard(tree, shardings)), jax.device_get
         case _:
             place, back = jits, jits_back
-    jax.block_until_ready(jax.device_put(np.zeros(DEVICES), NamedSharding(mesh, P("data"))))  # the backend is up
+    jax.block_until_ready(jax.device_put(np.zeros(DEVICES), NamedSharding(mesh, P("data"))))  # starts the backend
     result: dict[str, float] = {}
     floors = (lambda tree: jax.device_put(tree, shardings)), jax.device_get
-    for kind, run, floor, given in (("place", place, floors[0], None), ("back", back, floors[1], shardings)):
-        # A host copy is kept by the array it is made of: each time there are new ones.
+    for kind, run, floor, on_devices in (("place", place, floors[0], None), ("back", back, floors[1], shardings)):
+        # An array keeps its host copy once it has one, so every call back gets new arrays.
         calls = 1 + 2 * repeats
-        source = [tree] if given is None else [jax.device_put(tree, given) for _ in range(calls)]
+        source = [tree] if on_devices is None else [jax.device_put(tree, on_devices) for _ in range(calls)]
         jax.block_until_ready(source)
         seconds: list[float] = []
         for turn in range(calls):
             start = time.perf_counter()
-            done = jax.block_until_ready((floor if turn % 2 else run)(source[turn % len(source)]))
+            result_tree = jax.block_until_ready((floor if turn % 2 else run)(source[turn % len(source)]))
             seconds.append(time.perf_counter() - start)
-            del done
+            del result_tree
         result[f"{kind} cold"] = seconds[0]
         result[f"{kind} warm"] = statistics.median(seconds[2::2])
         result[f"{kind} warm, floor"] = statistics.median(seconds[1::2])
@@ -133,7 +134,7 @@ def work(case: Case, contestant: str, repeats: int) -> dict[str, float]:
 
 
 def in_process(case: Case, contestant: str, repeats: int) -> dict[str, float]:
-    """Runs one contestant in a process of its own."""
+    """Runs one contestant in its own process."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--worker", json.dumps([*attrs.astuple(case), contestant, repeats])]
@@ -144,39 +145,39 @@ def in_process(case: Case, contestant: str, repeats: int) -> dict[str, float]:
 
 
 def measure(cases: tuple[Case, ...], rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Returns one row for each case, kind of call and contestant."""
+    """One row for each case, kind of call and contestant."""
     rows: list[dict[str, Any]] = []
     for case in cases:
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
         for turn in range(rounds):
             order = CONTESTANTS[turn % len(CONTESTANTS) :] + CONTESTANTS[: turn % len(CONTESTANTS)]
             for name in order:
                 if name != SLOW:
-                    found[name].append(in_process(case, name, repeats))
-                elif not found[name]:
-                    found[name] = [in_process(case, name, 1)] * rounds
+                    runs[name].append(in_process(case, name, repeats))
+                elif not runs[name]:
+                    runs[name] = [in_process(case, name, 1)] * rounds
         for kind in ("place cold", "place warm", "back cold", "back warm"):
             for name in CONTESTANTS:
-                bases = found["floor"] if "cold" in kind else [{kind: one[f"{kind}, floor"]} for one in found[name]]
-                ratios = [mine[kind] / base[kind] for mine, base in zip(found[name], bases, strict=True)]
-                seconds = statistics.median(one[kind] for one in found[name])
+                bases = runs["floor"] if "cold" in kind else [{kind: run[f"{kind}, floor"]} for run in runs[name]]
+                ratios = [run[kind] / base[kind] for run, base in zip(runs[name], bases, strict=True)]
+                seconds = statistics.median(run[kind] for run in runs[name])
                 ratio = statistics.median(ratios)
                 row = {"case": case.name, "mb": case.total_mb, "kind": kind, "name": name, "rounds": rounds}
-                met = ratio <= LIMIT if name in HELD else None
+                met = ratio <= LIMIT if name in CHECKED else None
                 rows.append({**row, "seconds": seconds, "ratio": ratio, "met": met})
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as a person reads them."""
+    """The rows as a table."""
     lines: list[str] = []
     for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
-        kinds = list(dict.fromkeys(row["kind"] for row in mine))
-        lines.append(f"\n{case}, {mine[0]['mb']} MB: ratio to the floor")
+        case_rows = [row for row in rows if row["case"] == case]
+        kinds = list(dict.fromkeys(row["kind"] for row in case_rows))
+        lines.append(f"\n{case}, {case_rows[0]['mb']} MB: ratio to the floor")
         lines.append(f"{'':12}" + "".join(f"{kind:>14}" for kind in kinds))
         for name in CONTESTANTS:
-            cells = [row for kind in kinds for row in mine if (row["kind"], row["name"]) == (kind, name)]
+            cells = [row for kind in kinds for row in case_rows if (row["kind"], row["name"]) == (kind, name)]
             shown = [f"{row['ratio']:.2f}x" if name != "floor" else f"{row['seconds'] * 1e3:.0f} ms" for row in cells]
             lines.append(f"{name:12}" + "".join(f"{cell:>14}" for cell in shown))
     return "\n".join(lines)
@@ -186,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=7, help="processes per contestant")
-    parser.add_argument("--smoke", action="store_true", help="toy sizes, one round: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="toy sizes, one round")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--check", action="store_true", help=f"fail where filter_shard takes over {LIMIT} times the floor"

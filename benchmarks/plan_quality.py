@@ -1,26 +1,26 @@
-"""Is what `autoplan` finds as good as what an expert writes by hand?
+"""Are the plans of `autoplan` as good as the plans that experts write by hand?
 
 **Method.** Train steps of seven models (`plan_models/`: GPT-2, a Llama, a mixture of experts, a vision transformer,
-an encoder-decoder, a convolution net, an LSTM) are compiled for 8 and for 64 H100s, of which none has to be there:
-under plans that experts write by hand, specs and activation constraints both, and under the plan that `autoplan` finds
-for the same function without any constraint. Figures are read from the programs that were compiled. `ms` is the
-measure: FLOPs of matmuls at 495 TFLOP/s, and after that bytes on the wire at 360 GB/s, as if NVLink joined all GPUs;
-`autoplan` is told the same of them. `roofline` is our own model of the step, on hosts of 8; `work` how many times the
-FLOPs are done that the function asks for. `autoplan` is divided by the best expert that fits. Each case runs twice:
-within the memory of the device, which the limits are for, and `tight`: with `TIGHT` times what the expert with the
-lowest peak takes. That peak is the compiler's, and what `autoplan` takes it to be before compiling is a model.
+an encoder-decoder, a convolution net, an LSTM) are compiled for 8 and for 64 H100s, which need not be present: under
+plans that experts write by hand, with specs and activation constraints, and under the plan that `autoplan` finds for
+the same function without any constraint. All figures come from the compiled programs. The measure is `ms`: the FLOPs of
+matmuls at 495 TFLOP/s, then the bytes on the wire at 360 GB/s, as if NVLink connected all GPUs; `autoplan` gets the
+same assumption. `roofline` is our own model of the step, on hosts of 8; `work` is the ratio of compiled FLOPs to the
+FLOPs that the function requests. The time of `autoplan` is divided by that of the best expert that fits. Each case runs
+twice: within the memory of the device, to which the limits apply, and `tight`: with `TIGHT` times the lowest peak of
+any expert. The compiler reports that peak, while `autoplan` has only a model of it before compiling.
 
 **Last answer.** 2026-11-21, 2 cores of an AMD EPYC, JAX 0.10.2, 8 H100s as data:8, data:4,model:2 and
 data:2,fsdp:2,model:2 and 64 as data:16,model:4. Within the device, 26 of 28 plans take at most as long as the best
 expert's (`share` 0.93), the worst 1.003 times (the encoder-decoder on data:4,model:2 and data:2,fsdp:2,model:2), the
-best 0.975 (GPT-2 on data:16,model:4). Predicted bytes on the wire are off by 0.0 % in the median and 0.8 % at the most;
-the predicted peak by up to twice what is compiled, for the convolution net. Planning took 0.3 to 62 s on a machine that
-was busy with other things. The tight case was run on data:4,model:2 alone: four of seven plans fit, at 0.931 to 1.011
-times the best expert's time; the other three (GPT-2, the convolution net, the LSTM) are refused, since their memory is
-taken to be more than the compiler needs.
+best 0.975 (GPT-2 on data:16,model:4). Predicted bytes on the wire are off by 0.0 % in the median and 0.8 % at most, the
+predicted peak by up to a factor of two, for the convolution net. Planning took 0.3 to 62 s on a busy machine. The tight
+case was run on data:4,model:2 only: four of seven plans fit, at 0.931 to 1.011 times the best expert's time. For the
+other three (GPT-2, the convolution net, the LSTM) `autoplan` raises, because its model predicts more memory than the
+compiler needs.
 
-Run it as `python benchmarks/plan_quality.py`; see `--help` for less. It needs the extras `cuda` and `bench`. Compiling
-takes long, what experts write most of it: `--cache DIR` keeps their figures.
+Run it as `python benchmarks/plan_quality.py`; see `--help` for less. It needs the extras `cuda` and `bench`.
+Most of the time goes into compiling the experts' plans: `--cache DIR` keeps their figures.
 """
 
 import argparse
@@ -40,118 +40,109 @@ import attrs
 
 MESHES = ("data:8", "data:4,model:2", "data:2,fsdp:2,model:2", "data:16,model:4")
 FLOPS_PER_SECOND, WIRE_BYTES_PER_SECOND = 495e12, 360e9
+"""Half of an H100's peak for bf16, and four fifths of its NVLink. Only their ratio decides which plan is best: doubling
+one of them favors plans with less of the other."""
+
 TOYS = ("llama", "lstm")
 """The models of a smoke run."""
 
 TIGHT = 1.5
-"""How much more than the thriftiest expert a plan may take in the tight case."""
+"""The memory of the tight case, over the lowest peak of any expert: at 1 only that expert fits, at 3 nearly all do."""
 
 SHARE_LIMIT, WORST_LIMIT = 0.80, 1.10
 MEDIAN_LIMIT, TAIL_LIMIT = 0.10, 0.30
-"""How large a share of cases is to be as good as the best expert, and how bad the worst may be; how far off the
-predicted bytes on the wire may be."""
+"""The least share of cases that are as good as the best expert, the worst ratio; and the largest median and 95th
+percentile of the error of the predicted bytes on the wire."""
 
 ROUNDING = 1e-3
-"""What counts as equal: programs differ by scalars that are summed up."""
+"""Ratios that differ by this much count as equal: programs differ in a few scalar reductions."""
 
 
 @final
 @attrs.frozen
 class Row:
-    """What was compiled, per device.
-
-    **Arguments:**
-
-    - `name`: the plan.
-    - `flops`, `wire_bytes`, `peak_bytes`: of one step.
-    - `ms`: the time by the yardstick.
-    - `roofline_ms`: the time by our own model, nothing overlapped.
-    - `work`: FLOPs that all devices do, over those that the function asks for.
-    - `compile_seconds`: what the compiler took.
-    """
+    """The figures of one compiled plan: of one step on one device."""
 
     name: str
     flops: int
     wire_bytes: int
     peak_bytes: int
     ms: float
+    """The time by the measure of this benchmark."""
+
     roofline_ms: float
+    """The time by our own model, without overlap."""
+
     work: float
+    """The FLOPs of all devices, over the FLOPs that the function requests."""
+
     compile_seconds: float
 
 
 @final
 @attrs.frozen
-class Found:
-    """What `autoplan` found for one case, and what it said of it.
-
-    **Arguments:**
-
-    - `model`, `mesh`, `case`: which one; `case` is `"device"` or `"tight"`.
-    - `limit_bytes`: what a plan may take.
-    - `row`: what was compiled; `None` where nothing was.
-    - `best`: the best expert within the limit, and its time.
-    - `wire_bytes`, `peak_bytes`: what was predicted.
-    - `seconds`: what planning took.
-    - `error`: what went wrong, if anything did.
-    """
+class Result:
+    """The plan that `autoplan` found for one case, and its predictions."""
 
     model: str
     mesh: str
-    case: str
+    case: str  # "device" or "tight"
     limit_bytes: int
     row: Row | None
+    """The figures of the compiled plan; `None` where planning or compiling failed."""
+
     best: str
+    """The best expert within the limit."""
+
     best_ms: float
     wire_bytes: int = 0
+    """Predicted, as is `peak_bytes`."""
+
     peak_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of planning
     error: str = ""
 
     @property
     def ratio(self) -> float:
-        """Its time over that of the best expert; infinite where it failed or does not fit."""
+        """Its time over the best expert's; infinite where it failed or does not fit."""
         if self.row is None or self.row.peak_bytes > self.limit_bytes:
             return math.inf
         return self.row.ms / self.best_ms
 
     @property
     def wire_error(self) -> float:
-        """How far off the predicted bytes on the wire are."""
-        return _off(self.wire_bytes, None if self.row is None else self.row.wire_bytes)
+        """The relative error of the predicted bytes on the wire."""
+        return _relative_error(self.wire_bytes, None if self.row is None else self.row.wire_bytes)
 
     @property
     def peak_error(self) -> float:
-        """How far off the predicted peak is."""
-        return _off(self.peak_bytes, None if self.row is None else self.row.peak_bytes)
+        """The relative error of the predicted peak."""
+        return _relative_error(self.peak_bytes, None if self.row is None else self.row.peak_bytes)
 
 
-def _off(said: float, true: float | None) -> float:
-    if true is None:
+def _relative_error(predicted: float, actual: float | None) -> float:
+    if actual is None:
         return math.inf
-    return abs(said / true - 1) if true else float(said != 0)
+    return abs(predicted / actual - 1) if actual else float(predicted != 0)
 
 
 @final
 @attrs.frozen(eq=False)
 class Question:
-    """A model on a mesh, to be compiled for a target.
-
-    **Arguments:**
-
-    - `model`: the model.
-    - `mesh`: the mesh as it is written; `there` is the same on devices of `target`.
-    - `step`, `args`: its train step, and shapes.
-    - `asked_flops`: what that asks for.
-    """
+    """A model on a mesh, to compile for a target."""
 
     model: Any
     mesh: str
-    there: Any
+    device_mesh: Any
+    """The mesh on the devices of `target`."""
+
     target: Any
     step: Callable[..., Any]
     args: tuple[Any, Any]
-    asked_flops: int
+    """Shapes for `step`."""
+
+    requested_flops: int
+    """The FLOPs of the function, without any recomputation."""
 
     @classmethod
     def of(cls, model: Any, mesh: str, smoke: bool) -> "Question":
@@ -166,30 +157,33 @@ class Question:
         target = sr.Target.parse(f"cpu:{shape.size}" if smoke else f"cuda:h100:{shape.size}")
         step, args = model.build(shape.size, smoke)
         arrays, rest = eqx.partition(args, is_shape)
-        traced = jax.jit(lambda *given: eqx.filter(step(*eqx.combine(given, rest)), eqx.is_array)).trace(*arrays)
-        asked = sum(one.flops for one in model_matmuls(without_dead_code(traced.jaxpr)))
-        return cls(model, mesh, target.mesh(shape), target, step, args, asked)
+        traced = jax.jit(lambda *leaves: eqx.filter(step(*eqx.combine(leaves, rest)), eqx.is_array)).trace(*arrays)
+        requested = sum(matmul.flops for matmul in model_matmuls(without_dead_code(traced.jaxpr)))
+        return cls(model, mesh, target.mesh(shape), target, step, args, requested)
 
     @property
     def experts(self) -> list[Any]:
-        """The experts for such a mesh."""
-        return [one for one in self.model.experts if one.fits(self.args, self.there)]
+        """The experts for this mesh."""
+        return [expert for expert in self.model.experts if expert.fits(self.args, self.device_mesh)]
 
-    def read(self, name: str, compiled: Any, seconds: float) -> Row:
-        """Reads what was compiled."""
+    def read_row(self, name: str, compiled: Any, seconds: float) -> Row:
+        """Reads the figures of a compiled plan."""
         from shardrules.analysis.audits.roofline import step_time
         from shardrules.analysis.compiling.compile import CompilerMemory
         from shardrules.analysis.program.collectives import find_collectives
         from shardrules.analysis.program.flops import find_matmuls, total_flops
         from shardrules.analysis.program.program import read_program
 
-        told = compiled.memory_analysis()
+        stats = compiled.memory_analysis()
         memory = CompilerMemory(
-            told.argument_size_in_bytes, told.output_size_in_bytes, told.alias_size_in_bytes, told.temp_size_in_bytes
+            stats.argument_size_in_bytes,
+            stats.output_size_in_bytes,
+            stats.alias_size_in_bytes,
+            stats.temp_size_in_bytes,
         )
         program = read_program(compiled.as_text())
-        collectives, matmuls = find_collectives(program, self.there, self.target), find_matmuls(program)
-        wire, flops = sum(one.total_wire_bytes for one in collectives), total_flops(matmuls)
+        collectives, matmuls = find_collectives(program, self.device_mesh, self.target), find_matmuls(program)
+        wire, flops = sum(collective.total_wire_bytes for collective in collectives), total_flops(matmuls)
         return Row(
             name,
             flops,
@@ -197,59 +191,59 @@ class Question:
             memory.peak_bytes,
             1e3 * (flops / FLOPS_PER_SECOND + wire / WIRE_BYTES_PER_SECOND),
             1e3 * step_time(program, collectives, matmuls, self.target.hardware).serial_seconds,
-            flops * self.there.size / self.asked_flops,
+            flops * self.device_mesh.size / self.requested_flops,
             seconds,
         )
 
     def by_hand(self, expert: Any) -> Row:
-        """Compiles the step as an expert writes it."""
+        """Compiles the step under the plan of an expert."""
         import equinox as eqx
         import jax
-        from plan_models import constrained
+        from plan_models import expert_constraints
 
         arrays, rest = eqx.partition(self.args, is_shape)
-        shardings = expert.shardings(self.args, self.there)
+        shardings = expert.shardings(self.args, self.device_mesh)
         placed = jax.tree.map(
-            lambda one, at: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at), arrays, shardings
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arrays, shardings
         )
 
-        def run(*given: Any) -> Any:
-            state, loss = self.step(*eqx.combine(given, rest))
+        def run(*leaves: Any) -> Any:
+            state, loss = self.step(*eqx.combine(leaves, rest))
             return eqx.filter(state, eqx.is_array), loss
 
         start = time.perf_counter()
-        with constrained(self.there, expert):
+        with expert_constraints(self.device_mesh, expert):
             lowered = jax.jit(run, donate_argnums=0, out_shardings=(shardings[0], None)).lower(*placed)
         compiled = lowered.compile()
-        return self.read(expert.name, compiled, time.perf_counter() - start)
+        return self.read_row(expert.name, compiled, time.perf_counter() - start)
 
-    def by_autoplan(self, case: str, limit_bytes: int | None, experts: Sequence[Row]) -> Found:
-        """Lets `autoplan` find a plan, and compiles the step under it."""
+    def by_autoplan(self, case: str, limit_bytes: int | None, experts: Sequence[Row]) -> Result:
+        """Plans the step with `autoplan`, and compiles it."""
         import jax
 
         import shardrules as sr
 
         allowed = self.target.hardware.memory_bytes if limit_bytes is None else limit_bytes
-        joined = attrs.evolve(self.target.hardware, devices_per_host=self.there.size)  # as the measure has it
-        best = min((one for one in experts if one.peak_bytes <= allowed), key=lambda one: one.ms)
-        found = Found(self.model.name, self.mesh, case, allowed, None, best.name, best.ms)
+        one_host = attrs.evolve(self.target.hardware, devices_per_host=self.device_mesh.size)  # as the measure assumes
+        best = min((row for row in experts if row.peak_bytes <= allowed), key=lambda row: row.ms)
+        result = Result(self.model.name, self.mesh, case, allowed, None, best.name, best.ms)
         try:
             start = time.perf_counter()
-            mesh = self.there.abstract_mesh
-            plan = sr.autoplan(self.step, *self.args, mesh=mesh, memory_limit=limit_bytes, hardware=joined)
+            mesh = self.device_mesh.abstract_mesh
+            plan = sr.autoplan(self.step, *self.args, mesh=mesh, memory_limit=limit_bytes, hardware=one_host)
             planned = time.perf_counter()
-            with jax.set_mesh(self.there):
+            with jax.set_mesh(self.device_mesh):
                 compiled = plan.jit(self.step, donate_argnums=0).lower(*self.args).compile()
-            row = self.read("autoplan", compiled, time.perf_counter() - planned)
-        except Exception as error:  # noqa: BLE001  one case that fails is a result, and says nothing of the others
-            return attrs.evolve(found, error=f"{type(error).__name__}: {error}")
+            row = self.read_row("autoplan", compiled, time.perf_counter() - planned)
+        except Exception as error:  # noqa: BLE001  a failure is a result, and the other cases go on
+            return attrs.evolve(result, error=f"{type(error).__name__}: {error}")
         return attrs.evolve(
-            found, row=row, wire_bytes=plan.wire_bytes, peak_bytes=plan.peak_bytes, seconds=planned - start
+            result, row=row, wire_bytes=plan.wire_bytes, peak_bytes=plan.peak_bytes, seconds=planned - start
         )
 
 
 def is_shape(leaf: Any) -> bool:
-    """Returns whether a leaf of the arguments is an array."""
+    """Whether a leaf of the arguments is an array."""
     import jax
 
     return isinstance(leaf, jax.ShapeDtypeStruct)
@@ -258,31 +252,26 @@ def is_shape(leaf: Any) -> bool:
 @final
 @attrs.frozen
 class Cache:
-    """Experts' figures that were compiled before, in a folder; by what they were made from.
+    """The figures of experts that were compiled before, keyed by the code that they depend on."""
 
-    **Arguments:**
-
-    - `folder`: the folder; `None` to keep nothing.
-    - `sources`: the code that figures depend on, by the name of its file: as it was when it was imported.
-    """
-
-    folder: Path | None
+    folder: Path | None  # `None` to keep nothing
     sources: dict[str, str]
+    """The code that figures depend on, by file name, as it was when it was imported."""
 
     @classmethod
     def of(cls, folder: Path | None) -> "Cache":
-        """Reads the code."""
+        """Reads the code of the models."""
         return cls(folder, {file.name: file.read_text() for file in Path(__file__).parent.glob("plan_models/*.py")})
 
     def row(self, question: Question, expert: Any, smoke: bool) -> Row:
-        """Returns the figures of an expert, compiled unless they are known."""
+        """The figures of an expert, which are compiled once."""
         import jax
 
         if self.folder is None:
             return question.by_hand(expert)
-        own = Path(inspect.getsourcefile(question.model.build) or "").name
-        sources = [self.sources[one] for one in (own, "experts.py", "parts.py")]
-        sources += READING
+        model_file = Path(inspect.getsourcefile(question.model.build) or "").name
+        sources = [self.sources[file] for file in (model_file, "experts.py", "parts.py")]
+        sources += FIGURE_SOURCES
         key = json.dumps([question.model.name, question.mesh, repr(expert), smoke, jax.__version__, *sources])
         file = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         if file.exists():
@@ -293,45 +282,45 @@ class Cache:
         return row
 
 
-READING = (inspect.getsource(Question.read), inspect.getsource(Question.by_hand))
-"""How figures are made, which they depend on as well."""
+FIGURE_SOURCES = (inspect.getsource(Question.read_row), inspect.getsource(Question.by_hand))
+"""The code that makes figures from models."""
 
 
 def tight_limit(experts: Sequence[Row]) -> int:
-    """Returns the bytes that are allowed in the tight case."""
-    return int(TIGHT * min(one.peak_bytes for one in experts))
+    """The memory limit of the tight case."""
+    return int(TIGHT * min(row.peak_bytes for row in experts))
 
 
 def finite(value: float) -> float | None:
-    """Returns a number as JSON has them."""
+    """A number for JSON, which has no infinity."""
     return value if math.isfinite(value) else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the value that a share of all values does not exceed."""
+    """The value that a share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.inf
 
 
-def summary(found: Sequence[Found]) -> dict[str, float]:
-    """Adds up what `autoplan` found. Where nothing was compiled, no prediction was wrong."""
-    ratios, tight = ([one.ratio for one in found if one.case == case] for case in ("device", "tight"))
-    compiled = [one for one in found if one.row is not None]
-    errors = {"wire": [one.wire_error for one in compiled], "peak": [one.peak_error for one in compiled]}
+def summary(results: Sequence[Result]) -> dict[str, float]:
+    """Summarizes all results. Errors of predictions leave out plans that were not compiled."""
+    ratios, tight = ([result.ratio for result in results if result.case == case] for case in ("device", "tight"))
+    compiled = [result for result in results if result.row is not None]
+    errors = {"wire": [result.wire_error for result in compiled], "peak": [result.peak_error for result in compiled]}
     return {
-        "cases": len(found),
-        "share": sum(one <= 1 + ROUNDING for one in ratios) / len(ratios),
+        "cases": len(results),
+        "share": sum(ratio <= 1 + ROUNDING for ratio in ratios) / len(ratios),
         "worst": max(ratios),
         "tight_fits": sum(map(math.isfinite, tight)) / len(tight),
-        "tight_share": sum(one <= 1 + ROUNDING for one in tight) / len(tight),
+        "tight_share": sum(ratio <= 1 + ROUNDING for ratio in tight) / len(tight),
         **{f"{name}_error_median": percentile(values, 0.5) for name, values in errors.items()},
         **{f"{name}_error_95th": percentile(values, 0.95) for name, values in errors.items()},
-        "longest_planning_seconds": max(one.seconds for one in found),
+        "longest_planning_seconds": max(result.seconds for result in results),
     }
 
 
 def missed(totals: dict[str, float]) -> list[str]:
-    """Returns what is over its limit."""
+    """The limits that were missed."""
     limits = {"worst": WORST_LIMIT, "wire_error_median": MEDIAN_LIMIT, "wire_error_95th": TAIL_LIMIT}
     over = [f"{name} {totals[name]:.3f}, at most {limit}" for name, limit in limits.items() if totals[name] > limit]
     low = [f"share {totals['share']:.2f}, at least {SHARE_LIMIT}"] if totals["share"] < SHARE_LIMIT else []
@@ -339,40 +328,40 @@ def missed(totals: dict[str, float]) -> list[str]:
 
 
 def line(row: Row, note: str = "") -> str:
-    """Returns a line of the table."""
+    """A line of the table."""
     return (
         f"  {row.name:62}{row.ms:9.3f}{row.roofline_ms:10.3f}{row.flops / 1e12:9.3f}{row.work:7.3f}"
         f"{row.wire_bytes / 1e6:10.1f}{row.peak_bytes / 1e9:8.2f}{row.compile_seconds:8.1f}  {note}"
     ).rstrip()
 
 
-def told(found: Found) -> list[str]:
-    """Returns the lines of the table for what `autoplan` found."""
-    limit = f"{found.limit_bytes / 1e9:.2f} GB"
-    if found.row is None:
-        return [f"  autoplan, {found.case}, {limit}: {found.error}"]
-    row = attrs.evolve(found.row, name=f"autoplan, {found.case}, {limit}")
-    note = f"{found.ratio:.3f} of {found.best}" if math.isfinite(found.ratio) else "does not fit"
-    said = (
-        f"planned in {found.seconds:.1f} s; predicted {found.wire_bytes / 1e6:.1f} MB on the wire (off by "
-        f"{found.wire_error:.1%}), peak {found.peak_bytes / 1e9:.2f} GB (off by {found.peak_error:.1%})"
+def result_lines(result: Result) -> list[str]:
+    """The lines of the table for a plan of `autoplan`."""
+    limit = f"{result.limit_bytes / 1e9:.2f} GB"
+    if result.row is None:
+        return [f"  autoplan, {result.case}, {limit}: {result.error}"]
+    row = attrs.evolve(result.row, name=f"autoplan, {result.case}, {limit}")
+    note = f"{result.ratio:.3f} of {result.best}" if math.isfinite(result.ratio) else "does not fit"
+    predictions = (
+        f"planned in {result.seconds:.1f} s; predicted {result.wire_bytes / 1e6:.1f} MB on the wire (off by "
+        f"{result.wire_error:.1%}), peak {result.peak_bytes / 1e9:.2f} GB (off by {result.peak_error:.1%})"
     )
-    return [line(row, note), f"    {said}"]
+    return [line(row, note), f"    {predictions}"]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description="How good the plans are that autoplan finds.")
-    parser.add_argument("--smoke", action="store_true", help="toys, on 8 CPU devices")
+    parser = argparse.ArgumentParser(description="How good the plans of autoplan are.")
+    parser.add_argument("--smoke", action="store_true", help="toy models on 8 CPU devices")
     parser.add_argument("--json", action="store_true", help="print JSON; the table goes to the standard error")
-    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--models", nargs="*", help="only these models")
     parser.add_argument("--meshes", nargs="*", help=f"other meshes than {' '.join(MESHES)}")
     parser.add_argument("--experts-only", action="store_true", help="leave autoplan out")
     parser.add_argument("--check", action="store_true", help="fail where a limit is missed")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the experts' figures there")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the experts' figures in this folder")
     options = parser.parse_args(arguments)
     if options.check and (options.smoke or options.experts_only):
-        parser.error("limits are for what autoplan finds for the real models: use --check on its own")
+        parser.error("the limits are for autoplan on the real models: use --check on its own")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
@@ -380,41 +369,43 @@ def main(arguments: list[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", 8)
     from plan_models import MODELS
 
-    unknown = [one for one in options.models or () if one not in MODELS]
+    unknown = [name for name in options.models or () if name not in MODELS]
     if unknown:
-        parser.error(f"there is no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+        parser.error(f"unknown model {', '.join(unknown)}; the models are {', '.join(MODELS)}")
     meshes = options.meshes or (MESHES[1:2] if options.smoke else MESHES)
-    cache, everything, found = Cache.of(options.cache), [], []
+    cache, cases, results = Cache.of(options.cache), [], []
     out = sys.stderr if options.json else sys.stdout
     for name in options.models or (TOYS if options.smoke else MODELS):
         for mesh in meshes:
             question = Question.of(MODELS[name], mesh, options.smoke)
-            head = f"\n{name} on {mesh}: {question.asked_flops / 1e12:.4g} TFLOP asked for"
+            head = f"\n{name} on {mesh}: {question.requested_flops / 1e12:.4g} TFLOP requested"
             columns = ("ms", "roofline", "TFLOP", "work", "MB wire", "GB", "compiled")
             print(f"{head}\n{'':64}{columns[0]:>9}", end="", file=out)
             print(
-                "".join(f"{one:>{size}}" for one, size in zip(columns[1:], (10, 9, 7, 10, 8, 10), strict=True)),
+                "".join(f"{column:>{size}}" for column, size in zip(columns[1:], (10, 9, 7, 10, 8, 10), strict=True)),
                 file=out,
             )
             rows, experts = [], question.experts
-            for expert in experts[:: len(experts) - 1] if options.smoke else experts:  # of toys the first and the last
+            for expert in experts[:: len(experts) - 1] if options.smoke else experts:  # for toys the first and the last
                 rows.append(cache.row(question, expert, options.smoke))
                 print(line(rows[-1]), file=out, flush=True)
-            everything.append({"model": name, "mesh": mesh, "experts": [attrs.asdict(one) for one in rows]})
-            cases = {} if options.experts_only else {"device": None, "tight": tight_limit(rows)}
-            for case, limit in cases.items():
-                found.append(question.by_autoplan(case, limit, rows))
-                print(*told(found[-1]), sep="\n", file=out, flush=True)
+            cases.append({"model": name, "mesh": mesh, "experts": [attrs.asdict(row) for row in rows]})
+            limits = {} if options.experts_only else {"device": None, "tight": tight_limit(rows)}
+            for case, limit in limits.items():
+                results.append(question.by_autoplan(case, limit, rows))
+                print(*result_lines(results[-1]), sep="\n", file=out, flush=True)
             jax.clear_caches()
-    totals = summary(found) if found else {}
-    over = missed(totals) if found and not options.smoke else []
+    totals = summary(results) if results else {}
+    over = missed(totals) if results and not options.smoke else []
     print("", *(f"{name}: {value:.3f}" for name, value in totals.items()), sep="\n", file=out)
-    print(*(f"missed: {one}" for one in over), sep="\n", file=out)
+    print(*(f"missed: {limit}" for limit in over), sep="\n", file=out)
     if options.json:
-        where = {"python": platform.python_version(), "jax": jax.__version__}
-        listed = [{**attrs.asdict(one), "ratio": finite(one.ratio)} for one in found]
-        counted = {name: finite(value) for name, value in totals.items()}
-        print(json.dumps({**where, "cases": everything, "found": listed, "summary": counted, "missed": over}, indent=1))
+        versions = {"python": platform.python_version(), "jax": jax.__version__}
+        planned = [{**attrs.asdict(result), "ratio": finite(result.ratio)} for result in results]
+        figures = {name: finite(value) for name, value in totals.items()}
+        print(
+            json.dumps({**versions, "cases": cases, "planned": planned, "summary": figures, "missed": over}, indent=1)
+        )
     return 1 if options.check and over else 0
 
 

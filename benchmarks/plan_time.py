@@ -1,19 +1,19 @@
-"""How long does planning take, against walking the tree once and against the matchers people use today?
+"""How long does planning take, compared with walking the tree once and with other matchers?
 
 **Method.** Four trees of shapes (benchmarks/trees.py), each with twelve regex rules. In every round each contestant
-runs once, in an order that turns from round to round, and its time is divided by another's of the same round; the
-figures are medians of these ratios. The contestants:
+runs once, in rotating order, and its time is divided by that of another contestant in the same round; the figures are
+medians of these ratios. The contestants:
 
-- `floor`: `tree_flatten_with_path` of the tree and `tree_unflatten` of a list of specs made beforehand;
-- `apply`: `RegexShardingRule(rules).apply(tree)`, the rule made beforehand;
-- `apply, new rule`: the same, with a rule made in every call, so that no call can profit from the one before;
-- `plan`: the same rule's `plan(tree, mesh)`, with its specs, its findings and the reason of every leaf read;
+- `floor`: `tree_flatten_with_path` of the tree and `tree_unflatten` of a prepared list of specs;
+- `apply`: `RegexShardingRule(rules).apply(tree)`, with a prepared rule;
+- `apply, new rule`: the same, with a new rule in every call, so that no call profits from the previous one;
+- `plan`: `plan(tree, mesh)` of the same rule, and reading its specs, its findings and the reason of every leaf;
 - `eformer`, `scalax`: `match_partition_rules` and `TreePathShardingRule.apply`, with the same rules on the same tree.
 
-Before anything is timed, the specs of all contestants are compared leaf by leaf: the race is off when two differ. A
-second part gives a rule that reads the mesh (five regexes, then `AutoShardingRule`) meshes of 8, 512 and 65,536
-devices. The garbage collector is left as Python has it, unless `--no-gc` is given; it is run before each sample, and
-each result is freed, outside the time, before the next call. Calls under a few milliseconds are timed in batches.
+Before anything is timed, the specs of all contestants are compared leaf by leaf, and the benchmark stops if they
+differ. A second part runs a rule that reads the mesh (five regexes, then `AutoShardingRule`) on meshes of 8, 512 and
+65,536 devices. The garbage collector is left on, except with `--no-gc`; it runs before each sample, and each result is
+freed, outside the timing, before the next call. Calls under a few milliseconds are timed in batches.
 
 **Last answer.** 2026-11-21, 2 cores of an AMD EPYC, Python 3.11.7, JAX 0.10.2. All targets met.
 
@@ -64,7 +64,7 @@ DEVICE_TREES = ("llama_405b", "deepseek_v3")
 @final
 @attrs.frozen
 class Effort:
-    """How long to measure: seconds per part, and the rounds that are run at least and at most."""
+    """How long to measure: seconds per part, and the least and the most rounds."""
 
     seconds: Mapping[str, float]
     least: int
@@ -123,7 +123,7 @@ def interleave(runs: Mapping[str, Run], calls: int, seconds: float, effort: Effo
 
 
 def calls_per_sample(run: Run) -> int:
-    """The number of calls that together take about five milliseconds, 50 at most."""
+    """How many calls take about five milliseconds together, at most 50."""
     sample(run, 1)
     return max(1, min(50, math.ceil(0.005 / sample(run, 1))))
 
@@ -131,7 +131,7 @@ def calls_per_sample(run: Run) -> int:
 def row(
     tree: Tree, rounds: Sequence[Mapping[str, float]], calls: int, name: str, base: str, limit: float | None, most: bool
 ) -> Row:
-    """Sums up the rounds of contestant `name` as ratios to `base`; `limit` is the most (else the least) it may be."""
+    """Summarizes the rounds of a contestant as ratios to `base`; `limit` is their most, or else their least."""
     ratios = [times[name] / times[base] for times in rounds]
     low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
     met = None if limit is None else (ratio <= limit if most else ratio >= limit)
@@ -141,12 +141,12 @@ def row(
 
 
 def find_peers() -> dict[str, Matcher]:
-    """The matchers to race against. Ends the program, with the command to run, when they are not installed."""
+    """The matchers to compare with. Exits with the command that installs them when they are missing."""
     try:
         from eformer.escale import match_partition_rules
         from scalax.sharding import TreePathShardingRule
     except ImportError as error:
-        sys.exit(f"{error}. Install the peers with: pip install eformer scalax (or leave them out: --no-peers)")
+        sys.exit(f"{error}. Install the peers with: pip install eformer scalax (or skip them: --no-peers)")
     return {
         "eformer": lambda rules, tree: match_partition_rules(list(rules), tree, min_size=0),
         "scalax": lambda rules, tree: TreePathShardingRule(*rules).apply(tree),
@@ -154,21 +154,21 @@ def find_peers() -> dict[str, Matcher]:
 
 
 def read_plan(rule: sr.ShardingRule, tree: Any, mesh: jax.sharding.AbstractMesh) -> Any:
-    """Plans, and reads what the plan says: the tree of specs, the findings, and the reason of every leaf."""
+    """Plans, and reads the specs, the findings and the reason of every leaf."""
     plan = rule.plan(tree, mesh)
     reasons = [decision.reason for decision in plan.decisions]  # equal leaves share one
     return plan, plan.specs, plan.findings, [reasons[kind] for kind in plan.survey.kind_of]
 
 
 def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:
-    """Ends the program when a contestant gives any leaf another spec than the first one does."""
+    """Exits when the specs of any contestant differ from those of the first."""
     first, *others = runs
     expected, _ = tree_flatten_with_path(runs[first]())
     if len(expected) != len(tree_leaves(tree)):
         sys.exit(f"{first} gives {len(expected)} specs for {len(tree_leaves(tree))} leaves")
     for other in others:
-        found, _ = tree_flatten_with_path(runs[other]())
-        for (path, spec), (other_path, other_spec) in zip(expected, found, strict=True):
+        specs, _ = tree_flatten_with_path(runs[other]())
+        for (path, spec), (other_path, other_spec) in zip(expected, specs, strict=True):
             if path != other_path or not sr.specs.same(spec, other_spec):
                 sys.exit(f"{first} gives {spec} to {keystr(path)}, {other} {other_spec} to {keystr(other_path)}")
 
@@ -218,15 +218,15 @@ def race_devices(case: Tree, effort: Effort, check: bool) -> list[Row]:
     tree = case.build()
     rows: list[Row] = []
 
-    def make(what: str, mesh: jax.sharding.AbstractMesh) -> Run:
-        # Auto decides what the five rules leave. Its threshold, by default the device count, is set to 1 so that the
-        # work is the same on every mesh.
+    def make(method: str, mesh: jax.sharding.AbstractMesh) -> Run:
+        # Auto decides the leaves that the five rules do not match. Its threshold, by default the device count, is 1
+        # here, so that the work is the same on every mesh.
         auto = sr.AutoShardingRule(mesh=mesh, min_shard_size=1)
         rule = sr.CompositeShardingRule(sr.RegexShardingRule(case.rules[:5]), auto)
-        return (lambda: rule.apply(tree)) if what == "apply" else (lambda: read_plan(rule, tree, mesh))
+        return (lambda: rule.apply(tree)) if method == "apply" else (lambda: read_plan(rule, tree, mesh))
 
-    for what in ("apply", "plan"):
-        runs = {f"{what}, {devices:,} devices": make(what, sr.mesh_shape(text)) for devices, text in MESHES.items()}
+    for method in ("apply", "plan"):
+        runs = {f"{method}, {devices:,} devices": make(method, sr.mesh_shape(text)) for devices, text in MESHES.items()}
         base, *others = runs
         calls = calls_per_sample(runs[base])
         rounds = interleave(runs, calls, effort.seconds.get("devices", 0), effort)
@@ -248,13 +248,13 @@ def processor() -> str:
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text, a blank line between trees."""
     lines = [f"{'tree':<15}{'leaves':>8}  {'contestant':<24}{'median':>11}  {'ratio':>8}  {'middle half':<15}to"]
-    for at, this in enumerate(rows):
-        if at == 0 or rows[at - 1].tree != this.tree:
-            lines += ["", f"{this.tree:<15}{this.leaves:>8,}"]
-        half = f"{this.ratio_low:.3f}-{this.ratio_high:.3f}"
-        verdict = "" if this.target is None else f"{this.target:<8}{'met' if this.met else 'MISSED'}"
-        base = this.base.removeprefix("apply, ").removeprefix("plan, ")
-        text = f"  {this.name:<24}{this.median_ms:>8.3f} ms  {this.ratio:>7.3f}x  {half:<15}{base:<12}{verdict}"
+    for index, row in enumerate(rows):
+        if index == 0 or rows[index - 1].tree != row.tree:
+            lines += ["", f"{row.tree:<15}{row.leaves:>8,}"]
+        half = f"{row.ratio_low:.3f}-{row.ratio_high:.3f}"
+        verdict = "" if row.target is None else f"{row.target:<8}{'met' if row.met else 'MISSED'}"
+        base = row.base.removeprefix("apply, ").removeprefix("plan, ")
+        text = f"  {row.name:<24}{row.median_ms:>8.3f} ms  {row.ratio:>7.3f}x  {half:<15}{base:<12}{verdict}"
         lines.append((" " * 23 + text).rstrip())
     return "\n".join(lines)
 
@@ -264,30 +264,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time to plan a tree, against a floor and two other matchers.")
     names = [tree.name for tree in TREES]
     parser.add_argument("--only", choices=[*names, "devices"], action="append", help="only this part (may be repeated)")
-    parser.add_argument("--no-peers", action="store_true", help="leave eformer and scalax out")
+    parser.add_argument("--no-peers", action="store_true", help="skip eformer and scalax")
     parser.add_argument("--no-gc", action="store_true", help="run the garbage collector between samples only")
-    parser.add_argument("--smoke", action="store_true", help="toy trees and two rounds: shows that all of it runs")
+    parser.add_argument("--smoke", action="store_true", help="toy trees and two rounds")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    chosen = parser.parse_args(arguments)
-    if chosen.smoke and chosen.check:
-        parser.error("the targets are for the real sizes: use --check without --smoke")
+    options = parser.parse_args(arguments)
+    if options.smoke and options.check:
+        parser.error("toy sizes have no targets: use --check without --smoke")
 
-    jax.config.update("jax_platforms", "cpu")  # one peer may ask for devices, and no accelerator is wanted here
-    if chosen.no_gc:
+    jax.config.update("jax_platforms", "cpu")  # a peer may use devices, and this measures no accelerator
+    if options.no_gc:
         gc.disable()
-    effort = TOY if chosen.smoke else FULL
-    peers = {} if chosen.no_peers else find_peers()
-    parts = chosen.only or [*names, "devices"]
+    effort = TOY if options.smoke else FULL
+    peers = {} if options.no_peers else find_peers()
+    parts = options.only or [*names, "devices"]
     rows: list[Row] = []
     device_rows: list[Row] = []
-    for tree in TOY_TREES if chosen.smoke else TREES:
+    for tree in TOY_TREES if options.smoke else TREES:
         if tree.name in parts:
             print(f"{tree.name}: {tree.leaves:,} leaves ...", file=sys.stderr)
-            rows += race(tree, peers, effort, not chosen.smoke)
+            rows += race(tree, peers, effort, not options.smoke)
         if "devices" in parts and tree.name in DEVICE_TREES:
             print(f"{tree.name}: {', '.join(f'{count:,}' for count in MESHES)} devices ...", file=sys.stderr)
-            device_rows += race_devices(tree, effort, not chosen.smoke)
+            device_rows += race_devices(tree, effort, not options.smoke)
 
     rows += device_rows
     missed = [row for row in rows if row.met is False]
@@ -296,15 +296,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "processor": processor(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "garbage_collector": "off" if chosen.no_gc else "on",
+        "garbage_collector": "off" if options.no_gc else "on",
     }
-    if chosen.json:
+    if options.json:
         print(json.dumps({**setting, "rows": [attrs.asdict(row) for row in rows], "missed": len(missed)}, indent=2))
     else:
         print(table(rows))
         where = f"{setting['date']}, {setting['processor']}, Python {setting['python']}, JAX {setting['jax']}"
         print(f"\n{where}, garbage collector {setting['garbage_collector']}; {len(missed)} targets missed")
-    return 1 if chosen.check and missed else 0
+    return 1 if options.check and missed else 0
 
 
 if __name__ == "__main__":

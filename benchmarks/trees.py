@@ -1,9 +1,9 @@
 """The trees that the benchmarks plan: published models as shapes, and the twelve rules that go with each.
 
-A tree is nested dicts and lists of `jax.ShapeDtypeStruct`, named as the published checkpoints name their weights. No
-array is made and no device is touched. Every leaf is an object of its own, as `jax.eval_shape` would give it.
+A tree is nested dicts and lists of `jax.ShapeDtypeStruct`, with the names of weights in the published checkpoints. No
+array is created and no device is touched. Every leaf is a separate object, as in the result of `jax.eval_shape`.
 
-`TREES` lists the four sizes; each knows how many leaves it must have, and `Tree.build` refuses any other number.
+`TREES` lists the four sizes; `Tree.build` raises if a tree does not have its published number of leaves.
 """
 
 from collections.abc import Callable
@@ -109,12 +109,7 @@ def deepseek_v3(layers: int = 61, dense: int = 3, experts: int = 256, last: int 
     The other 58 have a router (weight and correction bias), 256 experts of 3 leaves and a shared expert of 3:
     9 + 2 + 768 + 3 = 782 each. With embedding, norm and head: 3 * 12 + 58 * 782 + 3 = 45,395.
 
-    **Arguments:**
-
-    - `layers`, `dense`, `experts`: layers in all, those of them with a dense MLP, and routed experts in each other one.
-    - `last`: routed experts in the last layer, when other than `experts`.
-
-    **Returns:** the tree, a dict.
+    The first `dense` of all `layers` have a dense MLP, the others `experts` routed experts, the last one `last`.
     """
     width, vocab, heads, hidden, expert_hidden = 7168, 129280, 128, 18432, 2048
 
@@ -198,32 +193,19 @@ DEEPSEEK_RULES: Rules = (
 @final
 @attrs.frozen
 class Tree:
-    """A tree to plan: its name, how to build it, the rules written for it and the number of leaves it must have.
-
-    **Arguments:**
-
-    - `name`: as the command line and the tables call it.
-    - `make`: builds the tree.
-    - `rules`: twelve (pattern, spec) pairs, most particular first; the last matches everything.
-    - `leaves`: the number of leaves.
-    """
+    """A tree to plan, and the rules for it."""
 
     name: str
     make: Callable[[], dict[str, Any]]
-    rules: Rules
-    leaves: int
+    rules: Rules  # twelve pairs of pattern and spec, the most specific first; the last matches everything
+    leaves: int  # the number that the tree must have
 
     def build(self) -> dict[str, Any]:
-        """Builds the tree and counts its leaves.
-
-        **Returns:** a new tree of `jax.ShapeDtypeStruct`.
-
-        **Raises:** `ValueError` when it has not the number of leaves that `leaves` states.
-        """
+        """Builds the tree; raises `ValueError` if it does not have `leaves` leaves."""
         tree = self.make()
-        found = len(jax.tree_util.tree_leaves(tree))
-        if found != self.leaves:
-            raise ValueError(f"{self.name} has {found:,} leaves, not {self.leaves:,}")
+        count = len(jax.tree_util.tree_leaves(tree))
+        if count != self.leaves:
+            raise ValueError(f"{self.name} has {count:,} leaves, not {self.leaves:,}")
         return tree
 
 

@@ -1,7 +1,7 @@
-"""The models of the planning benchmark: whole train steps as shapes, and what experts would do with each.
+"""The models of the planning benchmark: whole train steps as shapes, and the plans of experts for each.
 
 `MODELS[name].build(devices, smoke)` gives `(step, (state, batch))`; `step(state, batch)` returns `(state, loss)`. The
-model carries no constraint but inside `constrained(mesh, expert)`.
+model has constraints only inside `expert_constraints(mesh, expert)`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from plan_models.experts import Expert, Splits, constrained, megatron, plain, vocabularies
+from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, vocabularies
 from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
 from plan_models.recurrent import lstm, lstm_experts
@@ -27,31 +27,27 @@ from plan_models.text import (
 )
 from plan_models.vision import VIT_SPLITS, conv_experts, conv_net, vit
 
-__all__ = ["MODELS", "Expert", "Model", "constrained"]
+__all__ = ["MODELS", "Expert", "Model", "expert_constraints"]
 
 
 @final
 @attrs.frozen
 class Model:
-    """A train step and its experts.
-
-    **Arguments:**
-
-    - `name`: what it is called.
-    - `build`: from a number of devices, and whether a toy is wanted, to `(step, (state, batch))` of shapes.
-    - `experts`: the plans that are written by hand, for all meshes; `Expert.suits` tells which are for one.
-    """
+    """A train step and its experts."""
 
     name: str
     build: Callable[[int, bool], tuple[Callable[[Any, Any], Any], tuple[Any, Any]]]
+    """From a number of devices, and whether to build a toy, to `(step, (state, batch))` of shapes."""
+
     experts: tuple[Expert, ...]
+    """The plans written by hand, for all meshes; `Expert.suits` selects those for one mesh."""
 
     def arrays(self, seed: int, devices: int = 8) -> tuple[Any, Any]:
-        """Returns small random arrays that the step of the toy takes; moments are zero."""
+        """Small random arguments for the step of the toy; moments are zero."""
         _, args = self.build(devices, True)
         random = np.random.default_rng(seed)
 
-        def made(path: Any, leaf: Any) -> Any:
+        def random_leaf(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             text = jtu.keystr(path, simple=True, separator="/")
@@ -63,18 +59,18 @@ class Model:
                 values = random.normal(size=leaf.shape) / 4
             return jnp.asarray(np.asarray(values, leaf.dtype))
 
-        return jtu.tree_map_with_path(made, args)
+        return jtu.tree_map_with_path(random_leaf, args)
 
 
 POSITIONS = "positions$"
-"""Small, and added to what is split otherwise."""
+"""Small, and added to activations that are split differently."""
 
 LAYERS = "layers/"
-"""What is stacked for a scan."""
+"""Parameters that are stacked for a scan."""
 
 
 def transformer(splits: Splits, *, tied: bool = False, **shared: Any) -> tuple[Expert, ...]:
-    """Returns the plans for a transformer that reads or writes text."""
+    """The plans for a transformer that reads or writes text."""
     return (
         *plain(splits, **shared),
         *vocabularies(splits, tied=tied, **shared),
@@ -83,13 +79,17 @@ def transformer(splits: Splits, *, tied: bool = False, **shared: Any) -> tuple[E
 
 
 MODELS: dict[str, Model] = {
-    one.name: one
-    for one in (
-        Model("gpt2", gpt2, transformer(GPT_SPLITS, tied=True, kept=POSITIONS)),
+    model.name: model
+    for model in (
+        Model("gpt2", gpt2, transformer(GPT_SPLITS, tied=True, unsplit=POSITIONS)),
         Model("llama", llama, transformer(LLAMA_SPLITS, stacked=LAYERS)),
         Model("mixture", mixture, mixture_experts()),
-        Model("vit", vit, (*plain(VIT_SPLITS, kept=POSITIONS), *megatron(VIT_SPLITS, sequence=False, kept=POSITIONS))),
-        Model("encoder_decoder", encoder_decoder, transformer(ENCODER_DECODER_SPLITS, kept=POSITIONS)),
+        Model(
+            "vit",
+            vit,
+            (*plain(VIT_SPLITS, unsplit=POSITIONS), *megatron(VIT_SPLITS, sequence=False, unsplit=POSITIONS)),
+        ),
+        Model("encoder_decoder", encoder_decoder, transformer(ENCODER_DECODER_SPLITS, unsplit=POSITIONS)),
         Model("conv_net", conv_net, conv_experts()),
         Model("lstm", lstm, lstm_experts()),
     )

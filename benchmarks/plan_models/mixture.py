@@ -5,18 +5,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from plan_models.experts import Axes, Expert, Splits, held, plain, vocabularies
+from plan_models.experts import Axes, Expert, Splits, constrain, plain, vocabularies
 from plan_models.parts import (
     array,
     attend,
     cross_entropy,
     in_heads,
-    looked_up,
+    look_up,
     residual,
     rms_norm,
-    scored,
     tokens,
     train_step,
+    vocabulary_scores,
     whole,
     with_moments,
 )
@@ -34,7 +34,7 @@ SPLITS: Splits = (
 
 
 def mixture(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
-    """A decoder whose 4 layers have 8 experts each, two of which every token goes to."""
+    """A decoder of 4 layers with 8 experts each. Every token goes to two of them."""
     width, heads, hidden, layers, experts, vocab, length, batch = 1024, 16, 4096, 4, 8, 32000, 1024, 4 * devices
     if smoke:
         width, heads, hidden, layers, vocab, length, batch = 32, 4, 64, 2, 64, 16, devices
@@ -54,18 +54,18 @@ def mixture(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     }
 
     def routed(y: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """How each token is taken to slots of experts and back, and the loss of uneven shares."""
+        """The weights that take each token to slots of experts and back, and the loss of uneven shares."""
         gates = jax.nn.softmax((y @ router).astype(jnp.float32), -1)
         first = jax.nn.one_hot(jnp.argmax(gates, -1), experts)
         second = jax.nn.one_hot(jnp.argmax(gates * (1 - first), -1), experts)
         uneven = experts * jnp.mean(jnp.mean(gates, 1) * jnp.mean(first, 1))
-        place_1 = jnp.sum((jnp.cumsum(first, 1) - first) * first, -1)
-        place_2 = jnp.sum((jnp.cumsum(second, 1) - second + jnp.sum(first, 1, keepdims=True)) * second, -1)
+        slot_1 = jnp.sum((jnp.cumsum(first, 1) - first) * first, -1)
+        slot_2 = jnp.sum((jnp.cumsum(second, 1) - second + jnp.sum(first, 1, keepdims=True)) * second, -1)
         combine = sum(
-            ((gates * chosen)[..., None] * jax.nn.one_hot(place.astype(jnp.int32), capacity)[:, :, None, :])
-            for chosen, place in ((first, place_1), (second, place_2))  # one_hot is zero where no slot is left
+            ((gates * chosen)[..., None] * jax.nn.one_hot(slot.astype(jnp.int32), capacity)[:, :, None, :])
+            for chosen, slot in ((first, slot_1), (second, slot_2))  # one_hot is zero where no slot is left
         )
-        return held(jnp.asarray(combine, y.dtype), "batch", None, "experts beside batch", None), uneven
+        return constrain(jnp.asarray(combine, y.dtype), "batch", None, "experts beside batch", None), uneven
 
     @jax.checkpoint
     def block(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -74,30 +74,32 @@ def mixture(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         x = residual(x + residual(attend(q, k, v, causal=True) @ p["out"]))
         y = whole(rms_norm(x, p["norm_2"]))
         combine, uneven = routed(y, p["router"])
-        slots = held(
+        slots = constrain(
             jnp.einsum("bsec,bsd->becd", (combine > 0).astype(y.dtype), y), "batch", "experts beside batch", None, None
         )
-        slots = held(slots, "batch of experts", "experts", None, None)
-        inner = held(
+        slots = constrain(slots, "batch of experts", "experts", None, None)
+        inner = constrain(
             jax.nn.gelu(jnp.einsum("becd,edf->becf", slots, p["experts_up"])),
             *("batch of experts", "experts", None, "tensor of experts"),
         )
-        slots = held(jnp.einsum("becf,efd->becd", inner, p["experts_down"]), "batch of experts", "experts", None, None)
-        slots = held(slots, "batch", "experts beside batch", None, None)
+        slots = constrain(
+            jnp.einsum("becf,efd->becd", inner, p["experts_down"]), "batch of experts", "experts", None, None
+        )
+        slots = constrain(slots, "batch", "experts beside batch", None, None)
         return residual(x + residual(jnp.einsum("bsec,becd->bsd", combine, slots))), uneven
 
     def loss(p: Any, text: jax.Array) -> jax.Array:
-        x, uneven = looked_up(p["embed"], text[:, :-1]), jnp.float32(0)
-        for one in p["layers"]:
-            x, own = block(one, x)
-            uneven = uneven + own
-        return cross_entropy(scored(rms_norm(x, p["norm"]), p["head"]), text[:, 1:]) + 0.01 * uneven
+        x, uneven = look_up(p["embed"], text[:, :-1]), jnp.float32(0)
+        for layer_params in p["layers"]:
+            x, layer_uneven = block(layer_params, x)
+            uneven = uneven + layer_uneven
+        return cross_entropy(vocabulary_scores(rms_norm(x, p["norm"]), p["head"]), text[:, 1:]) + 0.01 * uneven
 
     return train_step(loss), (with_moments(params), tokens(batch, length + 1))
 
 
 def experts() -> tuple[Expert, ...]:
-    """Returns the plans for a mixture: those of any transformer, and those that split experts."""
+    """The plans for a mixture: the plans of any transformer, and plans that split experts."""
 
     def split(
         over: Axes, batch: Axes, name: str, tensor: Axes = (), vocab: Axes | None = None, columns: Axes = ()

@@ -1,4 +1,4 @@
-"""What the models of the planning benchmark share: Adam, norms, attention, losses. Arrays of shapes only."""
+"""The parts that models of the planning benchmark share: Adam, norms, attention, losses. Arrays are only shapes."""
 
 import math
 from collections.abc import Callable
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from plan_models.experts import held, settled
+from plan_models.experts import constrain, constrain_as_moments
 
 RATE, DECAY, SECOND_DECAY, TINY = 1e-3, 0.9, 0.99, 1e-8
+"""Adam's usual settings, which no figure depends on."""
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -26,7 +27,7 @@ def tokens(*shape: int) -> jax.ShapeDtypeStruct:
 
 def with_moments(params: Any) -> dict[str, Any]:
     """Returns the state of a train step: parameters, and the moments of Adam in float32."""
-    moments = jax.tree.map(lambda one: array(*one.shape, dtype=jnp.float32), params)
+    moments = jax.tree.map(lambda leaf: array(*leaf.shape, dtype=jnp.float32), params)
     return {"params": params, "mu": moments, "nu": moments, "count": tokens()}
 
 
@@ -35,7 +36,7 @@ def train_step(loss: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], An
 
     def step(state: Any, batch: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(state["params"], batch)
-        gradients = jax.tree.map(lambda one: one.astype(jnp.float32), settled(gradients))
+        gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), constrain_as_moments(gradients))
         count = state["count"] + 1
         mu = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, state["mu"], gradients)
         nu = jax.tree.map(lambda n, g: SECOND_DECAY * n + (1 - SECOND_DECAY) * g * g, state["nu"], gradients)
@@ -44,7 +45,7 @@ def train_step(loss: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], An
         def updated(p: jax.Array, m: jax.Array, n: jax.Array) -> jax.Array:
             return (p - RATE * (m / first) / (jnp.sqrt(n / second) + TINY)).astype(p.dtype)
 
-        params = settled(jax.tree.map(updated, state["params"], mu, nu))
+        params = constrain_as_moments(jax.tree.map(updated, state["params"], mu, nu))
         return {"params": params, "mu": mu, "nu": nu, "count": count}, value
 
     return step
@@ -57,18 +58,18 @@ def equinox_step(
     optimizer = optax.adam(RATE, b1=DECAY, b2=SECOND_DECAY)
 
     def in_float32(tree: Any) -> Any:
-        return jax.tree.map(lambda one: one.astype(jnp.float32), tree)
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
     def start(key: jax.Array) -> tuple[Any, Any]:
-        model = jax.tree.map(lambda one: one.astype(jnp.bfloat16) if eqx.is_inexact_array(one) else one, make(key))
+        model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf, make(key))
         return model, optimizer.init(in_float32(eqx.filter(model, eqx.is_inexact_array)))
 
     def step(state: tuple[Any, Any], batch: Any) -> Any:
         model, moments = state
         value, gradients = eqx.filter_value_and_grad(loss)(model, batch)
         params, static = eqx.partition(model, eqx.is_inexact_array)
-        updates, moments = optimizer.update(in_float32(settled(gradients)), moments)
-        return (eqx.combine(settled(optax.apply_updates(params, updates)), static), moments), value
+        updates, moments = optimizer.update(in_float32(constrain_as_moments(gradients)), moments)
+        return (eqx.combine(constrain_as_moments(optax.apply_updates(params, updates)), static), moments), value
 
     return step, eqx.filter_eval_shape(start, jax.random.key(0))
 
@@ -89,37 +90,37 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
 def in_heads(x: jax.Array, heads: int) -> jax.Array:
     """Cuts the last dimension into heads."""
     batch, length, width = x.shape
-    return held(x.reshape(batch, length, heads, width // heads), "batch", None, "tensor", None)
+    return constrain(x.reshape(batch, length, heads, width // heads), "batch", None, "tensor", None)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
-    """Returns what each head reads, heads joined again."""
+    """Returns the result of each head, with heads joined."""
     batch, length, heads, size = q.shape
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / math.sqrt(size)
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones((length, k.shape[1]), bool)), scores, -1e9)
-    read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
-    return held(read.reshape(batch, length, heads * size), "batch", None, "tensor")
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
+    return constrain(mixed.reshape(batch, length, heads * size), "batch", None, "tensor")
 
 
 def residual(x: jax.Array) -> jax.Array:
     """Returns the hidden state between layers."""
-    return held(x, "batch", "length", None)
+    return constrain(x, "batch", "length", None)
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Returns a hidden state with all of its positions: what split weights are multiplied with."""
-    return held(x, "batch", None, None)
+    """Returns a hidden state with all of its positions, to multiply with split weights."""
+    return constrain(x, "batch", None, None)
 
 
-def looked_up(table: jax.Array, text: jax.Array) -> jax.Array:
+def look_up(table: jax.Array, text: jax.Array) -> jax.Array:
     """Returns the hidden state of each token."""
-    return residual(held(table[text], "batch beside table", None, "columns"))
+    return residual(constrain(table[text], "batch beside table", None, "columns"))
 
 
-def scored(x: jax.Array, head: jax.Array) -> jax.Array:
+def vocabulary_scores(x: jax.Array, head: jax.Array) -> jax.Array:
     """Returns a score for each token of the vocabulary."""
-    return held(held(x, "batch beside vocab", None, None) @ head, "batch beside vocab", None, "vocab")
+    return constrain(constrain(x, "batch beside vocab", None, None) @ head, "batch beside vocab", None, "vocab")
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from plan_models.experts import Expert, Splits, held, plain, vocabularies
+from plan_models.experts import Expert, Splits, constrain, plain, vocabularies
 from plan_models.parts import cross_entropy, equinox_step, tokens
 
 SPLITS: Splits = (
@@ -19,9 +19,9 @@ SPLITS: Splits = (
 
 @final
 class Layer(eqx.Module):
-    """One layer: what the inputs add is known for all of time at once, what the hidden state adds is not.
+    """One layer: the share of the inputs is computed for all times at once, the share of the hidden state in a scan.
 
-    The gates stand in a dimension of their own, so that hidden units can be split.
+    The gates have a dimension of their own, so that hidden units can be split.
     """
 
     inputs: jax.Array
@@ -36,20 +36,22 @@ class Layer(eqx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Takes `(time, batch, width)`, and returns the hidden states of all times."""
-        known = held(jnp.einsum("tbd,dgh->tbgh", x, self.inputs) + self.bias, None, "batch", None, "tensor")
+        input_gates = constrain(jnp.einsum("tbd,dgh->tbgh", x, self.inputs) + self.bias, None, "batch", None, "tensor")
 
-        hidden = held(self.hidden, None, None, "tensor")  # else it is gathered in every step of time
+        hidden = constrain(self.hidden, None, None, "tensor")  # otherwise every step of the scan gathers it
 
         def cell(carry: tuple[jax.Array, jax.Array], now: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             h, c = carry
             gates = now + jnp.einsum("bk,kgh->bgh", h, hidden)
-            i, f, g, o = (held(gates, "batch", None, "tensor")[:, n] for n in range(4))
+            i, f, g, o = (constrain(gates, "batch", None, "tensor")[:, n] for n in range(4))
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = held(jax.nn.sigmoid(o) * jnp.tanh(c), "batch", None)
-            return (h, held(c, "batch", "tensor")), h
+            h = constrain(jax.nn.sigmoid(o) * jnp.tanh(c), "batch", None)
+            return (h, constrain(c, "batch", "tensor")), h
 
         start = jnp.zeros((x.shape[1], self.hidden.shape[0]), x.dtype)
-        _, states = jax.lax.scan(cell, (held(start, "batch", None), held(start, "batch", "tensor")), known)
+        _, states = jax.lax.scan(
+            cell, (constrain(start, "batch", None), constrain(start, "batch", "tensor")), input_gates
+        )
         return states
 
 
@@ -65,18 +67,18 @@ class Recurrent(eqx.Module):
         keys = jax.random.split(key, layers + 2)
         self.embed = jax.random.normal(keys[0], (vocab, units))
         self.head = jax.random.normal(keys[1], (units, vocab)) / units**0.5
-        self.layers = [Layer(units, units, one) for one in keys[2:]]
+        self.layers = [Layer(units, units, layer_key) for layer_key in keys[2:]]
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        x = held(held(self.embed[text.T], None, "batch beside table", "columns"), None, "batch", None)
+        x = constrain(constrain(self.embed[text.T], None, "batch beside table", "columns"), None, "batch", None)
         for layer in self.layers:
-            x = held(eqx.filter_checkpoint(layer)(x), None, "batch", None)
-        x = held(x, None, "batch beside vocab", None)
-        return held(x @ self.head, None, "batch beside vocab", "vocab")
+            x = constrain(eqx.filter_checkpoint(layer)(x), None, "batch", None)
+        x = constrain(x, None, "batch beside vocab", None)
+        return constrain(x @ self.head, None, "batch beside vocab", "vocab")
 
 
 def lstm(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
-    """Two layers of 1,024 units, 128 steps of time."""
+    """Two layers of 1,024 units, 128 time steps."""
     units, layers, vocab, length, batch = 1024, 2, 32000, 128, 32 * devices
     if smoke:
         units, layers, vocab, length, batch = 32, 2, 64, 8, devices
@@ -92,7 +94,7 @@ def lstm(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
 
 
 def lstm_experts() -> tuple[Expert, ...]:
-    """Returns the plans for an LSTM: also hidden units split, and the vocabulary with them."""
+    """The plans for an LSTM: some split hidden units, and the vocabulary with them."""
     d, m, df = ("data",), ("model",), ("data", "fsdp")
     return (
         *plain(SPLITS),

@@ -1,23 +1,23 @@
-"""Transformers of the planning benchmark that read text, as plain functions on dicts."""
+"""Transformers of the planning benchmark that read text, as plain functions of dicts."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from plan_models.experts import Splits, held
+from plan_models.experts import Splits, constrain
 from plan_models.parts import (
     array,
     attend,
     cross_entropy,
     in_heads,
     layer_norm,
-    looked_up,
+    look_up,
     residual,
     rms_norm,
-    scored,
     tokens,
     train_step,
+    vocabulary_scores,
     whole,
     with_moments,
 )
@@ -63,14 +63,14 @@ def gpt2(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         q, k, v = (in_heads(y @ p[name], heads) for name in ("q", "k", "v"))
         x = residual(x + residual(attend(q, k, v, causal=True) @ p["out"]))
         y = whole(layer_norm(x, p["norm_2"], p["shift_2"]))
-        y = held(jax.nn.gelu(y @ p["up"] + p["up_bias"]), "batch", None, "tensor")
+        y = constrain(jax.nn.gelu(y @ p["up"] + p["up_bias"]), "batch", None, "tensor")
         return residual(x + residual(y @ p["down"]) + p["down_bias"])
 
     def loss(p: Any, text: jax.Array) -> jax.Array:
-        x = looked_up(p["embed"], text[:, :-1]) + p["positions"]
-        for one in p["layers"]:
-            x = block(one, x)
-        return cross_entropy(scored(layer_norm(x, p["norm"], p["shift"]), p["embed"].T), text[:, 1:])
+        x = look_up(p["embed"], text[:, :-1]) + p["positions"]
+        for layer_params in p["layers"]:
+            x = block(layer_params, x)
+        return cross_entropy(vocabulary_scores(layer_norm(x, p["norm"], p["shift"]), p["embed"].T), text[:, 1:])
 
     return train_step(loss), (with_moments(params), tokens(batch, length + 1))
 
@@ -111,28 +111,28 @@ def llama(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     }
 
     def grouped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        many, long = q.shape[:2]
-        q = q.reshape(many, long, kv_heads, heads // kv_heads, size)
-        q = held(q, "batch", None, "tensor", None, None)
+        examples, positions = q.shape[:2]
+        q = q.reshape(examples, positions, kv_heads, heads // kv_heads, size)
+        q = constrain(q, "batch", None, "tensor", None, None)
         scores = jnp.einsum("bqngd,bknd->bngqk", q, k).astype(jnp.float32) / size**0.5
-        scores = jnp.where(jnp.tril(jnp.ones((long, long), bool)), scores, -1e9)
-        read = jnp.einsum("bngqk,bknd->bqngd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
-        return held(read.reshape(many, long, width), "batch", None, "tensor")
+        scores = jnp.where(jnp.tril(jnp.ones((positions, positions), bool)), scores, -1e9)
+        mixed = jnp.einsum("bngqk,bknd->bqngd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
+        return constrain(mixed.reshape(examples, positions, width), "batch", None, "tensor")
 
     @jax.checkpoint
     def block(x: jax.Array, p: Any) -> jax.Array:
         x = residual(x)
         y = whole(rms_norm(x, p["norm_1"]))
-        q, k, v = (in_heads(y @ p[name], number) for name, number in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+        q, k, v = (in_heads(y @ p[name], count) for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
         x = residual(x + residual(grouped(_rotated(q), _rotated(k), v) @ p["out"]))
         y = whole(rms_norm(x, p["norm_2"]))
-        y = held(jax.nn.silu(y @ p["gate"]) * (y @ p["up"]), "batch", None, "tensor")
+        y = constrain(jax.nn.silu(y @ p["gate"]) * (y @ p["up"]), "batch", None, "tensor")
         return residual(x + residual(y @ p["down"]))
 
     def loss(p: Any, text: jax.Array) -> jax.Array:
-        x = looked_up(p["embed"], text[:, :-1])
-        x, _ = jax.lax.scan(lambda x, one: (block(x, one), None), x, p["layers"])
-        return cross_entropy(scored(rms_norm(x, p["norm"]), p["head"]), text[:, 1:])
+        x = look_up(p["embed"], text[:, :-1])
+        x, _ = jax.lax.scan(lambda x, layer_params: (block(x, layer_params), None), x, p["layers"])
+        return cross_entropy(vocabulary_scores(rms_norm(x, p["norm"]), p["head"]), text[:, 1:])
 
     return train_step(loss), (with_moments(params), tokens(batch, length + 1))
 
@@ -147,7 +147,7 @@ ENCODER_DECODER_SPLITS: Splits = (
 
 
 def encoder_decoder(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
-    """Four layers that read a text and four that write another, with attention across."""
+    """Four encoder layers and four decoder layers, with cross-attention."""
     width, heads, hidden, layers, vocab, source, target, batch = 1024, 16, 4096, 4, 32128, 512, 256, 8 * devices
     if smoke:
         width, heads, hidden, layers, vocab, source, target, batch = 32, 4, 64, 1, 64, 16, 8, devices
@@ -175,7 +175,7 @@ def encoder_decoder(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         return residual(attend(q, k, v, causal=causal) @ p[f"{prefix}out"])
 
     def mlp(p: Any, x: jax.Array) -> jax.Array:
-        y = held(jax.nn.relu(whole(rms_norm(x, p["norm_2"])) @ p["up"]), "batch", None, "tensor")
+        y = constrain(jax.nn.relu(whole(rms_norm(x, p["norm_2"])) @ p["up"]), "batch", None, "tensor")
         return residual(x + residual(y @ p["down"]))
 
     @jax.checkpoint
@@ -191,14 +191,14 @@ def encoder_decoder(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         return mlp(p, x)
 
     def loss(p: Any, texts: Any) -> jax.Array:
-        x = looked_up(p["embed"], texts["source"]) + p["positions"]
-        for one in p["encoder"]:
-            x = encode(one, x)
+        x = look_up(p["embed"], texts["source"]) + p["positions"]
+        for layer_params in p["encoder"]:
+            x = encode(layer_params, x)
         read = whole(rms_norm(x, p["encoder_norm"]))
-        x = looked_up(p["embed"], texts["target"][:, :-1]) + p["positions"][:target]
-        for one in p["decoder"]:
-            x = decode(one, x, read)
-        return cross_entropy(scored(rms_norm(x, p["norm"]), p["head"]), texts["target"][:, 1:])
+        x = look_up(p["embed"], texts["target"][:, :-1]) + p["positions"][:target]
+        for layer_params in p["decoder"]:
+            x = decode(layer_params, x, read)
+        return cross_entropy(vocabulary_scores(rms_norm(x, p["norm"]), p["head"]), texts["target"][:, 1:])
 
     texts = {"source": tokens(batch, source), "target": tokens(batch, target + 1)}
     return train_step(loss), (with_moments(params), texts)

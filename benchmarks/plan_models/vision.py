@@ -1,4 +1,4 @@
-"""Models of the planning benchmark that see: a vision transformer of Equinox modules, and a residual net."""
+"""Vision models of the planning benchmark: a transformer of Equinox modules, and a residual net."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from plan_models.experts import Expert, Splits, gathered, held, plain
+from plan_models.experts import Expert, Splits, constrain, gathered, plain
 from plan_models.parts import array, cross_entropy, equinox_step, in_heads, residual, tokens, train_step, with_moments
 
 VIT_SPLITS: Splits = (
@@ -22,8 +22,8 @@ CONV_SPLITS: Splits = (
 )
 
 
-def each(layer: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Applies a layer for one vector to each of a batch of sequences."""
+def per_vector(layer: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Applies a layer to every vector of a batch of sequences."""
     return jax.vmap(jax.vmap(layer))(x)
 
 
@@ -44,20 +44,22 @@ class Block(eqx.Module):
 
     def __init__(self, width: int, heads: int, key: jax.Array) -> None:
         keys = jax.random.split(key, 6)
-        self.query, self.key, self.value, self.out = (eqx.nn.Linear(width, width, key=one) for one in keys[:4])
+        self.query, self.key, self.value, self.out = (
+            eqx.nn.Linear(width, width, key=part_key) for part_key in keys[:4]
+        )
         self.up = eqx.nn.Linear(width, 4 * width, key=keys[4])
         self.down = eqx.nn.Linear(4 * width, width, key=keys[5])
         self.norm_1, self.norm_2 = eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)
         self.activation, self.heads = jax.nn.gelu, heads
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = each(self.norm_1, x)
-        q, k, v = (in_heads(each(one, y), self.heads) for one in (self.query, self.key, self.value))
+        y = per_vector(self.norm_1, x)
+        q, k, v = (in_heads(per_vector(layer, y), self.heads) for layer in (self.query, self.key, self.value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
         read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(x.dtype), v)
-        x = residual(x + residual(each(self.out, held(read.reshape(x.shape), "batch", None, "tensor"))))
-        y = held(self.activation(each(self.up, each(self.norm_2, x))), "batch", None, "tensor")
-        return residual(x + residual(each(self.down, y)))
+        x = residual(x + residual(per_vector(self.out, constrain(read.reshape(x.shape), "batch", None, "tensor"))))
+        y = constrain(self.activation(per_vector(self.up, per_vector(self.norm_2, x))), "batch", None, "tensor")
+        return residual(x + residual(per_vector(self.down, y)))
 
 
 @final
@@ -81,18 +83,18 @@ class VisionTransformer(eqx.Module):
         self.head = eqx.nn.Linear(width, classes, key=keys[1])
         self.token = jnp.zeros((1, width))
         self.positions = jnp.zeros(((image // patch) ** 2 + 1, width))
-        self.blocks = [Block(width, heads, one) for one in keys[2:]]
+        self.blocks = [Block(width, heads, block_key) for block_key in keys[2:]]
         self.norm = eqx.nn.LayerNorm(width)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         batch, side = images.shape[0], images.shape[1] // self.patch
         x = images.reshape(batch, side, self.patch, side, self.patch, 3)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, side * side, self.patch * self.patch * 3)
-        x = residual(each(self.patches, held(x, "batch", None, None)))
+        x = residual(per_vector(self.patches, constrain(x, "batch", None, None)))
         x = jnp.concatenate([jnp.broadcast_to(self.token, (batch, 1, x.shape[2])), x], 1) + self.positions
         for block in self.blocks:
             x = eqx.filter_checkpoint(block)(residual(x))
-        return held(jax.vmap(self.head)(jax.vmap(self.norm)(x[:, 0])), "batch", None)
+        return constrain(jax.vmap(self.head)(jax.vmap(self.norm)(x[:, 0])), "batch", None)
 
 
 def vit(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
@@ -124,40 +126,40 @@ def conv_net(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         )
 
     def norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-        many, high, wide, channels = x.shape
-        y = x.astype(jnp.float32).reshape(many, high, wide, groups, channels // groups)
+        examples, height, width, channels = x.shape
+        y = x.astype(jnp.float32).reshape(examples, height, width, groups, channels // groups)
         y = y - jnp.mean(y, (1, 2, 4), keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, (1, 2, 4), keepdims=True) + 1e-5)
         return y.reshape(x.shape).astype(x.dtype) * scale + shift
 
     def whole(x: jax.Array) -> jax.Array:
-        return held(x, "batch", None, None, None)
+        return constrain(x, "batch", None, None, None)
 
     def block(p: Any, x: jax.Array, stride: int) -> jax.Array:
         first = gathered(p["first"], None, None, None, "tensor")
         second = gathered(p["second"], None, None, "tensor", None)
-        y = held(convolution(x, first, stride), "batch", None, None, "tensor")
+        y = constrain(convolution(x, first, stride), "batch", None, None, "tensor")
         y = jax.nn.relu(norm(y, p["scale_1"], p["shift_1"]))
-        y = whole(convolution(held(y, "batch", None, None, "tensor"), second))
+        y = whole(convolution(constrain(y, "batch", None, None, "tensor"), second))
         y = norm(y, p["scale_2"], p["shift_2"])
         x = convolution(x, gathered(p["shortcut"], None, None, None, None), stride) if "shortcut" in p else x
         return whole(jax.nn.relu(whole(x) + y))
 
     def loss(p: Any, batch: Any) -> jax.Array:
         x = whole(convolution(whole(batch["images"]), p["stem"]))
-        for number, stage in enumerate(p["stages"]):
-            for place, one in enumerate(stage):
-                x = block(one, x, 2 if number and not place else 1)
-        x = held(jnp.mean(x, (1, 2)), "batch", None)
-        return cross_entropy(held(x @ p["head"], "batch", None), batch["labels"])
+        for stage_index, stage in enumerate(p["stages"]):
+            for block_index, block_params in enumerate(stage):
+                x = block(block_params, x, 2 if stage_index and not block_index else 1)
+        x = constrain(jnp.mean(x, (1, 2)), "batch", None)
+        return cross_entropy(constrain(x @ p["head"], "batch", None), batch["labels"])
 
     stages, before = [], widths[0]
     for width in widths:
         stage = []
         for _ in range(repeats):
-            one = {"first": array(3, 3, before, width), "second": array(3, 3, width, width)}
-            one |= {name: array(width) for name in ("scale_1", "shift_1", "scale_2", "shift_2")}
-            stage.append(one | ({"shortcut": array(1, 1, before, width)} if before != width else {}))
+            layer = {"first": array(3, 3, before, width), "second": array(3, 3, width, width)}
+            layer |= {name: array(width) for name in ("scale_1", "shift_1", "scale_2", "shift_2")}
+            stage.append(layer | ({"shortcut": array(1, 1, before, width)} if before != width else {}))
             before = width
         stages.append(stage)
     params = {"stem": array(3, 3, 3, widths[0]), "stages": stages, "head": array(before, classes)}
@@ -166,14 +168,18 @@ def conv_net(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
 
 
 def conv_experts() -> tuple[Expert, ...]:
-    """Returns the plans for a convolution net: also channels split within each block."""
+    """The plans for a convolution net: some split channels within each block."""
     d, m, df = ("data",), ("model",), ("data", "fsdp")
-    found = (
+    plans = (
         *plain(CONV_SPLITS),
         Expert("channels over model, copies over data", d, (), d, m, splits=CONV_SPLITS),
         Expert("channels over model, FSDP over data", d, d, d, m, splits=CONV_SPLITS),
         Expert("channels over model, ZeRO-1 over data+fsdp", df, (), df, m, splits=CONV_SPLITS),
         Expert("channels over model, FSDP over data+fsdp", df, df, df, m, splits=CONV_SPLITS),
     )
-    once = (attrs.evolve(one, name=f"{one.name}, gathered once", gathers=True) for one in found if one.parameters)
-    return (*found, *once)
+    once = (
+        attrs.evolve(expert, name=f"{expert.name}, gathered once", gathers=True)
+        for expert in plans
+        if expert.parameters
+    )
+    return (*plans, *once)

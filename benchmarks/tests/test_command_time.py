@@ -1,4 +1,4 @@
-"""The benchmark of the command line runs. Its times are nobody's business here."""
+"""The benchmark of the command line runs. Its times are not checked here."""
 
 import json
 

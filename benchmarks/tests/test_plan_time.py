@@ -1,4 +1,4 @@
-"""The planning benchmark runs, and measures what it says it measures. Its times are nobody's business here."""
+"""The benchmark of planning runs on toy trees, with every row. Its times are not checked here."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.tests.smoke import BENCHMARKS, run
 
-# In CI they may not be missing: there the script says so.
+# In CI they may not be missing: the script exits with an error then.
 PEERS = "CI" in os.environ or all(importlib.util.find_spec(name) is not None for name in ("eformer", "scalax"))
 
 
@@ -21,15 +21,15 @@ def test_smoke_run_gives_every_contestant_on_every_tree() -> None:
     result = json.loads(done.stdout)
     assert {"date", "processor", "python", "jax", "rows", "missed"} <= set(result)
 
-    found = {(row["tree"], row["name"], row["base"]) for row in result["rows"]}
+    rows = {(row["tree"], row["name"], row["base"]) for row in result["rows"]}
     contestants = [("floor", "floor"), ("apply", "floor"), ("apply, new rule", "floor"), ("plan", "apply")]
     if PEERS:
         contestants += [("eformer", "apply"), ("scalax", "apply")]
     for tree in ("gpt2", "llama_405b", "deepseek_v3", "synthetic_200k"):
-        assert {(tree, name, base) for name, base in contestants} <= found
+        assert {(tree, name, base) for name, base in contestants} <= rows
     for tree in ("llama_405b", "deepseek_v3"):
-        for what in ("apply", "plan"):
-            assert (tree, f"{what}, 65,536 devices", f"{what}, 8 devices") in found
+        for method in ("apply", "plan"):
+            assert (tree, f"{method}, 65,536 devices", f"{method}, 8 devices") in rows
 
     for row in result["rows"]:  # toy sizes have no targets
         assert row["median_ms"] > 0
@@ -71,7 +71,7 @@ def test_trees_have_the_published_number_of_parameters(make: str, parameters: in
     assert sum(leaf.size for leaf in jax.tree_util.tree_leaves(tree)) == parameters
 
 
-def test_a_tree_of_another_size_is_refused() -> None:
+def test_a_tree_of_another_size_raises() -> None:
     names = runpy.run_path(str(BENCHMARKS / "trees.py"))
     wrong = names["Tree"]("gpt2", names["gpt2"], names["GPT2_RULES"], 147)
     with pytest.raises(ValueError, match="gpt2 has 148 leaves, not 147"):

@@ -1,4 +1,4 @@
-"""What holds for every benchmark."""
+"""Every benchmark has tests and the same options."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from benchmarks.tests.smoke import BENCHMARKS, run
 SCRIPTS = sorted(file.name for end in ("time", "memory", "quality") for file in BENCHMARKS.glob(f"*_{end}.py"))
 
 
-def test_each_has_tests_that_run_it_at_toy_size() -> None:
+def test_every_benchmark_runs_at_toy_size() -> None:
     tests = {file.name: file.read_text() for file in (BENCHMARKS / "tests").glob("test_*.py")}
     assert len(SCRIPTS) >= 7
     for script in SCRIPTS:
@@ -15,7 +15,7 @@ def test_each_has_tests_that_run_it_at_toy_size() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_targets_are_refused_at_toy_sizes(script: str) -> None:
+def test_toy_sizes_have_no_targets(script: str) -> None:
     done = run(script, "--smoke", "--check")
     assert done.returncode == 2
     assert "use --check without --smoke" in done.stderr or "use --check on its own" in done.stderr

@@ -54,7 +54,7 @@ def test_experts_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     expert = suiting[-1]
     shardings = expert.shardings(args, mesh)
     placed = jax.tree.map(jax.device_put, arrays, shardings)
-    with names["constrained"](mesh, expert):
+    with names["expert_constraints"](mesh, expert):
         state, same = jax.jit(whole, out_shardings=(shardings[0], None))(*placed)
     np.testing.assert_allclose(same, loss, rtol=1e-2)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
