@@ -227,6 +227,7 @@ def _best_mesh(
         raise refusal
     best, result = min(outcomes, key=_rank)
     plan = _answer(best, result, deadline)
+    # The best first; those that do not fit come last.
     candidates.sort(key=lambda candidate: (candidate.seconds is None, candidate.seconds or 0.0, candidate.mesh))
     untried = texts[len(candidates) :]
     findings = (*plan.findings, untried_meshes(untried)) if untried else plan.findings

@@ -55,9 +55,10 @@ def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Findi
 def program_findings(call: Call, task: Task) -> Iterator[Finding]:
     """Yields what is special about a function."""
     program = task.problem.program
+    # First what the plan assumes about the call, then what it could not plan for.
     yield from _feedback_findings(call)
     yield from _operation_findings(program)
-    for spec in task.ignored:
+    for spec in task.problem.ignored_specs:
         yield Finding(
             "warning",
             "constraint-ignored",
@@ -173,6 +174,7 @@ def does_not_fit_text(
     text = f"{call.name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}: it needs about "
     text += bytes_text(least_bytes)
     if pinned and costs.free_seconds is not None:
+        # Those that take most memory come first: they are the likely reason.
         largest = sorted(pinned, key=lambda index: -math.prod(call.structs[index].shape))
         names = [call.paths[index] for index in largest]
         shown = ", ".join(names[:_SHOWN_PINS])

@@ -161,7 +161,7 @@ class AutoPlan:
         """Returns the spec of an array of the program, by its index; `None` is a constant."""
         problem = self.task.problem
         home = None if array is None else problem.homes.get(array)
-        if home is None or array is None:
+        if home is None or array is None:  # nothing to choose: whole on every device
             return PartitionSpec()
         return spec_of(problem.layout(home, self.choice), len(problem.program.arrays[array].shape), problem.machine)
 
@@ -177,6 +177,7 @@ class AutoPlan:
 
     def _plan_of(self, tree: Any, specs: Sequence[PartitionSpec]) -> ShardingPlan:
         leaves, treedef = jtu.tree_flatten(tree)
+        # Specs are those of arrays only: other leaves of the tree have none.
         rest = iter(specs)
         leaf_specs = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
         return SpecTreeShardingRule(treedef.unflatten(leaf_specs)).plan(tree, self.mesh)

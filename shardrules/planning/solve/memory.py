@@ -73,6 +73,7 @@ class Occupancy:
         spans = _region_spans(problem.program)
         last_uses = _last_uses(problem.program, spans)
         homeless = [array for array in problem.program.arguments if array not in problem.homes]
+        # Arrays without a home, such as scalars, have no layout to choose.
         fixed = sum(problem.program.arrays[array].nbytes for array in (*homeless, *problem.program.constants))
         stays = (*_argument_stays(problem), *_result_stays(problem, spans, last_uses))
         return cls(problem, stays, _copies(problem, spans), fixed)
@@ -251,6 +252,8 @@ def _copies(problem: Problem, spans: _Spans) -> tuple[Copy, ...]:
 
 def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: int) -> int:
     """Returns when the outermost loop ends that an operation is in and its operand is not; 0 if there is none."""
+    # Each round of a loop reads it again, so it stays until the last: of the outermost loop, if loops are nested.
+    # Branches and recomputed parts are regions too, but run once for each round of the region around them.
     end = 0
     while region >= 0 and region != birth_region:
         outside, times = program.regions[region]

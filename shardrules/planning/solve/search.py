@@ -28,8 +28,8 @@ from shardrules.planning.solve.solver import CLOSE, SMALL, Solution, Status, lea
 from shardrules.planning.traced.program import TracedProgram
 
 _ROUNDS = 12
-"""How often an exact search may be repeated with more operations watched. Each round adds the peaks of the last choice,
-so that most searches need two or three; one that needs more than these is given up for what pricing found."""
+"""How often an exact search may be repeated with more operations watched: each round adds the peaks of the last choice.
+A search that needs more is given up for what pricing found; with half as many, more of them are."""
 
 _LIMIT_TOLERANCE = 1e-6
 """By what part a choice may exceed the limit: HiGHS satisfies constraints to 1e-7, in units of the largest array.
@@ -43,8 +43,8 @@ _BETTER = 1e-6
 differ between machines."""
 
 _MAX_JOINT_SIZE = 100_000
-"""Problems with more variables are solved for two axes at a time, which takes seconds where all at once would take
-minutes. A tenth of it would do so with problems that are solved exactly in a few seconds."""
+"""Problems with more variables are solved for two axes at a time. A linear program of that size takes HiGHS seconds,
+and the time grows faster than the size: raised, nothing is found in time; lowered, small problems lose their proof."""
 
 _MAX_PROOF_SIZE = 300_000
 """With more variables left once layouts are dropped, the plan found by parts is not tried to be proved or improved:
@@ -62,8 +62,6 @@ class Task:
 
     problem: Problem
     occupancy: Occupancy
-    ignored: tuple[str, ...] = ()
-    """Specs of constraints in the function that are not layouts of the mesh."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
@@ -91,7 +89,7 @@ class Task:
             if result is not None and result_index in feedback
         }
         problem = build_problem(program, machine, paths, feedback_arrays, pinned, tie)
-        return cls(problem, Occupancy.of(problem), problem.ignored_specs)
+        return cls(problem, Occupancy.of(problem))
 
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
         """Returns the task with fewer layouts: for each node the indices of those to keep."""
