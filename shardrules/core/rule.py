@@ -371,7 +371,7 @@ def _nested(rule: ShardingRule) -> Iterator[ShardingRule]:
 def _decide_tree(
     rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
 ) -> tuple[Survey, Verdict]:
-    target_mesh = next((known for known in (rule.mesh, mesh, _inner_mesh(rule)) if known is not None), None)
+    target_mesh = next((m for m in (rule.mesh, mesh, _inner_mesh(rule)) if m is not None), None)
     check_mesh(target_mesh)
     in_force = current_mesh() if target_mesh is None else None
     tree_survey = survey(pytree, target_mesh, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
@@ -624,12 +624,12 @@ class ShardingPlan:
 
     @property
     def kinds(self) -> tuple[Leaf, ...]:
-        """One leaf for each kind: leaves that were decided together, the first of them standing for all."""
+        """One leaf for each kind: leaves that were decided together, the first of them as an example."""
         return self.survey.kinds
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many leaves of the tree are of each kind."""
+        """How many leaves are of each kind."""
         return _all_leaves(self.survey).counts
 
     @functools.cached_property
@@ -661,9 +661,7 @@ class ShardingPlan:
     def specs(self) -> Any:
         """The tree of PartitionSpecs. Numbers get `P()`; callables and other static leaves stay what they are.
 
-        **Raises:**
-
-        `PlanError` for a plan that was read from JSON without its tree.
+        A plan from JSON without its tree raises a `PlanError`.
         """
         return self.survey.unflatten(self.kind_specs, PartitionSpec())
 
@@ -677,11 +675,6 @@ class ShardingPlan:
         **Raises:**
 
         `PlanError` when the plan is unsound, `NoMeshError` without a mesh.
-
-        ```python
-        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
-        assert plan.shardings()["w"].spec == P("data", None)
-        ```
         """
         check_mesh(mesh)
         target_mesh = mesh if mesh is not None else self.mesh
@@ -718,27 +711,11 @@ class ShardingPlan:
         return self
 
     def memory(self) -> Totals:
-        """Returns what the planned arrays take: `leaf_count`, `total_bytes` and `device_bytes`.
-
-        ```python
-        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4), np.int8)}, sr.mesh_shape("data:4"))
-        assert (plan.memory().total_bytes, plan.memory().device_bytes) == (32, 8)
-        ```
-        """
+        """Returns what the planned arrays take: `leaf_count`, `total_bytes` and `device_bytes`."""
         return totals(self.kinds, self.decisions, self.counts, self.mesh)
 
     def decision(self, path: str) -> Decision:
-        """Returns what was decided about the leaf at `path`, which is written as in the table and in `plan.paths`.
-
-        **Raises:**
-
-        `TreeError` when there is no such leaf.
-
-        ```python
-        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
-        assert plan.decision("w").spec == P("data")
-        ```
-        """
+        """Returns what was decided about the leaf at `path`, one of `plan.paths`; another path is a `TreeError`."""
         kind = self._kind_by_path.get(path)
         if kind is None:
             raise TreeError(f"the plan has no leaf at {path!r}{suggest(path, self.paths)}")
@@ -758,11 +735,6 @@ class ShardingPlan:
         **Raises:**
 
         `TreeError` when nothing matches.
-
-        ```python
-        rule = sr.CompositeShardingRule(sr.RegexShardingRule([("bias", P())]), sr.DimShardingRule("data", 0))
-        print(rule.plan({"weight": np.ones((8, 4)), "bias": np.ones(8)}, sr.mesh_shape("data:4")).explain("weight"))
-        ```
         """
         sizes, leaves = mesh_sizes(self.mesh), _all_leaves(self.survey)
         matches = find_kinds(path, self._kind_by_path)
@@ -798,13 +770,7 @@ class ShardingPlan:
         yield from (kind_blocks[kind] for kind in self.kind_indices)
 
     def treemap(self) -> Picture:
-        """Draws what each leaf takes on one device as an area, the leaves of a module together, coloured by spec.
-
-        ```python
-        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
-        assert "P(&#x27;data&#x27;, None)" in plan.treemap().to_svg()
-        ```
-        """
+        """Returns a picture of what each leaf takes on one device, as areas by module, coloured by spec."""
         return plan_picture(self.paths, self.kind_indices, self.kinds, self.decisions, mesh_sizes(self.mesh))
 
     def tally(self) -> dict[str, int]:
@@ -821,14 +787,7 @@ class ShardingPlan:
         return dict(tally.most_common())
 
     def diff(self, other: "ShardingPlan") -> PlanDiff:
-        """Returns what differs in `other`, a plan of the same tree or of another one.
-
-        ```python
-        tree, mesh = {"w": np.ones((8, 4))}, sr.mesh_shape("data:4")
-        old, new = (sr.DimShardingRule("data", dim).plan(tree, mesh) for dim in (0, 1))
-        assert [change.path for change in old.diff(new).changes] == ["w"]
-        ```
-        """
+        """Returns what differs in `other`, a plan of the same tree or of another one; it prints as a table."""
         return PlanDiff.between(self.placements(), other.placements())
 
     def placements(self) -> Placements:
@@ -913,11 +872,6 @@ class ShardingPlan:
 
         `PlanError` when the text is not a plan, or was edited so that its fingerprint no longer matches; `TreeError`
         listing all leaves in which `tree` differs.
-
-        ```python
-        plan = sr.DimShardingRule("data", 0).plan({"w": np.ones(8)}, sr.mesh_shape("data:4"))
-        assert sr.ShardingPlan.from_json(plan.to_json()) == plan
-        ```
         """
         saved = codec.loads(text)
         decisions = tuple([decision for _, _, decision in saved.groups])
