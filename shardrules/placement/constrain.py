@@ -172,8 +172,10 @@ def _placement(value: Any, constraint: _Constraint | Sharding, caller: str) -> S
         )
     current = value.sharding if isinstance(value, jax.Array) else None
     if UNCONSTRAINED in entries(spec):
-        same_axes = isinstance(current, NamedSharding) and current.mesh.axis_names == mesh.axis_names
-        spec = fill_unconstrained(spec, current.spec if same_axes else PartitionSpec(), np.ndim(value))
+        present = PartitionSpec()
+        if isinstance(current, NamedSharding) and current.mesh.axis_names == mesh.axis_names:
+            present = current.spec
+        spec = fill_unconstrained(spec, present, np.ndim(value))
     if memory is None and current is not None:
         memory = host_memory(current)
     return NamedSharding(mesh, spec, memory_kind=memory)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import attrs
 import jax
@@ -126,7 +126,7 @@ def read_arguments(
     assert [(array.path, array.spec) for array in arguments.arrays] == [("w", P("data")), ("x", None)]
     ```
     """
-    items = in_shardings if type(in_shardings) is tuple else (in_shardings,) * len(args)
+    items: tuple[Any, ...] = cast(Any, in_shardings) if type(in_shardings) is tuple else (in_shardings,) * len(args)
     if len(items) != len(args):
         raise TreeError(f"in_shardings has {len(items)} items, and there are {len(args)} arguments")
     names = argument_names(fn, len(args))
@@ -276,10 +276,12 @@ def result_shardings(shapes: Any, out_shardings: HowEach, mesh: AnyMesh) -> list
     `out_shardings` is as `in_shardings` of `read_arguments`; a tuple has one item per item of a result that is a tuple.
     """
     parts: Mapping[str, tuple[Any, Any]] = {"the result": (shapes, out_shardings)}
+    # Named tuples are trees of specs: only a plain tuple has one item per result.
     if type(out_shardings) is tuple and type(shapes) is tuple:
-        if len(out_shardings) != len(shapes):
-            raise TreeError(f"out_shardings has {len(out_shardings)} items, the function returns {len(shapes)}")
-        parts = {f"result {n}": pair for n, pair in enumerate(zip(shapes, out_shardings, strict=True))}
+        items = cast(tuple[Any, ...], out_shardings)
+        if len(items) != len(shapes):
+            raise TreeError(f"out_shardings has {len(items)} items, the function returns {len(shapes)}")
+        parts = {f"result {n}": pair for n, pair in enumerate(zip(shapes, items, strict=True))}
     problems: list[Finding] = []
     shardings: list[NamedSharding | None] = []
     for name, (part, how) in parts.items():
