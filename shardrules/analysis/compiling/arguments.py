@@ -275,7 +275,7 @@ def result_shardings(shapes: Any, out_shardings: HowEach, mesh: AnyMesh) -> list
 
     `out_shardings` is as `in_shardings` of `read_arguments`; a tuple has one item per item of a result that is a tuple.
     """
-    parts: Mapping[str, tuple[Any, Any]] = {"the result": (shapes, out_shardings)}
+    parts: Mapping[str, tuple[Any, Any]] = {"the result": (shapes, cast(Any, out_shardings))}
     # Named tuples are trees of specs: only a plain tuple has one item per result.
     if type(out_shardings) is tuple and type(shapes) is tuple:
         items = cast(tuple[Any, ...], out_shardings)
