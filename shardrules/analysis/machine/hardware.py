@@ -242,6 +242,7 @@ def _rate_kind(dtype: Any) -> str:
     kind, bits = match["kind"][0], int(match["bits"])
     if kind == "f":
         return {64: "f64", 32: "f32", 16: "f16"}.get(bits, "f8")
+    # A complex product is several products of its parts; complex64 has float32 parts.
     if kind == "c":
         return "f64" if bits == 128 else "f32_highest"
     return "s8" if bits <= 8 else "f32_highest"  # no unit multiplies matrices of wider integers
@@ -255,6 +256,7 @@ def sheets() -> Mapping[str, Hardware]:
 
 
 def _read_sheet(table: Mapping[str, Any]) -> Hardware:
+    # A figure without a value keeps its default: all devices of a TPU slice are connected.
     values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table[figure]}
     sources = {figure: table[figure]["source"] for figure in FIGURES}
     return Hardware(table["name"], **values, sources=sources)

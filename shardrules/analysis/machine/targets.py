@@ -161,6 +161,7 @@ class Target:
         shape = sizes[0] if sizes else ()
         max_parts = 2 if platform == "tpu" else 1  # only TPUs have a number of slices after their shape
         slices = (sizes[1] if len(sizes[:max_parts]) > 1 else None) or (1,)
+        # Collect everything that is wrong, so that one error names it all.
         problems = _target_problems(platform, chip, shape, slices[0])
         if platform in _FORMS:
             problems += [
@@ -258,6 +259,7 @@ class Target:
         if isinstance(mesh, Mesh) and set(mesh.devices.flat) <= set(self.devices()):
             return mesh
         devices = (self if self.shape else attrs.evolve(self, shape=(size,))).devices()
+        # The layout is computed by ids, as for devices that are only described.
         by_id = {device.id: device for device in devices}
         arranged = np.empty(sizes, dtype=object)
         for coords, device_id in np.ndenumerate(lay_out(sizes, mesh.axis_names, devices).ids):
@@ -323,6 +325,7 @@ def _count_problems(platform: str, shape: tuple[int, ...]) -> list[str]:
     if not shape:
         return ["the number of GPUs is missing"]
     count = shape[0]
+    # Part of a host is fine, as on a machine with 4 GPUs; several hosts must be whole.
     fewer = count - count % _GPUS_PER_HOST
     if count < _GPUS_PER_HOST or count == fewer:
         return []

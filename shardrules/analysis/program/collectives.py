@@ -142,6 +142,7 @@ def find_collectives(
     assert (total.kind, total.axes, total.payload_bytes, total.wire_bytes) == ("all-reduce", ("data",), 16, 28)
     ```
     """
+    # A loop of no rounds may hold collectives that never run.
     groups = GroupReader.of(program, mesh, target)
     return tuple(
         _read_collective(program, computation, instruction, groups)
@@ -178,6 +179,7 @@ def _totals(collectives: Iterable[Collective], key: Callable[[Collective], str])
 
 def _kind(instruction: Instruction) -> str:
     """What a collective does; empty for other instructions. Some are written as a send and a receive."""
+    # A send to the host is neither: it has no pairs and no transfer type.
     if instruction.op == "send":
         is_permute = sent_pairs(instruction) is not None
         return kind_between_slices(instruction) or ("collective-permute" if is_permute else "")
@@ -220,6 +222,7 @@ def _read_collective(
 ) -> Collective:
     kind, operands = _kind(instruction), instruction.operands[: _data_count(instruction)]
     taken_in, results = computation.operand_types(instruction)[: len(operands)], _results(computation, instruction)
+    # Compilers concatenate small arrays to reduce them at once: list what they were before.
     parts = [_parts(program, Value(computation.name, name)) for name in operands]
     if instruction.op != "send" and kind == "all-reduce":
         results = tuple(part for types, _ in parts for part in types)
@@ -227,6 +230,7 @@ def _read_collective(
         kind, results = ("reduce-scatter", kept) if kept else (kind, results)
     reach = groups.read(kind, instruction)
     payload_bytes = sum(array.nbytes for array in (results if kind == "all-gather" else taken_in))
+    # A collective that the partitioner inserted may have no line of its own.
     cause = program.cause(computation, instruction)
     return Collective(
         kind,
@@ -291,6 +295,7 @@ def _kept_parts(program: CompiledProgram, computation: Computation, start: Instr
     """
     if not any(call.instruction.op == "fusion" for call in program.callers(computation.name)):
         return ()
+    # Follow the result through reshapes to what uses it: only slices, or something else, too?
     users = list(computation.users.get(start.name, ()))
     for user in users:  # grows while iterated
         if user.op in _RESHAPES:

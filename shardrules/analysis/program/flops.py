@@ -124,6 +124,7 @@ def _dtype(computation: Computation, instruction: Instruction) -> str:
     algorithm = re.match(r"dot_([a-z0-9]+)_", instruction.attributes.get("algorithm", ""))
     if algorithm:
         return algorithm[1]
+    # Indices and masks may be operands, too: they are not multiplied.
     types = computation.operand_types(instruction)
     floats = [operand for operand in types if not re.match(r"[su]\d+$|pred", operand.dtype)]
     # Biases and scales follow the two factors.
@@ -175,6 +176,7 @@ def _convolution_flops(attributes: Mapping[str, str], image: ArrayType, kernel: 
         dict(zip(label, array.shape, strict=True)) for label, array in zip(labels, (image, kernel, result), strict=True)
     )
     window = dict(re.findall(r"(\w+)=(\S+)", attributes.get("window", "").strip("{}")))
+    # Grouped convolutions need no case of their own: `i` of the kernel is the size of one group.
     flops = 2 * result_sizes["b"] * result_sizes["f"] * kernel_sizes["i"]
     for label in sorted(label for label in labels[2] if label.isdigit()):
         spatial_dim = int(label)
@@ -224,6 +226,7 @@ def _custom_call(computation: Computation, instruction: Instruction) -> int | No
     target, config = instruction.custom_call_target, instruction.backend_config
     makers = [computation.by_name[name] for name in instruction.operands]
     operands = [maker.types[0] for maker in makers if maker.types]
+    # Each library describes its matmuls in a configuration of its own.
     if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
         return _cudnn_convolution(target, instruction, operands)
     if target.startswith("__cudnn$fmha"):
@@ -253,6 +256,7 @@ def _attention(target: str, config: Mapping[str, Any], query: ArrayType) -> int 
     if not scores_shape:
         return None
     sizes = [int(size) for size in scores_shape["dimensions"]]  # batch, heads, queries, keys
+    # The layout of the query varies, but its size is batch x heads x queries x head size.
     head_size = query.size * sizes[-1] // math.prod(sizes)
     matmuls = _ATTENTION_BACKWARD_MATMULS if "Backward" in target else _ATTENTION_FORWARD_MATMULS
     return matmuls * 2 * math.prod(sizes) * head_size

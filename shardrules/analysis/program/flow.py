@@ -112,9 +112,10 @@ class Flow:
     @functools.cached_property
     def times(self) -> Mapping[str, Times]:
         """How often each computation runs, by name; 0 times where nothing calls it."""
+        # HLO has no recursion, so callers can always come first.
         order = TopologicalSorter({name: [call.caller for call in calls] for name, calls in self.callers.items()})
         times: dict[str, Times] = {}
-        for name in order.static_order():  # callers first
+        for name in order.static_order():
             runs = [self._times_through(call, times[call.caller]) for call in self.callers[name]]
             runs = [run for run in runs if run.count]
             times[name] = Times(
@@ -157,6 +158,7 @@ class Flow:
 
     def _local_origin(self, value: Value) -> Value:
         """Like `origin`, but stops at the state of a loop, when `value` is inside its body."""
+        # A loop, not recursion: chains of copies and calls can be thousands of values long.
         while (source := self._step_back(value)) is not None:
             value = source
         return value
@@ -165,15 +167,17 @@ class Flow:
         """The value that this one was moved or taken from; `None` where its instruction made it."""
         instruction = self._instruction(value)
         operands = [Value(value.computation, name) for name in instruction.operands]
+        # %e = get-tuple-element(%t), index=1: element 1 of %t. The next step finds what made that element.
         if instruction.op == "get-tuple-element" and value.index is None:
             return attrs.evolve(operands[0], index=int(instruction.attributes["index"]))
         if instruction.op == "tuple" and value.index is not None:
             return operands[value.index]
+        # The result of a fusion or a call is the root of what it calls.
         if instruction.op in ("fusion", "call"):
             called = instruction.references("calls") or instruction.references("to_apply")
             return Value(called[0], self.by_name[called[0]].root, value.index)
+        # A loop returns an element of its state that no round changes as it received it.
         if instruction.op == "while" and value.index is not None:
-            # What a loop leaves alone comes out as it went in.
             unchanged = self._is_unchanged(instruction.references("body")[0], value.index)
             return attrs.evolve(operands[0], index=value.index) if unchanged else None
         if instruction.op == "parameter":
@@ -203,6 +207,7 @@ class Flow:
 
     def _is_unchanged(self, body: str, index: int) -> bool:
         """Whether a loop's body returns element `index` of its state as it received it."""
+        # `origin` would leave the body, and ask this about the same loop again.
         origin = self._local_origin(Value(body, self.by_name[body].root, index))
         is_same_element = origin.computation == body and origin.index == index
         return is_same_element and self._instruction(origin).op == "parameter"
@@ -225,6 +230,7 @@ class Flow:
         direction = test.attributes["direction"]
         if ends[0] is not None:  # written the other way around: 12 > i
             sides, ends, direction = sides[::-1], ends[::-1], _MIRRORED[direction]
+        # The counter must be an element of the state that the condition receives, not the result of an operation.
         counter, end = self._local_origin(sides[0]), ends[1]
         if end is None or counter.index is None or counter.computation != condition:
             return None
@@ -240,6 +246,7 @@ class Flow:
             return None
         sides = [Value(origin.computation, name) for name in instruction.operands]
         constants = [self.constant(side) for side in sides]
+        # add(%one, %i) is add(%i, %one), but subtract does not commute.
         if instruction.op == "add" and constants[1] is None:
             sides, constants = sides[::-1], constants[::-1]
         counter, step = self._local_origin(sides[0]), constants[1]
@@ -266,6 +273,7 @@ def _rounds(start: int, end: int, step: int, direction: str) -> int | None:
     """
     if not _RELATIONS[direction](start, end):
         return 0
+    # Steps in the wrong direction never end the loop, before integers overflow.
     distance = end - start if step > 0 else start - end
     if direction == "EQ":
         return 1

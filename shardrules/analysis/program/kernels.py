@@ -96,6 +96,7 @@ def _control_computations(program: CompiledProgram) -> Iterator[Computation]:
             for callee in instruction.references(role)
         ]
         names += [callee for callee in dict.fromkeys(called) if callee not in names]
+    # In the order of the text, not in that of the walk above.
     for computation in program.computations:
         if computation.name in names and program.times(computation.name).count:
             yield computation
@@ -116,6 +117,7 @@ def _read_kernel(
         return None  # a collective, fused with what starts or ends it
     else:
         matmuls = [matmul for part in fusion.computations for matmul in matmuls_in.get(part.name, ())]
+    # By dtype and precision: hardware has a rate for each.
     flops: dict[tuple[str, str], int] = {}
     for matmul in matmuls:
         flops[matmul.dtype, matmul.precision] = flops.get((matmul.dtype, matmul.precision), 0) + matmul.flops

@@ -156,6 +156,7 @@ class CompiledProgram:
         than that of the matmul that uses it.
         """
         yield instruction
+        # A loop is not asked: its line is that of the whole scan, not of the operation in it.
         calls = self.callers(computation.name)
         while len(calls) == 1 and calls[0].role not in LOOP_ROLES:
             yield calls[0].instruction
@@ -164,6 +165,7 @@ class CompiledProgram:
         for value in values:  # grows while iterated
             origin = self.flow.origin(value)
             maker = self.instruction(origin)
+            # A parameter has the path of its argument, but no line of Python.
             if maker.op != "parameter":
                 yield maker
             if len(values) < _MAX_VALUES:
@@ -234,6 +236,7 @@ def _sections(lines: list[str]) -> tuple[dict[str, list[str]], tuple[Computation
                 name, body = None, []
             elif line and not line.isspace():
                 body.append(line)
+        # The tables before the computations have no line that ends in a brace.
         elif line.endswith("{") and (match := _COMPUTATION.match(line)):
             name = match[2]
             entry = name if match[1] else entry
@@ -258,7 +261,8 @@ def _read_stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Source, ...]]:
     # Some versions print the id of the parent one too high. The first frame has no parent, so its id should be 0.
     shift = frames.get(1, {}).get("parent_frame_id", 0)
     stacks: dict[int, tuple[Source, ...]] = {}
-    for frame_id, frame in frames.items():  # parents first
+    # The table has parents before their children.
+    for frame_id, frame in frames.items():
         location = locations.get(frame.get("file_location_id", 0), {})
         file = files.get(location.get("file_name_id", 0), "")
         source = Source(file, location.get("line", 0), functions.get(location.get("function_name_id", 0), ""))

@@ -39,6 +39,7 @@ class Topology:
         infos = [DeviceInfo.of(device) for device in mesh.devices.flat]
         if target.platform == "tpu":
             return cls(tuple(info.slice_index or 0 for info in infos), tuple(info.coords or () for info in infos))
+        # Hosts are consecutive devices of the target, whatever their order in the mesh.
         granule_size = target.granule or len(infos)
         granules = {device.id: index // granule_size for index, device in enumerate(target.devices())}
         # GPUs have coords, too, but a switch connects them: no torus.
@@ -95,6 +96,7 @@ class GroupReader:
 
     def read(self, kind: str, instruction: Instruction) -> GroupReach:
         """Returns how far a collective of this kind reaches, which the instruction begins."""
+        # Everything that `groups_of` and `groups_between` read must be in the key.
         names = ["replica_groups", "source_target_pairs", "device_ids", "use_global_device_ids"]
         if kind_between_slices(instruction):
             names.append("frontend_attributes")

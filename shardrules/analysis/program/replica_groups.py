@@ -108,6 +108,7 @@ def _read_mesh_groups(text: str) -> Groups:
             if any(name == axis and low <= first and last <= high for axis, low, high in factors):
                 grouped.append(len(shape))
             shape.append(last // first)
+    # Grouped dimensions last and flattened: each row is then one group.
     others = [dim for dim in range(len(shape)) if dim not in grouped]
     group_size = math.prod(shape[dim] for dim in grouped)
     return _rows(devices.reshape(shape).transpose([*others, *grouped]).reshape(-1, group_size))
@@ -123,6 +124,7 @@ def groups_of(instruction: Instruction, replica_count: int, partition_count: int
     Device `r * partition_count + p` is partition `p` of replica `r`. What the ids in the text number depends on
     `channel_id` and `use_global_device_ids`, as XLA's `CollectiveOpGroupMode` defines it.
     """
+    # Without replica_groups all devices form one group: an empty text.
     attributes = instruction.attributes
     devices = replica_count * partition_count
     if instruction.op == "send":
@@ -146,7 +148,8 @@ def groups_of(instruction: Instruction, replica_count: int, partition_count: int
     if replica_count == 1 and any(device for group in groups for device in group):
         return groups  # the only replica is 0, so these must be devices
     partitions = range(partition_count)
-    if "channel_id" in attributes:  # all partitions of the replicas in one group
+    # With a channel, all partitions of the replicas in a group take part; without, each partition by itself.
+    if "channel_id" in attributes:
         return tuple(
             tuple(replica * partition_count + partition for replica in group for partition in partitions)
             for group in groups
@@ -179,6 +182,7 @@ def span(groups: Groups, sizes: Mapping[str, int]) -> Span:
     """
     if not sizes:
         return Span(None, ())
+    # NumPy wants rectangles, so groups of one length are unravelled together.
     differs = [False] * len(sizes)
     for same_length in _by_length(groups):
         for dim, coords in enumerate(np.unravel_index(same_length, tuple(sizes.values()))):

@@ -59,6 +59,7 @@ class Slices:
                 f"mesh {mesh_text(mesh)} has {size} devices, but the program was compiled for {count}, which is not a "
                 "slice of it: pass the mesh, with its devices, that the function was compiled for"
             )
+        # Partitions are in mesh order, as JAX passes the devices to the compiler; chips are numbered by their ids.
         partitions = [slices[slice_index] for slice_index in sorted(slices)]
         chips = [sorted(devices, key=lambda index: infos[index].id if infos else index) for devices in partitions]
         return cls(tuple(map(tuple, partitions)), tuple(map(tuple, chips)))
@@ -80,6 +81,7 @@ class Slices:
                     tuple(self.chips[int(slice_id) - 1][chip] for slice_id in slices.strip("{}").split(","))
                     for chip in range(int(first), int(last or first) + 1)
                 )
+            # Lists of chips, or pairs of source and target: {{100000,200000}} or {{100000->200000}}
             groups = [re.findall(r"\d+", inside) for inside in re.findall(r"\{([\d,\->]+)\}", text)]
             return tuple(tuple(self._device(int(chip_id)) for chip_id in group) for group in groups)
         except (IndexError, ValueError) as error:

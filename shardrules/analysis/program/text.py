@@ -194,6 +194,7 @@ def read_instruction(line: str, types_by_text: dict[str, tuple[ArrayType, ...]])
         types = types_by_text[type_text] = read_types(type_text)
     end = _closing_bracket(line, match.end())
     inside, rest = line[match.end() : end], line[end + 1 :].removeprefix(", ")
+    # %c = s32[] constant(12) and %p = f32[8] parameter(0) have no operands in their brackets.
     if op in ("constant", "parameter"):
         return Instruction(name, op, types, (), inside, rest), bool(root)
     operands = _REFERENCE.findall(inside)
@@ -226,6 +227,7 @@ def read_attributes(text: str) -> dict[str, str]:
     assert read_attributes('slice={[0:4], [1:2]}, to_apply=%add') == {"slice": "{[0:4], [1:2]}", "to_apply": "%add"}
     ```
     """
+    # Cut at commas outside of brackets: values may be {[0:4], [1:2]}.
     cuts, depth = [-1], 0
     for match in _BRACKET_OR_TEXT.finditer(text):
         mark = match[0]

@@ -128,11 +128,13 @@ class Fusion:
             computation, instruction = self.program.find(value.computation), self.program.instruction(value)
             in_place = in_place and (instruction.op != "convert" or _contains(array, instruction.types[0]))
             is_returned_unread = in_place and instruction.types[0].dtype == array.dtype
+            # The root of an inner fusion goes on outside of it. The root of this one is what the kernel returns.
             if instruction.name == computation.root:
                 if computation is not self.top:
                     pending.append((self._call_of(computation), in_place))
                 elif not is_returned_unread:
                     return whole
+            # Some users read a part of the array, some pass it on, and all others read the whole array.
             for user in computation.users.get(instruction.name, ()):
                 elements = _elements_read(computation, user, instruction.name)
                 if elements is not None:
@@ -150,6 +152,7 @@ class Fusion:
                         return whole
                 elif elements is None and not _is_on_the_wire(user):
                     return whole
+        # Overlapping parts may add up to more than the array.
         return min(whole, _packed_bytes(array, sum(elements_read.values())))
 
     def written_bytes(self) -> int:
@@ -183,10 +186,12 @@ class Fusion:
         """How many elements of a parameter are updated to give this value; `None` where the array is made here."""
         maker = self._maker(value, array)
         computation, instruction = self.program.find(maker.computation), self.program.instruction(maker)
+        # A parameter that is returned in its own dtype stays where it is, and nothing is written.
         if instruction.op == "parameter":
             return 0 if instruction.types[0].dtype == array.dtype else None
         if instruction.op not in _UPDATE_IN_PLACE:
             return 0 if _is_on_the_wire(instruction) else None
+        # Several updates of one array in a row all count.
         before = self._elements_updated(Value(computation.name, instruction.operands[0]), array)
         return None if before is None else before + _elements_updated(computation, instruction)
 
