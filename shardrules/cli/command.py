@@ -47,6 +47,7 @@ class Command:
             allow_abbrev=False,
         )
         self.declare(parser)
+        # argparse prints its usage and exits: raise instead, so that every mistake is one line.
         parser.error = functools.partial(_refuse, parser)  # pyright: ignore[reportAttributeAccessIssue]
         return parser
 

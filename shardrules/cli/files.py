@@ -31,7 +31,8 @@ def read_text(file: Path) -> str:
         ) from error
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
-    except ValueError as error:  # no file can have this name
+    except ValueError as error:
+        # No file can have this name.
         raise UsageError(f"cannot read {str(file)!r}: {error}") from error
 
 
@@ -48,7 +49,8 @@ def write(file: Path, text: str) -> None:
     if str(file) == "-":
         raise UsageError("cannot write to -: --format json prints to the standard output")
     try:
-        if file.exists() and not file.is_file():  # a device or a pipe must not be replaced by a file
+        # A device or a pipe must not be replaced by a file.
+        if file.exists() and not file.is_file():
             file.write_text(text, "utf-8")
         else:
             write_text(file, text)

@@ -36,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command with `argv`, by default the arguments of the process, and returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # paths may hold characters that a terminal cannot show
+            # Paths may hold characters that a terminal cannot show.
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
+    # Accepted anywhere, since it matters most when a command fails to load or to parse.
     shows_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
     try:
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error) if isinstance(error, UsageError) else one_line(error))
         return USAGE
     except KeyboardInterrupt:
-        return 130  # what shells return for it
+        # What shells return for it.
+        return 130
     except Exception as error:  # noqa: BLE001  the last resort: every expected error is handled above
         if shows_traceback:
             traceback.print_exc()
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "--version"):
+        # argparse prints the help or the version, and exits.
         top_parser().parse_args(words[:1] or ["--help"])
     name, *rest = words
     if name.startswith("-"):

@@ -43,6 +43,7 @@ def load_model(text: str) -> Model:
     if not text:
         raise UsageError(f"the name of the model is empty: {FORMS}")
     path = Path(text).expanduser()
+    # A file with a colon in its name is still a file.
     if not path.exists() and is_object_name(text):
         return _from_code(load_object(text))
     if path.is_dir():
@@ -64,6 +65,7 @@ def read_plan(path: Path) -> ShardingPlan:
     text = read_text(path)
     try:
         data = json.loads(text)
+        # The file of autoplan has the plan beside its figures.
         plan = data.get("plan") if isinstance(data, dict) and "shardrules_autoplan" in data else None
         return ShardingPlan.from_json(text if plan is None else json.dumps(plan))
     except (PlanError, ValueError, RecursionError) as error:
@@ -100,7 +102,8 @@ def _from_orbax(path: Path) -> Model:
         stored = read_orbax_metadata(path)
     except CheckpointError as error:
         raise UsageError(one_line(error)) from error
-    arrays = {name: array for name, array in stored.items() if array.dtype is not None}  # strings take no memory
+    # Strings take no memory.
+    arrays = {name: array for name, array in stored.items() if array.dtype is not None}
     return Model(path.name, _nested(arrays, path))
 
 
@@ -114,7 +117,8 @@ def _from_safetensors(path: Path) -> Model:
         listed = ", ".join(f"{dtype} ({name})" for dtype, name in unsupported.items())
         raise UsageError(f"{path} has tensors of dtypes that JAX arrays cannot have: {listed}")
     paths = {name: name.replace(".", "/") for name in headers.stored}
-    clash = len(dict.fromkeys(paths.values())) < len(paths)  # one name has a dot where another has a slash
+    # One name has a dot where another has a slash.
+    clash = len(dict.fromkeys(paths.values())) < len(paths)
     arrays = {name if clash else paths[name]: array for name, array in headers.stored.items()}
     return Model(path.name, _nested(arrays, path))
 
@@ -137,7 +141,8 @@ def _nested(stored: Mapping[str, StoredArray], path: Path) -> Any:
         node = root
         for module in modules:
             node = node.setdefault(module, {})
-            if not isinstance(node, dict):  # an array and a module share a name, which no tree can express
+            # An array and a module share a name, which no tree can express.
+            if not isinstance(node, dict):
                 return flat
         if last in node:
             return flat

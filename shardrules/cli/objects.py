@@ -56,6 +56,7 @@ class NamedObject:
             return self.value(*bound.args, **bound.kwargs)
 
         with self._errors_in_one_line():
+            # An abstract key: no random number is ever drawn.
             return eqx.filter_eval_shape(call, jax.eval_shape(lambda: jax.random.key(0)))
 
     def call(self) -> Any:
@@ -68,9 +69,11 @@ class NamedObject:
     @contextlib.contextmanager
     def _errors_in_one_line(self) -> Iterator[None]:
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout may be JSON: what user code prints must not mix in
+            # Stdout may be JSON: what user code prints must not mix in.
+            with contextlib.redirect_stdout(sys.stderr):
                 yield
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:
+            # User code may raise anything.
             raise UsageError(f"{self.text} raised {describe_error(error)}") from error
 
     def _bind(self) -> tuple[inspect.BoundArguments | None, list[str]]:
@@ -78,7 +81,8 @@ class NamedObject:
         try:
             signature = inspect.signature(self.value)
             bound = signature.bind_partial(*(self.args or ()), **self.kwargs)
-        except ValueError:  # some functions that are not written in Python have no signature
+        except ValueError:
+            # Some functions that are not written in Python have no signature.
             return None, []
         except TypeError as error:
             raise UsageError(f"cannot call {self.text}: {one_line(error)}") from error
@@ -151,13 +155,15 @@ def _load_module(name: str, text: str) -> ModuleType:
         if not file.is_file():
             raise missing_file(file)
         return _import(lambda: _module_from_file(file), name)
+    # Modules in the current folder can be named, as with `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         exists = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         exists = False
-    except Exception as error:  # importing a parent package may raise anything
+    except Exception as error:
+        # Importing a parent package may raise anything.
         raise UsageError(f"importing {name} raised {describe_error(error)}") from error
     if not exists:
         raise UsageError(f"module {name!r} is neither installed nor in this folder; the name of a file is file.py:name")
@@ -167,6 +173,7 @@ def _load_module(name: str, text: str) -> ModuleType:
 def _module_from_file(file: Path) -> ModuleType:
     """The module in a file, which may import its siblings."""
     folder = str(file.resolve().parent)
+    # The file may import its siblings.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     loaded = sys.modules.get(file.stem)
@@ -178,7 +185,8 @@ def _module_from_file(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pickles and string annotations look for it
+    # Where pickles and string annotations look for it.
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -191,7 +199,8 @@ def _import(load: Callable[[], ModuleType], name: str) -> ModuleType:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return load()
-    except (Exception, SystemExit) as error:  # user code may raise anything, or end the process
+    except (Exception, SystemExit) as error:
+        # User code may raise anything, or end the process.
         raise UsageError(f"importing {name} raised {describe_error(error)}") from error
 
 
@@ -202,6 +211,7 @@ def describe_error(error: BaseException) -> str:
         location = f" (at {Path(error.filename).name}:{error.lineno})"
     else:
         libraries = ("shardrules", "jax", "equinox", "importlib", "jaxtyping")
+        # The innermost frame outside of libraries is the line that the user can fix.
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)

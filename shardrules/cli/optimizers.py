@@ -56,17 +56,21 @@ def optimizer_state(text: str, params: Any) -> Any:
     optax = _import_optax()
     if name == "momentum":
         name, kwargs = "sgd", {"momentum": 0.9, **kwargs}
+    # New optimizers begin in optax.contrib.
     module = optax if hasattr(optax, name) else optax.contrib
     if not hasattr(module, name):
         raise UsageError(f"--optimizer {text}: the installed optax has no {name}: pip install -U optax")
+    # A positional argument is the learning rate, whose value does not change the shapes.
     if not args:
         kwargs = {"learning_rate": 1e-3, **kwargs}
+    # Only floating-point arrays are trained, and have state.
     weights = eqx.filter(
         params, lambda leaf: array_kind(leaf) is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
     )
     try:
         return eqx.filter_eval_shape(getattr(module, name)(*args, **kwargs).init, weights)
-    except Exception as error:  # optax checks few of its arguments, so they may raise anything
+    except Exception as error:
+        # Optax checks few of its arguments, so they may raise anything.
         raise UsageError(f"--optimizer {text} raised {type(error).__name__}: {one_line(error)}") from error
 
 

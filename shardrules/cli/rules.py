@@ -40,6 +40,7 @@ def load_rules(text: str) -> LoadedRules:
 
 
 def _from_code(named: NamedObject) -> ShardingRule:
+    # Rules and classes are callable, but neither is a function that returns rules.
     value: Any = named.value if isinstance(named.value, ShardingRule | type) else named.call()
     if isinstance(value, ShardingRule):
         return value

@@ -97,7 +97,8 @@ def read_rules_file(file: Path) -> LoadedRules:
         raise UsageError(f"{file}: invalid TOML: it nests too deeply") from error
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"at line (\d+)", str(error))
-        line = match[1] if match else text.count("\n") + 1  # tomllib says "at end of document" then
+        # Tomllib says "at end of document" then.
+        line = match[1] if match else text.count("\n") + 1
         raise UsageError(f"{file}:{line}: invalid TOML: {error}") from error
     return _Reader(file, key_lines(text)).read(data)
 
@@ -151,6 +152,7 @@ class _Reader:
             rule = self.rule(data["rule"], ("rule",))
         else:
             rules = self.rules(data["rules"], ("rules",))
+            # A composite of one rule would only lengthen every explanation.
             rule = rules[0] if len(rules) == 1 else CompositeShardingRule(*rules)
         return LoadedRules(rule, mesh, tuple(self.axes))
 
@@ -202,8 +204,10 @@ class _Reader:
         pattern = item["path"]
         if not isinstance(pattern, str):
             raise self.error((*path, "path"), f"a pattern must be a string, got {pattern!r:.60}")
+        # Each part is checked alone, so that an error names its key.
         self._guard(lambda: RegexShardingRule([(pattern, None)]), (*path, "path"))
         rest = {key: value for key, value in item.items() if key != "path"}
+        # A spec and a rule cannot both decide a leaf.
         if "spec" in rest:
             self._check_keys(item, ("path", "spec"), path, "a path with a spec")
             spec = self.spec(rest["spec"], (*path, "spec"))
@@ -218,6 +222,7 @@ class _Reader:
         """One rule: a string, or a table."""
         if isinstance(value, str):
             rule = self._guard(lambda: parse_rule(value), path)
+            # The axes of a rule as text are known only once it is parsed.
             for part in rule.rules if isinstance(rule, ChainShardingRule) else (rule,):
                 if isinstance(part, DimShardingRule | FSDPShardingRule):
                     self.axes.extend((name, self.location(path)) for name in axis_tuple(part.axis))
@@ -281,6 +286,7 @@ class _Reader:
 
     def fitted(self, value: Any, path: KeyPath) -> ShardingRule:
         """A rule whose axes the mesh may lack: they are not checked."""
+        # This rule drops what the mesh lacks, so its axes need not exist.
         count = len(self.axes)
         rule = self.rule(value, path)
         del self.axes[count:]
@@ -305,7 +311,8 @@ class _Reader:
         is_names = bool(names) and all(isinstance(name, str) and name for name in names)
         if not is_names or (isinstance(entry, list) and WHOLE in entry):
             raise self.error(path, f"{entry!r} is not an axis, a list of axes, or '{WHOLE}'")
-        if entry == "?":  # left to the compiler, as in the JSON of plans
+        # Left to the compiler, as in the JSON of plans.
+        if entry == "?":
             return entry
         return None if entry == WHOLE else self.axis(entry, path)
 
@@ -362,6 +369,7 @@ class _Reader:
         if not isinstance(value, str):
             raise self.error(path, f"must be the name of a plan's JSON file, got {value!r:.60}")
         try:
+            # Relative to the rules file, so that both can move together.
             return ShardingPlan.from_json(read_text(self.file.parent / value))
         except (UsageError, PlanError) as error:
             raise self.error(path, one_line(error)) from error

@@ -64,7 +64,8 @@ class Step:
             raise PlanError(str(error)) from error
         except ShardRulesError:
             raise
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:
+            # User code may raise anything.
             raise UsageError(f"{self.text}: the step raised {describe_error(error)}") from error
 
     def parameters(self, path: str | None) -> Any:
@@ -95,6 +96,7 @@ class Step:
         all arguments.
         """
         rules.check_axes(mesh)
+        # Paths of such a plan begin with the index of an argument.
         if rules.is_for_step:
             plan = make_plan(rules.rule, self.args, mesh).check()
             return plan, plan.specs, ()
@@ -121,6 +123,7 @@ class Step:
 def _child(value: Any, name: str, path: str) -> Any:
     """The child of a tree node under a name: a field, a key, or an index."""
     children: dict[str, Any] = {}
+    # One level only: everything below the node counts as a leaf.
     flat, _ = jtu.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
     for (key,), child in ((key_path, child) for key_path, child in flat if key_path):
         children[str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))] = child

@@ -121,6 +121,7 @@ def _read_inputs(args: argparse.Namespace) -> _Inputs:
     if args.rules is not None:
         rules = load_rules(args.rules)
         rule = rules.rule
+        # The mesh on the command line wins over that of the rules, and that over that of the plan.
         if mesh is None:
             mesh = rules.mesh
         if mesh is None and model.plan is not None and model.plan.mesh is not None:
@@ -133,6 +134,7 @@ def _read_inputs(args: argparse.Namespace) -> _Inputs:
             "no rules: pass --rules file.toml, --rules module:rules, or a rule as text; to start, --rules auto"
         )
     elif mesh is not None:
+        # The same decisions on another mesh.
         rule = model.plan.as_rule()
     state = None if args.optimizer is None else optimizer_state(args.optimizer, model.tree)
     return _Inputs(model, rule, mesh, args.optimizer or "", state)
@@ -147,7 +149,8 @@ def make_plan(rule: ShardingRule, tree: Any, mesh: AbstractMesh) -> ShardingPlan
         raise
     except ShardRulesError:
         raise
-    except Exception as error:  # a rule of the user's own may raise anything
+    except Exception as error:
+        # A rule of the user's own may raise anything.
         raise UsageError(f"--rules: a rule raised {describe_error(error)}") from error
     _refuse_unknown_axes([finding for finding in plan.findings if finding.code == "unknown-axis"], mesh)
     return plan

@@ -28,6 +28,7 @@ def show(text: str, style: str = "") -> None:
     """Prints lines, in a style of rich if the terminal has colours."""
     console = Console(highlight=False, soft_wrap=True)
     try:
+        # Into pipes goes what `print` gives: golden files must not depend on rich.
         if console.is_terminal:
             console.print(Text(text, style))
         else:

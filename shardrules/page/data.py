@@ -60,6 +60,7 @@ def page_data(
     largest = sorted((row.device_bytes for part in parts for row in part.plan.rows), reverse=True)
     least_drawn = largest[_DRAWN_KINDS - 1] if len(largest) > _DRAWN_KINDS else 0
     for part in parts:
+        # Rows are numbered over all parts.
         row_of_kind = {kind: len(rows) + index for index, row in enumerate(part.plan.rows) for kind in row.kinds}
         # `row.device_bytes` is for all leaves of a row; the treemap needs those of one leaf.
         sizes_of_rows = [row.decision.device_bytes(row.leaf, sizes) for row in part.plan.rows]
@@ -111,7 +112,8 @@ class _Drawings:
         """Returns the index of a row's picture, which is drawn if it is new; `None` for an unsound decision."""
         try:
             blocks = blocks_of(row.path, row.leaf, row.decision, self.sizes)
-        except (NoMeshError, PlanError):  # the findings show why
+        except (NoMeshError, PlanError):
+            # The findings show why.
             return None
         if blocks not in self.indices:
             self.indices[blocks] = len(self.svgs)
@@ -138,7 +140,8 @@ def _row(row: Row, size: int, prefix: str, drawings: _Drawings, least_drawn: int
 
 def _treemap_data(tiles: Treemap) -> dict[str, Any]:
     def rounded(values: Sequence[float]) -> list[float]:
-        return [round(value, 2) for value in values]  # hundredths of a pixel: half the bytes of the page
+        # Hundredths of a pixel: half the bytes of the page.
+        return [round(value, 2) for value in values]
 
     return {
         "width": tiles.width,

@@ -42,6 +42,7 @@ def report_page(
     assert "One matrix" in sr.report_page(plan, title="One matrix")
     ```
     """
+    # Paths of the state get a prefix, so that no two arrays share one.
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
     data = page_data(heading, parts, audit, planned, version("shardrules"))

@@ -49,7 +49,8 @@ def assemble(
     shards: Mapping[Device, jax.Array], recipe: Recipe, schedule: Schedule, dtype: Any, sharding: Sharding
 ) -> jax.Array:
     """Returns an array in its new sharding, put together from its old shards in the memory of this process."""
-    if not sharding.addressable_devices:  # another process moves it
+    # Another process moves it.
+    if not sharding.addressable_devices:
         return jax.make_array_from_single_device_arrays(schedule.shape, sharding, [], dtype=dtype)
     old = {device: np.asarray(shard) for device, shard in shards.items()}
     new: dict[Box, np.ndarray] = {}
@@ -73,6 +74,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def release_freed_memory() -> None:
     """Asks the C library to return freed memory to the system: otherwise shards that XLA's threads have freed stay in
     those threads' heaps, and nothing else can use them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    # Only glibc has it.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

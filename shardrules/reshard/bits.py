@@ -25,7 +25,8 @@ def physical(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
 
 def local_shards(array: jax.Array) -> dict[Device, jax.Array]:
     """Returns the shard of each device of this process, without checking whether the array was deleted."""
-    if array.is_fully_replicated:  # then `addressable_data` has a single copy
+    # Then `addressable_data` has a single copy.
+    if array.is_fully_replicated:
         return {shard.device: shard.data for shard in array.addressable_shards}
     # `addressable_shards` works too, but keeps some 2 kB for each of them.
     devices = array.sharding.addressable_devices_indices_map(array.shape)

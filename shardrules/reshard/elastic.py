@@ -62,6 +62,7 @@ def surviving_mesh(mesh: Mesh, alive: Iterable[Any], axis: str, *, divides: int 
     spare = [device for device in dict.fromkeys(candidates) if device in living and device not in used]
     near, mixed = _new_rows(spare, rows[0].size)
     possible = len(intact) + len(near) + len(mixed)
+    # The largest size that fits, and divides what it must.
     size = next((size for size in range(possible, 0, -1) if multiple is None or multiple % size == 0), None)
     if size is None:
         others = {name: length for name, length in mesh_sizes(mesh).items() if name != axis}

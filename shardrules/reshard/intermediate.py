@@ -201,6 +201,7 @@ def _replicas(spec_entries: Entries, factors: Sequence[int], sizes: Mapping[str,
     for entry, factor in zip(spec_entries, factors, strict=True):
         ways = itertools.product(*[_divisors(math.gcd(sizes[name], factor)) for name in entry])
         fitting = [way for way in ways if math.prod(way) == factor]
+        # Ties go to copies on the last axes: `way` begins with the first ones.
         best = min(fitting, key=lambda way: (sum(copies > 1 for copies in way), way))
         result |= {name: copies for name, copies in zip(entry, best, strict=True) if copies > 1}
     return result
@@ -337,7 +338,8 @@ def reshard_with_intermediate_sharding_generic(
     """
 
     def send(arrays: list[jax.Array], shardings: list[Sharding], *, donate: bool) -> list[jax.Array]:
-        shapes = [array.shape for array in arrays]  # before the function may delete them
+        # Before the function may delete them.
+        shapes = [array.shape for array in arrays]
         moved = list(jax_array_reshard_fn(arrays, shardings, donate=donate))
         for shape, sharding, new in zip(shapes, shardings, moved, strict=True):
             if new.shape != shape or not new.sharding.is_equivalent_to(sharding, new.ndim):
@@ -440,10 +442,12 @@ def _find_all(
             try:
                 cache[key] = _find(sources[index], targets[index], values[index].ndim)
                 targets[index].shard_shape(values[index].shape)
-            except ValueError:  # no intermediate, or none for this shape: `reshard` says what is wrong with it
+            except ValueError:
+                # No intermediate, or none for this shape: `reshard` says what is wrong with it.
                 cache[key] = None
         intermediate = cache[key]
         if intermediate is not None:
+            # Others are missing from the result, and go directly.
             result[index] = intermediate
     return result
 
@@ -461,12 +465,14 @@ def _gather(values: Sequence[jax.Array], intermediates: Sequence[_Intermediate])
     before = [_relabel(value, each.before) for value, each in zip(values, intermediates, strict=True)]
     pairs = [(array, each.sharding) for array, each in zip(before, intermediates, strict=True)]
     nonempty = [(array, sharding) for array, sharding in pairs if array.size]
-    with jax.set_mesh(mesh):  # otherwise a mesh that is in force would count as the mesh of this program
+    # Otherwise a mesh that is in force would count as the mesh of this program.
+    with jax.set_mesh(mesh):
         program = jax.jit(_identity, out_shardings=[sharding for _, sharding in nonempty])
         results = iter(program([array for array, _ in nonempty]))
     # JAX 0.10 compiles empty arrays into shards of wrong shapes.
     gathered = [next(results) if array.size else jax.device_put(array, sharding) for array, sharding in pairs]
-    jax.block_until_ready(gathered)  # programs with collectives that queue up can starve each other of threads
+    # Programs with collectives that queue up can starve each other of threads.
+    jax.block_until_ready(gathered)
     for axis in intermediates[0].replica_axes:
         gathered = split_by_mesh_axis(gathered, axis, [1])[0]
     return gathered

@@ -98,9 +98,11 @@ def move_tree(prepared: Prepared) -> Any:
     result = list(values)
     donor = _Donor.of(prepared) if plan.donate else None
     make_tool = _cached_tool if prepared.cached else functools.cache(_make_tool)
-    with jax.transfer_guard("allow"):  # the user asked for these transfers
+    # The user asked for these transfers.
+    with jax.transfer_guard("allow"):
         for batch in plan.batches:
-            groups: dict[int, list[int]] = {}  # moves with one schedule, which travel together
+            # Moves with one schedule, which travel together.
+            groups: dict[int, list[int]] = {}
             for index in batch:
                 groups.setdefault(id(plan.moves[index].schedule), []).append(index)
             for group in groups.values():
@@ -149,6 +151,7 @@ def _move_group(
         host_values = [value.copy() if move.copy_reason else value for value, move in zip(values, moves, strict=True)]
         return put(host_values, [move.target for move in moves])
     if moves[0].route == "alias":
+        # Nothing moves: at most the sharding is written differently.
         return [value if value.sharding == target else with_sharding(value, target) for value in values]
     data = [data_shards(array_shards, values[0].dtype, schedule.source) for array_shards in shards]
     tool = make_tool(schedule)

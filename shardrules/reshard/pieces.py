@@ -46,7 +46,8 @@ def staging_bytes(schedule: Schedule) -> int:
     if _sends_whole_shards(schedule):
         # Between processes all that take part swap buffers: a sender receives one, and a receiver sends one.
         return 0 if _is_within_processes(schedule) else 2 * schedule.new_bytes * _launch_arrays(schedule)
-    copied = _needs_bits(schedule.dtype, _line(tuple(schedule.target)))  # then parts cannot be joined in place
+    # Then parts cannot be joined in place.
+    copied = _needs_bits(schedule.dtype, _line(tuple(schedule.target)))
     pieces = _PER_ROUND * min(piece_bytes(schedule), schedule.new_bytes) * _launch_arrays(schedule)
     return _in_flight_limit(schedule) + pieces + copied * schedule.new_bytes * _launch_arrays(schedule)
 
@@ -101,7 +102,8 @@ class Mover:
 
     def _move_whole(self, old: Sequence[Shards], dtype: Any) -> list[Shards]:
         new: list[dict[Device, jax.Array]] = [{} for _ in old]
-        if not self.schedule.pieces:  # the arrays are empty
+        # The arrays are empty.
+        if not self.schedule.pieces:
             devices = _local(self.schedule.target)
             empty = [np.zeros(self.schedule.new_shape, dtype)] * len(devices)
             placed = jax.device_put(empty, [SingleDeviceSharding(device) for device in devices])
@@ -120,7 +122,8 @@ class Mover:
         in_flight_bytes = 0
         for step in self._steps:
             line, stacks = (target, after) if step.relayed else (source, before)
-            shape = (len(old), *step.round.shape)  # the pieces of all arrays travel together
+            # The pieces of all arrays travel together.
+            shape = (len(old), *step.round.shape)
             cut: Shards = {}
             if stacks:
                 with jax.set_mesh(_line(line)):

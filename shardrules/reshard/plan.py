@@ -105,7 +105,8 @@ class LeafMove:
                 return "each device has its part already"
             case "host":
                 return "each device gets its part from the host"
-        assert self.schedule is not None  # all others come from the host
+        # All others come from the host.
+        assert self.schedule is not None
         sums = self.schedule.sums
         pieces = f"{sums.piece_count} piece{'s' * (sums.piece_count > 1)}"
         if self.route == "direct":

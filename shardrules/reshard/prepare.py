@@ -54,7 +54,8 @@ def _schedule_shardings(
     shape: tuple[int, ...], dtype: Any, source: Sharding, target: Sharding, alive: tuple[Any, ...] | None
 ) -> Schedule:
     data_shape, data_dtype = physical(shape, dtype)
-    key_dims = tuple((0, size) for size in data_shape[len(shape) :])  # the integers of a PRNG key are never split
+    # The integers of a PRNG key are never split.
+    key_dims = tuple((0, size) for size in data_shape[len(shape) :])
     old_boxes, new_boxes = (
         {device: (*box, *key_dims) for device, box in boxes_of(sharding, shape).items()}
         for sharding in (source, target)
@@ -99,7 +100,8 @@ def prepare(
     check_shardings(arrays, shardings, caller)
     try:
         destination = resolve_destination(arrays, shardings, caller=caller, strict=False)
-    except PlanError as error:  # a plan's own findings do not cover deleted arrays: list these too
+    except PlanError as error:
+        # A plan's own findings do not cover deleted arrays: list these too.
         paths = leaf_paths(arrays)
         deleted = [(index, leaf) for index, leaf in enumerate(jax.tree.leaves(arrays)) if _is_deleted(leaf, None)]
         findings = [attrs.evolve(_DELETED, path=paths[index], shape=leaf.shape) for index, leaf in deleted]
@@ -162,7 +164,8 @@ def check_shardings(tree: Any, shardings: How, caller: str) -> None:
     try:
         parts = prefix_parts(shardings, tree, _is_sharding_or_spec, caller, "shardings")
     except TreeError:
-        return  # `resolve_destination` refuses a prefix that does not fit
+        # `resolve_destination` refuses a prefix that does not fit.
+        return
     wrong = [
         f"{value!r:.60} at {path or 'the top'}"
         for path, value, part in parts
@@ -242,6 +245,7 @@ def _leaf_move(path: str, value: Any, sharding: Any, schedule: Schedule | None, 
     copy_reason = "already in place; copied because may_alias is False" if options.may_alias is False else ""
     if schedule is None or source is None:
         return LeafMove(path, shape, device_dtype(value.dtype), None, sharding, None, copy_reason)
+    # An alias would keep the shards of the other devices alive.
     if options.donate and any(device not in schedule.target for device in schedule.source):
         copy_reason = "each device has its part already; copied, so that the rest can be freed"
     if host_memory(source) != host_memory(sharding):
@@ -256,7 +260,8 @@ def _source(value: Any) -> Sharding | None:
     """
     if isinstance(value, jax.Array) and not value.committed:
         return None
-    sharding = getattr(value, "sharding", None)  # numpy arrays and most shapes have none
+    # Numpy arrays and most shapes have none.
+    sharding = getattr(value, "sharding", None)
     return sharding if isinstance(sharding, Sharding) else None
 
 

@@ -35,13 +35,16 @@ def rounds(schedule: Schedule, pieces: Iterable[Piece]) -> list[Round]:
     """Puts pieces of a schedule into rounds, in the order in which they run; large pieces are cut."""
     limit = piece_bytes(schedule)
     by_shape: dict[tuple[int, ...], list[list[Piece]]] = {}
-    busy: dict[Any, int] = {}  # by shape and device: a bit for each round in which it sends (or receives)
+    # By shape and device: a bit for each round in which it sends (or receives).
+    busy: dict[Any, int] = {}
     for piece in pieces:
         for box in _cut(schedule, piece.box, limit):
             shape = box_shape(box)
             sends, receives = (shape, "sends", piece.sender), (shape, "receives", piece.receiver)
+            # First fit: the first round in which both devices are free. All-to-all takes one round per device so.
             used = busy.get(sends, 0) | busy.get(receives, 0)
-            free = ~used & (used + 1)  # the lowest bit that is not set
+            # The lowest bit that is not set.
+            free = ~used & (used + 1)
             busy[sends], busy[receives] = busy.get(sends, 0) | free, busy.get(receives, 0) | free
             slots = by_shape.setdefault(shape, [])
             if free.bit_length() > len(slots):

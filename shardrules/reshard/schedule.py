@@ -167,12 +167,14 @@ def make_schedule(
     """
     able = set(source if alive is None else alive)
     living = {device: box for device, box in source.items() if device in able}
+    # Old boxes of lost devices stay, without holders: their parts are lost.
     holders: dict[Box, list[Device]] = {box: [] for box in source.values()}
     for device, box in living.items():
         holders[box].append(device)
     receivers: dict[Box, list[Device]] = {}
     for device, box in target.items():
         receivers.setdefault(box, []).append(device)
+    # The intervals of old boxes, along each dimension.
     cuts = [sorted({box[dim] for box in holders}) for dim in range(len(shape))]
     names = networks((*source, *target))
     load: dict[Device, int] = {}
@@ -207,7 +209,8 @@ def _deliver(
     load: dict[Device, int],
 ) -> Iterator[Piece]:
     """Yields the pieces that bring one part to all its receivers, and adds to what each sender sends."""
-    fetched: dict[Any, list[Device]] = {}  # by network: the receivers that get the part from afar
+    # By network: the receivers that get the part from afar.
+    fetched: dict[Any, list[Device]] = {}
     for receiver in receivers:
         if receiver in senders:
             yield Piece(part, receiver, receiver)
@@ -226,6 +229,7 @@ def networks(devices: Iterable[Device]) -> dict[Device, tuple[str, int]]:
 
     Pass all devices that matter at once. XLA gives slices to GPUs by their host, and a single slice to all CPUs.
     """
+    # Some platforms have no slice index, and others set it to None.
     slice_indices: dict[Device, Any] = {device: getattr(device, "slice_index", None) for device in devices}
     if len(dict.fromkeys(slice_indices.values())) > 1 and None not in slice_indices.values():
         return {device: ("slice", index) for device, index in slice_indices.items()}

@@ -131,6 +131,7 @@ def concatenate_by_mesh_axis(trees: Sequence[Any], mesh_axis: str, donate: bool 
         if treedef != flat[0][1]:
             continue
         for leaf_index, (value, first) in enumerate(zip(values, flat[0][0], strict=True)):
+            # Only sound leaves are compared, so that each problem is listed once.
             sound = leaf_index not in faulty and start + leaf_index not in faulty
             if sound and (why := _misfit(value, first, mesh_axis)):
                 problems.append((start + leaf_index, Finding("error", "misfit", why, shape=value.shape)))
@@ -165,7 +166,8 @@ def _from_shards(
     old = _named_sharding(like)
     shape = tuple(length if index == dim else size for index, size in enumerate(like.shape))
     sharding = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
-    ordered = [shards[device] for device in mesh.local_devices]  # JAX does not sort the shards of random keys
+    # JAX does not sort the shards of random keys.
+    ordered = [shards[device] for device in mesh.local_devices]
     # The dtype is passed since a process may hold no shard of this array.
     return jax.make_array_from_single_device_arrays(shape, sharding, ordered, dtype=like.dtype)
 

@@ -42,6 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     if mesh is None:
         raise UsageError("no mesh: pass --mesh data:4,model:2, axes and sizes")
     if target.platform == "cpu":
+        # Must be set before JAX starts: a CPU program is compiled for real devices.
         jax.config.update("jax_num_cpu_devices", mesh.size)
     step = load_step(args.step)
     donated = _donated(step, args.donate)

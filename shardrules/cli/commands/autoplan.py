@@ -43,6 +43,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
     if args.frontier < 0 or args.frontier == 1:
         raise UsageError(f"--frontier must be 2 budgets or more, got {args.frontier}")
+    # A plain number of devices means all meshes of that size.
     mesh = int(args.mesh) if args.mesh.isdecimal() and int(args.mesh) else read_mesh(args.mesh)
     pins = None if args.pins is None else load_rules(args.pins)
     limit = int(args.memory_limit) if (args.memory_limit or "").isdecimal() else args.memory_limit
@@ -50,11 +51,13 @@ def _run(args: argparse.Namespace) -> int:
     if pins is not None and not isinstance(mesh, int):
         pins.check_axes(mesh)
         plan = make_plan(pins.rule, step.args, mesh)
+        # Rules for a model match nothing here, because of the index before each path.
         if all(decision.spec is None for decision in plan.decisions):
             raise UsageError(
                 f"--pins {args.pins} matches no array: paths begin with the index of the argument, as {plan.paths[0]!r}"
             )
-        complain_of(plan, ("dead-pin", "dead-pattern", "shadowed-pattern"))  # autoplan resolves the others
+        # Autoplan resolves the others.
+        complain_of(plan, ("dead-pin", "dead-pattern", "shadowed-pattern"))
     with step.traced(), working(f"planning {args.step}"):
         result = autoplan(
             step.fn,

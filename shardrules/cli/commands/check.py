@@ -36,12 +36,15 @@ def _run(args: argparse.Namespace) -> int:
     try:
         subject = load_subject(args)
     except PlanError as error:
+        # Undecided leaves are findings too, in every format.
         findings = tuple(finding for finding in error.findings if isinstance(finding, Finding))
         return _print_findings(findings or (Finding("error", "undecided", one_line(error)),), None, args)
     if args.update:
-        subject.plan.check()  # a golden plan must be sound
+        # A golden plan must be sound.
+        subject.plan.check()
         if args.golden.exists():
-            golden_plan(args.golden)  # raises if it is not a plan: do not overwrite other files
+            # Raises if it is not a plan: do not overwrite other files.
+            golden_plan(args.golden)
         write(args.golden, f"{subject.plan.to_json()}\n")
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
@@ -77,6 +80,7 @@ def _github_command(finding: Finding, rules: str | None) -> str:
 
 
 def _escape(text: str, *, data: bool = False) -> str:
+    # GitHub reads these characters as the syntax of its commands.
     for char in "%\r\n" if data else "%\r\n:,":
         text = text.replace(char, f"%{ord(char):02X}")
     return text

@@ -32,6 +32,7 @@ def _run(args: argparse.Namespace) -> int:
     autoplan = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
     subject = load_subject(args)
     mesh = mesh_text(subject.plan.mesh)
+    # Still shown: the files may be from another mesh on purpose.
     for name, result in (("audit", audit), ("autoplan", autoplan)):
         if result is not None and result.mesh != mesh:
             complain(f"the {name} is for the mesh {result.mesh}, the plan for {mesh}: the page shows both", "warning")
