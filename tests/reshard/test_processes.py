@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mesh.cluster import run_processes
-from tests.mesh.test_processes import told
+from tests.mesh.test_processes import printed_lines
 
 SHAPES = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (2, 2)])
 
@@ -50,7 +50,9 @@ def check(array, sharding, values):
 
 def run(code: str, processes: int = 2, devices: int = 4, timeout: float = 120) -> list[list[str]]:
     prelude = PRELUDE.strip("\n").replace("\n", "\n            ")
-    return told(run_processes(f"            {prelude}\n{code}", processes=processes, devices=devices, timeout=timeout))
+    return printed_lines(
+        run_processes(f"            {prelude}\n{code}", processes=processes, devices=devices, timeout=timeout)
+    )
 
 
 @SHAPES

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.reshard.split import concatenate_by_mesh_axis, split_by_mesh_axis
 from tests.mesh.cluster import run_processes
-from tests.mesh.test_processes import SHAPES, told
+from tests.mesh.test_processes import SHAPES, printed_lines
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -632,7 +632,7 @@ def test_nothing_is_sent() -> None:
 
 @SHAPES
 def test_each_process_cuts_its_own_shards(processes: int, devices: int) -> None:
-    printed = told(
+    printed = printed_lines(
         run_processes(
             """
             from shardrules.reshard.split import concatenate_by_mesh_axis, split_by_mesh_axis
