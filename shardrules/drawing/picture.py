@@ -165,6 +165,8 @@ def _svg(mark: Mark) -> str:
     label = ""
     if mark.shown_label:
         middle = f'x="{_px(mark.x + mark.width / 2)}" y="{_px(mark.y + mark.height / 2 + 4)}"'
-        label = f'<text class="label" {middle} text-anchor="middle" fill="#1a1a1a">{html.escape(mark.label)}</text>'
-    box = f'<rect class="block {kind}" {rectangle} fill="{_fill(mark)}" stroke="#ffffff" stroke-width="0.8">{title}</rect>'
+        words = html.escape(mark.label)
+        label = f'<text class="label" {middle} text-anchor="middle" fill="#1a1a1a">{words}</text>'
+    style = f'class="block {kind}" {rectangle} fill="{_fill(mark)}" stroke="#ffffff" stroke-width="0.8"'
+    box = f"<rect {style}>{title}</rect>"
     return f"<g>{box}{label}</g>"
