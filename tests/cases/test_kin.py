@@ -153,8 +153,8 @@ def test_h03_reverse_serves_the_smallest_dimension_first(dp_tp: AbstractMesh) ->
     tree = {"a": f32(8, 16)}
     both = sr.AutoShardingRule(dp_tp, axis_names=["dp", "tp"], min_shard_size=1, reverse=True)
     assert both.apply(tree) == {"a": P("dp", "tp")}
-    one = sr.AutoShardingRule(dp_tp, axis_names=["tp"], min_shard_size=1, reverse=True)
-    assert same(one.apply(tree)["a"], P("tp", None))
+    one_axis = sr.AutoShardingRule(dp_tp, axis_names=["tp"], min_shard_size=1, reverse=True)
+    assert same(one_axis.apply(tree)["a"], P("tp", None))
 
 
 def test_h04_no_dimension_divides(dp_tp: AbstractMesh) -> None:

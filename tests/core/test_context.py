@@ -30,9 +30,9 @@ CONTEXTS: dict[str, Callable[[Mesh], AbstractContextManager[object]]] = {
 def test_every_way_to_set_a_mesh_is_seen(kind: str) -> None:
     mesh = sr.create_mesh(MESH)
     with CONTEXTS[kind](mesh):
-        found = sr.current_mesh()
-        assert found == (mesh.abstract_mesh if kind == "abstract" else mesh)
-        assert sr.meshes.get_incontext_mesh() == found
+        current = sr.current_mesh()
+        assert current == (mesh.abstract_mesh if kind == "abstract" else mesh)
+        assert sr.meshes.get_incontext_mesh() == current
         assert sr.meshes.names_in_current_mesh("data", "model")
         assert not sr.meshes.names_in_current_mesh("data", "expert")
         assert sr.meshes.get_axes_size_in_mesh(("data", "model")) == 8
@@ -93,9 +93,9 @@ def test_an_argument_comes_first_then_the_arrays_then_what_is_set() -> None:
     rule = sr.AutoShardingRule(min_shard_size=0)
     arrays = sr.create_mesh("array:8")
     tree = {"none": np.ones((4, 4)), **placed(arrays, w=P("array"))}
-    given = sr.mesh_shape("given:8")
+    mesh = sr.mesh_shape("given:8")
     with jax.set_mesh(sr.create_mesh("set:8")):
-        assert rule.plan(tree, given).mesh == given
+        assert rule.plan(tree, mesh).mesh == mesh
         assert rule.plan(tree).mesh == arrays
         assert rule.plan({"w": np.ones((8, 8))}).mesh == sr.create_mesh("set:8")
     assert rule.plan(tree).specs == {"none": P(None, None), "w": P("array", None)}
@@ -104,7 +104,7 @@ def test_an_argument_comes_first_then_the_arrays_then_what_is_set() -> None:
 
 
 def test_arrays_on_two_meshes_say_nothing() -> None:
-    one, other = sr.create_mesh("a:8"), sr.create_mesh("b:8")
-    tree = placed(one, x=P("a")) | {"y": jax.device_put(np.ones((4, 4)), NamedSharding(other, P()))}
+    mesh, other = sr.create_mesh("a:8"), sr.create_mesh("b:8")
+    tree = placed(mesh, x=P("a")) | {"y": jax.device_put(np.ones((4, 4)), NamedSharding(other, P()))}
     with pytest.raises(sr.errors.NoMeshError, match="this rule needs a mesh"):
         sr.AutoShardingRule().plan(tree)

@@ -404,9 +404,11 @@ EQUAL_LAYERS: dict[str, Case] = {
 )
 def test_a_finding_has_code_path_and_remedy(case: Case) -> None:
     plan = case.plan()
-    found = [one for one in plan.findings if one.code == case.code and re.search(case.message, one.message)]
-    assert len(found) == 1, plan.findings
-    (finding,) = found
+    matches = [
+        finding for finding in plan.findings if finding.code == case.code and re.search(case.message, finding.message)
+    ]
+    assert len(matches) == 1, plan.findings
+    (finding,) = matches
     assert finding.severity == case.severity
     assert finding.path == case.path
     assert re.search(case.remedy, finding.remedy)
@@ -432,12 +434,12 @@ def test_every_code_of_the_library_is_shown_here() -> None:
     files = [
         file for part in ("core", "rules") for file in sorted((package / part).rglob("*.py")) if file.stem != "how"
     ]
-    code = [re.sub(r"```python.*?```", "", file.read_text(), flags=re.DOTALL) for file in files]
-    codes = dict.fromkeys(found for text in code for found in written.findall(text))
+    texts = [re.sub(r"```python.*?```", "", file.read_text(), flags=re.DOTALL) for file in files]
+    codes = dict.fromkeys(code for text in texts for code in written.findall(text))
     shown = [case.code for case in CASES.values()]
     assert len(codes) > 12
     # A conflict is raised by `plan` itself.
-    assert [one for one in codes if one not in shown and one != "conflict"] == []
+    assert [finding for finding in codes if finding not in shown and finding != "conflict"] == []
 
 
 def test_check_raises_once_and_lists_all() -> None:
@@ -452,12 +454,12 @@ def test_check_raises_once_and_lists_all() -> None:
     plan = sr.CompositeShardingRule(sr.SpecTreeShardingRule(specs), REGEX([("dead", P())])).plan(tree, MESH)
     with pytest.raises(sr.errors.PlanError, match=r"^the plan has 5 errors \(mesh data:4,model:2\):\n") as caught:
         plan.check()
-    found = [one for one in caught.value.findings if isinstance(one, sr.Finding)]
+    findings = [finding for finding in caught.value.findings if isinstance(finding, sr.Finding)]
     expected = [*((code, name, 1) for name, _, _, code in pairs), ("indivisible", "layers/*/w", 5)]
-    assert [(one.code, one.path, one.count) for one in found] == expected
-    assert {one.severity for one in found} == {"error"}
+    assert [(finding.code, finding.path, finding.count) for finding in findings] == expected
+    assert {finding.severity for finding in findings} == {"error"}
     text = str(caught.value)
-    assert text.splitlines()[1:] == listing(found).splitlines()
+    assert text.splitlines()[1:] == listing(findings).splitlines()
     assert "dead-pattern" not in text
     assert "fine" not in text
 
@@ -473,21 +475,21 @@ def test_errors_come_before_warnings_and_warnings_before_notes() -> None:
     tree = {"a": f32(3), "b": f32(4096, 4096), "c": f32(7), "d": f32(7)}
     plan = REGEX([("c|d", P("data")), ("dead", P())]).plan(tree, MESH)
     order = ["error", "warning", "note"]
-    severities = [one.severity for one in plan.findings]
+    severities = [finding.severity for finding in plan.findings]
     assert severities == sorted(severities, key=order.index)
     assert dict.fromkeys(severities) == dict.fromkeys(order)
-    assert [one.path for one in plan.findings if one.severity == "error"] == ["c", "d"]
+    assert [finding.path for finding in plan.findings if finding.severity == "error"] == ["c", "d"]
 
 
 def test_replicated_on_purpose_is_no_finding() -> None:
     for rule in (sr.ReplicateShardingRule(), REGEX([(".*", P())]), sr.SpecTreeShardingRule({"embed": P()})):
-        codes = [one.code for one in rule.plan({"embed": ONE_GB}, MESH).findings]
+        codes = [finding.code for finding in rule.plan({"embed": ONE_GB}, MESH).findings]
         assert codes == ["unused-axis", "unused-axis"]
 
 
 @pytest.mark.parametrize(("size", "warned"), [(16 * 2**20 - 4, False), (16 * 2**20, True)])
 def test_large_begins_at_16_mib(size: int, warned: bool) -> None:
-    codes = [one.code for one in REGEX([]).plan({"w": f32(size // 4)}, MESH).findings]
+    codes = [finding.code for finding in REGEX([]).plan({"w": f32(size // 4)}, MESH).findings]
     assert ("large-replicated" in codes) == warned
     assert "unmatched" in codes
 
@@ -509,23 +511,25 @@ def test_a_safety_net_that_catches_nothing_is_no_finding() -> None:
     last = REGEX([("w", P("data")), ("(b|)", P("model")), ("", P())]).plan({"w": f32(8), "b": f32(8)}, MESH)
     assert last.findings == ()
     middle = REGEX([("w|b", P("data")), (".*", P()), ("", P())]).plan({"w": f32(8), "b": f32(8)}, MESH)
-    assert "shadowed-pattern" in [one.code for one in middle.findings]
+    assert "shadowed-pattern" in [finding.code for finding in middle.findings]
     early = REGEX([(".*", P("data")), ("w", P("model"))]).plan({"w": f32(8), "b": f32(8)}, MESH)
-    assert "shadowed-pattern" in [one.code for one in early.findings]
+    assert "shadowed-pattern" in [finding.code for finding in early.findings]
 
 
 def test_a_pattern_whose_leaves_an_earlier_rule_took_is_found() -> None:
     rule = sr.CompositeShardingRule(REGEX([("w", P("data"))]), REGEX([("layers/./w", P()), ("b", P("model"))]))
-    found = [one for one in rule.plan({"b": f32(8), **layers(8)}, MESH).findings if "layers/./w" in one.message]
-    assert [one.severity for one in found] == ["warning"]
-    assert found[0].code in ("dead-pattern", "shadowed-pattern")
+    findings = [
+        finding for finding in rule.plan({"b": f32(8), **layers(8)}, MESH).findings if "layers/./w" in finding.message
+    ]
+    assert [finding.severity for finding in findings] == ["warning"]
+    assert findings[0].code in ("dead-pattern", "shadowed-pattern")
 
 
 def test_a_pattern_that_wins_somewhere_is_not_dead() -> None:
     inner = REGEX([("q", P("data")), ("k", P("model"))])
     rule = REGEX([("first", inner), ("second", inner)])
     tree = {"first": {"q": f32(8)}, "second": {"k": f32(8)}}
-    assert [one.code for one in rule.plan(tree, MESH).findings] == []
+    assert [finding.code for finding in rule.plan(tree, MESH).findings] == []
 
 
 def test_pins_that_an_earlier_rule_took_are_not_dead() -> None:
@@ -542,18 +546,18 @@ def test_findings_do_not_depend_on_grouping() -> None:
         tree, MESH
     )
     assert len(together.kinds) < len(single.kinds)
-    assert [one for one in single.findings if "never" not in one.message] == list(together.findings)
+    assert [finding for finding in single.findings if "never" not in finding.message] == list(together.findings)
 
 
 def test_two_meshes_of_equal_shape_are_one() -> None:
     real = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     plan = sr.AutoShardingRule(MESH).plan(layers(8, 4), real)
-    assert not any(one.code == "mesh-ignored" for one in plan.findings)
+    assert not any(finding.code == "mesh-ignored" for finding in plan.findings)
 
 
 def test_a_mesh_inside_a_composite_that_is_not_the_one_given_is_found() -> None:
     rule = sr.CompositeShardingRule(sr.AutoShardingRule(sr.mesh_shape("data:2")))
-    assert "mesh-ignored" in [one.code for one in rule.plan(layers(8, 4), MESH).findings]
+    assert "mesh-ignored" in [finding.code for finding in rule.plan(layers(8, 4), MESH).findings]
 
 
 # ---- against JAX ----
@@ -576,21 +580,23 @@ def test_a_mesh_inside_a_composite_that_is_not_the_one_given_is_found() -> None:
 )
 def test_what_is_said_to_be_weakened_is_what_jit_makes_of_it(shape: tuple[int, ...], spec: P) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    found = [one for one in check_spec("w", shape, spec, {"data": 4, "model": 2}) if one.code == "weakened"]
-    assert found
+    findings = [
+        finding for finding in check_spec("w", shape, spec, {"data": 4, "model": 2}) if finding.code == "weakened"
+    ]
+    assert findings
     constrain = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)))
-    if "by part of an axis" in found[0].message and jax.__version_info__ >= (0, 11):
+    if "by part of an axis" in findings[0].message and jax.__version_info__ >= (0, 11):
         with contextlib.suppress(ValueError):  # JAX has no way to say what XLA made of it, or no good one
-            made = constrain.lower(f32(*shape)).compile().output_shardings
-            assert not isinstance(made, NamedSharding)
+            sharding = constrain.lower(f32(*shape)).compile().output_shardings
+            assert not isinstance(sharding, NamedSharding)
         return
-    made = constrain.lower(f32(*shape)).compile().output_shardings
-    assert isinstance(made, NamedSharding)
-    for one in found:
-        said = re.search(r"would silently become (P\(.*?\))[:,] ", one.message)
-        assert said is not None
-        weaker = eval(said[1], {"P": P})
-        assert NamedSharding(mesh, weaker).is_equivalent_to(made, len(shape))
+    sharding = constrain.lower(f32(*shape)).compile().output_shardings
+    assert isinstance(sharding, NamedSharding)
+    for finding in findings:
+        match = re.search(r"would silently become (P\(.*?\))[:,] ", finding.message)
+        assert match is not None
+        weaker = eval(match[1], {"P": P})
+        assert NamedSharding(mesh, weaker).is_equivalent_to(sharding, len(shape))
 
 
 @pytest.mark.parametrize(
@@ -640,13 +646,14 @@ def test_findings_of_equal_layers_are_merged() -> None:
         return sr.Finding("note", "code", "message", path, dim=dim, count=count)
 
     assert [
-        (one.path, one.count, one.dim) for one in merged([at("l/0/w"), at("b"), at("l/1/w"), at("l/2/w", dim=1)])
+        (finding.path, finding.count, finding.dim)
+        for finding in merged([at("l/0/w"), at("b"), at("l/1/w"), at("l/2/w", dim=1)])
     ] == [
         ("l/*/w", 2, 0),
         ("b", 1, 0),
         ("l/2/w", 1, 1),
     ]
-    assert [(one.path, one.count) for one in merged([at("l/0/w", 3), at("l/3/w", 2)])] == [("l/*/w", 5)]
+    assert [(finding.path, finding.count) for finding in merged([at("l/0/w", 3), at("l/3/w", 2)])] == [("l/*/w", 5)]
 
 
 def test_templates_hide_indices_only() -> None:
@@ -704,7 +711,7 @@ class Silent(sr.LeavesShardingRule):
 def test_a_rule_around_another_keeps_its_findings_though_it_does_not_tell_of_it() -> None:
     inner = REGEX([("w", P("data")), ("bais", P())])
     for rule in (Silent(inner), sr.CompositeShardingRule(Silent(inner), sr.ReplicateShardingRule())):
-        codes = [one.code for one in rule.plan({"w": f32(8), "b": f32(8)}, sr.mesh_shape("data:4")).findings]
+        codes = [finding.code for finding in rule.plan({"w": f32(8), "b": f32(8)}, sr.mesh_shape("data:4")).findings]
         assert codes.count("dead-pattern") == 1
 
 
@@ -716,6 +723,6 @@ def test_a_limit_for_the_tree_sees_what_other_patterns_decide() -> None:
         assert plan.memory().device_bytes <= 2 * 16384
         assert plan == REGEX([("a|b", limit), ("c", rest)]).plan(tree, MESH)
     wrapped = sr.FittedShardingRule(sr.CompositeShardingRule(REGEX([("a", limit)])) | sr.ReplicateShardingRule())
-    assert "over-budget" in [one.code for one in wrapped.plan(tree, MESH).findings]
+    assert "over-budget" in [finding.code for finding in wrapped.plan(tree, MESH).findings]
     one_layer = sr.StackedShardingRule(sr.MemoryConstrainedShardingRule(256, scope="tree"))  # it counts one layer
-    assert "over-budget" not in [one.code for one in one_layer.plan({"a": f32(64, 64)}, MESH).findings]
+    assert "over-budget" not in [finding.code for finding in one_layer.plan({"a": f32(64, 64)}, MESH).findings]

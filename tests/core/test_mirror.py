@@ -201,13 +201,13 @@ def test_a_list_of_arrays_is_mirrored() -> None:
 
 def averaged_dim(statistic: np.ndarray, squares: np.ndarray) -> int | None:
     """The one dimension of `squares` over which `statistic` is the mean; `None` when it is none."""
-    found = [
+    matches = [
         dim
         for dim in range(squares.ndim)
         if squares.mean(dim).shape == statistic.shape and np.allclose(squares.mean(dim), statistic, rtol=1e-4)
     ]
-    assert len(found) <= 1
-    return found[0] if found else None
+    assert len(matches) <= 1
+    return matches[0] if matches else None
 
 
 SHAPES = (
@@ -267,17 +267,17 @@ def test_a_factored_leaf_takes_the_entries_of_the_dims_it_kept(shape: tuple[int,
     specs = [P(*["a" if dim == place else None for dim in range(len(shape))]) for place in range(len(shape))]
     for spec in (P(*"abcd"[: len(shape)]), *specs):
         plan = sr.SpecTreeShardingRule({"layer": {"w": spec}, "b": P("a")}).plan(params, MESH_4)
-        found = plan.mirror(state).check().specs[0]
+        mirrored_state = plan.mirror(state).check().specs[0]
         for name, out in statistics()[shape].items():
             assert out is not None
             kept = make_spec(tuple(entry for dim, entry in enumerate(entries(spec, len(shape))) if dim != out))
-            mirrored = getattr(found, name)["layer"]["w"]
+            mirrored = getattr(mirrored_state, name)["layer"]["w"]
             assert same(mirrored, kept), (name, spec, out)
             assert len(mirrored.partitions) <= len(shape) - 1
         # What is not factored is kept whole, and placeholders of one element are nobody's business.
-        assert found.v["b"] == P("a")
-        assert same(found.v["layer"]["w"], P())
-        assert same(found.v_row["b"], P())
+        assert mirrored_state.v["b"] == P("a")
+        assert same(mirrored_state.v["layer"]["w"], P())
+        assert same(mirrored_state.v_row["b"], P())
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -288,15 +288,15 @@ def test_adafactor_on_whole_trees(tree: str) -> None:
     gradients, factored = updated(params)
     for name in ("v_row", "v_col", "v"):
         parts = (plan.specs, gradients, getattr(factored, name), getattr(specs[0], name))
-        for spec, gradient, statistic, found in zip(*map(jax.tree.leaves, parts), strict=True):
+        for spec, gradient, statistic, mirrored_state in zip(*map(jax.tree.leaves, parts), strict=True):
             if statistic.shape == gradient.shape:
-                assert same(found, spec)
+                assert same(mirrored_state, spec)
             elif statistic.shape == (1,):
-                assert same(found, P())
+                assert same(mirrored_state, P())
             else:
                 out = averaged_dim(statistic, np.square(gradient))
                 kept = [entry for dim, entry in enumerate(entries(spec, gradient.ndim)) if dim != out]
-                assert same(found, make_spec(tuple(kept)))
+                assert same(mirrored_state, make_spec(tuple(kept)))
     momenta = [part.ema for part in specs if isinstance(part, optax.EmaState)]
     assert list(map(described, momenta)) == [described(plan.specs)]
 
@@ -314,17 +314,17 @@ def test_labels_of_a_multi_transform_do_not_decide_what_a_factor_is() -> None:
     params = {"w": f32(8, 8)}
     plan = sr.SpecTreeShardingRule({"w": P("a", "b")}).plan(params, MESH)
     optimizer = optax.multi_transform({"rows": ADAFACTOR}, {"w": "rows"})
-    found = plan.mirror(jax.eval_shape(optimizer.init, params))
+    state_plan = plan.mirror(jax.eval_shape(optimizer.init, params))
     place = "inner_states/rows/inner_state/0"
-    assert found.decision(f"{place}/v_row/w").spec == P("a")
-    assert found.decision(f"{place}/v_col/w").spec == P("b")
+    assert state_plan.decision(f"{place}/v_row/w").spec == P("a")
+    assert state_plan.decision(f"{place}/v_col/w").spec == P("b")
 
 
 def test_a_factor_that_could_be_either_is_replicated_with_a_note() -> None:
     plan = sr.SpecTreeShardingRule({"w": P("a", "b")}).plan({"w": f32(8, 8)}, MESH)
-    found = plan.mirror({"first": {"w": f32(8)}, "second": {"w": f32(8)}})
-    assert found.specs == {"first": {"w": P()}, "second": {"w": P()}}
-    assert [(one.code, one.path) for one in found.findings if one.code == "unmirrored"] == [
+    state_plan = plan.mirror({"first": {"w": f32(8)}, "second": {"w": f32(8)}})
+    assert state_plan.specs == {"first": {"w": P()}, "second": {"w": P()}}
+    assert [(finding.code, finding.path) for finding in state_plan.findings if finding.code == "unmirrored"] == [
         ("unmirrored", "first/w"),
         ("unmirrored", "second/w"),
     ]
@@ -350,8 +350,8 @@ def test_a_name_of_the_optimizer_may_be_a_name_of_the_model() -> None:
     params = {"w": f32(8, 8), "mu": {"w": f32(8, 8)}, "nu": {"w": f32(8, 8)}}
     specs = {"w": P("a"), "mu": {"w": P("b")}, "nu": {"w": P("c")}}
     plan = sr.SpecTreeShardingRule(specs).plan(params, MESH)
-    found = plan.mirror(adam_state(params)).specs[0]
-    assert found.mu == found.nu == specs
+    state_plan = plan.mirror(adam_state(params)).specs[0]
+    assert state_plan.mu == state_plan.nu == specs
 
 
 def test_a_namesake_of_another_shape_is_passed_over() -> None:
@@ -363,11 +363,11 @@ def test_a_namesake_of_another_shape_is_passed_over() -> None:
 
 def test_what_mirrors_nothing_is_replicated_with_a_note_that_tells_why() -> None:
     plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8, 4)}, MESH)
-    found = plan.mirror({"mu": {"w": f32(3, 5)}, "extra": f32(7), "one": f32(1), "count": 0})
-    assert found.specs == {"mu": {"w": P()}, "extra": P(), "one": P(), "count": P()}
-    notes = {one.path: one for one in found.findings if one.code == "unmirrored"}
+    state_plan = plan.mirror({"mu": {"w": f32(3, 5)}, "extra": f32(7), "one": f32(1), "count": 0})
+    assert state_plan.specs == {"mu": {"w": P()}, "extra": P(), "one": P(), "count": P()}
+    notes = {finding.path: finding for finding in state_plan.findings if finding.code == "unmirrored"}
     assert list(notes) == ["extra", "mu/w"]
-    assert {one.severity for one in notes.values()} == {"note"}
+    assert {finding.severity for finding in notes.values()} == {"note"}
     assert notes["mu/w"].message == "the planned leaf of that name has shape (8, 4), so it is replicated"
     assert notes["extra"].message == "mirrors no planned leaf, so it is replicated"
     assert "put another rule before the mirror" in notes["extra"].remedy
@@ -380,8 +380,10 @@ def test_part_of_a_name_is_no_ending() -> None:
 
 def test_every_note_stands_for_its_leaf_and_equal_layers_share_one() -> None:
     plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8)}, MESH)
-    found = plan.mirror({"extra": [f32(7) for _ in range(5)]})
-    assert [(one.path, one.count) for one in found.findings if one.code == "unmirrored"] == [("extra/*", 5)]
+    state_plan = plan.mirror({"extra": [f32(7) for _ in range(5)]})
+    assert [(finding.path, finding.count) for finding in state_plan.findings if finding.code == "unmirrored"] == [
+        ("extra/*", 5)
+    ]
 
 
 def test_a_leaf_without_an_opinion_is_mirrored_as_replicated() -> None:
@@ -440,11 +442,11 @@ def test_in_a_chain_what_mirrors_nothing_keeps_what_was_decided() -> None:
     plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8, 8)}, MESH)
     state = {"mu": {"w": f32(8, 8)}, "history": f32(10, 8, 8), "step": f32()}
     rule = sr.RegexShardingRule([("history", P(None, "b", "c"))]) | sr.MirrorShardingRule(plan)
-    found = rule.plan(state, MESH)
-    assert found.specs == {"mu": {"w": P("a")}, "history": P(None, "b", "c"), "step": P()}
-    assert "unmirrored" not in [one.code for one in found.findings]
+    state_plan = rule.plan(state, MESH)
+    assert state_plan.specs == {"mu": {"w": P("a")}, "history": P(None, "b", "c"), "step": P()}
+    assert "unmirrored" not in [finding.code for finding in state_plan.findings]
     assert plan.mirror(state).specs["history"] == P()
-    assert [one.path for one in plan.mirror(state).findings if one.code == "unmirrored"] == ["history"]
+    assert [finding.path for finding in plan.mirror(state).findings if finding.code == "unmirrored"] == ["history"]
 
 
 @pytest.mark.parametrize("read_again", [False, True])

@@ -315,15 +315,15 @@ def test_check_returns_the_plan_or_raises_once_with_all_errors() -> None:
     ).plan({"a": f32(8, 8), "b": f32(8), "c": f32(7), "d": f32(8), "e": f32(8)}, SMALL)
     with pytest.raises(sr.errors.PlanError, match=r"the plan has 4 errors \(mesh data:4,model:2\)") as caught:
         wrong.check()
-    found = caught.value.findings
-    assert [(one.code, one.path) for one in found if isinstance(one, sr.Finding)] == [
+    findings = caught.value.findings
+    assert [(finding.code, finding.path) for finding in findings if isinstance(finding, sr.Finding)] == [
         ("duplicate-axis", "a"),
         ("unknown-axis", "b"),
         ("indivisible", "c"),
         ("rank-overflow", "d"),
     ]
-    for one in found:
-        assert str(one).splitlines()[0] in str(caught.value)
+    for finding in findings:
+        assert str(finding).splitlines()[0] in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
@@ -355,12 +355,12 @@ def test_a_diff_lists_every_leaf_and_prints_groups() -> None:
     diff = old.diff(new)
     assert diff
     up = [(f"layers/{layer}/mlp/up", (1024, 4096), "P('data', 'model')", "P(None, 'model')") for layer in range(3)]
-    assert sorted((one.path, one.shape, one.old, one.new) for one in diff.changes) == [
+    assert sorted((change.path, change.shape, change.old, change.new) for change in diff.changes) == [
         ("extra", (64,), "", "P()"),
         *up,
         ("step", (), "P()", ""),
     ]
-    assert [(one.old_bytes, one.new_bytes) for one in diff.changes if one.path == "layers/0/mlp/up"] == [
+    assert [(change.old_bytes, change.new_bytes) for change in diff.changes if change.path == "layers/0/mlp/up"] == [
         (1024 * 4096 * 4 // 64, 1024 * 4096 * 4 // 4)
     ]
     assert sorted(str(diff).splitlines()) == [
@@ -429,8 +429,8 @@ def test_a_fingerprint_sees_every_change(name: str) -> None:
 
 
 def test_all_fingerprints_are_different() -> None:
-    found = [one_leaf().fingerprint, *(variant().fingerprint for variant in VARIANTS.values())]
-    assert len(dict.fromkeys(found)) == len(found)
+    fingerprints = [one_leaf().fingerprint, *(variant().fingerprint for variant in VARIANTS.values())]
+    assert len(dict.fromkeys(fingerprints)) == len(fingerprints)
 
 
 def test_a_fingerprint_is_the_same_everywhere() -> None:

@@ -30,9 +30,9 @@ def specs(draw: st.DrawFn, most: int = 4) -> P:
     names = draw(st.permutations(list(SIZES)))
     parts: list[Any] = []
     for _ in range(draw(st.integers(0, most))):
-        taken = [names.pop() for _ in range(draw(st.integers(0, min(3, len(names)))))]
-        plain = len(taken) == 1 and draw(st.booleans())
-        parts.append(None if not taken else taken[0] if plain else tuple(taken))
+        axes = [names.pop() for _ in range(draw(st.integers(0, min(3, len(names)))))]
+        plain = len(axes) == 1 and draw(st.booleans())
+        parts.append(None if not axes else axes[0] if plain else tuple(axes))
     return P(*parts)
 
 
@@ -40,14 +40,15 @@ SHAPES = st.lists(st.integers(1, 4).map(lambda size: 4 * size), min_size=4, max_
 
 
 @given(specs(), specs())
-def test_specs_are_the_same_where_jax_places_arrays_alike(mesh: jax.sharding.Mesh, one: P, other: P) -> None:
-    alike = NamedSharding(mesh, one).is_equivalent_to(NamedSharding(mesh, other), 4)
+def test_specs_are_the_same_where_jax_places_arrays_alike(mesh: jax.sharding.Mesh, spec: P, other: P) -> None:
+    alike = NamedSharding(mesh, spec).is_equivalent_to(NamedSharding(mesh, other), 4)
     # JAX looks through axes of size 1, which split nothing; as a spec they are still something else.
     bare = [
-        P(*(tuple(axis for axis in entry if axis != "one") for entry in algebra.entries(spec))) for spec in (one, other)
+        P(*(tuple(axis for axis in entry if axis != "one") for entry in algebra.entries(spec)))
+        for spec in (spec, other)
     ]
     assert sr.specs.same(*bare) == alike
-    assert sr.specs.same(one, other) == (sr.specs.canonical(one) == sr.specs.canonical(other))
+    assert sr.specs.same(spec, other) == (sr.specs.canonical(spec) == sr.specs.canonical(other))
 
 
 @given(specs())
@@ -73,8 +74,8 @@ def test_shards_are_those_of_jax(mesh: jax.sharding.Mesh, spec: P, shape: tuple[
     assert sr.specs.shard_shape(shape, spec, mesh_sizes(mesh)) == sharding.shard_shape(shape)
     distinct = {str(index) for index in sharding.devices_indices_map(shape).values()}
     assert algebra.part_count(spec, SIZES) == len(distinct)
-    held = sr.specs.shard_bytes(shape, jnp.bfloat16, spec, SIZES)
-    assert held == 2 * math.prod(sharding.shard_shape(shape))
+    shard_bytes = sr.specs.shard_bytes(shape, jnp.bfloat16, spec, SIZES)
+    assert shard_bytes == 2 * math.prod(sharding.shard_shape(shape))
     assert list(algebra.axis_names(spec)) == [
         axis for part in spec.partitions if part for axis in axis_tuple(as_axis(part))
     ]

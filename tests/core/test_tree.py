@@ -43,17 +43,17 @@ def test_paths_are_those_of_jax(name: str) -> None:
 @pytest.mark.parametrize("reads", ["no", "width", "value"])
 def test_what_is_grouped_is_alike_and_keeps_its_place(name: str, reads: Any) -> None:
     tree = TREES[name]()
-    found = survey(tree, None, reads_index=reads)
+    tree_survey = survey(tree, None, reads_index=reads)
     each = survey(tree, None, reads_index="value")
-    assert found.paths() == each.paths()
-    assert len(found.kind_of) == len(each.kind_of)
-    for kind, own in zip(found.kind_of, each.kind_of, strict=True):
-        assert (kind < 0) == (own < 0)
+    assert tree_survey.paths() == each.paths()
+    assert len(tree_survey.kind_of) == len(each.kind_of)
+    for kind, other_kind in zip(tree_survey.kind_of, each.kind_of, strict=True):
+        assert (kind < 0) == (other_kind < 0)
         if kind >= 0:
-            one, other = found.kinds[kind], each.kinds[own]
-            assert (one.shape, one.dtype, one.axes) == (other.shape, other.dtype, other.axes)
-    rebuilt = found.unflatten(list(range(len(found.kinds))), "number")
-    assert jtu.tree_structure(rebuilt) == found.treedef
+            leaf, other_leaf = tree_survey.kinds[kind], each.kinds[other_kind]
+            assert (leaf.shape, leaf.dtype, leaf.axes) == (other_leaf.shape, other_leaf.dtype, other_leaf.axes)
+    rebuilt = tree_survey.unflatten(list(range(len(tree_survey.kinds))), "number")
+    assert jtu.tree_structure(rebuilt) == tree_survey.treedef
 
 
 class Moments(NamedTuple):
@@ -174,7 +174,9 @@ def test_of_boxes_in_boxes_the_innermost_names_count() -> None:
 )
 def test_keys_without_a_text_do_not_hide_that_paths_are_equal(tree: Any, path: str) -> None:
     plan = sr.DimShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4"))
-    assert [(one.code, one.path) for one in plan.findings if one.severity == "error"] == [("ambiguous-path", path)]
+    assert [(finding.code, finding.path) for finding in plan.findings if finding.severity == "error"] == [
+        ("ambiguous-path", path)
+    ]
     assert "a key has a slash or is empty" in plan.findings[0].message
     assert sr.DimShardingRule("data", 0).plan({"": np.ones(4)}, sr.mesh_shape("data:4")).check().paths == ("",)
 

@@ -36,7 +36,7 @@ def test_blocks_are_where_jax_puts_them(axes: str, shape: tuple[int, ...], spec:
     for index in np.ndindex(*blocks.counts):
         block = blocks.block(index)
         for device, cut in where.items():
-            bounds = tuple(one.indices(size)[:2] for one, size in zip(cut, shape, strict=True))
+            bounds = tuple(dim_slice.indices(size)[:2] for dim_slice, size in zip(cut, shape, strict=True))
             assert (bounds == block.bounds) == (number[device] in block.devices)
         seen |= dict.fromkeys(block.devices, 1)
     assert sorted(seen) == list(range(8))
@@ -55,8 +55,8 @@ def test_every_block_of_a_small_mesh_is_drawn(axes: str, shape: tuple[int, ...],
         block = blocks.block(index)
         assert (
             sum(
-                one.endswith(f"{'devices' * (len(block.devices) > 1) or 'device'} {ranges(block.devices)}")
-                for one in titles
+                title.endswith(f"{'devices' * (len(block.devices) > 1) or 'device'} {ranges(block.devices)}")
+                for title in titles
             )
             == 1
         )

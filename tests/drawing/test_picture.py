@@ -27,23 +27,26 @@ NAMES = {"svg": "http://www.w3.org/2000/svg"}
 def test_svg_is_xml_in_which_every_text_is_escaped() -> None:
     root = ET.fromstring(PICTURE.to_svg())
     assert root.attrib["aria-label"] == 'a "picture" & more'
-    assert [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")] == [
+    assert [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")] == [
         'a title\'s "<end>"',
         "first",
         "second",
     ]
-    assert [one.text for one in root.findall(".//svg:text", NAMES)] == ["w & <b>", "dim 0"]  # the other has no room
+    assert [element.text for element in root.findall(".//svg:text", NAMES)] == [
+        "w & <b>",
+        "dim 0",
+    ]  # the other has no room
     boxes = root.findall(".//svg:rect", NAMES)
-    assert [one.attrib["fill"] for one in boxes] == [PALETTE[3], PLAIN]
-    assert [one.attrib["class"] for one in boxes] == ["block b3", "block plain"]
-    assert [one.attrib["points"] for one in root.findall(".//svg:polyline", NAMES)] == ["0,0 10.2,20"]
+    assert [element.attrib["fill"] for element in boxes] == [PALETTE[3], PLAIN]
+    assert [element.attrib["class"] for element in boxes] == ["block b3", "block plain"]
+    assert [element.attrib["points"] for element in root.findall(".//svg:polyline", NAMES)] == ["0,0 10.2,20"]
     assert PICTURE._repr_html_() == PICTURE.to_svg()
 
 
 def test_black_text_can_be_read_on_every_fill() -> None:
     def light(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for fill in (*PALETTE, PLAIN):
@@ -55,8 +58,8 @@ def test_figures_hold_the_same() -> None:
     matplotlib.use("agg")
     figure = PICTURE.to_figure()
     (ax,) = figure.axes
-    assert [one.get_width() for one in ax.patches] == [60, 10]
-    assert {one.get_text() for one in ax.texts} == {"w & <b>", "dim 0", ""}
+    assert [artist.get_width() for artist in ax.patches] == [60, 10]
+    assert {artist.get_text() for artist in ax.texts} == {"w & <b>", "dim 0", ""}
     assert len(ax.lines) == 1
     again = PICTURE.to_figure(figure.add_subplot())
     assert again is figure
@@ -74,7 +77,7 @@ def test_a_plan_in_a_notebook_is_a_treemap_and_a_table() -> None:
     svg, rest = text[: text.index("</svg>") + 6], text[text.index("</svg>") + 6 :]
     assert len(ET.fromstring(svg).findall(".//svg:rect", NAMES)) == 4
     assert "layers/1/up: P('data', 'model'), 1.0 KiB per device" in [
-        one.text for one in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")
+        element.text for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")
     ]
     assert rest.startswith("<table>")
 

@@ -26,7 +26,7 @@ DTYPES: list[Any] = [
     *KEYS,
     jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg")).dtype,
 ]
-TOLD = sr.Finding("note", "told", "it is", "layers/0/w")
+NOTE = sr.Finding("note", "told", "it is", "layers/0/w")
 FINDING = sr.Finding("warning", "fitted", "dropped", "w", "Correct it", (8, 4), 1, "model", 3, "FittedShardingRule")
 
 FINGERPRINT = "ed8ee059fe1246db95c58f7dc6ba4a48e451904baac466923397b3e6709c096e"
@@ -122,7 +122,7 @@ def example() -> tuple[list[tuple[list[str], sr.Leaf, sr.Decision]], str]:
     bias = sr.Leaf("b", (), np.dtype(jnp.int4), MESH)
     spec = P("data", None, ("model", "x"), P.UNCONSTRAINED)
     groups = [
-        (["layers/0/w", "layers/1/w"], weight, sr.Decision(spec, "because", "Rule", (TOLD,))),
+        (["layers/0/w", "layers/1/w"], weight, sr.Decision(spec, "because", "Rule", (NOTE,))),
         (["b"], bias, sr.Decision(None, "")),
     ]
     leaves = [codec.leaf_to_json(*group) for group in groups]
@@ -230,7 +230,7 @@ def mangled(data: Any) -> Iterator[Any]:
     yield from strange
     if isinstance(data, dict):
         for key, value in data.items():
-            yield {other: one for other, one in data.items() if other != key}
+            yield {other: value for other, value in data.items() if other != key}
             for changed in mangled(value):
                 yield {**data, key: changed}
     elif isinstance(data, list):
