@@ -572,10 +572,10 @@ def test_random_keys(kind: AxisType) -> None:
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
-@pytest.mark.parametrize(("source", "target"), [("pinned_host", "device"), ("device", "pinned_host")])
-def test_kinds_of_memory(source: str, target: str) -> None:
-    source = placed("fsdp:8", "fsdp").with_memory_kind(source)
-    target = other_names("tp:4", None, "tp").with_memory_kind(target)
+@pytest.mark.parametrize(("old", "new"), [("pinned_host", "device"), ("device", "pinned_host")])
+def test_kinds_of_memory(old: str, new: str) -> None:
+    source = placed("fsdp:8", "fsdp").with_memory_kind(old)
+    target = other_names("tp:4", None, "tp").with_memory_kind(new)
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     moved = reshard_with_intermediate_sharding(jax.device_put(values, source), source, target)
     assert moved.sharding == target
