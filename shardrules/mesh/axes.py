@@ -67,6 +67,7 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     ```
     """
     names = _axis_names(axis_names)
+    # JAX refuses an empty tuple of axes; of no axes every device has index 0.
     try:
         return jax.lax.axis_index(names) if names else jnp.int32(0)
     except NameError as error:

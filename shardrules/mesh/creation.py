@@ -132,6 +132,7 @@ def _create(
     devices = _as_array(_select_devices(options))
     flat = devices.ravel().tolist()
     infos = [DeviceInfo.of(device) for device in flat]
+    # A layout speaks of ids, so that it can be computed, and tested, without devices.
     by_id = {info.id: device for info, device in zip(infos, flat, strict=True)}
     if len(by_id) < len(flat):
         raise MeshError(f"devices has duplicates: {len(flat)} devices, only {len(by_id)} different")
@@ -188,6 +189,7 @@ def _layout(
                 f"{option} cannot be combined with devices in the shape of the mesh or in a custom order, which "
                 "already fix where each device goes. A list in the order of jax.devices() is laid out"
             )
+    # `np.array(infos)` would look for sequences inside.
     described = np.empty(len(infos), dtype=object)
     described[:] = infos
     return layout_of(described.reshape(sizes))
@@ -225,6 +227,7 @@ def _is_placed(devices: np.ndarray, is_array: bool, sizes: tuple[int, ...], info
 def _axes(axis_dims: Sequence[int] | str, axis_names: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if isinstance(axis_names, str):
         axis_names = (axis_names,)
+    # A set of names has another order in each process, and so would the mesh.
     if axis_names is not None and (isinstance(axis_names, set | frozenset) or not isinstance(axis_names, Iterable)):
         raise MeshError(f"axis_names must be a tuple of names, got {axis_names!r}")
     if isinstance(axis_dims, str):

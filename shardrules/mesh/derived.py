@@ -38,6 +38,7 @@ def fold_axes(mesh: _M, names: Sequence[str], into: str) -> _M:
         raise MeshError(f"fold_axes({mesh_text(mesh)}): {listing}; only axes of the same type can be folded")
     rest = [name for name in mesh.axis_names if name not in folded]
     position = sum(name in rest for name in mesh.axis_names[: mesh.axis_names.index(folded[0])])
+    # The folded axes must be neighbours for the reshape; that moves them to the position of the first.
     order = [*rest[:position], *folded, *rest[position:]]
     new_names = [*rest[:position], into, *rest[position:]]
     sizes = {**mesh.shape, into: math.prod(mesh.shape[name] for name in folded)}
@@ -61,6 +62,7 @@ def split_axis(mesh: _M, name: str, into: Mapping[str, int]) -> _M:
     sizes = dict(zip(requested, integers(requested.values(), "the sizes of split_axis"), strict=True))
     whole = mesh.shape[name]
     product = math.prod(size for size in sizes.values() if size != -1)
+    # Two open sizes stay -1 and are refused below, like every size that does not fit.
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) == 1 and product > 0:
         sizes[open_axes[0]] = whole // product

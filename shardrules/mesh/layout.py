@@ -78,6 +78,7 @@ def outer_shapes(shape: Sequence[int], granules: int) -> Iterator[tuple[int, ...
         if granules == 1:
             yield ()
         return
+    # What an axis takes divides its size and the number of granules, hence their greatest common divisor.
     shared = math.gcd(shape[0], granules)
     for first in range(shared, 0, -1):
         if shared % first == 0:
@@ -111,6 +112,8 @@ def lay_out(
     kind, granules = _granules(infos, requested, should_sort_granules_by_key)
     sizes = [len(granule) for granule in granules]
     if len(dict.fromkeys(sizes)) > 1:
+        # Hosts that lost a device, or a part of the devices: no axis can be a product, but their order still keeps
+        # most neighbours on one host.
         if kind == "process" and requested is None:
             joined = np.empty(len(infos), object)
             joined[:] = [info for granule in granules for info in granule]
@@ -122,6 +125,7 @@ def lay_out(
         )
     outer = _outer(shape, label, kind, len(granules), requested)
     inner = tuple(size // part for size, part in zip(shape, outer, strict=True))
+    # The mesh is a grid of granules, and inside each of them a grid of devices.
     blocks = np.empty(len(granules), object)
     for index, granule in enumerate(granules):
         blocks[index] = _granule_ids(inner, label, granule, allow_split_physical_axes)
@@ -136,6 +140,7 @@ def layout_of(placed: np.ndarray) -> Layout:
     ids = np.vectorize(lambda device: device.id, otypes=[int])(placed)
     granule_indices = np.vectorize(granule_of.__getitem__, otypes=[int])(ids)
     lines = [np.moveaxis(granule_indices, dim, -1).reshape(-1, size) for dim, size in enumerate(placed.shape)]
+    # Devices that a user placed may cross granules on some lines only; one slow line is enough to slow down the axis.
     outer = tuple(max(len(dict.fromkeys(line)) for line in along.tolist()) for along in lines)
     return Layout(ids, outer, kind if len(granules) > 1 else None)
 
@@ -171,6 +176,7 @@ def _outer(
     """How many granules each axis spans."""
     if requested is not None:
         return _requested_outer(shape, label, kind, count, requested)
+    # All slices on one axis, if possible: then the other axes never use the slow network.
     if kind == "slice":
         for dim, size in enumerate(shape):
             if size % count == 0:
@@ -206,6 +212,7 @@ def _requested_outer(
 
 def _granule_ids(shape: tuple[int, ...], label: str, devices: list[DeviceInfo], split: bool) -> np.ndarray:
     """The ids of one granule's devices, laid along its torus where it has one."""
+    # Each of these errors of JAX means that the shape does not fit the torus.
     try:
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
     except (NotImplementedError, ValueError, AssertionError) as error:

@@ -129,6 +129,7 @@ def exchange(message: str | None, name: str, location: str, timeout: float) -> l
 def _meet(client: Any, process: int, count: int, note: _Note, timeout: float) -> tuple[_Note, dict[int, _Note]]:
     """Goes to the next meeting, and returns the note that this process wrote there and the notes of all."""
     end = time.monotonic() + timeout
+    # The note that this process left last says which meeting comes next, even after it gave up or was interrupted.
     last = _notes(client).get(process)
     if last is not None:
         note = attrs.evolve(note, meeting=last.meeting, attempt=last.attempt)
@@ -139,6 +140,7 @@ def _meet(client: Any, process: int, count: int, note: _Note, timeout: float) ->
             _write(client, process, attrs.evolve(note, state="past", message=None, meeting=note.meeting + 1, attempt=0))
             return note, outcome
         note = attrs.evolve(note, attempt=note.attempt + 1)
+        # Another process gave up. It may try again, so this one waits for it as long as it has time.
         time.sleep(max(min(_PAUSE_SECONDS, end - time.monotonic()), 0))
         if time.monotonic() >= end:
             _write(client, process, attrs.evolve(note, state="gave up at", message=None, waited=timeout))

@@ -58,6 +58,7 @@ def _is_size(text: str, least: int) -> bool:
 
 def integers(values: Any, argument: str) -> tuple[int, ...]:
     """Returns a sequence of integers as a tuple of `int`; `argument` is its name for the error."""
+    # These can be iterated, but the order of a set is not the user's, and a string is not a list of numbers.
     if isinstance(values, str | set | frozenset):
         raise MeshError(f"{argument} must be a tuple of integers, got {values!r}")
     try:
@@ -89,6 +90,7 @@ def resolve_sizes(
     if sizes.count(-1) > 1:
         raise MeshError(f"mesh {label}: can only specify one unknown dimension; at most one size can be -1")
     product = math.prod(size for size in sizes if size != -1)
+    # Where the division leaves a remainder, the product of the sizes shows it below.
     filled = tuple(devices // product if size == -1 else size for size in sizes)
     if math.prod(filled) != devices:
         part = f"{source}[:{product}]"

@@ -77,6 +77,7 @@ def infer_sharding(
             rules.append((pattern, parse_rule(tactic, ops)))
         except ConfigError as error:
             raise ConfigError(f"the tactic for pattern {pattern!r}: {error}") from error
+    # big_vision matches whole paths, and names the fields of named tuples by position.
     plan = RegexShardingRule(rules, match="fullmatch").plan(params, mesh, path_style="index").check()
     mesh = plan.mesh if mesh is None else mesh
     if mesh is None:

@@ -142,6 +142,7 @@ def match_partition_rules(
     assert specs == {"kernel": P("dp", "tp")}
     ```
     """
+    # eformer's non-strict mode matches numbers too; here they are static leaves unless they are arrays.
     if not strict:
         tree = jtu.tree_map(lambda leaf: np.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, tree)
     compiled = [

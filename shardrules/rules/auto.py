@@ -35,6 +35,7 @@ def auto_entries(
     """
     result = list(decided) or [()] * len(shape)
     spent = list(used)
+    # Sorting is stable: of equal dimensions the lowest comes first, on every host.
     for dim in sorted(range(len(shape)), key=lambda dim: shape[dim] if reverse else -shape[dim]):
         if result[dim] != ():
             continue
@@ -83,6 +84,7 @@ class AutoShardingRule(LeafShardingRule):
         least = math.prod(sizes.values()) if self.min_shard_size is None else self.min_shard_size
         if leaf.size < least:
             return leaf.skip(f"fewer than {least} elements")
+        # An axis of size 1 splits nothing: with it a dimension would miss an axis that does.
         useful = [axis for axis in axes if leaf.axis_size(axis) > 1]
         decided = leaf.entries[: leaf.ndim]
         entries = auto_entries(leaf.shape, useful, sizes, reverse=self.reverse, decided=decided, used=leaf.used_axes)

@@ -66,6 +66,7 @@ class CompositeShardingRule(LeavesShardingRule):
             decisions[kind_index] = leaves.items[kind_index].skip("; ".join(dict.fromkeys(declined[kind_index])))
         return Verdict(tuple([decisions[index] for index in range(len(leaves.items))]), tuple(findings))
 
+    # Other libraries know no `None`: there an empty spec is how a rule passes a leaf on.
     def _wins(self, decision: Decision) -> bool:
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))
 

@@ -46,6 +46,7 @@ class DimShardingRule(LeafShardingRule):
                 raise leaf.error(self, why, hint)
             finding = Finding("warning", "no-such-dim", why, leaf.path, hint, leaf.shape, dim, rule=repr(self))
             return Decision(None, f"it has no dim {dim}", findings=(finding,))
+        # The plan could report this as a conflict too, but big_vision's users know this message.
         if leaf.entries[dim % leaf.ndim] != ():
             raise leaf.error(
                 self, f"Already sharded: {self._describe_call(leaf)}", "Let the earlier rule split another dimension"

@@ -32,7 +32,8 @@ class FSDPShardingRule(LeafShardingRule):
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""
-        leaf.axis_size(self.axis)  # an unknown axis is an error even where every leaf is small
+        # An unknown axis is an error even where every leaf is small.
+        leaf.axis_size(self.axis)
         if leaf.nbytes <= self.min_size_mb * 2**20:
             return leaf.skip(f"at most {self.min_size_mb} MiB")
         fitting = [dim for dim in range(leaf.ndim) if leaf.fits(dim, self.axis)]
@@ -40,5 +41,6 @@ class FSDPShardingRule(LeafShardingRule):
             return leaf.skip(
                 f"no free dimension is a multiple of {leaf.axis_size(self.axis)}, or {self.axis!r} is in use"
             )
+        # The last of equal dimensions, as in big_vision, so that the same strategy gives the same shardings.
         dim = max(fitting, key=lambda dim: (leaf.shape[dim], dim))
         return leaf.shard(dim, self.axis, f"largest free dim over {self.axis!r}")

@@ -142,6 +142,7 @@ class RegexShardingRule(LeavesShardingRule):
                 continue
             won.add(pattern_index)
             decision = fixed_decisions[pattern_index]
+            # Small arrays are replicated only if a pattern matches: an unmatched one stays visible in the plan.
             if self.min_size and leaf.size < self.min_size:
                 decision = Decision(PartitionSpec(), f"fewer than {self.min_size} elements", self)
             elif decision is None:
@@ -153,6 +154,7 @@ class RegexShardingRule(LeavesShardingRule):
         for pattern_index, rule in self._delegates:
             pattern = self.rules[pattern_index][0]
             kind_indices = delegated.get(pattern_index, [])
+            # Made again for each rule: a limit for the tree counts what the rules before it have decided.
             settled = [
                 (attrs.evolve(leaf, spec=decision.spec), count)
                 for leaf, decision, count in zip(leaves.items, decisions, leaves.counts, strict=True)

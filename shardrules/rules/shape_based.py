@@ -80,11 +80,13 @@ class ShapeBasedShardingRule(LeavesShardingRule):
             won[pattern_index] = None
             pattern, spec = self.patterns[pattern_index]
             decisions.append(leaf.try_refine(spec, f"shape matches {pattern}"))
+        # The engine drops those that win a leaf elsewhere, where an equal rule decides other leaves of the tree.
         idle = [index for index in range(len(self.patterns)) if index not in won]
         return Verdict(tuple(decisions), idle=tuple((index, self._idle_finding(index, leaves)) for index in idle))
 
     def _idle_finding(self, pattern_index: int, leaves: Leaves) -> Finding:
         pattern = self.patterns[pattern_index][0]
+        # It matches something, so an earlier pattern must have won all of that.
         if any(_matches(pattern, leaf.shape) for leaf in leaves.items):
             return Finding(
                 "warning",

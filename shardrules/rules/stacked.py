@@ -47,6 +47,7 @@ class StackedShardingRule(LeavesShardingRule):
             if leaf.ndim < self.dims:
                 decisions.append(leaf.skip(f"fewer than {self.dims} dimension{'s' * (self.dims > 1)} to set aside"))
                 continue
+            # The leading dimensions are decided first: their axes are in use for the inner rule.
             spec = leaf.spec
             if self.axis is not None:
                 decisions.append(leaf.try_refine(PartitionSpec(self.axis), ""))
@@ -87,6 +88,7 @@ class StackedShardingRule(LeavesShardingRule):
         """A finding about one layer as a finding about the stack."""
         if leaf is None or finding.shape is None:
             return finding
+        # A negative dimension counts from the end, which the stack shares with a layer.
         dim = finding.dim if finding.dim is None or finding.dim < 0 else finding.dim + self.dims
         message = f"in one layer, {shape_text(finding.shape)}: {finding.message}"
         return attrs.evolve(finding, message=message, shape=leaf.shape, dim=dim)

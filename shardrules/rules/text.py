@@ -100,6 +100,7 @@ _EXPECTED_FORM = "write op|op(args), for instance \"shard_dim('model', -1)|fsdp(
 
 
 def _chained_calls(node: ast.expr) -> list[ast.expr]:
+    # Parentheses are gone in the syntax tree, so `a|(b|c)` is the same chain as `a|b|c`.
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return [*_chained_calls(node.left), *_chained_calls(node.right)]
     return [node]
@@ -118,6 +119,7 @@ def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any
         raise ConfigError(
             f"rule text {text!r}: the arguments of {node.func.id} must be literals (strings, numbers, tuples ...)"
         ) from error
+    # `**mapping` is a keyword without a name.
     if len(named) < len(node.keywords):
         raise ConfigError(f"rule text {text!r}: the arguments of {node.func.id} must be literals, not **mappings")
     return node.func.id, args, named
@@ -143,6 +145,7 @@ def _make_rule(node: ast.expr, text: str, ops: Ops) -> ShardingRule:
             f"rule text {text!r}: unknown op {name!r}{suggest(name, ops)} (no 'shardings.{name}' among the known "
             f"ops: {', '.join(sorted(ops))})"
         )
+    # Only a TypeError is about the call; a rule that refuses a value says so itself, with the name of its field.
     try:
         return ops[name](*args, **named)
     except TypeError as error:

@@ -212,12 +212,14 @@ def _resolve_fields(axes: dict[str, FieldAxis]) -> dict[str, Axis | EllipsisType
                 "field. Pass a mesh axis, a tuple of mesh axes, or None"
             )
 
+    # The mesh fields first, then in the order of the table: sources come before what is derived from them.
     for field, default in _DEFAULTS.items():
         resolve(field, (), default)
     for field, (sources, generation) in _SOURCES.items():
         resolve(field, sources, ... if sources else None)
         if generation is not None:
             resolve(f"generation_{field}", generation, ... if generation else None)
+    # Whether it was left out has to stay known: a batch axis that is changed later must change it too.
     if axes.get("generation_batch_axis", ...) is ...:
         fields["generation_batch_axis"] = ...
     return fields
@@ -329,6 +331,7 @@ class PartitionAxis:
     __attrs_init__: ClassVar[Callable[..., None]]
 
     def __init__(self, *, registered: Sequence[RegisteredAxis] = (), **axes: Unpack[AxisFields]) -> None:
+        # A TypedDict is checked by type checkers only.
         if unknown := [name for name in axes if name not in AxisFields.__annotations__]:
             raise TypeError(f"PartitionAxis() got an unexpected keyword argument {unknown[0]!r}")
         fields = _resolve_fields(_merge_aliases(cast("dict[str, FieldAxis]", axes)))
@@ -341,6 +344,7 @@ class PartitionAxis:
     def _shortest_arguments(self) -> dict[str, Any]:
         """The arguments that build this value, without those that would be derived anyway."""
         mesh_fields: Any = {field: getattr(self, field) for field in _MESH_FIELDS.values()}
+        # A field needs mention only if it differs from what the five mesh fields alone would give.
         plain, derived = PartitionAxis(), PartitionAxis(**mesh_fields)
         return {
             field.alias: getattr(self, field.name)
@@ -390,6 +394,7 @@ class PartitionAxis:
         assert paxis.vocab_axis == "model" and paxis.head_axis is None
         ```
         """
+        # Derived values are not among the shortest arguments, so the constructor derives them again.
         arguments = self._shortest_arguments()
         for field in _GENERATION_FIELDS:
             if f"decode_{field}" in changes:
@@ -499,6 +504,7 @@ class PartitionAxis:
             return ()
         if not isinstance(axis, str):
             return tuple(dict.fromkeys(name for part in axis for name in self._expand(part, mode, trail)))
+        # A name may be registered before what it refers to, so cycles show only here.
         if axis in trail:
             circle = " -> ".join(map(repr, (*trail[trail.index(axis) :], axis)))
             raise ConfigError(f"Cyclic semantic axis registration: {circle}. Register one of them as a mesh axis")
@@ -507,6 +513,7 @@ class PartitionAxis:
             if entry.name == axis:
                 meaning = entry.generation_axis if mode in GENERATION_MODES else ...
                 return self._expand(entry.axis if meaning is ... else meaning, mode, (*trail, axis))
+        # Fields may be named by their logical axis or by their own name.
         field = _FIELDS.get(axis, axis)
         if field in _FIELDS.values():
             value = getattr(self, f"decode_{field}" if _uses_generation_field(field, mode) else field)

@@ -83,6 +83,7 @@ class LogicalShardingRule(LeafShardingRule):
         ]
         if not candidates:
             return self._unknown(leaf, dim, name)
+        # An earlier rule's axis is an error, unlike one that this mapping gave to another dimension of the leaf.
         earlier = [part for part in candidates if part in leaf.used_axes]
         if earlier:
             raise leaf.error(
