@@ -56,6 +56,7 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
         raise error(
             f"{', '.join(strange)}, which is not a plan: check_same_plan compares what rule.plan(tree, mesh) returns"
         )
+    # Mostly they agree, so the first exchange carries fingerprints only.
     fields = {name: [summary[name] for summary in summaries] for name in ("plan", "axis_types", "devices")}
     if all(len(_distinct(values)) < 2 for values in fields.values()):
         return plan

@@ -118,10 +118,12 @@ def _constrain(x: Any, sharding: Any, missing: Missing, indivisible: Indivisible
         if fitted.spec is not None and not fitted.errors:
             memory = host_memory(item) if isinstance(item, NamedSharding) else None
             constraints[leaf_index] = _Constraint(mesh, fitted.spec, memory)
+    # Raised before anything is placed, and all arrays at once.
     if problems:
         raise _error(problems, leaf_paths(x), requested, caller)
     if notes:
         _warn(notes, values, leaf_paths(x), caller)
+    # Outside of jit all arrays go in one transfer; inside, each constraint is an operation of its own.
     if not under_trace():
         placements = {n: _placement(values[n], item, caller) for n, item in constraints.items()}
         return treedef.unflatten(put_some(values, placements))
@@ -349,6 +351,7 @@ def constrain(
         return x
     shape = np.shape(x)
     names, mode = tuple(name for name in axes if not isinstance(name, DynamicShardingAxes)), logical.mode
+    # One `DynamicShardingAxes` names all dimensions, and brings its own mode.
     if len(axes) == 1 and isinstance(axes[0], DynamicShardingAxes):
         names, mode = axes[0].axes, axes[0].mode
     if len(names) != len(shape):

@@ -39,6 +39,7 @@ def filter_gather(tree: Any) -> Any:
         whole = _replicated([values[index] for index in spanning])
         for index, array in zip(spanning, whole, strict=True):
             values[index] = array
+    # One batched transfer: fetching hundreds of arrays one by one takes seconds.
     gathered = jax.device_get([values[index] for index in indices])
     for index, array in zip(indices, gathered, strict=True):
         values[index] = array

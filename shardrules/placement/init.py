@@ -81,6 +81,7 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
             with trace_mesh(mesh_in_force):
                 tree = make(*args, **kwargs)
             return filter_shard(tree, how, mesh)
+        # Traced as on Auto axes, so that one program serves meshes of any axis types.
         dynamic, static = eqx.partition(jax.tree.map(_array_on_auto_axes, (args, kwargs)), _is_array)
         key = _cache_key(dynamic, static, mesh_in_force)
         prepared = cache.get(key) if key is not None else None
@@ -217,6 +218,7 @@ def _computed(prepared: _Prepared, values: dict[Any, Any]) -> Any:
         needed = dict.fromkeys(var for call in program.calls for var in call.inputs if (whole, var) not in on_devices)
         missing = {var: None for var in needed if not _is_on(values[var], whole)}
         on_devices.update(((whole, var), values[var]) for var in needed if var not in missing)
+        # Small inputs are copied to every device. So are those that span processes, which no process can fetch.
         small = [var for var in missing if var.aval.size <= SEED_SIZE or not whole.is_fully_addressable]
         moved = put([values[var] for var in small], [whole] * len(small))
         on_devices.update(((whole, var), array) for var, array in zip(small, moved, strict=True))
@@ -227,6 +229,7 @@ def _computed(prepared: _Prepared, values: dict[Any, Any]) -> Any:
             outputs.update(zip(call.outputs, results, strict=True))
             if next(iter(whole.device_set)).platform == "cpu":
                 jax.block_until_ready(results)  # programs that wait in a row for few cores can starve each other
+    # Results are on Auto axes: putting them renames the mesh where it has others, and moves nothing.
     arrays, shardings = prepared.destination.arrays()
     index = iter(range(len(arrays)))
     computed = [outputs[next(index)] if isinstance(value, jax.ShapeDtypeStruct) else value for value in arrays]

@@ -221,6 +221,7 @@ class FilterJit:
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
+        # The function is a part of the call: a module's arrays are traced, not compiled in as constants.
         call = (self.fn, args, kwargs)
         leaves, treedef = jax.tree.flatten(call)
         array_indices = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -228,6 +229,7 @@ class FilterJit:
         static = {index: leaf for index, leaf in enumerate(leaves) if not _is_array(leaf)}
         if any(isinstance(leaf, ArraySource) for leaf in static.values()):
             raise ConfigTypeError("filter_jit: an ArraySource cannot be traced; place it with filter_shard first")
+        # Static leaves by type too, and what else a trace depends on: settings and contexts of JAX.
         static_keys = tuple((index, static_key(leaf)) for index, leaf in static.items())
         kind = (treedef, static_keys, meshes, trace_key())
         key = (kind, tuple(map(array_key, arrays)))
@@ -272,6 +274,7 @@ class FilterJit:
             result.static = tuple((n, value) for n, value in enumerate(values) if not _is_array(value))
             return [value for value in values if _is_array(value)]
 
+        # Traced once for the shapes of the results, since `out_shardings` may be a rule for them.
         in_shardings = _split(shardings, donated)
         with self._use_mesh(meshes):
             try:

@@ -106,6 +106,7 @@ def outline(
         key, inputs = _canonical(jaxpr, piece, marks, fixed)
         groups.setdefault(key, []).append((piece, inputs))
     programs = tuple(_programs(jaxpr, list(groups.values()), device_ids, program_bytes, fixed))
+    # Only the seeds that programs take are computed: other keys and integers belong to the pieces themselves.
     seeds = dict.fromkeys(
         var for program in programs for call in program.calls for var in call.inputs if var in producers
     )
@@ -159,6 +160,7 @@ def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seed
 
     pieces = [_Piece([index]) for index in leaders]
     for index, output in enumerate(jaxpr.outvars):
+        # Walk back from the output, and stop at seeds, which come first, and at inputs.
         waiting = [output]
         while waiting:
             var = waiting.pop()
@@ -177,6 +179,7 @@ def _pieces(jaxpr: Jaxpr, passed: Sequence[int], producers: dict[Any, int], seed
                 owners[eqn_index] = index
             pieces[index].eqns.add(eqn_index)
             waiting += jaxpr.eqns[eqn_index].invars
+    # Small work may be in several pieces: doing it again costs less than one more input.
     joined: dict[int, _Piece] = {}
     for index, piece in enumerate(pieces):
         if index in passed:
@@ -276,6 +279,7 @@ def _programs(
             piece, inputs = group[0]
             outputs = [jaxpr.outvars[index] for index in piece.outputs]
             runs.append((_as_function(jaxpr, sorted(piece.eqns), inputs, outputs, fixed), len(inputs)))
+        # Call n takes the inputs of the n-th piece of every group, and computes their outputs.
         calls = [
             InitCall(
                 tuple(var for group in members for var in group[n][1]),

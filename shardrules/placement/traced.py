@@ -36,6 +36,7 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
             f"{spec_repr(spec)} is on the mesh {mesh_text(mesh)}, while {mesh_text(here)} is in force. Inside jit JAX "
             "may drop such a constraint silently: use the mesh in force, or leave its block"
         )
+    # Explicit axes first: what `reshard` splits, the constraint on Auto axes then refines.
     types = axis_types(mesh)
     explicit = [name for name, axis_type in types.items() if axis_type == AxisType.Explicit]
     auto = [name for name, axis_type in types.items() if axis_type == AxisType.Auto]

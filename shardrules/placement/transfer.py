@@ -42,6 +42,7 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
             continue
         if isinstance(value, jax.Array) and value.committed and value.sharding == sharding:
             continue
+        # Three ways: from many processes together, within this process, and from this process to the mesh of many.
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             across.append(index)
         elif sharding.is_fully_addressable:

@@ -142,6 +142,7 @@ def read_arguments(
             kind = array_kind(leaf)
             if kind is None:
                 continue
+            # What the caller requests, else what the plan decides, else where the array is.
             current = _as_request(getattr(leaf, "sharding", None))  # numpy arrays have none
             array = _argument(path, leaf, kind, request or by_plan or current)
             owners.append(owner)

@@ -109,6 +109,7 @@ def read_blocks(path: Path, leaves: Sequence[RequestedLeaf], cast: bool) -> tupl
                 message = f"the file ends here, after {index} of {len(leaves)} arrays and numbers"
                 findings.append(Finding("error", "ended", message, leaf.path, "save the tree that `like` describes"))
                 break
+            # Where a block begins follows from the size of the one before: after a bad header nothing can be read.
             block = _read_header(file, offset, size, leaf.dtype)
             if isinstance(block, str):
                 message = f"block {index}, at byte {offset}: {block}"

@@ -161,6 +161,7 @@ def mismatch_findings(mismatches: Iterable[Mismatch], names: Iterable[str], path
     assert "did you mean 'layers.0.v'" in finding.message
     ```
     """
+    # Equal but for the index of the layer and the name of the tensor: one finding with a count.
     groups: dict[Mismatch, list[Mismatch]] = {}
     for mismatch in mismatches:
         key = attrs.evolve(mismatch, path=_template(mismatch.path), name="")

@@ -79,6 +79,7 @@ def requested_leaves(like: Any, destination: Destination, caller: str) -> list[R
 
 def with_values(destination: Destination, leaves: Sequence[RequestedLeaf], values: Sequence[Any]) -> Any:
     """Returns the tree with one of `values` (arrays, `ArraySource`s, Python values) at each of `leaves`, placed."""
+    # All arrays are placed in one call, which reads sources last and part by part.
     arrays = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if leaf.is_array]
     plain = iter([value for leaf, value in zip(leaves, values, strict=True) if not leaf.is_array])
     tree_values = [

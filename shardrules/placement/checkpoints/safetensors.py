@@ -220,6 +220,7 @@ def _read_header(path: Path, problems: _Problems, whole: bool) -> dict[str, tupl
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.add(path, f"its header cannot be read: {error!r:.160}", remedy)
         return {}
+    # A damaged file may still have a header that can be read: offsets must fill the file exactly.
     for problem in _offset_problems(entries, size - begin if whole else None):
         problems.add(path, problem, remedy)
     arrays: dict[str, tuple[StoredArray, FileTensor | None]] = {}
