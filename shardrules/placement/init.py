@@ -81,7 +81,7 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
             with trace_mesh(mesh_in_force):
                 tree = make(*args, **kwargs)
             return filter_shard(tree, how, mesh)
-        # Traced as on Auto axes, so that one program serves meshes of any axis types.
+        # Arguments on Explicit axes are renamed to Auto ones, on which everything is computed.
         dynamic, static = eqx.partition(jax.tree.map(_array_on_auto_axes, (args, kwargs)), _is_array)
         key = _cache_key(dynamic, static, mesh_in_force)
         prepared = cache.get(key) if key is not None else None
@@ -229,7 +229,7 @@ def _computed(prepared: _Prepared, values: dict[Any, Any]) -> Any:
             outputs.update(zip(call.outputs, results, strict=True))
             if next(iter(whole.device_set)).platform == "cpu":
                 jax.block_until_ready(results)  # programs that wait in a row for few cores can starve each other
-    # Results are on Auto axes: putting them renames the mesh where it has others, and moves nothing.
+    # Computed results are on Auto axes: putting them on a mesh of other axis types moves nothing.
     arrays, shardings = prepared.destination.arrays()
     index = iter(range(len(arrays)))
     computed = [outputs[next(index)] if isinstance(value, jax.ShapeDtypeStruct) else value for value in arrays]
