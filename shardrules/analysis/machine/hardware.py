@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any, Self, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -140,8 +140,8 @@ class Hardware:
         if problems:
             raise HardwareError(f"hardware {self.name!r}: {'; '.join(problems)}")
 
-    @classmethod
-    def named(cls, name: str) -> Self:
+    @staticmethod
+    def named(name: str) -> "Hardware":
         """Returns a ready sheet.
 
         **Arguments:**
@@ -164,7 +164,7 @@ class Hardware:
             raise HardwareError(
                 f"unknown hardware {name!r}{suggest(str(name), sheets())}; the sheets are {', '.join(sheets())}"
             )
-        return sheets()[name]  # pyright: ignore[reportReturnType]  the class is final
+        return sheets()[name]
 
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
         """Returns the most operations per second that a matmul of a dtype runs at.

@@ -96,7 +96,7 @@ def _control_computations(program: CompiledProgram) -> Iterator[Computation]:
             for callee in instruction.references(role)
         ]
         names += [callee for callee in dict.fromkeys(called) if callee not in names]
-    # In the order of the text, not in that of the walk above.
+    # In the order of the text; the walk above has callers first.
     for computation in program.computations:
         if computation.name in names and program.times(computation.name).count:
             yield computation

@@ -151,12 +151,12 @@ class CompiledProgram:
     def nearby(self, computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
         """Yields an instruction, its callers, what made its operands and what uses its result, each the nearest first.
 
-        The order is that of who knows best. A fusion knows its line when its parts do not. What a compiler combined
-        from several operations has no line, but its operands do. And an all-gather of an argument has no line other
-        than that of the matmul that uses it.
+        The most reliable come first. A fusion knows its line when its parts do not. What a compiler combined
+        from several operations has no line, but its operands do. And an all-gather of an argument has no line, but
+        the matmul that uses it does.
         """
         yield instruction
-        # A loop is not asked: its line is that of the whole scan, not of the operation in it.
+        # Stop at loops: their line is the whole scan, not the operation in it.
         calls = self.callers(computation.name)
         while len(calls) == 1 and calls[0].role not in LOOP_ROLES:
             yield calls[0].instruction

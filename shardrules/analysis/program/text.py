@@ -96,7 +96,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of its JAX operation, `"jit(step)/mlp/dot_general"`, or for a parameter that of its argument."""
+        """The path of its JAX operation, `"jit(step)/mlp/dot_general"`; for a parameter, the path of its argument."""
         return self.metadata.get("op_name", "")
 
     @property

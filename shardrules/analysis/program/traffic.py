@@ -107,7 +107,7 @@ class Fusion:
 
     @property
     def computations(self) -> Iterator[Computation]:
-        """Its computation and those of the fusions inside."""
+        """Its computation and the computations of fusions inside."""
         inside = [self.top]
         for computation in inside:  # grows while iterated
             inside += [self._called(inner) for inner in computation.instructions if inner.op == "fusion"]
@@ -156,7 +156,7 @@ class Fusion:
         return min(whole, _packed_bytes(array, sum(elements_read.values())))
 
     def written_bytes(self) -> int:
-        """Returns the bytes of the results; for an array that is updated in place only those of the update."""
+        """Returns the bytes of the results; for an array that is updated in place, the bytes of the update."""
         total = 0
         for value in self._results(Value(self.top.name, self.top.root)):
             types = self.program.instruction(value).types
@@ -247,7 +247,7 @@ def _elements_read(computation: Computation, instruction: Instruction, operand: 
 
 
 def _elements_updated(computation: Computation, instruction: Instruction) -> int:
-    """How many elements an update in place changes in each of its arrays, of which a scatter may have several."""
+    """How many elements an update in place changes in each of its arrays: a scatter may have several."""
     update = instruction.operands[-1] if instruction.op == "scatter" else instruction.operands[1]
     return computation.by_name[update].types[0].size
 
