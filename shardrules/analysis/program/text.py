@@ -224,6 +224,8 @@ def read_attributes(text: str) -> dict[str, str]:
     """Splits `name=value, name=value`, where values may contain brackets, commas and quoted text.
 
     ```python
+    from shardrules.analysis.program.text import read_attributes
+
     assert read_attributes('slice={[0:4], [1:2]}, to_apply=%add') == {"slice": "{[0:4], [1:2]}", "to_apply": "%add"}
     ```
     """
