@@ -247,8 +247,6 @@ def ambiguous_paths(survey: Survey) -> Iterator[Finding]:
 
 def over_budget(limits: Sequence[int], leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Finding]:
     """Yields an error for each limit on the whole tree that a plan misses, with leaves that other rules decided."""
-    if not limits:
-        return
     sizes = mesh_sizes(leaves.survey.mesh)
     device_bytes = sum(
         decision.device_bytes(leaf, sizes) * count
@@ -264,6 +262,8 @@ def over_budget(limits: Sequence[int], leaves: Leaves, decisions: Sequence[Decis
 def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
     """Yields the finding of each pattern that won no leaf in any call of its rule, or of an equal rule."""
     every_call = list(_nested_calls(calls))
+    if not any(call.verdict.idle for call in every_call):
+        return
     reported: list[tuple[object, int]] = []
     for call in every_call:
         for pattern_index, finding in call.verdict.idle:

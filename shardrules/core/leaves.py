@@ -97,6 +97,11 @@ class Leaves:
         """
         return attrs.evolve(self, items=tuple(items))
 
+    def recording(self, calls: list[RuleCall]) -> "Leaves":
+        """Returns these leaves, with `calls` as the record of the rules that are asked about them."""
+        # The engine needs this for every call of a rule, and `attrs.evolve` takes three times as long.
+        return Leaves(self.items, self.counts, self.kind_indices, self.survey, self.settled, calls)
+
     def attr_paths(self) -> tuple[str, ...]:
         """Returns the path of each of `items`, with the fields of named tuples by name in any path style."""
         if self.survey.path_style == "attr":

@@ -153,11 +153,9 @@ class ShardingRule(abc.ABC):
         ```
         """
         tree_survey, verdict = _decide_tree(self, pytree, mesh, path_style)
-        rule_findings = [
-            *verdict.findings,
-            *ambiguous_paths(tree_survey),
-            *over_budget(self.tree_budgets, _all_leaves(tree_survey), verdict.decisions),
-        ]
+        rule_findings = [*verdict.findings, *ambiguous_paths(tree_survey)]
+        if self.tree_budgets:
+            rule_findings += over_budget(self.tree_budgets, _all_leaves(tree_survey), verdict.decisions)
         own_meshes = {mesh_text(rule.mesh): rule.mesh for rule in _nested(self) if rule.mesh is not None}
         for text, own_mesh in own_meshes.items():
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(own_mesh):
@@ -273,7 +271,7 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
     if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
     inside: list[RuleCall] = []
-    verdict = _checked_verdict(rule, attrs.evolve(leaves, calls=inside))
+    verdict = _checked_verdict(rule, leaves.recording(inside))
     leaves.calls.append(RuleCall(rule, leaves, verdict, inside))
     return attrs.evolve(verdict, idle=()) if verdict.idle else verdict
 
@@ -382,7 +380,8 @@ def _decide_tree(
         count = sum(finding.count for finding in conflicts)
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
         raise plan_error(title, with_templates(conflicts, tree_survey))
-    return tree_survey, attrs.evolve(verdict, findings=(*verdict.findings, *idle_patterns(leaves.calls)))
+    idle = tuple(idle_patterns(leaves.calls))
+    return tree_survey, attrs.evolve(verdict, findings=(*verdict.findings, *idle)) if idle else verdict
 
 
 def _all_leaves(tree_survey: Survey) -> Leaves:
