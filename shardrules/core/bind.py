@@ -25,6 +25,7 @@ def bind_decisions(
     The plan has `kinds` and their `decisions`, and knows the kind of each path. With `dtypes` these must agree, too.
     Differences raise one `TreeError` that lists all of them.
     """
+    # A plan from JSON may have either style of paths, and only the paths themselves tell which.
     if any(leaf.path not in kind_by_path for leaf in tree_survey.kinds):
         by_index = survey(tree, tree_survey.mesh, path_style="index")
         if all(leaf.path in kind_by_path for leaf in by_index.kinds):
@@ -43,6 +44,7 @@ def bind_decisions(
                 f"{shape_text(planned.shape)} {planned.dtype} in the plan"
             )
         moved.append(_moved(decisions[kind], leaf.path))
+    # Kinds of this survey are single leaves, so their paths are all paths of the tree.
     tree_paths = {leaf.path: None for leaf in tree_survey.kinds}
     problems += [f"  {path}: in the plan, not in the tree" for path in kind_by_path if path not in tree_paths]
     if problems:

@@ -108,6 +108,7 @@ def _check_entry(
             count,
         )
     split = math.prod(sizes.get(name, 1) for name in entry)
+    # The size of an unknown axis is unknown, so there is nothing to divide by.
     if unknown or shape[dim] % split == 0:
         return
     label = repr(entry[0]) if len(entry) == 1 else repr(entry)
@@ -178,8 +179,10 @@ def check_leaves(
             # A replicated leaf, the usual case in a large tree, can be wrong in nothing but its rank.
             elif len(spec.partitions) > leaf.ndim:
                 yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
+        # Findings of decisions are about one leaf; the plan reports them for all leaves of the kind.
         for finding in decision.findings:
             yield finding if count == 1 else attrs.evolve(finding, count=finding.count * count)
+    # An axis of size 1 splits nothing anyway, and a tree without arrays has nothing to split.
     for name, size in (sizes or {}).items():
         if splittable and size > 1 and name not in used:
             yield Finding(
@@ -211,6 +214,7 @@ def _unconstrained(leaf: Leaf, spec: PartitionSpec, count: int) -> Finding:
 
 
 def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Finding]:
+    # Scalars cannot be split: that no rule decides them is no news.
     if leaf.size <= 1:
         return
     why = f": {decision.reason}" if decision.reason else ""
@@ -264,6 +268,8 @@ def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
     every_call = list(_nested_calls(calls))
     if not any(call.verdict.idle for call in every_call):
         return
+    # A rule may stand in several places, and a pattern that wins in one of them is not idle. Rules of users may have no
+    # hash, so this compares them.
     reported: list[tuple[object, int]] = []
     for call in every_call:
         for pattern_index, finding in call.verdict.idle:

@@ -37,6 +37,7 @@ def current_mesh() -> AnyMesh | None:
     """
     if _TRACE_MESH.value is not None:
         return _TRACE_MESH.value
+    # `jax.set_mesh` sets both meshes, `use_abstract_mesh` only the abstract one. If they agree, devices are known.
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         try:

@@ -104,6 +104,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         )
         for group in groups.values()
     ]
+    # Sorting is stable: findings of one severity stay in the order of the tree.
     return tuple(sorted(result, key=lambda finding: _SEVERITY_ORDER[finding.severity]))
 
 

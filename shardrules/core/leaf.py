@@ -220,6 +220,7 @@ class Leaf:
         assert leaf.fits(0, "data") and not leaf.fits(1, "data")
         ```
         """
+        # First, so that an unknown axis is an error even where the dimension does not exist.
         split = self.axis_size(axis)
         if not -self.ndim <= dim < self.ndim:
             return False
@@ -257,6 +258,7 @@ class Leaf:
         if spec_entries[dim] != ():
             raise self.error(None, f"dimension {dim} is split already: {spec_repr(self.spec)}")
         used_axes = self.used_axes
+        # JAX refuses an axis on two dimensions only later, when the sharding is made.
         reused = [name for name in names if name in used_axes]
         if reused:
             raise self.error(
@@ -326,6 +328,7 @@ class Leaf:
         assert sr.Leaf("w", (8, 6), jnp.float32, spec=P("data")).refine(P(None, "model"), "").spec == P("data", "model")
         ```
         """
+        # The usual case, and the only one that keeps how the spec is written.
         if self.spec is None and not self.outer_axes:
             return Decision(spec, reason)
         requested = entries(spec, len(self.entries))
@@ -335,6 +338,7 @@ class Leaf:
         current = self.entries + ((),) * (len(requested) - len(self.entries))
         used_axes = self.used_axes
         for dim, (old, new) in enumerate(zip(current, requested, strict=True)):
+            # An entry may be repeated or left whole, but not replaced; and an axis must not move to another dimension.
             differs = old != () and new not in ((), old)
             reuses = old != new and new is not UNCONSTRAINED and any(name in used_axes for name in new)
             if differs or reuses:

@@ -156,6 +156,7 @@ class ShardingRule(abc.ABC):
         rule_findings = [*verdict.findings, *ambiguous_paths(tree_survey)]
         if self.tree_budgets:
             rule_findings += over_budget(self.tree_budgets, _all_leaves(tree_survey), verdict.decisions)
+        # Equal meshes of several rules are reported once.
         own_meshes = {mesh_text(rule.mesh): rule.mesh for rule in _nested(self) if rule.mesh is not None}
         for text, own_mesh in own_meshes.items():
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(own_mesh):
@@ -268,6 +269,7 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
     """
     if not leaves.items:
         return Verdict(())
+    # A rule with its own mesh must see that one, also inside rules that are planned for another.
     if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
     inside: list[RuleCall] = []
@@ -335,11 +337,13 @@ def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
 
     Rules inside it find the mesh on the shapes, which takes precedence over the one in force.
     """
+    # The rule sees the whole tree: leaves that it is asked about with what composites changed in them, the rest as is.
     kinds = list(leaves.survey.kinds)
     for leaf, kind in zip(leaves.items, leaves.kind_indices, strict=True):
         kinds[kind] = leaf
     tree = leaves.survey.structs(kinds, leaves.items[0].mesh)
     specs = flatten_specs(rule.apply(tree), leaves.survey.treedef, f"what {rule!r} returned")
+    # Equal layers may be one kind, and the last one decides. Such rules read indices, unless they say otherwise.
     spec_of_kind = {kind: spec for kind, spec in zip(leaves.survey.kind_of, specs, strict=True) if kind >= 0}
     decisions: list[Decision] = []
     for leaf, kind in zip(leaves.items, leaves.kind_indices, strict=True):
@@ -369,6 +373,7 @@ def _nested(rule: ShardingRule) -> Iterator[ShardingRule]:
 def _decide_tree(
     rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
 ) -> tuple[Survey, Verdict]:
+    # The rule's own mesh, then the one passed to `plan`, then the mesh of a rule inside.
     target_mesh = next((m for m in (rule.mesh, mesh, _inner_mesh(rule)) if m is not None), None)
     check_mesh(target_mesh)
     in_force = current_mesh() if target_mesh is None else None
@@ -378,6 +383,7 @@ def _decide_tree(
     conflicts = [finding for finding in verdict.findings if finding.code == "conflict"]
     if conflicts:
         count = sum(finding.count for finding in conflicts)
+        # All conflicts are raised at once: whoever mends one wants to know the others.
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
         raise plan_error(title, with_templates(conflicts, tree_survey))
     idle = tuple(idle_patterns(leaves.calls))
@@ -424,6 +430,7 @@ class ChainShardingRule(LeavesShardingRule):
     def __init__(self, *rules: ShardingRule) -> None:
         flat: list[ShardingRule] = []
         for rule in as_rules(rules, "ChainShardingRule"):
+            # `a | b | c` is one chain of three, whatever the brackets: only then are its reprs and decisions equal.
             flat += rule.rules if isinstance(rule, ChainShardingRule) else [rule]
         self.__attrs_init__(tuple(flat))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -457,6 +464,7 @@ class ChainShardingRule(LeavesShardingRule):
         if not opinions:
             return leaf.skip("; ".join(dict.fromkeys(declined)))
         findings = tuple(finding for decision in opinions for finding in decision.findings)
+        # A leaf that only one rule split is shown with that rule, not with the chain.
         rule = opinions[0].rule if len(opinions) == 1 else self
         return Decision(opinions[-1].spec, "; ".join(decision.reason for decision in opinions), rule, findings)
 
@@ -521,6 +529,7 @@ class SpecTreeShardingRule(LeavesShardingRule):
         paths = leaves.attr_paths()
         for leaf, leaf_path in zip(leaves.items, paths, strict=True):
             path = leaf_path
+            # The nearest pin above the leaf counts: a spec in a prefix is for everything below it.
             while path not in pinned and path:
                 path = path.rpartition("/")[0]
             spec = pinned.get(path)
@@ -584,6 +593,7 @@ class MirrorShardingRule(LeavesShardingRule):
         return f"MirrorShardingRule({spec_code(self.planned)})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
+        # By path, since every leaf of the state looks up several.
         planned: dict[str, PlannedLeaf] = {path: (shape, spec) for path, shape, spec in self.planned}
         paths = leaves.attr_paths()
         homes = count_homes(paths, planned)
@@ -679,6 +689,7 @@ class ShardingPlan:
         target_mesh = mesh if mesh is not None else self.mesh
         if target_mesh is None:
             raise NoMeshError("shardings need a mesh: pass one, plan.shardings(mesh), or plan with one")
+        # A plan that is sound for its own mesh may not be for this one.
         attrs.evolve(self, mesh=target_mesh).check()
         shardings = [NamedSharding(target_mesh, spec) for spec in self.kind_specs]
         return self.survey.unflatten(shardings, NamedSharding(target_mesh, PartitionSpec()))
@@ -906,6 +917,7 @@ class ShardingPlan:
         tree_survey = survey(tree, self.mesh)
         if not dtypes and same_arrays(tree_survey, self.survey):
             return self
+        # The usual case returned above: comparing structures needs no paths, which are slow to spell out.
         tree_survey, decisions = bind_decisions(
             tree, tree_survey, self._kind_by_path, self.kinds, self.decisions, dtypes=dtypes
         )
@@ -913,6 +925,7 @@ class ShardingPlan:
 
     @functools.cached_property
     def _content(self) -> tuple[Any, ...]:
+        # Rules are compared by name, since a plan from JSON knows no more of them.
         texts = [(decision.reason, decision.rule_name, spec_repr(decision.spec)) for decision in self.decisions]
         leaves = sorted(
             (path, self.kinds[kind].shape, str(self.kinds[kind].dtype), *texts[kind])

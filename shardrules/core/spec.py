@@ -87,6 +87,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     ```
     """
     spec_entries = entries(spec)
+    # Only trailing ones: a whole dimension before a split one is needed to count dimensions.
     while spec_entries and spec_entries[-1] == ():
         spec_entries = spec_entries[:-1]
     return make_spec(spec_entries)
@@ -151,6 +152,7 @@ def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Returns the bytes that XLA gives an array: sub-byte types are packed, 64-bit ones follow JAX's x64 mode."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return math.prod(shape) * dtype.itemsize
+    # XLA packs types below a byte, so bytes per element would be wrong for them.
     bits = jax.dtypes.itemsize_bits(device_dtype(dtype))
     return -(-math.prod(shape) * bits // 8)  # int4 and the like are packed, so the last byte may be half empty
 
@@ -210,6 +212,7 @@ def spec_key(value: Any) -> Any:
     assert hash(spec_key(P("".join(["da", "ta"])))) == hash(spec_key(P("data")))
     ```
     """
+    # As text, since names of axes may be equal strings at different addresses.
     if isinstance(value, PartitionSpec):
         return ("P", *map(str, value.partitions), str(value.unreduced), str(value.reduced))
     return tuple(map(spec_key, value)) if isinstance(value, tuple) else value

@@ -144,6 +144,7 @@ class Survey:
         sharding = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh | AbstractMesh) else None
         shapes = [jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf.dtype), sharding=sharding) for leaf in leaves]
         result: list[Any] = [None if kind == _STATIC else shapes[kind] for kind in self.kind_of]
+        # Rules of users may expect numbers and callables where the tree has them.
         for position, value in (*self.carried, *self.numbers):
             result[position] = value
         return jtu.tree_unflatten(self.treedef, result)
@@ -362,6 +363,7 @@ class _Walker:
         walked: dict[Hashable, tuple[int, Any]] = {}
         for name, child, part in zip(names, children, structure.children(), strict=True):
             count = part.num_leaves
+            # Subtrees without leaves have no paths, and JAX does not flatten them.
             if not count:
                 continue
             if not name or "/" in name:
@@ -402,6 +404,7 @@ class _Walker:
             # A named tuple. flatten_one_level_with_keys of jaxlib 0.10.2 gives all its fields the name of the first.
             fields: Sequence[str] = getattr(node_type, "_fields")  # noqa: B009  (JAX calls a tuple with it a named tuple)
             return fields if self.path_style == "attr" else list(map(str, range(len(node)))), node
+        # Modules, dataclasses and other registered containers.
         pairs = _registry.flatten_one_level_with_keys(node)[0]
         return [_key_text(key) for key, _ in pairs], [child for _, child in pairs]
 

@@ -98,6 +98,7 @@ class Blocks:
             else:
                 step = -(-size // count)
                 yield f"dim {dim}: {size:,} in {count:,} blocks of {step:,} over {', '.join(axes)}"
+        # The devices that are left over hold copies.
         copies = math.prod(size for _, size in self.mesh) // max(1, math.prod(self.counts))
         yield f"each block is on {copies:,} device{'s' * (copies > 1)}"
 
@@ -181,6 +182,7 @@ class Blocks:
         return self.block(index).bounds[dim]
 
     def _box(self, block: Block, corner: tuple[float, float], sheet: "_Sheet") -> Box:
+        # An array in one block has the plain colour, whatever the number of devices.
         whole = math.prod(self.counts) == 1
         bounds = ", ".join(f"[{_range(dim_bounds)}]" for dim_bounds in block.bounds) or "the number"
         devices = ranges(block.devices)

@@ -95,6 +95,7 @@ class Picture:
 
     def to_figure(self, ax: Any = None) -> Any:
         """Draws the picture on `ax`, or a new figure, with matplotlib: `pip install "shardrules[plot]"`."""
+        # Only here, since matplotlib is an extra, and slow to import.
         from matplotlib import pyplot
         from matplotlib.patches import Rectangle
 

@@ -141,6 +141,7 @@ def rows(amounts: Sequence[float], rectangle: Rectangle) -> list[Rectangle]:
     """
     x, y, width, height = rectangle
     total = sum(amounts)
+    # From amounts to pixels, so that all rows together fill the rectangle exactly.
     scale = width * height / total if total else 0.0
     areas = [amount * scale for amount in amounts]
     rectangles: list[Rectangle] = []

@@ -74,6 +74,7 @@ def fingerprint(
     """Returns a hash of mesh, paths, shapes, dtypes and placements."""
     pairs = zip(kinds, decisions, strict=True)
     texts = [f"|{leaf.shape}|{leaf.dtype}|{decision.placement}" for leaf, decision in pairs]
+    # Sorted, so that the order of dictionaries on different hosts does not count.
     lines = sorted([path + texts[kind] for path, kind in kind_by_path.items()])
     return hashlib.sha256("\n".join([mesh_text(mesh), *lines]).encode()).hexdigest()
 
@@ -125,6 +126,7 @@ def loads(text: str) -> SavedPlan:
         findings = _findings_from_json(data["findings"])
         return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str))
     except (LookupError, TypeError, ValueError) as error:
+        # The format error above is a ValueError, too, and clear as it is.
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"this text is not a plan: {type(error).__name__}: {error}") from error

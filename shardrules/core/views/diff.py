@@ -81,6 +81,7 @@ class PlanDiff:
         before, after = old.leaves, new.leaves
         changes = [
             _change(path, before.get(path), after.get(path))
+            # A dictionary rather than a set, since sets are not in the same order on every host.
             for path in dict.fromkeys((*before, *after))
             if before.get(path) != after.get(path)
         ]

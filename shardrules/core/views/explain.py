@@ -63,6 +63,7 @@ def _call_lines(call: RuleCall, kind: int, indent: str, decide: Callable[[Any, L
         return
     yield f"{indent}{name}: {spec_repr(decision.spec)}, {decision.reason}"
     for part in call.rule.parts:
+        # By identity: an equal rule elsewhere may have been asked about other leaves.
         calls = [inner for inner in call.inside if inner.rule is part and _decision_about(inner, kind) is not None]
         if calls:
             yield from _call_lines(calls[0], kind, indent + "  ", decide)
@@ -78,6 +79,7 @@ def _decision_about(call: RuleCall, kind: int) -> Decision | None:
 
 def _alone(rule: Any, leaves: Leaves, kind: int, decide: Callable[[Any, Leaves], Verdict]) -> str:
     """What `rule` would have decided, had no rule before it decided."""
+    # Without what others settled, and without adding to the record of the plan's own calls.
     alone = attrs.evolve(leaves.select([leaves.kind_indices.index(kind)]), settled=(), calls=[])
     try:
         verdict = decide(rule, alone)

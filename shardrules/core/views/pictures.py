@@ -63,6 +63,7 @@ def plan_picture(
     device_bytes = [decision.device_bytes(leaf, sizes) for leaf, decision in zip(kinds, decisions, strict=True)]
     specs = [spec_repr(decision.spec) for decision in decisions]
     titles = [f"{spec}, {bytes_text(amount)} per device" for spec, amount in zip(specs, device_bytes, strict=True)]
+    # Bytes and texts are computed once for each kind, and shown for each leaf.
     amounts = [device_bytes[kind] for kind in kind_indices]
     colours = spec_colours([specs[kind] for kind in kind_indices], amounts)
     return treemap(paths, amounts).picture(
