@@ -81,12 +81,20 @@ def _lazy_names() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = "" if name.startswith("_") else _room_of(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (home and f"; use {home}.{name}"))
     module = _lazy_names()[name]
-    value = importlib.import_module(f"{module}.{name}") if module == __name__ else None
-    value = value or getattr(importlib.import_module(module), name)
-    globals()[name] = value
+    if module == __name__:
+        return importlib.import_module(f"{module}.{name}")  # a room
+    globals()[name] = value = getattr(importlib.import_module(module), name)
     return value
+
+
+def _room_of(name: str) -> str:
+    """Returns the room that exports a name, or nothing."""
+    rooms = ["errors", "meshes", "reports", "specs", "presets.big_vision", "presets.eformer", "presets.pathways"]
+    modules = [importlib.import_module(f"{__name__}.{room}") for room in rooms]
+    return next((module.__name__ for module in modules if name in module.__all__), "")
 
 
 def __dir__() -> list[str]:

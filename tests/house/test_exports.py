@@ -164,6 +164,18 @@ def test_rooms_import_nothing_else() -> None:
     assert [name for room in rooms for name in unlisted_exports(room)] == []
 
 
+@pytest.mark.parametrize("name", ["PlanError", "fold_axes", "AuditReport", "canonical", "match_partition_rules"])
+def test_a_name_in_a_room_is_suggested(name: str) -> None:
+    (home,) = [room for room, module in ROOMS.items() if name in vars(module)["__all__"]]
+    with pytest.raises(AttributeError, match=rf"^module 'shardrules' has no attribute '{name}'; use {home}.{name}$"):
+        getattr(shardrules, name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'shardrules' has no attribute 'plan_errors'$"):
+        getattr(shardrules, "plan_errors")  # noqa: B009
+
+
 def test_each_name_has_one_home() -> None:
     assert exported_twice(ROOMS) == []
 
