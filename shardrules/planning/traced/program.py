@@ -48,6 +48,7 @@ _RECOMPUTED = ("checkpoint", "remat", "remat2")
 """Calls that get a region of their own: compilers compute the inside again, and share nothing of it."""
 
 
+@final
 class Region(NamedTuple):
     """A part of a program that runs by itself: the whole, a loop, a branch or a recomputed part."""
 
