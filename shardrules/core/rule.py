@@ -173,6 +173,8 @@ class LeavesShardingRule(ShardingRule):
     """A rule that decides many leaves together. Subclass it to compose rules, or to look at the tree as a whole.
 
     ```python
+    import attrs
+
     @attrs.frozen
     class Biggest(sr.LeavesShardingRule):
         axis: str
@@ -215,6 +217,8 @@ class LeafShardingRule(LeavesShardingRule):
     """A rule that decides one leaf at a time. Subclass it and write `decide`.
 
     ```python
+    import attrs
+
     @attrs.frozen
     class Rows(sr.LeafShardingRule):
         axis: str
