@@ -21,10 +21,10 @@ Bound: TypeAlias = Literal["compute", "memory", "communication"]
 """What limits a step."""
 
 _PASSES = re.compile(r"_x(\d+)$")
-"""How many products of a smaller type an algorithm adds up: 3 in `dot_bf16_bf16_f32_x3`."""
+"""How many matmuls in a smaller dtype an algorithm adds up: 3 in `dot_bf16_bf16_f32_x3`."""
 
 _DTYPES = {"tf32": "f32", "any": "f8"}
-"""The sheet's names for types that XLA names differently in its algorithms."""
+"""Dtypes that only the names of algorithms have, as `dot_any_f8_any_f8_f32`, and what hardware sheets call them."""
 
 
 @final
@@ -38,7 +38,7 @@ class StepTime:
     ```python
     time = sr.reports.StepTime(0.012, 0.0051, 0.004)
     assert time.overlapped_seconds == 0.012 and time.bound == "compute"
-    assert str(time) == "12 ms to 17.1 ms: compute 12 ms (4 ms of it at memory), communication 5.1 ms"
+    assert str(time) == "12 ms to 17.1 ms: compute 12 ms (4 ms of it memory-bound), communication 5.1 ms"
     ```
     """
 
@@ -66,27 +66,31 @@ class StepTime:
     def __str__(self) -> str:
         return (
             f"{_ms(self.overlapped_seconds)} to {_ms(self.serial_seconds)}: compute {_ms(self.compute_seconds)} "
-            f"({_ms(self.memory_seconds)} of it at memory), communication {_ms(self.communication_seconds)}"
+            f"({_ms(self.memory_seconds)} of it memory-bound), communication {_ms(self.communication_seconds)}"
         )
 
 
 def step_time(
     program: CompiledProgram, collectives: Iterable[Collective], matmuls: Iterable[Matmul], hardware: Hardware
 ) -> StepTime:
-    """Models how long a program takes. `collectives` were found with a target, so that hosts are known.
+    """Models how long a program takes. `collectives` have to be read with a target, so that hosts are known.
 
     A conditional takes as long as all of its branches, and a loop of unknown length as long as one round.
     """
-    times = [(_kernel_seconds(kernel, hardware), kernel.times.count) for kernel in find_kernels(program, matmuls)]
+    timings = [(*_kernel_seconds(kernel, hardware), kernel.times.count) for kernel in find_kernels(program, matmuls)]
     return StepTime(
-        sum(max(compute, memory) * count for (compute, memory), count in times),
+        sum(max(flops_seconds, traffic_seconds) * count for flops_seconds, traffic_seconds, count in timings),
         sum(collective_seconds(collective, hardware) for collective in collectives),
-        sum(memory * count for (compute, memory), count in times if memory > compute),
+        sum(
+            traffic_seconds * count
+            for flops_seconds, traffic_seconds, count in timings
+            if traffic_seconds > flops_seconds
+        ),
     )
 
 
 def compute_seconds(kernels: Iterable[Kernel], hardware: Hardware) -> float:
-    """Models how long all runs of kernels take, one after the other. Launching them is free."""
+    """Models how long all runs of kernels take, one after the other. Launch times are not modelled."""
     return sum(max(_kernel_seconds(kernel, hardware)) * kernel.times.count for kernel in kernels)
 
 
@@ -94,10 +98,10 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     """Models how long all runs of a collective take in one call of a program. A single device takes no time.
 
     Inside a host or a slice the devices of a group form a ring over their links. On a torus a group uses the links of
-    the dimensions that it spans; that a ring along an open dimension has half of that, and that other groups may share
-    the links, is not modelled. Over several hosts the ring enters and leaves each host once, over the network shares of
-    all its members there. An all-to-all sends what is for another host over each device's own share, and so does a
-    permute.
+    the dimensions that it spans. Not modelled: a ring along a dimension without wrap-around has half of these links,
+    and other groups may share them. Over several hosts the ring enters and leaves each host once, over the network
+    shares of all its members there. An all-to-all sends what is for another host over each device's own share, and so
+    does a permute.
 
     ```python
     import attrs
@@ -133,7 +137,7 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
 
 
 def _host_count(collective: Collective) -> int:
-    """How many hosts or slices it spans. Without a target this is known only of collectives between slices."""
+    """How many hosts or slices a group spans; without a target this is known only of collectives between slices."""
     if collective.between_slices and collective.host_count == 1:
         return collective.group_size
     return collective.host_count
@@ -148,28 +152,30 @@ def _link_share(collective: Collective, hardware: Hardware) -> float:
 
 def _sent_bytes(collective: Collective, size: int, host_count: int) -> tuple[float, float]:
     """What a device sends over its links, and what its share of the network carries."""
-    wire_bytes, per_host = collective.wire_bytes, size / host_count
+    wire_bytes, devices_per_host = collective.wire_bytes, size / host_count
     if host_count == 1:
         return wire_bytes, 0.0
     if collective.kind == "collective-permute":
         return 0.0, wire_bytes
     if collective.kind.endswith("all-to-all"):
-        # Of the other `size - 1` devices, `size - per_host` are on other hosts, and each gets an equal part.
-        outside = wire_bytes * (size - per_host) / (size - 1)
+        # Of the other `size - 1` devices, `size - devices_per_host` are on other hosts, and each gets an equal part.
+        outside = wire_bytes * (size - devices_per_host) / (size - 1)
         return wire_bytes - outside, outside
     # The ring's bytes leave a host once, over the network shares of all its members.
-    return wire_bytes if per_host > 1 else 0.0, wire_bytes / per_host
+    return wire_bytes if devices_per_host > 1 else 0.0, wire_bytes / devices_per_host
 
 
 def _kernel_seconds(kernel: Kernel, hardware: Hardware) -> tuple[float, float]:
     """The time of a kernel's FLOPs, and of its memory traffic, each time it runs."""
-    compute = sum(_flops_seconds(flops, *product, hardware) for product, flops in kernel.flops)
-    return compute, (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bytes_per_second
+    flops_seconds = sum(_flops_seconds(flops, dtype, precision, hardware) for (dtype, precision), flops in kernel.flops)
+    return flops_seconds, (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bytes_per_second
 
 
 def _flops_seconds(flops: int, dtype: str, precision: str, hardware: Hardware) -> float:
-    passes = _PASSES.search(precision)
+    # `precision` is one of JAX's, or the name of an algorithm. `dot_f32_f32_f32` is what "highest" asks for: full f32,
+    # not the TF32 or bf16 that a matmul of f32 may run in.
     highest = precision == "highest" or precision.startswith("dot_f32")
+    passes = _PASSES.search(precision)
     rate = hardware.flops_per_second(_DTYPES.get(dtype, dtype), highest=highest)
     return flops * (int(passes[1]) if passes else 1) / rate
 

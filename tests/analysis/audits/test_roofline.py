@@ -195,7 +195,9 @@ def test_step_times(compute: float, communication: float, memory: float, bound: 
     [(0.0, "0 ms"), (1.23456e-6, "0.00123 ms"), (0.0123456, "12.3 ms"), (0.0996, "99.6 ms"), (12.3456, "12,346 ms")],
 )
 def test_step_times_for_people(seconds: float, text: str) -> None:
-    assert str(StepTime(seconds, 0.0)) == f"{text} to {text}: compute {text} (0 ms of it at memory), communication 0 ms"
+    assert (
+        str(StepTime(seconds, 0.0)) == f"{text} to {text}: compute {text} (0 ms of it memory-bound), communication 0 ms"
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
