@@ -22,9 +22,9 @@ class FigureChange:
     new: int
 
     def __str__(self) -> str:
-        text = count_text if self.name == "FLOPs" else bytes_text
+        figure_text = count_text if self.name == "FLOPs" else bytes_text
         change = f" ({self.new / self.old - 1:+.1%})" if self.old else ""
-        return f"{self.name}: {text(self.old)} -> {text(self.new)}{change}"
+        return f"{self.name}: {figure_text(self.old)} -> {figure_text(self.new)}{change}"
 
 
 @final
@@ -49,7 +49,7 @@ class CollectivesChange:
 @final
 @attrs.frozen
 class ArrayChange:
-    """An argument or result that is compiled differently: shape, dtype and spec, empty where there is no such array."""
+    """An argument or result that is compiled differently: its shape, dtype and spec, empty if it is absent."""
 
     path: str
     old: str
@@ -62,10 +62,10 @@ class ArrayChange:
 @final
 @attrs.frozen(repr=False)
 class AuditDiff:
-    """What has changed between two reports. It is false when nothing has, and prints as a list.
+    """What has changed between two audit reports. It is false when nothing has, and prints as a list.
 
-    `old` and `new` are the function, target and mesh of each; `appeared` and `vanished` are the findings that only the
-    new one has, and only the old one.
+    `old` and `new` are the function, target and mesh of each report. `appeared` are the findings that only the new
+    report has, `vanished` those that only the old one has.
 
     ```python
     assert not sr.reports.AuditDiff("f on cpu", "f on cpu", (), (), (), (), ())
@@ -88,13 +88,13 @@ class AuditDiff:
             return "no difference"
         lines = [] if self.old == self.new else [f"{self.old} -> {self.new}"]
         lines += map(str, (*self.figures, *self.collectives))
-        # Equal layers differ in the index alone: they are one line with a count.
+        # Equal layers, whose paths differ only in an index, are one line with a count.
         layers: dict[ArrayChange, list[str]] = {}
         for change in self.arrays:
             layers.setdefault(attrs.evolve(change, path=template(change.path)), []).append(change.path)
         for change, paths in layers.items():
-            times = f" x{len(paths)}" if len(paths) > 1 else ""
-            lines.append(str(attrs.evolve(change, path=f"{functools.reduce(common_path, paths)}{times}")))
+            count_suffix = f" x{len(paths)}" if len(paths) > 1 else ""
+            lines.append(str(attrs.evolve(change, path=f"{functools.reduce(common_path, paths)}{count_suffix}")))
         for title, findings in (("new findings:", self.appeared), ("findings that are gone:", self.vanished)):
             lines += [title, listing(findings)] if findings else []
         return "\n".join(lines)
@@ -104,16 +104,17 @@ class AuditDiff:
 
 def changed_collectives(old: Iterable[Collective], new: Iterable[Collective]) -> tuple[CollectivesChange, ...]:
     """Returns the kinds and axes whose runs or bytes differ, most bytes first."""
-    before, after = _totals(old), _totals(new)
+    old_totals, new_totals = _totals(old), _totals(new)
     changes: list[CollectivesChange] = []
-    for key in dict.fromkeys((*before, *after)):
-        (old_runs, old_bytes), (new_runs, new_bytes) = before.get(key, (0, 0)), after.get(key, (0, 0))
+    for key in dict.fromkeys((*old_totals, *new_totals)):
+        (old_runs, old_bytes), (new_runs, new_bytes) = old_totals.get(key, (0, 0)), new_totals.get(key, (0, 0))
         if (old_runs, old_bytes) != (new_runs, new_bytes):
             changes.append(CollectivesChange(*key, old_runs, new_runs, old_bytes, new_bytes))
     return tuple(sorted(changes, key=lambda change: -max(change.old_bytes, change.new_bytes)))
 
 
 def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    """The runs and the bytes on the wire of each kind over the same axes."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for collective in collectives:
         key = collective.kind, collective.axes_text
