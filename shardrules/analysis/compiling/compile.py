@@ -115,7 +115,7 @@ def trace(fn: Callable[..., Any], arguments: Arguments, mesh: Mesh) -> Traced:
     results: list[Any] = []
 
     def run(*args: Any) -> list[Any]:
-        results.append(fn(*arguments.rebuilt(args)))
+        results.append(fn(*arguments.rebuild(args)))
         return [leaf for leaf in jtu.tree_leaves(results[-1]) if array_kind(leaf) is not None]
 
     with jax.set_mesh(mesh), naming_lines():
@@ -170,7 +170,8 @@ def compile_for(
 ) -> Compiled:
     """Compiles a traced function for `mesh`, which replaces the mesh that it was traced on.
 
-    `donated` are indices of arrays. `tolerant`: a compiler that refuses what does not fit is asked to go on, if it can.
+    `donated` are indices of arrays. With `tolerant`, a compiler that refuses what does not fit
+    compiles it all the same, if it can.
     """
     jaxpr = retarget(traced.jaxpr, mesh)
     all_donated = tuple(sorted({*donated, *traced.donated}))

@@ -25,7 +25,7 @@ class CompileResult:
     roles: tuple[Role, ...]
     compiled: Compiled
     seconds: float
-    """Tracing and lowering included."""
+    """How long it took, with tracing and lowering."""
 
 
 class CompileOptions(TypedDict, total=False):
@@ -53,7 +53,10 @@ class CompileRequest:
     axis_types: AxisTypes = "auto"
 
     def compile(self, args: tuple[Any, ...], mesh: AnyMesh, target: Target, *, tolerant: bool = False) -> CompileResult:
-        """Compiles the function for a target. `tolerant`: a compiler that refuses a large program is asked to go on."""
+        """Compiles the function for a target.
+
+        With `tolerant`, a compiler that refuses programs that do not fit compiles them all the same, if it can.
+        """
         start = time.perf_counter()
         target_mesh = self._with_axis_types(target.mesh(mesh))
         # A function may name the mesh that it was written for, so it is traced on that one and moved afterwards.
@@ -62,10 +65,10 @@ class CompileRequest:
         donated_args = donated_arguments(self.donate_argnums, len(args))
         roles = read_roles(arguments, self.roles)
         traced = trace(self.fn, arguments, trace_mesh)
-        # A jitted function brings specs of its own, which are known only after tracing.
+        # A jitted function may have specs of its own, which are known only after tracing.
         arguments = arguments.with_specs(traced.input_specs, target_mesh)
-        donated = [array_index for array_index, owner in enumerate(arguments.owners) if owner in donated_args]
-        compiled = compile_for(traced, arguments, target_mesh, self.out_shardings, donated, tolerant=tolerant)
+        donated_arrays = [array_index for array_index, owner in enumerate(arguments.owners) if owner in donated_args]
+        compiled = compile_for(traced, arguments, target_mesh, self.out_shardings, donated_arrays, tolerant=tolerant)
         return CompileResult(target_mesh, arguments, roles, compiled, time.perf_counter() - start)
 
     def _with_axis_types(self, mesh: Mesh) -> Mesh:
