@@ -89,7 +89,7 @@ class Arguments:
         arrays = [attrs.evolve(array, spec=specs.get(index, array.spec)) for index, array in enumerate(self.arrays)]
         return attrs.evolve(self, arrays=tuple(arrays))
 
-    def rebuilt(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the arguments to call the function with, one of `arrays` for each of `self.arrays`."""
         rest = iter(arrays)
         return self.treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in self.leaves])

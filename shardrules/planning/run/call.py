@@ -1,4 +1,4 @@
-"""A function and its arguments, as the planner takes them: traced from shapes, and what it returns put together."""
+"""A function as the planner takes it: traced from shapes, with the structure of its arguments and results."""
 
 import contextlib
 import hashlib
@@ -37,13 +37,13 @@ class Call:
     """The name of each array: `"params/layers/up"`."""
     argument_names: tuple[str, ...]
     argument_indices: tuple[int, ...]
-    """For each array the index of the argument that it is in."""
+    """The index of the argument that each array is in."""
     returned: tuple[Any, ...]
     """The leaves that the function returns, with `None` for arrays."""
     treedef: Any
     """The structure of what it returns."""
     fingerprint: str
-    """The same for two programs only if they are the same."""
+    """As `fingerprint` returns it for the program."""
     arguments: tuple[tuple[Any, tuple[_Kind, ...]], ...]
     """The structure of each argument, and the kinds of its leaves."""
 
@@ -51,15 +51,16 @@ class Call:
     def feedback(self) -> dict[int, int]:
         """Maps indices of results to the indices of the arrays that they replace in the next call.
 
-        These are results with the structure, shapes and dtypes of a whole argument.
+        A training step returns its parameters and its optimizer state: results with the structure, shapes and dtypes
+        of a whole argument replace it.
         """
         kinds = self._returned_kinds()
-        result_indices: list[int] = []  # of each leaf that is an array among the arrays
-        count = 0
+        result_indices: list[int] = []  # for each returned leaf, how many arrays come before it
+        array_count = 0
         for kind in kinds:
-            result_indices.append(count)
-            count += kind is not None
-        # What an argument may come back as: an item of what is returned, or all of it.
+            result_indices.append(array_count)
+            array_count += kind is not None
+        # An argument may come back as one item of what is returned, or as all of it. Each has a range of the leaves.
         candidates: list[tuple[Any, int, int]] = []
         start = 0
         for item in self.treedef.children():
@@ -67,15 +68,16 @@ class Call:
             start += item.num_leaves
         candidates.append((self.treedef, 0, self.treedef.num_leaves))
         # Each is used once: of two arguments alike, such as two moments, the first comes back as the first result.
-        used = [False] * len(candidates)
+        is_used = [False] * len(candidates)
         feedback: dict[int, int] = {}
         for argument_index, (treedef, argument_kinds) in enumerate(self.arguments):
             for position, (item, first, last) in enumerate(candidates):
-                if used[position] or item != treedef or kinds[first:last] != argument_kinds or not any(argument_kinds):
+                is_same = item == treedef and kinds[first:last] == argument_kinds
+                if is_used[position] or not is_same or not any(argument_kinds):
                     continue
-                used[position] = True
+                is_used[position] = True
                 arrays = [index for index, owner in enumerate(self.argument_indices) if owner == argument_index]
-                results = [result_indices[leaf] for leaf in range(first, last) if kinds[leaf] is not None]
+                results = [result_indices[index] for index in range(first, last) if kinds[index] is not None]
                 feedback.update(zip(results, arrays, strict=True))
                 break
         return feedback
@@ -84,10 +86,10 @@ class Call:
         avals = iter(self.jaxpr.out_avals)
         return tuple(_aval_kind(next(avals)) if leaf is None else None for leaf in self.returned)
 
-    def rebuilt(self, arrays: Sequence[Any]) -> Any:
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Returns what the function returns, from its arrays."""
-        rest = iter(arrays)
-        return self.treedef.unflatten([next(rest) if leaf is None else leaf for leaf in self.returned])
+        results = iter(arrays)
+        return self.treedef.unflatten([next(results) if leaf is None else leaf for leaf in self.returned])
 
 
 def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name: str) -> Call:
@@ -98,8 +100,8 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
 
     # Only arrays are traced: other leaves, such as activation functions and step counts in Python, stay as they are.
     def run(*arrays: Any) -> list[Any]:
-        rest = iter(arrays)
-        outputs.append(fn(*treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in leaves])))
+        tracers = iter(arrays)
+        outputs.append(fn(*treedef.unflatten([leaf if array_kind(leaf) is None else next(tracers) for leaf in leaves])))
         return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
     structs = tuple(map(struct, array_leaves))
@@ -148,7 +150,7 @@ def _aval_kind(aval: Any) -> _Kind:
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """Returns a mesh with Auto axes only: all of them are left to the compiler."""
+    """Returns the mesh with all axes of type Auto, which leaves them to the compiler."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
@@ -162,7 +164,10 @@ def axis_names_of(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
 
 
 def fingerprint(program: ClosedJaxpr) -> str:
-    """Returns a string that is the same for two programs only if they do the same on the same shapes."""
+    """Returns a string that is equal, in every process, for programs of the same operations on the same shapes.
+
+    Which variables an operation reads is not in it: `x - y` and `y - x` have the same fingerprint.
+    """
     # Names of primitives, shapes and parameters in order; not the variables, which differ in each trace.
     digest = hashlib.sha256()
     for equation in equations(program):

@@ -66,7 +66,7 @@ class PlannedFunction:
     def __call__(self, *args: Any) -> Any:
         """Runs the function."""
         call, run, arrays = self._prepared(args)
-        return call.rebuilt(run(*self._placed(arrays)))
+        return call.rebuild(run(*self._placed(arrays)))
 
     def _placed(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays as planned: those that are replicated, or not placed yet, are put there."""

@@ -115,7 +115,7 @@ def test_other_leaves_stay_as_they_are() -> None:
     args = ({"w": f32(8), "name": "relu", "n": 3, "rate": 0.5, "on": True, "none": None, "fn": function}, 7)
     arguments = read_arguments(step, args, SHAPE)
     assert [array.path for array in arguments.arrays] == ["params/w"]
-    first, second = arguments.rebuilt(["the array"])
+    first, second = arguments.rebuild(["the array"])
     assert first == args[0] | {"w": "the array"}
     assert second == 7
 
@@ -127,13 +127,13 @@ def test_weak_types_are_kept() -> None:
     assert weak_array.struct(MESH).weak_type
 
 
-def test_rebuilt_keeps_every_structure() -> None:
+def test_rebuild_keeps_every_structure() -> None:
     model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
     state = optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array))
     arguments = read_arguments(step, (model, state), SHAPE)
     arrays = [leaf for leaf in jax.tree.leaves((model, state)) if eqx.is_array(leaf)]
     assert len(arrays) == len(arguments.arrays)
-    assert eqx.tree_equal(arguments.rebuilt(arrays), (model, state))
+    assert eqx.tree_equal(arguments.rebuild(arrays), (model, state))
 
 
 def test_a_struct_has_the_requested_sharding() -> None:
