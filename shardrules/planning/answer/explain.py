@@ -1,4 +1,4 @@
-"""Why a plan is as it is: which dims go together and what splits them, what uses an argument, what else could be."""
+"""Why a plan is as it is: which dims go together and what splits them, what uses an argument, what the next best is."""
 
 from collections.abc import Sequence
 from typing import TypeAlias, final
@@ -15,8 +15,8 @@ from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.traced.program import TracedProgram
 
-_SHOWN = 3
-"""How many dims of arguments name a family of dims: more make lines that are hard to read."""
+_SHOWN_NAMES = 3
+"""How many dims of arguments name a family of dims. Twice as many make lines that are hard to read."""
 
 _Dim: TypeAlias = tuple[int, int]
 """The index of an array and one of its dims."""
@@ -31,9 +31,9 @@ class SplitDim:
     """Arguments that have such a dim, `"w[1], x[0]"`; `"inside"` if none has."""
     size: int
     axes: tuple[str, ...]
-    """The mesh axes that split it in most of the products, by their FLOPs."""
+    """The mesh axes that split it in most of the computation, by FLOPs."""
     stored: tuple[str, ...] = ()
-    """The mesh axes that split it in arguments beyond that."""
+    """Further mesh axes, which split it only in the arguments."""
 
     def __str__(self) -> str:
         axes = ", ".join(self.axes) or "whole"
@@ -76,32 +76,32 @@ class Alternative:
     peak_bytes: int
 
 
-def alternative_text(other: Alternative | None) -> str:
+def alternative_text(alternative: Alternative | None) -> str:
     """Returns one line about the next best plan."""
-    if other is None:
-        return "no other layout of it fits"
-    wire = f"{'+' if other.wire_bytes >= 0 else '-'}{bytes_text(abs(other.wire_bytes))} on the wire"
-    peak = f"{'+' if other.peak_bytes >= 0 else '-'}{bytes_text(abs(other.peak_bytes))} of memory"
-    return f"next best: {spec_repr(other.spec)}, {1000 * other.seconds:+.3g} ms, {wire}, {peak}"
+    if alternative is None:
+        return "no other layout fits"
+    wire = f"{'+' if alternative.wire_bytes >= 0 else '-'}{bytes_text(abs(alternative.wire_bytes))} on the wire"
+    peak = f"{'+' if alternative.peak_bytes >= 0 else '-'}{bytes_text(abs(alternative.peak_bytes))} of memory"
+    return f"next best: {spec_repr(alternative.spec)}, {1000 * alternative.seconds:+.3g} ms, {wire}, {peak}"
 
 
 def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[ArrayUse, ...]:
     """Returns the operations that use an argument."""
     program = problem.program
-    array = program.arguments[argument_index]
     # An array that enters a loop has another index inside: uses there count as its own.
-    aliases = dict.fromkeys([array])
-    uses = []
+    aliases = {program.arguments[argument_index]}
+    uses: list[ArrayUse] = []
     for op_index, operation in enumerate(program.operations):
         for position, operand in enumerate(operation.operands):
             if operand not in aliases:
                 continue
-            if operation.role in ("enter", "join"):  # inside the loop it has another index
-                aliases[operation.results[0]] = None
+            if operation.role in ("enter", "join"):
+                aliases.add(operation.results[0])
             if (op_index, position) not in problem.operand_homes or operation.role == "return":
                 continue
             layout = problem.layout(problem.operand_homes[op_index, position], choice)
-            seconds, kinds, wire_bytes = _move(problem, choice, op_index, position)
+            seconds, kinds, wire_bytes = _operand_move(problem, choice, op_index, position)
+            # Other roles, such as entering a loop, compute nothing: they count only where the array has to be moved.
             if operation.role != "compute" and not kinds:
                 continue
             line = "" if operation.equation is None else short_line(equation_line(operation.equation))
@@ -111,7 +111,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
     return tuple(dict.fromkeys(uses))
 
 
-def _move(
+def _operand_move(
     problem: Problem, choice: Sequence[int], op_index: int, position: int
 ) -> tuple[float, tuple[str, ...], float]:
     """Returns the seconds, collectives and bytes that it takes to bring an operand to an operation."""
@@ -119,38 +119,41 @@ def _move(
     if edge_index is None:
         return 0.0, (), 0.0
     edge = problem.edges[edge_index]
+    # The tables of an edge have a row for each layout of the array before the move, and a column for each after it.
     row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
-    sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
-    kinds = tuple(kind for kind, sent_bytes in zip(COLLECTIVE_KINDS, sent, strict=True) if sent_bytes)
-    return float(edge.seconds[row, column]) * edge.move_count, kinds, float(sent.sum())
+    bytes_by_kind = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
+    kinds = tuple(kind for kind, wire_bytes in zip(COLLECTIVE_KINDS, bytes_by_kind, strict=True) if wire_bytes)
+    return float(edge.seconds[row, column]) * edge.move_count, kinds, float(bytes_by_kind.sum())
 
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
-    """Returns the families of dims that any axis splits, the most computed with first."""
+    """Returns the families of dims that any axis splits, those with the most FLOPs first."""
     families = _Families(problem.program)
     flops = _flops_by_axes(problem, choice, families)
-    names, stored = _stored_axes(problem, choice, paths, families)
-    rows = []
-    for root in dict.fromkeys([*flops, *stored]):
-        # Operations may split the same dim by different axes: those that split it in most of the FLOPs name it.
+    names, argument_axes = _argument_axes(problem, choice, paths, families)
+    rows: list[tuple[float, SplitDim]] = []
+    for root in dict.fromkeys([*flops, *argument_axes]):
+        # Operations may split the same dim by different axes: those with most of the FLOPs are shown.
         axes = max(flops[root].items(), key=lambda item: item[1])[0] if root in flops else ()
-        beyond = tuple(axis for axis in problem.machine.axes if axis in stored.get(root, ()) and axis not in axes)
-        if axes or beyond:
+        family_axes = argument_axes.get(root, ())
+        stored = tuple(axis for axis in problem.machine.axes if axis in family_axes and axis not in axes)
+        if axes or stored:
             size = problem.program.arrays[root[0]].shape[root[1]]
             total_flops = sum(flops.get(root, {}).values())
-            rows.append((total_flops, SplitDim(_family_name(names.get(root, [])), size, axes, beyond)))
+            rows.append((total_flops, SplitDim(_family_name(names.get(root, [])), size, axes, stored)))
+    # Dims that are split only in arguments come last.
     rows.sort(key=lambda row: (not row[1].axes, -row[0], row[1].name))
-    # Repeated layers have a family each: they become one line, unless there is only one of them.
-    similar: dict[SplitDim, list[SplitDim]] = {}
-    for _, dim in rows:
-        similar.setdefault(attrs.evolve(dim, name=template(dim.name)), []).append(dim)
-    return tuple(dims[0] if len(dims) == 1 else common for common, dims in similar.items())
+    # Repeated layers have a family each: several alike become one line, with `*` for their indices.
+    similar_dims: dict[SplitDim, list[SplitDim]] = {}
+    for _, split_dim in rows:
+        similar_dims.setdefault(attrs.evolve(split_dim, name=template(split_dim.name)), []).append(split_dim)
+    return tuple(members[0] if len(members) == 1 else common for common, members in similar_dims.items())
 
 
 def _flops_by_axes(
     problem: Problem, choice: Sequence[int], families: "_Families"
 ) -> dict[_Dim, dict[tuple[str, ...], float]]:
-    """Returns for each family of dims the FLOPs that are done with it split over some axes."""
+    """Returns for each family of dims the FLOPs of the operations on it, by the axes that split it there."""
     program = problem.program
     flops: dict[_Dim, dict[tuple[str, ...], float]] = {}
     for op_index, operation in enumerate(program.operations):
@@ -170,25 +173,25 @@ def _flops_by_axes(
     return flops
 
 
-def _stored_axes(
+def _argument_axes(
     problem: Problem, choice: Sequence[int], paths: Sequence[str], families: "_Families"
 ) -> tuple[dict[_Dim, list[str]], dict[_Dim, dict[str, None]]]:
     """Returns for each family the arguments that have it, and the axes that split it in them."""
     names: dict[_Dim, list[str]] = {}
-    stored: dict[_Dim, dict[str, None]] = {}
-    for path, array in zip(paths, problem.program.arguments, strict=True):
-        home = problem.homes.get(array)
+    argument_axes: dict[_Dim, dict[str, None]] = {}
+    for path, array_index in zip(paths, problem.program.arguments, strict=True):
+        home = problem.homes.get(array_index)
         if home is None:
             continue
         layout = problem.layout(home, choice)
-        for dim, size in enumerate(problem.program.arrays[array].shape):
+        for dim, size in enumerate(problem.program.arrays[array_index].shape):
             if size > 1:
-                root = families.root((array, dim))
+                root = families.root((array_index, dim))
                 names.setdefault(root, []).append(f"{path}[{dim}]")
                 axes = _axes_on(problem, layout, dim)
                 if axes:
-                    stored.setdefault(root, {}).update(dict.fromkeys(axes))
-    return names, stored
+                    argument_axes.setdefault(root, {}).update(dict.fromkeys(axes))
+    return names, argument_axes
 
 
 def _axes_on(problem: Problem, layout: Sequence[int], dim: int) -> tuple[str, ...]:
@@ -199,7 +202,7 @@ def _family_name(names: list[str]) -> str:
     distinct = list(dict.fromkeys(names))
     if not distinct:
         return "inside"
-    return ", ".join(distinct[:_SHOWN]) + (" ..." if len(distinct) > _SHOWN else "")
+    return ", ".join(distinct[:_SHOWN_NAMES]) + (" ..." if len(distinct) > _SHOWN_NAMES else "")
 
 
 @final
@@ -212,25 +215,25 @@ class _Families:
             groups: dict[int, list[_Dim]] = {}
             sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
             sides += [*zip(operation.results, operation.factors.results, strict=True)]
-            for array, factors in sides:
-                if array is None:
+            for array_index, factors in sides:
+                if array_index is None:
                     continue
                 for dim, factor in enumerate(factors):
-                    if factor is not None and program.arrays[array].shape[dim] > 1:
-                        groups.setdefault(factor, []).append((array, dim))
+                    if factor is not None and program.arrays[array_index].shape[dim] > 1:
+                        groups.setdefault(factor, []).append((array_index, dim))
             for first, *others in groups.values():
                 for other in others:
                     self.join(first, other)
 
     def root(self, dim: _Dim) -> _Dim:
         """Returns the dim that represents its family."""
-        path = []
+        descendants: list[_Dim] = []
         while self.parents.get(dim, dim) != dim:
-            path.append(dim)
+            descendants.append(dim)
             dim = self.parents[dim]
         # Path compression keeps later look-ups short.
-        for step in path:
-            self.parents[step] = dim
+        for descendant in descendants:
+            self.parents[descendant] = dim
         return dim
 
     def join(self, first: _Dim, second: _Dim) -> None:
