@@ -15,12 +15,12 @@ from shardrules.core.spec import device_dtype
 from shardrules.placement.source import ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
-"""How much of what was read may wait on the host for its transfer to end. Enough to keep a disk busy during a transfer:
-half of it makes readers of large files wait, twice as much only adds to the peak memory of the host."""
+"""How many bytes may wait on the host for their transfer to end. Enough to keep a disk busy during a transfer: half of
+it makes readers of large files wait, twice as much only adds to the peak memory of the host."""
 
 _WHOLE_BYTES = 8 * 2**20
 """Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
-shard costs little beside reading it. Half or double moves that boundary, and the host's peak memory by as much."""
+shard costs little beside reading it. Halving or doubling it moves the host's peak memory by as much."""
 
 
 def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
@@ -35,22 +35,22 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
     ```
     """
     result = list(values)
-    local: list[int] = []
-    across: list[int] = []
+    local_indices: list[int] = []
+    spanning_indices: list[int] = []
     for index, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
         if isinstance(value, ArraySource):
             continue
         if isinstance(value, jax.Array) and value.committed and value.sharding == sharding:
             continue
-        # Three ways: from many processes together, within this process, and from this process to the mesh of many.
+        # Three ways: from many processes together, within this process, and from this process to a mesh of several.
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            across.append(index)
+            spanning_indices.append(index)
         elif sharding.is_fully_addressable:
-            local.append(index)
+            local_indices.append(index)
         else:
             result[index] = _put_addressable(value, sharding)
     # One batch for all: a transfer per array costs seconds where there are hundreds.
-    for indices, move in ((local, jax.device_put), (across, _move_across)):
+    for indices, move in ((local_indices, jax.device_put), (spanning_indices, _move_together)):
         if indices:
             moved = move([values[index] for index in indices], [shardings[index] for index in indices])
             for index, array in zip(indices, moved, strict=True):
@@ -59,7 +59,7 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
     pending = _Pending()
     for index, value in enumerate(values):
         if isinstance(value, ArraySource):
-            result[index] = _read(value, shardings[index], pending)
+            result[index] = _read_source(value, shardings[index], pending)
     return result
 
 
@@ -79,10 +79,10 @@ def put_some(values: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[A
 
 
 def put_unplaced(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
-    """Returns `values` with those that are on no particular device yet placed by their `NamedSharding`, outside of jit.
+    """Returns `values` with those that are not committed to devices placed by their `NamedSharding`, outside of jit.
 
-    To `jax.jit` an array that it has to place has another type than one that is placed already, so that the first step
-    of a training would compile a second time for the steps that follow.
+    `jax.jit` compiles separately for arrays that it has to place and for arrays that are placed already. Without this,
+    the second step of a training loop, which gets the results of the first, would compile again.
     """
     if under_trace():
         return list(values)
@@ -98,7 +98,7 @@ def put_unplaced(values: Sequence[Any], shardings: Sequence[Sharding | None]) ->
 
 
 def is_placed(value: Any) -> bool:
-    """Whether an array, or the shape of one, was put on particular devices."""
+    """Whether an array is committed to devices, or the shape of one has a sharding."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.sharding is not None
     return isinstance(value, jax.Array) and value.committed
@@ -107,13 +107,13 @@ def is_placed(value: Any) -> bool:
 @final
 @attrs.define(eq=False)
 class _Pending:
-    """Transfers that may still be running; each keeps what was read for it on the host."""
+    """Transfers that may still be running: until they end, the host keeps what was read for them."""
 
     arrays: list[jax.Array] = attrs.field(factory=list)
     host_bytes: int = 0
 
     def add(self, arrays: Sequence[jax.Array], host_bytes: int) -> None:
-        """Adds transfers, and waits for all once they keep too much."""
+        """Adds transfers, and waits for all of them once the host keeps too much."""
         self.arrays += arrays
         self.host_bytes += host_bytes
         if self.host_bytes > _PENDING_BYTES:
@@ -135,48 +135,49 @@ def _put_addressable(value: Any, sharding: Sharding) -> jax.Array:
     )
 
 
-def _move_across(values: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
+def _move_together(values: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
     """Moves arrays that span processes, all in one program, since no process has the whole of any."""
     for value, sharding in zip(values, shardings, strict=True):
         if value.sharding.device_set != sharding.device_set:
             raise MeshError(
                 f"an array {value.dtype}{list(value.shape)} over several processes can only move between meshes of the "
-                f"same devices: it is on {len(value.sharding.device_set)} devices, and the destination has "
-                f"{len(sharding.device_set)} others. Gather it first: filter_shard(filter_gather(tree), how, mesh)"
+                f"same devices, and the {len(value.sharding.device_set)} devices that it is on are not the "
+                f"{len(sharding.device_set)} of the destination. Gather it first: "
+                "filter_shard(filter_gather(tree), how, mesh)"
             )
     return jax.jit(lambda arrays: arrays, out_shardings=shardings)(values)
 
 
-def _read(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
+def _read_source(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
     """Reads each distinct shard of this process once, and places it on each device that holds it."""
     if source.nbytes > _WHOLE_BYTES:
         return _read_by_shards(source, sharding, pending)
-    parts: dict[str, np.ndarray] = {}
+    shards: dict[str, np.ndarray] = {}
 
-    def part(index: Index | None) -> np.ndarray:
+    def read_shard(index: Index | None) -> np.ndarray:
         slices = (slice(None),) * source.ndim if index is None else index
         key = repr(slices)  # slices have no hash before Python 3.12
-        if key not in parts:
-            parts[key] = source.part(slices)
-        return parts[key]
+        if key not in shards:
+            shards[key] = source.part(slices)
+        return shards[key]
 
-    array = jax.make_array_from_callback(source.shape, sharding, part, dtype=device_dtype(source.dtype))
-    pending.add([array], sum(shard.nbytes for shard in parts.values()))
+    array = jax.make_array_from_callback(source.shape, sharding, read_shard, dtype=device_dtype(source.dtype))
+    pending.add([array], sum(shard.nbytes for shard in shards.values()))
     return array
 
 
 def _read_by_shards(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
-    """Frees each shard before it reads the next. That costs a transfer for each, which only large ones are worth."""
-    devices_of: dict[str, tuple[Index, list[Any]]] = {}
+    """Starts to place each shard before it reads the next: a transfer for each, so that the host holds few of them."""
+    shard_devices: dict[str, tuple[Index, list[Any]]] = {}
     for device, index in sharding.addressable_devices_indices_map(source.shape).items():
         slices = (slice(None),) * source.ndim if index is None else index
-        devices_of.setdefault(repr(slices), (slices, []))[1].append(device)
+        shard_devices.setdefault(repr(slices), (slices, []))[1].append(device)
     shards: list[jax.Array] = []
-    for slices, devices in devices_of.values():
-        part = source.part(slices)
-        copies = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        placed = jax.device_put([part] * len(copies), copies)
-        shards += placed
-        pending.add(placed, part.nbytes)
+    for slices, devices in shard_devices.values():
+        shard = source.part(slices)
+        targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        copies = jax.device_put([shard] * len(devices), targets)
+        shards += copies
+        pending.add(copies, shard.nbytes)
     dtype = device_dtype(source.dtype)  # a process may hold no shard to infer it from
     return jax.make_array_from_single_device_arrays(source.shape, sharding, shards, dtype=dtype)
