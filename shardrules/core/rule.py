@@ -260,7 +260,7 @@ def _undecided(error: RuleError) -> Decision:
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
-    """Asks any rule about some leaves: the one place that knows the three ways to write a rule.
+    """Asks any rule about some leaves, whichever of the three ways it is written in.
 
     **Arguments:**
 
@@ -276,9 +276,10 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
     # A rule with its own mesh must see that one, also inside rules that are planned for another.
     if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
-    inside: list[RuleCall] = []
-    verdict = _checked_verdict(rule, leaves.recording(inside))
-    leaves.calls.append(RuleCall(rule, leaves, verdict, inside))
+    inner_calls: list[RuleCall] = []
+    verdict = _checked_verdict(rule, leaves.recording(inner_calls))
+    leaves.calls.append(RuleCall(rule, leaves, verdict, inner_calls))
+    # The record has the idle patterns: a rule around this one must not hand them on a second time.
     return attrs.evolve(verdict, idle=()) if verdict.idle else verdict
 
 
@@ -292,7 +293,9 @@ def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
     if not isinstance(verdict, Verdict):
         raise ConfigTypeError(f"{rule!r}: decide_all returned {verdict!r:.80}, not a Verdict(decisions, findings)")
     if len(verdict.decisions) != len(leaves.items):
-        raise PlanError(f"{rule!r} gave {len(verdict.decisions)} decisions for {len(leaves.items)} leaves")
+        raise PlanError(
+            f"{rule!r}: decide_all returned {len(verdict.decisions)} decisions for {len(leaves.items)} leaves"
+        )
     # Most decisions come from rules inside, and are complete: in a deep tree of rules every call here counts.
     decisions = tuple(
         [
@@ -325,7 +328,7 @@ def _without_conflicts(decision: Decision) -> Decision:
 
 
 def _completed(rule: ShardingRule, leaf: Leaf, decision: Any) -> Decision:
-    """The decision with the rule's name on it; one that makes no sense becomes a conflict."""
+    """The decision with the rule that made it; one that is invalid becomes a conflict."""
     if not isinstance(decision, Decision):
         why = f"decide returned {decision!r}, not a Decision"
         hint = "Return leaf.shard(dim, axis), leaf.replicate(why), leaf.skip(why) or Decision(spec, reason)"
@@ -341,18 +344,19 @@ def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
 
     Rules inside it find the mesh on the shapes, which takes precedence over the one in force.
     """
-    # The rule sees the whole tree: leaves that it is asked about with what composites changed in them, the rest as is.
+    # The rule sees the whole tree, with the leaves in question as other rules have changed them.
     kinds = list(leaves.survey.kinds)
-    for leaf, kind in zip(leaves.items, leaves.kind_indices, strict=True):
-        kinds[kind] = leaf
+    for leaf, kind_index in zip(leaves.items, leaves.kind_indices, strict=True):
+        kinds[kind_index] = leaf
     tree = leaves.survey.structs(kinds, leaves.items[0].mesh)
     specs = flatten_specs(rule.apply(tree), leaves.survey.treedef, f"what {rule!r} returned")
-    # Equal layers may be one kind, and the last one decides. Such rules read indices, unless they say otherwise.
-    spec_of_kind = {kind: spec for kind, spec in zip(leaves.survey.kind_of, specs, strict=True) if kind >= 0}
+    # Of the leaves of a kind the last one decides. By default each leaf is a kind: such rules may read any index.
+    kind_specs = dict(zip(leaves.survey.kind_of, specs, strict=True))
     decisions: list[Decision] = []
-    for leaf, kind in zip(leaves.items, leaves.kind_indices, strict=True):
+    for leaf, kind_index in zip(leaves.items, leaves.kind_indices, strict=True):
+        kind_spec = kind_specs[kind_index]
         try:
-            spec = PartitionSpec() if spec_of_kind[kind] is None else checked_spec(spec_of_kind[kind])
+            spec = PartitionSpec() if kind_spec is None else checked_spec(kind_spec)
         except SpecError as error:
             decisions.append(_undecided(leaf.error(rule, f"apply returned an invalid spec: {error}")))
             continue
@@ -368,7 +372,7 @@ def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
 
 
 def _nested(rule: ShardingRule) -> Iterator[ShardingRule]:
-    """The rule, and all rules inside it."""
+    """The rule itself, then all rules inside it."""
     yield rule
     for part in rule.parts:
         yield from _nested(part)
@@ -387,7 +391,7 @@ def _decide_tree(
     conflicts = [finding for finding in verdict.findings if finding.code == "conflict"]
     if conflicts:
         count = sum(finding.count for finding in conflicts)
-        # All conflicts are raised at once: whoever mends one wants to know the others.
+        # All conflicts are raised at once, so that they can be fixed together.
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
         raise plan_error(title, with_templates(conflicts, tree_survey))
     idle = tuple(idle_patterns(leaves.calls))
@@ -397,7 +401,9 @@ def _decide_tree(
 def _all_leaves(tree_survey: Survey) -> Leaves:
     counter = collections.Counter(tree_survey.kind_of)
     kind_indices = tuple(range(len(tree_survey.kinds)))
-    return Leaves(tree_survey.kinds, tuple([counter[kind] for kind in kind_indices]), kind_indices, tree_survey)
+    return Leaves(
+        tree_survey.kinds, tuple([counter[kind_index] for kind_index in kind_indices]), kind_indices, tree_survey
+    )
 
 
 def as_rule(owner: str) -> Callable[[Any], ShardingRule]:
@@ -453,7 +459,7 @@ class ChainShardingRule(LeavesShardingRule):
                 if decision.spec is None:
                     declined[position].append(decision.reason)
                     continue
-                # Some rules ignore what was decided before them. The chain sees to it that it stays.
+                # Some rules ignore earlier decisions, so the chain makes sure that they stay.
                 refined = items[position].try_refine(decision.spec, "")
                 if refined.spec is None:
                     findings += _conflicts(rule, (refined,), (leaves.counts[position],))
@@ -479,29 +485,29 @@ def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
     ):
         pairs = list(specs)
     else:
-        is_spec: Callable[[Any], bool] = lambda node: node is None or isinstance(node, PartitionSpec)  # noqa: E731
-        flat, treedef = jtu.tree_flatten(specs, is_leaf=is_spec)
-        paths = leaf_paths(jtu.tree_unflatten(treedef, [0] * len(flat)))
+        values, treedef = jtu.tree_flatten(specs, is_leaf=lambda node: node is None or isinstance(node, PartitionSpec))
+        # Numbers stand in for the values, since `None` has no path.
+        paths = leaf_paths(jtu.tree_unflatten(treedef, [0] * len(values)))
         # `plan.specs` also holds the static leaves of a model: activation functions and the like are skipped.
-        pairs = [(path, value) for path, value in zip(paths, flat, strict=True) if _is_for_an_array(value)]
+        pairs = [(path, value) for path, value in zip(paths, values, strict=True) if _is_for_an_array(value)]
     pinned: list[tuple[str, PartitionSpec | None]] = []
-    wrong: list[str] = []
+    problems: list[str] = []
     for path, value in pairs:
         spec = value.spec if isinstance(value, NamedSharding) else value
         try:
             pinned.append((path, None if spec is None else checked_spec(spec)))
         except SpecError as error:
-            wrong.append(f"  {path or 'the tree'}: {error}")
-    if wrong:
+            problems.append(f"  {path or 'the tree'}: {error}")
+    if problems:
         raise SpecError(
             "SpecTreeShardingRule takes a tree of PartitionSpecs, of NamedShardings, or (path, spec) pairs:\n"
-            + "\n".join(wrong)
+            + "\n".join(problems)
         )
     return tuple(pinned)
 
 
 def _is_for_an_array(value: Any) -> bool:
-    """Whether a leaf of a tree of specs is there for an array, valid or not."""
+    """Whether a leaf of a tree of specs says how to place an array. What it says may be invalid."""
     return isinstance(value, PartitionSpec | Sharding | str | int | float) or array_kind(value) is not None
 
 
@@ -524,7 +530,7 @@ class SpecTreeShardingRule(LeavesShardingRule):
     """
 
     specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=_as_pinned, eq=spec_key, repr=spec_code)
-    parts = ()  # nothing to look for among many thousand pins
+    parts = ()  # spares the search for rules among many thousand pins
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         pinned = dict(self.specs)
@@ -533,7 +539,7 @@ class SpecTreeShardingRule(LeavesShardingRule):
         paths = leaves.attr_paths()
         for leaf, leaf_path in zip(leaves.items, paths, strict=True):
             path = leaf_path
-            # The nearest pin above the leaf counts: a spec in a prefix is for everything below it.
+            # The leaf's own pin counts, else the nearest above it: a spec in a prefix is for everything below.
             while path not in pinned and path:
                 path = path.rpartition("/")[0]
             spec = pinned.get(path)
@@ -544,15 +550,16 @@ class SpecTreeShardingRule(LeavesShardingRule):
         unused = [path for path in pinned if path not in used and template(path) not in settled]
         findings: list[Finding] = []
         for position, path in enumerate(unused):
-            near = suggest(path, paths) if position < _SUGGESTIONS else ""
-            why = f"{spec_repr(pinned[path])} is pinned at {path!r}, where the tree has no leaf{near}"
+            suggestion = suggest(path, paths) if position < _SUGGESTIONS else ""
+            message = f"{spec_repr(pinned[path])} is pinned at {path!r}, where the tree has no leaf{suggestion}"
             remedy = "Correct the path, or remove the pin"
-            findings.append(Finding("warning", "dead-pin", why, path, remedy, rule="SpecTreeShardingRule"))
+            findings.append(Finding("warning", "dead-pin", message, path, remedy, rule="SpecTreeShardingRule"))
         return Verdict(tuple(decisions), tuple(findings))
 
 
 _SUGGESTIONS = 8
-"""How many dead pins get a suggestion. Each takes a look at every leaf, and whoever has more has the wrong tree."""
+"""How many dead pins get a suggestion. Each is compared with every leaf, so that twice as many take twice the time, and
+more of them mean that the tree is the wrong one."""
 
 
 def _as_planned(plan: Any) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
@@ -572,8 +579,8 @@ class MirrorShardingRule(LeavesShardingRule):
     """Gives the leaves of an optimizer state, of gradients or of an average the specs of the leaves they mirror.
 
     A leaf mirrors the planned leaf with the longest path that ends its own: `0/mu/layers/0/w` mirrors `layers/0/w`. In
-    factored states (rows, columns) each leaf takes the dimensions it kept. The rest is replicated, each with a note; in
-    a chain it stays as the rules before have decided.
+    factored states (rows, columns) each leaf takes the dimensions that it kept. Other leaves are replicated, each with
+    a note; in a chain they stay as earlier rules have decided.
 
     **Arguments:**
 
@@ -591,13 +598,13 @@ class MirrorShardingRule(LeavesShardingRule):
     planned: tuple[tuple[str, tuple[int, ...], PartitionSpec], ...] = attrs.field(
         alias="plan", converter=_as_planned, eq=spec_key, repr=spec_code
     )
-    parts = ()  # nothing to look for among many thousand leaves
+    parts = ()  # spares the search for rules among many thousand leaves
 
     def __repr__(self) -> str:
         return f"MirrorShardingRule({spec_code(self.planned)})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        # By path, since every leaf of the state looks up several.
+        # A dictionary, since every leaf of the state looks up several paths.
         planned: dict[str, PlannedLeaf] = {path: (shape, spec) for path, shape, spec in self.planned}
         paths = leaves.attr_paths()
         homes = count_homes(paths, planned)
@@ -637,7 +644,7 @@ class ShardingPlan:
 
     @property
     def kinds(self) -> tuple[Leaf, ...]:
-        """One leaf for each kind: leaves that were decided together, the first of them as an example."""
+        """The first leaf of each kind; the leaves of a kind were decided together."""
         return self.survey.kinds
 
     @functools.cached_property
@@ -648,7 +655,7 @@ class ShardingPlan:
     @functools.cached_property
     def kind_indices(self) -> tuple[int, ...]:
         """The index of the kind of every array, in the order of `paths`."""
-        return tuple([kind for kind in self.survey.kind_of if kind >= 0])
+        return tuple([kind_index for kind_index in self.survey.kind_of if kind_index >= 0])  # -1: not an array
 
     @property
     def kind_specs(self) -> tuple[PartitionSpec, ...]:
@@ -664,7 +671,7 @@ class ShardingPlan:
     def leaves(self) -> tuple[Leaf, ...]:
         """Every array of the tree, in the order of `paths`."""
         pairs = zip(self.paths, self.kind_indices, strict=True)
-        return tuple([attrs.evolve(self.kinds[kind], path=path) for path, kind in pairs])
+        return tuple([attrs.evolve(self.kinds[kind_index], path=path) for path, kind_index in pairs])
 
     @functools.cached_property
     def _kind_by_path(self) -> dict[str, int]:
@@ -700,7 +707,7 @@ class ShardingPlan:
 
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """All that is worth knowing about the plan, errors first, one finding for all equal layers."""
+        """What is worth knowing about the plan, errors first. Equal layers share one finding."""
         findings = [*check_leaves(self.kinds, self.decisions, self.counts, self.mesh), *self.rule_findings]
         return merged(with_templates(findings, self.survey))
 
@@ -730,10 +737,10 @@ class ShardingPlan:
 
     def decision(self, path: str) -> Decision:
         """Returns what was decided about the leaf at `path`, one of `plan.paths`; another path is a `TreeError`."""
-        kind = self._kind_by_path.get(path)
-        if kind is None:
+        kind_index = self._kind_by_path.get(path)
+        if kind_index is None:
             raise TreeError(f"the plan has no leaf at {path!r}{suggest(path, self.paths)}")
-        return self.decisions[kind]
+        return self.decisions[kind_index]
 
     def explain(self, path: str) -> str:
         """Returns which rule decided a leaf, why, and what each other rule would have decided.
@@ -744,7 +751,7 @@ class ShardingPlan:
 
         **Returns:**
 
-        A text, one block for each matching kind.
+        A string, with one block of lines for each matching kind.
 
         **Raises:**
 
@@ -752,11 +759,12 @@ class ShardingPlan:
         """
         sizes, leaves = mesh_sizes(self.mesh), _all_leaves(self.survey)
         matches = find_kinds(path, self._kind_by_path)
+        # A plan does not keep the calls of its rules: deciding again records them in `leaves`.
         if self.rule is not None:
             decide(self.rule, leaves)
         blocks = (
-            explain_kind(leaves, kind, kind_path, self.decisions[kind], sizes, decide)
-            for kind, kind_path in matches.items()
+            explain_kind(leaves, kind_index, kind_path, self.decisions[kind_index], sizes, decide)
+            for kind_index, kind_path in matches.items()
         )
         return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -781,7 +789,7 @@ class ShardingPlan:
         sizes = mesh_sizes(self.mesh)
         pairs = zip(self.kinds, self.decisions, strict=True)
         kind_blocks = [blocks_of(leaf.path, leaf, decision, sizes) for leaf, decision in pairs]
-        yield from (kind_blocks[kind] for kind in self.kind_indices)
+        yield from (kind_blocks[kind_index] for kind_index in self.kind_indices)
 
     def treemap(self) -> Picture:
         """Returns a picture of what each leaf takes on one device, as areas by module, coloured by spec."""
@@ -816,9 +824,12 @@ class ShardingPlan:
         `TreeError` for a plan with `path_style="index"` that was read from JSON without its tree.
         """
         kinds = list(zip(self.kinds, self.kind_specs, strict=True))
-        return tuple((path, kinds[kind][0].shape, kinds[kind][1]) for path, kind in self._attr_paths())
+        return tuple(
+            (path, kinds[kind_index][0].shape, kinds[kind_index][1]) for path, kind_index in self._attr_paths()
+        )
 
     def _attr_paths(self) -> Iterator[tuple[str, int]]:
+        """Each path, with the fields of named tuples by name, and the index of its kind."""
         return zip(self.survey.in_attr_style().paths(), self.kind_indices, strict=True)
 
     def as_rule(self) -> SpecTreeShardingRule:
@@ -829,7 +840,7 @@ class ShardingPlan:
         assert plan.as_rule().apply({"w": np.ones(8)}) == plan.specs
         ```
         """
-        pairs = ((path, self.decisions[kind].spec) for path, kind in self._attr_paths())
+        pairs = ((path, self.decisions[kind_index].spec) for path, kind_index in self._attr_paths())
         return SpecTreeShardingRule(tuple((path, spec) for path, spec in pairs if spec is not None))
 
     def mirror(self, pytree: Any) -> "ShardingPlan":
@@ -929,11 +940,11 @@ class ShardingPlan:
 
     @functools.cached_property
     def _content(self) -> tuple[Any, ...]:
-        # Rules are compared by name, since a plan from JSON knows no more of them.
+        # Rules are compared by name, since a plan from JSON has only their names.
         texts = [(decision.reason, decision.rule_name, spec_repr(decision.spec)) for decision in self.decisions]
         leaves = sorted(
-            (path, self.kinds[kind].shape, str(self.kinds[kind].dtype), *texts[kind])
-            for path, kind in self._kind_by_path.items()
+            (path, self.kinds[kind_index].shape, str(self.kinds[kind_index].dtype), *texts[kind_index])
+            for path, kind_index in self._kind_by_path.items()
         )
         return mesh_text(self.mesh), tuple(leaves)
 
