@@ -23,18 +23,18 @@ from shardrules.core.errors import ConfigError, ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import parse_op
 
-_FORM = re.compile(r"(?P<module>.+?):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*(?P<call>\(.*\))?", re.DOTALL)
-_KEYS = ("key", "rng", "prng_key", "rng_key")
-"""Names of arguments that are random keys: they need not be written, since only shapes are computed."""
+_OBJECT_NAME = re.compile(r"(?P<module>.+?):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*(?P<call>\(.*\))?", re.DOTALL)
+_KEY_PARAMETERS = ("key", "rng", "prng_key", "rng_key")
+"""Names of parameters that take random keys. They need not be written, since only shapes are computed."""
 
 
 @final
 @attrs.frozen
 class NamedObject:
-    """A named object, not called yet."""
+    """An object named on the command line, not called yet."""
 
     text: str
-    """Its name on the command line."""
+    """Its name as it was written, with the arguments."""
     value: Any
     args: tuple[Any, ...] | None = None
     """The arguments in parentheses; `None` without parentheses."""
@@ -42,17 +42,17 @@ class NamedObject:
 
     @property
     def is_function(self) -> bool:
-        """Whether to call it. Many models are callable, but are models already."""
+        """Whether to call it. Many models are callable, but what has arrays is a model already."""
         return self.args is not None or (callable(self.value) and not has_arrays(self.value))
 
     def shapes(self) -> Any:
         """Calls it for shapes, without making arrays. Random keys that were not written are filled in."""
-        bound, keys = self._bind()
+        bound, key_names = self._bind()
 
         def call(key: Any) -> Any:
             if bound is None:
                 return self.value(*(self.args or ()), **self.kwargs)
-            bound.arguments.update(dict.fromkeys(keys, key))
+            bound.arguments.update(dict.fromkeys(key_names, key))
             return self.value(*bound.args, **bound.kwargs)
 
         with self._errors_in_one_line():
@@ -60,7 +60,7 @@ class NamedObject:
             return eqx.filter_eval_shape(call, jax.eval_shape(lambda: jax.random.key(0)))
 
     def call(self) -> Any:
-        """Calls it if it is a function, and returns the result, or else the object."""
+        """Returns the result of calling it, or the object itself if it is not a function."""
         if not self.is_function:
             return self.value
         with self._errors_in_one_line():
@@ -68,16 +68,16 @@ class NamedObject:
 
     @contextlib.contextmanager
     def _errors_in_one_line(self) -> Iterator[None]:
+        """Whatever user code raises becomes a `UsageError` of one line."""
         try:
             # Stdout may be JSON: what user code prints must not mix in.
             with contextlib.redirect_stdout(sys.stderr):
                 yield
         except (Exception, SystemExit) as error:
-            # User code may raise anything.
             raise UsageError(f"{self.text} raised {describe_error(error)}") from error
 
     def _bind(self) -> tuple[inspect.BoundArguments | None, list[str]]:
-        """The arguments that were written, and the names of those to fill with random keys."""
+        """The arguments that were written, and the names of the parameters to fill with random keys."""
         try:
             signature = inspect.signature(self.value)
             bound = signature.bind_partial(*(self.args or ()), **self.kwargs)
@@ -93,19 +93,19 @@ class NamedObject:
             if parameter.name not in bound.arguments and parameter.kind not in variadic
         ]
         required = [parameter.name for parameter in unbound if parameter.default is inspect.Parameter.empty]
-        keys = [
+        key_names = [
             parameter.name
             for parameter in unbound
-            if parameter.name in _KEYS and parameter.default in (inspect.Parameter.empty, None)
+            if parameter.name in _KEY_PARAMETERS and parameter.default in (inspect.Parameter.empty, None)
         ]
-        missing = [name for name in required if name not in keys]
+        missing = [name for name in required if name not in key_names]
         if missing:
-            listed = ", ".join(f"{name}=..." for name in missing)
+            assignments = ", ".join(f"{name}=..." for name in missing)
             raise UsageError(
-                f"{self.text} has required arguments: write {self.text.partition('(')[0]}({listed}), with numbers or "
-                "strings, or name a function that has none"
+                f"{self.text} has required arguments: write {self.text.partition('(')[0]}({assignments}), with numbers "
+                "or strings, or name a function that has none"
             )
-        return bound, keys
+        return bound, key_names
 
 
 def has_arrays(tree: Any) -> bool:
@@ -122,15 +122,16 @@ def is_object_name(text: str) -> bool:
     assert is_object_name("model.py:make(depth=2)") and not is_object_name("shard_dim('model', -1)")
     ```
     """
-    match = _FORM.fullmatch(text)
+    match = _OBJECT_NAME.fullmatch(text)
+    # With a quote or `|` before the colon it is a rule in text form.
     return match is not None and not any(char in match["module"] for char in "'\"|")
 
 
 def load_object(text: str) -> NamedObject:
     """Imports the object that a string names, and reads its arguments. A `UsageError` says what is wrong."""
-    match = _FORM.fullmatch(text)
+    match = _OBJECT_NAME.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is not the name of a Python object: write module:name, or file.py:name")
+        raise UsageError(f"{text!r} does not name a Python object: write module:name, or file.py:name")
     value: Any = _load_module(match["module"], text)
     for part in match["name"].split("."):
         if not hasattr(value, part):
@@ -140,9 +141,10 @@ def load_object(text: str) -> NamedObject:
     if match["call"] is None:
         return NamedObject(text, value)
     try:
+        # An op is a name with literal arguments, too: `_` stands for the name.
         _, args, kwargs = parse_op(f"_{match['call']}")
     except ConfigError as error:
-        raise UsageError(f"{text}: the arguments must be literals: numbers, strings, tuples ...") from error
+        raise UsageError(f"{text}: the arguments must be literals (strings, numbers, tuples ...)") from error
     return NamedObject(text, value, tuple(args), kwargs)
 
 
@@ -166,21 +168,20 @@ def _load_module(name: str, text: str) -> ModuleType:
         # Importing a parent package may raise anything.
         raise UsageError(f"importing {name} raised {describe_error(error)}") from error
     if not exists:
-        raise UsageError(f"module {name!r} is neither installed nor in this folder; the name of a file is file.py:name")
+        raise UsageError(f"module {name!r} is neither installed nor in this folder; for a file, write file.py:name")
     return _import(lambda: importlib.import_module(name), name)
 
 
 def _module_from_file(file: Path) -> ModuleType:
-    """The module in a file, which may import its siblings."""
     folder = str(file.resolve().parent)
     # The file may import its siblings.
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    loaded = sys.modules.get(file.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(file.resolve()):
-        return loaded
-    # A module of the same name must stay importable under it.
-    name = file.stem if loaded is None else f"_shardrules_{file.stem}"
+    namesake = sys.modules.get(file.stem)
+    if namesake is not None and getattr(namesake, "__file__", None) == str(file.resolve()):
+        return namesake
+    # Another module of this name must stay importable under it.
+    name = file.stem if namesake is None else f"_shardrules_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -206,7 +207,6 @@ def _import(load: Callable[[], ModuleType], name: str) -> ModuleType:
 
 def describe_error(error: BaseException) -> str:
     """Returns one line with the class, the message and the user's line of an error that user code raised."""
-    location = ""
     if isinstance(error, SyntaxError) and error.filename:
         location = f" (at {Path(error.filename).name}:{error.lineno})"
     else:
@@ -218,6 +218,7 @@ def describe_error(error: BaseException) -> str:
             if not frame.filename.startswith("<") and not any(f"/{name}/" in frame.filename for name in libraries)
         ]
         location = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    kind = "" if isinstance(error, ShardRulesError) else f"{type(error).__name__}: "
+    # Our own messages are written to stand alone.
+    class_name = "" if isinstance(error, ShardRulesError) else f"{type(error).__name__}: "
     message = error.msg if isinstance(error, SyntaxError) else one_line(error)
-    return f"{kind}{message}{location}"
+    return f"{class_name}{message}{location}"
