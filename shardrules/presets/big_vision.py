@@ -76,7 +76,7 @@ def infer_sharding(
         try:
             rules.append((pattern, parse_rule(tactic, ops)))
         except ConfigError as error:
-            raise ConfigError(f"the tactic for pattern {pattern!r}: {error}") from error
+            raise ConfigError(f"infer_sharding: the tactic for pattern {pattern!r}: {error}") from error
     # big_vision matches whole paths, and names the fields of named tuples by position.
     plan = RegexShardingRule(rules, match="fullmatch").plan(params, mesh, path_style="index").check()
     mesh = plan.mesh if mesh is None else mesh
@@ -92,7 +92,7 @@ def infer_sharding(
 def tree_flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Returns (name, leaf) pairs in the order in which JAX flattens, with fields of named tuples by position.
 
-    The second value is the structure. `None` is not a leaf.
+    The second value is the treedef. `None` is not a leaf.
 
     ```python
     from shardrules.presets import big_vision
@@ -105,12 +105,12 @@ def tree_flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def check_and_compile_patterns(patterns: str | Sequence[str]) -> tuple[re.Pattern[str], ...]:
-    """Returns a pattern, or several, compiled. A pattern may not begin with a slash."""
+    """Compiles one pattern or several. A pattern must not begin with a slash."""
     pattern_list = [patterns] if isinstance(patterns, str) else patterns
-    compiled = tuple(compile_pattern(pattern, "check_and_compile_patterns") for pattern in pattern_list)
-    for pattern in compiled:
-        check_beginning(pattern.pattern, "check_and_compile_patterns")
-    return compiled
+    regexes = tuple(compile_pattern(pattern, "check_and_compile_patterns") for pattern in pattern_list)
+    for regex in regexes:
+        check_beginning(regex.pattern, "check_and_compile_patterns")
+    return regexes
 
 
 def make_mask_trees(tree: Any, patterns: str | Sequence[str]) -> list[Any]:
@@ -123,12 +123,12 @@ def make_mask_trees(tree: Any, patterns: str | Sequence[str]) -> list[Any]:
     assert masks == [{"a": True, "b": False}, {"a": False, "b": True}]
     ```
     """
-    compiled = check_and_compile_patterns(patterns)
-    named, treedef = tree_flatten_with_names(tree)
-    first_match = [
-        next((index for index, pattern in enumerate(compiled) if pattern.fullmatch(name)), None) for name, _ in named
+    regexes = check_and_compile_patterns(patterns)
+    named_leaves, treedef = tree_flatten_with_names(tree)
+    first_matches = [
+        next((index for index, regex in enumerate(regexes) if regex.fullmatch(name)), None) for name, _ in named_leaves
     ]
-    return [jtu.tree_unflatten(treedef, [match == index for match in first_match]) for index in range(len(compiled))]
+    return [jtu.tree_unflatten(treedef, [match == index for match in first_matches]) for index in range(len(regexes))]
 
 
 def tree_broadcast(prefix: Any, target: Any) -> Any:
@@ -141,13 +141,15 @@ def tree_broadcast(prefix: Any, target: Any) -> Any:
     ```
     """
     try:
-        return jtu.tree_map(lambda leaf, below: jtu.tree_map(lambda _: leaf, below), prefix, target)
+        return jtu.tree_map(lambda leaf, subtree: jtu.tree_map(lambda _: leaf, subtree), prefix, target)
     except ValueError as error:
         raise TreeError(f"tree_broadcast: the first tree is not a prefix of the second: {error}") from error
 
 
 def tree_filter(tree: Any, mask: Any) -> Any:
-    """Returns the part of nested dictionaries for which a mask, a tree of booleans with the same keys, is true.
+    """Returns the part of nested dictionaries where `mask`, booleans in dictionaries with the same keys, is true.
+
+    A boolean may stand for a whole subtree.
 
     ```python
     from shardrules.presets import big_vision
@@ -155,11 +157,12 @@ def tree_filter(tree: Any, mask: Any) -> Any:
     assert big_vision.tree_filter({"a": 1, "b": {"c": 2}}, {"a": False, "b": {"c": True}}) == {"b": {"c": 2}}
     ```
     """
+    # Below a dictionary only `True` gets here. A bare `False` keeps the tree, as it does in big_vision.
     if isinstance(mask, bool):
         return tree
     if not isinstance(tree, dict) or not isinstance(mask, dict) or tree.keys() != mask.keys():
         raise TreeError(f"tree_filter: the mask must hold booleans under the keys of the tree, got {mask!r}")
-    return {key: tree_filter(below, mask[key]) for key, below in tree.items() if mask[key] is not False}
+    return {key: tree_filter(subtree, mask[key]) for key, subtree in tree.items() if mask[key] is not False}
 
 
 def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
@@ -179,9 +182,9 @@ def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     dotted = ast.unparse(name)
     if not isinstance(name, ast.Attribute) or not all(part.isidentifier() for part in dotted.split(".")):
         return parse_call(node, text)
-    # `parse_call` takes only plain names: it reads the arguments under another one.
-    plain = ast.Name("name")
+    # `parse_call` does not take dotted names, so it reads the arguments under a placeholder.
+    placeholder = ast.Name("name")
     _, args, kwargs = parse_call(
-        ast.Call(plain, node.args, node.keywords) if isinstance(node, ast.Call) else plain, text
+        ast.Call(placeholder, node.args, node.keywords) if isinstance(node, ast.Call) else placeholder, text
     )
     return dotted, args, kwargs

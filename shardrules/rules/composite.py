@@ -14,7 +14,7 @@ from shardrules.core.spec import axis_names
 @final
 @attrs.frozen(init=False, repr=False)
 class CompositeShardingRule(LeavesShardingRule):
-    """Applies rules in order: for each leaf the first with an opinion wins. Later rules see only the remaining leaves.
+    """Applies rules in order. For each leaf the first rule with an opinion wins; later rules do not see the leaf.
 
     **Arguments:**
 
@@ -35,15 +35,15 @@ class CompositeShardingRule(LeavesShardingRule):
         self.__attrs_init__(as_rules(rules, "CompositeShardingRule"), empty_is_opinion)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
-        literal = [] if self.empty_is_opinion else ["empty_is_opinion=False"]
-        return f"CompositeShardingRule({', '.join([*map(repr, self.rules), *literal])})"
+        keywords = [] if self.empty_is_opinion else ["empty_is_opinion=False"]
+        return f"CompositeShardingRule({', '.join([*map(repr, self.rules), *keywords])})"
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the first opinion on each of `leaves`; where no rule has one, the reasons of all rules."""
         decisions: dict[int, Decision] = {}
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []
-        # A rule with a limit for the whole tree counts the leaves that the rules before it have decided.
+        # What earlier rules have decided: a later rule with a budget for the whole tree counts these leaves, too.
         settled: list[tuple[Leaf, int]] = []
         undecided = list(range(len(leaves.items)))
         for rule in self.rules:
@@ -53,21 +53,21 @@ class CompositeShardingRule(LeavesShardingRule):
             verdict = decide(rule, leaves.select(undecided, settled))
             findings += verdict.findings
             remaining: list[int] = []
-            for kind_index, decision in zip(undecided, verdict.decisions, strict=True):
+            for position, decision in zip(undecided, verdict.decisions, strict=True):
                 if self._wins(decision):
-                    decisions[kind_index] = decision
-                    leaf = attrs.evolve(leaves.items[kind_index], spec=decision.spec)
-                    settled.append((leaf, leaves.counts[kind_index]))
+                    decisions[position] = decision
+                    leaf = attrs.evolve(leaves.items[position], spec=decision.spec)
+                    settled.append((leaf, leaves.counts[position]))
                 else:
-                    declined[kind_index].append(decision.reason)
-                    remaining.append(kind_index)
+                    declined[position].append(decision.reason)
+                    remaining.append(position)
             undecided = remaining
-        for kind_index in undecided:
-            decisions[kind_index] = leaves.items[kind_index].skip("; ".join(dict.fromkeys(declined[kind_index])))
-        return Verdict(tuple([decisions[index] for index in range(len(leaves.items))]), tuple(findings))
+        for position in undecided:
+            decisions[position] = leaves.items[position].skip("; ".join(dict.fromkeys(declined[position])))
+        return Verdict(tuple([decisions[position] for position in range(len(leaves.items))]), tuple(findings))
 
-    # Other libraries know no `None`: there an empty spec is how a rule passes a leaf on.
     def _wins(self, decision: Decision) -> bool:
+        # Rules of other libraries cannot return `None`: they leave an array to the next rule by an empty spec.
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))
 
 
