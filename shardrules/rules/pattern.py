@@ -57,6 +57,8 @@ def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:
     ```python
     import re
 
+    from shardrules.rules.pattern import reads_index
+
     assert reads_index(re.compile(r"layers/\\d+/mlp/.*")) == "no"
     assert reads_index(re.compile(r"layers/3/mlp")) == "value"
     ```
