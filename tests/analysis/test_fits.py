@@ -210,7 +210,7 @@ def test_where_the_mesh_is_from() -> None:
 def test_bad_arguments_are_refused_before_compiling() -> None:
     with pytest.raises(PlanError, match=r"x \(63, 256\): .* not divisible by mesh axis data size 8"):
         fits(grown, *rows(63), mesh=MESH, budget="1 MiB", in_shardings=P("data"))
-    with pytest.raises(sr.errors.ConfigError, match="donate_argnums names argument 1, and there are 1"):
+    with pytest.raises(sr.errors.ConfigError, match="donate_argnums names argument 1, but there are 1"):
         fits(grown, *rows(64), mesh=MESH, budget="1 MiB", donate_argnums=1)
 
 

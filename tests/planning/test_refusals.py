@@ -70,7 +70,7 @@ def test_a_pin_on_an_axis_that_not_all_meshes_have() -> None:
 @pytest.mark.parametrize("argument_index", [1, -2])
 def test_donating_an_unknown_argument_is_refused(argument_index: int) -> None:
     planned = sr.autoplan(double, X, mesh=sr.mesh_shape("data:8"))
-    with pytest.raises(sr.errors.ConfigError, match=f"donate_argnums names argument {argument_index}, and there are 1"):
+    with pytest.raises(sr.errors.ConfigError, match=f"donate_argnums names argument {argument_index}, but there are 1"):
         planned.jit(double, donate_argnums=argument_index)
 
 

@@ -1,6 +1,7 @@
 """The arguments of a function to compile: their arrays, and how each is requested to be sharded."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -19,6 +20,7 @@ from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.rules.how import How, HowEach, by_leaf, checked_plan, not_an_entry, refusal, resolve, spec_errors
 
 _HOST = "pinned_host"
+"""The only kind of memory, beside the device's own, that requests keep."""
 
 _ACCEPTED = "a PartitionSpec, a NamedSharding or None"
 
@@ -91,8 +93,8 @@ class Arguments:
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the arguments to call the function with, one of `arrays` for each of `self.arrays`."""
-        rest = iter(arrays)
-        return self.treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in self.leaves])
+        remaining = iter(arrays)
+        return self.treedef.unflatten([leaf if array_kind(leaf) is None else next(remaining) for leaf in self.leaves])
 
 
 @final
@@ -128,23 +130,23 @@ def read_arguments(
     """
     items: tuple[Any, ...] = cast(Any, in_shardings) if type(in_shardings) is tuple else (in_shardings,) * len(args)
     if len(items) != len(args):
-        raise TreeError(f"in_shardings has {len(items)} items, and there are {len(args)} arguments")
+        raise TreeError(f"in_shardings has {len(items)} items, but there are {len(args)} arguments")
     names = argument_names(fn, len(args))
-    planned = _planned_requests(args, plan, mesh)
+    plan_requests = _requests_by_argument(args, plan, mesh)
     problems: list[Finding] = []
     arrays: list[Argument] = []
     owners: list[int] = []
     for owner, (name, arg, how) in enumerate(zip(names, args, items, strict=True)):
-        requests, wrong = _requests(arg, how, mesh, name, f"in_shardings, {name}")
-        problems += wrong
-        leaves = zip(jtu.tree_leaves(arg), _paths(arg, name), requests, planned[owner], strict=True)
-        for leaf, path, request, by_plan in leaves:
+        requests, refusals = _how_requests(arg, how, mesh, name, f"in_shardings, {name}")
+        problems += refusals
+        leaves = zip(jtu.tree_leaves(arg), _paths(arg, name), requests, plan_requests[owner], strict=True)
+        for leaf, path, how_request, plan_request in leaves:
             kind = array_kind(leaf)
             if kind is None:
                 continue
             # What the caller requests, else what the plan decides, else where the array is.
             current = _as_request(getattr(leaf, "sharding", None))  # numpy arrays have none
-            array = _argument(path, leaf, kind, request or by_plan or current)
+            array = _argument(path, leaf, kind, how_request or plan_request or current)
             owners.append(owner)
             arrays.append(array)
             if array.spec is not None:
@@ -183,8 +185,8 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in positional][:count]
     variadic = (parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL)
-    rest = next(variadic, "args")
-    return names + [f"{rest}/{index}" for index in range(count - len(names))]
+    variadic_name = next(variadic, "args")
+    return names + [f"{variadic_name}/{index}" for index in range(count - len(names))]
 
 
 def donated_arguments(donate_argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
@@ -199,38 +201,42 @@ def donated_arguments(donate_argnums: int | Sequence[int], count: int) -> tuple[
     argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     unknown = [argnum for argnum in argnums if not -count <= argnum < count]
     if unknown:
-        raise ConfigError(f"donate_argnums names argument {unknown[0]}, and there are {count}, counted from 0")
+        raise ConfigError(f"donate_argnums names argument {unknown[0]}, but there are {count}, counted from 0")
     return tuple(argnum % count for argnum in argnums)
 
 
-def _planned_requests(args: tuple[Any, ...], plan: Any, mesh: AnyMesh) -> list[list[_Request | None]]:
+def _requests_by_argument(args: tuple[Any, ...], plan: Any, mesh: AnyMesh) -> list[list[_Request | None]]:
     """Returns what `plan` requests for each leaf of each argument."""
-    nothing: list[list[_Request | None]] = [[None] * len(jtu.tree_leaves(arg)) for arg in args]
+    leaf_counts = [len(jtu.tree_leaves(arg)) for arg in args]
     if plan is None:
-        return nothing
-    whole = args[0] if len(args) == 1 else args
+        return [[None] * leaf_count for leaf_count in leaf_counts]
+    all_args = args[0] if len(args) == 1 else args
     if isinstance(plan, ShardingRule):
-        plan = plan.plan(whole, mesh)
+        plan = plan.plan(all_args, mesh)
     if not isinstance(plan, ShardingPlan):
-        raise ConfigTypeError(f"plan is a ShardingPlan or a rule, got {plan!r:.80}. Pass specs as in_shardings")
+        raise ConfigTypeError(f"plan must be a ShardingPlan or a rule, got {plan!r:.80}. Pass specs as in_shardings")
     mismatch = "there are no arguments"
     # A plan may be for all arguments or for the first: the one that it fits.
-    for tree in (whole, args[0]) if args else ():
+    for tree in (all_args, args[0]) if args else ():
         try:
-            requests = _of_plan(plan.bind(tree), tree, mesh, "plan")
+            requests = _plan_requests(plan.bind(tree), tree, mesh, "plan")
         except TreeError as error:
             mismatch = str(error)
             continue
         if tree is args:
-            rest = iter(requests)
-            return [[next(rest) for _ in part] for part in nothing]
-        mirrored = [_of_plan(plan.mirror(arg), arg, mesh, "plan") for arg in args[1:]]
-        return [requests, *([leaf if leaf and leaf.mirrors else None for leaf in part] for part in mirrored)]
-    what = "does not fit the argument" if len(args) == 1 else "fits neither all arguments nor the first"
-    raise TreeError(f"plan {what}:\n{mismatch}")
+            remaining = iter(requests)
+            return [list(itertools.islice(remaining, leaf_count)) for leaf_count in leaf_counts]
+        mirrored = [_plan_requests(plan.mirror(arg), arg, mesh, "plan") for arg in args[1:]]
+        # The mirrored plan replicates what mirrors nothing. The user did not plan that: it is left to the compiler.
+        return [
+            requests,
+            *([request if request and request.mirrors else None for request in part] for part in mirrored),
+        ]
+    problem = "does not fit the argument" if len(args) == 1 else "fits neither all arguments nor the first"
+    raise TreeError(f"plan {problem}:\n{mismatch}")
 
 
-def _of_plan(plan: ShardingPlan, tree: Any, mesh: AnyMesh, caller: str) -> list[_Request | None]:
+def _plan_requests(plan: ShardingPlan, tree: Any, mesh: AnyMesh, caller: str) -> list[_Request | None]:
     plan = checked_plan(plan, mesh, caller)
     requests = [
         _Request(spec, None, _is_mirrored(decision), True)
@@ -245,7 +251,7 @@ def _is_mirrored(decision: Decision) -> bool:
     )
 
 
-def _requests(
+def _how_requests(
     tree: Any, how: How, mesh: AnyMesh, name: str, caller: str
 ) -> tuple[list[_Request | None], list[Finding]]:
     """Returns what one item of `in_shardings` or `out_shardings` requests for each leaf, and what is wrong with it."""
@@ -254,13 +260,19 @@ def _requests(
         return [None] * len(leaves), []
     resolved = resolve(how, tree, mesh, caller)
     if resolved.plan is not None:
-        return _of_plan(resolved.plan, tree, mesh, caller), []
+        return _plan_requests(resolved.plan, tree, mesh, caller), []
     requests = [_as_request(entry) for entry in resolved.entries]
     # Devices and shardings without axes place arrays, but a program to compile for other devices needs specs.
-    wrong = [n for n, entry in enumerate(resolved.entries) if entry is not None and requests[n] is None]
-    paths = _paths(tree, name) if wrong else []
-    problems = [not_an_entry(resolved.entries[n], getattr(leaves[n], "shape", ()), _ACCEPTED, paths[n]) for n in wrong]
-    return requests, problems
+    refused_indices = [
+        index
+        for index, (entry, request) in enumerate(zip(resolved.entries, requests, strict=True))
+        if entry is not None and request is None
+    ]
+    paths = _paths(tree, name) if refused_indices else []
+    return requests, [
+        not_an_entry(resolved.entries[index], getattr(leaves[index], "shape", ()), _ACCEPTED, paths[index])
+        for index in refused_indices
+    ]
 
 
 def _as_request(entry: Any) -> _Request | None:
@@ -281,13 +293,13 @@ def result_shardings(shapes: Any, out_shardings: HowEach, mesh: AnyMesh) -> list
     if type(out_shardings) is tuple and type(shapes) is tuple:
         items = cast(tuple[Any, ...], out_shardings)
         if len(items) != len(shapes):
-            raise TreeError(f"out_shardings has {len(items)} items, the function returns {len(shapes)}")
-        parts = {f"result {n}": pair for n, pair in enumerate(zip(shapes, items, strict=True))}
+            raise TreeError(f"out_shardings has {len(items)} items, but the function returns {len(shapes)}")
+        parts = {f"result {index}": pair for index, pair in enumerate(zip(shapes, items, strict=True))}
     problems: list[Finding] = []
     shardings: list[NamedSharding | None] = []
     for name, (part, how) in parts.items():
-        requests, wrong = _requests(part, how, mesh, name, f"out_shardings, {name}")
-        problems += wrong
+        requests, refusals = _how_requests(part, how, mesh, name, f"out_shardings, {name}")
+        problems += refusals
         for leaf, path, request in zip(jtu.tree_leaves(part), _paths(part, name), requests, strict=True):
             if request is None or array_kind(leaf) is None:
                 shardings.append(None)

@@ -839,9 +839,9 @@ class Pair(collections.namedtuple("Pair", ["a", "b"])):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"in_shardings": (P("data"),)}, TreeError, "in_shardings has 1 items, and there are 2 arguments"),
+        ({"in_shardings": (P("data"),)}, TreeError, "in_shardings has 1 items, but there are 2 arguments"),
         ({"out_shardings": (P(), P())}, TreeError, "out_shardings"),
-        ({"donate_argnums": 2}, sr.errors.ConfigError, "donate_argnums names argument 2, and there are 2"),
+        ({"donate_argnums": 2}, sr.errors.ConfigError, "donate_argnums names argument 2, but there are 2"),
         ({"donate_argnums": (0, -3)}, sr.errors.ConfigError, "donate_argnums names argument -3"),
         ({"roles": ("weights", "batch")}, ConfigError, "unknown role 'weights'; roles are 'parameters'"),
         ({"plan": P("data")}, sr.errors.ConfigTypeError, "Pass specs as in_shardings"),

@@ -296,7 +296,7 @@ def test_an_array_on_another_mesh() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"in_shardings": (P("data"),)}, "in_shardings has 1 items, and there are 2 arguments"),
+        ({"in_shardings": (P("data"),)}, "in_shardings has 1 items, but there are 2 arguments"),
         ({"in_shardings": ({"w": P()}, None)}, "in_shardings, params"),
         ({"in_shardings": ({"w": P(), "b": P(), "c": P()}, None)}, "in_shardings, params"),
         ({"in_shardings": ([P(), P()], None)}, "in_shardings, params"),
@@ -311,7 +311,7 @@ def test_requests_must_fit_the_arguments(options: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize("plan", [P("data"), "fsdp"])
 def test_plan_must_be_a_plan_or_a_rule(plan: Any) -> None:
-    with pytest.raises(ConfigTypeError, match=re.escape(f"plan is a ShardingPlan or a rule, got {plan!r}")):
+    with pytest.raises(ConfigTypeError, match=re.escape(f"plan must be a ShardingPlan or a rule, got {plan!r}")):
         read_arguments(step, (PARAMS, f32(16, 8)), SHAPE, plan)
 
 
@@ -393,7 +393,7 @@ def test_all_wrong_results_are_listed_at_once() -> None:
 @pytest.mark.parametrize(
     ("shapes", "out_shardings", "message"),
     [
-        ((f32(8), f32(8)), (P(),), "out_shardings has 1 items, the function returns 2"),
+        ((f32(8), f32(8)), (P(),), "out_shardings has 1 items, but the function returns 2"),
         ({"a": f32(8)}, {"b": P()}, "out_shardings, the result"),
         ((f32(8), {"a": f32(8)}), (P(), {"b": P()}), "out_shardings, result 1"),
     ],
