@@ -1,8 +1,8 @@
-"""What every choice costs at least, for problems too large to be solved at once.
+"""A lower bound for the cost of every choice, for problems too large to be solved at once.
 
-Costs are moved between nodes and edges without changing the cost of any choice, so that each of them alone, at its
-cheapest, costs as much as can be. The sum of these is a bound that only grows. This is message passing for the dual of
-the linear program (MPLP, Globerson and Jaakkola 2007), which needs no matrix.
+Costs are moved between nodes and edges without changing the cost of any choice, so as to raise what each node and each
+edge costs at its cheapest. The sum of these minima is a bound, and no sweep lowers it. This is message passing for the
+dual of the linear program (MPLP, Globerson and Jaakkola 2007), which needs no matrix.
 """
 
 from typing import final
@@ -13,31 +13,31 @@ import numpy as np
 from shardrules.planning.graph.problem import Problem, project
 from shardrules.planning.solve.deadline import Deadline
 
-_WORK = 4e7
-"""How many entries of cost tables are looked at, about a second: a count rather than a time, so that all hosts find the
-same. Doubled, large problems get a slightly higher bound, twice as late."""
+_MAX_ENTRIES = 4e7
+"""How many entries of cost tables are visited, which takes about a second. It is a count rather than a time, so that
+all hosts find the same bound. Doubled, large problems get a slightly higher bound in twice the time."""
 
-_LEAST_SWEEPS, _MOST_SWEEPS = 20, 400
-"""How often all edges are visited: at least so often that messages get across a program, and for small problems no
-more often than anything changes."""
+_MIN_SWEEPS, _MAX_SWEEPS = 20, 400
+"""How often all edges are visited: often enough for messages to get across a program, and in small problems no more
+often than anything changes."""
 
-_STILL = 1e-5
-"""The part by which a sweep has to raise the bound; below it, the rest is noise beside the 1e-3 of a proof."""
+_MIN_GAIN = 1e-5
+"""The part by which a sweep has to raise the bound. Smaller gains do not matter for a proof, which takes 1e-3."""
 
 _IMPOSSIBLE = 1e3
-"""What costs as much, in seconds, is impossible: infinity cannot be moved around. Far above any call, and small enough
-that microseconds beside it are not rounded away."""
+"""The cost, in seconds, of what is impossible: infinite costs could not be moved. Far above any call, and small enough
+that microseconds added to it are not rounded away."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Bound:
-    """What choices cost at least."""
+    """What choices cost at least, in seconds."""
 
     seconds: float
-    """Any choice."""
+    """The bound for all choices."""
     layouts: tuple[np.ndarray, ...]
-    """For each node and layout the choices that take it."""
+    """For each node the bounds for the choices that take each of its layouts."""
 
 
 def lower_bound(problem: Problem, deadline: Deadline) -> Bound:
@@ -47,8 +47,8 @@ def lower_bound(problem: Problem, deadline: Deadline) -> Bound:
     messages = [(np.zeros(cost.shape[0]), np.zeros(cost.shape[1])) for *_, cost in factors]
     total = best = -np.inf
     entries = sum(cost.size for *_, cost in factors)
-    for sweep in range(int(min(_MOST_SWEEPS, max(_LEAST_SWEEPS, _WORK / max(1, entries))))):
-        # To and fro, so that what is decided at either end of a program reaches the other in one sweep.
+    for sweep in range(int(min(_MAX_SWEEPS, max(_MIN_SWEEPS, _MAX_ENTRIES / max(1, entries))))):
+        # Back and forth, so that what is decided at either end of a program reaches the other in one sweep.
         order = range(len(factors)) if sweep % 2 == 0 else range(len(factors) - 1, -1, -1)
         for factor_index in order:
             start, from_codes, end, to_codes, cost = factors[factor_index]
@@ -66,9 +66,9 @@ def lower_bound(problem: Problem, deadline: Deadline) -> Bound:
             messages[factor_index] = (rows, columns)
             beliefs[start], beliefs[end] = first + rows[from_codes], second + columns[to_codes]
         total = _total(beliefs, factors, messages)
-        is_still = total - best < _STILL * abs(total)
+        has_converged = total - best < _MIN_GAIN * abs(total)
         best = max(total, best)
-        if is_still or deadline.is_over:
+        if has_converged or deadline.is_over:
             break
     return Bound(max(0.0, best), tuple(total - belief.min() + belief for belief in beliefs))
 
@@ -91,6 +91,7 @@ def _factors(problem: Problem) -> list[tuple]:
         for edge_index in group:
             edge = problem.edges[edge_index]
             cost = np.minimum(edge.seconds * count / len(group), _IMPOSSIBLE)
+            # Without what a node's own layouts cost between themselves, the bound is lower but still one.
             if edge.start == edge.end:
                 continue
             if (cost != 0).any():
