@@ -81,9 +81,9 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
 
     def _fit_array(self, leaf: Leaf) -> Decision:
         limit = self.max_memory_per_device
-        before = leaf.entries[: leaf.ndim]
-        entries = list(before)
-        device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(before), leaf.sizes)
+        old_entries = leaf.entries[: leaf.ndim]
+        entries = list(old_entries)
+        device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(old_entries), leaf.sizes)
         if device_bytes <= limit:
             fits = f"fits {bytes_text(limit)}"
             return leaf.replicate(fits) if leaf.spec is None else Decision(leaf.spec, fits)
@@ -92,8 +92,8 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
             size = leaf.axis_size(axis)
             dim = next((dim for dim in dims if entries[dim] == () and leaf.shape[dim] % size == 0), None)
             # Axes may overlap where `axis_names` holds tuples.
-            spent = axis_names(make_spec(tuple(entries)))
-            if dim is None or any(name in spent for name in axis_tuple(axis)):
+            split_axes = axis_names(make_spec(tuple(entries)))
+            if dim is None or any(name in split_axes for name in axis_tuple(axis)):
                 continue
             entries[dim] = axis_tuple(axis)
             device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(tuple(entries)), leaf.sizes)
@@ -101,7 +101,8 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
                 break
         reason = f"{bytes_text(device_bytes)} per device for a limit of {bytes_text(limit)}"
         findings = () if device_bytes <= limit else (self._over_budget(leaf, device_bytes),)
-        if tuple(entries) == before:
+        if tuple(entries) == old_entries:
+            # For no opinion, too, `apply` returns an entry for each dimension.
             blank = pad(PartitionSpec(), leaf.ndim)
             return Decision(None, f"no free axis divides a free dimension; {reason}", None, findings, blank)
         return Decision(make_spec(tuple(entries)), reason, None, findings)
@@ -110,7 +111,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         return Finding(
             "error",
             "over-budget",
-            f"with one axis for each dimension a device holds {device_bytes:,} bytes at least, the limit is "
+            f"with one axis for each dimension a device holds at least {device_bytes:,} bytes, more than the limit of "
             f"{self.max_memory_per_device:,}",
             leaf.path,
             f"Raise max_memory_per_device to {device_bytes:,} or more, or use a larger mesh",
@@ -124,7 +125,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
             count * (leaf.nbytes if leaf.spec is None else shard_bytes(leaf.shape, leaf.dtype, leaf.spec, sizes))
             for leaf, count in leaves.settled
         )
-        # Finding the choices of a leaf is slow, and a model has few different ones; those with equal choices are one
+        # Finding the choices of a leaf is slow, and a model has few different leaves. Leaves with equal choices are one
         # group of the knapsack.
         cache: dict[object, tuple[_Choice, ...]] = {}
         groups: dict[tuple[_Choice, ...], list[int]] = {}
@@ -134,15 +135,19 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
             if choices is None:
                 cache[key] = choices = tuple(_choices(leaf, self._free_axes(leaf)))
             groups.setdefault(choices, []).append(leaf_index)
-        problem = [LeafGroup(len(same), tuple(choice.option for choice in choices)) for choices, same in groups.items()]
+        problem = [
+            LeafGroup(len(leaf_indices), tuple(choice.option for choice in choices))
+            for choices, leaf_indices in groups.items()
+        ]
         limit = self.max_memory_per_device
         counts = choose(problem, limit - settled_bytes)
         if counts is None:
-            least = smallest_budget(problem) + settled_bytes
+            least_bytes = smallest_budget(problem) + settled_bytes
             raise PlanError(
                 f"{self!r}: no assignment fits {limit:,} bytes ({bytes_text(limit)}) per device. The smallest limit "
-                f"that works on this mesh is {least:,} bytes ({bytes_text(least)}): raise max_memory_per_device to "
-                "that, use a larger mesh, or make indivisible dimensions multiples of its axes."
+                f"that works on this mesh is {least_bytes:,} bytes ({bytes_text(least_bytes)}): raise "
+                "max_memory_per_device to that, use a larger mesh, or make indivisible dimensions multiples of its "
+                "axes."
             )
         decisions: list[Decision] = [leaf.skip("") for leaf in leaves.items]
         for (choices, leaf_indices), option_counts in zip(groups.items(), counts, strict=True):
@@ -172,16 +177,16 @@ class _Choice:
 
 def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
     """For each possible number of parts the simplest assignment: fewest axes, largest axes on largest dimensions."""
-    before = leaf.entries[: leaf.ndim]
+    old_entries = leaf.entries[: leaf.ndim]
     dims = sorted(leaf.free_dims(), key=lambda dim: -leaf.shape[dim])
-    whole = shard_bytes(leaf.shape, leaf.dtype, make_spec(before), leaf.sizes)
-    yield _Choice(before, Option(whole, 0), split=False)
+    unsplit_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(old_entries), leaf.sizes)
+    yield _Choice(old_entries, Option(unsplit_bytes, 0), split=False)
     simplest: dict[int, tuple[tuple[int, int], Entries]] = {}
     axis_order = list(leaf.sizes)
     # Every way to give each axis to one dimension, or to none. The order makes the first of equally simple ways the one
     # with large axes on large dimensions.
     for dim_of_axis in itertools.product([None, *dims], repeat=len(axes)):
-        entries = list(before)
+        entries = list(old_entries)
         pairs = list(zip(axes, dim_of_axis, strict=True))
         names = [name for axis, dim in pairs if dim is not None for name in axis_tuple(axis)]
         if not names or len(dict.fromkeys(names)) < len(names):
@@ -189,15 +194,15 @@ def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
         for dim in dims:
             on_dim = [name for axis, other in pairs if other == dim for name in axis_tuple(axis)]
             entries[dim] = tuple(sorted(on_dim, key=axis_order.index))
-        parts = [math.prod(leaf.sizes[name] for name in entries[dim]) for dim in dims]
-        if any(leaf.shape[dim] % part for dim, part in zip(dims, parts, strict=True)):
+        dim_parts = [math.prod(leaf.sizes[name] for name in entries[dim]) for dim in dims]
+        if any(leaf.shape[dim] % part_count for dim, part_count in zip(dims, dim_parts, strict=True)):
             continue
         simplicity = (len(names), sum(1 for dim in dims if entries[dim]))
-        total = math.prod(parts)
-        if total not in simplest or simplicity < simplest[total][0]:
-            simplest[total] = (simplicity, tuple(entries))
-    for total in sorted(simplest):
-        entries = simplest[total][1]
+        part_count = math.prod(dim_parts)
+        if part_count not in simplest or simplicity < simplest[part_count][0]:
+            simplest[part_count] = (simplicity, tuple(entries))
+    for part_count in sorted(simplest):
+        entries = simplest[part_count][1]
         device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(entries), leaf.sizes)
-        if device_bytes < whole:
-            yield _Choice(entries, Option(device_bytes, whole - device_bytes), split=True)
+        if device_bytes < unsplit_bytes:
+            yield _Choice(entries, Option(device_bytes, unsplit_bytes - device_bytes), split=True)

@@ -227,7 +227,7 @@ CASES: dict[str, Case] = {
         "error",
         "over-budget",
         "w",
-        "with one axis for each dimension a device holds 56 bytes at least, the limit is 8",
+        "with one axis for each dimension a device holds at least 56 bytes, more than the limit of 8",
         "Raise max_memory_per_device to 56 or more, or use a larger mesh",
         (7, 8),
     ),
