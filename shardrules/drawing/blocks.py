@@ -25,6 +25,9 @@ _CELL_HEIGHT, _SHEET_WIDTH, _SHEET_HEIGHT = 26, 232, 104
 _TOP, _GAP, _SHEETS_PER_ROW = 40, 28, 4
 """Pixels above the first row for its captions, between sheets, and how many sheets fill a row of a page."""
 
+_CAPTION_HEIGHT = 14
+"""Pixels below a row of sheets for the line that says which sheet each of them is."""
+
 
 @final
 @attrs.frozen
@@ -98,7 +101,7 @@ class Blocks:
             else:
                 step = -(-size // count)
                 yield f"dim {dim}: {size:,} in {count:,} blocks of {step:,} over {', '.join(axes)}"
-        # The devices that are left over hold copies.
+        # Devices beyond the number of blocks hold copies.
         copies = math.prod(size for _, size in self.mesh) // max(1, math.prod(self.counts))
         yield f"each block is on {copies:,} device{'s' * (copies > 1)}"
 
@@ -109,23 +112,27 @@ class Blocks:
         marks: list[Mark] = []
         for position, sheet_index in enumerate(sheet_indices):
             x = sheet.left + (position % _SHEETS_PER_ROW) * (sheet.width + _GAP)
-            y = _TOP + position // _SHEETS_PER_ROW * (sheet.height + _GAP + 14)
+            y = _TOP + position // _SHEETS_PER_ROW * (sheet.height + _GAP + _CAPTION_HEIGHT)
             if sheet_index is None:
                 marks.append(Words(x + sheet.width / 2, y + sheet.height / 2, "…", "middle"))
             else:
-                numbered = position % _SHEETS_PER_ROW == 0
-                marks += self._sheet_marks(sheet, self._outer_index(sheet_index), x, y, numbered=numbered)
-        captions = [(len(self.dims) - 1, (sheet.left + sheet.width / 2, 12)), (len(self.dims) - 2, (12, 0.0))]
-        for dim, (x, y) in captions:
+                is_first = position % _SHEETS_PER_ROW == 0
+                marks += self._sheet_marks(sheet, self._outer_index(sheet_index), x, y, with_row_labels=is_first)
+        # The last dimension is named above the sheets, the one before it upright at their left.
+        captions = [
+            (len(self.dims) - 1, sheet.left + sheet.width / 2, 12.0, False),
+            (len(self.dims) - 2, 12.0, _TOP + sheet.height / 2, True),
+        ]
+        for dim, x, y, upright in captions:
             if dim >= 0:
                 axes = ", ".join(self.dims[dim][1])
                 text = f"dim {dim} over {axes}" if axes else f"dim {dim}"
-                marks.append(Words(x, y or _TOP + sheet.height / 2, text, "middle", upright=not y))
+                marks.append(Words(x, y, text, "middle", upright=upright))
         width = sheet.left + min(len(sheet_indices), _SHEETS_PER_ROW) * (sheet.width + _GAP)
         height = (
             _TOP
-            + -(-len(sheet_indices) // _SHEETS_PER_ROW) * (sheet.height + _GAP + 14)
-            - 14 * (len(sheet_indices) == 1)
+            + -(-len(sheet_indices) // _SHEETS_PER_ROW) * (sheet.height + _GAP + _CAPTION_HEIGHT)
+            - _CAPTION_HEIGHT * (len(sheet_indices) == 1)  # a single sheet has no caption
         )
         return Picture(width, height, tuple(marks), f"which device holds which block: {'; '.join(self.sentences())}")
 
@@ -135,17 +142,17 @@ class Blocks:
     def _layout(self) -> "_Sheet":
         rows = _drawn_indices(self.counts[-2]) if len(self.dims) > 1 else [0]
         columns = _drawn_indices(self.counts[-1]) if self.dims else [0]
-        beside = [_range(self._bounds(-2, row)) for row in rows if row is not None] if len(rows) > 1 else []
-        above = (
+        row_labels = [_range(self._bounds(-2, row)) for row in rows if row is not None] if len(rows) > 1 else []
+        column_labels = (
             [_range(self._bounds(-1, column)) for column in columns if column is not None] if len(columns) > 1 else []
         )
         # Cells get wider for the labels of columns; 58 pixels have room for 7 characters.
-        cell_width = max([58.0, _SHEET_WIDTH / len(columns), *(label_width(text) for text in above)])
-        left = 24 + max([0.0, *(label_width(text) for text in beside)])
+        cell_width = max([58.0, _SHEET_WIDTH / len(columns), *(label_width(text) for text in column_labels)])
+        left = 24 + max([0.0, *(label_width(text) for text in row_labels)])
         return _Sheet(tuple(rows), tuple(columns), cell_width, max(_CELL_HEIGHT, _SHEET_HEIGHT / len(rows)), left)
 
     def _outer_index(self, sheet_index: int) -> tuple[int, ...]:
-        """The index along the dimensions before the last two of one of all sheets."""
+        """The index of a sheet along each of the dimensions before the last two."""
         index: list[int] = []
         for count in reversed(self.counts[:-2]):
             sheet_index, position = divmod(sheet_index, count)
@@ -153,27 +160,27 @@ class Blocks:
         return tuple(index)
 
     def _sheet_marks(
-        self, sheet: "_Sheet", first: tuple[int, ...], x: float, y: float, *, numbered: bool
+        self, sheet: "_Sheet", outer_index: tuple[int, ...], x: float, y: float, *, with_row_labels: bool
     ) -> Iterator[Mark]:
-        """The blocks of the last two dimensions, at the index `first` along the others."""
+        """The blocks of the last two dimensions, at `outer_index` along the others."""
         split_dims = [dim for dim, count in enumerate(self.counts[:-2]) if count > 1]
         if split_dims:
-            caption = ", ".join(f"dim {dim} [{_range(self._bounds(dim, first[dim]))}]" for dim in split_dims)
+            caption = ", ".join(f"dim {dim} [{_range(self._bounds(dim, outer_index[dim]))}]" for dim in split_dims)
             yield Words(x + sheet.width / 2, y + sheet.height + 12, caption, "middle")
-        for (line, row), (position, column) in itertools.product(enumerate(sheet.rows), enumerate(sheet.columns)):
-            corner = x + position * sheet.cell_width, y + line * sheet.cell_height
+        for (i, row), (j, column) in itertools.product(enumerate(sheet.rows), enumerate(sheet.columns)):
+            corner = x + j * sheet.cell_width, y + i * sheet.cell_height
             if row is None or column is None:
                 yield Words(corner[0] + sheet.cell_width / 2, corner[1] + sheet.cell_height / 2 + 4, "…", "middle")
                 continue
-            index = (*first, row, column)[-len(self.dims) :] if self.dims else ()
+            index = (*outer_index, row, column)[-len(self.dims) :] if self.dims else ()
             yield self._box(self.block(index), corner, sheet)
-        for position, column in enumerate(sheet.columns if len(sheet.columns) > 1 else ()):
+        for j, column in enumerate(sheet.columns if len(sheet.columns) > 1 else ()):
             if column is not None:
-                middle = x + (position + 0.5) * sheet.cell_width
+                middle = x + (j + 0.5) * sheet.cell_width
                 yield Words(middle, y - 5, _range(self._bounds(-1, column)), "middle")
-        for line, row in enumerate(sheet.rows if len(sheet.rows) > 1 and numbered else ()):
+        for i, row in enumerate(sheet.rows if len(sheet.rows) > 1 and with_row_labels else ()):
             if row is not None:
-                middle = y + (line + 0.5) * sheet.cell_height + 4
+                middle = y + (i + 0.5) * sheet.cell_height + 4
                 yield Words(x - 5, middle, _range(self._bounds(-2, row)), "end")
 
     def _bounds(self, dim: int, position: int) -> tuple[int, int]:
@@ -226,7 +233,7 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as people write them, `0-3,6` for 0, 1, 2, 3, 6.
+    """Returns ascending numbers with runs as ranges: `0-3,6` for 0, 1, 2, 3, 6.
 
     ```python
     from shardrules.drawing.blocks import ranges

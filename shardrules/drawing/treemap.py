@@ -44,7 +44,7 @@ class Treemap:
         Leaves below `least` square pixels are too small to be seen: they are one box with others of their module.
         """
         boxes: list[Box] = []
-        crowded: dict[str, int | None] = {}  # the modules of leaves that are too small, with the first one's colour
+        small_colours: dict[str, int | None] = {}  # for modules with leaves that are too small: the colour of the first
         visible = {module.path: module for module in self.modules if _area(module.rectangle) >= least}
         for path, rectangle, title, colour in zip(self.paths, self.leaves, titles, colours, strict=True):
             if _area(rectangle) >= least:
@@ -52,11 +52,11 @@ class Treemap:
             elif _area(rectangle) > 0:
                 while path and path not in visible:
                     path = path.rpartition("/")[0]
-                crowded.setdefault(path, colour)
-        # They come first, so that the larger leaves of these modules cover them.
+                small_colours.setdefault(path, colour)
+        # These boxes come first, so that the larger leaves of their modules cover them.
         background = [
             Box(*visible[path].rectangle, colour, "", f"{path}: {visible[path].count:,} arrays")
-            for path, colour in crowded.items()
+            for path, colour in small_colours.items()
             if path in visible
         ]
         return Picture(
