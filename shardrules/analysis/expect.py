@@ -29,6 +29,7 @@ from shardrules.core.storage.files import write_text
 from shardrules.mesh.shape import mesh_shape
 
 _LIMITS = ("runs", "wire_bytes", "max_runs", "max_wire_bytes")
+"""What the value of a key may limit, exactly or with `max_` at most."""
 
 _MAX_CAUSES = 3
 """How many of the collectives or arguments that cost most an error lists. With 6 it would fill the screen of a failed
@@ -129,33 +130,33 @@ def assert_collectives(
     ```
     """
     __tracebackhide__ = True
-    in_file = isinstance(expected, str | os.PathLike)
-    if update and not in_file:
+    is_file = isinstance(expected, str | os.PathLike)
+    if update and not is_file:
         raise ConfigError("update=True writes a file: pass its path as expected, not a mapping")
     # Groups of a single device move nothing, and which of them a compiler leaves in a program is up to it.
-    moving = [collective for collective in report.collectives if collective.wire_bytes]
-    if in_file and update:
-        write_text(expected, f"{json.dumps(_as_expected(moving), indent=1, sort_keys=True)}\n")
+    moving_collectives = [collective for collective in report.collectives if collective.wire_bytes]
+    if is_file and update:
+        write_text(expected, f"{json.dumps(_as_expected(moving_collectives), indent=1, sort_keys=True)}\n")
         return
-    if in_file:
+    if is_file:
         accept = f"assert_collectives(report, {str(expected)!r}, update=True)"
         source, expectations = f" in {expected}", _parse_json(_read_golden(expected, accept), f"{expected}", accept)
         remedy = f"If this is intended, write it: {accept}"
     else:
         source, expectations = "", expected
-        runs = {key: total["runs"] for key, total in sorted(_as_expected(moving).items())}
+        runs = {key: total["runs"] for key, total in sorted(_as_expected(moving_collectives).items())}
         remedy = f"If this is intended, expect it: {runs}"
-    lines = _differences(_read_limits(expectations, mesh_shape(report.mesh).axis_names, source), moving)
+    lines = _differences(_read_limits(expectations, mesh_shape(report.mesh).axis_names, source), moving_collectives)
     if lines:
         where = f"{report.name} on {report.target}, mesh {report.mesh}"
         head = f"{where}: the collectives differ from those expected{source}:"
         raise ExpectationError("\n  ".join([head, *lines, f"  -> {remedy}"]))
 
 
-def _as_expected(moving: Iterable[Collective]) -> dict[str, dict[str, int]]:
+def _as_expected(collectives: Iterable[Collective]) -> dict[str, dict[str, int]]:
     """Collectives in the form in which they can be expected."""
     totals: dict[str, dict[str, int]] = {}
-    for collective in moving:
+    for collective in collectives:
         key = f"{collective.kind} over {collective.axes_text}"
         total = totals.setdefault(key, {"runs": 0, "wire_bytes": 0})
         total["runs"] += collective.times.count
@@ -172,7 +173,7 @@ class _Limit:
     counts: tuple[tuple[str, int], ...]
 
     def differences(self, runs: int, wire_bytes: int) -> Iterator[tuple[bool, str]]:
-        """Whether there is too much of something, and what was expected and found."""
+        """Yields for each count that differs whether it is too high, and what was expected and found."""
         for name, count in self.counts:
             is_runs, is_maximum = name.endswith("runs"), name.startswith("max_")
             actual, unit = (runs, "run") if is_runs else (wire_bytes, "wire byte")
@@ -180,12 +181,12 @@ class _Limit:
                 yield actual > count, f"{'at most ' * is_maximum}{_count(count, unit)} expected, {actual:,} found"
 
 
-def _differences(limits: Mapping[tuple[str, str], _Limit], moving: Iterable[Collective]) -> list[str]:
+def _differences(limits: Mapping[tuple[str, str], _Limit], collectives: Iterable[Collective]) -> list[str]:
     groups: dict[tuple[str, str], list[Collective]] = {key: [] for key in limits}
     unexpected: dict[str, list[Collective]] = {}
-    for collective in moving:
-        # The most specific key applies: with "all-gather over data" and "*" a gather over data is only counted in the
-        # first.
+    for collective in collectives:
+        # Only the most specific key counts a collective: of "all-gather over data" and "*" the first, for a gather over
+        # data.
         keys = ((collective.kind, collective.axes_text), (collective.kind, ""), ("*", ""))
         key = next((key for key in keys if key in limits), None)
         if key is None:
@@ -215,7 +216,7 @@ def _count(count: int, unit: str) -> str:
 
 
 def _causes(collectives: Iterable[Collective]) -> Iterator[str]:
-    """The collectives that send most; those of one line and operation that move equal layers are one."""
+    """Lists the collectives that send most. Those of one line and operation that move equal layers share a line."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for collective in collectives:
         key = template(array_text(collective)), user_line(collective.stack), collective.op_name
@@ -240,11 +241,11 @@ def _read_limits(expected: Any, axes: Sequence[str], source: str) -> dict[tuple[
     limits: dict[tuple[str, str], _Limit] = {}
     for key, value in expected.items():
         problems: list[str] = []
-        kind, over = _parse_key(key, axes, problems)
-        if (kind, over) in limits and not problems:
-            problems.append(f"the same as {limits[kind, over].key!r}")
-        # A first key stays, also if it is invalid: the error is raised when all keys are read.
-        limits.setdefault((kind, over), _Limit(str(key), tuple(_parse_counts(value, problems))))
+        kind, axes_text = _parse_key(key, axes, problems)
+        if (kind, axes_text) in limits and not problems:
+            problems.append(f"the same as {limits[kind, axes_text].key!r}")
+        # The first of equal keys stays, even if it is invalid: the error is raised when all keys are read.
+        limits.setdefault((kind, axes_text), _Limit(str(key), tuple(_parse_counts(value, problems))))
         lines += [f"  {key!r}: {problem}" for problem in problems]
     if lines:
         raise ConfigError("\n".join([f"invalid expected collectives{source}:", *lines]))
@@ -256,23 +257,23 @@ def _parse_key(key: object, axes: Sequence[str], problems: list[str]) -> tuple[s
     if not isinstance(key, str):
         problems.append("keys are strings, such as 'all-gather over data'")
         return "", ""
-    kind, separator, over = key.partition(" over ")
+    kind, separator, axes_text = key.partition(" over ")
     if separator and kind == "*":
         problems.append("'*' is for all others, over any axes")
     elif key != "*" and kind not in KINDS:
         problems.append(f"unknown kind {kind!r}{suggest(kind, KINDS)}; the kinds are {', '.join(KINDS)}")
-    if not separator or re.fullmatch(r"groups of \d+", over):
-        return kind, over
+    if not separator or re.fullmatch(r"groups of \d+", axes_text):
+        return kind, axes_text
     # Users may name axes in any order; collectives have them in the order of the mesh.
-    part = "part of " if over.startswith("part of ") else ""
-    names = over.removeprefix(part).split("+")
+    prefix = "part of " if axes_text.startswith("part of ") else ""
+    names = axes_text.removeprefix(prefix).split("+")
     problems += [
         f"unknown axis {name!r}{suggest(name, axes)}; the mesh has ({', '.join(axes)})"
         for name in dict.fromkeys(names)
         if name not in axes
     ]
     problems += [f"axis {name!r} is named twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-    return kind, part + "+".join(name for name in axes if name in names)
+    return kind, prefix + "+".join(name for name in axes if name in names)
 
 
 def _parse_counts(value: object, problems: list[str]) -> Iterator[tuple[str, int]]:
@@ -310,13 +311,13 @@ def assert_fits(report: AuditReport, budget: float | str | None = None, *, reser
     available = capacity if budget is None else read_bytes("budget", budget)
     if reserved > available:
         raise ConfigError(f"reserve is {bytes_text(reserved)}, more than the available {bytes_text(available)}")
-    peak, left = report.peak_bytes, available - reserved
-    if peak <= left:
+    peak, usable = report.peak_bytes, available - reserved
+    if peak <= usable:
         return
-    whole = f"{bytes_text(available)} of {'the budget' if budget is not None else report.hardware.name}"
-    room = f"the {bytes_text(left)} left of {whole}" if reserved else f"the {whole}"
+    available_text = f"{bytes_text(available)} of {'the budget' if budget is not None else report.hardware.name}"
+    room = f"the {bytes_text(usable)} left of {available_text}" if reserved else f"the {available_text}"
     shares = sorted(report.memory.shares().items(), key=lambda item: -item[1])
-    where, excess = f"{report.name} on {report.target}, mesh {report.mesh}", peak - left
+    where, excess = f"{report.name} on {report.target}, mesh {report.mesh}", peak - usable
     need = f"a device needs {bytes_text(peak)}, {bytes_text(excess)} ({_count(excess, 'byte')}) more than {room}"
     lines = [
         f"{where}, does not fit: {need}",

@@ -48,7 +48,7 @@ class MemoryUse:
 def memory_use(
     compiled: Compiled, program: CompiledProgram, arguments: Sequence[Argument], roles: Sequence[Role]
 ) -> MemoryUse:
-    """Returns what one device needs; `program` is the text of `compiled`, read."""
+    """Returns what one device needs; `program` was read from the text of `compiled`."""
     by_role = dict.fromkeys(get_args(Role), 0)
     for size, role in zip(argument_bytes(compiled, program, arguments), roles, strict=True):
         by_role[role] += size
@@ -71,7 +71,7 @@ def argument_bytes(compiled: Compiled, program: CompiledProgram, arguments: Sequ
     sizes = [0] * len(arguments)
     for parameter in program.entry_computation.parameters:
         sizes[indices[parameter.op_name]] = parameter.nbytes
-    # Only some compilers count memory of the host apart. With the others it is part of the sum that ours must match.
+    # Some compilers count memory of the host separately. With the others it is part of the sum that ours must match.
     if compiled.memory.host_argument_bytes:
         return tuple(0 if array.memory else size for array, size in zip(arguments, sizes, strict=True))
     return tuple(sizes)
