@@ -7,7 +7,7 @@ import attrs
 
 from shardrules.reshard.schedule import Box, Piece, Schedule, box_shape
 
-_LEAST_PIECE_BYTES = 2**20
+_MIN_PIECE_BYTES = 2**20
 """Pieces of up to 1 MiB are not cut: below it the cost of a launch outweighs the copy. Doubled, small arrays have twice
 as much in flight; halved, they take twice as many launches."""
 
@@ -18,7 +18,7 @@ half as much is in flight and twice as many programs are launched; halved, the r
 
 def piece_bytes(schedule: Schedule) -> int:
     """Returns the size above which a piece is cut, so that little is in flight beside the array itself."""
-    return max(_LEAST_PIECE_BYTES, schedule.new_bytes // _PIECES_PER_SHARD)
+    return max(_MIN_PIECE_BYTES, schedule.new_bytes // _PIECES_PER_SHARD)
 
 
 @final
@@ -35,25 +35,25 @@ def rounds(schedule: Schedule, pieces: Iterable[Piece]) -> list[Round]:
     """Puts pieces of a schedule into rounds, in the order in which they run; large pieces are cut."""
     limit = piece_bytes(schedule)
     by_shape: dict[tuple[int, ...], list[list[Piece]]] = {}
-    # By shape and device: a bit for each round in which it sends (or receives).
-    busy: dict[Any, int] = {}
+    # For the sends and for the receives of a device, by shape: a bit for each round that has one.
+    busy_bits: dict[Any, int] = {}
     for piece in pieces:
         for box in _cut(schedule, piece.box, limit):
             shape = box_shape(box)
             sends, receives = (shape, "sends", piece.sender), (shape, "receives", piece.receiver)
-            # First fit: the first round in which both devices are free. All-to-all takes one round per device so.
-            used = busy.get(sends, 0) | busy.get(receives, 0)
-            # The lowest bit that is not set.
-            free = ~used & (used + 1)
-            busy[sends], busy[receives] = busy.get(sends, 0) | free, busy.get(receives, 0) | free
-            slots = by_shape.setdefault(shape, [])
-            if free.bit_length() > len(slots):
-                slots.append([])
-            slots[free.bit_length() - 1].append(attrs.evolve(piece, box=box))
+            # First fit: the first round in which both devices are free. An all-to-all then takes one round per device.
+            taken_bits = busy_bits.get(sends, 0) | busy_bits.get(receives, 0)
+            free_bit = ~taken_bits & (taken_bits + 1)  # the lowest bit that is not set
+            busy_bits[sends] = busy_bits.get(sends, 0) | free_bit
+            busy_bits[receives] = busy_bits.get(receives, 0) | free_bit
+            shape_rounds = by_shape.setdefault(shape, [])
+            if free_bit.bit_length() > len(shape_rounds):
+                shape_rounds.append([])
+            shape_rounds[free_bit.bit_length() - 1].append(attrs.evolve(piece, box=box))
     return [
-        Round(shape, schedule.box_bytes(slot[0].box), tuple(slot))
-        for shape, slots in by_shape.items()
-        for slot in slots
+        Round(shape, schedule.box_bytes(round_pieces[0].box), tuple(round_pieces))
+        for shape, shape_rounds in by_shape.items()
+        for round_pieces in shape_rounds
     ]
 
 

@@ -21,7 +21,7 @@ from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 @final
 @attrs.frozen
 class PlanMove:
-    """What the move from one plan to another sends, for the arrays that both have in one shape."""
+    """What the move from one plan to another sends, for the arrays that have the same shape in both."""
 
     collectives: tuple[tuple[str, int, int], ...] = ()
     """On one mesh: each kind of collective, how many arrays need it, and the bytes that each device sends."""
@@ -55,10 +55,10 @@ def _collectives(old: ShardingPlan, new: ShardingPlan) -> tuple[tuple[str, int, 
     counts: Counter[str] = Counter()
     assert new.mesh is not None
     machine = Machine.of(new.mesh)
-    after = {path: (shape, spec) for path, shape, spec in new.planned()}
+    new_arrays = {path: (shape, spec) for path, shape, spec in new.planned()}
     sizes = {path: leaf.nbytes for path, leaf in zip(old.paths, old.leaves, strict=True)}
     for path, shape, spec in old.planned():
-        new_shape, new_spec = after.get(path, (None, None))
+        new_shape, new_spec = new_arrays.get(path, (None, None))
         if new_shape != shape or new_spec is None:
             continue
         for kind, part in _steps(_layout(spec, machine), _layout(new_spec, machine), machine):
@@ -81,18 +81,18 @@ def _steps(old: tuple[int, ...], new: tuple[int, ...], machine: Machine) -> list
 
 
 def _received_bytes(old: ShardingPlan, new: ShardingPlan) -> dict[int, int]:
-    before, after = (dict(zip(plan.paths, plan.leaf_blocks(), strict=True)) for plan in (old, new))
+    old_leaf_blocks, new_leaf_blocks = (dict(zip(plan.paths, plan.leaf_blocks(), strict=True)) for plan in (old, new))
     leaves = dict(zip(new.paths, new.leaves, strict=True))
     received: Counter[int] = Counter()
     # A model repeats its layers: each distinct pair of blocks is compared once.
-    missing = functools.cache(_missing_elements)
-    for path, blocks in after.items():
-        old_blocks = before.get(path)
-        if old_blocks is None or [size for size, _ in old_blocks.dims] != [size for size, _ in blocks.dims]:
+    missing_elements = functools.cache(_missing_elements)
+    for path, new_blocks in new_leaf_blocks.items():
+        old_blocks = old_leaf_blocks.get(path)
+        if old_blocks is None or [size for size, _ in old_blocks.dims] != [size for size, _ in new_blocks.dims]:
             continue
         size = math.prod(leaves[path].shape)
-        for device, count in missing(old_blocks, blocks):
-            # Bytes of the whole times a share: elements of four bits have no whole number of bytes each.
+        for device, count in missing_elements(old_blocks, new_blocks):
+            # A share of the bytes of the whole array, since elements of four bits are half a byte each.
             received[device] += round(count * leaves[path].nbytes / size) if size else 0
     return dict(received)
 
@@ -104,8 +104,9 @@ def _missing_elements(old: Blocks, new: Blocks) -> list[tuple[int, int]]:
     for block in new.all():
         size = math.prod(stop - start for start, stop in block.bounds)
         for device in block.devices:
-            bounds = old_bounds.get(device)
-            overlaps = [] if bounds is None else zip(bounds, block.bounds, strict=True)
-            common = math.prod(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in overlaps)
-            missing.append((device, size - common if bounds is not None else size))
+            common_size = 0
+            if device in old_bounds:
+                pairs = zip(old_bounds[device], block.bounds, strict=True)
+                common_size = math.prod(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+            missing.append((device, size - common_size))
     return missing
