@@ -91,7 +91,7 @@ def barrier_sync(timeout: float = 200, *, name: str = "") -> None:
 def exchange(message: str | None, name: str, location: str, timeout: float) -> list[str | None]:
     """Waits for all processes at barrier `name`, and returns their messages by process.
 
-    `location` is the file and line of the caller, for errors.
+    `location` is the file and line of the caller, or the name of a function, for errors.
     """
     if not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ConfigError(f"barrier {name!r}: the timeout must be a number of seconds, 0 or more; got {timeout!r}")

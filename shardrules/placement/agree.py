@@ -13,6 +13,7 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.mesh.processes import exchange
 
 _COMPARE, _EXPLAIN = "the plan of every process", "how the plans differ"
+"""The names of the two exchanges, for the errors of processes that wait at another barrier."""
 
 _SHOWN = 16
 """How many devices of a mesh are shown. Half as many may not tell two orders of a host's devices apart, twice as many
@@ -23,7 +24,7 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
     """Returns the plan once every process has called this with the same one. Call it before arrays are placed.
 
     Processes whose plans differ would each wait for collectives that the others never start. Fingerprints are compared,
-    and the meshes: their devices in order and the types of their axes. Where these differ, so are the plans themselves.
+    and the meshes: their devices in order and the types of their axes. Only where these differ, the plans are, too.
     A plan without devices, on an `AbstractMesh` for example, agrees with any devices.
 
     **Arguments:**
@@ -38,8 +39,8 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
     **Raises:**
 
     `DisagreementError`, on every process, with the leaves and the meshes that differ from process 0's;
-    `BarrierTimeoutError` and `BarrierError` as `barrier_sync`. An argument that is not a plan raises `ConfigTypeError`
-    on its own process, and `DisagreementError` on the others.
+    `BarrierTimeoutError` and `BarrierError` as in `barrier_sync`. An argument that is not a plan raises
+    `ConfigTypeError` on its own process, and `DisagreementError` on the others.
 
     ```python
     plan = sr.FSDPShardingRule("data").plan({"w": np.ones((1024, 1024))}, sr.create_mesh("data:8"))
@@ -48,13 +49,13 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
     """
     texts = exchange(json.dumps(_summary(plan)), _COMPARE, "check_same_plan", timeout)
     summaries = [json.loads(str(text)) for text in texts]
-    strange = [
+    not_plans = [
         f"process {process} passed a {summary['type']}" for process, summary in enumerate(summaries) if summary["type"]
     ]
-    if strange:
+    if not_plans:
         error = DisagreementError if isinstance(plan, ShardingPlan) else ConfigTypeError
         raise error(
-            f"{', '.join(strange)}, which is not a plan: check_same_plan compares what rule.plan(tree, mesh) returns"
+            f"{', '.join(not_plans)}, which is not a plan: check_same_plan compares what rule.plan(tree, mesh) returns"
         )
     # Mostly they agree, so the first exchange carries fingerprints only.
     fields = {name: [summary[name] for summary in summaries] for name in ("plan", "axis_types", "devices")}
@@ -66,15 +67,15 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
     answers = exchange(details, _EXPLAIN, "check_same_plan", timeout)
     by_process = [json.loads(str(answers[texts.index(text)])) for text in texts]
     count = len(_distinct(fields["plan"]))
-    what = f"{count} different plans" if count > 1 else "plans for different meshes"
+    disagreement = f"{count} different plans" if count > 1 else "plans for different meshes"
     raise DisagreementError(
-        f"{len(texts)} processes have {what}. Make each from the same rules, shapes and mesh\n"
+        f"{len(texts)} processes have {disagreement}. Make each from the same rules, shapes and mesh\n"
         + "\n".join([*_plan_lines(fields["plan"], by_process), *_mesh_lines(fields, by_process)])
     )
 
 
 def _summary(plan: object) -> dict[str, Any]:
-    """Returns what must be the same on every process, in short."""
+    """Returns what must be the same on every process, with hashes in place of long values."""
     if not isinstance(plan, ShardingPlan):
         return {"type": type(plan).__name__}
     facts = _mesh_facts(plan.mesh)
@@ -94,7 +95,7 @@ def _mesh_facts(mesh: AnyMesh | None) -> dict[str, Any]:
 
 
 def _distinct(values: list[Any]) -> list[Any]:
-    """Returns the different values in order of the processes, without `None`."""
+    """Returns each value once, without `None`, in the order of the processes."""
     distinct: list[Any] = []
     for value in values:
         if value is not None and value not in distinct:
