@@ -72,7 +72,7 @@ __version__ = "0.1.0"
 
 
 @functools.cache
-def _lazy_names() -> dict[str, str]:
+def _lazy_modules() -> dict[str, str]:
     """From name to module, read off the imports under `TYPE_CHECKING`: the one list of what is imported late."""
     blocks = [node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -81,20 +81,13 @@ def _lazy_names() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        home = "" if name.startswith("_") else _room_of(name)
+        home = next((room.__name__ for room in (errors, meshes, specs) if name in room.__all__), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (home and f"; use {home}.{name}"))
-    module = _lazy_names()[name]
+    module = _lazy_modules()[name]
     if module == __name__:
         return importlib.import_module(f"{module}.{name}")  # a room
     globals()[name] = value = getattr(importlib.import_module(module), name)
     return value
-
-
-def _room_of(name: str) -> str:
-    """Returns the room that exports a name, or nothing."""
-    rooms = ["errors", "meshes", "reports", "specs", "presets.big_vision", "presets.eformer", "presets.pathways"]
-    modules = [importlib.import_module(f"{__name__}.{room}") for room in rooms]
-    return next((module.__name__ for module in modules if name in module.__all__), "")
 
 
 def __dir__() -> list[str]:

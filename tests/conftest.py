@@ -19,7 +19,7 @@ settings.register_profile(
     "shardrules",
     deadline=None,  # the first example pays for imports and compilation, so time per example means nothing
     max_examples=50,
-    derandomize="CI" in os.environ,
+    derandomize="CI" in os.environ,  # the same draws in every run, so that a change fails for what it changes
     suppress_health_check=[HealthCheck.too_slow],  # two busy cores are slow, whatever the strategy
 )
 settings.load_profile("shardrules")
