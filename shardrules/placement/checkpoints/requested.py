@@ -1,7 +1,6 @@
-"""What a tree requests from a checkpoint, leaf by leaf, and the way back from what was read to the tree.
+"""What a tree requests from a checkpoint, leaf by leaf, and how what was read becomes the tree.
 
-Files hold numbers. So an array of typed PRNG keys requests the numbers that its keys are made of, and is made of them
-again in the end.
+Files cannot hold typed PRNG keys: an array of keys requests their key data, and is wrapped again after it was read.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ class RequestedLeaf:
     """What the tree has there."""
     shape: tuple[int, ...] = ()
     dtype: np.dtype | None = None
-    """Of the array as a file holds it; a Python value has none."""
+    """The dtype of the array in a file; a Python value has none."""
     sharding: Sharding | None = None
     """`None` for a Python value."""
 
@@ -81,14 +80,14 @@ def with_values(destination: Destination, leaves: Sequence[RequestedLeaf], value
     """Returns the tree with one of `values` (arrays, `ArraySource`s, Python values) at each of `leaves`, placed."""
     # All arrays are placed in one call, which reads sources last and part by part.
     arrays = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if leaf.is_array]
-    plain = iter([value for leaf, value in zip(leaves, values, strict=True) if not leaf.is_array])
+    python_values = iter([value for leaf, value in zip(leaves, values, strict=True) if not leaf.is_array])
     tree_values = [
-        next(plain) if sharding is None and isinstance(value, PYTHON_TYPES) else value
+        next(python_values) if sharding is None and isinstance(value, PYTHON_TYPES) else value
         for value, sharding in zip(destination.values, destination.shardings, strict=True)
     ]
-    placed = put([value for _, value in arrays], destination.arrays()[1])
-    finished = [_with_keys(array, leaf) for array, (leaf, _) in zip(placed, arrays, strict=True)]
-    return attrs.evolve(destination, values=tree_values).with_arrays(finished)
+    placed_arrays = put([value for _, value in arrays], destination.arrays()[1])
+    tree_arrays = [_with_keys(array, leaf) for array, (leaf, _) in zip(placed_arrays, arrays, strict=True)]
+    return attrs.evolve(destination, values=tree_values).with_arrays(tree_arrays)
 
 
 def python_value(source: ArraySource, leaf: RequestedLeaf) -> Any:
@@ -104,14 +103,14 @@ def python_value(source: ArraySource, leaf: RequestedLeaf) -> Any:
 
 
 def _stored_as(value: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and dtype that a file has for an array: for keys, those of their numbers."""
+    """Returns the shape and dtype that an array has in a file: for keys, those of their key data."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
     return tuple(map(int, value.shape)), np.dtype(value.dtype)
 
 
 def _with_keys(array: jax.Array, leaf: RequestedLeaf) -> jax.Array:
-    """Returns keys where the tree has keys, and numbers where it has numbers."""
+    """Returns keys where the tree has keys, and key data where it has numbers."""
     has_keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     wants_keys = jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
     if wants_keys and not has_keys:
@@ -126,7 +125,7 @@ def _with_keys(array: jax.Array, leaf: RequestedLeaf) -> jax.Array:
 
 
 def _key_impl(keys: Any) -> Any:
-    """Returns the implementation of keys, which JAX tells for arrays only, from their shape."""
+    """Returns the PRNG implementation of keys that may be shapes only. JAX returns it for arrays, so one is traced."""
     impls: list[Any] = []
     jax.eval_shape(
         lambda traced: impls.append(jax.random.key_impl(traced)), jax.ShapeDtypeStruct(keys.shape, keys.dtype)
