@@ -1,4 +1,4 @@
-"""How many FLOPs a function itself has, before any compiler has seen it: its matmuls and convolutions.
+"""How many FLOPs the matmuls and convolutions of a function have, before any compiler has seen it.
 
 They are counted in the function's jaxpr, on whole arrays, with every loop as often as it runs. A compiled program's
 FLOPs on one device, times the devices, can be compared with this: far more means that devices do the same work.
@@ -18,8 +18,8 @@ from shardrules.analysis.compiling.jaxprs import programs_in
 def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     """Returns the FLOPs of the matmuls and convolutions of a program: two for each product that is summed.
 
-    A loop of unknown length counts once, and so does every branch: the text of a compiled program does not say either
-    which branch is taken.
+    A loop of unknown length counts once, and so does every branch, as they do in the text of a compiled program, which
+    does not say which branch is taken either.
 
     ```python
     from shardrules.analysis.compiling.model_flops import model_flops

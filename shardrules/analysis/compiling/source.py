@@ -46,21 +46,21 @@ def user_line(stack: Sequence[Source]) -> str:
 
     Without any, the innermost line of a library other than JAX, or an empty string.
     """
-    others = [frame for frame in stack if not frame.file.startswith(_JAX) and not frame.file.endswith(_TRACER)]
-    return str((user_frames(stack) or others or [""])[0])
+    library_frames = [frame for frame in stack if not frame.file.startswith(_JAX) and not frame.file.endswith(_TRACER)]
+    return str((user_frames(stack) or library_frames or [""])[0])
 
 
 def user_frames(stack: Sequence[Source]) -> list[Source]:
     """Returns the user's frames of a stack, innermost first, up to where this package calls the user's function."""
     # Outside of the tracer are the frames of whoever called the audit: a script or a test, not the model.
-    inside = itertools.takewhile(lambda frame: not frame.file.endswith(_TRACER), stack)
-    return [frame for frame in inside if not is_library(frame.file)]
+    function_frames = itertools.takewhile(lambda frame: not frame.file.endswith(_TRACER), stack)
+    return [frame for frame in function_frames if not is_library(frame.file)]
 
 
 def called_from(stack: Sequence[Source]) -> str:
     """Returns where the function around the innermost user line was called: `" (called at model.py:44)"`, or `""`.
 
-    Constraints are often in a small helper, and its callers are what one looks for.
+    Constraints are often in a small helper function, where only the caller says which array is meant.
     """
     frames = user_frames(stack)
     return f" (called at {short_line(str(frames[1]))})" if len(frames) > 1 else ""

@@ -46,24 +46,24 @@ def _run(args: argparse.Namespace) -> int:
     # A plain number of devices means all meshes of that size.
     mesh = int(args.mesh) if args.mesh.isdecimal() and int(args.mesh) else read_mesh(args.mesh)
     pins = None if args.pins is None else load_rules(args.pins)
-    limit = int(args.memory_limit) if (args.memory_limit or "").isdecimal() else args.memory_limit
+    memory_limit = int(args.memory_limit) if (args.memory_limit or "").isdecimal() else args.memory_limit
     step = load_step(args.step)
     if pins is not None and not isinstance(mesh, int):
         pins.check_axes(mesh)
         plan = make_plan(pins.rule, step.args, mesh)
-        # Rules for a model match nothing here, because of the index before each path.
+        # Rules that were written for a model match nothing here, since each path begins with the index of an argument.
         if all(decision.spec is None for decision in plan.decisions):
             raise UsageError(
                 f"--pins {args.pins} matches no array: paths begin with the index of the argument, as {plan.paths[0]!r}"
             )
-        # Autoplan resolves the others.
+        # Only these, since autoplan resolves what other findings are about, such as dimensions that do not divide.
         complain_of(plan, ("dead-pin", "dead-pattern", "shadowed-pattern"))
     with step.traced(), working(f"planning {args.step}"):
         result = autoplan(
             step.fn,
             *step.args,
             mesh=mesh,
-            memory_limit=limit,
+            memory_limit=memory_limit,
             pins=None if pins is None else pins.rule,
             hardware=sheets()[args.hardware or "cuda:h100"],
             time_limit=args.time_limit,

@@ -46,12 +46,12 @@ def find_clusters(program: TracedProgram, partial_ops: Iterable[int], wide: bool
             if operand not in joined.roots or operand in partial_results:
                 continue
             if not wide and (
-                # To lay out two operands, or two uses of one array, in different ways may be better than in one.
+                # Different layouts for two operands, or for two uses of one array, may be better than one layout.
                 len(operands) > 1
                 or len(program.users[operand]) != 1
                 # What enters a loop or comes out of it may change its layout there.
                 or program.operations[program.producers[operand]].role != "compute"
-                # A small array is cheaper to move before it grows. A sum gets its layout after it is completed anyway.
+                # An array is cheaper to move before it grows. A sum is moved after it is complete, whatever its size.
                 or (program.arrays[result].nbytes > program.arrays[operand].nbytes and operand not in joined.settled)
             ):
                 continue
@@ -102,7 +102,7 @@ class _JoinedArrays:
         for op_index, operation in enumerate(program.operations):
             if operation.factors.reduced or op_index in partial or len(operation.results) > 1:
                 self.settled.update(dict.fromkeys(operation.results))
-            # These are laid out as the caller, the user or the loop says.
+            # Their layouts are those that the caller, the user or the loop requires.
             if operation.role in ("return", "fixed", "exit"):
                 continue
             for result_index, result in enumerate(operation.results):
@@ -120,7 +120,8 @@ class _JoinedArrays:
         """Joins the clusters of an operand and a result, given the operand's dim for each dim of the result."""
         root, root_dims = self.roots[operand]
         other_root, other_dims = self.roots[result]
-        # The dim of the root for each dim of the root that goes away: root <- operand <- result -> other root.
+        # For each dim of the other root, which is no longer one, the dim of the root that it becomes: the same dim of
+        # the result and of the operand connects the two.
         dims_of_other: dict[int, int | None] = {}
         for result_dim, operand_dim in operand_dims.items():
             other_dim = other_dims[result_dim]
@@ -133,7 +134,7 @@ class _JoinedArrays:
             if root_dim is not None:
                 sizes[root_dim] = math.gcd(sizes[root_dim], size)
         self.sizes[root] = tuple(sizes)
-        for array in self.members.pop(other_root):
-            dims = self.roots[array][1]
-            self.roots[array] = (root, tuple(None if dim is None else dims_of_other.get(dim) for dim in dims))
-            self.members[root].append(array)
+        for array_index in self.members.pop(other_root):
+            dims = self.roots[array_index][1]
+            self.roots[array_index] = (root, tuple(None if dim is None else dims_of_other.get(dim) for dim in dims))
+            self.members[root].append(array_index)
