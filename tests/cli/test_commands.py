@@ -93,10 +93,12 @@ def test_plan_of_the_example() -> None:
     golden("plan-gpt", fine("plan", GPT, *ON_EIGHT, "--optimizer", "adamw", env=NO_BACKEND))
 
 
+@pytest.mark.slow
 def test_plan_of_405_billion_parameters() -> None:
     golden("plan-llama", fine("plan", *LLAMA, env=NO_BACKEND))
 
 
+@pytest.mark.slow
 def test_plan_of_a_large_index(large_index: Path) -> None:
     words = ("plan", str(large_index), "--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")
     text = fine(*words, env=NO_BACKEND)
@@ -104,6 +106,7 @@ def test_plan_of_a_large_index(large_index: Path) -> None:
     assert "45,125 arrays" in text
 
 
+@pytest.mark.slow
 def test_plan_of_an_orbax_checkpoint(checkpoint: Path) -> None:
     rules = "shard_dim('model', 0, ignore_ndim_error=True)"
     text = fine("plan", str(checkpoint), "--rules", rules, "--mesh", "data:4,model:2", env=NO_BACKEND)
@@ -123,6 +126,7 @@ def test_explain(large_index: Path) -> None:
     assert "mirrors" in state
 
 
+@pytest.mark.slow
 def test_check_passes_and_fails(plans: tuple[Path, Path], large_index: Path, checkpoint: Path) -> None:
     before, after = plans
     text = fine(
@@ -182,6 +186,7 @@ def test_diff(plans: tuple[Path, Path], tmp_path: Path) -> None:
     assert "to move from the old plan to the new, devices receive" in fine("diff", before, str(other), env=NO_BACKEND)
 
 
+@pytest.mark.slow
 def test_diff_shows_the_collectives_of_the_move(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import jax.numpy as jnp\ndef make():\n    return {'w': jnp.ones((64, 32))}\n")
     for name, rule in (("a", "shard_dim('data', 0)"), ("b", "shard_dim('data', 1)"), ("c", "replicate")):
@@ -195,6 +200,7 @@ def test_diff_shows_the_collectives_of_the_move(forks: Forks, tmp_path: Path) ->
     assert "no device sends anything" in fine("diff", "c.json", "a.json", cwd=tmp_path, forks=forks)
 
 
+@pytest.mark.slow
 def test_diff_between_meshes_counts_missing_elements(forks: Forks, tmp_path: Path) -> None:
     """For dtypes of any width. The devices of one mesh are the first of the other."""
     code = "import jax, jax.numpy as jnp\ndef make():\n    return {'w': jax.ShapeDtypeStruct((64, 32), jnp.%s)}\n"
@@ -244,6 +250,7 @@ def test_output_of_user_code_goes_to_stderr(tmp_path: Path) -> None:
     assert process.stderr == "loading\nmaking\n"
 
 
+@pytest.mark.slow
 def test_callable_models_keys_and_odd_paths(tmp_path: Path) -> None:
     folder = tmp_path / "my models (1), @home"
     folder.mkdir()
@@ -264,11 +271,13 @@ def test_names_that_differ_in_a_dot_stay_apart(tmp_path: Path) -> None:
     assert "2 arrays, 48 B in all" in text
 
 
+@pytest.mark.slow
 def test_devices_are_not_replaced(tmp_path: Path) -> None:
     fine("plan", GPT, *ON_EIGHT, "-o", "/dev/null", env=NO_BACKEND)
     assert not Path("/dev/null").is_file()
 
 
+@pytest.mark.slow
 def test_report_of_each_subject(plans: tuple[Path, Path], large_index: Path, checkpoint: Path, tmp_path: Path) -> None:
     rules = ("--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")
     small = ("--rules", "shard_dim('model', 0, ignore_ndim_error=True)", "--mesh", "data:4,model:2")
@@ -285,6 +294,7 @@ def test_report_of_each_subject(plans: tuple[Path, Path], large_index: Path, che
         assert data["totals"]["arrays"] == len(data["paths"]) == int(summary.split()[0].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_diff_of_each_subject(forks: Forks, large_index: Path, checkpoint: Path, tmp_path: Path) -> None:
     rules = str(large_index.parent / "rules.toml")
     for name, model, old, mesh in (
@@ -298,6 +308,7 @@ def test_diff_of_each_subject(forks: Forks, large_index: Path, checkpoint: Path,
         golden(f"diff-{name}", fine("diff", "old.json", "new.json", cwd=tmp_path, forks=forks))
 
 
+@pytest.mark.slow
 def test_autoplans_are_rules_for_their_step(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(
         "import jax, jax.numpy as jnp\n"
@@ -335,6 +346,7 @@ def test_golden_plans_must_be_sound_plans(tmp_path: Path, plans: tuple[Path, Pat
     assert (tmp_path / "other.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_audit_autoplan_and_report_work_together(tmp_path: Path) -> None:
     step = f"{EXAMPLES}/train_gpt.py:training"
     words = ("--mesh", "data:4,model:2")
@@ -368,6 +380,7 @@ def test_audit_autoplan_and_report_work_together(tmp_path: Path) -> None:
     assert '"status":"optimal"' in page
 
 
+@pytest.mark.slow
 def test_plans_can_be_models(plans: tuple[Path, Path], tmp_path: Path) -> None:
     before = str(plans[0])
     same = fine("plan", before, env=NO_BACKEND)
@@ -392,10 +405,12 @@ def test_help_fits_a_screen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "examples:" in lines
 
 
+@pytest.mark.slow
 def test_help_prints_the_help() -> None:
     assert fine("plan", "--help", env=NO_BACKEND) == load_command("plan").parser().format_help()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_of_the_help_run(name: str, plans: tuple[Path, Path], tmp_path: Path) -> None:
     """As written, from the root of the project."""

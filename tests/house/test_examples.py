@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.house.source import REPOSITORY
 from tests.house.startup import beyond_startup
 
@@ -47,6 +49,7 @@ def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None
     assert lines[-1].endswith(": the same")
 
 
+@pytest.mark.slow
 def test_train_gpt_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     text = printed("train_gpt.py", "--smoke", start=ON_CPU, folder=tmp_path)
     plan, training = text.split("\nlearning ")

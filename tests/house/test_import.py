@@ -60,6 +60,7 @@ def test_importing_has_no_effects() -> None:
     assert import_effects("shardrules", REPOSITORY) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -38,6 +38,7 @@ def test_startup_output_is_removed(tmp_path: Path) -> None:
     assert remaining(START, tmp_path) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("code", "line"),
     [

@@ -21,6 +21,7 @@ def printed_lines(ended: list[Ended]) -> list[list[str]]:
     return [child.out.splitlines() for child in ended]
 
 
+@pytest.mark.sample(1)
 @SHAPES
 def test_meshes_plans_arrays_and_barriers_over_processes(processes: int, devices: int) -> None:
     lines = printed_lines(
@@ -94,6 +95,7 @@ def test_a_barrier_waits_for_a_late_process() -> None:
     assert lines == [["0 True"], ["1 False"]]
 
 
+@pytest.mark.slow
 def test_a_missing_process_is_named_after_the_timeout() -> None:
     ended = run_processes(
         """
@@ -122,6 +124,7 @@ def test_a_missing_process_is_named_after_the_timeout() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_own_timeout() -> None:
     lines = printed_lines(
         run_processes(
@@ -272,6 +275,7 @@ def test_a_timeout_must_be_a_number_of_seconds(timeout: Any) -> None:
         sr.barrier_sync(timeout)
 
 
+@pytest.mark.slow
 def test_processes_at_different_barriers_raise_at_once() -> None:
     lines = printed_lines(
         run_processes(
@@ -298,6 +302,7 @@ def test_processes_at_different_barriers_raise_at_once() -> None:
     assert lines[0][5] == "  process 3: waiting at 'odd' (<string>:13)"
 
 
+@pytest.mark.slow
 @SHAPES
 def test_a_different_plan_raises_in_all_processes(processes: int, devices: int) -> None:
     lines = printed_lines(
@@ -324,6 +329,7 @@ def test_a_different_plan_raises_in_all_processes(processes: int, devices: int) 
     assert moved == "w (16, 16) P(None, 'data') -> P('data') 128 B -> 128 B per device"
 
 
+@pytest.mark.slow
 def test_different_meshes_and_values_raise_in_all_processes() -> None:
     lines = printed_lines(
         run_processes(

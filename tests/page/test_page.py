@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.page.browser import axe_faults, launched, opened
 
+pytestmark = pytest.mark.slow
+
 BLOCK = {
     "attention": {"q": {"weight": (256, 256), "bias": (256,)}, "out": {"weight": (256, 256)}},
     "mlp": {"up": {"weight": (256, 1024)}, "down": {"weight": (1024, 256)}},

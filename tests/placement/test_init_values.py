@@ -192,6 +192,7 @@ def by_jit(make: Callable[..., Any], *args: Any, split: bool) -> Any:
     return jax.jit(arrays, out_shardings=shardings)(*args)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*MAKES, *PARTITIONED])
 def test_values_are_those_of_jit(name: str) -> None:
     make, key = (MAKES | PARTITIONED)[name], jax.random.key(3)
@@ -206,6 +207,7 @@ def test_values_are_those_of_jit(name: str) -> None:
         assert not all(leaf.sharding.is_fully_replicated for leaf in arrays)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KEYS)
 def test_values_match_jit_for_every_kind_of_key(kind: str) -> None:
     key = KEYS[kind]()
@@ -214,6 +216,7 @@ def test_values_match_jit_for_every_kind_of_key(kind: str) -> None:
         assert_same_bits(sr.filter_init(layers, RULE, mesh())(key), expected)
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_that_of_jit() -> None:
     expected = eqx.filter_jit(Gpt)(jax.random.key(0))
     for mesh in MESHES:
@@ -221,6 +224,7 @@ def test_a_whole_model_is_that_of_jit() -> None:
         assert_same_bits(tree, expected)
 
 
+@pytest.mark.slow
 def test_arguments_are_passed_through() -> None:
     def make(key: jax.Array, table: Any, scale: float, count: Any, *, name: str) -> Any:
         return {"table": table, "w": jax.random.normal(key, SHAPE) * scale / count, "scale": scale, "name": name}
@@ -260,6 +264,7 @@ def test_closed_over_arrays_must_not_be_on_explicit_axes() -> None:
     assert any("as an argument" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_effects_happen_once_at_every_call(capfd: pytest.CaptureFixture[str]) -> None:
     def make(key: jax.Array) -> Any:
         w = jax.random.normal(key, SHAPE)
@@ -280,6 +285,7 @@ def test_effects_happen_once_at_every_call(capfd: pytest.CaptureFixture[str]) ->
 # ---- memory ----
 
 
+@pytest.mark.slow
 def test_no_device_holds_much_more_than_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     make = functools.partial(Gpt, vocabulary=1024, width=256, depth=4)
     rule = GPT.tensor_parallel | FSDP

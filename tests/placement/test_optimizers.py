@@ -128,6 +128,7 @@ def assert_follows(state: Any, params: Any, mesh: Mesh, count: int) -> None:
     assert followed == count
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("types", MESHES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_follow_parameters_through_steps_and_checkpoints(name: str, types: str, tmp_path: Path) -> None:

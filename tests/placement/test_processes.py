@@ -1,9 +1,12 @@
 """By behaviour: over real processes each reads and places only its own shards, and all get the whole back."""
 
+import pytest
+
 from tests.mesh.cluster import run_processes
 from tests.mesh.test_processes import SHAPES, printed_lines
 
 
+@pytest.mark.sample(1)
 @SHAPES
 def test_each_process_places_its_shards_and_gathers_the_whole(processes: int, devices: int) -> None:
     lines = printed_lines(
@@ -54,6 +57,7 @@ def test_each_process_places_its_shards_and_gathers_the_whole(processes: int, de
     assert lines == [[f"{devices} {64 // processes}"]] * processes
 
 
+@pytest.mark.slow
 @SHAPES
 def test_models_and_states_are_made_over_processes(processes: int, devices: int) -> None:
     lines = printed_lines(
@@ -94,6 +98,7 @@ def test_models_and_states_are_made_over_processes(processes: int, devices: int)
     assert lines == [lines[0]] * processes
 
 
+@pytest.mark.slow
 def test_host_batches_and_meshes_without_a_process() -> None:
     lines = printed_lines(
         run_processes(

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -66,6 +67,7 @@ def trained(axis_types: AxisTypes) -> tuple[list[float], dict[str, float], float
     return losses, {path: float(np.sum(array)) for path, array in zip(plan.paths, whole, strict=True)}, share
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does() -> None:
     ended = run_processes(
         """

@@ -134,6 +134,7 @@ def test_by_default_a_tenth_of_the_memory_is_kept_free() -> None:
     assert planned.memory_limit == int(sr.Hardware.named("cuda:h100").memory_bytes * 0.9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [DATA, GRID], ids=["data", "grid"])
 def test_the_least_limit_that_is_named_works(mesh: Any) -> None:
     args = mlp(1024, 4096, 2**13)
@@ -144,6 +145,7 @@ def test_the_least_limit_that_is_named_works(mesh: Any) -> None:
         sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 0.8))
 
 
+@pytest.mark.slow
 def test_budgets_are_kept() -> None:
     args = mlp(1024, 4096, 2**13)
     free = sr.autoplan(train, *args, mesh=GRID)
@@ -225,6 +227,7 @@ def test_a_device_count_ranks_meshes() -> None:
     assert all(candidate.mesh in str(planned) for candidate in planned.candidates)
 
 
+@pytest.mark.slow
 def test_the_least_memory_of_all_meshes_is_named() -> None:
     args = mlp(1024, 4096, 4096)
     needed = least(train, *args, mesh=8)
@@ -315,6 +318,7 @@ print("\\n".join(line for line in str(planned).splitlines() if "found in" not in
 """
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_in_every_process() -> None:
     def run(seed: int) -> str:
         env = {**os.environ, "PYTHONHASHSEED": str(seed)}
@@ -344,6 +348,7 @@ def descend(net: Net, x: Any) -> Net:
     return eqx.apply_updates(net, jax.tree.map(lambda slope: -0.1 * slope, slopes))
 
 
+@pytest.mark.slow
 def test_modules_are_initialised_as_planned() -> None:
     mesh = sr.create_mesh("data:4,model:2")
     shapes = eqx.filter_eval_shape(Net, key=jax.random.key(0))
@@ -368,6 +373,7 @@ def test_the_rule_of_a_plan_decides_the_same() -> None:
     assert "costly-pin" not in codes(again)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_planned_steps_compute_the_same(kind: AxisType) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))

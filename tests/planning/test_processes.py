@@ -1,9 +1,12 @@
 """Planned functions over real processes: each passes its own whole arrays, and those that come back."""
 
+import pytest
+
 from tests.mesh.cluster import run_processes
 from tests.mesh.test_processes import SHAPES, printed_lines
 
 
+@pytest.mark.slow
 @SHAPES
 def test_processes_run_what_was_planned(processes: int, devices: int) -> None:
     lines_by_process = printed_lines(

@@ -52,6 +52,7 @@ def arguments(scanned: bool, batch: int, layers: int = LAYERS) -> tuple[Any, jax
     return (w, moments), jax.ShapeDtypeStruct((batch, 257), jnp.int32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", ["data:8", "data:4,model:2", "data:2,model:4"])
 @pytest.mark.parametrize(
     ("scanned", "part"), [(True, None), (True, 0.9), (False, None)], ids=["scanned", "scanned, tight", "unrolled"]
@@ -78,6 +79,7 @@ def peak_bytes(planned: sr.reports.AutoPlan, run: Any, args: Any) -> int:
     return usage.argument_size_in_bytes + result_bytes + usage.temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [1.02, 1.1])
 def test_the_compiler_keeps_the_memory_limit(part: float) -> None:
     """Without the limit it uses far more than planned, as long as the device has it, to overlap more."""

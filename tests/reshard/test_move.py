@@ -48,6 +48,7 @@ def numbers(shape: tuple[int, ...] = (8, 8), start: int = 0) -> np.ndarray:
 # ---- values ----
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("way", "examples"), [("in memory", 300), ("by pieces", 150), (RELAYED, 50)])
 def test_values_keep_their_bits(way: str, examples: int) -> None:
     @settings(max_examples=examples)
@@ -259,6 +260,7 @@ def test_batch_sizes_do_not_change_results(way: str, limit: int | None) -> None:
         check_shards(array, target, numbers(start=index))
 
 
+@pytest.mark.slow
 @WAYS
 def test_two_thousand_arrays_move(way: str) -> None:
     output = cases.run_alone(

@@ -326,6 +326,7 @@ def measured(way: str, *moves: str) -> list[tuple[int, int]]:
     return [(int(most), int(bound)) for most, bound in map(str.split, lines)]
 
 
+@pytest.mark.slow
 @WAYS
 def test_planned_peaks_bound_measured_ones(way: str) -> None:
     peaks = dict(zip(MOVES, measured(way, *MOVES.values()), strict=True))
@@ -337,6 +338,7 @@ def test_planned_peaks_bound_measured_ones(way: str) -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 @WAYS
 def test_a_limit_keeps_the_peak_low(way: str) -> None:
     moves = [

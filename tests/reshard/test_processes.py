@@ -55,6 +55,7 @@ def run(code: str, processes: int = 2, devices: int = 4, timeout: float = 120) -
     )
 
 
+@pytest.mark.slow
 @SHAPES
 def test_moves_between_all_some_and_one_process(processes: int, devices: int) -> None:
     printed = run(
@@ -89,6 +90,7 @@ def test_moves_between_all_some_and_one_process(processes: int, devices: int) ->
     assert printed == [["14"]] * processes
 
 
+@pytest.mark.slow
 @SHAPES
 def test_mixed_trees_move_and_are_freed(processes: int, devices: int) -> None:
     printed = run(
@@ -138,6 +140,7 @@ def test_mixed_trees_move_and_are_freed(processes: int, devices: int) -> None:
     assert printed == [["10"]] * processes
 
 
+@pytest.mark.sample(1)
 @SHAPES
 def test_copies_in_another_process_cross_once(processes: int, devices: int) -> None:
     printed = run(
@@ -162,6 +165,7 @@ def test_copies_in_another_process_cross_once(processes: int, devices: int) -> N
     assert printed == [["intermediate True"] * 3 + ["intermediate"]] * processes
 
 
+@pytest.mark.slow
 def test_large_arrays_move_in_pieces_and_batches() -> None:
     printed = run(
         """
@@ -178,6 +182,7 @@ def test_large_arrays_move_in_pieces_and_batches() -> None:
     assert printed == [["6"]] * 2
 
 
+@pytest.mark.slow
 def test_many_arrays_move_without_a_deadlock() -> None:
     printed = run(
         """
@@ -193,6 +198,7 @@ def test_many_arrays_move_without_a_deadlock() -> None:
     assert printed == [["300"]] * 2
 
 
+@pytest.mark.slow
 def test_processes_without_shards_take_part() -> None:
     printed = run(
         """
@@ -213,6 +219,7 @@ def test_processes_without_shards_take_part() -> None:
     assert printed == [["done"]] * 2
 
 
+@pytest.mark.slow
 def test_host_arrays_go_to_each_process() -> None:
     printed = run(
         """
@@ -226,6 +233,7 @@ def test_host_arrays_go_to_each_process() -> None:
     assert printed == [["done"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["3", "jnp.arange(8)", "jax.random.key(5)"])
 def test_uncommitted_arrays_go_to_each_process(values: str) -> None:
     """Each process has an uncommitted array on its own first device, as it would on its host."""
@@ -242,6 +250,7 @@ def test_uncommitted_arrays_go_to_each_process(values: str) -> None:
     assert printed == [["done"]] * 2
 
 
+@pytest.mark.slow
 def test_all_processes_refuse_and_continue() -> None:
     printed = run(
         """
@@ -260,6 +269,7 @@ def test_all_processes_refuse_and_continue() -> None:
     assert printed == [["['b']"]] * 2
 
 
+@pytest.mark.slow
 @SHAPES
 def test_training_continues_after_each_move(processes: int, devices: int) -> None:
     printed = run(

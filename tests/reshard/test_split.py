@@ -630,6 +630,7 @@ def test_nothing_is_sent() -> None:
     assert memory(joined[0]) == memory(x)
 
 
+@pytest.mark.slow
 @SHAPES
 def test_each_process_cuts_its_own_shards(processes: int, devices: int) -> None:
     printed = printed_lines(

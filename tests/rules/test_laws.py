@@ -118,6 +118,7 @@ def test_every_rule_splits_something_somewhere() -> None:
 PAIRS = pytest.mark.parametrize(("rule", "tree"), list(itertools.product(RULES, TREES)))
 
 
+@pytest.mark.sample(150)
 @PAIRS
 def test_plans_obey_the_laws(rule: str, tree: str) -> None:
     """Rank, axes, divisibility, structure, static leaves, JSON, shapes for arrays, and grouping."""
@@ -149,6 +150,7 @@ def test_plans_obey_the_laws(rule: str, tree: str) -> None:
     assert [id(leaf) for leaf in zoo.arrays(what)] == before
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("rule", RULES)
 def test_apply_gives_the_specs_of_the_plan(rule: str) -> None:
     how = RULES[rule]()
@@ -166,6 +168,7 @@ def test_apply_gives_the_specs_of_the_plan(rule: str) -> None:
                 assert outcome(how, what, MESHES[name]()) == plan, (tree, name)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_mesh_a_rule_plans_or_raises(rule: str) -> None:
     how = RULES[rule]()
@@ -272,6 +275,7 @@ SOUND = ("auto", "auto_all", "auto_reverse", "fsdp_all", "memory", "memory_tree"
 """Rules that only split what divides: their plans have no errors, whatever the tree."""
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("rule", [*SOUND, "fitted", "fitted_dim", "fitted_fsdp", "fitted_auto", "nested"])
 def test_rules_that_look_at_sizes_give_sound_plans(rule: str) -> None:
     how = RULES[rule]()
@@ -330,6 +334,7 @@ def run(code: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_under_every_hash_seed() -> None:
     code = "from tests.rules.test_laws import report; print(report())"
     seeds = [str(seed) for seed in range(20)]
@@ -343,6 +348,7 @@ def test_plans_are_the_same_under_every_hash_seed() -> None:
     assert json.loads(report()) == plans  # and in this process, whose backend is up
 
 
+@pytest.mark.slow
 def test_planning_for_4096_devices_leaves_the_backend_uninitialised() -> None:
     code = """
 import jax

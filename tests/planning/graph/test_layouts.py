@@ -148,6 +148,7 @@ EVERYTHING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "ndim", "target", "every"), EVERYTHING)
 def test_every_move_in_steps_is_modelled_to_the_byte(axes: str, ndim: int, target: str, every: int) -> None:
     both_bytes = compared(axes, ndim, target, every)

@@ -43,6 +43,7 @@ def assert_as_planned(plan: sr.reports.AutoPlan, results: Any) -> None:
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case_index", range(len(SMALL)), ids=ids)
 def test_small_functions(case_index: int) -> None:
     """Meshes and axis types take turns."""
@@ -59,6 +60,7 @@ LARGE = ("recomputed block", "dropout", "unrolled blocks", "dropout, raw key")
 """Cases that add little to the others and take long to compile."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [case for case in TRAINED if case.name not in LARGE], ids=lambda case: case.name)
 def test_training(case: Case) -> None:
     plan = planned(case, mesh_of("data:8"))
@@ -187,6 +189,7 @@ def _double(*args: Any) -> Any:
     return 2 * mlp_loss(*args)
 
 
+@pytest.mark.slow
 def test_gradients_through_loops_and_checkpoints() -> None:
     w, x = models.block_weights(2), real(8, models.LENGTH, models.WIDTH)
     plan = sr.autoplan(models.scanned_loss, w, x, mesh=mesh_of("data:8"), hardware=FAST)

@@ -80,6 +80,7 @@ def rewrite(call: Call, problem: Problem, choice: Sequence[int], axes: str) -> C
     return with_layouts(call.jaxpr, chosen_layouts(problem, choice), sr.create_mesh(axes))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_equations_stay_and_use_defined_variables(case: Case) -> None:
     axes = case.axes or "data:4,model:2"
@@ -93,6 +94,7 @@ def test_equations_stay_and_use_defined_variables(case: Case) -> None:
             assert operation_list(program.jaxpr) == operation_list(call.jaxpr.jaxpr)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_choice_computes_the_same(case: Case) -> None:
     axes = case.axes or MESHES[sum(map(ord, case.name)) % len(MESHES)]

@@ -40,6 +40,7 @@ def test_choices_fit_and_the_bound_is_below_the_best(seed: int) -> None:
         assert task.problem.cost(result.choice) == result.cost >= best * (1 - 1e-6)
 
 
+@pytest.mark.slow
 def test_choices_are_near_the_best_mostly() -> None:
     near = []
     for seed in SEEDS:
@@ -68,6 +69,7 @@ def test_impossible_budgets_are_hopeless_and_name_the_least(seed: int) -> None:
     assert exact * (1 - 1e-3) <= result.peak_bytes <= exact * 1.3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", SEEDS[::3])
 def test_layouts_cost_at_least_the_bound_and_their_extra(seed: int) -> None:
     """The bound and the extra of a layout are below the best choice that takes it, with a price on memory, too."""

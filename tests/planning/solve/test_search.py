@@ -47,6 +47,7 @@ def cost(result: SearchResult) -> float:
     return np.inf if result.solution is None else result.solution.cost
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("seed", "part"), CASES)
 def test_search_with_a_budget_is_near_the_best(seed: int, part: float) -> None:
     task = random_task(seed)
@@ -78,6 +79,7 @@ def test_budgets_make_random_programs_slower() -> None:
     assert slower >= len(TIGHT) * 0.7
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", TIGHT[::2])
 def test_less_memory_is_never_faster(seed: int) -> None:
     task = random_task(seed)
@@ -106,6 +108,7 @@ def test_lower_bound_is_available_at_once() -> None:
     assert 0 < lower_bound(problem, Deadline.after(0)).seconds <= best_cost(problem) * (1 + 1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", [0, 2, 4, 6, 9, 11, 12, 14, 17, 18, 20, 23])
 def test_three_axes_by_two_at_a_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
@@ -119,6 +122,7 @@ def test_three_axes_by_two_at_a_time(seed: int, monkeypatch: pytest.MonkeyPatch)
     assert result.solution.bound == result.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [6, 12, 36])
 def test_three_axes_with_a_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     task = random_task(seed, THREE)

@@ -129,6 +129,7 @@ def named(cases: Sequence[Case]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
+@pytest.mark.sample(30)
 @named(CASES)
 def test_a_split_operation_moves_nothing_but_sums(case: Case) -> None:
     mesh = sr.create_mesh("x:2,y:2", devices=jax.devices()[:4])
