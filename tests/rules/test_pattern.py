@@ -1,9 +1,12 @@
-"""What patterns read of list indices. That it is never wrong is a law in test_laws; here, that it is not too careful.
+"""What patterns read of list indices: never less than they do, and of the usual patterns not more.
 
 A pattern that reads as `"value"` without need makes planning slower by the number of layers.
 """
 
+import itertools
+import random
 import re
+from typing import Any
 
 import pytest
 
@@ -41,6 +44,26 @@ layers/[^/]+/mlp
 layers/.+/mlp
 layers.*mlp.up
 biase?s?
+[qkv]_proj
+attn/[qkv]_proj/weight
+layers/\d+/attn/[qkv]_proj/weight
+[A-Za-z_]+norm
+\S*norm\S*
+[^a-z]+/w
+[\w-]+/kernel
+embed.+weight
+.+attn.+weight
+.+norm|.+bias
+model\.layers\.\d+\.mlp
+layers.\d+.mlp
+layers/(?:\d+|head)/w
+layers/(?:head|\d+)/w
+a/(\d+|head)/b/(x|\d+)
+layers/\d+?/mlp
+layers/.*?/mlp
+layers/\d+/w#x
+w#
+block-\d+
 """
 
 
@@ -52,15 +75,26 @@ def test_usual_patterns_cannot_tell_equal_layers_apart(pattern: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        # These read how many digits an index has.
         r"layers/\d/mlp",
         r"layers/\d{2}/",
+        r"layers/\d{1,3}/",
         r"layers/[0-9][0-9]/mlp",
         r"layers/./mlp",
         r"/\d\d",
         r"layers/\d+\d+/",
         r"layers/(\d+)(\d+)/",
         r"layers/\d+.+",
+        r"layers/\d++/",
+        r"a(/\d+|\d+/)+b",
+    ],
+)
+def test_patterns_that_read_how_many_digits_an_index_has(pattern: str) -> None:
+    assert reads_index(re.compile(pattern)) == "width"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
         "layers/3/mlp",
         "layers/[0-4]/",
         "layers/[12]/",
@@ -74,7 +108,44 @@ def test_usual_patterns_cannot_tell_equal_layers_apart(pattern: str) -> None:
         r"layers/\N{DIGIT ONE}/",
         r"layers/\x31/",
         "0$",
+        "layers/x?0",
+        "layers/[--9]",
+        r"layers/[\.-9]",
+        "layers/(a|)1",
+        r"(?x)layers/\d+ \d+",
+        r"(?x)a #b" + "\n0",
     ],
 )
 def test_patterns_that_may_read_an_index(pattern: str) -> None:
     assert reads_index(re.compile(pattern)) == "value"
+
+
+PIECES = (
+    r"a b / _ - # 1 0 . \d \w \S \D \. \b ^ $ [0-9] [12] [ab] [^/] [^a] [^0] [a-b] [\d/] [--9] [\w-] ( (?: ) | \1 (?!0)"
+)
+QUANTIFIERS = ("", "", "", "", "*", "+", "?", "*?", "+?", "{2}", "++", "*+")
+NAMES = ("{0}", "{1}", "a", "b1", "1b", "a-", "#2")
+INDICES = ("0", "1", "9", "10", "21", "305")
+
+
+def test_no_pattern_reads_more_than_it_says() -> None:
+    rng = random.Random(0)
+    count = 0
+    while count < 1500:
+        text = "".join(rng.choice(PIECES.split()) + rng.choice(QUANTIFIERS) for _ in range(rng.randint(1, 7)))
+        try:
+            pattern = re.compile(text)
+        except re.error:
+            continue
+        reads = reads_index(pattern)
+        if reads == "value":
+            continue
+        count += 1
+        for _ in range(4):
+            template = "/".join(rng.choice(NAMES) for _ in range(rng.randint(1, 4)))
+            for search in (pattern.search, pattern.match, pattern.fullmatch):
+                answers: dict[Any, bool] = {}
+                for indices in itertools.product(INDICES, repeat=2):
+                    answer = search(template.format(*indices)) is not None
+                    widths = tuple(map(len, indices)) if reads == "width" else ()
+                    assert answers.setdefault(widths, answer) == answer, (text, template, indices)
