@@ -226,7 +226,7 @@ class AuditReport:
                 "serial_seconds": self.step_time(),
                 "overlapped_seconds": self.step_time(overlap=True),
             },
-            **attrs.asdict(self),
+            **attrs.asdict(self, filter=lambda field, value: field.name != "source" or bool(value)),
             "target": str(self.target),
             "hlo_text": self.hlo_text if hlo else "",
         }

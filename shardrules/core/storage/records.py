@@ -6,12 +6,15 @@ from typing import Any
 
 import attrs
 
+SAVE_AGAIN = "If an earlier version of shardrules wrote it, save it again with this version"
+"""What an error for fields that do not fit says to do."""
+
 
 def record(kind: Any, value: Any, name: str) -> Any:
     """Returns a piece of JSON as a value of the annotation `kind`, or a `TypeError` or `LookupError` that says where.
 
     Objects become attrs classes, and lists become tuples; `int`, `float`, `str`, `bool`, `Literal` and `None` are
-    checked. `name` is what messages call the value.
+    checked. Fields with a default may be missing. `name` is what messages call the value.
 
     ```python
     import attrs
@@ -61,8 +64,13 @@ def _tuple_record(parts: tuple[Any, ...], value: Any, name: str) -> tuple[Any, .
 
 def _class_record(kind: Any, value: Any, name: str) -> Any:
     _checked(value, isinstance(value, dict), name, "an object")
-    fields = [field.name for field in attrs.fields(kind)]
-    if sorted(fields) != sorted(value):
-        raise LookupError(f"{name} must have the fields {', '.join(fields)}; it has {', '.join(value) or 'none'}")
+    fields = {field.name: field.default is not attrs.NOTHING for field in attrs.fields(kind)}
+    missing = [field for field, has_default in fields.items() if field not in value and not has_default]
+    unknown = [field for field in value if field not in fields]
+    if missing or unknown:
+        differences = [f"{', '.join(missing)} missing"] * bool(missing) + [f"{', '.join(unknown)} unknown"] * bool(
+            unknown
+        )
+        raise LookupError(f"{name} has other fields: {'; '.join(differences)}. {SAVE_AGAIN}")
     hints = typing.get_type_hints(kind)
-    return kind(**{field: record(hints[field], value[field], f"{name}.{field}") for field in fields})
+    return kind(**{field: record(hints[field], item, f"{name}.{field}") for field, item in value.items()})

@@ -10,7 +10,7 @@ from shardrules.analysis.audits.roofline import StepTime
 from shardrules.core.errors import PlanError, ReportError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.storage.records import record
+from shardrules.core.storage.records import SAVE_AGAIN, record
 from shardrules.planning.answer.explain import SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate
@@ -79,7 +79,9 @@ class AutoPlanReport:
 
     def to_json(self) -> str:
         """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
-        figures = attrs.asdict(self, filter=lambda field, _: field.name != "plan")
+        figures = attrs.asdict(
+            self, filter=lambda field, value: field.name != "plan" and (field.name != "source" or bool(value))
+        )
         plan = json.loads(self.plan.to_json())
         return json.dumps({"shardrules_autoplan": FORMAT, **figures, "plan": plan}, indent=1)
 
@@ -91,12 +93,11 @@ class AutoPlanReport:
             version = data["shardrules_autoplan"]
             if version != FORMAT:
                 raise ReportError(f"this report has format {version!r}, this version reads {FORMAT}")
+            kinds = typing.get_type_hints(cls)
+            if missing := [name for name in kinds if name not in data]:
+                raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
             # The plan has a format of its own, with a version.
-            fields = {
-                name: record(kind, data[name], name)
-                for name, kind in typing.get_type_hints(cls).items()
-                if name != "plan"
-            }
+            fields = {name: record(kind, data[name], name) for name, kind in kinds.items() if name != "plan"}
             return cls(**fields, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
         except (LookupError, TypeError, ValueError, PlanError) as error:
             if isinstance(error, ReportError):

@@ -190,11 +190,34 @@ def edited(*path: Any, value: Any = None, lacks: bool = False) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize("part", [part for part in json.loads(REPORT.to_json()) if part != "totals"])
+OPTIONAL = ("totals", "compile_seconds", "hlo_text")
+"""What a report may lack. Totals are for other programs: here they are added up again."""
+
+
+@pytest.mark.parametrize("part", [part for part in json.loads(REPORT.to_json()) if part not in OPTIONAL])
 def test_a_report_that_lacks_a_part_is_refused(part: str) -> None:
-    """Totals are for other programs: here they are added up again."""
     with pytest.raises(ReportError, match=part):
         AuditReport.from_json(edited(part, lacks=True))
+
+
+@pytest.mark.parametrize("path", [(part,) for part in OPTIONAL] + [("findings", 0, "rule"), ("arrays", 0, "donated")])
+def test_fields_with_defaults_may_be_missing(path: tuple[Any, ...]) -> None:
+    assert AuditReport.from_json(edited(*path, lacks=True)) is not None
+
+
+def test_a_finding_without_a_source_is_written_without_it() -> None:
+    report = attrs.evolve(REPORT, findings=(attrs.evolve(WARNING, source=""), WARNING))
+    with_empty_source, with_source = json.loads(report.to_json())["findings"]
+    assert "source" not in with_empty_source
+    assert with_source["source"] == WARNING.source != ""
+    assert AuditReport.from_json(report.to_json()) == report
+
+
+def test_a_report_with_other_fields_has_to_be_saved_again() -> None:
+    text = REPORT.to_json().replace('"requested"', '"asked"')
+    message = r"arrays\[0\] has other fields: requested missing; asked unknown\. .*save it again with this version"
+    with pytest.raises(ReportError, match=message):
+        AuditReport.from_json(text)
 
 
 @pytest.mark.parametrize(

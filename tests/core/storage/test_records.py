@@ -42,6 +42,11 @@ def test_a_value_is_read() -> None:
     assert record(Outer, RIGHT | {"perhaps": 3}, "it") == attrs.evolve(expected, perhaps=3)
 
 
+def test_fields_with_defaults_may_be_missing() -> None:
+    value = {name: item for name, item in RIGHT.items() if name != "perhaps"} | {"inner": {"name": "n"}}
+    assert record(Outer, value, "it") == Outer("a", 2, True, ("x", 1), Inner("n"), (Inner("m"),))
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -53,10 +58,10 @@ def test_a_value_is_read() -> None:
         ({"pair": ["x", 1.5]}, r"it\.pair\[1\] must be int, got 1\.5"),
         ({"pair": ["x", False]}, r"it\.pair\[1\] must be int, got False"),
         ({"inner": []}, r"it\.inner must be an object, got \[\]"),
-        ({"inner": {"name": "n"}}, r"it\.inner must have the fields name, sizes; it has name"),
+        ({"inner": {"sizes": []}}, r"it\.inner has other fields: name missing\. .*save it again with this version"),
         (
-            {"inner": {"name": "n", "sizes": [], "more": 1}},
-            r"it\.inner must have the fields name, sizes; it has name, sizes, more",
+            {"inner": {"names": "n", "sizes": [], "more": 1}},
+            r"it\.inner has other fields: name missing; names, more unknown\. .*save it again with this version",
         ),
         ({"many": {"name": "m"}}, r"it\.many must be a list, got .*"),
         ({"many": [{"name": "m", "sizes": [None]}]}, r"it\.many\[0\]\.sizes\[0\] must be int, got None"),

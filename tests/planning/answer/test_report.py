@@ -42,6 +42,21 @@ def test_edited_reports_are_refused(report: sr.reports.AutoPlanReport, change: d
         sr.reports.AutoPlanReport.from_json(text)
 
 
+def test_findings_may_lack_fields_with_defaults(report: sr.reports.AutoPlanReport) -> None:
+    data = json.loads(report.to_json())
+    assert not any("source" in finding for finding in data["findings"])
+    for finding in data["findings"]:
+        finding.pop("rule")
+    assert sr.reports.AutoPlanReport.from_json(json.dumps(data)) == report
+
+
+def test_a_report_without_a_field_has_to_be_saved_again(report: sr.reports.AutoPlanReport) -> None:
+    data = json.loads(report.to_json())
+    del data["price_of_memory"]
+    with pytest.raises(sr.errors.ReportError, match=r"price_of_memory missing\. .*save it again with this version"):
+        sr.reports.AutoPlanReport.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "1"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(sr.errors.ReportError, match="not an autoplan report"):
