@@ -73,17 +73,17 @@ class LoadedRules:
     rule: ShardingRule
     mesh: AbstractMesh | None = None
     axes: tuple[tuple[str, str], ...] = ()
-    """The axes in the file, each with its location for messages."""
+    """The axes in the file, each with its line and key path for messages."""
     is_for_step: bool = False
     """Whether the rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
 
     def check_axes(self, mesh: AbstractMesh) -> None:
-        """Raises a `UsageError` with the location of the first axis that a mesh lacks."""
-        for name, location in self.axes:
+        """Raises a `UsageError` with the line and the key path of the first axis that a mesh lacks."""
+        for name, place in self.axes:
             if name not in mesh.axis_names:
                 near = suggest(name, mesh.axis_names)
                 raise UsageError(
-                    f"{location}: unknown axis {name!r}{near}; the mesh is {mesh_text(mesh)}. Correct it, or drop it "
+                    f"{place}: unknown axis {name!r}{near}; the mesh is {mesh_text(mesh)}. Correct it, or drop it "
                     'with a rule of type "fitted"'
                 )
 
@@ -103,33 +103,57 @@ def read_rules_file(file: Path) -> LoadedRules:
     return _Reader(file, key_lines(text)).read(data)
 
 
-_HEADING = re.compile(r"\s*(?P<many>\[?)\[(?P<name>[A-Za-z_][\w\s.\"'-]*)\]\]?\s*(#.*)?")
-_KEY = re.compile(r"\s*(?P<key>[\w-]+|\"[^\"]*\"|'[^']*')\s*=")
+_TOKEN = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:\\.|[^"\\])*"|\'[^\']*\'|#[^\n]*', re.DOTALL)
+"""A string or a comment."""
+
+_NAME = r"(?:[\w-]+|\"(?:\\.|[^\"\\])*\"|'[^']*')"
+_DOTTED = rf"\s*{_NAME}\s*(?:\.\s*{_NAME}\s*)*"
+_HEADING = re.compile(rf"\s*(?P<many>\[?)\[(?P<names>{_DOTTED})\]\]?\s*")
+_KEY = re.compile(rf"(?P<names>{_DOTTED})=")
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
     """Returns the lines of the headings and keys of valid TOML that begin a line; the first line is 1.
 
     Values inside of others have no line of their own: messages name the line of the key around them, and the whole key
-    path, which is right even where a line of a multi-line string looks like a heading and confuses the lines.
+    path.
     """
     lines: dict[KeyPath, int] = {}
     counts: dict[KeyPath, int] = {}
     table: KeyPath = ()
-    for number, line in enumerate(text.split("\n"), 1):
-        if heading := _HEADING.fullmatch(line):
+    depth = 0  # of brackets: inside a value that spans lines nothing is a heading or a key
+    for number, line in enumerate(_TOKEN.sub(_without_lines, text).split("\n"), 1):
+        heading = None if depth else _HEADING.fullmatch(line)
+        if heading:
             table = ()
-            names = [part.strip().strip("\"'") for part in heading["name"].split(".")]
-            for depth, name in enumerate(names, 1):
+            names = _names(heading["names"])
+            for length, name in enumerate(names, 1):
                 table = (*table, name)
-                if heading["many"] and depth == len(names):
+                if heading["many"] and length == len(names):
                     counts[table] = counts.get(table, -1) + 1
                 if table in counts:
                     table = (*table, counts[table])
                 lines.setdefault(table, number)
-        elif key := _KEY.match(line):
-            lines.setdefault((*table, key["key"].strip("\"'")), number)
+            continue
+        key = None if depth else _KEY.match(line)
+        if key:
+            names = _names(key["names"])
+            for length in range(1, len(names) + 1):
+                lines.setdefault((*table, *names[:length]), number)
+        brackets = _TOKEN.sub("", line)
+        depth += sum(map(brackets.count, "[{")) - sum(map(brackets.count, "]}"))
     return lines
+
+
+def _without_lines(token: re.Match[str]) -> str:
+    """A string of one line as it is, one of many lines as line breaks, and nothing for a comment."""
+    if token[0].startswith("#"):
+        return ""
+    return '""' + "\n" * token[0].count("\n") if token[0].startswith(('"""', "'''")) else token[0]
+
+
+def _names(dotted: str) -> list[str]:
+    return [name.strip("\"'") for name in re.findall(_NAME, dotted)]
 
 
 @final
@@ -157,14 +181,14 @@ class _Reader:
         return LoadedRules(rule, mesh, tuple(self.axes))
 
     def error(self, path: KeyPath, message: str) -> UsageError:
-        keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-        return UsageError(f"{self.location(path)}: {f'{keys}: ' if keys else ''}{message}")
+        return UsageError(f"{self.place(path)}: {message}")
 
-    def location(self, path: KeyPath) -> str:
-        """The file, and the line of a key or of the nearest one around it."""
+    def place(self, path: KeyPath) -> str:
+        """The file, the line of a key or of the nearest one around it, and the key path."""
         around = (path[:length] for length in range(len(path), 0, -1))
         line = next((self.lines[outer] for outer in around if outer in self.lines), None)
-        return f"{self.file}:{line}" if line else str(self.file)
+        keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        return f"{self.file}" + (f":{line}" if line else "") + (f": {keys}" if keys else "")
 
     def _guard(self, make: Callable[[], Any], path: KeyPath) -> Any:
         """What `make` returns; errors of the library get the location."""
@@ -225,7 +249,7 @@ class _Reader:
             # The axes of a rule as text are known only once it is parsed.
             for part in rule.rules if isinstance(rule, ChainShardingRule) else (rule,):
                 if isinstance(part, DimShardingRule | FSDPShardingRule):
-                    self.axes.extend((name, self.location(path)) for name in axis_tuple(part.axis))
+                    self.axes.extend((name, self.place(path)) for name in axis_tuple(part.axis))
             return rule
         if not isinstance(value, dict):
             raise self.error(path, f"a rule is a string such as \"fsdp('data')\", or a table; got {value!r:.60}")
@@ -265,7 +289,7 @@ class _Reader:
         for name in value if isinstance(value, list) and value else [value]:
             if not isinstance(name, str) or not name:
                 raise self.error(path, f"must be an axis or a list of axes; got {value!r:.60}")
-            self.axes.append((name, self.location(path)))
+            self.axes.append((name, self.place(path)))
         return self.plain(value, path)
 
     def axis_list(self, value: Any, path: KeyPath) -> Any:

@@ -186,7 +186,7 @@ WRONG = {
     ),
     "an unknown axis in a file": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:3: unknown axis 'dta' (did you mean 'data'?); the mesh is data:4,model:2",
+        "r.toml:3: rules[0].spec[0]: unknown axis 'dta' (did you mean 'data'?); the mesh is data:4,model:2",
         text_of("r.toml", '[[rules]]\npath = "."\nspec = ["dta"]\n'),
     ),
     "an int for rules": Wrong(
@@ -231,7 +231,7 @@ WRONG = {
     ),
     "an unknown axis in a text in a file": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:3: unknown axis 'dta' (did you mean 'data'?); the mesh is data:4,model:2",
+        "r.toml:3: rules[0].rule: unknown axis 'dta' (did you mean 'data'?); the mesh is data:4,model:2",
         text_of("r.toml", "[[rules]]\npath = '.'\nrule = \"auto|shard_dim('dta', 0)\"\n"),
     ),
     "TOML that is not UTF-8": Wrong(
