@@ -6,6 +6,7 @@ is short. So every size in an answer has been compiled. Formulas only choose whi
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, final
@@ -23,7 +24,7 @@ from shardrules.analysis.placed import mesh_for
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError, suggest
 from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
 from shardrules.core.tree import array_kind
@@ -224,8 +225,10 @@ def largest_batch(
         these. Where no sharding says how a growing dimension is split, it is the number of devices.
     - `at_least`: the smallest useful batch, with which the search starts.
     - `at_most`: the largest one.
-    - `**options`: `plan`, `in_shardings`, `out_shardings`, `donate_argnums`, `roles` and `axis_types`, as in
-        `ShardingAnalyzer.audit`. A rule or a spec suits every batch; a plan only arguments that do not grow.
+    - `**options`: any of these, as in `fits`: `plan`, a rule or a plan for the arguments (a rule suits every batch, a
+        plan only arguments that do not grow); `in_shardings` and `out_shardings`, the shardings of arguments and
+        results; `donate_argnums`, the arguments that results may overwrite; `roles`, what each argument is;
+        `axis_types`, the types of the mesh axes.
 
     **Returns:**
 
@@ -235,8 +238,8 @@ def largest_batch(
 
     `DoesNotFitError` if not even the smallest batch fits: it says by how much, and what to do. `ConfigError` if
     `make_args` returns the same shapes for every batch, or if no batch is within the bounds; `ConfigTypeError` if it
-    does not return a tuple. Else as `fits`. Errors of `make_args`, or of `fn` for its arguments, get a note with the
-    batch.
+    does not return a tuple, or for an unknown option. Else as `fits`. Errors of `make_args`, or of `fn` for its
+    arguments, get a note with the batch.
 
     ```python
     def loss(weights, batch):
@@ -252,6 +255,10 @@ def largest_batch(
     print(search)
     ```
     """
+    # A TypedDict is checked by type checkers only.
+    if unknown := [name for name in options if name not in CompileOptions.__annotations__]:
+        near = suggest(unknown[0], [*inspect.signature(largest_batch).parameters, *CompileOptions.__annotations__])
+        raise ConfigTypeError(f"largest_batch() got an unexpected keyword argument {unknown[0]!r}{near}")
     target = Target.parse(target)
     budget_bytes = _budget_bytes(target, budget, reserve)
     request = CompileRequest(fn, **options)

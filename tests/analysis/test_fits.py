@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.audits.memory import MemoryUse
+from shardrules.analysis.compiling.request import CompileOptions
 from shardrules.analysis.fits import BatchSearch, Fit, fits, largest_batch
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.errors import (
@@ -418,6 +419,16 @@ def test_from_one_to_another() -> None:
 def test_donation_makes_room() -> None:
     ask = functools.partial(largest_batch, grown, rows, budget=512 * ROW, mesh=MESH, in_shardings=P("data"))
     assert ask(donate_argnums=0, out_shardings=P("data")).batch == 2 * ask().batch
+
+
+def test_an_unknown_option_names_the_function() -> None:
+    options: Any = {"in_sharding": P()}
+    message = r"largest_batch\(\) got an unexpected keyword argument 'in_sharding' \(did you mean 'in_shardings'\?\)"
+    with pytest.raises(ConfigTypeError, match=message):
+        largest_batch(grown, rows, budget="1 MiB", mesh=MESH, **options)
+    with pytest.raises(TypeError, match=r"^fits\(\) got an unexpected keyword argument 'in_sharding'"):
+        fits(grown, *rows(8), budget="1 MiB", mesh=MESH, **options)
+    assert all(f"`{name}`" in str(largest_batch.__doc__) for name in CompileOptions.__annotations__)
 
 
 def test_nothing_fits() -> None:

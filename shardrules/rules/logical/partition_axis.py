@@ -333,7 +333,8 @@ class PartitionAxis:
     def __init__(self, *, registered: Sequence[RegisteredAxis] = (), **axes: Unpack[AxisFields]) -> None:
         # A TypedDict is checked by type checkers only.
         if unknown := [name for name in axes if name not in AxisFields.__annotations__]:
-            raise TypeError(f"PartitionAxis() got an unexpected keyword argument {unknown[0]!r}")
+            near = suggest(unknown[0], AxisFields.__annotations__)
+            raise TypeError(f"PartitionAxis() got an unexpected keyword argument {unknown[0]!r}{near}")
         fields = _resolve_fields(_merge_aliases(cast("dict[str, FieldAxis]", axes)))
         self.__attrs_init__(**fields, registered=_as_registered(registered))
 
