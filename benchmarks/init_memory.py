@@ -4,7 +4,7 @@
 initialized on 8 virtual CPU devices and split by `FSDPShardingRule`. Every contestant runs in its own processes,
 because the start of a training pays for the first call: its time, to the end of the computation, and its memory, the
 peak of the process over its size before the call. In every round each contestant has one process, in rotating order,
-and its figures are divided by those of `jit` in the same round. Medians of these ratios are shown. The values of all
+and its figures are divided by `jit`'s in the same round. Medians of these ratios are shown. The values of all
 contestants are compared bit by bit.
 
 - `jit`: `jax.jit(make, out_shardings=...)`, the shardings from `eval_shape` and the same rule;
@@ -197,7 +197,7 @@ def main() -> None:
         parser.error("toy sizes have no targets: use --check without --smoke")
     rows = measure(TOY if options.smoke else FULL, 1 if options.smoke else options.rounds)
     ours = next(row for row in rows if row["name"] == "filter_init")
-    missed = [] if ours["same_values"] else ["the values of filter_init differ from those of jit"]
+    missed = [] if ours["same_values"] else ["the values of filter_init differ from jit's"]
     if not options.smoke:
         missed += [
             f"filter_init takes {ours[ratio]:.2f} times as much as jit, the target is {limit}"

@@ -6,7 +6,7 @@ plans that experts write by hand, with specs and activation constraints, and und
 the same function without any constraint. All figures come from the compiled programs. The measure is `ms`: the FLOPs of
 matmuls at 495 TFLOP/s, then the bytes on the wire at 360 GB/s, as if NVLink connected all GPUs; `autoplan` gets the
 same assumption. `roofline` is our own model of the step, on hosts of 8; `work` is the ratio of compiled FLOPs to the
-FLOPs that the function requests. The time of `autoplan` is divided by that of the best expert that fits. Each case runs
+FLOPs that the function requests. The time of `autoplan` is divided by the best fitting expert's. Each case runs
 twice: within the memory of the device, to which the limits apply, and `tight`: with `TIGHT` times the lowest peak of
 any expert. The compiler reports that peak, while `autoplan` has only a model of it before compiling.
 

@@ -1,7 +1,7 @@
 """How long does planning take, compared with walking the tree once and with other matchers?
 
 **Method.** Four trees of shapes (benchmarks/trees.py), each with twelve regex rules. In every round each contestant
-runs once, in rotating order, and its time is divided by that of another contestant in the same round; the figures are
+runs once, in rotating order, and its time is divided by another contestant's in the same round; the figures are
 medians of these ratios. The contestants:
 
 - `floor`: `tree_flatten_with_path` of the tree and `tree_unflatten` of a prepared list of specs;
@@ -161,7 +161,7 @@ def read_plan(rule: sr.ShardingRule, tree: Any, mesh: jax.sharding.AbstractMesh)
 
 
 def require_same_specs(tree: Any, runs: Mapping[str, Run]) -> None:
-    """Exits when the specs of any contestant differ from those of the first."""
+    """Exits when the specs of any contestant differ from the first one's."""
     first, *others = runs
     expected, _ = tree_flatten_with_path(runs[first]())
     if len(expected) != len(tree_leaves(tree)):

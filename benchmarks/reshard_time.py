@@ -6,7 +6,7 @@ of 256 KiB to 8. Every contestant has its own processes. The first call is measu
 has not moved anything: its seconds, to the end of the move, and its memory, the peak of the process over its size just
 before, when freed memory has been returned to the system. (A virtual machine is made to have that memory first: getting
 it from its host takes longer than the moves, and differs between calls by a factor of twenty.) In every round each
-contestant has one process, in rotating order; its seconds are divided by those of others in the same round, its memory
+contestant has one process, in rotating order; its seconds are divided by the others' in the same round, its memory
 by the bytes of the arrays, and medians over the rounds are shown. After the timing, every bit that arrived is compared
 with what was sent.
 

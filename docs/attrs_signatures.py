@@ -23,7 +23,7 @@ class AttrsSignatures(griffe.Extension):
 
 
 def field_parameter(field: griffe.Attribute) -> list[griffe.Parameter]:
-    """Returns the parameter that sets `field`; none for a field that nobody passes."""
+    """Returns the parameter that sets `field`; none for a field that is not a parameter."""
     default, kind = field.value, griffe.ParameterKind.positional_or_keyword
     if isinstance(default, griffe.ExprCall) and str(default.function) == "attrs.field":
         given = {each.name: each.value for each in default.arguments if isinstance(each, griffe.ExprKeyword)}

@@ -313,7 +313,7 @@ def params() -> dict[str, Any]:
 
 
 def experts() -> list[Any]:
-    """Returns lists of lists of layers, of which one is of another shape and one of another dtype."""
+    """Returns lists of lists of layers; one has another shape, and one another dtype."""
     rows: list[Any] = [[{"w": np.ones((8, 4), np.float32)} for _ in range(12)] for _ in range(3)]
     rows[1][11] = {"w": np.ones((8, 6), np.float32)}
     rows[2][3] = {"w": np.ones((8, 4), np.int32)}

@@ -124,6 +124,6 @@ def vocabulary_scores(x: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean loss of a softmax; the last dimension is that of the classes."""
+    """Returns the mean loss of a softmax; the last dimension is the classes."""
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
     return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], -1))

@@ -1,6 +1,6 @@
 """Llama 3 405B as shapes: `shardrules plan docs/examples/llama_405b.py:shapes --rules docs/examples/llama_405b.toml`.
 
-Nobody has to build a model to plan it. Any function will do that returns a tree of shapes.
+A model can be planned without building it: any function that returns a tree of shapes is accepted.
 """
 
 from typing import Any

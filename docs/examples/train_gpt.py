@@ -129,7 +129,7 @@ class Trainer:
 
     def __init__(self, optim: optax.GradientTransformation, shapes: State, mesh: jax.sharding.Mesh) -> None:
         self.optim, self.mesh, self.plan = optim, mesh, RULES.plan(shapes.model, mesh).check()
-        self.where = state = self.plan.mirror  # from a state to where it is to be: a moment lies as its weight does
+        self.where = state = self.plan.mirror  # from a state to its shardings: a moment is split as its weight is
         self.step = sr.filter_jit(
             train_step, mesh=mesh, in_shardings=(None, state, P()), out_shardings=(state, P()), donate=["state"]
         )

@@ -34,7 +34,7 @@ from shardrules.mesh.creation import AxisTypes
 _MAX_GROWTH = 16
 """How many times the largest size that fits the next one may be.
 
-The memory of small batches is mostly that of the weights, and says little of large ones. With 32 a first guess may be
+The memory of small batches is mostly weights, and says little about large ones. With 32 a first guess may be
 so far off that a compiler takes minutes for it; with 8 a search from 1 to thousands needs one more compile."""
 
 _MAX_BATCH = 2**40

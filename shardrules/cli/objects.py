@@ -141,7 +141,7 @@ def load_object(text: str) -> NamedObject:
     if match["call"] is None:
         return NamedObject(text, value)
     try:
-        # An op is a name with literal arguments, too: `_` stands for the name.
+        # An op is a name with literal arguments, too: `_` replaces the name.
         _, args, kwargs = parse_op(f"_{match['call']}")
     except ConfigError as error:
         raise UsageError(f"{text}: the arguments must be literals (strings, numbers, tuples ...)") from error

@@ -121,7 +121,7 @@ def _read_inputs(args: argparse.Namespace) -> _Inputs:
     if args.rules is not None:
         rules = load_rules(args.rules)
         rule = rules.rule
-        # The mesh on the command line wins over that of the rules, and that over that of the plan.
+        # The mesh on the command line wins over the rules' mesh, and the rules' mesh over the plan's.
         if mesh is None:
             mesh = rules.mesh
         if mesh is None and model.plan is not None and model.plan.mesh is not None:

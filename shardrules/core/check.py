@@ -214,7 +214,7 @@ def _unconstrained(leaf: Leaf, spec: PartitionSpec, count: int) -> Finding:
 
 
 def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Finding]:
-    # Scalars cannot be split: that no rule decides them is no news.
+    # Scalars cannot be split, so it does not matter that no rule decides them.
     if leaf.size <= 1:
         return
     why = f": {decision.reason}" if decision.reason else ""

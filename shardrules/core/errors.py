@@ -112,7 +112,7 @@ class UnboundAxisError(ShardRulesError, NameError):
 
 @final
 class BarrierError(ShardRulesError, RuntimeError):
-    """Processes that wait at different barriers, or one of which is gone."""
+    """Processes that wait at different barriers, or a process that has ended."""
 
 
 @final

@@ -83,7 +83,7 @@ def common_path(first: str, second: str) -> str:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns `findings`, errors first, those of equal layers merged into one with the sum of their counts.
+    """Returns `findings`, errors first, findings of equal layers merged into one with the sum of their counts.
 
     ```python
     from shardrules.core.finding import merged
@@ -114,6 +114,6 @@ def listing(findings: Iterable[Finding]) -> str:
 
 
 def plan_error(title: str, findings: Iterable[Finding]) -> PlanError:
-    """Returns the error that lists `findings` under a `title`, those of equal layers as one."""
+    """Returns the error that lists `findings` under a `title`, merged for equal layers."""
     errors = merged(findings)
     return PlanError(f"{title}:\n{listing(errors)}", errors)

@@ -121,7 +121,7 @@ class ShardingRule(abc.ABC):
         **Returns:**
 
         A tree of the same structure. Python numbers get `P()`; callables and other static leaves stay what they are.
-        A leaf on which the rule has no opinion gets `P()`: `plan` tells the two apart.
+        A leaf on which the rule has no opinion gets `P()`: `plan` shows which of the two it is.
 
         **Raises:**
 
@@ -307,7 +307,7 @@ def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
     )
     findings = verdict.findings
     if any(decision.findings for decision in decisions):
-        # A composite may drop a decision that is no opinion, so conflicts must not stay in decisions.
+        # A composite may drop a decision without an opinion, so conflicts must not stay in decisions.
         findings = (*findings, *_conflicts(rule, decisions, leaves.counts))
         decisions = tuple(map(_without_conflicts, decisions))
     return Verdict(decisions, findings, verdict.idle)
@@ -340,7 +340,7 @@ def _completed(rule: ShardingRule, leaf: Leaf, decision: Any) -> Decision:
 
 
 def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
-    """Asks a rule that only has `apply`: it gets the whole tree, and an empty spec is no opinion.
+    """Asks a rule that only has `apply`: it gets the whole tree, and an empty spec means no opinion.
 
     Rules inside it find the mesh on the shapes, which takes precedence over the one in force.
     """
@@ -519,8 +519,8 @@ class SpecTreeShardingRule(LeavesShardingRule):
     **Arguments:**
 
     - `specs`: a tree of PartitionSpecs or `NamedSharding`s, or a prefix of one (a spec is for all leaves below it);
-        `None` in it is no opinion. Or `(path, spec)` pairs, which is how it is stored: with the fields of named tuples
-        by name, in plans of either path style.
+        `None` in it means no opinion. Or `(path, spec)` pairs, which is how it is stored: with the fields of named
+        tuples by name, in plans of either path style.
 
     ```python
     rule = sr.SpecTreeShardingRule({"embed": P("model"), "layers": P(None, "data")})

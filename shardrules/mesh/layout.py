@@ -24,7 +24,7 @@ Granule: TypeAlias = Literal["slice", "process"]
 @final
 @attrs.frozen
 class DeviceInfo:
-    """What the layout of a mesh depends on in a device. The fields are those of `jax.Device`.
+    """What the layout of a mesh depends on in a device. The fields are named as in `jax.Device`.
 
     `coords` is the position in the torus of a slice: only TPUs have one, and the coordinates of GPUs are ignored.
     """

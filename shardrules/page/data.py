@@ -62,7 +62,7 @@ def page_data(
     for part in parts:
         # Rows are numbered over all parts.
         row_of_kind = {kind: len(rows) + index for index, row in enumerate(part.plan.rows) for kind in row.kinds}
-        # `row.device_bytes` is for all leaves of a row; the treemap needs those of one leaf.
+        # `row.device_bytes` is for all leaves of a row; the treemap needs the bytes of one leaf.
         sizes_of_rows = [row.decision.device_bytes(row.leaf, sizes) for row in part.plan.rows]
         for path, kind in zip(part.plan.paths, part.plan.kind_indices, strict=True):
             paths.append(part.prefix + path)

@@ -1,7 +1,7 @@
 """Sharding constraints in model code, by mesh axes or by logical ones.
 
 Model code is written once and runs on meshes of many shapes, so a constraint may name an axis that today's mesh lacks.
-The caller chooses what happens then, and a warning tells whatever is not done as written.
+The caller chooses what happens then, and a warning names whatever is not done as written.
 """
 
 import math
@@ -52,7 +52,7 @@ def with_sharding_constraint(
 
     Unlike JAX's own it does nothing silently. A dimension that does not divide is an error, where JAX would weaken the
     constraint. It works on axes of any type, for which JAX has three operations, and it sees the mesh of `jax.set_mesh`
-    as well as that of a legacy `with mesh:`.
+    as well as the mesh of a legacy `with mesh:`.
 
     **Arguments:**
 

@@ -70,8 +70,8 @@ def resolve_destination(
 ) -> Destination:
     """Returns where each array of a tree goes.
 
-    The mesh is that of `mesh`, the rule or the plan, else the one that the arrays are on, else the one in force. With
-    `strict=False`, problems with single arrays are returned instead of raised, so that the caller can add its own.
+    The mesh is `mesh`, or the mesh of the rule or the plan, else the one that the arrays are on, else the one in force.
+    With `strict=False`, problems with single arrays are returned instead of raised, so that the caller can add its own.
 
     ```python
     from shardrules.placement.destination import resolve_destination
@@ -100,7 +100,7 @@ def _planned_shardings(
         for leaf, spec in zip(plan.kinds, plan.kind_specs, strict=True)
         for finding in _manual_axes(leaf.shape, spec, mesh)
     ]
-    if manual:  # before the plan is checked: sizes inside shard_map are those of shards
+    if manual:  # before the plan is checked: sizes inside shard_map are sizes of shards
         raise refusal(caller, manual)
     plan = checked_plan(plan, mesh, caller)
     notes = [finding for finding in plan.findings if finding.code in _WARNINGS]

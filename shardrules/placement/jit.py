@@ -142,7 +142,7 @@ class _Compiled:
 @final
 @attrs.define(eq=False)
 class _Result:
-    """What the trace tells about the result: its structure, and its leaves that are not arrays."""
+    """What the trace says about the result: its structure, and its leaves that are not arrays."""
 
     treedef: Any = None
     static: tuple[tuple[int, Any], ...] = ()

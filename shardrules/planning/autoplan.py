@@ -1,6 +1,6 @@
 """`autoplan`: finds where everything in a function goes.
 
-It reads, then searches, then tells. Everything that searches, for the plan and for what its pins cost, divides one
+It reads, then searches, then reports. Everything that searches, for the plan and for what its pins cost, divides one
 deadline; findings are made from what the searches returned.
 """
 
@@ -75,7 +75,7 @@ def autoplan(
     - `args`: its arguments, as arrays or shapes. An argument that comes back as a result, such as the state of
         training, comes back in the same layout.
     - `mesh`: a mesh, with devices or without; or a device count, for which several meshes are tried.
-    - `memory_limit`: the most that may lie in the memory of a device, in bytes or as a string (`"60GiB"`): arguments,
+    - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`): arguments,
         results and everything in between. By default the device's memory less a tenth.
     - `pins`: a rule for the tuple of arguments. Where it has an opinion, the plan follows it.
     - `hardware`: what the devices reach; by default the sheet of the mesh's devices, or of H100s if it has none.

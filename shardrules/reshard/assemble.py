@@ -58,7 +58,7 @@ def assemble(
         new[box] = aligned_empty(box_shape(box), np.dtype(dtype))
         for device, old_part, new_part in parts:
             new[box][new_part] = old[device][old_part]
-    # JAX asks for the shards in the order of the sharding's devices, which is that of the schedule.
+    # JAX asks for the shards in the order of the sharding's devices, which is the schedule's order.
     boxes = iter(schedule.target.values())
     return jax.make_array_from_callback(schedule.shape, sharding, lambda _: new[next(boxes)], dtype=dtype)
 

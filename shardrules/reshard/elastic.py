@@ -136,7 +136,7 @@ def recover(tree: Any, shardings: How, alive: Iterable[Any], *, max_bytes_in_fli
 
     **Arguments:**
 
-    - `tree`: a pytree of arrays, on devices some of which may be lost.
+    - `tree`: a pytree of arrays; some of their devices may be lost.
     - `shardings`: where they go, as in `reshard`; all of its devices are alive.
     - `alive`: the devices that can be used.
     - `max_bytes_in_flight`: as in `reshard`.

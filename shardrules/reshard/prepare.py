@@ -188,7 +188,7 @@ _DELETED = Finding(
 
 
 def is_deleted(array: jax.Array, alive: Collection[Any] | None = None) -> bool:
-    """Returns whether a shard on a device of `alive` is gone. An array that shares shards may lose single ones."""
+    """Returns whether a shard on a device of `alive` is lost. An array that shares shards may lose single ones."""
     return array.is_deleted() or any(
         shard.is_deleted() for device, shard in local_shards(array).items() if alive is None or device in alive
     )

@@ -306,7 +306,7 @@ def _structure_findings(trees: Sequence[Any], structures: Sequence[Any]) -> list
         reasons = [f"it lacks {', '.join(map(repr, missing))}"] if missing else []
         reasons += [f"it also has {', '.join(map(repr, extra))}"] if extra else []
         same_paths = f"it has the same paths, but its containers or static fields differ: {structure}"
-        why = f"its structure differs from that of tree 0: {', and '.join(reasons or [same_paths])}"
+        why = f"its structure differs from tree 0's: {', and '.join(reasons or [same_paths])}"
         findings.append(Finding("error", "structure", why, str(tree_index)))
     return findings
 

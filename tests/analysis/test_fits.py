@@ -276,7 +276,7 @@ def test_the_largest_batch_to_the_byte(target: str) -> None:
     assert search.fit.headroom_bytes == 0
     assert not dict(search.trials)[8 * 512 + 8]
     assert traced == [batch for batch, _ in search.trials]
-    assert list(calls.values()) == [1] * len(calls)  # those that tell the multiple are tried, too
+    assert list(calls.values()) == [1] * len(calls)  # batches that show the multiple are tried too
     assert len(traced) == len(Counter(traced)) <= 7
 
 

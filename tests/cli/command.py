@@ -22,7 +22,7 @@ NOISE = ("WARNING: All log messages before absl", "cudart_stub.cc")
 
 
 def environment(*without: str, **more: str) -> dict[str, str]:
-    """The environment of a command: that of the tests, without variables that tests set and `without`."""
+    """The environment of a command: the tests' own, without variables that tests set and without `without`."""
     removed = ("XLA_FLAGS", "JAX_PLATFORMS", "NO_COLOR", "FORCE_COLOR", "COLUMNS", *without)
     kept = {name: value for name, value in os.environ.items() if name not in removed}
     return {**kept, "PYTHONPATH": str(REPOSITORY), **more}

@@ -197,7 +197,7 @@ WRONG = {
         "rules.toml:3: rules[0].max_memory_per_device: max_memory_per_device must be a number of bytes",
     ),
     "a bad pattern": ('[[rules]]\npath = "(norm"\nspec = []', "rules.toml:2: rules[0].path: "),
-    "a pattern is no text": (
+    "a pattern is not a string": (
         "[[rules]]\npath = 3\nspec = []",
         "rules.toml:2: rules[0].path: a pattern must be a string, got 3",
     ),
@@ -205,11 +205,11 @@ WRONG = {
         '[[rules]]\npath = "norm"',
         "rules.toml:1: rules[0]: 'norm' decides nothing: add a spec, a type, or a rule",
     ),
-    "a spec is no list": (
+    "a spec is not a list": (
         '[[rules]]\npath = "norm"\nspec = "data"',
         "rules.toml:3: rules[0].spec: a spec is a list with an axis, a list of axes or '-' for each dimension; got 'd",
     ),
-    "an axis is no text": (
+    "an axis is not a string": (
         '[[rules]]\npath = "a"\nspec = ["data", 1]',
         "rules.toml:3: rules[0].spec[1]: 1 is not an axis, a list of axes",
     ),

@@ -204,7 +204,7 @@ CASES: dict[str, Case] = {
         (12, 8),
         0,
     ),
-    "a gigabyte that nobody decided on": Case(
+    "an undecided gigabyte": Case(
         lambda: REGEX([("w", P("data"))]).plan({"w": f32(8), "embed": ONE_GB}, MESH),
         "warning",
         "large-replicated",
@@ -213,7 +213,7 @@ CASES: dict[str, Case] = {
         "Split it .*, or add ReplicateShardingRule",
         (16384, 16384),
     ),
-    "a leaf that nobody decided on": Case(
+    "an undecided leaf": Case(
         lambda: REGEX([("w", P("data"))]).plan({"w": f32(8), "b": f32(3)}, MESH),
         "note",
         "unmatched",
@@ -700,7 +700,7 @@ def test_a_state_of_optax_has_no_findings_of_its_own() -> None:
 @final
 @attrs.frozen
 class Silent(sr.LeavesShardingRule):
-    """A user's rule that asks another, and does not tell of it."""
+    """A user's rule that asks another rule without naming it in `parts`."""
 
     inside: sr.ShardingRule
 
@@ -708,7 +708,7 @@ class Silent(sr.LeavesShardingRule):
         return sr.decide(self.inside, leaves)
 
 
-def test_a_rule_around_another_keeps_its_findings_though_it_does_not_tell_of_it() -> None:
+def test_a_rule_around_another_keeps_its_findings_though_it_does_not_name_it() -> None:
     inner = REGEX([("w", P("data")), ("bais", P())])
     for rule in (Silent(inner), sr.CompositeShardingRule(Silent(inner), sr.ReplicateShardingRule())):
         codes = [finding.code for finding in rule.plan({"w": f32(8), "b": f32(8)}, sr.mesh_shape("data:4")).findings]

@@ -1,7 +1,7 @@
 """Optimizer states against optax: which leaf belongs to which parameter, and what a factored one really kept.
 
-Two oracles, neither of which reads paths: `optax.tree_map_params` knows which leaves stand for parameters, and for
-factored states an update on random gradients tells over which dimension each statistic was averaged.
+Two oracles, neither of which reads paths: `optax.tree_map_params` knows which leaves belong to parameters, and for
+factored states an update on random gradients shows over which dimension each statistic was averaged.
 """
 
 import functools
@@ -274,7 +274,7 @@ def test_a_factored_leaf_takes_the_entries_of_the_dims_it_kept(shape: tuple[int,
             mirrored = getattr(mirrored_state, name)["layer"]["w"]
             assert same(mirrored, kept), (name, spec, out)
             assert len(mirrored.partitions) <= len(shape) - 1
-        # What is not factored is kept whole, and placeholders of one element are nobody's business.
+        # What is not factored is kept whole, and placeholders of one element are replicated.
         assert mirrored_state.v["b"] == P("a")
         assert same(mirrored_state.v["layer"]["w"], P())
         assert same(mirrored_state.v_row["b"], P())
@@ -424,7 +424,7 @@ def test_the_fuller_home_comes_first_and_then_the_longest_path() -> None:
     assert mirror_leaf(leaf, leaf.path, planned, {"0/mu": 2, "0": 1}).spec == P("a")
 
 
-# ---- in a chain, in other styles of paths, and what is no plan ----
+# ---- in a chain, in other path styles, and arguments that are not plans ----
 
 
 def test_in_a_chain_the_mirror_refines_and_may_conflict() -> None:

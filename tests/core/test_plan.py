@@ -434,7 +434,7 @@ def test_all_fingerprints_are_different() -> None:
 
 
 def test_a_fingerprint_is_the_same_everywhere() -> None:
-    # A change of this value tells every user that all plans have changed.
+    # A change of this value means to every user that all plans have changed.
     assert one_leaf().fingerprint == "7bed8a365bd44c7dc318356da0249715c071eceab3f4b08aca2a48ddc8439d34"
 
 
@@ -605,7 +605,7 @@ def test_a_plan_as_a_rule_decides_as_it_did() -> None:
     assert again.fingerprint == plan.fingerprint
     assert not plan.diff(again)
     assert not any(finding.code == "dead-pin" for finding in again.findings)
-    assert again.decision("step").spec is None  # what nobody decided stays open
+    assert again.decision("step").spec is None  # what no rule decided stays undecided
     assert again.decision("layers/0/norm").spec == P()
     rule = plan.as_rule()
     names = {"SpecTreeShardingRule": sr.SpecTreeShardingRule, "P": P}

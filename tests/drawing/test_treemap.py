@@ -1,4 +1,4 @@
-"""Treemaps: areas are to each other as amounts are, nothing overlaps, and what is of one module lies in it."""
+"""Treemaps: areas are proportional to amounts, nothing overlaps, and the parts of a module are inside it."""
 
 import itertools
 

@@ -56,7 +56,7 @@ def neither_abstract_nor_final(classes: tuple[type, ...], error_bases: tuple[typ
 
 
 def both_abstract_and_final(classes: tuple[type, ...]) -> list[str]:
-    """Final classes with methods that nobody can implement any more."""
+    """Final classes with methods that can no longer be implemented."""
     return [cls.__name__ for cls in classes if is_final(cls) and inspect.isabstract(cls)]
 
 

@@ -49,7 +49,7 @@ def names_of(modules: tuple[Module, ...]) -> frozenset[str]:
 
 
 def upward_imports(modules: tuple[Module, ...]) -> list[str]:
-    """Imports of a layer that stands above, of a layer that nobody listed, or of the package's root."""
+    """Imports of a layer that stands above, of a layer that is not listed, or of the package's root."""
     bad = []
     for module in modules:
         root, _, rest = module.name.partition(".")

@@ -221,7 +221,7 @@ class Task:
     - `name`: of the model.
     - `make`: from a random key to the module and its state.
     - `loss`: from module, state and batch to the loss and the next state.
-    - `batch`: makes a batch, of which every array begins with the dimension of the examples.
+    - `batch`: makes a batch, whose arrays all begin with the dimension of the examples.
     - `tensor_parallel`: rules that split it over "model".
     """
 

@@ -108,7 +108,7 @@ def test_a_mesh_that_is_not_in_force_is_refused_inside_jit() -> None:
                 jax.jit(shard)(ONES)
 
 
-# ---- axes that are not to be had ----
+# ---- unavailable axes ----
 
 
 def test_unknown_axes_skip_the_constraint_with_a_warning() -> None:

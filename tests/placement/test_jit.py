@@ -80,7 +80,7 @@ def test_each_structure_shape_dtype_and_static_value_compiles_once() -> None:
 @pytest.mark.parametrize("axis_types", ["auto", None])
 @pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit"])
 def test_the_first_step_compiles_for_all_steps(mesh: Mesh, axis_types: Any) -> None:
-    """Arrays that nobody has placed yet, and those that come back."""
+    """Arrays that are not placed yet, and arrays that come back."""
     counter = Counter()
     run = sr.filter_jit(counter, mesh=mesh, in_shardings=(RULE, P()), out_shardings=RULE, axis_types=axis_types)
     fresh = {"w": jnp.ones((8, 4)), "b": np.ones(8, np.float32)}

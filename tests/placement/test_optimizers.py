@@ -66,7 +66,7 @@ MOMENTS = {
 
 @functools.cache
 def parameters() -> dict[str, Any]:
-    """Returns parameters as arrays on the host: three matrices, of which one is square, and three vectors."""
+    """Returns parameters as arrays on the host: three matrices, one of them square, and three vectors."""
     numbers = np.random.default_rng(0)
 
     def layer(*shape: int) -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ def on_one_device(name: str) -> list[Any]:
 
 
 def follows(path: Any, leaf: jax.Array, params: dict[str, jax.Array]) -> P | None:
-    """Where a leaf of a state is to be, by the parameter in its path and by the definition of the optimizer."""
+    """The spec that a leaf of a state should have, by the parameter in its path and the definition of the optimizer."""
     path_text = jtu.keystr(path)
     home = next((name for name in params if path_text.endswith(name)), None)
     if home is None:

@@ -36,7 +36,7 @@ def test_processes_run_what_was_planned(processes: int, devices: int) -> None:
                 expected_w, expected_key = jax.jit(step)(expected_w, expected_key, x)
             assert arrays[0].sharding.is_equivalent_to(NamedSharding(mesh, plan.result_specs[0]), 2)
             np.testing.assert_allclose(sr.filter_gather(arrays[0]), expected_w, rtol=1e-4, atol=1e-6)
-            holes = np.where(x > 2, np.nan, x).astype(np.float32)  # NaN is no difference between processes
+            holes = np.where(x > 2, np.nan, x).astype(np.float32)  # NaNs in the same places are not a difference
             jax.block_until_ready(run(*arrays, holes))
             print("ran", plan.result_specs[0])
             """,

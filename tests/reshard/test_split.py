@@ -587,7 +587,7 @@ def test_structures_must_agree() -> None:
     x, y = counted(LEFT, P("fsdp")), counted(RIGHT, P("fsdp"))
     with pytest.raises(
         sr.errors.TreeError,
-        match=r"structure: 1: its structure differs from that of tree 0: it lacks 'b', and it also has 'c/d'",
+        match=r"structure: 1: its structure differs from tree 0's: it lacks 'b', and it also has 'c/d'",
     ):
         concatenate_by_mesh_axis([{"a": x, "b": x}, {"a": y, "c": {"d": y}}], "fsdp")
     with pytest.raises(
@@ -613,7 +613,7 @@ def test_one_error_lists_every_problem_of_joining() -> None:
     assert lines == [
         "concatenate_by_mesh_axis:",
         f"  error other-mesh: 2: the mesh fsdp:4 (Auto) of {four} shares {four} with an earlier one",
-        "  error structure: 2: its structure differs from that of tree 0: it lacks 'b', 'c', 'd'",
+        "  error structure: 2: its structure differs from tree 0's: it lacks 'b', 'c', 'd'",
         "  error no-mesh: 0/b (8, 8): it is not on a mesh: its sharding is a SingleDeviceSharding",
         "  error deleted: 1/c (8, 8): it has been deleted or donated, or an array that shares its shards has",
         "  error no-array: 1/d: it is a int, not a JAX array",

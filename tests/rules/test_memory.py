@@ -201,7 +201,7 @@ DTYPES: tuple[tuple[Any, int], ...] = (
 
 
 def random_tree(rng: random.Random) -> tuple[AbstractMesh, dict[str, Any], list[set[int]], list[int]]:
-    """A mesh, a tree of up to 6 leaves of which some are equal and some divide badly, and what each may hold."""
+    """A mesh, a tree of up to 6 leaves, some equal and some hard to divide, and what each may hold."""
     mesh = sr.mesh_shape(rng.choice(MESHES))
     tree: dict[str, Any] = {}
     options: list[set[int]] = []

@@ -225,8 +225,8 @@ def _move_code(facts: AuditFacts, moved: _MovedArray) -> str:
             if over_batch and role != BATCH:
                 return "fsdp"
             return "" if _is_requested(facts, moved) else "gathered"
-        # A gathered parameter that is no argument is an update: where only the optimizer's state is split, each device
-        # computes its part of the new parameters.
+        # A gathered parameter that is not an argument is an update: where only the optimizer's state is split, each
+        # device computes its part of the new parameters.
         if _is_parameter(facts, moved) or _is_requested(facts, moved):
             return ""
         return "gathered-batch" if over_batch else "gathered-activation"

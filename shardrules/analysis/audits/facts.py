@@ -147,7 +147,8 @@ class AuditFacts:
         shapes = self._shapes_of_parameters(() if collective.kind == "reduce-scatter" else collective.crossed)
         if shapes.matches(array.shape):
             return True
-        # An optimizer's update may be cut into pieces of any shape. In front of a matmul such a shape is no parameter.
+        # An optimizer's update may be cut into pieces of any shape. In front of a matmul such a shape does not make it
+        # a parameter.
         computation = self.program.find(collective.computation)
         uses = self.program.downstream(computation, computation.by_name[collective.name])
         return shapes.matches(array.shape, split_dims=True) and not any(

@@ -65,7 +65,7 @@ def module_path(op_name: str, stack: Sequence[Source]) -> str:
     # A single scope is a layer of a library, like `eqx.nn.Linear`: many modules have one, and the function tells them
     # apart.
     functions = [frame.function.rpartition("<locals>.")[2] for frame in user_frames(stack)]
-    # Names in angle brackets are those of lambdas, comprehensions and modules.
+    # Lambdas, comprehensions and modules have names in angle brackets.
     named = [name.removesuffix(".__call__") for name in functions if name and not name.startswith("<")]
     return "/".join([*named[:1], *scopes]) or "(unknown)"
 

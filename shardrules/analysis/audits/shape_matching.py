@@ -13,7 +13,7 @@ from typing import Self, TypeAlias, final
 import attrs
 
 Dims: TypeAlias = tuple[int, ...]
-"""The dimensions of an array in increasing order, without those of size 1."""
+"""The dimensions of an array in increasing order, without dimensions of size 1."""
 
 
 def _dims(shape: Iterable[int]) -> Dims:

@@ -16,7 +16,7 @@ def programs_in(equation: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
-    """Yields all equations of a traced program, also those of the programs inside it."""
+    """Yields all equations of a traced program and of the programs inside it."""
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     for equation in jaxpr.eqns:
         yield equation

@@ -85,7 +85,7 @@ def _find_homes(arguments: Arguments) -> tuple[_Path, list[_Path]] | None:
     arrays = [
         (path, array.shape)
         for path, array in zip(_array_paths(arguments), arguments.arrays, strict=True)
-        if array.shape  # counts and steps are nobody's copies
+        if array.shape  # counts and steps are not copies of parameters
     ]
     # Every end of every path, with its beginning: "0/mu/layers/0/w" ends in "layers/0/w", the path of a parameter.
     ends: dict[_Path, list[tuple[_Path, tuple[int, ...]]]] = {}

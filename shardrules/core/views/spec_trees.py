@@ -25,7 +25,7 @@ class _HasSharding(Protocol):
 def get_names_from_partition_spec(tree: Any) -> list[str]:
     """Returns the mesh axes in a spec or a tree of specs, each once, in the order in which they appear.
 
-    Dictionaries in `tree` are read in the order in which they were written, `None` is no spec, and a string is an axis.
+    Dictionaries in `tree` are read in the order in which they were written, `None` is skipped, and a string is an axis.
     A leaf that is not a spec is a `SpecError`.
 
     ```python

@@ -1,7 +1,7 @@
 """Which tensor of a checkpoint goes to which leaf of a tree, and what is wrong with that.
 
 A model repeats itself, so what is wrong with it is wrong in every layer. Mismatches are kept as data until all are
-known; then those of equal layers become one finding.
+known; then mismatches of equal layers become one finding.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -150,7 +150,7 @@ def compare(leaf: RequestedLeaf, name: str, stored: StoredArray, *, cast: bool) 
 
 
 def mismatch_findings(mismatches: Iterable[Mismatch], names: Iterable[str], paths: Iterable[str]) -> list[Finding]:
-    """Returns mismatches as findings, those of equal layers as one; suggests from the `names` and `paths` that exist.
+    """Returns mismatches as findings, one for all equal layers; suggests from the `names` and `paths` that exist.
 
     ```python
     from shardrules.placement.checkpoints.names import Mismatch, mismatch_findings

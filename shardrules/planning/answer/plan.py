@@ -75,7 +75,7 @@ class AutoPlan:
     args: tuple[Any, ...] = attrs.field(repr=False)
     mesh: AnyMesh
     memory_limit: int
-    """The most that may lie in the memory of a device, in bytes."""
+    """The most memory that a device may use, in bytes."""
     time_limit: float
     """How long a search may take, in seconds."""
     task: Task = attrs.field(repr=False)
@@ -144,7 +144,7 @@ class AutoPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lies in the memory of a device, as modelled."""
+        """The most memory that a device uses, as modelled."""
         return int(self.result.peak_bytes)
 
     @functools.cached_property
@@ -177,7 +177,7 @@ class AutoPlan:
 
     def _plan_of(self, tree: Any, specs: Sequence[PartitionSpec]) -> ShardingPlan:
         leaves, treedef = jtu.tree_flatten(tree)
-        # Specs are those of arrays only: other leaves of the tree have none.
+        # Only arrays have specs; other leaves of the tree have none.
         rest = iter(specs)
         leaf_specs = [None if array_kind(leaf) is None else next(rest) for leaf in leaves]
         return SpecTreeShardingRule(treedef.unflatten(leaf_specs)).plan(tree, self.mesh)

@@ -201,7 +201,7 @@ def _difference(planned: Call, called: Call) -> str:
         if path in before and (before[path].shape, before[path].dtype) != (after[path].shape, after[path].dtype)
     ]
     differences += [f"{path} is new" for path in after if path not in before]
-    differences += [f"{path} is gone" for path in before if path not in after]
+    differences += [f"{path} is missing" for path in before if path not in after]
     why = "; ".join(differences) if differences else "the arguments are the same, but what it computes is not"
     return f"{called.name} differs from the function that was planned: {why}. Call autoplan for this one"
 

@@ -21,7 +21,7 @@ Entries: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 @final
 @attrs.frozen(eq=False)
 class MemoryConstraint:
-    """A bound on what lies in memory at one moment."""
+    """A bound on what is in memory at one moment."""
 
     layout_bytes: dict[int, np.ndarray]
     """For some nodes the bytes of each layout."""
@@ -31,7 +31,7 @@ class MemoryConstraint:
     limit_bytes: float
 
     def used_bytes(self, problem: Problem, choice: Sequence[int]) -> float:
-        """Returns what lies in memory under a choice."""
+        """Returns what is in memory under a choice."""
         total = self.constant_bytes + sum(float(sizes[choice[node]]) for node, sizes in self.layout_bytes.items())
         for edge_index, sizes in self.copy_bytes.items():
             edge = problem.edges[edge_index]

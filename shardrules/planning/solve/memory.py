@@ -1,4 +1,4 @@
-"""What lies in the memory of a device at every operation of a program, for any choice of layouts.
+"""What is in the memory of a device at every operation of a program, for any choice of layouts.
 
 Arrays that are computed together with what takes them are never written, so they take no room; what they are computed
 from has to stay until then. Arrays that enter a loop stay until its end. Arguments stay throughout; results that are
@@ -31,7 +31,7 @@ _Spans: TypeAlias = Mapping[int, tuple[int, int]]
 @final
 @attrs.frozen(eq=False)
 class Stay:
-    """An array that lies in memory from one operation to another, both included."""
+    """An array that is in memory from one operation to another, both included."""
 
     home: Home
     """What decides its layout."""
@@ -59,13 +59,13 @@ class Copy:
 @final
 @attrs.frozen(eq=False)
 class Occupancy:
-    """What lies in memory when, for any choice."""
+    """What is in memory when, for any choice."""
 
     problem: Problem
     stays: tuple[Stay, ...]
     copies: tuple[Copy, ...]
     fixed_bytes: int
-    """What lies there in any case: arguments without a layout to choose, and constants."""
+    """What is there in any case: arguments without a layout to choose, and constants."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Occupancy":
@@ -115,7 +115,7 @@ class Occupancy:
         return [((first, last), nbytes) for first, last, nbytes in spans.values()]
 
     def constraint(self, op_index: int, limit_bytes: float, certain: bool = False) -> MemoryConstraint:
-        """Returns a bound on what lies in memory at an operation.
+        """Returns a bound on what is in memory at an operation.
 
         Which copies live at an operation depends on products of choices, which no linear constraint has. With
         `certain`, it counts only what is there in any case, one copy of an array at most: it then rules out no choice

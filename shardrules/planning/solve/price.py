@@ -3,7 +3,7 @@
 Bounds on memory make a linear program slow to solve; a price for each byte does not, since all that changes is what
 layouts and moves cost. The higher the prices, the less memory the cheapest choice takes; and what it costs, prices
 included, is a lower bound for every choice that fits. The prices are chosen where that bound is highest, as far as the
-choices met so far tell (Kelley's cutting planes).
+choices met so far show (Kelley's cutting planes).
 """
 
 from collections.abc import Mapping, Sequence

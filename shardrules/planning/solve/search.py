@@ -147,7 +147,7 @@ class Task:
         return [np.union1d(kept, [layout_index]) for kept, layout_index in zip(keep, best.choice, strict=True)]
 
     def _exactly(self, limit_bytes: float, deadline: Deadline, moments: dict[int, None]) -> "SearchResult":
-        """Solves it with bounds on what lies in memory at the moments, which grow until no other operation exceeds it.
+        """Solves it with bounds on what is in memory at the moments, which grow until no other operation exceeds it.
 
         An operation is first watched with a constraint that rules out no choice that fits, so that the bound holds. One
         that exceeds the limit all the same is watched strictly from then on, and with a lower limit if even that fails.

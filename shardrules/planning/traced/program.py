@@ -220,7 +220,7 @@ class _JaxprReader:
     ) -> None:
         """Adds an operation that passes an array on. `position` is its equation index and slot.
 
-        The operand has `extra_dims` before those of the result, or the result before those of the operand if negative.
+        The operand has `extra_dims` more dims in front than the result, or the result than the operand if negative.
         """
         shape = self.arrays[result if extra_dims >= 0 else operand].shape
         dims = tuple(range(len(shape)))

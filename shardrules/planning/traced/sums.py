@@ -44,7 +44,7 @@ class PartialSums:
         return sums
 
     def is_only_added(self, array: int) -> bool:
-        """Whether an array is a sum, and its only use is to be added to other sums."""
+        """Whether an array is a sum that is only added to other sums."""
         if array not in self.sums:
             return False
         if array in self.loop_sums:

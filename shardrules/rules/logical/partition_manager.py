@@ -31,7 +31,7 @@ class PartitionManager:
         """Returns the PartitionSpec of an array, with an entry for each logical axis.
 
         Pass either `axes`, a list or a `DynamicShardingAxes`, or `dynamic_axes`. `mode` and `shape` are as in
-        `PartitionAxis.resolve_spec`; the default mode is that of the `DynamicShardingAxes`, or training for a list.
+        `PartitionAxis.resolve_spec`; the default is the mode of the `DynamicShardingAxes`, or training for a list.
 
         ```python
         from shardrules.presets import eformer

@@ -48,7 +48,7 @@ REDUCE = Collective(
     ("", ""),
 )
 ALONE = attrs.evolve(REDUCE, axes=(), crossed=(), group_size=1, wire_bytes=0, name="all-reduce.3")
-"""A collective of one device each: it is among those of a program and moves nothing."""
+"""A collective of one device each: it is in the program and moves nothing."""
 
 LAYERS = tuple(
     AuditedArray(f"params/layers/{layer}/up", (64, 256), "bfloat16", "parameters", "P('data')", "P('data')", 8192, True)

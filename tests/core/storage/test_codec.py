@@ -26,7 +26,7 @@ DTYPES: list[Any] = [
     *KEYS,
     jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg")).dtype,
 ]
-NOTE = sr.Finding("note", "told", "it is", "layers/0/w")
+NOTE = sr.Finding("note", "unmatched", "it is", "layers/0/w")
 FINDING = sr.Finding("warning", "fitted", "dropped", "w", "Correct it", (8, 4), 1, "model", 3, "FittedShardingRule")
 
 FINGERPRINT = "ed8ee059fe1246db95c58f7dc6ba4a48e451904baac466923397b3e6709c096e"
@@ -72,7 +72,7 @@ GOLDEN = """\
    "findings": [
     {
      "severity": "note",
-     "code": "told",
+     "code": "unmatched",
      "message": "it is",
      "path": "layers/0/w",
      "remedy": "",

@@ -396,7 +396,7 @@ def test_no_device_holds_more_than_its_shards(
 
 
 def peak_over_start(code: str, folder: Path) -> tuple[int, int]:
-    """Runs code in a process of its own; returns the bytes it needed at most and those of `arrays` in the end."""
+    """Runs code in a process of its own; returns the bytes it needed at most, and the bytes of `arrays` at the end."""
     text = """
         import re, resource, sys
         import jax, jax.numpy as jnp, numpy as np

@@ -1,4 +1,4 @@
-"""What lies in memory, worked out by hand, and compared with the compilers of CPUs and GPUs."""
+"""What is in memory, worked out by hand, and compared with the compilers of CPUs and GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

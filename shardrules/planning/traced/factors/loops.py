@@ -72,7 +72,7 @@ def loop_sizes(loops: Loops, op: OpSignature) -> dict[Hashable, int]:
     for names, shape in (pair for side in sides for pair in zip(*side, strict=True)):
         for name, size in zip(names, shape, strict=True):
             if name is not None:
-                # gcd(0, size) is size: a loop starts with the size that the rule says, or with that of its first dim.
+                # gcd(0, size) is size: a loop starts with the rule's size, or with the size of its first dim.
                 sizes[name] = math.gcd(sizes.get(name, loops.sizes.get(name, 0)), size)
     return sizes
 
