@@ -15,7 +15,8 @@ import abc
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar, final
 
 import attrs
@@ -53,20 +54,37 @@ from shardrules.drawing.picture import Picture
 T = TypeVar("T")
 
 
-def from_fields(compute: Callable[[Any], T]) -> T:
-    """Returns a class attribute that each rule computes once from its fields, unless its class assigns a value."""
-    attribute: Any = functools.cached_property(compute)
+@final
+@attrs.frozen(eq=False)
+class _FromFields:
+    """A class attribute that each rule computes from its fields, unless its class or the rule itself assigns a value.
+
+    It is computed whenever it is read: not all rules are frozen, and a kept value would outlive a change of a field.
+    """
+
+    compute: Callable[[Any], Any]
+    is_joined: bool = False
+    """Whether it is nothing but what the rules inside have."""
+
+    def __get__(self, rule: Any, owner: type | None = None) -> Any:
+        return self if rule is None else self.compute(rule)
+
+
+def from_fields(compute: Callable[[Any], T], *, is_joined: bool = False) -> T:
+    """Returns a class attribute that each rule computes from its fields, unless its class assigns a value."""
+    attribute: Any = _FromFields(compute, is_joined)
     return attribute
 
 
 def rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
-    """Returns the rules in the fields of a rule, in order, also those inside tuples, lists and dictionaries."""
+    """Returns the rules in the attributes of a rule, in order, also those inside tuples, lists and dictionaries."""
+    names: Iterable[str] = ()
     if attrs.has(type(rule)):
-        values: Any = [getattr(rule, field.name) for field in attrs.fields(type(rule))]
+        names = [field.name for field in attrs.fields(type(rule))]
     elif dataclasses.is_dataclass(rule):
-        values = [getattr(rule, field.name) for field in dataclasses.fields(rule)]
-    else:
-        values = vars(rule)
+        names = [field.name for field in dataclasses.fields(rule)]
+    # Fields may be in slots; what else `__init__` of a subclass sets is not.
+    values = {name: getattr(rule, name) for name in names} | vars(rule)
     return tuple(_rules_in(values))
 
 
@@ -76,6 +94,31 @@ def _rules_in(value: Any) -> Iterator["ShardingRule"]:
     elif isinstance(value, tuple | list | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _rules_in(item)
+
+
+def inner_values(rule: "ShardingRule", name: str) -> Iterator[Any]:
+    """Yields the attribute `name` of the rules inside, and where it joins those of rules further inside, theirs."""
+    seen = {id(rule)}  # a rule may refer to the rule around it
+    parts = list(reversed(rule.parts))
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        attribute = getattr(type(part), name)
+        is_joined = isinstance(attribute, _FromFields) and attribute.is_joined and name not in vars(part)
+        if is_joined and part.parts:
+            parts += reversed(part.parts)
+        else:
+            yield getattr(part, name)
+
+
+def _joined_reads(rule: "ShardingRule") -> ReadsIndex:
+    return widest(list(inner_values(rule, "reads_index")) or ["value"])
+
+
+def _joined_budgets(rule: "ShardingRule") -> tuple[int, ...]:
+    return tuple(itertools.chain.from_iterable(inner_values(rule, "tree_budgets")))
 
 
 class ShardingRule(abc.ABC):
@@ -105,9 +148,7 @@ class ShardingRule(abc.ABC):
     reads_index: ReadsIndex = "value"
     """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
 
-    tree_budgets: tuple[int, ...] = from_fields(
-        lambda rule: tuple(limit for part in rule.parts for limit in part.tree_budgets)
-    )
+    tree_budgets: tuple[int, ...] = from_fields(_joined_budgets, is_joined=True)
     """Limits, in bytes per device, on all arrays of the tree together. A plan that misses one has an error."""
 
     @abc.abstractmethod
@@ -188,12 +229,34 @@ class LeavesShardingRule(ShardingRule):
 
     assert Biggest("data").apply({"a": np.ones(4), "b": np.ones(8)}) == {"a": P(), "b": P("data")}
     ```
+
+    A rule around others reads as much of the indices in paths as they do. One that also looks at `leaf.path` itself
+    must say so, or every layer gets what the first one got:
+
+    ```python
+    @attrs.frozen
+    class FirstLayerWhole(sr.LeavesShardingRule):
+        rule: sr.ShardingRule
+        reads_index = "value"  # decide_all looks at leaf.path
+
+        def decide_all(self, leaves):
+            verdict = sr.decide(self.rule, leaves)
+            pairs = zip(leaves.items, verdict.decisions, strict=True)
+            return attrs.evolve(verdict, decisions=tuple(
+                leaf.replicate("first layer") if leaf.path.startswith("layers/0/") else decision
+                for leaf, decision in pairs
+            ))
+
+    specs = FirstLayerWhole(sr.DimShardingRule("data", 0)).apply({"layers": [{"w": np.ones(4)}, {"w": np.ones(4)}]})
+    assert specs == {"layers": [{"w": P()}, {"w": P("data")}]}
+    ```
     """
 
-    reads_index: ReadsIndex = from_fields(
-        lambda rule: widest(part.reads_index for part in rule.parts) if rule.parts else "value"
-    )
-    """What the rule reads of list indices in paths: by default as much as the rules in its fields."""
+    reads_index: ReadsIndex = from_fields(_joined_reads, is_joined=True)
+    """What the rule reads of list indices in paths: by default as much as the rules in its fields, `"value"` without.
+
+    A rule around others that looks at `leaf.path` itself must assign `"value"`.
+    """
 
     @abc.abstractmethod
     def decide_all(self, leaves: Leaves) -> Verdict:
@@ -231,6 +294,9 @@ class LeafShardingRule(LeavesShardingRule):
     assert specs == {"w": P("data", None), "b": P()}
     ```
     """
+
+    reads_index: ReadsIndex = "value"
+    """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
 
     @abc.abstractmethod
     def decide(self, leaf: Leaf) -> Decision:
@@ -372,10 +438,15 @@ def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
 
 
 def _nested(rule: ShardingRule) -> Iterator[ShardingRule]:
-    """The rule itself, then all rules inside it."""
-    yield rule
-    for part in rule.parts:
-        yield from _nested(part)
+    """The rule itself, then all rules inside it, each once."""
+    seen: dict[int, ShardingRule] = {}
+    rules = [rule]
+    while rules:
+        inner = rules.pop()
+        if id(inner) not in seen:
+            seen[id(inner)] = inner
+            yield inner
+            rules += reversed(inner.parts)
 
 
 def _decide_tree(

@@ -13,7 +13,7 @@ from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields, inner_values
 from shardrules.core.spec import checked_spec, spec_code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
@@ -71,7 +71,7 @@ def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) ->
 
 def _reads_index(rule: "RegexShardingRule") -> ReadsIndex:
     patterns: list[ReadsIndex] = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
-    return widest([*patterns, *[part.reads_index for part in rule.parts]])
+    return widest([*patterns, *inner_values(rule, "reads_index")])
 
 
 @final

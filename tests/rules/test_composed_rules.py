@@ -471,3 +471,101 @@ def test_many_dead_pins_are_quick() -> None:
     assert len(findings) == 600
     assert sum(1 for finding in findings if "did you mean" in finding.message) == 8
     assert took < 5  # a suggestion for each takes 13 s
+
+
+# ---- what rules derive from their fields ----
+
+LAYERS = {"layers": [{"w": np.ones((8, 4))} for _ in range(4)]}
+
+
+def layer_specs(rule: sr.ShardingRule) -> list[P]:
+    return [layer["w"] for layer in rule.plan(LAYERS, sr.mesh_shape("data:4")).specs["layers"]]
+
+
+def test_leaf_rules_with_rules_in_fields_read_indices_unless_they_say_otherwise() -> None:
+    @attrs.frozen
+    class FirstWhole(sr.LeafShardingRule):
+        rule: sr.LeafShardingRule
+
+        def decide(self, leaf: sr.Leaf) -> sr.Decision:
+            return leaf.replicate("first") if leaf.path.startswith("layers/0") else self.rule.decide(leaf)
+
+    assert layer_specs(FirstWhole(sr.DimShardingRule("data", 0))) == [P(), *[P("data", None)] * 3]
+
+
+def test_rules_for_many_leaves_read_as_much_as_the_rules_inside() -> None:
+    @attrs.frozen
+    class Around(sr.LeavesShardingRule):
+        rules: tuple[sr.ShardingRule, ...] = ()
+
+        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+            return sr.decide(self.rules[0], leaves)
+
+    by_index = sr.RegexShardingRule([("layers/0", P("data"))])
+    assert Around().reads_index == "value"
+    assert Around((Around(),)).reads_index == "value"
+    assert Around((ROWS, Around((ROWS,)))).reads_index == "no"
+    assert Around((ROWS, Around((by_index,)))).reads_index == "value"
+
+
+def test_a_rule_may_refer_to_the_rule_around_it() -> None:
+    class Child(sr.LeafShardingRule):
+        def __init__(self, parent: "Parent") -> None:
+            self.parent = parent
+
+        def decide(self, leaf: sr.Leaf) -> sr.Decision:
+            return leaf.shard(0, self.parent.axis)
+
+    class Parent(sr.LeavesShardingRule):
+        def __init__(self) -> None:
+            self.axis = "data"
+            self.child = Child(self)
+            self.budget = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
+
+        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+            return sr.decide(self.child, leaves)
+
+    assert layer_specs(Parent()) == [P("data", None)] * 4
+    assert Parent().tree_budgets == Parent().child.tree_budgets == (8,)
+    assert Parent().reads_index == "value"
+
+
+def test_attributes_that_a_subclass_sets_are_looked_through() -> None:
+    @attrs.frozen
+    class Base(sr.LeavesShardingRule):
+        name: str = "base"
+
+        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+            return sr.Verdict(tuple(leaf.skip("") for leaf in leaves.items))
+
+    class Sub(Base):
+        def __init__(self, inner: sr.ShardingRule) -> None:
+            super().__init__("sub")
+            object.__setattr__(self, "inner", inner)
+
+    inner = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
+    assert Sub(inner).parts == (inner,)
+    assert Sub(inner).tree_budgets == (8,)
+
+
+def test_changed_attributes_change_what_is_derived() -> None:
+    class Around(sr.LeavesShardingRule):
+        def __init__(self, rule: sr.ShardingRule) -> None:
+            self.rule = rule
+
+        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+            return sr.decide(self.rule, leaves)
+
+    rule = Around(sr.DimShardingRule("data", 0))
+    assert layer_specs(rule) == [P("data", None)] * 4
+    rule.rule = sr.RegexShardingRule([("layers/0", P("data"))])
+    assert rule.parts == (rule.rule,)
+    assert layer_specs(rule) == [P("data"), P(), P(), P()]
+
+
+def test_rules_inside_many_rules_are_visited_once() -> None:
+    rule: sr.ShardingRule = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
+    for _ in range(60):
+        rule = sr.CompositeShardingRule(rule, rule)
+    assert rule.tree_budgets == (8,)
+    assert rule.reads_index == "value"
