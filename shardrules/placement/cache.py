@@ -1,6 +1,7 @@
 """What compiled functions are kept by: keys that are equal only for what compiles to the same, and a bounded cache."""
 
 import itertools
+import threading
 from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar, final
 
@@ -21,27 +22,31 @@ compile each of them again and again; what twice as many would keep, JAX has dro
 @final
 @attrs.define(eq=False)
 class Cache(Generic[_V]):
-    """A dictionary that drops what was not used for longest once it is full."""
+    """A dictionary that drops what was not used for longest once it is full. Threads may share it."""
 
     size: int = CACHE_SIZE
     _values: dict[Hashable, _V] = attrs.field(factory=dict, init=False)
     _last_uses: dict[int, int] = attrs.field(factory=dict, init=False)
     _clock: Iterator[int] = attrs.field(factory=itertools.count, init=False)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def get(self, key: Hashable) -> _V | None:
         """Returns the value under `key`, or `None`."""
-        value = self._values.get(key)
-        if value is not None:
-            # Keys hold a whole tree structure, and hashing one takes longest in a call: uses are counted by identity.
-            self._last_uses[id(value)] = next(self._clock)
-        return value
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                # Keys hold a whole tree structure, and hashing one takes longest in a call: uses are counted by
+                # identity.
+                self._last_uses[id(value)] = next(self._clock)
+            return value
 
     def add(self, key: Hashable, value: _V) -> None:
         """Keeps `value` under `key`."""
-        self._values[key] = value
-        self._last_uses[id(value)] = next(self._clock)
-        if len(self._values) > self.size:
-            self._drop()
+        with self._lock:
+            self._values[key] = value
+            self._last_uses[id(value)] = next(self._clock)
+            if len(self._values) > self.size:
+                self._drop()
 
     def _drop(self) -> None:
         """Drops the value that was not used for longest, under all its keys."""

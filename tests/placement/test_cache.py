@@ -1,5 +1,7 @@
 """Keys of compiled functions, and the cache that drops what was not used for longest."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -33,6 +35,28 @@ def test_a_dropped_value_goes_with_all_its_keys() -> None:
     values.add("second", shared)
     values.add("third", [1])
     assert [values.get(key) for key in ("first", "second", "third")] == [None, None, [1]]
+
+
+def test_threads_share_a_cache() -> None:
+    values: Cache[list[int]] = Cache(4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads change inside a method, not only between calls
+
+    def use(thread: int) -> int:
+        for step in range(2000):
+            key = (step + thread) % 9
+            if values.get(key) is None:
+                values.add(key, [key])
+        return len(values._values)
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            sizes = list(pool.map(use, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert max(sizes) <= 4
+    kept = {id(value) for value in values._values.values()}
+    assert kept == set(values._last_uses)
 
 
 def test_filter_jit_keeps_the_functions_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
