@@ -61,6 +61,9 @@ from shardrules.rules.text import parse_rule
 WHOLE = "-"
 """The entry of a spec for a dimension that no axis splits."""
 
+_FORMER_TYPES = {"dim": "shard_dim"}
+"""Names of rules in files that were written before they changed, and the names now."""
+
 KeyPath: TypeAlias = tuple[str | int, ...]
 """The keys and indices that lead to a value: `("rules", 0, "spec")`, which messages write `rules[0].spec`."""
 
@@ -263,7 +266,7 @@ class _Reader:
             raise self.error(path, f"a rule needs a type or a path, but this has {keys}; types are {', '.join(TYPES)}")
         name = value["type"]
         if not isinstance(name, str) or name not in TYPES:
-            near = suggest(name, TYPES) if isinstance(name, str) else ""
+            near = suggest(_FORMER_TYPES.get(name, name), TYPES) if isinstance(name, str) else ""
             raise self.error((*path, "type"), f"unknown rule {name!r}{near}; the rules are {', '.join(TYPES)}")
         return self._typed_rule(TYPES[name], name, value, path)
 

@@ -180,6 +180,10 @@ WRONG = {
         '[[rules]]\n\ntype = "fdsp"',
         "rules.toml:3: rules[0].type: unknown rule 'fdsp' (did you mean 'fsdp'?); the rules are auto, chain, composite",
     ),
+    "the former name of a type": (
+        '[[rules]]\ntype = "dim"',
+        "rules.toml:2: rules[0].type: unknown rule 'dim' (did you mean 'shard_dim'?); the rules are auto",
+    ),
     "an unknown argument": (
         '[[rules]]\ntype = "fsdp"\naxsi = "data"',
         "rules.toml:3: rules[0].axsi: unknown key (did you mean 'axis'?); the rule 'fsdp' has type, axis, min_size_mb",
