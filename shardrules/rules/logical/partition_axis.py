@@ -8,6 +8,7 @@ It is a plain value. Registering another logical axis gives a *new* value with a
 for the old value is reused for the new one.
 """
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
@@ -147,6 +148,23 @@ class AxisFields(TypedDict, total=False):
     decode_key_sequence_axis: FieldAxis
     decode_attention_dim_axis: FieldAxis
     decode_attention_kv_dim_axis: FieldAxis
+
+
+def _signature() -> inspect.Signature:
+    """The keyword arguments of `PartitionAxis`, each with its default, for `help` and editors."""
+    defaults: dict[str, Any] = dict(_DEFAULTS)
+    for field, (sources, generation) in _SOURCES.items():
+        defaults[field] = ... if sources else None
+        for name in (f"generation_{field}", f"decode_{field}") if generation is not None else ():
+            defaults[name] = ... if generation else None
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation="FieldAxis")
+        for name in AxisFields.__annotations__
+    ]
+    registered = inspect.Parameter(
+        "registered", inspect.Parameter.KEYWORD_ONLY, default=(), annotation="Sequence[RegisteredAxis]"
+    )
+    return inspect.Signature([*parameters, registered])
 
 
 def _is_logical_name(name: str) -> bool:
@@ -329,6 +347,7 @@ class PartitionAxis:
 
     # attrs writes this method when a class has an `__init__` of its own.
     __attrs_init__: ClassVar[Callable[..., None]]
+    __signature__: ClassVar[inspect.Signature] = _signature()
 
     def __init__(self, *, registered: Sequence[RegisteredAxis] = (), **axes: Unpack[AxisFields]) -> None:
         # A TypedDict is checked by type checkers only.

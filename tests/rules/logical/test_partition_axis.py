@@ -4,7 +4,9 @@ The logical axes and ready lists of `axes.py` are tested here too.
 """
 
 import copy
+import inspect
 import pickle
+import pydoc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +53,7 @@ from shardrules.rules.logical.axes import (
     as_dims,
     as_logical,
 )
-from shardrules.rules.logical.partition_axis import PartitionAxis, RegisteredAxis
+from shardrules.rules.logical.partition_axis import AxisFields, PartitionAxis, RegisteredAxis
 
 DIMS = {
     "data_parallel_axis": "dp",
@@ -704,3 +706,13 @@ def test_lists_of_axes_are_checked() -> None:
         DynamicShardingAxes(BATCH)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="unknown runtime mode"):
         DynamicShardingAxes((BATCH,), "eval")
+
+
+def test_the_signature_lists_all_arguments_with_their_defaults() -> None:
+    parameters = inspect.signature(PartitionAxis).parameters
+    assert set(parameters) == {*AxisFields.__annotations__, "registered"}
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert parameters["tensor_parallel_axis"].default == "tp"
+    assert parameters["head_axis"].default is ...
+    assert PartitionAxis(**{name: parameter.default for name, parameter in parameters.items()}) == PartitionAxis()
+    assert "generation_kv_head_axis" in pydoc.render_doc(PartitionAxis).partition("Says which")[0]
