@@ -27,9 +27,16 @@ settings.load_profile("shardrules")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow all cases of a test marked `sample(n)`, except n of them, evenly spaced."""
+    """Marks as slow what compiles for TPUs or GPUs, and of a test marked `sample(n)` all but n cases, evenly spaced."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        target = (
+            item.callspec.params.get("target")
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else ""
+        )
+        if isinstance(target, str) and target.startswith(("cuda:", "tpu:")):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("sample"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in cases.values():

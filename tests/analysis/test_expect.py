@@ -629,6 +629,7 @@ def test_wider(update_golden):
 """
 
 
+@pytest.mark.slow
 def test_the_flag_of_the_documentation(here: Path) -> None:
     page = (REPOSITORY / "docs" / "how-to" / "golden-plans.md").read_text()
     (conftest,) = [block.text for block in blocks(page) if block.text.startswith("# conftest.py\n")]

@@ -144,6 +144,7 @@ def test_check_passes_and_fails(plans: tuple[Path, Path], large_index: Path, che
     assert "unused-axis" not in fine("check", str(checkpoint), *few, "--level", "error", env=NO_BACKEND)
 
 
+@pytest.mark.slow
 def test_check_as_json_and_for_github(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         "import jax, jax.numpy as jnp\n"
@@ -175,6 +176,7 @@ def test_golden_plans_are_written_and_read(tmp_path: Path) -> None:
     assert "was changed after it was written" in process.stderr
 
 
+@pytest.mark.slow
 def test_diff(plans: tuple[Path, Path], tmp_path: Path) -> None:
     before, after = map(str, plans)
     text = fine("diff", before, after, env=NO_BACKEND)
@@ -336,6 +338,7 @@ def test_autoplans_are_rules_for_their_step(tmp_path: Path) -> None:
     assert re.search(r"^w/up +float32\[64, 256\] +P\(None, 'model'\)", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_golden_plans_must_be_sound_plans(tmp_path: Path, plans: tuple[Path, Path]) -> None:
     odd = ("check", GPT, "--rules", "shard_dim('data', 0)", "--mesh", "data:3", "--golden", "g.json", "--update")
     assert shardrules(*odd, cwd=tmp_path).returncode == 1
@@ -423,6 +426,7 @@ def test_examples_of_the_help_run(name: str, plans: tuple[Path, Path], tmp_path:
         assert process.stdout
 
 
+@pytest.mark.slow
 def test_without_a_command_it_prints_the_help() -> None:
     text = fine(env=NO_BACKEND)
     assert text == fine("--help", env=NO_BACKEND)

@@ -42,6 +42,7 @@ def test_bash_completes_commands_options_values_and_files(tmp_path: Path) -> Non
     assert offered(["shardrules", "plan", "my"], tmp_path) == ["my models"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shell", SHELLS)
 def test_scripts_have_every_option_of_every_command(shell: str) -> None:
     text = script(shell)

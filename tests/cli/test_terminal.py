@@ -61,6 +61,7 @@ def test_wide_terminals_show_the_table() -> None:
     assert "41 arrays, 2.4 MiB in all" in plain
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("width", [40, 72, 100])
 def test_narrow_terminals_stack_the_rows(width: int) -> None:
     text, _ = typed(*PLAN, width=width, env=NO_BACKEND)
@@ -69,6 +70,7 @@ def test_narrow_terminals_stack_the_rows(width: int) -> None:
     assert "----" not in plain
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_colours_can_be_turned_off(env: dict[str, str]) -> None:
     text, _ = typed(*PLAN, env={**NO_BACKEND, **env})
@@ -84,6 +86,7 @@ def test_findings_are_coloured_by_severity() -> None:
     assert re.search(r"\x1b\[1;31merror over-budget", text)
 
 
+@pytest.mark.slow
 def test_long_work_shows_progress() -> None:
     words = (
         "audit",

@@ -1,6 +1,7 @@
 """Reads a package as source, for the house tests: the real one, or a planted one."""
 
 import ast
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ def read_package(folder: Path) -> tuple[Module, ...]:
     return tuple(modules)
 
 
+@functools.cache
 def shardrules_source() -> tuple[Module, ...]:
     """Returns the modules of shardrules."""
     return read_package(REPOSITORY / "shardrules")

@@ -72,6 +72,7 @@ def test_page_runs(page: Path) -> None:
     assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize(
     ("module", "name", "text", "line"), DOCSTRINGS, ids=[f"{entry[0]}:{entry[1]}" for entry in DOCSTRINGS]
 )
@@ -100,7 +101,9 @@ def tabled_codes(page: str) -> list[str]:
 
 def test_every_finding_of_a_plan_is_in_the_table() -> None:
     makers = tuple(
-        module for module in shardrules_source() if module.name.startswith(("shardrules.core.", "shardrules.rules."))
+        module
+        for module in shardrules_source()
+        if module.name.startswith(("shardrules.core.", "shardrules.rules.")) and not module.name.endswith(".how")
     )
     page = (REPOSITORY / "docs" / "how-to" / "plan-a-model.md").read_text()
     assert len(finding_codes(makers)) > 15

@@ -20,10 +20,10 @@ ON_CPU = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 """How JAX starts on CPU devices where the environment does not ask for them."""
 
 
-def printed(script: str, *arguments: str, start: str, folder: Path) -> str:
+def printed(script: str, *arguments: str, start: str, folder: Path, **variables: str) -> str:
     """Runs an example in a process of its own, and returns what it printed; to stderr it adds nothing to `start`."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN_TO_TESTS}
-    environment["PYTHONPATH"] = str(REPOSITORY)
+    environment |= {"PYTHONPATH": str(REPOSITORY), **variables}
     command = [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert (run.returncode, beyond_startup(run.stderr, start, environment)[-4000:]) == (0, "")
@@ -39,10 +39,11 @@ def test_every_example_is_run_here() -> None:
 def test_readme_shows_the_first_plan(tmp_path: Path) -> None:
     readme = (REPOSITORY / "README.md").read_text()
     assert (EXAMPLES / "first_plan.py").read_text() in readme
-    output = printed("first_plan.py", start="import jax; jax.devices()", folder=tmp_path)
+    output = printed("first_plan.py", start="import jax; jax.devices()", folder=tmp_path, JAX_PLATFORMS="cpu")
     assert "\n".join(line.rstrip() for line in output.splitlines()) in readme
 
 
+@pytest.mark.slow
 def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None:
     lines = printed("plan_llama.py", start="import jax", folder=tmp_path).splitlines()
     assert lines[-1].startswith("unrolled: 291 arrays, ")

@@ -5,9 +5,9 @@ import importlib
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, is_typeddict
 
 import pytest
@@ -88,18 +88,20 @@ def undocumented(package: ModuleType, modules: tuple[Module, ...]) -> list[str]:
     A method is documented also by the method of a base class that it implements.
     """
     return [
-        f"{module.name}.{name}"
-        for module in modules
-        for name, node in public_definitions(module.tree)
-        if is_exported(package, module.name, name)
-        if not ast.get_docstring(node) and not inherits_docstring(module.name, name)
+        f"{module}.{name}"
+        for module, name, node in exported_definitions(package, modules)
+        if not ast.get_docstring(node) and not inherits_docstring(module, name)
     ]
 
 
-def is_exported(package: ModuleType, module: str, name: str) -> bool:
-    """Whether a definition, or the class that it is a method of, is exported by `package`."""
-    owner = getattr(importlib.import_module(module), name.partition(".")[0])
-    return any(getattr(package, export) is owner for export in vars(package)["__all__"])
+def exported_definitions(package: ModuleType, modules: tuple[Module, ...]) -> Iterator[tuple[str, str, Definition]]:
+    """Yields module, qualified name and node of what `package` exports, and of its public methods."""
+    exports = [getattr(package, name) for name in vars(package)["__all__"]]
+    homes = {(export.__module__, export.__name__) for export in exports if isinstance(export, type | FunctionType)}
+    for module in modules:
+        for name, node in public_definitions(module.tree):
+            if (module.name, name.partition(".")[0]) in homes:
+                yield module.name, name, node
 
 
 def inherits_docstring(module: str, name: str) -> bool:
@@ -113,12 +115,10 @@ def inherits_docstring(module: str, name: str) -> bool:
 def unnamed_parameters(package: ModuleType, modules: tuple[Module, ...]) -> list[str]:
     """Parameters of exported functions, methods and classes that the docstring does not name in backticks."""
     bad = []
-    for module in modules:
-        for name, node in public_definitions(module.tree):
-            text = ast.get_docstring(node)
-            if text and is_exported(package, module.name, name):
-                missing = [each for each in parameters(module.name, node) if not is_named(each, text)]
-                bad += [f"{module.name}.{name}: {each}" for each in missing]
+    for module, name, node in exported_definitions(package, modules):
+        text = ast.get_docstring(node)
+        missing = [each for each in parameters(module, node) if text and not is_named(each, text)]
+        bad += [f"{module}.{name}: {each}" for each in missing]
     return bad
 
 

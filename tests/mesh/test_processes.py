@@ -53,6 +53,7 @@ def test_meshes_plans_arrays_and_barriers_over_processes(processes: int, devices
     assert [printed[4] for printed in lines] == ["True", *["False"] * (processes - 1)]
 
 
+@pytest.mark.slow
 def test_dcn_mesh_dims_keeps_the_sizes_of_the_mesh() -> None:
     lines = printed_lines(
         run_processes(
@@ -78,6 +79,7 @@ def test_dcn_mesh_dims_keeps_the_sizes_of_the_mesh() -> None:
     assert lines[0][3].endswith("On mesh a:4,b:2 over 2 processes these work: (2, 1), (1, 2)")
 
 
+@pytest.mark.slow
 def test_a_barrier_waits_for_a_late_process() -> None:
     lines = printed_lines(
         run_processes(

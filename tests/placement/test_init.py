@@ -31,6 +31,7 @@ def arrays(tree: Any) -> list[jax.Array]:
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
 def test_models_are_initialised_in_their_shards(mesh: Mesh) -> None:
     model = sr.filter_init(MLP, RULE, mesh)(key=jax.random.key(0))
@@ -40,6 +41,7 @@ def test_models_are_initialised_in_their_shards(mesh: Mesh) -> None:
         np.testing.assert_array_equal(leaf, other)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
 def test_an_optimizer_state_mirrors_the_plan(mesh: Mesh) -> None:
     params = eqx.filter(sr.filter_init(MLP, RULE, mesh)(key=jax.random.key(0)), eqx.is_array)
@@ -49,6 +51,7 @@ def test_an_optimizer_state_mirrors_the_plan(mesh: Mesh) -> None:
     assert state[0].count.sharding.is_fully_replicated
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -64,6 +67,7 @@ def test_it_takes_what_filter_shard_takes(how: Any) -> None:
     assert model.layers[0].weight.sharding == NamedSharding(MESH, P("data", None))
 
 
+@pytest.mark.slow
 def test_one_device_and_the_mesh_in_force_are_accepted() -> None:
     device = jax.devices()[5]
     model = sr.filter_init(MLP, device)(key=jax.random.key(0))

@@ -74,6 +74,7 @@ def test_relayed_pieces_arrive() -> None:
         check_shards(sr.reshard(large, target, donate=True), target, numbers((1024, 1024)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("way", "examples"), [("in memory", 100), ("by pieces", 40)])
 def test_donated_arrays_are_freed_and_values_stay(way: str, examples: int) -> None:
     @settings(max_examples=examples)
@@ -466,6 +467,7 @@ def test_training_continues_after_moves(way: str) -> None:
     np.testing.assert_allclose(moved, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @WAYS
 def test_shared_memory_outlives_its_first_array(way: str) -> None:
     target = NamedSharding(LINE, P())
@@ -644,6 +646,7 @@ def cache() -> Any:
     return prepare._cached_schedule.cache_info()
 
 
+@pytest.mark.sample(1)
 @WAYS
 def test_schedules_are_cached_on_request(way: str) -> None:
     jax.clear_caches()

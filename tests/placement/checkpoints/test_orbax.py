@@ -109,6 +109,7 @@ def assert_placed(loaded: Any, expected: Any) -> None:
         assert new.sharding == old.sharding
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", list(MAKE))
 @pytest.mark.parametrize("how", ["standard", "pytree", "manager"])
 def test_a_tree_comes_back_on_another_mesh(tmp_path: Path, saving_mesh: Mesh, kind: str, how: str) -> None:

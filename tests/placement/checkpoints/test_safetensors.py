@@ -345,6 +345,7 @@ def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
 # What is held, where, and how much.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole_bytes", [0, 2**30])
 def test_each_process_reads_what_its_devices_hold(tmp_path: Path, whole_bytes: int) -> None:
     arrays = {"rows": np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024), "all": np.arange(16, dtype=np.int32)}
@@ -427,6 +428,7 @@ def peak_over_start(code: str, folder: Path) -> tuple[int, int]:
     return needed, placed_bytes
 
 
+@pytest.mark.slow
 def test_loading_takes_the_memory_of_the_arrays_and_little_more(tmp_path: Path) -> None:
     arrays = {f"w.{i}": np.full((5120, 1024), i, np.float32) for i in range(10)}  # 20 MiB each
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")

@@ -41,6 +41,7 @@ def frontier(planned: sr.reports.AutoPlan) -> Frontier:
     return planned.frontier(8)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower(frontier: Frontier) -> None:
     assert len(frontier.points) >= 6
     for less, more in itertools.pairwise(frontier.points):

@@ -73,6 +73,7 @@ def test_training(case: Case) -> None:
 QUICKLY = ("mlp", "dropout", "custom derivatives")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in TRAINED if case.name in QUICKLY], ids=QUICKLY)
 def test_training_on_two_explicit_axes(case: Case) -> None:
     plan = planned(case, mesh_of("data:4,model:2", "explicit"))
