@@ -160,6 +160,7 @@ def test_a_function_may_name_a_mesh_of_its_own(target: str) -> None:
     assert fits(mapped, *rows(512), mesh=mesh, target=target, in_shardings=P("data")).peak_bytes == 64 * ROW
 
 
+@pytest.mark.slow
 def test_the_sheet_is_the_budget() -> None:
     mesh, memory_bytes = mesh_on(CUDA, "data:8"), sr.Hardware.named("cuda:h100").memory_bytes
     fit = fits(grown, *rows(64), mesh=mesh, target=CUDA, in_shardings=P("data"))
@@ -215,6 +216,7 @@ def test_bad_arguments_are_refused_before_compiling() -> None:
         fits(grown, *rows(64), mesh=MESH, budget="1 MiB", donate_argnums=1)
 
 
+@pytest.mark.slow
 def test_the_compiler_for_tpus_refuses() -> None:
     mesh = mesh_on(TPU, "data:8")
     needs = 4_000_000 * ROW * 4
@@ -229,6 +231,7 @@ def test_the_compiler_for_tpus_refuses() -> None:
     assert not ask(budget="1 TiB")  # no budget makes a device larger
 
 
+@pytest.mark.slow
 def test_a_refusal_beats_a_sum_that_fits() -> None:
     """So near the limit the arrays have room, and what libtpu needs beside them has not."""
     ask = functools.partial(fits, mesh=mesh_on(TPU, "data:8"), target=TPU, in_shardings=P("data"))
@@ -280,6 +283,7 @@ def test_the_largest_batch_to_the_byte(target: str) -> None:
     assert len(traced) == len(Counter(traced)) <= 7
 
 
+@pytest.mark.slow
 def test_libtpu_ends_the_search() -> None:
     mesh = mesh_on(TPU, "data:8")
     search = largest_batch(
@@ -444,6 +448,7 @@ def test_nothing_fits() -> None:
         ask(at_least=100)
 
 
+@pytest.mark.slow
 def test_nothing_fits_a_tpu() -> None:
     with pytest.raises(
         DoesNotFitError, match=r"^not even a batch of 8,000 fits.*the compiler for tpu refuses"

@@ -82,6 +82,7 @@ HALVED = ("fully sharded", "sequence parallel", "scanned")
 """Programs that gather float32 in order to multiply it: TPUs multiply bfloat16, and cast before they gather."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
 def test_closed_forms_as_tpus_have_them(case: ClosedForm) -> None:
     """All that differs from the formulas is that what is gathered for a matmul has half the bytes."""
@@ -476,6 +477,7 @@ def test_functions_that_print(target: str) -> None:
     assert audit(prints, W, X, in_shardings=IN, target=target).flops == PRODUCT // 8
 
 
+@pytest.mark.slow
 def test_callbacks_do_not_compile_without_a_gpu() -> None:
     def asks(w: Any, x: Any) -> Any:
         return product(w, jax.pure_callback(lambda x: x, X, x))

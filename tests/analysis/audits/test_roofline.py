@@ -243,6 +243,7 @@ def summed(target: str, text: str, axes: Any, spec: P) -> float:
 PART = 2**26
 
 
+@pytest.mark.slow
 def test_on_one_host_and_on_two() -> None:
     single = summed("cuda:h100:8", "data:8", "data", P("data"))
     assert single == pytest.approx(2 * PART * 7 / 8 / 450e9 + 14 * 3.4e-6, rel=1e-3)
@@ -254,6 +255,7 @@ def test_on_one_host_and_on_two() -> None:
     assert inside == pytest.approx(single)
 
 
+@pytest.mark.slow
 def test_torus_dimensions_add_bandwidth() -> None:
     along_row = summed("tpu:v5e:4x4", "data:4,model:4", "data", P(("data", "model")))
     assert along_row == pytest.approx(2 * PART * 3 / 4 / 100e9 + 6e-6, rel=1e-3)
@@ -261,6 +263,7 @@ def test_torus_dimensions_add_bandwidth() -> None:
     assert two == pytest.approx(2 * PART * 15 / 16 / 200e9 + 30e-6, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_between_two_slices() -> None:
     inside = summed("tpu:v5e:2x2:2", "data:2,model:4", "model", P(("data", "model")))
     assert inside == pytest.approx(2 * PART * 3 / 4 / 200e9 + 6e-6, rel=1e-3)

@@ -254,6 +254,7 @@ def test_functions_without_a_python_name_compile() -> None:
 # ---- refusals ----
 
 
+@pytest.mark.slow
 def test_tpus_refuse_far_too_large_programs() -> None:
     mesh = mesh_on(TPU, "data:8")
     big = f32(64, 2**20, 2**10)  # 256 GiB, an eighth of it for each
@@ -269,6 +270,7 @@ def test_tpus_refuse_far_too_large_programs() -> None:
     assert (str(again), again.needed_bytes) == (str(caught.value), caught.value.needed_bytes)
 
 
+@pytest.mark.slow
 def test_other_compilers_refuse_nothing() -> None:
     big = f32(64, 2**20, 2**12)
     for target in (CPU, CUDA):

@@ -48,6 +48,7 @@ def test_sheets_agree_with_the_descriptions(chip: str) -> None:
     assert dict(sheet.peak_flops)["f32_highest"] == pytest.approx(vectors, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", GPUS)
 def test_cuda_devices_are_called_as_described(chip: str) -> None:
     needs("cuda")

@@ -335,6 +335,7 @@ def test_one_process_compiles_for_all_targets_in_turn_silently() -> None:
     assert len(run.stdout.splitlines()) == 2 * len(pairs) + 1
 
 
+@pytest.mark.slow
 def test_a_cuda_plugin_that_did_not_load_raises_with_a_remedy() -> None:
     needs("cuda")
     run = python(
@@ -390,6 +391,7 @@ def test_environment_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPa
 # The compilers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("extra", "text", "mesh"), GENERATIONS, ids=[text for _, text, _ in GENERATIONS])
 def test_every_generation_compiles(extra: str, text: str, mesh: str) -> None:
     needs(extra)
@@ -406,6 +408,7 @@ def test_every_generation_compiles(extra: str, text: str, mesh: str) -> None:
     assert reduces == (axes["model"] > 1)
 
 
+@pytest.mark.slow
 def test_tpus_are_laid_out_along_their_torus() -> None:
     needs("tpu")
     mesh = Target.parse("tpu:v5e:4x4").mesh(sr.mesh_shape("data:4,model:4"))
@@ -417,6 +420,7 @@ def test_tpus_are_laid_out_along_their_torus() -> None:
     assert steps == [1] * 15
 
 
+@pytest.mark.slow
 def test_slices_and_hosts_go_to_the_first_axes() -> None:
     needs("tpu", "cuda")
     slices = Target.parse("tpu:v5e:4x4:2").mesh(sr.mesh_shape("data:8,model:4"))

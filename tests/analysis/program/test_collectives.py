@@ -69,6 +69,7 @@ def test_closed_forms(case: ClosedForm, target: str) -> None:
     assert not any(collective.times.unknown or collective.times.conditional for collective in collectives)
 
 
+@pytest.mark.slow
 @ids
 def test_closed_forms_bound_what_the_tpu_compiler_sends(case: ClosedForm) -> None:
     """It may gather float32 weights in bfloat16, in which it multiplies, and all-reduce instead of reduce-scatter."""
@@ -102,6 +103,7 @@ def test_every_collective_has_a_line_of_python(case: ClosedForm, target: str) ->
         assert collective.op_name
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_in_the_loop_or_after_it() -> None:
     """The CPU compiler leaves the all-reduce in the loop, others hoist it: the report must show which."""
     gradient = [collective for collective in collectives_of(CLOSED_FORMS[-1], CPU) if collective.payload_bytes > 4]
@@ -248,6 +250,7 @@ def reaching(fn: Any, target: str, text: str, spec: P) -> tuple[Collective, ...]
     return collectives
 
 
+@pytest.mark.slow
 def test_groups_across_hosts() -> None:
     def every(x: Any) -> Any:
         x = lax.psum(x, "data") + lax.pmax(x, "model") + lax.pmin(x, ("data", "model"))
@@ -267,6 +270,7 @@ def test_groups_across_hosts() -> None:
     }
 
 
+@pytest.mark.slow
 def test_permutes_inside_a_host() -> None:
     (collective,) = reaching(
         lambda x: lax.ppermute(x, "data", [(0, 1), (2, 3)]), HOSTS, "data:4,model:4", P("data", "model")
@@ -274,6 +278,7 @@ def test_permutes_inside_a_host() -> None:
     assert (collective.axes, collective.group_size, collective.host_count) == (("data",), 4, 1)
 
 
+@pytest.mark.slow
 def test_groups_along_a_torus() -> None:
     def every(x: Any) -> Any:
         return lax.psum(x, "data") + lax.pmax(x, "model") + lax.pmin(x, ("data", "model"))
@@ -288,6 +293,7 @@ def test_groups_along_a_torus() -> None:
     assert (collective.group_size, collective.torus_dims) == (16, 2)
 
 
+@pytest.mark.slow
 def test_groups_across_slices() -> None:
     collectives = reaching(lambda x: lax.psum(x, ("data", "model")), TWO_SLICES, "data:4,model:2", P("data", "model"))
     between = [collective for collective in collectives if collective.between_slices]

@@ -113,6 +113,7 @@ def test_a_convolution_and_its_gradients(target: str, along: int) -> None:
     assert [matmul.flops for matmul in matmuls] == [2 * 8 * along * along * 16 * 32] * 3
 
 
+@pytest.mark.slow
 def test_a_convolution_and_its_gradients_on_a_tpu() -> None:
     """The TPU compiler may add products to fill its lanes. They count, because they run."""
     program = gradients_of_a_convolution(TPU)
@@ -186,6 +187,7 @@ def test_the_requested_precision_is_kept(target: str) -> None:
         assert [matmul.precision for matmul in find_matmuls(read_program(text))] == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["highest", None])
 @pytest.mark.parametrize(
     ("equation", "left", "right"),

@@ -160,6 +160,7 @@ def test_every_branch_has_its_kernels(target: str) -> None:
     assert sorted(kernel.total_flops for kernel in inside) == [0, 2 * 2048**3]
 
 
+@pytest.mark.slow
 def test_scratch_memory_is_not_counted() -> None:
     all_kernels = kernels(CUDA, lambda a, b: a @ b, (2048, 2048), (2048, 2048), xla_gpu_enable_triton_gemm=False)
     (kernel,) = all_kernels
@@ -167,6 +168,7 @@ def test_scratch_memory_is_not_counted() -> None:
     assert (kernel.read_bytes, kernel.written_bytes) == (2 * 2048 * 2048 * 4, 2048 * 2048 * 4)
 
 
+@pytest.mark.slow
 def test_tpu_prefetches_count_where_they_are_used() -> None:
     text = text_of("column then row", TPU)
     assert "copy-start" in text

@@ -50,6 +50,7 @@ def test_torus_dims_of_a_group(groups: tuple[tuple[int, ...], ...], dims: int) -
     assert TORUS.host_count(groups) == 1
 
 
+@pytest.mark.slow
 def test_hosts_follow_devices_not_positions() -> None:
     """A mesh may alternate between the devices of two hosts."""
     target = Target.parse("cuda:h100:16")
@@ -59,6 +60,7 @@ def test_hosts_follow_devices_not_positions() -> None:
     assert Topology.of(target.mesh(mixed), target).host_count(((0, 1),)) == 2
 
 
+@pytest.mark.slow
 def test_tpus_have_coords_in_their_torus() -> None:
     target = Target.parse("tpu:v5e:4x4")
     topology = Topology.of(mesh_on(str(target), "data:4,model:4"), target)
@@ -80,6 +82,7 @@ def program_of_many(devices: int, count: int) -> str:
     )
 
 
+@pytest.mark.slow
 def test_each_set_of_groups_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.parse("cuda:h100:256")
     mesh = mesh_on(str(target), "data:32,model:8")

@@ -24,6 +24,7 @@ def collectives_of(build: object, axes: str) -> tuple[Collective, ...]:
     return find_collectives(read_program(compiled(fn, *args, out=out).as_text()), mesh)
 
 
+@pytest.mark.slow
 def test_an_axis_across_slices() -> None:
     """Weights split over slices are gathered over the network, and their gradients reduced over it."""
     collectives = collectives_of(scanned, "data:2,model:4")
@@ -38,6 +39,7 @@ def test_an_axis_across_slices() -> None:
     assert gathered == {(64 * 256, 64 * 256 // 2)}  # float32, a quarter of a matrix
 
 
+@pytest.mark.slow
 def test_an_axis_partly_inside_a_slice() -> None:
     """A gradient is scattered inside slices, reduced between them, gathered inside: always along part of the axis."""
     collectives = collectives_of(data_parallel, "data:8")
@@ -48,6 +50,7 @@ def test_an_axis_partly_inside_a_slice() -> None:
     assert {collective.kind for collective in large if not collective.between_slices} >= {"all-gather"}
 
 
+@pytest.mark.slow
 def test_permutes_and_all_to_alls_across_slices() -> None:
     mesh = mesh_on(TWO, "data:8")
     ring = [(device, (device + 1) % 8) for device in range(8)]
