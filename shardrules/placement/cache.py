@@ -41,8 +41,10 @@ class Cache(Generic[_V]):
             return value
 
     def add(self, key: Hashable, value: _V) -> None:
-        """Keeps `value` under `key`."""
+        """Keeps `value` under `key`, unless another thread was first."""
         with self._lock:
+            if key in self._values:
+                return
             self._values[key] = value
             self._last_uses[id(value)] = next(self._clock)
             if len(self._values) > self.size:
