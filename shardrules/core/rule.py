@@ -89,11 +89,17 @@ def rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
 
 
 def _rules_in(value: Any) -> Iterator["ShardingRule"]:
+    if type(value) in _NO_RULES:
+        return
     if isinstance(value, ShardingRule):
         yield value
     elif isinstance(value, tuple | list | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _rules_in(item)
+
+
+_NO_RULES = (str, int, float, bool, type(None), PartitionSpec)
+"""Types of most fields: every plan looks for rules in them, and asking an abstract class takes longest."""
 
 
 def inner_values(rule: "ShardingRule", name: str) -> Iterator[Any]:
@@ -107,8 +113,9 @@ def inner_values(rule: "ShardingRule", name: str) -> Iterator[Any]:
         seen.add(id(part))
         attribute = getattr(type(part), name)
         is_joined = isinstance(attribute, _FromFields) and attribute.is_joined and name not in vars(part)
-        if is_joined and part.parts:
-            parts += reversed(part.parts)
+        inner = part.parts if is_joined else ()
+        if inner:
+            parts += reversed(inner)
         else:
             yield getattr(part, name)
 
@@ -195,8 +202,9 @@ class ShardingRule(abc.ABC):
         """
         tree_survey, verdict = _decide_tree(self, pytree, mesh, path_style)
         rule_findings = [*verdict.findings, *ambiguous_paths(tree_survey)]
-        if self.tree_budgets:
-            rule_findings += over_budget(self.tree_budgets, _all_leaves(tree_survey), verdict.decisions)
+        budgets = self.tree_budgets
+        if budgets:
+            rule_findings += over_budget(budgets, _all_leaves(tree_survey), verdict.decisions)
         # Equal meshes of several rules are reported once.
         own_meshes = {mesh_text(rule.mesh): rule.mesh for rule in _nested(self) if rule.mesh is not None}
         for text, own_mesh in own_meshes.items():
@@ -453,7 +461,9 @@ def _decide_tree(
     rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
 ) -> tuple[Survey, Verdict]:
     # The rule's own mesh, then the one passed to `plan`, then the mesh of a rule inside.
-    target_mesh = next((m for m in (rule.mesh, mesh, _inner_mesh(rule)) if m is not None), None)
+    target_mesh = mesh if rule.mesh is None else rule.mesh
+    if target_mesh is None:
+        target_mesh = _inner_mesh(rule)
     check_mesh(target_mesh)
     in_force = current_mesh() if target_mesh is None else None
     tree_survey = survey(pytree, target_mesh, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
