@@ -12,8 +12,6 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shardrules import errors, meshes, specs
-from shardrules.analysis.analyzer import ShardingAnalyzer
 from shardrules.core.context import current_mesh
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
@@ -33,9 +31,6 @@ from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.processes import barrier_sync
 from shardrules.mesh.shape import mesh_shape
 from shardrules.placement.agree import check_same_plan
-from shardrules.placement.checkpoints.equinox import load_equinox
-from shardrules.placement.checkpoints.orbax import load_orbax
-from shardrules.placement.checkpoints.safetensors import load_safetensors
 from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
 from shardrules.placement.gather import filter_gather
 from shardrules.placement.init import filter_init
@@ -59,12 +54,16 @@ from shardrules.rules.stacked import StackedShardingRule
 from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
 
 if TYPE_CHECKING:
-    from shardrules import presets, reports
+    from shardrules import errors, meshes, presets, reports, specs
+    from shardrules.analysis.analyzer import ShardingAnalyzer
     from shardrules.analysis.expect import assert_collectives, assert_fits, assert_plan_matches
     from shardrules.analysis.fits import fits, largest_batch
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
     from shardrules.page.page import report_page
+    from shardrules.placement.checkpoints.equinox import load_equinox
+    from shardrules.placement.checkpoints.orbax import load_orbax
+    from shardrules.placement.checkpoints.safetensors import load_safetensors
     from shardrules.planning.autoplan import autoplan
     from shardrules.planning.graph.machine import Assumptions
 
@@ -81,7 +80,8 @@ def _lazy_modules() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        home = next((room.__name__ for room in (errors, meshes, specs) if name in room.__all__), "")
+        rooms = [importlib.import_module(f"{__name__}.{room}") for room in ("errors", "meshes", "specs")]
+        home = next((room.__name__ for room in rooms if name in room.__all__), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (home and f"; use {home}.{name}"))
     module = _lazy_modules()[name]
     if module == __name__:

@@ -85,17 +85,21 @@ def rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
         names = [field.name for field in dataclasses.fields(rule)]
     # Fields may be in slots; what else `__init__` of a subclass sets is not.
     values = {name: getattr(rule, name) for name in names} | vars(rule)
-    return tuple(_rules_in(values))
+    rules: list[ShardingRule] = []
+    _add_rules(values.values(), rules)
+    return tuple(rules)
 
 
-def _rules_in(value: Any) -> Iterator["ShardingRule"]:
-    if type(value) in _NO_RULES:
-        return
-    if isinstance(value, ShardingRule):
-        yield value
-    elif isinstance(value, tuple | list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _rules_in(item)
+def _add_rules(values: Iterable[Any], rules: list["ShardingRule"]) -> None:
+    for value in values:
+        if type(value) in _NO_RULES:
+            continue
+        if isinstance(value, tuple | list):
+            _add_rules(value, rules)
+        elif isinstance(value, Mapping):
+            _add_rules(value.values(), rules)
+        elif isinstance(value, ShardingRule):
+            rules.append(value)
 
 
 _NO_RULES = (str, int, float, bool, type(None), PartitionSpec)
