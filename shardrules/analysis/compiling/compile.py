@@ -14,14 +14,15 @@ from typing import Any, final
 import attrs
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.analysis.compiling.arguments import Arguments, result_shardings
 from shardrules.analysis.compiling.constraints import find_constraints, weakened_constraints
 from shardrules.analysis.compiling.retarget import retarget
-from shardrules.analysis.compiling.source import naming_lines
-from shardrules.core.axes import mesh_sizes
+from shardrules.analysis.compiling.source import names_other_mesh, naming_lines
+from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.errors import DoesNotFitError
 from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
@@ -111,14 +112,43 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], arguments: Arguments, mesh: Mesh) -> Traced:
-    """Traces a function with `mesh` in force. Errors get a note with the user's line."""
+    """Traces a function with a mesh like `mesh` in force. Errors get a note with the user's line.
+
+    JAX refuses a function that names a mesh of the same axes on another kind of device, or on none: there it is traced
+    on such a mesh. Which one it names is known only when it is called.
+    """
+    try:
+        return _trace_on(fn, arguments, mesh)
+    except ValueError as error:
+        if not names_other_mesh(error):
+            raise
+        refusal = error
+    for other in _of_other_kinds(mesh.abstract_mesh):
+        try:
+            return _trace_on(fn, arguments, other)
+        except ValueError as error:
+            if not names_other_mesh(error):
+                raise
+    raise refusal
+
+
+def _of_other_kinds(mesh: AbstractMesh) -> Iterator[AbstractMesh]:
+    """The same axes on no kind of device, as `mesh_shape` has them, and on the devices that this process has."""
+    here = Mesh(np.asarray(jax.devices()[:1]), ("here",)).abstract_mesh.abstract_device
+    for kind in (None, here):
+        if kind != mesh.abstract_device:
+            yield mesh.update(abstract_device=kind)
+
+
+def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Traced:
     results: list[Any] = []
 
     def run(*args: Any) -> list[Any]:
         results.append(fn(*arguments.rebuild(args)))
         return [leaf for leaf in jtu.tree_leaves(results[-1]) if array_kind(leaf) is not None]
 
-    with jax.set_mesh(mesh), naming_lines():
+    in_force = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    with in_force, naming_lines():
         traced = jax.jit(run, keep_unused=True).trace(*[array.struct(mesh) for array in arguments.arrays])
     structs = tuple(jtu.tree_leaves(traced.out_info))
     program = traced.jaxpr.jaxpr

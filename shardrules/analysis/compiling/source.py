@@ -84,6 +84,11 @@ def equation_stack(equation: Any) -> list[Source]:
     return [Source(frame.file_name, frame.line_num, frame.function_name) for frame in frames.frames]
 
 
+def names_other_mesh(error: Exception) -> bool:
+    """Whether JAX refuses a function for a mesh that is not the one in force."""
+    return isinstance(error, ValueError) and _OTHER_MESH.search(str(error)) is not None and "pmap" not in str(error)
+
+
 @contextlib.contextmanager
 def naming_lines() -> Iterator[None]:
     """Makes errors of a trace name the user's line. Errors about axes become a `PlanError` with a finding.
@@ -110,10 +115,10 @@ def naming_lines() -> Iterator[None]:
         if source:
             error.add_note(f"while tracing {source}")
         # Without a mesh on devices the function is traced on the target's, and its own mesh is then a different one.
-        if _OTHER_MESH.search(str(error)) and "pmap" not in str(error):
+        if names_other_mesh(error):
             error.add_note(
                 "The function names a mesh of its own. Pass that mesh to the analyzer, ShardingAnalyzer(mesh): the "
-                "target's mesh then replaces it"
+                "target's mesh then replaces it. If its axes are Explicit, pass axis_types=None, too"
             )
         # To lower a callback JAX looks up the platform's backend in this process, and without a GPU there is none.
         if "Unknown backend" in str(error):

@@ -290,12 +290,73 @@ def test_an_error_of_a_trace_names_the_line() -> None:
 
 
 def test_a_mesh_unknown_to_the_analyzer_gets_a_note() -> None:
-    """The shape of a mesh has no kind of device, and JAX treats it as different from one that has."""
-    spec = P("data")
-    mapped = jax.shard_map(lambda x: x * 2, mesh=sr.mesh_shape(AXES), in_specs=spec, out_specs=spec)
+    spec = P("model")
+    mapped = jax.shard_map(lambda x: x * 2, mesh=sr.mesh_shape("model:8"), in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match="should match the mesh passed to shard_map") as caught:
-        built(mapped, X, shardings=spec)
+        built(mapped, X, shardings=P("data"))
     assert any("ShardingAnalyzer(mesh)" in note for note in caught.value.__notes__)
+
+
+def summed_over_model(mesh: Any, *, manual: bool = False) -> Callable[[Any], Any]:
+    """Sums over `model` by hand, on `mesh` or on the one in force; `manual` maps no other axis."""
+    named = {} if mesh is None else {"mesh": mesh}
+    axes = {"axis_names": {"model"}} if manual else {}
+    rows = None if manual else "data"
+    return jax.shard_map(
+        lambda x: lax.psum(jnp.sin(x), "model"), in_specs=P(rows, "model"), out_specs=P(rows), **named, **axes
+    )
+
+
+def in_loop(mapped: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: lax.scan(lambda carry, _: (carry + mapped(carry).sum(), None), x, None, length=3)[0]
+
+
+def in_gradient(mapped: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.grad(lambda x: (jax.checkpoint(mapped)(x) ** 2).sum())
+
+
+SHARD_MAPS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "alone": summed_over_model,
+    "scan": lambda mesh: in_loop(summed_over_model(mesh)),
+    "gradient of a checkpoint": lambda mesh: in_gradient(summed_over_model(mesh)),
+    "vmap": lambda mesh: lambda x: jax.vmap(summed_over_model(mesh))(jnp.stack([x, x])),
+    "jit in jit": lambda mesh: jax.jit(lambda x: jax.jit(summed_over_model(mesh))(x) * 2),
+    "some axes": lambda mesh: summed_over_model(mesh, manual=True),
+    "gradient of a vmap of some axes": lambda mesh: in_gradient(
+        lambda x: jax.vmap(summed_over_model(mesh, manual=True))(jnp.stack([x, x]))
+    ),
+    "beside a constraint": lambda mesh: (
+        lambda x: lax.with_sharding_constraint(
+            summed_over_model(mesh)(x), P("data") if mesh is None else NamedSharding(mesh, P("data"))
+        )
+    ),
+}
+NAMED_MESHES = {
+    "shape": sr.mesh_shape(AXES),
+    "devices": OWN,
+    "shape of devices": OWN.abstract_mesh,
+    "in force": None,
+}
+
+
+@pytest.mark.parametrize("target", [CPU, *(pytest.param(target, marks=pytest.mark.slow) for target in (CUDA, TPU))])
+@pytest.mark.parametrize("analyzed", ["shape", "devices"])
+@pytest.mark.parametrize(
+    "named", ["shape", *(pytest.param(name, marks=pytest.mark.slow) for name in list(NAMED_MESHES)[1:])]
+)
+@pytest.mark.parametrize("case", SHARD_MAPS)
+def test_a_shard_map_may_name_any_mesh_of_the_same_axes(case: str, named: str, analyzed: str, target: str) -> None:
+    mesh_on(target, AXES)
+    analyzer = sr.ShardingAnalyzer(NAMED_MESHES[analyzed])
+    spec = P("data", "model")
+    report = analyzer.audit(SHARD_MAPS[case](NAMED_MESHES[named]), X, in_shardings=(spec,), target=target)
+    expected = analyzer.audit(SHARD_MAPS[case](None), X, in_shardings=(spec,), target=target)
+    assert report.flops == expected.flops
+    assert [(each.kind, each.axes, each.times) for each in report.collectives] == [
+        (each.kind, each.axes, each.times) for each in expected.collectives
+    ]
+    if "gradient" not in case:
+        assert any(each.kind == "all-reduce" and each.axes == ("model",) for each in report.collectives)
 
 
 @pytest.mark.parametrize("target", TARGETS)
