@@ -76,6 +76,7 @@ class AutoShardingRule(LeafShardingRule):
     )
     reverse: bool = False
     reads_index = "no"
+    parts = ()
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

@@ -7,7 +7,7 @@ import attrs
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, decide
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rules, decide, from_fields
 from shardrules.core.spec import axis_names
 
 
@@ -29,6 +29,7 @@ class CompositeShardingRule(LeavesShardingRule):
     """
 
     rules: tuple[ShardingRule, ...]
+    parts = from_fields(lambda rule: rule.rules)
     empty_is_opinion: bool = True
 
     def __init__(self, *rules: ShardingRule, empty_is_opinion: bool = True) -> None:

@@ -35,6 +35,7 @@ class DimShardingRule(LeafShardingRule):
     dim: int = attrs.field(converter=integer("dim"))
     ignore_ndim_error: bool = False
     reads_index = "no"
+    parts = ()
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

@@ -29,6 +29,7 @@ class FSDPShardingRule(LeafShardingRule):
     axis: Axis = attrs.field(converter=as_axis)
     min_size_mb: float = attrs.field(default=4, converter=size_in_mb("min_size_mb"))
     reads_index = "no"
+    parts = ()
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

@@ -104,6 +104,7 @@ class RegexShardingRule(LeavesShardingRule):
     unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
     reads_index = from_fields(_reads_index)
+    parts = from_fields(lambda rule: tuple(value for _, value in rule.rules if isinstance(value, ShardingRule)))
 
     @functools.cached_property
     def _delegates(self) -> tuple[tuple[int, ShardingRule], ...]:

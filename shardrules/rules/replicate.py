@@ -21,6 +21,7 @@ class ReplicateShardingRule(LeafShardingRule):
     """
 
     reads_index = "no"
+    parts = ()
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision `P()` for `leaf`."""

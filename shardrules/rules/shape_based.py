@@ -66,6 +66,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
         converter=_as_patterns, repr=spec_code, eq=spec_key
     )
     reads_index = "no"
+    parts = ()
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the first match of each of `leaves`, with a finding for each pattern that wins no leaf."""

@@ -51,6 +51,7 @@ class LogicalShardingRule(LeafShardingRule):
 
     mapping: LogicalPairs = attrs.field(converter=as_pairs)
     reads_index = "no"
+    parts = ()
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""
