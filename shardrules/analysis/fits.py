@@ -257,7 +257,7 @@ def largest_batch(
     """
     # A TypedDict is checked by type checkers only.
     if unknown := [name for name in options if name not in CompileOptions.__annotations__]:
-        near = suggest(unknown[0], [*inspect.signature(largest_batch).parameters, *CompileOptions.__annotations__])
+        near = suggest(unknown[0], [*inspect.getfullargspec(largest_batch).kwonlyargs, *CompileOptions.__annotations__])
         raise ConfigTypeError(f"largest_batch() got an unexpected keyword argument {unknown[0]!r}{near}")
     target = Target.parse(target)
     budget_bytes = _budget_bytes(target, budget, reserve)

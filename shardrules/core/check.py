@@ -283,7 +283,7 @@ def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
 
 def _nested_calls(calls: Iterable[RuleCall]) -> Iterator[RuleCall]:
     for call in calls:
-        yield from _nested_calls(call.inside)
+        yield from _nested_calls(call.leaves.calls)
         yield call
 
 

@@ -31,12 +31,12 @@ class Verdict:
 @final
 @attrs.frozen(eq=False)
 class RuleCall:
-    """One call of a rule: what it was asked, what it decided, and the calls of the rules inside it."""
+    """One call of a rule: what it was asked, and what it decided."""
 
     rule: Any
     leaves: "Leaves"
+    """Their `calls` are those of the rules inside. A record that holds itself would wait for the garbage collector."""
     verdict: Verdict
-    inside: "list[RuleCall]"
 
 
 @final

@@ -28,6 +28,7 @@ from shardrules.core.bind import bind_decisions, same_arrays
 from shardrules.core.check import ambiguous_paths, check_leaves, idle_patterns, over_budget, with_templates
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import (
+    ConfigError,
     ConfigTypeError,
     NoMeshError,
     PlanError,
@@ -84,22 +85,23 @@ def rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
     elif dataclasses.is_dataclass(rule):
         names = [field.name for field in dataclasses.fields(rule)]
     # Fields may be in slots; what else `__init__` of a subclass sets is not.
-    values = {name: getattr(rule, name) for name in names} | vars(rule)
+    # A field that `__init__` leaves for later has no value yet.
+    values = {name: getattr(rule, name, None) for name in names} | vars(rule)
     rules: list[ShardingRule] = []
-    _add_rules(values.values(), rules)
+    _add_rules(values, rules, ())
     return tuple(rules)
 
 
-def _add_rules(values: Iterable[Any], rules: list["ShardingRule"]) -> None:
-    for value in values:
+def _add_rules(container: Any, rules: list["ShardingRule"], around: tuple[int, ...]) -> None:
+    """Adds the rules in `container`; `around` has the ids of the containers around it, which it may hold in turn."""
+    around = (*around, id(container))
+    for value in container.values() if isinstance(container, Mapping) else container:
         if type(value) in _NO_RULES:
             continue
-        if isinstance(value, tuple | list):
-            _add_rules(value, rules)
-        elif isinstance(value, Mapping):
-            _add_rules(value.values(), rules)
-        elif isinstance(value, ShardingRule):
+        if isinstance(value, ShardingRule):
             rules.append(value)
+        elif isinstance(value, tuple | list | Mapping) and id(value) not in around:
+            _add_rules(value, rules, around)
 
 
 _NO_RULES = (str, int, float, bool, type(None), PartitionSpec)
@@ -354,11 +356,22 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
     # A rule with its own mesh must see that one, also inside rules that are planned for another.
     if rule.mesh is not None:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
-    inner_calls: list[RuleCall] = []
-    verdict = _checked_verdict(rule, leaves.recording(inner_calls))
-    leaves.calls.append(RuleCall(rule, leaves, verdict, inner_calls))
+    _check_reads_index(rule, leaves.survey)
+    inner = leaves.recording([])
+    verdict = _checked_verdict(rule, inner)
+    leaves.calls.append(RuleCall(rule, inner, verdict))
     # The record has the idle patterns: a rule around this one must not hand them on a second time.
     return attrs.evolve(verdict, idle=()) if verdict.idle else verdict
+
+
+def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
+    """Raises for a rule that reads more of list indices than the rule around it: every layer would get one decision."""
+    if widest((rule.reads_index, tree_survey.reads_index)) != tree_survey.reads_index:
+        raise ConfigError(
+            f"{rule!r} reads list indices in paths (reads_index is {rule.reads_index!r}), and the rule that asks it "
+            f"has reads_index {tree_survey.reads_index!r}, so that leaves which differ in their index get one decision. "
+            f"Keep the inner rule in a field of the outer one, or set reads_index = {rule.reads_index!r} there"
+        )
 
 
 def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:

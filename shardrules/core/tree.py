@@ -88,6 +88,7 @@ class Survey:
     """The graph that spells out paths."""
 
     mesh: AnyMesh | None = None
+    reads_index: ReadsIndex = "value"
     has_slashes: bool = False
     """Whether a key has a slash or is empty, so that two leaves may have the same path."""
 
@@ -316,8 +317,9 @@ def _survey_leaves(
         root = walker.kind_at(0, "", "") if flat else ((), ())
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
+    kinds = tuple(walker.kinds)
     return Survey(
-        tuple(walker.kinds), walker.kind_of, treedef, carried, numbers, root, mesh, walker.has_slashes, path_style
+        kinds, walker.kind_of, treedef, carried, numbers, root, mesh, reads_index, walker.has_slashes, path_style
     )
 
 

@@ -28,7 +28,8 @@ class Cache(Generic[_V]):
     _values: dict[Hashable, _V] = attrs.field(factory=dict, init=False)
     _last_uses: dict[int, int] = attrs.field(factory=dict, init=False)
     _clock: Iterator[int] = attrs.field(factory=itertools.count, init=False)
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    # Comparing keys runs code of users, which may call a compiled function in turn.
+    _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
 
     def get(self, key: Hashable) -> _V | None:
         """Returns the value under `key`, or `None`."""

@@ -69,11 +69,6 @@ def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) ->
         check_beginning(pattern, "RegexShardingRule")
 
 
-def _reads_index(rule: "RegexShardingRule") -> ReadsIndex:
-    patterns: list[ReadsIndex] = [reads_index(re.compile(pattern)) for pattern, _ in rule.rules]
-    return widest([*patterns, *inner_values(rule, "reads_index")])
-
-
 @final
 @attrs.frozen
 class RegexShardingRule(LeavesShardingRule):
@@ -103,8 +98,16 @@ class RegexShardingRule(LeavesShardingRule):
     )
     unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
-    reads_index = from_fields(_reads_index)
-    parts = from_fields(lambda rule: tuple(value for _, value in rule.rules if isinstance(value, ShardingRule)))
+    parts = from_fields(lambda rule: rule._inner_rules)
+    reads_index = from_fields(lambda rule: widest([rule._patterns_read_index, *inner_values(rule, "reads_index")]))
+
+    @functools.cached_property
+    def _inner_rules(self) -> tuple[ShardingRule, ...]:
+        return tuple([value for _, value in self.rules if isinstance(value, ShardingRule)])
+
+    @functools.cached_property
+    def _patterns_read_index(self) -> ReadsIndex:
+        return widest([reads_index(re.compile(pattern)) for pattern, _ in self.rules])
 
     @functools.cached_property
     def _delegates(self) -> tuple[tuple[int, ShardingRule], ...]:

@@ -430,6 +430,9 @@ def test_an_unknown_option_names_the_function() -> None:
     message = r"largest_batch\(\) got an unexpected keyword argument 'in_sharding' \(did you mean 'in_shardings'\?\)"
     with pytest.raises(ConfigTypeError, match=message):
         largest_batch(grown, rows, budget="1 MiB", mesh=MESH, **options)
+    options_themselves: Any = {"option": 1}  # `options` is not the name of an argument
+    with pytest.raises(ConfigTypeError, match=r"argument 'option'$"):
+        largest_batch(grown, rows, budget="1 MiB", mesh=MESH, **options_themselves)
     with pytest.raises(TypeError, match=r"^fits\(\) got an unexpected keyword argument 'in_sharding'"):
         fits(grown, *rows(8), budget="1 MiB", mesh=MESH, **options)
     assert all(f"`{name}`" in str(largest_batch.__doc__) for name in CompileOptions.__annotations__)

@@ -37,6 +37,22 @@ def test_a_dropped_value_goes_with_all_its_keys() -> None:
     assert [values.get(key) for key in ("first", "second", "third")] == [None, None, [1]]
 
 
+def test_comparing_keys_may_use_the_cache() -> None:
+    values: Cache[list[int]] = Cache()
+
+    class Key:
+        def __hash__(self) -> int:
+            return 0
+
+        def __eq__(self, other: object) -> bool:
+            values.add("inner", [1])
+            return self is other
+
+    values.add(Key(), [0])
+    assert values.get(Key()) is None
+    assert values.get("inner") == [1]
+
+
 def test_threads_share_a_cache() -> None:
     values: Cache[list[int]] = Cache(4)
     interval = sys.getswitchinterval()

@@ -560,6 +560,41 @@ def test_changed_attributes_change_what_is_derived() -> None:
     assert layer_specs(rule) == [P("data"), P(), P(), P()]
 
 
+def test_a_rule_that_asks_one_outside_its_fields_must_read_as_much() -> None:
+    by_index = sr.RegexShardingRule([("layers/0", P("data")), (".*", P())])
+
+    @attrs.frozen
+    class Asks(sr.LeavesShardingRule):
+        rule: sr.ShardingRule = ROWS
+
+        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+            return sr.decide(by_index, leaves)
+
+    @attrs.frozen
+    class SaysSo(Asks):
+        reads_index = "value"
+
+    message = r"RegexShardingRule.* \(reads_index is 'value'\).*reads_index 'no'"
+    with pytest.raises(sr.errors.ConfigError, match=message):
+        Asks().apply({"layers": [{"w": np.ones(4)}] * 2})
+    assert layer_specs(SaysSo()) == [P("data"), P(), P(), P()]
+
+
+def test_fields_without_a_value_and_lists_in_themselves_hold_no_rules() -> None:
+    @attrs.define
+    class Late(sr.LeafShardingRule):
+        memo: dict[str, int] = attrs.field(init=False)
+        items: list[Any] = attrs.field(factory=list)
+
+        def decide(self, leaf: sr.Leaf) -> sr.Decision:
+            return leaf.shard(0, "data")
+
+    rule = Late()
+    rule.items += [rule.items, ROWS]
+    assert rule.parts == (ROWS,)
+    assert decided(rule, 4).spec == P("data")
+
+
 def test_rules_inside_many_rules_are_visited_once() -> None:
     rule: sr.ShardingRule = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
     for _ in range(60):

@@ -63,6 +63,9 @@ layers/\d+?/mlp
 layers/.*?/mlp
 layers/\d+/w#x
 w#
+3x3/kernel
+conv_1x1/\d+/w
+1x1conv
 block-\d+
 """
 

@@ -250,7 +250,7 @@ class AuditReport:
             target = Target.parse(record(str, data["target"], "target"))
             fields["target"] = {**attrs.asdict(target), "shape": [*target.shape]}
             return record(cls, fields, "report")
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ReportError):
                 raise
             raise ReportError(f"this text is not an audit report: {type(error).__name__}: {error}") from error

@@ -125,7 +125,7 @@ def loads(text: str) -> SavedPlan:
             raise ValueError(f"unknown path style {style!r}")
         findings = _findings_from_json(data["findings"])
         return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str))
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         # The format error above is a ValueError, too, and clear as it is.
         if isinstance(error, PlanError):
             raise

@@ -64,15 +64,19 @@ def _call_lines(call: RuleCall, kind: int, indent: str, decide: Callable[[Any, L
     yield f"{indent}{name}: {spec_repr(decision.spec)}, {decision.reason}"
     for part in call.rule.parts:
         # By identity: an equal rule elsewhere may have been asked about other leaves.
-        calls = [inner for inner in call.inside if inner.rule is part and _decision_about(inner, kind) is not None]
+        calls = [inner for inner in call.leaves.calls if inner.rule is part and _is_about(inner, kind)]
         if calls:
             yield from _call_lines(calls[0], kind, indent + "  ", decide)
         else:
             yield f"{indent}  {type(part).__name__}: not asked; {_alone(part, call.leaves, kind, decide)}"
 
 
+def _is_about(call: RuleCall, kind: int) -> bool:
+    return kind in call.leaves.kind_indices
+
+
 def _decision_about(call: RuleCall, kind: int) -> Decision | None:
-    if kind not in call.leaves.kind_indices:
+    if not _is_about(call, kind):
         return None
     return call.verdict.decisions[call.leaves.kind_indices.index(kind)]
 

@@ -99,7 +99,7 @@ class AutoPlanReport:
             # The plan has a format of its own, with a version.
             fields = {name: record(kind, data[name], name) for name, kind in kinds.items() if name != "plan"}
             return cls(**fields, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
-        except (LookupError, TypeError, ValueError, PlanError) as error:
+        except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
             if isinstance(error, ReportError):
                 raise
             raise ReportError(f"this text is not an autoplan report: {type(error).__name__}: {error}") from error

@@ -271,6 +271,12 @@ def test_a_field_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
             AuditReport.from_json(edited(*path, value=other))
 
 
+def test_json_nested_too_deeply_is_refused() -> None:
+    for read, error in ((AuditReport.from_json, ReportError), (sr.ShardingPlan.from_json, sr.errors.PlanError)):
+        with pytest.raises(error, match="RecursionError"):
+            read("[" * 100_000 + "]" * 100_000)
+
+
 def test_a_report_error_is_a_value_error() -> None:
     assert issubclass(ReportError, ShardRulesError)
     assert issubclass(ReportError, ValueError)
