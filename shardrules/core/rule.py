@@ -369,7 +369,7 @@ def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
     if widest((rule.reads_index, tree_survey.reads_index)) != tree_survey.reads_index:
         raise ConfigError(
             f"{rule!r} reads list indices in paths (reads_index is {rule.reads_index!r}), and the rule that asks it "
-            f"has reads_index {tree_survey.reads_index!r}, so that leaves which differ in their index get one decision. "
+            f"has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one decision. "
             f"Keep the inner rule in a field of the outer one, or set reads_index = {rule.reads_index!r} there"
         )
 
