@@ -301,6 +301,8 @@ def quick(make: Callable[[], T]) -> T:
     """Returns what `make` returns, with arrays of zeros: nothing is compiled or run to build it."""
 
     def zeros(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape)
         return jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
     return jax.tree.map(zeros, eqx.filter_eval_shape(make))
@@ -342,6 +344,38 @@ class LinenModel(nn.Module):
 def linen(logical: bool) -> Any:
     """Returns the boxed parameters of a flax model."""
     return quick(lambda: LinenModel(logical).init(jax.random.key(0), jnp.ones((2, 8))))
+
+
+class NnxBlock(nnx.Module):
+    """A block of nnx with named dimensions and random streams of its own."""
+
+    def __init__(self, rngs: nnx.Rngs, in_size: int = 8, size: int = 16) -> None:
+        named, init = nnx.with_partitioning, nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(in_size, size, kernel_init=named(init, ("embed", "mlp")), rngs=rngs)
+        self.down = nnx.Linear(size, in_size, kernel_init=named(init, ("mlp", "embed")), rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(self.down(nnx.gelu(self.up(x))))
+
+
+class NnxModel(nnx.Module):
+    """A model of nnx with a list of blocks."""
+
+    def __init__(self, rngs: nnx.Rngs, depth: int = 3) -> None:
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(depth)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def nnx_model(depth: int = 3) -> NnxModel:
+    """Returns a model of nnx, whose names for dimensions are not names of mesh axes."""
+    with nnx.use_eager_sharding(False):
+        return NnxModel(nnx.Rngs(0), depth)
 
 
 def stacked() -> Any:
@@ -397,6 +431,7 @@ TREES: Entries[Any] = once(
     logically_partitioned=lambda: linen(logical=True),
     mixed_boxes=lambda: {"box": nn.Partitioned(np.ones((8, 8)), ("embed", "mlp")), "w": np.ones((8, 4)), "n": 1},
     nnx_state=lambda: quick(lambda: nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))),
+    nnx_module=lambda: quick(nnx_model),
     nothing=lambda: None,
     empty_dict=dict,
     empty_inside=lambda: {"a": {}, "b": [(), None], "c": np.ones(8)},

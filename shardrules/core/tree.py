@@ -9,7 +9,6 @@ kind of each leaf, and a small graph from which every path can be spelled out la
 
 import array
 import operator
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, final, get_args
 
@@ -21,9 +20,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.boxes import (
+    box_type,
+    is_variable,
+    opaque_types,
+    unboxed,
+    variable_axes,
+    variable_types,
+)
 from shardrules.core.errors import ConfigError, PlanError, TreeError
 from shardrules.core.finding import common_path
-from shardrules.core.leaf import Leaf, LogicalName
+from shardrules.core.leaf import Leaf
 from shardrules.core.spec import device_dtype
 
 ReadsIndex: TypeAlias = Literal["no", "width", "value"]
@@ -187,22 +194,6 @@ def widest(reads: Iterable[ReadsIndex]) -> ReadsIndex:
     return _READS[max(map(_READS.index, reads), default=0)]
 
 
-def box_type() -> type | None:
-    """Returns the base class of flax's boxes; `None` if this process has not imported them, so that no tree has one."""
-    meta = sys.modules.get("flax.core.meta")
-    return None if meta is None else meta.AxisMetadata
-
-
-def _unboxed(leaf: Any, box: type) -> tuple[Any, tuple[LogicalName, ...] | None]:
-    names: tuple[LogicalName, ...] | None = None
-    while isinstance(leaf, box):
-        box_names = getattr(leaf, "names", None)  # boxes of other libraries may have no names
-        if box_names is not None:
-            names = tuple([tuple(name) if isinstance(name, list) else name for name in box_names])
-        leaf = _registry.flatten_one_level(leaf)[0][0]  # not unbox(): where a mesh is in force, that places the array
-    return leaf, names
-
-
 def _key_text(key: Any) -> str:
     if isinstance(key, jtu.DictKey | jtu.FlattenedIndexKey):
         return str(key.key)
@@ -240,7 +231,7 @@ def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any]
         except (AttributeError, TypeError):
             key = code = None
         if code is None:
-            value, axes = (leaf, None) if box is None else _unboxed(leaf, box)
+            value, axes = (leaf, None) if box is None else unboxed(leaf, box)
             kind = array_kind(value)
             if kind is None:
                 others.append((position, leaf))
@@ -259,7 +250,7 @@ def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any]
 
 def _mesh_of(leaves: list[Any], box: type | None) -> AnyMesh | None:
     """Returns the mesh that the arrays are on; `None` if they are on none, or on several."""
-    values = leaves if box is None else [_unboxed(leaf, box)[0] for leaf in leaves]
+    values = leaves if box is None else [unboxed(leaf, box)[0] for leaf in leaves]
     try:
         shardings = list(map(_get_sharding, values))
     except AttributeError:  # many kinds of leaves have none
@@ -315,12 +306,27 @@ def _survey_leaves(
         root: Any = walker.walk(tree, treedef, 0, "", "")
     else:
         root = walker.kind_at(0, "", "") if flat else ((), ())
+    _refuse_opaque(flat, root)
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
     kinds = tuple(walker.kinds)
     return Survey(
         kinds, walker.kind_of, treedef, carried, numbers, root, mesh, reads_index, walker.has_slashes, path_style
     )
+
+
+def _refuse_opaque(leaves: list[Any], root: Any) -> None:
+    """Raises where a leaf is an object of nnx: its arrays would be skipped silently."""
+    opaque = {cls for cls in set(map(type, leaves)) if issubclass(cls, opaque_types())}
+    if opaque:
+        pairs = zip(_spell(root, ""), leaves, strict=True)
+        names = ", ".join(
+            f"{path or 'the tree'} ({type(leaf).__name__})" for (path, _), leaf in pairs if type(leaf) in opaque
+        )
+        raise TreeError(
+            f"JAX sees no arrays in these objects of flax nnx: {names}. They are not pytrees in this version of flax, "
+            "or were made with pytree=False or hijax=True. Pass their state: graph, state = nnx.split(model)"
+        )
 
 
 @final
@@ -336,28 +342,36 @@ class _Walker:
     box_type: type | None  # the tree was flattened without looking for boxes, so meeting one is an error
     has_slashes: bool = False
     kinds: list[Leaf] = attrs.field(factory=list)
-    kind_indices: dict[tuple[str, int], int] = attrs.field(factory=dict)
+    kind_indices: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
     kind_of: list[int] = attrs.field(default=attrs.Factory(lambda self: [_STATIC] * len(self.codes), takes_self=True))
     packed_codes: Any = attrs.field(default=attrs.Factory(lambda self: array.array("I", self.codes), takes_self=True))
+    variable_types: tuple[type, ...] = attrs.field(factory=variable_types)
 
-    def kind_at(self, position: int, path: str, template: str) -> int:
-        """Returns the index of the kind of the leaf at `position`."""
+    def kind_at(self, position: int, path: str, template: str, variable: Any = None) -> int:
+        """Returns the index of the kind of the leaf at `position`, which may be the array of a variable."""
         code = self.codes[position]
         if code == _NOT_ARRAY:
             return _STATIC
-        key = (template, code)
+        axes = None if variable is None else variable_axes(variable, len(self.code_arrays[code][0]))
+        key = (template, code, axes)
         kind_index = self.kind_indices.get(key)
         if kind_index is None:
             self.kind_indices[key] = kind_index = len(self.kinds)
-            shape, dtype, *axes = self.code_arrays[code]
-            self.kinds.append(Leaf(path, shape, dtype, self.mesh, None, axes[0] if axes else None))
+            shape, dtype, *box_axes = self.code_arrays[code]
+            self.kinds.append(Leaf(path, shape, dtype, self.mesh, None, box_axes[0] if box_axes else axes))
         self.kind_of[position] = kind_index
         return kind_index
 
-    def walk(self, node: Any, structure: Any, start: int, path: str, template: str) -> _Node:
+    def walk(self, node: Any, structure: Any, start: int, path: str, template: str) -> _Node | int:
         """Returns the graph below `node`, whose leaves begin at position `start`."""
         if self.box_type is not None and isinstance(node, self.box_type):
             raise _BoxFoundError
+        # Most programs have no variables, and then no container is asked about.
+        if self.variable_types and issubclass(type(node), self.variable_types):
+            child, part = _registry.flatten_one_level(node)[0][0], structure.children()[0]
+            if part.num_nodes == 1:
+                return self.kind_at(start, path, template, node)
+            return self.walk(child, part, start, path, template)
         names, children = self.open(node, structure)
         path, template = (f"{path}/", f"{template}/") if path else ("", "")
         keys: list[str] = []
@@ -444,6 +458,24 @@ def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
     return tuple(path for path, _ in _spell(survey(tree, None, path_style=path_style).root, ""))
 
 
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Returns path and value of every leaf of `tree`, where `is_leaf` says which nodes are leaves, too.
+
+    ```python
+    from shardrules.core.tree import named_leaves
+
+    assert named_leaves({"a": [1, (2, 3)]}, lambda node: isinstance(node, tuple)) == [("a/0", 1), ("a/1", (2, 3))]
+    ```
+    """
+    named: list[tuple[tuple[Any, ...], Any]] = []
+    ends = is_variable if is_leaf is None else lambda node: is_leaf(node) or is_variable(node)
+    for path, node in jtu.tree_flatten_with_path(tree, is_leaf=ends)[0]:
+        inside = jtu.tree_flatten_with_path(node, is_leaf=is_leaf)[0]
+        # The first key below a variable is flax's own, and no part of a path.
+        named += [((*path, *keys[1:]), leaf) for keys, leaf in inside] if is_variable(node) else [(path, node)]
+    return [(jtu.keystr(path, simple=True, separator="/"), leaf) for path, leaf in named]
+
+
 def flatten_specs(specs: Any, treedef: Any, what: str) -> list[Any]:
     """Returns the leaves of a tree of specs that must have the structure `treedef`; messages call it `what`."""
     try:
@@ -462,17 +494,14 @@ def prefix_parts(
 
     A `prefix` that does not fit raises a `TreeError`, which names `caller` and calls its leaves `what`.
     """
-    named, structure = jtu.tree_flatten_with_path(prefix, is_leaf=is_leaf)
+    named, structure = named_leaves(prefix, is_leaf), jtu.tree_structure(prefix, is_leaf=is_leaf)
     try:
         parts = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise TreeError(
             f"{caller}: the {what} do not have the structure of the tree, or of a prefix of it: {error}"
         ) from error
-    return [
-        (jtu.keystr(path, simple=True, separator="/"), value, part)
-        for (path, value), part in zip(named, parts, strict=True)
-    ]
+    return [(path, value, part) for (path, value), part in zip(named, parts, strict=True)]
 
 
 def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], caller: str, what: str = "values") -> list[Any]:

@@ -67,7 +67,10 @@ class StackedShardingRule(LeavesShardingRule):
 
     def _one_layer(self, leaf: Leaf, leading: Entries) -> Leaf:
         spec = None if leaf.spec is None else make_spec(leaf.entries[self.dims :])
-        axes = None if leaf.axes is None else leaf.axes[self.dims :]
+        # Layers that were mapped without a name for the new dimension have names for one layer.
+        axes = leaf.axes
+        if axes is not None and len(axes) != leaf.ndim - self.dims:
+            axes = axes[self.dims :]
         outer_axes = (*leaf.outer_axes, *axis_names(make_spec(leading)))
         return attrs.evolve(leaf, shape=leaf.shape[self.dims :], spec=spec, axes=axes, outer_axes=outer_axes)
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -35,7 +36,7 @@ def text(key: Any) -> str:
 @pytest.mark.parametrize("name", TREES)
 def test_paths_are_those_of_jax(name: str) -> None:
     tree = TREES[name]()
-    pairs = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nn.Partitioned))[0]
+    pairs = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nn.Partitioned | nnx.Variable))[0]
     assert sr.leaf_paths(tree) == tuple("/".join(map(text, path)) for path, _ in pairs)
 
 

@@ -12,6 +12,7 @@ from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import NoMeshError, NoSpecError, SpecError
 from shardrules.core.spec import axis_names
+from shardrules.core.tree import named_leaves
 
 
 @runtime_checkable
@@ -68,22 +69,21 @@ def get_partition_spec(tree: Any) -> Any:
     assert sr.specs.get_partition_spec({"rows": rows, "step": 3}) == {"rows": P("dp"), "step": P()}
     ```
     """
-    named, treedef = jtu.tree_flatten_with_path(tree)
     specs: list[PartitionSpec] = []
     unsupported: list[str] = []
     without_spec: list[str] = []
-    for path, leaf in named:
+    for path, leaf in named_leaves(tree):
         if isinstance(leaf, jax.Array):
             sharding = _sharding(leaf)
             if isinstance(sharding, NamedSharding):
                 specs.append(sharding.spec)
             else:
                 status = "traced, not placed yet" if sharding is None else type(sharding).__name__
-                without_spec.append(f"{_path_text(path)} ({leaf.dtype}{list(leaf.shape)}): {status}")
+                without_spec.append(f"{_quoted(path)} ({leaf.dtype}{list(leaf.shape)}): {status}")
         elif isinstance(leaf, int | float):
             specs.append(PartitionSpec())
         else:
-            unsupported.append(f"{type(leaf)} at {_path_text(path)}")
+            unsupported.append(f"{type(leaf)} at {_quoted(path)}")
     if unsupported:
         raise SpecError(
             f"Unsupported leaf type for get_partition_spec: {'; '.join(unsupported)}. It reads JAX arrays and Python "
@@ -94,7 +94,7 @@ def get_partition_spec(tree: Any) -> Any:
             f"get_partition_spec: arrays whose sharding has no PartitionSpec: {'; '.join(without_spec)}. Place them "
             "on a mesh first; extract_sharding_structure gives None for such leaves"
         )
-    return treedef.unflatten(specs)
+    return jtu.tree_structure(tree).unflatten(specs)
 
 
 def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
@@ -109,7 +109,8 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     ```
     """
     check_mesh(mesh)
-    return jtu.tree_map_with_path(lambda path, leaf: _named_sharding(path, _sharding(leaf), mesh), tree)
+    shardings = [_named_sharding(path, _sharding(leaf), mesh) for path, leaf in named_leaves(tree)]
+    return jtu.tree_structure(tree).unflatten(shardings)
 
 
 def extract_sharding_structure(tree: Any) -> Any:
@@ -140,17 +141,17 @@ def _sharding(leaf: Any) -> Any:
     return leaf.sharding if isinstance(leaf, _HasSharding) else None
 
 
-def _named_sharding(path: tuple[Any, ...], sharding: Any, mesh: AnyMesh | None) -> NamedSharding | None:
+def _named_sharding(path: str, sharding: Any, mesh: AnyMesh | None) -> NamedSharding | None:
     if not isinstance(sharding, PartitionSpec):
         return sharding if isinstance(sharding, NamedSharding) else None
     target_mesh = current_mesh() if mesh is None else mesh
     if target_mesh is None:
         raise NoMeshError(
-            f"extract_shardings: the sharding of {_path_text(path)} is {sharding}, which needs a mesh. Pass mesh=, or "
+            f"extract_shardings: the sharding of {_quoted(path)} is {sharding}, which needs a mesh. Pass mesh=, or "
             "call inside jax.set_mesh(mesh)"
         )
     return NamedSharding(target_mesh, sharding)
 
 
-def _path_text(path: tuple[Any, ...]) -> str:
-    return repr(jtu.keystr(path, simple=True, separator="/")) if path else "the root of the tree"
+def _quoted(path: str) -> str:
+    return repr(path) if path else "the root of the tree"
