@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from shardrules.placement.checkpoints.safetensors import load_safetensors
     from shardrules.planning.autoplan import autoplan
     from shardrules.planning.graph.machine import Assumptions
+    from shardrules.rules.files.load import load_rules
 
 __version__ = "0.1.0"
 
@@ -121,6 +122,7 @@ __all__ = [
     "StackedShardingRule",
     "decide",
     # Rules as text
+    "load_rules",
     "parse_rule",
     "register_op",
     "DEFAULT_OPS",

@@ -20,6 +20,7 @@ from shardrules.planning.answer.plan import AutoPlan, Candidate
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.reshard.plan import LeafMove, ReshardPlan
+from shardrules.rules.files.rules_file import Limits, RulesFile
 
 __all__ = [
     "Alternative",
@@ -45,6 +46,7 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "LeafMove",
+    "Limits",
     "MemoryUse",
     "ModuleCost",
     "Picture",
@@ -54,6 +56,7 @@ __all__ = [
     "PlannedFunction",
     "ReplicatedLeaf",
     "ReshardPlan",
+    "RulesFile",
     "ShardingReport",
     "SplitDim",
     "StepTime",

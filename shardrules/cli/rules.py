@@ -2,28 +2,65 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from jax.sharding import PartitionSpec
+import attrs
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
 from shardrules.cli.models import read_plan
 from shardrules.cli.objects import NamedObject, is_object_name, load_object
-from shardrules.cli.rules_file import LoadedRules, read_rules_file
-from shardrules.core.errors import ShardRulesError
+from shardrules.core.errors import RulesFileError, ShardRulesError
 from shardrules.core.rule import ShardingRule
+from shardrules.rules.files.reader import read_rules_file
+from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import parse_rule
 
 _TEXT = re.compile(r"\s*\w+\s*(\(.*\))?\s*(\|.*)?", re.DOTALL)
 
 
+@final
+@attrs.frozen
+class LoadedRules:
+    """Rules that the command line named, with what else their file says."""
+
+    rule: ShardingRule
+    file: RulesFile | None = None
+    """The TOML file that they come from, if any."""
+    is_for_step: bool = False
+    """Whether the rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
+
+    @property
+    def mesh(self) -> AbstractMesh | None:
+        """The mesh of the file."""
+        return None if self.file is None else self.file.mesh
+
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer of the file."""
+        return None if self.file is None else self.file.optimizer
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the file; none for rules from elsewhere."""
+        return Limits() if self.file is None else self.file.limits
+
+    def check_axes(self, mesh: AbstractMesh) -> None:
+        """Raises a `UsageError` with the line and the key path of each axis in the file that a mesh lacks."""
+        try:
+            if self.file is not None:
+                self.file.check_axes(mesh)
+        except RulesFileError as error:
+            raise UsageError(str(error)) from error
+
+
 def load_rules(text: str) -> LoadedRules:
     """Loads rules: a TOML file, `module:rules` or `file.py:rules`, a plan's JSON, or a rule as text."""
     path = Path(text).expanduser()
     if path.suffix == ".toml":
-        return read_rules_file(path)
+        return _from_file(path)
     if path.suffix == ".json":
         return LoadedRules(read_plan(path).as_rule(), is_for_step="shardrules_autoplan" in read_text(path)[:100])
     if not path.exists() and is_object_name(text):
@@ -37,6 +74,14 @@ def load_rules(text: str) -> LoadedRules:
         return LoadedRules(parse_rule(text))
     except ShardRulesError as error:
         raise UsageError(f"--rules: {one_line(error)}") from error
+
+
+def _from_file(path: Path) -> LoadedRules:
+    try:
+        file = read_rules_file(path)
+    except RulesFileError as error:
+        raise UsageError(str(error)) from error
+    return LoadedRules(file.rules, file)
 
 
 def _from_code(named: NamedObject) -> ShardingRule:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError
 from shardrules.cli.objects import describe_error, has_arrays, load_object
-from shardrules.cli.rules_file import LoadedRules
+from shardrules.cli.rules import LoadedRules
 from shardrules.cli.subject import make_plan
 from shardrules.core.errors import DoesNotFitError, PlanError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingPlan

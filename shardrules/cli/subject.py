@@ -11,7 +11,7 @@ from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.models import Model, load_model
 from shardrules.cli.objects import describe_error
 from shardrules.cli.optimizers import optimizer_state
-from shardrules.cli.rules import load_rules
+from shardrules.cli.rules import LoadedRules, load_rules
 from shardrules.cli.terminal import working
 from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
@@ -99,10 +99,15 @@ class _Inputs:
     state: Any
 
 
-def load_subject(args: argparse.Namespace) -> Subject:
-    """Reads what the arguments name, and plans it."""
+def read_rules(args: argparse.Namespace) -> LoadedRules | None:
+    """Reads what `--rules` names, if anything."""
+    return None if args.rules is None else load_rules(args.rules)
+
+
+def load_subject(args: argparse.Namespace, rules: LoadedRules | None = None) -> Subject:
+    """Reads what the arguments name, and plans it; `rules` are those of `read_rules`, if they have been read."""
     with working(f"loading {args.model}"):
-        inputs = _read_inputs(args)
+        inputs = _read_inputs(args, rules or read_rules(args))
     with working(f"planning {args.model}"):
         if inputs.rule is None:
             assert inputs.model.plan is not None
@@ -114,13 +119,14 @@ def load_subject(args: argparse.Namespace) -> Subject:
         return Subject(inputs.model.name, plan, inputs.optimizer, state)
 
 
-def _read_inputs(args: argparse.Namespace) -> _Inputs:
+def _read_inputs(args: argparse.Namespace, rules: LoadedRules | None) -> _Inputs:
     model = load_model(args.model)
     mesh = None if args.mesh is None else read_mesh(args.mesh)
     rule: ShardingRule | None = None
-    if args.rules is not None:
-        rules = load_rules(args.rules)
+    optimizer = args.optimizer
+    if rules is not None:
         rule = rules.rule
+        optimizer = optimizer or rules.optimizer
         # The mesh on the command line wins over the rules' mesh, and the rules' mesh over the plan's.
         if mesh is None:
             mesh = rules.mesh
@@ -136,8 +142,8 @@ def _read_inputs(args: argparse.Namespace) -> _Inputs:
     elif mesh is not None:
         # The same decisions on another mesh.
         rule = model.plan.as_rule()
-    state = None if args.optimizer is None else optimizer_state(args.optimizer, model.tree)
-    return _Inputs(model, rule, mesh, args.optimizer or "", state)
+    state = None if optimizer is None else optimizer_state(optimizer, model.tree)
+    return _Inputs(model, rule, mesh, optimizer or "", state)
 
 
 def make_plan(rule: ShardingRule, tree: Any, mesh: AbstractMesh) -> ShardingPlan:

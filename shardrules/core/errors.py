@@ -81,6 +81,11 @@ class PatternError(ShardRulesError, ValueError):
 
 
 @final
+class RulesFileError(ShardRulesError, ValueError):
+    """A file of rules that cannot be read: it lists all that is wrong, each with its line and key."""
+
+
+@final
 class UnknownOpError(ShardRulesError, KeyError):
     """A rule text with an unknown op."""
 

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, final
 import attrs
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from shardrules.core.axes import mesh_text
 from shardrules.core.errors import AxisTypeError, MeshError, MeshWarning, suggest
 from shardrules.mesh.layout import DeviceInfo, Layout, lay_out, layout_of, outer_shapes
 from shardrules.mesh.shape import integers, read_axes, resolve_sizes
@@ -33,7 +34,7 @@ _NETWORKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "Ethernet or InfiniBand")}
 
 
 def create_mesh(
-    axis_dims: Sequence[int] | str = DEFAULT_AXIS_DIMS,
+    axis_dims: Sequence[int] | str | AbstractMesh = DEFAULT_AXIS_DIMS,
     axis_names: Sequence[str] | None = None,
     dcn_mesh_dims: Sequence[int] | None = None,
     should_sort_granules_by_key: bool = True,
@@ -54,7 +55,7 @@ def create_mesh(
     **Arguments:**
 
     - `axis_dims`: the size of each axis, one of which may be -1 for the remaining devices; or sizes and names as text,
-        `"data:4,model:-1"`.
+        `"data:4,model:-1"`; or a mesh without devices, as `mesh_shape` and `load_rules` give.
     - `axis_names`: a name for each size. The default sizes have default names, and a text has its own.
     - `dcn_mesh_dims`: how many slices (or processes) each axis spans; one of them may be -1.
     - `should_sort_granules_by_key`: order slices and processes by index rather than by their first device.
@@ -82,8 +83,12 @@ def create_mesh(
     mesh = sr.create_mesh("data:2,model:-1")
     assert dict(mesh.shape) == {"data": 2, "model": 4}
     assert sr.create_mesh((2, -1), ("data", "model")) is mesh
+    assert sr.create_mesh(sr.mesh_shape("data:2,model:4")) is mesh
     ```
     """
+    if isinstance(axis_dims, AbstractMesh):
+        axis_types = axis_dims.axis_types if axis_types is None else axis_types
+        axis_dims = mesh_text(axis_dims)
     options = _MeshOptions(
         dcn_mesh_dims,
         should_sort_granules_by_key,

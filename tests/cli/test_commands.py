@@ -162,6 +162,22 @@ def test_check_as_json_and_for_github(tmp_path: Path) -> None:
     assert data["total_bytes"] == 4 * (48 + 90)
 
 
+@pytest.mark.slow
+def test_check_takes_what_the_rules_file_says(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import jax.numpy as jnp\ndef make():\n    return {'w': jnp.ones((8, 64))}\n")
+    text = 'mesh = "data:4"\noptimizer = "adam"\nrule = "auto"\n[limits]\nbudget = "{}"\ngolden = "golden.json"\n'
+    (tmp_path / "rules.toml").write_text(text.format("1GiB"))
+    words = ("check", "model.py:make", "--rules", "rules.toml")
+    assert "with adam" in fine(*words, "--update", cwd=tmp_path)
+    assert sr.ShardingPlan.from_json((tmp_path / "golden.json").read_text()).paths
+    (tmp_path / "rules.toml").write_text(text.format("1B").replace('"auto"', '"replicate"'))
+    process = shardrules(*words, cwd=tmp_path)
+    assert process.returncode == 1
+    assert "model and adam together take" in process.stdout
+    assert "error changed: " in process.stdout
+    assert shardrules(*words, "--budget", "1GiB", "--level", "error", cwd=tmp_path).stdout.count("over-budget") == 0
+
+
 def test_golden_plans_are_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "golden" / "plan.json"
     words = ("check", GPT, *ON_EIGHT, "--golden", str(file))

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
-from shardrules.cli.subject import Subject, add_subject, load_subject
+from shardrules.cli.subject import Subject, add_subject, load_subject, read_rules
 from shardrules.cli.terminal import LEVELS, STYLES, at_least, finding_line, show
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, PlanError
@@ -16,6 +16,7 @@ from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
+from shardrules.rules.files.rules_file import Limits
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -24,17 +25,19 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--update", action="store_true", help="write the golden plan")
     parser.add_argument("--budget", metavar="BYTES", help="memory that a device may use: 16GiB")
     parser.add_argument(
-        "--level", choices=LEVELS, default="warning", help="fail for findings of this severity or worse"
+        "--level", choices=LEVELS, help="fail for findings of this severity or worse; by default warning"
     )
     parser.add_argument("--format", choices=("text", "github", "json"), default="text", help="text, github or json")
 
 
 def _run(args: argparse.Namespace) -> int:
+    rules = read_rules(args)
+    _fill_in(args, Limits() if rules is None else rules.limits)
     if args.update and args.golden is None:
         raise UsageError("--update needs the name of the golden plan: --golden plan.json")
     budget = _budget(args.budget)
     try:
-        subject = load_subject(args)
+        subject = load_subject(args, rules)
     except PlanError as error:
         # Undecided leaves are findings too, in every format.
         findings = tuple(finding for finding in error.findings if isinstance(finding, Finding))
@@ -49,6 +52,16 @@ def _run(args: argparse.Namespace) -> int:
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
     return _print_findings((*subject.findings, *over, *changed), subject, args)
+
+
+def _fill_in(args: argparse.Namespace, limits: Limits) -> None:
+    """Takes from the rules file what the command line does not say."""
+    if args.golden is None:
+        args.golden = limits.golden
+    if args.budget is None and limits.budget is not None:
+        args.budget = str(limits.budget)
+    if args.level is None:
+        args.level = limits.level or "warning"
 
 
 def _print_findings(findings: Sequence[Finding], subject: Subject | None, args: argparse.Namespace) -> int:

@@ -1,7 +1,46 @@
-"""Files that others may be reading while they are written."""
+"""Files of text: read whole, and written so that others may be reading them meanwhile."""
 
 import tempfile
 from pathlib import Path
+
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import ConfigError, suggest
+
+_MOST_BYTES = 2**29
+"""512 MiB: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes more. Doubled, a
+small checkpoint is read and fails later, as JSON; halved, nothing that exists is refused."""
+
+
+def read_text(file: Path) -> str:
+    """Returns the text of a file. A `ConfigError` says why it cannot be read."""
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder, not a file")
+        size = file.stat().st_size
+        if size > _MOST_BYTES:
+            raise ConfigError(
+                f"{file} has {bytes_text(size)}, too much for a text file (at most {bytes_text(_MOST_BYTES)})"
+            )
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(missing_file(file)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        # No file can have this name.
+        raise ConfigError(f"cannot read {str(file)!r}: {error}") from error
+
+
+def missing_file(file: Path) -> str:
+    """Returns that a file does not exist, with the most similar name in its folder."""
+    names = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
+    return f"file {file} does not exist{suggest(file.name, names)}"
 
 
 def write_text(file: Path | str, text: str) -> None:

@@ -1,7 +1,13 @@
 """Rules as TOML: every rule that comes with shardrules, and every way to compose them.
 
 ```toml
-mesh = "data:16,model:4"          # optional
+mesh = "data:16,model:4"          # optional, as is all but the rules
+optimizer = "adamw(mu_dtype='bfloat16')"
+
+[limits]                          # what `shardrules check` holds a plan against
+budget = "70GiB"                  # the bytes that a device may use
+golden = "plan.json"              # the expected plan
+level = "warning"                 # the severity from which findings fail
 
 [[rules]]                         # the first with an opinion wins
 path = "norm|bias"                # searched in the paths of leaves, as RegexShardingRule does
@@ -20,22 +26,22 @@ A rule is a table with a `type` and the arguments of that rule, or a text such a
 `path` it applies to the leaves that match. Errors name the line of the nearest key, and the path of keys to the value.
 """
 
+import functools
 import inspect
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final, get_args
 
 import attrs
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.files import read_text
-from shardrules.core.axes import axis_tuple, mesh_text
-from shardrules.core.errors import PlanError, ShardRulesError, suggest
+from shardrules.core.axes import axis_tuple
+from shardrules.core.errors import ConfigError, PlanError, RulesFileError, ShardRulesError, suggest
 from shardrules.core.fields import read_bytes
+from shardrules.core.finding import Severity
 from shardrules.core.rule import (
     ChainShardingRule,
     MirrorShardingRule,
@@ -44,10 +50,13 @@ from shardrules.core.rule import (
     SpecTreeShardingRule,
 )
 from shardrules.core.spec import spec_from_json
+from shardrules.core.storage.files import read_text
 from shardrules.mesh.shape import mesh_shape
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
+from shardrules.rules.files.lines import KeyPath, key_lines
+from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.fitted import FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.logical.rule import LogicalShardingRule
@@ -56,107 +65,49 @@ from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
 from shardrules.rules.shape_based import ShapeBasedShardingRule
 from shardrules.rules.stacked import StackedShardingRule
-from shardrules.rules.text import parse_rule
+from shardrules.rules.text import parse_op, parse_rule
+
+_T = TypeVar("_T")
 
 WHOLE = "-"
 """The entry of a spec for a dimension that no axis splits."""
 
+_KEYS = ("mesh", "optimizer", "limits", "rule", "rules")
+_RULE_KEYS = ("path", "spec", "type", "rule")
+"""What a table that is a rule may begin with; a `type` has further keys of its own."""
+
 _FORMER_TYPES = {"dim": "shard_dim"}
 """Names of rules in files that were written before they changed, and the names now."""
 
-KeyPath: TypeAlias = tuple[str | int, ...]
-"""The keys and indices that lead to a value: `("rules", 0, "spec")`, which messages write `rules[0].spec`."""
 
-
-@final
-@attrs.frozen
-class LoadedRules:
-    """Rules that the command line named, with what else their file says."""
-
-    rule: ShardingRule
-    mesh: AbstractMesh | None = None
-    axes: tuple[tuple[str, str], ...] = ()
-    """The axes in the file, each with its line and key path for messages."""
-    is_for_step: bool = False
-    """Whether the rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
-
-    def check_axes(self, mesh: AbstractMesh) -> None:
-        """Raises a `UsageError` with the line and the key path of the first axis that a mesh lacks."""
-        for name, place in self.axes:
-            if name not in mesh.axis_names:
-                near = suggest(name, mesh.axis_names)
-                raise UsageError(
-                    f"{place}: unknown axis {name!r}{near}; the mesh is {mesh_text(mesh)}. Correct it, or drop it "
-                    'with a rule of type "fitted"'
-                )
-
-
-def read_rules_file(file: Path) -> LoadedRules:
-    """Reads a TOML file of rules. A `UsageError` names the line, the key, and the most similar word."""
-    text = read_text(file)
+def read_rules_file(file: Path) -> RulesFile:
+    """Reads a TOML file of rules. The error lists all that is wrong, each with the line, the key and a similar word."""
+    try:
+        text = read_text(file)
+    except ConfigError as error:
+        raise RulesFileError(str(error)) from error
     try:
         data = tomllib.loads(text)
     except RecursionError as error:
-        raise UsageError(f"{file}: invalid TOML: it nests too deeply") from error
+        raise RulesFileError(f"{file}: invalid TOML: it nests too deeply") from error
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"at line (\d+)", str(error))
         # Tomllib says "at end of document" then.
         line = match[1] if match else text.count("\n") + 1
-        raise UsageError(f"{file}:{line}: invalid TOML: {error}") from error
+        raise RulesFileError(f"{file}:{line}: invalid TOML: {error}") from error
     return _Reader(file, key_lines(text)).read(data)
 
 
-_TOKEN = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:\\.|[^"\\])*"|\'[^\']*\'|#[^\n]*', re.DOTALL)
-"""A string or a comment."""
-
-_NAME = r"(?:[\w-]+|\"(?:\\.|[^\"\\])*\"|'[^']*')"
-_DOTTED = rf"\s*{_NAME}\s*(?:\.\s*{_NAME}\s*)*"
-_HEADING = re.compile(rf"\s*(?P<many>\[?)\[(?P<names>{_DOTTED})\]\]?\s*")
-_KEY = re.compile(rf"(?P<names>{_DOTTED})=")
+_Attempt: TypeAlias = Callable[[Callable[[], Any]], Any]
+"""Calls a function that reads, and does with its error what is to be done."""
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Returns the lines of the headings and keys of valid TOML that begin a line; the first line is 1.
-
-    Values inside of others have no line of their own: messages name the line of the key around them, and the whole key
-    path.
-    """
-    lines: dict[KeyPath, int] = {}
-    counts: dict[KeyPath, int] = {}
-    table: KeyPath = ()
-    depth = 0  # of brackets: inside a value that spans lines nothing is a heading or a key
-    for number, line in enumerate(_TOKEN.sub(_without_lines, text).split("\n"), 1):
-        heading = None if depth else _HEADING.fullmatch(line)
-        if heading:
-            table = ()
-            names = _names(heading["names"])
-            for length, name in enumerate(names, 1):
-                table = (*table, name)
-                if heading["many"] and length == len(names):
-                    counts[table] = counts.get(table, -1) + 1
-                if table in counts:
-                    table = (*table, counts[table])
-                lines.setdefault(table, number)
-            continue
-        key = None if depth else _KEY.match(line)
-        if key:
-            names = _names(key["names"])
-            for length in range(1, len(names) + 1):
-                lines.setdefault((*table, *names[:length]), number)
-        brackets = _TOKEN.sub("", line)
-        depth += sum(map(brackets.count, "[{")) - sum(map(brackets.count, "]}"))
-    return lines
+def _raise_first(read: Callable[[], _T]) -> _T:
+    return read()
 
 
-def _without_lines(token: re.Match[str]) -> str:
-    """A string of one line as it is, one of many lines as line breaks, and nothing for a comment."""
-    if token[0].startswith("#"):
-        return ""
-    return '""' + "\n" * token[0].count("\n") if token[0].startswith(('"""', "'''")) else token[0]
-
-
-def _names(dotted: str) -> list[str]:
-    return [name.strip("\"'") for name in re.findall(_NAME, dotted)]
+def _joined(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 @final
@@ -167,24 +118,43 @@ class _Reader:
     file: Path
     lines: Mapping[KeyPath, int]
     axes: list[tuple[str, str]] = attrs.Factory(list)
+    problems: list[str] = attrs.Factory(list)
 
-    def read(self, data: Mapping[str, Any]) -> LoadedRules:
-        self._check_keys(data, ("mesh", "rule", "rules"), (), "a file of rules")
-        mesh = self.mesh(data["mesh"], ("mesh",)) if "mesh" in data else None
+    def read(self, data: Mapping[str, Any]) -> RulesFile:
+        for key in data:
+            self._attempt(functools.partial(self._check_keys, {key: None}, _KEYS, (), "a file of rules"))
+        mesh, optimizer, limits = None, None, Limits()
+        if "mesh" in data:
+            mesh = self._attempt(lambda: self.mesh(data["mesh"], ("mesh",)))
+        if "optimizer" in data:
+            optimizer = self._attempt(lambda: self.optimizer(data["optimizer"], ("optimizer",)))
+        if "limits" in data:
+            limits = self._attempt(lambda: self.limits(data["limits"], ("limits",))) or limits
+        rule = self._attempt(lambda: self._rule_or_rules(data))
+        if self.problems or rule is None:
+            count = len(self.problems)
+            listing = "".join(f"\n  {problem}" for problem in self.problems)
+            raise RulesFileError(self.problems[0] if count == 1 else f"{self.file} has {count} problems:{listing}")
+        return RulesFile(rule, mesh, optimizer, limits, self.file, tuple(self.axes))
+
+    def _rule_or_rules(self, data: Mapping[str, Any]) -> ShardingRule | None:
+        if isinstance(data.get("rule"), list):
+            raise self.error(("rule",), "unknown list of tables [[rule]] (did you mean [[rules]]?)")
         if "rule" in data and "rules" in data:
             raise self.error(("rule",), "the file has [[rules]] too: write one of the two")
-        if "rule" not in data and "rules" not in data:
-            raise self.error((), "the file has no rules: write tables under [[rules]], or one rule = ...")
         if "rule" in data:
-            rule = self.rule(data["rule"], ("rule",))
-        else:
-            rules = self.rules(data["rules"], ("rules",))
+            return self.rule(data["rule"], ("rule",))
+        if "rules" in data:
+            rules = self.rules(data["rules"], ("rules",), self._attempt)
             # A composite of one rule would only lengthen every explanation.
-            rule = rules[0] if len(rules) == 1 else CompositeShardingRule(*rules)
-        return LoadedRules(rule, mesh, tuple(self.axes))
+            return CompositeShardingRule(*rules) if len(rules) > 1 else rules[0] if rules else None
+        # An unknown key above may be a misspelt [[rules]].
+        if not self.problems:
+            raise self.error((), "the file has no rules: write tables under [[rules]], or one rule = ...")
+        return None
 
-    def error(self, path: KeyPath, message: str) -> UsageError:
-        return UsageError(f"{self.place(path)}: {message}")
+    def error(self, path: KeyPath, message: str) -> RulesFileError:
+        return RulesFileError(f"{self.place(path)}: {message}")
 
     def place(self, path: KeyPath) -> str:
         """The file, the line of a key or of the nearest one around it, and the key path."""
@@ -193,52 +163,104 @@ class _Reader:
         keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
         return f"{self.file}" + (f":{line}" if line else "") + (f": {keys}" if keys else "")
 
+    def _attempt(self, read: Callable[[], _T]) -> _T | None:
+        """What `read` returns; an error becomes one of the problems, so that all of them are listed."""
+        try:
+            return read()
+        except RulesFileError as error:
+            self.problems.append(str(error))
+            return None
+
     def _guard(self, make: Callable[[], Any], path: KeyPath) -> Any:
         """What `make` returns; errors of the library get the location."""
         try:
             return make()
-        except UsageError:
+        except RulesFileError:
             raise
         except (ShardRulesError, TypeError) as error:
-            raise self.error(path, one_line(error)) from error
+            raise self.error(path, _joined(error)) from error
 
-    def _check_keys(self, table: Mapping[str, Any], keys: Sequence[str], path: KeyPath, owner: str) -> None:
+    def _check_keys(
+        self, table: Mapping[str, Any], keys: Sequence[str], path: KeyPath, owner: str, similar: Sequence[str] = ()
+    ) -> None:
         for key in table:
             if key not in keys:
-                raise self.error((*path, key), f"unknown key{suggest(key, keys)}; {owner} has {', '.join(keys)}")
+                near = suggest(key, [*keys, *similar])
+                raise self.error((*path, key), f"unknown key{near}; {owner} has {', '.join(keys)}")
 
-    def rules(self, value: Any, path: KeyPath) -> list[ShardingRule]:
-        """A list of rules. Rules with a path that follow each other become one rule, which reports unused patterns."""
+    def optimizer(self, value: Any, path: KeyPath) -> str:
+        """An optimizer of optax with its arguments, `"adamw(mu_dtype='bfloat16')"`."""
+        if not isinstance(value, str):
+            raise self.error(path, f"must be a string such as 'adamw', got {value!r:.60}")
+        if re.fullmatch(r"[\w.]+:[\w.]+", value) is None:
+            self._guard(lambda: parse_op(value), path)
+        return value
+
+    def limits(self, value: Any, path: KeyPath) -> Limits:
+        """What `shardrules check` holds a plan against."""
+        if not isinstance(value, dict):
+            raise self.error(path, f'must be a table, [limits] with budget = "16GiB"; got {value!r:.60}')
+        self._check_keys(value, ("budget", "golden", "level"), path, "[limits]")
+        limits = Limits()
+        if "budget" in value:
+            limits = attrs.evolve(limits, budget=self.bytes(value["budget"], (*path, "budget")))
+        if "golden" in value:
+            if not isinstance(value["golden"], str):
+                raise self.error((*path, "golden"), f"must be the name of a file, got {value['golden']!r:.60}")
+            limits = attrs.evolve(limits, golden=self.file.parent / value["golden"])
+        if "level" in value:
+            if value["level"] not in get_args(Severity):
+                levels = ", ".join(map(repr, get_args(Severity)))
+                raise self.error((*path, "level"), f"must be one of {levels}; got {value['level']!r:.60}")
+            limits = attrs.evolve(limits, level=value["level"])
+        return limits
+
+    def rules(self, value: Any, path: KeyPath, attempt: "_Attempt | None" = None) -> list[ShardingRule]:
+        """A list of rules. Rules with a path that follow each other become one rule, which reports unused patterns.
+
+        `attempt` keeps the errors of single rules, so that all are listed; by default the first is raised.
+        """
+        if isinstance(value, dict):
+            raise self.error(path, "must be a list of rules (did you mean [[rules]]?)")
         if not isinstance(value, list) or not value:
             raise self.error(path, f"must be a list of at least one rule; got {value!r:.60}")
-        rules: list[ShardingRule] = []
-        pairs: list[tuple[str, Any]] = []
+        attempt = _raise_first if attempt is None else attempt
+        rules: list[ShardingRule | None] = []
+        pairs: list[tuple[KeyPath, tuple[str, Any]]] = []
         for index, item in enumerate(value):
+            item_path = (*path, index)
             if isinstance(item, dict) and "path" in item:
-                pairs.append(self.pair(item, (*path, index)))
+                pair = attempt(functools.partial(self.pair, item, item_path))
+                pairs += [] if pair is None else [(item_path, pair)]
                 continue
-            if pairs:
-                rules.append(self._regex(pairs, path))
-                pairs = []
-            rules.append(self.rule(item, (*path, index)))
-        return [*rules, *([self._regex(pairs, path)] if pairs else [])]
+            rules += self._regex(pairs, attempt)
+            pairs = []
+            rules.append(attempt(functools.partial(self.rule, item, item_path)))
+        rules += self._regex(pairs, attempt)
+        return [rule for rule in rules if rule is not None]
 
-    def _regex(self, pairs: list[tuple[str, Any]], path: KeyPath) -> ShardingRule:
-        return self._guard(lambda: RegexShardingRule(pairs), path)
+    def _regex(self, pairs: list[tuple[KeyPath, tuple[str, Any]]], attempt: "_Attempt") -> list[ShardingRule]:
+        """One rule for pairs, each with its key path; none where there are none, or where a pattern is invalid."""
+        if not pairs:
+            return []
+        try:
+            return [RegexShardingRule([pair for _, pair in pairs])]
+        except ShardRulesError:
+            # Each is made alone only now: compiling 10,000 patterns twice would double the time.
+            for path, pair in pairs:
+                attempt(functools.partial(self._guard, functools.partial(RegexShardingRule, [pair]), (*path, "path")))
+            return []
 
     def pair(self, item: Mapping[str, Any], path: KeyPath) -> tuple[str, Any]:
         """A path pattern, and the spec or rule for the leaves that match."""
         pattern = item["path"]
         if not isinstance(pattern, str):
             raise self.error((*path, "path"), f"a pattern must be a string, got {pattern!r:.60}")
-        # Each part is checked alone, so that an error names its key.
-        self._guard(lambda: RegexShardingRule([(pattern, None)]), (*path, "path"))
         rest = {key: value for key, value in item.items() if key != "path"}
         # A spec and a rule cannot both decide a leaf.
         if "spec" in rest:
             self._check_keys(item, ("path", "spec"), path, "a path with a spec")
-            spec = self.spec(rest["spec"], (*path, "spec"))
-            return pattern, self._guard(lambda: RegexShardingRule([(pattern, spec)]).rules[0][1], (*path, "spec"))
+            return pattern, self.spec(rest["spec"], (*path, "spec"))
         if not rest:
             raise self.error(path, f"{pattern!r} decides nothing: add a spec, a type, or a rule")
         if rest == {"type": "skip"}:
@@ -257,21 +279,31 @@ class _Reader:
         if not isinstance(value, dict):
             raise self.error(path, f"a rule is a string such as \"fsdp('data')\", or a table; got {value!r:.60}")
         if "path" in value:
-            return self._regex([self.pair(value, path)], path)
+            return self._regex([(path, self.pair(value, path))], _raise_first)[0]
         if "type" not in value:
-            if "rule" in value:
-                self._check_keys(value, ("rule",), path, "a table with a rule and no type")
-                return self.rule(value["rule"], (*path, "rule"))
-            keys = ", ".join(value) or "nothing"
-            raise self.error(path, f"a rule needs a type or a path, but this has {keys}; types are {', '.join(TYPES)}")
+            return self._rule_without_type(value, path)
         name = value["type"]
         if not isinstance(name, str) or name not in TYPES:
             near = suggest(_FORMER_TYPES.get(name, name), TYPES) if isinstance(name, str) else ""
             raise self.error((*path, "type"), f"unknown rule {name!r}{near}; the rules are {', '.join(TYPES)}")
         return self._typed_rule(TYPES[name], name, value, path)
 
+    def _rule_without_type(self, table: Mapping[str, Any], path: KeyPath) -> ShardingRule:
+        # `paht` and `spek` are not the arguments of a rule whose type is missing.
+        for key in table:
+            near = suggest(key, _RULE_KEYS)
+            if key not in _RULE_KEYS and near:
+                raise self.error((*path, key), f"unknown key{near}; a rule has a path with a spec, a type, or a rule")
+        if "rule" in table:
+            self._check_keys(table, ("rule",), path, "a table with a rule and no type")
+            return self.rule(table["rule"], (*path, "rule"))
+        if "spec" in table:
+            raise self.error(path, "a spec needs a path, the pattern of the leaves that get it")
+        keys = ", ".join(table) or "nothing"
+        raise self.error(path, f"a rule needs a type or a path, but this has {keys}; types are {', '.join(TYPES)}")
+
     def _typed_rule(self, rule_type: "_RuleType", name: str, table: Mapping[str, Any], path: KeyPath) -> ShardingRule:
-        self._check_keys(table, ["type", *rule_type.fields], path, f"the rule {name!r}")
+        self._check_keys(table, ["type", *rule_type.fields], path, f"the rule {name!r}", similar=["path"])
         args = {key: rule_type.fields[key](self, value, (*path, key)) for key, value in table.items() if key != "type"}
         missing = [key for key in rule_type.required if key not in args]
         if missing:
@@ -281,7 +313,7 @@ class _Reader:
         except (ShardRulesError, TypeError) as error:
             # Messages of rules name their argument, which is the key in the file.
             key = next((key for key in args if re.search(rf"\b{key}\b", str(error))), None)
-            raise self.error(path if key is None else (*path, key), one_line(error)) from error
+            raise self.error(path if key is None else (*path, key), _joined(error)) from error
 
     def plain(self, value: Any, path: KeyPath) -> Any:
         """A value that the rule itself checks, with tuples for lists."""
@@ -398,8 +430,8 @@ class _Reader:
         try:
             # Relative to the rules file, so that both can move together.
             return ShardingPlan.from_json(read_text(self.file.parent / value))
-        except (UsageError, PlanError) as error:
-            raise self.error(path, one_line(error)) from error
+        except (ConfigError, PlanError) as error:
+            raise self.error(path, _joined(error)) from error
 
 
 _ReadField: TypeAlias = Callable[[_Reader, Any, KeyPath], Any]

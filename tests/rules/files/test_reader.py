@@ -1,21 +1,16 @@
 """Rules as TOML: every rule and composition, and the errors of invalid files."""
 
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.cli.errors import UsageError
-from shardrules.cli.rules_file import TYPES, KeyPath, key_lines, read_rules_file
+from shardrules.core.errors import RulesFileError
 from shardrules.core.rule import ShardingRule
+from shardrules.rules.files.reader import TYPES, read_rules_file
 
 TREE = {
     "layers": [{"up": jax.ShapeDtypeStruct((64, 32), jnp.float32), "norm": jax.ShapeDtypeStruct((64,), jnp.float32)}]
@@ -103,7 +98,7 @@ def read(tmp_path: Path, text: str) -> sr.ShardingRule:
     (tmp_path / "plan.json").write_text(PLAN.to_json())
     file = tmp_path / "rules.toml"
     file.write_text(text)
-    return read_rules_file(file).rule
+    return read_rules_file(file).rules
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -164,13 +159,62 @@ def test_files_may_name_a_mesh(tmp_path: Path) -> None:
 
 
 WRONG = {
+    "a misspelt spec": (
+        '[[rules]]\npath = "a"\nspek = ["data"]',
+        "rules.toml:3: rules[0].spek: unknown key (did you mean 'spec'?); a rule has a path with a",
+    ),
+    "a misspelt path": (
+        '[[rules]]\npaht = "a"\nspec = ["data"]',
+        "rules.toml:2: rules[0].paht: unknown key (did you mean 'path'?); a rule has a path with a spec",
+    ),
+    "a misspelt path beside a type": (
+        '[[rules]]\npaht = "a"\ntype = "replicate"',
+        "rules.toml:2: rules[0].paht: unknown key (did you mean 'path'?); the rule 'replicate' has type",
+    ),
+    "a misspelt type": (
+        '[[rules]]\ntpye = "fsdp"\naxis = "data"',
+        "rules.toml:2: rules[0].tpye: unknown key (did you mean 'type'?)",
+    ),
+    "a misspelt type beside a path": (
+        '[[rules]]\npath = "a"\ntyp = "replicate"',
+        "rules.toml:3: rules[0].typ: unknown key (did you mean 'type'?)",
+    ),
+    "a spec without a path": (
+        '[[rules]]\nspec = ["data"]',
+        "rules.toml:1: rules[0]: a spec needs a path, the pattern of the leaves that get it",
+    ),
+    "rule as a list": (
+        'mesh = "data:4"\n[[rule]]\npath = "a"\nspec = []',
+        "rules.toml:2: rule: unknown list of tables [[rule]] (did you mean [[rules]]?)",
+    ),
+    "rules as a table": (
+        '[rules]\npath = "a"\nspec = []',
+        "rules.toml:1: rules: must be a list of rules (did you mean [[rules]]?)",
+    ),
+    "another name for rules": (
+        '[[rulez]]\npath = "a"\nspec = []',
+        "rules.toml:1: rulez: unknown key (did you mean 'rule'?); a file of rules has mesh",
+    ),
+    "limits": ("limits = 3", 'rules.toml:1: limits: must be a table, [limits] with budget = "16GiB"; got 3'),
+    "an unknown limit": (
+        '[limits]\nbudgte = "1GiB"',
+        "rules.toml:2: limits.budgte: unknown key (did you mean 'budget'?); [limits] has budget, golden, level",
+    ),
+    "a bad budget": ('[limits]\nbudget = "16 Gb"', "rules.toml:2: limits.budget: budget must be a number of bytes"),
+    "a bad golden": ("[limits]\ngolden = 3", "rules.toml:2: limits.golden: must be the name of a file, got 3"),
+    "a bad level": (
+        '[limits]\nlevel = "warn"',
+        "rules.toml:2: limits.level: must be one of 'error', 'warning', 'note'",
+    ),
+    "a bad optimizer": ('optimizer = "adamw(lr)"', "rules.toml:1: optimizer: "),
+    "an optimizer as a table": ("optimizer = {name = 1}", "rules.toml:1: optimizer: must be a string such as 'adamw'"),
     "no toml": ("\nmesh = data", "rules.toml:2: invalid TOML: Invalid value (at line 2, column 8)"),
     "no end": ("mesh = [", "rules.toml:1: invalid TOML: "),
     "empty": ("", "rules.toml: the file has no rules: write tables under [[rules]], or one rule = ..."),
     "no rules": ("rules = []", "rules.toml:1: rules: must be a list of at least one rule; got []"),
     "an unknown key": (
         '\nmash = "data:4"',
-        "rules.toml:2: mash: unknown key (did you mean 'mesh'?); a file of rules has mesh, rule, rules",
+        "rules.toml:2: mash: unknown key (did you mean 'mesh'?); a file of rules has mesh, optimizer, limits, rule",
     ),
     "a bad mesh": (
         '\n\nmesh = "data4"\nrule = "auto"',
@@ -304,7 +348,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_name_line_key_and_nearest_word(name: str, tmp_path: Path) -> None:
     text, message = WRONG[name]
-    with pytest.raises(UsageError, match=r".") as raised:
+    with pytest.raises(RulesFileError, match=r".") as raised:
         read(tmp_path, text)
     assert message in str(raised.value).replace(f"{tmp_path}/", "")
     assert "\n" not in str(raised.value)
@@ -331,7 +375,7 @@ def test_unknown_axes_are_located_unless_fitted(tmp_path: Path) -> None:
     message = (
         r"rules.toml:4: rules\[0\]\.spec\[1\]: unknown axis 'modle' \(did you mean 'model'\?\); the mesh is data:4,"
     )
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(RulesFileError, match=message):
         rules.check_axes(sr.mesh_shape("data:4,model:2"))
     rules.check_axes(sr.mesh_shape("data:4,model:2,modle:2"))
 
@@ -348,125 +392,11 @@ rule = {type = "regex", rules = [
 def test_an_unknown_axis_inside_a_value_has_its_key_path(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(INLINE)
-    with pytest.raises(UsageError, match=r"rules.toml:2: rule\.rules\[1\]\.spec\[0\]: unknown axis 'modle'"):
+    with pytest.raises(RulesFileError, match=r"rules.toml:2: rule\.rules\[1\]\.spec\[0\]: unknown axis 'modle'"):
         read_rules_file(file).check_axes(sr.mesh_shape("data:4"))
-
-
-# ---- lines of keys ----
-
-NUMBERED = {
-    "keys and tables": """\
-a = 1  # a comment = 9
-"b c" = 2
-
-[t]
-x = 5
-[t.u]
-'y z' = 7
-""",
-    "arrays of tables": """\
-[[r]]
-n = 2
-
-[[r]]
-n = 5
-[r.deep]
-m = 7
-[[r.many]]
-k = 9
-[[r.many]]
-k = 11
-[[r]]  # the third
-n = 13
-""",
-    "dotted keys": """\
-d.e = 1
-"f.g" . 'h i'.j = 2
-[t."u.v"]
-x.y = 4
-x.z = 5
-""",
-    "inline tables": """\
-list = {a = 7, b = [
-  1,
-  2]}
-c = 4
-[t]
-list = [
-[true],
-{d = 9}]
-e = 9
-""",
-    "values after strings of many lines": """\
-a = \'\'\'
-[[r]]
-x = 3 \'\'\'
-b = 4
-[[r]]
-list = [\"\"\"[[
-\\\" [r]\"\"\"\", 3, "[",
-']', '# [']  # [ {
-c = 9
-""",
-    "values over many lines": """\
-list = [
-  [8,
-   9], ]
-b = 4
-c = [
-  ["x"]
-]
-d = 8
-""",
-}
-
-
-def numbers(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from numbers(value, (*path, key))
-    elif isinstance(data, list):
-        for index, value in enumerate(data):
-            yield from numbers(value, (*path, index))
-    elif isinstance(data, int):
-        yield path, data
-
-
-@pytest.mark.parametrize("name", NUMBERED)
-def test_keys_have_their_lines(name: str) -> None:
-    lines = key_lines(NUMBERED[name])
-    expected = [(path, number) for path, number in numbers(tomllib.loads(NUMBERED[name])) if "list" not in path]
-    assert len(expected) > 1
-    for path, number in expected:
-        assert lines[path] == number, path
-
-
-def test_tables_have_lines_too() -> None:
-    lines = key_lines(NUMBERED["arrays of tables"])
-    assert [lines["r", index] for index in range(3)] == [1, 4, 12]
-    assert lines["r", 1, "many", 1] == 10
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.from_regex(r"[A-Za-z0-9_-]{1,6}", fullmatch=True),
-            st.sampled_from(["1", '"x # y"', "'='", "[1, [2]]", "{a = 1, b = [{}]}", "1.5", "true", "[\n1,\n2\n]"]),
-        ),
-        unique_by=lambda pair: pair[0],
-    )
-)
-def test_every_key_of_a_flat_file_has_its_line(pairs: list[tuple[str, str]]) -> None:
-    line, expected, text = 1, {}, ""
-    for key, value in pairs:
-        expected[key,] = line
-        text += f"{key} = {value} # note\n"
-        line += value.count("\n") + 1
-    assert set(tomllib.loads(text)) == {key for (key,) in expected}
-    assert key_lines(text) == expected
 
 
 def test_strings_that_look_like_keys_lead_nowhere(tmp_path: Path) -> None:
     text = 'rule = """\n[[rules]]\nspec = 3\n"""\n[x]\ny = 1\n'
-    with pytest.raises(UsageError, match=r"rules.toml:5: x: unknown key"):
+    with pytest.raises(RulesFileError, match=r"rules.toml:5: x: unknown key"):
         read(tmp_path, text)

@@ -1,0 +1,59 @@
+"""`RulesFile`: what a file of rules says, for programs and for the checks that guard them."""
+
+from pathlib import Path
+from typing import final
+
+import attrs
+from jax.sharding import AbstractMesh
+
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.errors import RulesFileError, suggest
+from shardrules.core.finding import Severity
+from shardrules.core.rule import ShardingRule
+
+
+@final
+@attrs.frozen
+class Limits:
+    """What `shardrules check` holds a plan against: the table `[limits]` of a file of rules.
+
+    `budget` is the bytes that a device may use, `golden` the file of the expected plan, and `level` the severity from
+    which findings fail; `None` where the file has none.
+    """
+
+    budget: int | None = None
+    golden: Path | None = None
+    level: Severity | None = None
+
+
+@final
+@attrs.frozen
+class RulesFile:
+    """What a file of rules says, as `load_rules` returns it.
+
+    `rules` is one rule for the whole model. `mesh` has axes and sizes but no devices: `create_mesh(mesh)` gives it
+    some. `optimizer` is the optimizer as text, `"adamw(mu_dtype='bfloat16')"`. `mesh` and `optimizer` are `None` where
+    the file has none.
+    """
+
+    rules: ShardingRule
+    mesh: AbstractMesh | None = None
+    optimizer: str | None = None
+    limits: Limits = Limits()
+    file: Path = Path()
+    axes: tuple[tuple[str, str], ...] = attrs.field(default=(), repr=False)
+    """The axes in the rules, each with its line and key path."""
+
+    def check_axes(self, mesh: AnyMesh) -> None:
+        """Raises an error with the line and the key path of each axis in the rules that a mesh lacks."""
+        problems = [
+            f"{location}: unknown axis {name!r}{suggest(name, mesh.axis_names)}"
+            for name, location in self.axes
+            if name not in mesh.axis_names
+        ]
+        if problems:
+            listing = problems[0] if len(problems) == 1 else "\n  ".join([f"{self.file} has unknown axes:", *problems])
+            raise RulesFileError(
+                f"{listing}; the mesh is {mesh_text(mesh)}. Correct {'it' if len(problems) == 1 else 'them'}, or drop "
+                f'{"it" if len(problems) == 1 else "them"} with a rule of type "fitted"'
+            )
