@@ -1,8 +1,13 @@
 """Which planned leaf the leaf of an optimizer state mirrors, and the spec that it takes from it.
 
 An optimizer keeps, for each parameter, leaves of the same shape (moments, averages, accumulated gradients) under a
-path that ends in the parameter's own: `0/mu/layers/0/w` mirrors `layers/0/w`. Factored optimizers keep a leaf for the
-rows and one for the columns: the parameter's shape with one dimension left out.
+path that ends in the parameter's own: `0/mu/layers/0/w` mirrors `layers/0/w`. Some keep leaves of other shapes:
+
+- Factored optimizers keep the rows and the columns: the parameter's shape with one dimension left out.
+- Histories and ensembles are stacks: the parameter's shape with dimensions before it.
+- Projections and preconditioners have some of the parameter's sizes.
+
+Where an optimizer keeps a container for each parameter, the parameter's path is inside: `stats/layers/0/w/1`.
 """
 
 from collections import Counter
@@ -11,6 +16,7 @@ from typing import TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from shardrules.core.check import LARGE_BYTES, bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import entries, make_spec, same
@@ -40,35 +46,29 @@ def mirror_leaf(
     """Returns what `leaf`, with this `path`, takes from the planned leaf that it mirrors.
 
     This is the first planned leaf whose path ends the leaf's own and whose shape is equal, or has one dimension more:
-    then the leaf takes the entries of the dimensions that it kept. Several matches are tried in the order of `homes`,
-    the counts of `count_homes`, and then the longest path first. A leaf without a match stays as earlier rules
-    decided, or is `P()`, with the reason.
+    then the leaf takes the entries of the dimensions that it kept. Without any, it is the first that the leaf stacks,
+    or whose sizes it has. Several matches are tried in the order of `homes`, the counts of `count_homes`, and then the
+    longest path first. A leaf without a match stays as earlier rules decided, or is `P()`, with the reason.
 
     ```python
     from shardrules.core.mirror import mirror_leaf
 
-    decision = mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", {"w": ((8, 4), P("data"))})
-    assert decision.spec == P("data")
+    planned = {"w": ((8, 4), P("data"))}
+    assert mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", planned).spec == P("data")
+    assert mirror_leaf(sr.Leaf("0/w", (10, 8, 4), jnp.float32), "0/w", planned).spec == P(None, "data", None)
     ```
     """
     if leaf.ndim == 0:
         return Decision(PartitionSpec(), "a scalar of the state")
-    other = ""
     cuts = [(home, ending) for home, ending in _cuts(path) if ending in planned]
     if homes is not None and len(cuts) > 1:
         cuts.sort(key=lambda cut: -homes.get(cut[0], 0))
-    for home, ending in cuts:
-        shape, spec = planned[ending]
-        if shape == leaf.shape:
-            return Decision(spec, "mirrors a planned leaf of equal shape")
-        kept = _kept_dims(leaf.shape, home.rpartition("/")[2], shape, spec)
-        if kept is not None:
-            planned_entries = entries(spec, len(shape))
-            dims = ", ".join(map(str, kept))
-            kept_spec = make_spec(tuple(planned_entries[dim] for dim in kept))
-            return Decision(kept_spec, f"factored: keeps dims {dims} of a planned leaf")
-        other = other or f"the planned leaf of that name has shape {shape}"
-    why = other or "mirrors no planned leaf"
+    match = _first_match(leaf.shape, cuts, planned) or _first_match(leaf.shape, _inner_cuts(path, planned), planned)
+    if match is not None:
+        spec, why, is_copy = match
+        # A copy is whole because the plan says so. What is only alike may be much larger than what was planned.
+        return Decision(spec, why, findings=() if is_copy else _large_findings(leaf, spec, why))
+    why = f"the planned leaf of that name has shape {planned[cuts[0][1]][0]}" if cuts else "mirrors no planned leaf"
     if leaf.spec is not None:
         return leaf.skip(why)
     note = Finding(
@@ -79,7 +79,25 @@ def mirror_leaf(
         "If it is large, put another rule before the mirror",
         leaf.shape,
     )
-    return Decision(PartitionSpec(), why, findings=(note,) if leaf.size > 1 else ())
+    whole = PartitionSpec()
+    return Decision(whole, why, findings=(note, *_large_findings(leaf, whole, why)) if leaf.size > 1 else ())
+
+
+def _large_findings(leaf: Leaf, spec: PartitionSpec, why: str) -> tuple[Finding, ...]:
+    """A warning if a large leaf is whole on every device."""
+    if leaf.nbytes < LARGE_BYTES or any(part is not None for part in spec.partitions):
+        return ()
+    return (
+        Finding(
+            "warning",
+            "large-replicated",
+            f"{bytes_text(leaf.nbytes)} on every device, and no rule asks for it: {why}",
+            leaf.path,
+            "Put a rule that splits it before the mirror: CompositeShardingRule(rule, MirrorShardingRule(plan)), with "
+            "ReplicateShardingRule() as the rule if this is on purpose",
+            leaf.shape,
+        ),
+    )
 
 
 def _cuts(path: str) -> Iterator[tuple[str, str]]:
@@ -90,6 +108,109 @@ def _cuts(path: str) -> Iterator[tuple[str, str]]:
             yield path[:index], path[index + 1 :]
     if path:
         yield path, ""
+
+
+def _inner_cuts(path: str, planned: Mapping[str, PlannedLeaf]) -> Iterator[tuple[str, str]]:
+    """What is around a planned path, and that path, where an optimizer keeps a container for each parameter.
+
+    `stats/layers/0/w/statistics/1` has `layers/0/w` inside. The longest path comes first; indices alone name nothing.
+    """
+    parts = path.split("/")
+    for end in range(len(parts) - 1, 0, -1):
+        for start in range(end):
+            inner = "/".join(parts[start:end])
+            if inner in planned and _is_name(inner):
+                yield "/".join((*parts[:start], *parts[end:])), inner
+
+
+def _is_name(path: str) -> bool:
+    return not path.replace("/", "").isdecimal() and path != ""
+
+
+def _first_match(
+    leaf_shape: tuple[int, ...], cuts: Iterable[tuple[str, str]], planned: Mapping[str, PlannedLeaf]
+) -> tuple[PartitionSpec, str, bool] | None:
+    """The spec of the planned leaf that is most alike, why, and whether the leaf is a copy of it."""
+    cuts = list(cuts)
+    for home, ending in cuts:
+        shape, spec = planned[ending]
+        if shape == leaf_shape:
+            return spec, "mirrors a planned leaf of equal shape", True
+        kept = _kept_dims(leaf_shape, home.rpartition("/")[2], shape, spec)
+        if kept is not None:
+            return *_factored(shape, spec, kept), False
+    # A batch may have the path of a parameter where both are lists, or single arrays: such a path alone proves nothing.
+    for home, ending in cuts:
+        match = _stacked(leaf_shape, home.rpartition("/")[2], *planned[ending]) if home or _is_name(ending) else None
+        if match is not None:
+            return *match, False
+    for home, ending in cuts:
+        match = _resized(leaf_shape, home.rpartition("/")[2], *planned[ending]) if _is_name(ending) else None
+        if match is not None:
+            return *match, False
+    return None
+
+
+def _factored(shape: tuple[int, ...], spec: PartitionSpec, kept: Iterable[int]) -> tuple[PartitionSpec, str]:
+    planned_entries = entries(spec, len(shape))
+    return make_spec(
+        tuple(planned_entries[dim] for dim in kept)
+    ), f"factored: keeps dims {_dims_text(kept)} of a planned leaf"
+
+
+def _stacked(
+    leaf_shape: tuple[int, ...], field: str, shape: tuple[int, ...], spec: PartitionSpec
+) -> tuple[PartitionSpec, str] | None:
+    """What copies of a planned leaf take, or copies of its rows or columns: dims before its own, seldom behind them."""
+    depth = len(leaf_shape) - len(shape)
+    if shape and depth > 0:
+        copies, copy_entries = ((),) * depth, entries(spec, len(shape))
+        if leaf_shape[depth:] == shape:
+            return make_spec(copies + copy_entries), f"stacks a planned leaf along dims {_dims_text(range(depth))}"
+        if leaf_shape[: len(shape)] == shape:
+            dims = range(len(shape), len(leaf_shape))
+            return make_spec(copy_entries + copies), f"stacks a planned leaf along dims {_dims_text(dims)}"
+    # What has an index below its parameter is not one of several rows or columns, but a factor of its own.
+    if field.isdecimal():
+        return None
+    depth += 1
+    kept = _kept_dims(leaf_shape[depth:], field, shape, spec) if depth > 0 and len(shape) > 1 else None
+    if kept is None:
+        return None
+    factor_spec, why = _factored(shape, spec, kept)
+    return make_spec(
+        ((),) * depth + entries(factor_spec, len(kept))
+    ), f"stacked along dims {_dims_text(range(depth))}, {why}"
+
+
+def _resized(
+    leaf_shape: tuple[int, ...], field: str, shape: tuple[int, ...], spec: PartitionSpec
+) -> tuple[PartitionSpec, str] | None:
+    """What a projection or a preconditioner of a planned leaf takes: the entries of the dims whose sizes it has.
+
+    Such a dim is in the same position, the one that the field counts, or the only one of its size. An axis splits the
+    first dim that can take it.
+    """
+    planned_entries = entries(spec, len(shape))
+    sources: dict[int, int] = {}
+    for dim, size in enumerate(leaf_shape):
+        planned_dims = [planned_dim for planned_dim, planned_size in enumerate(shape) if planned_size == size > 1]
+        same_dim = [dim] if len(shape) == len(leaf_shape) and dim in planned_dims else []
+        counted = [int(field)] if field.isdecimal() and int(field) in planned_dims else []
+        choices = same_dim or counted or planned_dims
+        if len(choices) == 1 and choices[0] not in sources.values():
+            sources[dim] = choices[0]
+    resized = make_spec(
+        tuple(planned_entries[sources[dim]] if dim in sources else () for dim in range(len(leaf_shape)))
+    )
+    # What has none of the split dims follows nothing.
+    if not any(part is not None for part in resized.partitions):
+        return None
+    return resized, f"has the sizes of dims {_dims_text(sources.values())} of a planned leaf"
+
+
+def _dims_text(dims: Iterable[int]) -> str:
+    return ", ".join(map(str, dims))
 
 
 def _kept_dims(

@@ -678,8 +678,9 @@ class MirrorShardingRule(LeavesShardingRule):
     """Gives the leaves of an optimizer state, of gradients or of an average the specs of the leaves they mirror.
 
     A leaf mirrors the planned leaf with the longest path that ends its own: `0/mu/layers/0/w` mirrors `layers/0/w`. In
-    factored states (rows, columns) each leaf takes the dimensions that it kept. Other leaves are replicated, each with
-    a note; in a chain they stay as earlier rules have decided.
+    factored states (rows, columns) each leaf takes the dimensions that it kept, and stacks of leaves (histories,
+    ensembles) keep the dimensions of the stack whole. Other leaves are replicated, each with a note, and a warning from
+    16 MiB on; in a chain they stay as earlier rules have decided.
 
     **Arguments:**
 

@@ -335,6 +335,199 @@ def test_a_factor_that_could_be_either_takes_what_both_would() -> None:
     assert same(plan.mirror({"any": {"w": f32(4, 8)}}).specs["any"]["w"], P("a"))
 
 
+# ---- stacks, projections and preconditioners ----
+
+
+def stacked(spec: P, ndim: int, *, depth: int = 1) -> P:
+    return make_spec(((),) * depth + entries(spec, ndim))
+
+
+STACKING: dict[str, Any] = {
+    "lbfgs": optax.scale_by_lbfgs(),
+    "lbfgs of 3 steps": optax.scale_by_lbfgs(memory_size=3),
+    "chain": optax.chain(optax.clip(1.0), optax.scale_by_lbfgs()),
+    "masked": optax.masked(optax.scale_by_lbfgs(), many_dims),
+    "multi_transform": optax.multi_transform({"wide": optax.scale_by_lbfgs(), "narrow": optax.adam(1e-3)}, by_rank),
+    "MultiSteps": optax.MultiSteps(optax.scale_by_lbfgs(), every_k_schedule=4),
+    "apply_if_finite": optax.apply_if_finite(optax.scale_by_lbfgs(), 3),
+    "average": optax.chain(optax.scale_by_lbfgs(), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", STACKING)
+def test_stacked_parameters_follow_them(name: str, tree: str) -> None:
+    optimizer, params = STACKING[name], TREES[tree]()
+    plan = pinned(params)
+    state = jax.eval_shape(optimizer.init, params)
+
+    def expected_spec(leaf: Any, param: Any, spec: P) -> Any:
+        return leaf if is_masked(leaf) else stacked(spec, param.ndim, depth=leaf.ndim - param.ndim)
+
+    expected = optax.tree_map_params(
+        optimizer,
+        expected_spec,
+        state,
+        params,
+        plan.specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=is_masked,
+    )
+    mirrored = plan.mirror(state).check()
+    assert described(mirrored.specs) == described(expected)
+    depths = [leaf.ndim - param.ndim for leaf, param in stacks(optimizer, state, params)]
+    assert depths.count(1) >= 2 * sum(leaf.ndim > 1 for leaf in jax.tree.leaves(params))
+
+
+def stacks(optimizer: Any, state: Any, params: Any) -> list[tuple[Any, Any]]:
+    """The leaves of a state that belong to parameters, each with its parameter."""
+    pairs: list[tuple[Any, Any]] = []
+
+    def note(leaf: Any, param: Any) -> Any:
+        if not is_masked(leaf):
+            pairs.append((leaf, param))
+        return leaf
+
+    optax.tree_map_params(optimizer, note, state, params, is_leaf=is_masked)
+    return pairs
+
+
+def test_ensembles_and_histories_of_several_dims_follow_too() -> None:
+    params = module()
+    plan = pinned(params)
+
+    def copies(*sizes: int, behind: bool = False) -> Any:
+        return jax.tree.map(lambda x: f32(*x.shape, *sizes) if behind else f32(*sizes, *x.shape), params)
+
+    state = {"ensemble": copies(5), "both": {"history": copies(3, 5)}, "behind": copies(7, behind=True)}
+    specs = plan.mirror(state).check().specs
+    pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(plan.specs), strict=True))
+    assert described(specs["ensemble"]) == described([stacked(spec, x.ndim) for x, spec in pairs])
+    assert described(specs["both"]["history"]) == described([stacked(spec, x.ndim, depth=2) for x, spec in pairs])
+    assert described(specs["behind"]) == described(plan.specs)
+    assert described(plan.mirror(copies(5)).check().specs) == described(specs["ensemble"])
+
+
+def test_stacks_of_factored_states_keep_what_the_factors_keep() -> None:
+    params = {"layer": {"w": f32(8, 16), "square": f32(8, 8)}}
+    plan = sr.SpecTreeShardingRule({"layer": {"w": P("a", "b"), "square": P("a", "b")}}).plan(params, MESH)
+    state = jax.eval_shape(ADAFACTOR.init, params)
+    ensemble = jax.tree.map(lambda x: f32(5, *x.shape), state)
+    specs = plan.mirror(ensemble).check().specs[0]
+    assert specs.v_row["layer"] == {"w": P(None, "a"), "square": P(None, "a")}
+    assert specs.v_col["layer"] == {"w": P(None, "b"), "square": P(None, "b")}
+
+
+def test_low_rank_projections_follow_the_sizes_they_kept() -> None:
+    params = {"layer": {"up": f32(64, 256), "down": f32(256, 64), "square": f32(64, 64)}}
+    plan = sr.SpecTreeShardingRule(jax.tree.map(lambda _: P("a", "b"), params)).plan(params, MESH)
+    specs = plan.mirror(jax.eval_shape(optax.contrib.galore(1e-3, rank=8).init, params)).check().specs[0]
+    moments = specs.base_optimizer_state.mu["layer"]
+    assert moments == {"up": P("a", None), "down": P(None, "b"), "square": P(None, "b")}
+    assert [specs.projector["layer"][name] for name in ("up", "down")] == [P("b", None), P("a", None)]
+
+
+def test_a_container_for_each_parameter_has_its_path_inside() -> None:
+    params = {"layers": [{"w": f32(8, 16)}], "square": f32(8, 8)}
+    plan = sr.SpecTreeShardingRule({"layers": [{"w": P("a", "b")}], "square": P("a", "b")}).plan(params, MESH)
+    kept = {
+        "w": {"momentum": f32(8, 16), "rows": f32(8), "statistics": [f32(8, 8), f32(16, 16)], "steps": f32()},
+    }
+    state = {
+        "stats": {"layers": [kept], "square": {"statistics": [f32(4, 8, 8), f32(4, 8, 8)]}},
+    }
+    specs = plan.mirror(state).check().specs["stats"]
+    assert specs["layers"][0]["w"] == {
+        "momentum": P("a", "b"),
+        "rows": P("a"),
+        "statistics": [P("a", None), P("b", None)],
+        "steps": P(),
+    }
+    # Blocks of a preconditioner are stacks of the square parameter itself.
+    assert specs["square"]["statistics"] == [P(None, "a", "b")] * 2
+
+
+def test_a_batch_does_not_follow_parameters_that_share_its_path() -> None:
+    for params, batch in (((f32(64, 16), f32(16)), (f32(4, 64), f32(4, 16))), (f32(16), f32(4, 16))):
+        plan = sr.SpecTreeShardingRule(jax.tree.map(lambda _: P("a"), params)).plan(params, MESH)
+        batch_plan = plan.mirror(batch)
+        assert jax.tree.leaves(batch_plan.specs) == [P()] * len(jax.tree.leaves(batch))
+        assert {finding.code for finding in batch_plan.findings} >= {"unmirrored"}
+
+
+LARGE = 4096  # a matrix of this many rows and columns takes 64 MiB
+
+
+def large_findings(plan: sr.ShardingPlan) -> dict[str, sr.Finding]:
+    return {finding.path: finding for finding in plan.findings if finding.code == "large-replicated"}
+
+
+def test_whatever_large_a_mirror_leaves_whole_is_a_warning() -> None:
+    params = {"w": f32(LARGE, LARGE), "whole": f32(LARGE), "split": f32(LARGE, 2)}
+    specs = {"w": P("a", "b"), "whole": P(), "split": P(None, "a")}
+    plan = sr.SpecTreeShardingRule(specs).plan(params, MESH)
+    state = {
+        "mu": params,
+        "extra": f32(LARGE, LARGE),
+        "history": {"whole": f32(LARGE, LARGE)},
+        "flat": {"split": f32(LARGE * LARGE)},
+        "small": f32(LARGE),
+    }
+    state_plan = plan.mirror(state)
+    findings = large_findings(state_plan)
+    assert sorted(findings) == ["extra", "flat/split", "history/whole"]
+    for finding in findings.values():
+        assert finding.severity == "warning"
+        assert "64.0 MiB on every device" in finding.message
+        assert "before the mirror" in finding.remedy
+        assert finding.shape is not None
+    rule = sr.CompositeShardingRule(sr.ReplicateShardingRule(), sr.MirrorShardingRule(plan))
+    assert large_findings(rule.plan(state, MESH)) == {}
+
+
+def test_a_copy_of_a_replicated_parameter_is_no_warning() -> None:
+    params = {"w": f32(LARGE, LARGE)}
+    plan = sr.ReplicateShardingRule().plan(params, MESH)
+    assert large_findings(plan.mirror(adam_state(params))) == {}
+
+
+LEARNING_RATES = """
+    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad lamb lars lion nadam nadamw novograd
+    optimistic_adam_v2 radam rmsprop rprop signum sm3 yogi lbfgs
+"""
+CONTRIBUTED = """
+    acprop ademamix adopt dadapt_adamw dog dowg galore madgrad momo momo_adam muon prodigy schedule_free_adamw
+    schedule_free_sgd simplified_ademamix sophia
+"""
+EVERY_OPTIMIZER: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(getattr(optax, name), 1e-3) for name in LEARNING_RATES.split()},
+    **{name: functools.partial(getattr(optax.contrib, name), 1e-3) for name in CONTRIBUTED.split()},
+    "cocob": optax.contrib.cocob,
+    "mechanize": lambda: optax.contrib.mechanize(optax.adamw(1e-3)),
+    "sam": lambda: optax.contrib.sam(optax.sgd(1e-3), optax.adam(1e-3), opaque_mode=True),
+    "apply_every": lambda: optax.chain(optax.apply_every(4), optax.adam(1e-3)),
+    "conditionally_transform": lambda: optax.conditionally_transform(optax.adam(1e-3), lambda step: step > 1),
+    **{f"{name} of lbfgs": functools.partial(lambda value: value, STACKING[name]) for name in ("masked", "MultiSteps")},
+}
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_no_optimizer_keeps_a_large_array_whole(name: str) -> None:
+    params = {
+        "embed": f32(LARGE, LARGE * 2),
+        "layers": [{"q": f32(LARGE, 32, 128), "up": f32(LARGE, LARGE * 2), "square": f32(LARGE, LARGE)}],
+        "stack": f32(4, LARGE, LARGE),
+    }
+    rule = sr.DimShardingRule("a", -1) | sr.DimShardingRule(("b", "c"), 0)
+    plan = rule.plan(params, MESH).check()
+    state_plan = plan.mirror(jax.eval_shape(EVERY_OPTIMIZER[name]().init, params)).check()
+    assert large_findings(state_plan) == {}
+    # Projections of a low rank may lose one of the two dims that are split.
+    largest = max(state_plan.memory().total_bytes // (2 if name == "galore" else 8), 2**20)
+    assert state_plan.memory().device_bytes <= largest * 1.05
+
+
 # ---- which planned leaf ----
 
 

@@ -49,6 +49,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), 2
     ).gradient_transformation(),
     "average": optax.chain(optax.ema(0.9), optax.lion(1e-2)),
+    "history": optax.scale_by_lbfgs(memory_size=3),
 }
 
 MOMENTS = {
@@ -60,6 +61,7 @@ MOMENTS = {
     "multi_transform": 9,
     "multi_steps": 18,
     "average": 12,
+    "history": 24,
 }
 """How many arrays of each state follow a parameter: for six parameters, three of them matrices."""
 
@@ -111,6 +113,9 @@ def follows(path: Any, leaf: jax.Array, params: dict[str, jax.Array]) -> P | Non
         smaller, larger = np.argsort(param.shape, kind="stable")
         kept = smaller if ".v_row" in path_text else larger
         return make_spec((entries(spec, 2)[kept],))
+    if "_memory" in path_text:
+        assert leaf.shape == (3, *param.shape), (path_text, leaf.shape)
+        return make_spec(((), *entries(spec, param.ndim)))
     assert leaf.shape == (1,), (path_text, leaf.shape)  # what adafactor leaves in the place of what it does not keep
     return None
 
