@@ -23,7 +23,7 @@ axis = "data"
 ```
 
 A rule is a table with a `type` and the arguments of that rule, or a text such as `"shard_dim('model', 0)"`. With a
-`path` it applies to the leaves that match. Errors name the line of the nearest key, and the path of keys to the value.
+`path` it applies to the leaves that match. Errors name the line of the value, and the path of keys to it.
 """
 
 import functools

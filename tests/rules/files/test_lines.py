@@ -43,14 +43,14 @@ x.y = 4
 x.z = 5
 """,
     "inline tables": """\
-list = {a = 7, b = [
-  1,
-  2]}
+list = {a = 1, b = [
+  2,
+  3]}
 c = 4
 [t]
 list = [
-[true],
-{d = 9}]
+[7],
+{d = 8}]
 e = 9
 """,
     "values after strings of many lines": """\
@@ -60,14 +60,14 @@ x = 3 \'\'\'
 b = 4
 [[r]]
 list = [\"\"\"[[
-\\\" [r]\"\"\"\", 3, "[",
+\\\" [r]\"\"\"\", 7, "[",
 ']', '# [']  # [ {
 c = 9
 """,
     "values over many lines": """\
 list = [
-  [8,
-   9], ]
+  [2,
+   3], ]
 b = 4
 c = [
   ["x"]
@@ -91,7 +91,7 @@ def numbers(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
 @pytest.mark.parametrize("name", NUMBERED)
 def test_keys_have_their_lines(name: str) -> None:
     lines = key_lines(NUMBERED[name])
-    expected = [(path, number) for path, number in numbers(tomllib.loads(NUMBERED[name])) if "list" not in path]
+    expected = list(numbers(tomllib.loads(NUMBERED[name])))
     assert len(expected) > 1
     for path, number in expected:
         assert lines[path] == number, path
@@ -119,4 +119,5 @@ def test_every_key_of_a_flat_file_has_its_line(pairs: list[tuple[str, str]]) -> 
         text += f"{key} = {value} # note\n"
         line += value.count("\n") + 1
     assert set(tomllib.loads(text)) == {key for (key,) in expected}
-    assert key_lines(text) == expected
+    lines = key_lines(text)
+    assert {path: line for path, line in lines.items() if len(path) == 1} == expected

@@ -278,7 +278,7 @@ WRONG = {
     "no type": ('[[rules]]\naxis = "data"', "rules.toml:1: rules[0]: a rule needs a type or a path, but this has axis"),
     "inside of others": (
         'rule = {type = "chain", rules = [\n"auto",\n{type = "fitted", rule = {type = "shard_dmi"}}]}',
-        "rules.toml:1: rule.rules[1].rule.type: unknown rule 'shard_dmi' (did you mean 'shard_dim'?)",
+        "rules.toml:3: rule.rules[1].rule.type: unknown rule 'shard_dmi' (did you mean 'shard_dim'?)",
     ),
     "no such plan": (
         'rule = {type = "plan", file = "plans.json"}',
@@ -318,7 +318,7 @@ WRONG = {
     ),
     "an item on a line of its own": (
         '[[rules]]\npath = "a"\nspec = [\n  "data",\n  3,\n]',
-        "rules.toml:3: rules[0].spec[1]: 3 is not an axis, a list of axes, or '-'",
+        "rules.toml:5: rules[0].spec[1]: 3 is not an axis, a list of axes, or '-'",
     ),
     "a name on a line of its own": (
         '[rule]\ntype = "logical"\n[rule.mapping]\nembed = "data"\nmlp = 3',
@@ -330,7 +330,7 @@ WRONG = {
     ),
     "shapes": (
         'rule = {type = "shape", patterns = [\n{shape = [1], spec = []},\n{shape = 2, spec = []}]}',
-        "rules.toml:1: rule.patterns[1]: must have a shape and a spec",
+        "rules.toml:3: rule.patterns[1]: must have a shape and a spec",
     ),
     "names": (
         'rule = {type = "logical", mapping = "embed"}',
@@ -392,7 +392,7 @@ rule = {type = "regex", rules = [
 def test_an_unknown_axis_inside_a_value_has_its_key_path(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(INLINE)
-    with pytest.raises(RulesFileError, match=r"rules.toml:2: rule\.rules\[1\]\.spec\[0\]: unknown axis 'modle'"):
+    with pytest.raises(RulesFileError, match=r"rules.toml:4: rule\.rules\[1\]\.spec\[0\]: unknown axis 'modle'"):
         read_rules_file(file).check_axes(sr.mesh_shape("data:4"))
 
 
