@@ -8,6 +8,7 @@ from shardrules.cli.command import Command
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
+        "init": "writes a first guess of rules, a golden plan and a workflow",
         "plan": "shows every array with its spec, its bytes and the reason",
         "autoplan": "finds the best plan of a step",
         "explain": "shows which rule decided an array, and why",

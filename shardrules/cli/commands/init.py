@@ -1,0 +1,108 @@
+"""`shardrules init`: a first guess of rules for a model, with a golden plan and a workflow that checks both."""
+
+import argparse
+import os
+import shlex
+import tempfile
+from pathlib import Path
+
+from jax.sharding import AbstractMesh
+
+from shardrules.cli.command import FINDINGS, SUCCESS, Command
+from shardrules.cli.errors import UsageError
+from shardrules.cli.files import write
+from shardrules.cli.init.text import GuessedRules, guess_rules
+from shardrules.cli.init.workflow import WORKFLOW, repository_of, workflow_text
+from shardrules.cli.models import Model, load_model
+from shardrules.cli.rules import load_rules
+from shardrules.cli.subject import make_plan, read_mesh
+from shardrules.cli.terminal import finding_line, show, working
+from shardrules.core.rule import ShardingPlan
+from shardrules.core.spec import same
+from shardrules.rules.replicate import ReplicateShardingRule
+
+RULES, GOLDEN = Path("rules.toml"), Path("plan.json")
+"""The files that are written beside the workflow."""
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="module:function, file.py:function, a safetensors file or index, an orbax checkpoint, or a plan's JSON",
+    )
+    parser.add_argument("--mesh", metavar="MESH", required=True, help="axes and sizes, data:16,model:4")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+
+
+def _run(args: argparse.Namespace) -> int:
+    workflow = Path(os.path.relpath(repository_of(Path.cwd()) / WORKFLOW))
+    files = (RULES, GOLDEN, workflow)
+    existing = [str(file) for file in files if file.exists()]
+    if existing and not args.force:
+        raise UsageError(
+            f"{', '.join(existing)} {'exist' if existing[1:] else 'exists'}: --force replaces what is there"
+        )
+    mesh = read_mesh(args.mesh)
+    name = _portable(args.model)
+    with working(f"loading {args.model}"):
+        model = load_model(args.model)
+    with working("guessing rules"):
+        whole = ReplicateShardingRule().plan(model.tree, mesh).check()
+        rules = guess_rules(name, whole)
+        plan = _plan_as_written(rules, model, mesh)
+    subject = [name, "--rules", str(RULES)]
+    # First what may fail: nothing is written beside a file called .github.
+    workflow.parent.mkdir(parents=True, exist_ok=True)
+    write(RULES, rules.text)
+    write(GOLDEN, f"{plan.to_json()}\n")
+    write(workflow, workflow_text(Path.cwd(), subject, str(GOLDEN)))
+    listed = [finding for finding in plan.findings if finding.severity != "note"]
+    for finding in listed:
+        show(finding_line(finding))
+    show(_summary(plan, subject, workflow))
+    return FINDINGS if listed else SUCCESS
+
+
+def _portable(model: str) -> str:
+    """The name of a model with a path that other machines have, too, if it is in this repository."""
+    path = Path(model)
+    is_inside = path.is_absolute() and path.is_relative_to(repository_of(Path.cwd()))
+    return os.path.relpath(path) if is_inside else model
+
+
+def _plan_as_written(rules: GuessedRules, model: Model, mesh: AbstractMesh) -> ShardingPlan:
+    """The plan that `check` makes of the text, which must decide every array as it was guessed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, RULES)
+        write(file, rules.text)
+        plan = make_plan(load_rules(str(file)).rule, model.tree, mesh).check()
+    for leaf, path, spec in zip(plan.leaves, plan.paths, rules.specs, strict=True):
+        decision = plan.decision(path).spec
+        if decision is None or not same(decision, spec):
+            raise UsageError(f"no pattern can tell {leaf.path!r} from other arrays: rename it, or write rules by hand")
+    return plan
+
+
+def _summary(plan: ShardingPlan, subject: list[str], workflow: Path) -> str:
+    check = shlex.join(["shardrules", "check", *subject, "--golden", str(GOLDEN)])
+    return (
+        f"{RULES}: rules for {plan.memory()}\n"
+        f"{GOLDEN}: their plan, with which each later one is compared\n"
+        f"{workflow}: checks the plan on every pull request\n\n"
+        "The rules are a first guess. Next:\n"
+        f"  {shlex.join(['shardrules', 'plan', *subject])}  # read what they do, and edit {RULES}\n"
+        f"  {check} --update  # accept what you edited\n"
+        f"  git add {shlex.join([str(RULES), str(GOLDEN), str(workflow)])}\n"
+        f'In Python, shardrules.load_rules("{RULES}") reads the same file.'
+    )
+
+
+COMMAND = Command(
+    "init",
+    "Writes a first guess of rules, a golden plan, and a workflow that checks them.",
+    "MODEL --mesh MESH [--force]",
+    ("init docs/examples/train_gpt.py:GPT --mesh data:4,model:2",),
+    _declare,
+    _run,
+)

@@ -1,0 +1,1 @@
+"""What `shardrules init` writes: a first guess of rules, and a workflow that checks them."""

@@ -1,0 +1,85 @@
+"""A file of rules as text, from guesses."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import attrs
+from jax.sharding import PartitionSpec
+
+from shardrules.cli.init.guess import Guess, Guesser
+from shardrules.cli.init.patterns import Pattern, patterns
+from shardrules.core.axes import mesh_sizes, mesh_text
+from shardrules.core.check import bytes_text
+from shardrules.core.leaf import Leaf
+from shardrules.core.rule import ShardingPlan
+from shardrules.core.spec import make_spec, shard_bytes
+
+
+@final
+@attrs.frozen
+class GuessedRules:
+    """A file of rules as text, and what it decides for each path of the tree."""
+
+    text: str
+    specs: tuple[PartitionSpec, ...]
+
+
+def guess_rules(name: str, plan: ShardingPlan) -> GuessedRules:
+    """Guesses rules for the arrays of a plan, whose decisions are not read. `name` is what the command called it."""
+    sizes = mesh_sizes(plan.mesh)
+    guesser = Guesser.of(plan.kinds, plan.counts, sizes)
+    kind_guesses = [guesser.guess(leaf) for leaf in plan.kinds]
+    guesses = [kind_guesses[kind] for kind in plan.kind_indices]
+    head = (
+        f"# Rules for {_comment(name)} on {mesh_text(plan.mesh)}: a first guess by `shardrules init`, yours to edit.\n"
+        "# A path is searched for the pattern, and the first that matches decides. A spec has an axis for each\n"
+        '# dimension: "-" leaves one whole, a list puts several axes on one, and [] puts the array on every device.\n'
+        "# `shardrules plan` shows what the rules do, and `shardrules check` what is wrong.\n\n"
+        f"mesh = {toml_string(mesh_text(plan.mesh))}\n"
+    )
+    leaves = [plan.kinds[kind] for kind in plan.kind_indices]
+    tables = ["\n".join(_tables(guess, group, leaves, sizes)) for guess, group in patterns(plan.paths, guesses)]
+    specs = tuple(make_spec(guess.entries) for guess in guesses)
+    return GuessedRules("\n".join([head, *tables]), specs)
+
+
+def _tables(guess: Guess, group: Sequence[Pattern], leaves: Sequence[Leaf], sizes: Mapping[str, int]) -> Iterator[str]:
+    """The lines of the rules of one guess."""
+    dims = ", ".join(f"dim {dim} over {' and '.join(axes)}" for dim, axes in enumerate(guess.entries) if axes)
+    yield f"# {guess.label}: {dims}." if dims else f"# {guess.label}."
+    for pattern in group:
+        own = [leaves[path_index] for path_index in pattern.indices]
+        whole = sum(leaf.nbytes for leaf in own)
+        each = sum(shard_bytes(leaf.shape, leaf.dtype, make_spec(guess.entries), sizes) for leaf in own)
+        count = f"{len(own):,} array{'s' * (len(own) != 1)}"
+        yield f"# {count}, {bytes_text(whole)} in all, {bytes_text(each)} per device."
+        yield "[[rules]]"
+        yield f"path = {toml_string(pattern.text)}"
+        yield f"spec = [{', '.join(map(_entry, guess.entries))}]"
+        yield ""
+
+
+def _entry(axes: tuple[str, ...]) -> str:
+    names = ", ".join(map(toml_string, axes))
+    return '"-"' if not axes else names if len(axes) == 1 else f"[{names}]"
+
+
+def toml_string(text: str) -> str:
+    """Returns a string of TOML: literal if it can be, since backslashes are common in patterns.
+
+    ```python
+    from shardrules.cli.init.text import toml_string
+
+    assert toml_string(r"layers/\\d+") == r"'layers/\\d+'"
+    assert toml_string("it's") == '"it\\'s"'
+    ```
+    """
+    if "'" not in text and text.isprintable() and "\\" in text:
+        return f"'{text}'"
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted) + '"'
+
+
+def _comment(text: str) -> str:
+    """A text without what would end a comment, or is invalid in one."""
+    return "".join(char if char.isprintable() else "?" for char in text)

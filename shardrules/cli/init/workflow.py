@@ -1,0 +1,69 @@
+"""A workflow of GitHub that checks rules against a golden plan."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+WORKFLOW = Path(".github", "workflows", "sharding.yml")
+"""Where GitHub looks for workflows, from the top of a repository."""
+
+
+def repository_of(folder: Path) -> Path:
+    """Returns the top of the repository around a folder, or the folder itself outside of one."""
+    return next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder)
+
+
+def workflow_text(folder: Path, subject: Sequence[str], golden: str) -> str:
+    """Returns the workflow for a folder; `subject` are the words that name the model and the rules."""
+    command = shlex.join(["shardrules", "check", *subject, "--golden", golden, "--format", "github"])
+    report = shlex.join(["shardrules", "report", *subject, "-o", "report.html"])
+    inner = folder.relative_to(repository_of(folder)).as_posix()
+    # Steps run at the top of the repository, unless they say where.
+    defaults = "" if inner == "." else f"    defaults:\n      run:\n        working-directory: {inner!r}\n"
+    page = "report.html" if inner == "." else f"{inner}/report.html"
+    return f"""\
+# Checks how the model is sharded: written by `shardrules init`, yours to edit.
+# `shardrules check ... --golden {golden} --update` accepts a change of the plan.
+name: sharding
+on:
+  pull_request:
+  push:
+    branches: [main]
+permissions:
+  contents: read
+jobs:
+  check:
+    runs-on: ubuntu-latest
+    timeout-minutes: 15
+{defaults}    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+      - name: Install
+        run: |
+          {_install(folder)}
+      - name: Check the plan
+        run: |
+          {command}
+      - name: Draw the page
+        if: failure()
+        run: |
+          {report}
+      - name: Keep the page
+        if: failure()
+        uses: actions/upload-artifact@v4
+        with:
+          name: sharding
+          path: {page!r}
+"""
+
+
+def _install(folder: Path) -> str:
+    """The command that installs shardrules and what is in the folder, as its own files say it is installed."""
+    words = ["pip", "install", "shardrules[cli]"]
+    if (folder / "requirements.txt").is_file():
+        words += ["-r", "requirements.txt"]
+    if (folder / "pyproject.toml").is_file() or (folder / "setup.py").is_file():
+        words += ["-e", "."]
+    return shlex.join(words)

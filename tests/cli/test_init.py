@@ -1,0 +1,185 @@
+"""`shardrules init`: what it writes, that `check` passes at once, and what it refuses."""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardrules as sr
+from benchmarks.headers import write_headers
+from tests.cli.command import EXAMPLES, GPT, NO_BACKEND, Forks, shardrules
+
+MODEL = """\
+import jax, jax.numpy as jnp
+def make(depth=2):
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    block = {"up": shape(256, 1024), "down": shape(1024, 256), "norm": shape(256)}
+    return {"embed": shape(1000, 256), "blocks": [block] * depth}
+"""
+WORDS = ("init", "model.py:make", "--mesh", "data:4,model:2")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    server = Forks()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def written(folder: Path) -> dict[str, str]:
+    """The files of a folder as text, without the model."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_text() for path in files if path.name != "model.py"}
+
+
+def test_what_is_written_passes_check_at_once(folder: Path, forks: Forks) -> None:
+    process = forks.run(*WORDS, cwd=folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    files = written(folder)
+    assert [*files] == [".github/workflows/sharding.yml", "plan.json", "rules.toml"]
+    for name in files:
+        assert f"\n{name}: " in f"\n{process.stdout}"
+    command = next(
+        line.strip() for line in files[".github/workflows/sharding.yml"].splitlines() if "check model" in line
+    )
+    assert command == "shardrules check model.py:make --rules rules.toml --golden plan.json --format github"
+    check = forks.run(*command.split()[1:], cwd=folder)
+    assert (check.returncode, check.stdout[:11]) == (0, "0 findings:")
+    assert tomllib.loads(files["rules.toml"])["rules"] == [
+        {"path": "/down$", "spec": ["model", "data"]},
+        {"path": "/up$", "spec": ["data", "model"]},
+        {"path": "^embed$", "spec": ["model", "data"]},
+        {"path": "/norm$", "spec": []},
+    ]
+    plan = sr.ShardingPlan.from_json(files["plan.json"])
+    assert all(plan.decision(path).spec is not None for path in plan.paths)
+
+
+def test_comments_say_what_each_rule_splits(folder: Path, forks: Forks) -> None:
+    forks.run(*WORDS, cwd=folder)
+    text = written(folder)["rules.toml"]
+    assert (
+        "# Layers that narrow: dim 0 over model, dim 1 over data.\n# 2 arrays, 1.0 MiB in all, 128.0 KiB per device.\n"
+        in text
+    )
+    assert (
+        "# Small arrays: splitting them would save nothing.\n# 2 arrays, 1.0 KiB in all, 1.0 KiB per device.\n" in text
+    )
+
+
+def test_existing_files_are_replaced_only_with_force(folder: Path, forks: Forks) -> None:
+    (folder / "rules.toml").write_text("mine")
+    process = forks.run(*WORDS, cwd=folder)
+    assert process.returncode == 2
+    assert "rules.toml exists: --force replaces what is there" in process.stderr
+    assert written(folder) == {"rules.toml": "mine"}
+    assert forks.run(*WORDS, "--force", cwd=folder).returncode == 0
+    files = written(folder)
+    again = forks.run(*WORDS, cwd=folder)
+    assert "rules.toml, plan.json, .github/workflows/sharding.yml exist: --force replaces what is there" in again.stderr
+    assert forks.run(*WORDS, "--force", cwd=folder).returncode == 0
+    assert written(folder) == files
+
+
+@pytest.mark.slow
+def test_files_are_the_same_under_every_hash_seed(folder: Path) -> None:
+    texts = []
+    for seed in ("0", "1", "2"):
+        shardrules(*WORDS, "--force", cwd=folder, env={**NO_BACKEND, "PYTHONHASHSEED": seed})
+        texts.append(written(folder))
+    assert texts[0] == texts[1] == texts[2]
+
+
+FLAX = """\
+import flax.linen as nn, jax, jax.numpy as jnp
+from flax import nnx
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(256)(nn.relu(nn.Dense(1024)(nn.Embed(1000, 256)(x))))
+def linen(key):
+    return Linen().init(key, jnp.zeros((1, 8), jnp.int32))
+class Nnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.up = nnx.Embed(1000, 256, rngs=rngs), nnx.Linear(256, 1024, rngs=rngs)
+def state():
+    return nnx.state(Nnx())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        (GPT, "data:4,model:2"),
+        (GPT, "data:3,model:7"),
+        (f"{EXAMPLES}/llama_405b.py:shapes", "data:64,model:16"),
+        (f"{EXAMPLES}/llama_405b.py:shapes", "fsdp:512"),
+        (f"{EXAMPLES}/llama_405b.py:shapes", "dcn:2,fsdp:32,sp:2,tp:8"),
+        ("flaxes.py:linen", "data:4,model:2"),
+        ("flaxes.py:state", "data:4,model:2"),
+        ("weights", "data:4,model:2"),
+        ("model.py:make(depth=40)", "x:2,y:2,z:2"),
+    ],
+)
+def test_models_of_all_kinds(model: str, mesh: str, folder: Path, forks: Forks) -> None:
+    (folder / "flaxes.py").write_text(FLAX)
+    (folder / "weights").mkdir()
+    write_headers(folder / "weights", {f"layers.{index}.up_proj.weight": ("F32", [512, 128]) for index in range(4)}, 2)
+    process = forks.run("init", model, "--mesh", mesh, cwd=folder)
+    divides = "7" not in mesh
+    assert process.returncode == (0 if divides else 1), process.stdout + process.stderr
+    words = ("check", model, "--rules", "rules.toml", "--golden", "plan.json", "--format", "json")
+    check = forks.run(*words, cwd=folder)
+    assert check.returncode == process.returncode
+    codes = {finding["code"] for finding in json.loads(check.stdout)["findings"]}
+    assert codes == (set() if divides else {"unused-axis"})
+
+
+def test_findings_that_no_guess_avoids_are_printed(folder: Path, forks: Forks) -> None:
+    process = forks.run(*WORDS[:3], "data:4,model:7", cwd=folder)
+    assert process.returncode == 1
+    assert process.stdout.startswith("warning unused-axis: no leaf is split over axis 'model' of size 7")
+    assert (folder / "rules.toml").exists()
+
+
+def test_the_workflow_is_at_the_top_of_the_repository(folder: Path, forks: Forks) -> None:
+    (folder / ".git").mkdir()
+    inner = folder / "tiny lm"
+    inner.mkdir()
+    (inner / "pyproject.toml").touch()
+    (inner / "requirements.txt").touch()
+    (inner / "model.py").write_text(MODEL)
+    process = forks.run("init", f"{inner}/model.py:make", "--mesh", "data:8", cwd=inner)
+    assert f"\n{os.path.join('..', '.github', 'workflows', 'sharding.yml')}: " in process.stdout
+    text = (folder / ".github/workflows/sharding.yml").read_text()
+    assert "working-directory: 'tiny lm'\n" in text
+    assert "pip install 'shardrules[cli]' -r requirements.txt -e .\n" in text
+    assert "shardrules check model.py:make --rules" in text
+    assert "path: 'tiny lm/report.html'\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("init", "model.py:make"), "the following arguments are required: --mesh"),
+        (("init", "model.py:mak", "--mesh", "data:4"), "did you mean 'make'"),
+        (("init", "model.py:make", "--mesh", "data"), "--mesh: "),
+        (("init", "model.py:MODEL", "--mesh", "data:4"), "model.py has no 'MODEL'"),
+    ],
+)
+def test_wrong_inputs_write_nothing(words: tuple[str, ...], message: str, folder: Path, forks: Forks) -> None:
+    process = forks.run(*words, cwd=folder)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert written(folder) == {}
