@@ -14,6 +14,7 @@ from shardrules.cli.files import write
 from shardrules.cli.init.text import GuessedRules, guess_rules
 from shardrules.cli.init.workflow import WORKFLOW, repository_of, workflow_text
 from shardrules.cli.models import Model, load_model
+from shardrules.cli.optimizers import optimizer_state
 from shardrules.cli.rules import load_rules
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import finding_line, show, working
@@ -32,6 +33,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         help="module:function, file.py:function, a safetensors file or index, an orbax checkpoint, or a plan's JSON",
     )
     parser.add_argument("--mesh", metavar="MESH", required=True, help="axes and sizes, data:16,model:4")
+    parser.add_argument("--optimizer", metavar="NAME", help="counts its state, too: adamw, adafactor, lion, sgd, ...")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
 
 
@@ -49,14 +51,16 @@ def _run(args: argparse.Namespace) -> int:
         model = load_model(args.model)
     with working("guessing rules"):
         whole = ReplicateShardingRule().plan(model.tree, mesh).check()
-        rules = guess_rules(name, whole)
+        if args.optimizer is not None:
+            optimizer_state(args.optimizer, model.tree)
+        rules = guess_rules(name, whole, str(GOLDEN), args.optimizer)
         plan = _plan_as_written(rules, model, mesh)
     subject = [name, "--rules", str(RULES)]
     # First what may fail: nothing is written beside a file called .github.
     workflow.parent.mkdir(parents=True, exist_ok=True)
     write(RULES, rules.text)
     write(GOLDEN, f"{plan.to_json()}\n")
-    write(workflow, workflow_text(Path.cwd(), subject, str(GOLDEN)))
+    write(workflow, workflow_text(Path.cwd(), subject, [] if args.optimizer is None else ["optax"]))
     listed = [finding for finding in plan.findings if finding.severity != "note"]
     for finding in listed:
         show(finding_line(finding))
@@ -85,14 +89,13 @@ def _plan_as_written(rules: GuessedRules, model: Model, mesh: AbstractMesh) -> S
 
 
 def _summary(plan: ShardingPlan, subject: list[str], workflow: Path) -> str:
-    check = shlex.join(["shardrules", "check", *subject, "--golden", str(GOLDEN)])
     return (
         f"{RULES}: rules for {plan.memory()}\n"
         f"{GOLDEN}: their plan, with which each later one is compared\n"
         f"{workflow}: checks the plan on every pull request\n\n"
         "The rules are a first guess. Next:\n"
         f"  {shlex.join(['shardrules', 'plan', *subject])}  # read what they do, and edit {RULES}\n"
-        f"  {check} --update  # accept what you edited\n"
+        f"  {shlex.join(['shardrules', 'check', *subject, '--update'])}  # accept what you edited\n"
         f"  git add {shlex.join([str(RULES), str(GOLDEN), str(workflow)])}\n"
         f'In Python, shardrules.load_rules("{RULES}") reads the same file.'
     )
@@ -101,7 +104,7 @@ def _summary(plan: ShardingPlan, subject: list[str], workflow: Path) -> str:
 COMMAND = Command(
     "init",
     "Writes a first guess of rules, a golden plan, and a workflow that checks them.",
-    "MODEL --mesh MESH [--force]",
+    "MODEL --mesh MESH [options]",
     ("init docs/examples/train_gpt.py:GPT --mesh data:4,model:2",),
     _declare,
     _run,

@@ -24,8 +24,11 @@ class GuessedRules:
     specs: tuple[PartitionSpec, ...]
 
 
-def guess_rules(name: str, plan: ShardingPlan) -> GuessedRules:
-    """Guesses rules for the arrays of a plan, whose decisions are not read. `name` is what the command called it."""
+def guess_rules(name: str, plan: ShardingPlan, golden: str, optimizer: str | None = None) -> GuessedRules:
+    """Guesses rules for the arrays of a plan, whose decisions are not read.
+
+    `name` is what the command calls the model, `golden` the file of the golden plan.
+    """
     sizes = mesh_sizes(plan.mesh)
     guesser = Guesser.of(plan.kinds, plan.counts, sizes)
     kind_guesses = [guesser.guess(leaf) for leaf in plan.kinds]
@@ -36,6 +39,14 @@ def guess_rules(name: str, plan: ShardingPlan) -> GuessedRules:
         '# dimension: "-" leaves one whole, a list puts several axes on one, and [] puts the array on every device.\n'
         "# `shardrules plan` shows what the rules do, and `shardrules check` what is wrong.\n\n"
         f"mesh = {toml_string(mesh_text(plan.mesh))}\n"
+        + (
+            f"optimizer = {toml_string(optimizer)}\n"
+            if optimizer
+            else '# optimizer = "adamw"  # counts its state, too\n'
+        )
+        + "\n# What `shardrules check` holds the plan against.\n"
+        f"[limits]\ngolden = {toml_string(golden)}\n"
+        '# budget = "16GiB"  # of one device\n'
     )
     leaves = [plan.kinds[kind] for kind in plan.kind_indices]
     tables = ["\n".join(_tables(guess, group, leaves, sizes)) for guess, group in patterns(plan.paths, guesses)]
@@ -48,10 +59,10 @@ def _tables(guess: Guess, group: Sequence[Pattern], leaves: Sequence[Leaf], size
     dims = ", ".join(f"dim {dim} over {' and '.join(axes)}" for dim, axes in enumerate(guess.entries) if axes)
     yield f"# {guess.label}: {dims}." if dims else f"# {guess.label}."
     for pattern in group:
-        own = [leaves[path_index] for path_index in pattern.indices]
-        whole = sum(leaf.nbytes for leaf in own)
-        each = sum(shard_bytes(leaf.shape, leaf.dtype, make_spec(guess.entries), sizes) for leaf in own)
-        count = f"{len(own):,} array{'s' * (len(own) != 1)}"
+        pattern_leaves = [leaves[path_index] for path_index in pattern.indices]
+        whole = sum(leaf.nbytes for leaf in pattern_leaves)
+        each = sum(shard_bytes(leaf.shape, leaf.dtype, make_spec(guess.entries), sizes) for leaf in pattern_leaves)
+        count = f"{len(pattern_leaves):,} array{'s' * (len(pattern_leaves) != 1)}"
         yield f"# {count}, {bytes_text(whole)} in all, {bytes_text(each)} per device."
         yield "[[rules]]"
         yield f"path = {toml_string(pattern.text)}"

@@ -13,9 +13,9 @@ def repository_of(folder: Path) -> Path:
     return next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder)
 
 
-def workflow_text(folder: Path, subject: Sequence[str], golden: str) -> str:
+def workflow_text(folder: Path, subject: Sequence[str], packages: Sequence[str] = ()) -> str:
     """Returns the workflow for a folder; `subject` are the words that name the model and the rules."""
-    command = shlex.join(["shardrules", "check", *subject, "--golden", golden, "--format", "github"])
+    command = shlex.join(["shardrules", "check", *subject, "--format", "github"])
     report = shlex.join(["shardrules", "report", *subject, "-o", "report.html"])
     inner = folder.relative_to(repository_of(folder)).as_posix()
     # Steps run at the top of the repository, unless they say where.
@@ -23,7 +23,7 @@ def workflow_text(folder: Path, subject: Sequence[str], golden: str) -> str:
     page = "report.html" if inner == "." else f"{inner}/report.html"
     return f"""\
 # Checks how the model is sharded: written by `shardrules init`, yours to edit.
-# `shardrules check ... --golden {golden} --update` accepts a change of the plan.
+# To accept a change of the plan: {shlex.join(["shardrules", "check", *subject, "--update"])}
 name: sharding
 on:
   pull_request:
@@ -42,7 +42,7 @@ jobs:
           python-version: "3.12"
       - name: Install
         run: |
-          {_install(folder)}
+          {_install(folder, packages)}
       - name: Check the plan
         run: |
           {command}
@@ -59,9 +59,9 @@ jobs:
 """
 
 
-def _install(folder: Path) -> str:
+def _install(folder: Path, packages: Sequence[str]) -> str:
     """The command that installs shardrules and what is in the folder, as its own files say it is installed."""
-    words = ["pip", "install", "shardrules[cli]"]
+    words = ["pip", "install", "shardrules[cli]", *packages]
     if (folder / "requirements.txt").is_file():
         words += ["-r", "requirements.txt"]
     if (folder / "pyproject.toml").is_file() or (folder / "setup.py").is_file():

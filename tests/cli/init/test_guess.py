@@ -23,7 +23,7 @@ def shapes(tree: Any) -> Any:
 def guessed(tree: Any, mesh: str | AnyMesh) -> dict[str, P]:
     """The specs of the guessed rules, by path."""
     plan = sr.ReplicateShardingRule().plan(tree, sr.mesh_shape(mesh) if isinstance(mesh, str) else mesh)
-    return dict(zip(plan.paths, guess_rules("model", plan).specs, strict=True))
+    return dict(zip(plan.paths, guess_rules("model", plan, "plan.json").specs, strict=True))
 
 
 D, H, V = 1024, 4096, 50304
