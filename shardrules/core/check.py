@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import suggest
-from shardrules.core.finding import Finding, shape_text
+from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, RuleCall
 from shardrules.core.spec import UNCONSTRAINED, Entry, divisible_prefix, entries, make_spec, spec_repr
@@ -101,7 +101,7 @@ def _check_entry(
             "unknown-axis",
             f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {', '.join(sizes) or 'none'}",
             path,
-            "Correct the name, or wrap the rule in FittedShardingRule to drop axes that a mesh lacks",
+            UNKNOWN_AXIS_REMEDY,
             shape,
             dim,
             name,

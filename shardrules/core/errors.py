@@ -40,7 +40,7 @@ class RuleError(ShardRulesError, ValueError):
     """A rule cannot decide a leaf: an earlier decision conflicts, or a dimension does not exist.
 
     `Leaf.error` makes one from the `rule` as text, the `path` and `shape` of the leaf, `why`, a `hint` at what to do,
-    and the mesh `axis` in question. The engine raises one `PlanError` for all leaves.
+    and the mesh `axis` in question; `code` is that of the finding. The engine raises one `PlanError` for all leaves.
     """
 
     rule: str
@@ -49,6 +49,7 @@ class RuleError(ShardRulesError, ValueError):
     why: str
     hint: str = ""
     axis: str | None = None
+    code: str = "conflict"
 
     def __str__(self) -> str:
         rule = f" [{self.rule}]" if self.rule else ""

@@ -13,6 +13,11 @@ from shardrules.core.errors import PlanError
 Severity: TypeAlias = Literal["error", "warning", "note"]
 """An error makes a plan unusable, a warning names the cost of using it, and a note is anything else."""
 
+UNDECIDED_CODES = ("conflict", "unknown-axis")
+"""The codes of what keeps a rule from deciding a leaf."""
+
+UNKNOWN_AXIS_REMEDY = "Correct the name, or wrap the rule in FittedShardingRule to drop axes that a mesh lacks"
+
 _SEVERITY_ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 _INDEX = re.compile(r"(?<![^/])[0-9]+(?![^/])")
 

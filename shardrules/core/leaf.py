@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.errors import NoMeshError, RuleError, suggest
-from shardrules.core.finding import Finding, shape_text
+from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.spec import (
     UNCONSTRAINED,
     Entries,
@@ -31,7 +31,7 @@ LogicalName: TypeAlias = str | tuple[str, ...] | None
 def conflict(error: RuleError) -> Finding:
     """Returns the finding that says what a `RuleError` says; the engine adds the rule and the count."""
     return Finding(
-        "error", "conflict", error.why, error.path, error.hint, error.shape, axis=error.axis, rule=error.rule
+        "error", error.code, error.why, error.path, error.hint, error.shape, axis=error.axis, rule=error.rule
     )
 
 
@@ -196,7 +196,7 @@ class Leaf:
         for name in axis_tuple(axis):
             if name not in sizes:
                 why = f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text(self.mesh)}"
-                raise self.error(None, why, axis=name)
+                raise attrs.evolve(self.error(None, why, UNKNOWN_AXIS_REMEDY, axis=name), code="unknown-axis")
         return math.prod(sizes[name] for name in axis_tuple(axis))
 
     def fits(self, dim: int, axis: Axis) -> bool:

@@ -38,7 +38,7 @@ from shardrules.core.errors import (
     TreeError,
     suggest,
 )
-from shardrules.core.finding import Finding, merged, plan_error, template
+from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text, template
 from shardrules.core.leaf import Decision, Leaf, conflict
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.mirror import PlannedLeaf, count_homes, mirror_leaf
@@ -332,11 +332,24 @@ class LeafShardingRule(LeavesShardingRule):
                 decisions.append(self.decide(leaf))
             except RuleError as error:
                 decisions.append(_undecided(error))
+            except Exception as error:
+                _name_rule(error, self, f" for {leaf.path or 'the tree'} {shape_text(leaf.shape)}")
+                raise
         return Verdict(tuple(decisions))
 
 
 def _undecided(error: RuleError) -> Decision:
     return Decision(None, error.why, findings=(conflict(error),))
+
+
+_RAISED_BY = "raised by the rule "
+
+
+def _name_rule(error: Exception, rule: ShardingRule, leaf: str = "") -> None:
+    """Adds a note with the rule that raised, and the leaf if it is known, unless a rule inside has added its own."""
+    if not any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ())):
+        # A rule may hold many thousand specs; this many characters show which one it is.
+        error.add_note(f"{_RAISED_BY}{repr(rule):.200}{leaf}")
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
@@ -379,8 +392,17 @@ def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
     try:
         verdict = rule.decide_all(leaves) if isinstance(rule, LeavesShardingRule) else _decide_by_apply(rule, leaves)
     except RuleError as error:
-        finding = attrs.evolve(conflict(error), rule=error.rule or repr(rule))
-        return Verdict(tuple([leaf.skip(error.why) for leaf in leaves.items]), (finding,))
+        findings = [attrs.evolve(conflict(error), rule=error.rule or repr(rule))]
+        # What a mesh lacks it lacks for every leaf.
+        if error.code == "unknown-axis":
+            findings = [
+                attrs.evolve(findings[0], path=leaf.path, shape=leaf.shape, count=count)
+                for leaf, count in zip(leaves.items, leaves.counts, strict=True)
+            ]
+        return Verdict(tuple([leaf.skip(error.why) for leaf in leaves.items]), tuple(findings))
+    except Exception as error:
+        _name_rule(error, rule)
+        raise
     if not isinstance(verdict, Verdict):
         raise ConfigTypeError(f"{rule!r}: decide_all returned {verdict!r:.80}, not a Verdict(decisions, findings)")
     if len(verdict.decisions) != len(leaves.items):
@@ -407,14 +429,14 @@ def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
 def _conflicts(rule: ShardingRule, decisions: Sequence[Decision], counts: Sequence[int]) -> Iterator[Finding]:
     for decision, count in zip(decisions, counts, strict=True):
         for finding in decision.findings:
-            if finding.code == "conflict":
+            if finding.code in UNDECIDED_CODES:
                 yield attrs.evolve(finding, count=finding.count * count, rule=finding.rule or repr(rule))
 
 
 def _without_conflicts(decision: Decision) -> Decision:
-    if not any(finding.code == "conflict" for finding in decision.findings):
+    if not any(finding.code in UNDECIDED_CODES for finding in decision.findings):
         return decision
-    findings = tuple([finding for finding in decision.findings if finding.code != "conflict"])
+    findings = tuple([finding for finding in decision.findings if finding.code not in UNDECIDED_CODES])
     return attrs.evolve(decision, findings=findings)
 
 
@@ -486,12 +508,15 @@ def _decide_tree(
     tree_survey = survey(pytree, target_mesh, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
     leaves = _all_leaves(tree_survey)
     verdict = decide(rule, leaves)
-    conflicts = [finding for finding in verdict.findings if finding.code == "conflict"]
+    conflicts = [finding for finding in verdict.findings if finding.code in UNDECIDED_CODES]
     if conflicts:
         count = sum(finding.count for finding in conflicts)
-        # All conflicts are raised at once, so that they can be fixed together.
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
-        raise plan_error(title, with_templates(conflicts, tree_survey))
+        # All errors are raised at once, so that they can be fixed together.
+        checks = check_leaves(tree_survey.kinds, verdict.decisions, leaves.counts, tree_survey.mesh)
+        errors = [finding for finding in checks if finding.severity == "error"]
+        title += f", and there are {sum(finding.count for finding in errors)} other errors" if errors else ""
+        raise plan_error(title, with_templates([*conflicts, *errors], tree_survey))
     idle = tuple(idle_patterns(leaves.calls))
     return tree_survey, attrs.evolve(verdict, findings=(*verdict.findings, *idle)) if idle else verdict
 

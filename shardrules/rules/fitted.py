@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.errors import suggest
-from shardrules.core.finding import Finding
+from shardrules.core.finding import UNDECIDED_CODES, Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, decide
@@ -57,7 +57,7 @@ class FittedShardingRule(LeavesShardingRule):
             # Only the calls of the last attempt count: what the others found is about a mesh without the axis.
             trial = attrs.evolve(attempt, calls=[])
             verdict = decide(self.rule, trial)
-            axes = [finding.axis for finding in verdict.findings if finding.code == "conflict" and finding.axis]
+            axes = [finding.axis for finding in verdict.findings if finding.code in UNDECIDED_CODES and finding.axis]
             new = [name for name in dict.fromkeys(axes) if name not in sizes and name not in missing]
             if not new:
                 leaves.calls.extend(trial.calls)

@@ -506,7 +506,9 @@ EVERY_OPTIMIZER: dict[str, Callable[[], Any]] = {
     "mechanize": lambda: optax.contrib.mechanize(optax.adamw(1e-3)),
     "sam": lambda: optax.contrib.sam(optax.sgd(1e-3), optax.adam(1e-3), opaque_mode=True),
     "apply_every": lambda: optax.chain(optax.apply_every(4), optax.adam(1e-3)),
-    "conditionally_transform": lambda: optax.conditionally_transform(optax.adam(1e-3), lambda step: step > 1),
+    "conditionally_transform": lambda: optax.conditionally_transform(
+        optax.adam(1e-3), lambda step, **_: jnp.greater(step, 1)
+    ),
     **{f"{name} of lbfgs": functools.partial(lambda value: value, STACKING[name]) for name in ("masked", "MultiSteps")},
 }
 

@@ -8,7 +8,7 @@ import attrs
 
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PatternError, ShardRulesError, TreeError, suggest
-from shardrules.core.finding import shape_text
+from shardrules.core.finding import UNDECIDED_CODES, shape_text
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.spec import spec_repr
@@ -89,6 +89,6 @@ def _alone(rule: Any, leaves: Leaves, kind: int, decide: Callable[[Any, Leaves],
         verdict = decide(rule, alone)
     except ShardRulesError as error:
         return f"alone it fails: {error}"
-    if verdict.findings and verdict.findings[0].code == "conflict":
+    if verdict.findings and verdict.findings[0].code in UNDECIDED_CODES:
         return f"alone it would refuse: {verdict.findings[0].message}"
     return f"alone it would decide {spec_repr(verdict.decisions[0].spec)}, {verdict.decisions[0].reason}"
