@@ -3,15 +3,24 @@
 Both carry names for the dimensions of the array, and neither is a step of the path to it. A box is a leaf of the tree,
 as flax has it. A variable is a container, so that specs and shardings come in variables, as nnx has them. Nothing here
 imports flax: a process that has not done so has no such tree.
+
+Objects of nnx are references. A variable may be in a tree twice, and a call may write to those of its arguments; JAX's
+flattened trees know nothing of either, so it is kept beside them.
 """
 
 import sys
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, final
 
+import attrs
+import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardrules.core.errors import TreeError
 from shardrules.core.leaf import LogicalName
+
+_registry = jtu.default_registry
 
 _NAMES = ("out_sharding", "sharding_names", "sharding")
 """The names of the metadata that names dimensions, those of newer versions of flax first."""
@@ -31,7 +40,7 @@ def unboxed(leaf: Any, box: type) -> tuple[Any, tuple[LogicalName, ...] | None]:
         if box_names is not None:
             names = _as_names(box_names)
         # not unbox(): where a mesh is in force, that places the array
-        leaf = jtu.default_registry.flatten_one_level(leaf)[0][0]
+        leaf = _registry.flatten_one_level(leaf)[0][0]
     return leaf, names
 
 
@@ -64,6 +73,18 @@ def _types(module_name: str, names: tuple[str, ...]) -> tuple[type, ...]:
     return tuple([cls for cls in dict.fromkeys(classes) if isinstance(cls, type)])
 
 
+def refuse_opaque(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Raises where a leaf is an object of nnx, whose arrays would be skipped; `leaves` are paths and values."""
+    types = opaque_types()
+    opaque = [(path, type(leaf).__name__) for path, leaf in leaves if issubclass(type(leaf), types)]
+    if opaque:
+        names = ", ".join(f"{path or 'the tree'} ({name})" for path, name in opaque)
+        raise TreeError(
+            f"JAX sees no arrays in these objects of flax nnx: {names}. They are not pytrees in this version of flax, "
+            "or were made with pytree=False or hijax=True. Pass their state: graph, state = nnx.split(model)"
+        )
+
+
 def variable_axes(variable: Any, ndim: int) -> tuple[LogicalName, ...] | None:
     """Returns the names that a variable has for the dimensions of its array, `None` if it has none."""
     metadata = variable.get_metadata()
@@ -78,3 +99,106 @@ def variable_axes(variable: Any, ndim: int) -> tuple[LogicalName, ...] | None:
 
 def _as_names(names: Any) -> tuple[LogicalName, ...]:
     return tuple([tuple(name) if isinstance(name, list) else name for name in names])
+
+
+def shared_leaves(tree: Any) -> dict[int, int]:
+    """Returns the index of each leaf whose variable occurred before, with the index where it did so first."""
+    if not variable_types():
+        return {}
+    shared: dict[int, int] = {}
+    first_starts: dict[int, int] = {}
+    start = 0
+    for node in jtu.tree_leaves(tree, is_leaf=is_variable):
+        count = len(jtu.tree_leaves(node))
+        first_start = first_starts.setdefault(id(node), start) if is_variable(node) else start
+        if first_start != start:
+            shared.update((start + offset, first_start + offset) for offset in range(count))
+        start += count
+    return shared
+
+
+def share_variables(tree: Any, shared: Mapping[int, int]) -> Any:
+    """Returns `tree` with the variables of `shared`, the result of `shared_leaves`, where they occurred before."""
+    if not shared:
+        return tree
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_variable)
+    by_start: dict[int, Any] = {}
+    start = 0
+    for index, node in enumerate(nodes):
+        count = len(jtu.tree_leaves(node))
+        if count:
+            nodes[index] = by_start.setdefault(shared.get(start, start), node)
+        start += count
+    return treedef.unflatten(nodes)
+
+
+def _objects(arguments: Any) -> list[Any]:
+    """The objects of nnx in the arguments of a call, those inside of others left out."""
+    types = opaque_types()
+    if not types:
+        return []
+    ends = (*types, *_types("flax.nnx.statelib", ("State",)))
+    nodes = jtu.tree_leaves(arguments, is_leaf=lambda node: issubclass(type(node), ends))
+    return [node for node in nodes if issubclass(type(node), types)]
+
+
+def _variables(objects: list[Any]) -> list[Any]:
+    """The variables of some objects, each once."""
+    nodes = jtu.tree_leaves(objects, is_leaf=is_variable)
+    return list({id(node): node for node in nodes if is_variable(node)}.values())
+
+
+def write_variables(
+    arguments: Any, writes: Mapping[int, Any], place: Callable[[Any, Any], Any] = lambda old, new: new
+) -> None:
+    """Writes what `ArgumentVariables.writes` returned for a traced call to the arguments of the call itself.
+
+    `place` returns a new array where it belongs, from the old one and the new one.
+    """
+    variables = _variables(_objects(arguments)) if writes else []
+    for index, value in writes.items():
+        variables[index].set_raw_value(jax.tree.map(place, _raw_value(variables[index]), value))
+
+
+def _raw_value(variable: Any) -> Any:
+    return _registry.flatten_one_level(variable)[0][0]
+
+
+@final
+@attrs.frozen(eq=False)
+class ArgumentVariables:
+    """The variables of the objects of nnx in the arguments of a call, as they are before it.
+
+    A bare `nnx.State` is a value rather than an object: what a call writes to its variables is lost on purpose.
+    """
+
+    objects: list[Any]
+    structure: Any
+    values: list[list[Any]]
+
+    @classmethod
+    def of(cls, arguments: Any) -> Self:
+        """Returns what is in `arguments` now."""
+        objects = _objects(arguments)
+        values = [jtu.tree_leaves(variable) for variable in _variables(objects)]
+        return cls(objects, jtu.tree_structure(objects), values)
+
+    def writes(self, caller: str) -> dict[int, Any]:
+        """Returns the value of every variable that was written to since, by its index among all of them.
+
+        An object that got or lost variables or other attributes raises a `TreeError`.
+        """
+        if not self.objects:
+            return {}
+        if jtu.tree_structure(self.objects) != self.structure:
+            raise TreeError(
+                f"{caller}: the function adds, removes or replaces attributes of the flax nnx objects in its "
+                "arguments, and not only the values of their variables. Such a change would be lost: return the "
+                "object, or use nnx.jit"
+            )
+        variables = _variables(self.objects)
+        return {
+            index: _raw_value(variable)
+            for index, (variable, before) in enumerate(zip(variables, self.values, strict=True))
+            if any(value is not old for value, old in zip(jtu.tree_leaves(variable), before, strict=True))
+        }

@@ -24,6 +24,7 @@ from shardrules.core.boxes import (
     box_type,
     is_variable,
     opaque_types,
+    refuse_opaque,
     unboxed,
     variable_axes,
     variable_types,
@@ -306,27 +307,14 @@ def _survey_leaves(
         root: Any = walker.walk(tree, treedef, 0, "", "")
     else:
         root = walker.kind_at(0, "", "") if flat else ((), ())
-    _refuse_opaque(flat, root)
+    if opaque_types() and any(issubclass(cls, opaque_types()) for cls in set(map(type, flat))):
+        refuse_opaque(zip([path for path, _ in _spell(root, "")], flat, strict=True))
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
     kinds = tuple(walker.kinds)
     return Survey(
         kinds, walker.kind_of, treedef, carried, numbers, root, mesh, reads_index, walker.has_slashes, path_style
     )
-
-
-def _refuse_opaque(leaves: list[Any], root: Any) -> None:
-    """Raises where a leaf is an object of nnx: its arrays would be skipped silently."""
-    opaque = {cls for cls in set(map(type, leaves)) if issubclass(cls, opaque_types())}
-    if opaque:
-        pairs = zip(_spell(root, ""), leaves, strict=True)
-        names = ", ".join(
-            f"{path or 'the tree'} ({type(leaf).__name__})" for (path, _), leaf in pairs if type(leaf) in opaque
-        )
-        raise TreeError(
-            f"JAX sees no arrays in these objects of flax nnx: {names}. They are not pytrees in this version of flax, "
-            "or were made with pytree=False or hijax=True. Pass their state: graph, state = nnx.split(model)"
-        )
 
 
 @final

@@ -5,7 +5,7 @@ that cannot be placed is collected before anything moves.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -13,13 +13,14 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
+from shardrules.core.boxes import share_variables, shared_leaves
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import NoMeshError, ShardingWarning
 from shardrules.core.finding import Finding, listing
 from shardrules.core.jax_state import under_trace
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import UNCONSTRAINED, axis_names, spec_repr
-from shardrules.core.tree import array_kind
+from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.traced import axis_types, host_memory
 from shardrules.rules.how import (
     How,
@@ -48,6 +49,8 @@ class Destination:
     """One for each leaf; `None` for leaves that are not arrays, and for those with a problem."""
     problems: list[tuple[int, Finding]] = attrs.field(factory=list)
     """What is wrong with single arrays: pairs of a leaf index and a finding."""
+    shared: dict[int, int] = attrs.field(factory=dict)
+    """Leaves of variables that occur twice: each leaf index with that of the first occurrence."""
 
     def arrays(self) -> tuple[list[Any], list[Sharding]]:
         """Returns the arrays, and the sharding of each."""
@@ -62,7 +65,8 @@ class Destination:
         """Returns the tree with `arrays`, as many as `arrays()` gives, in the places of its arrays."""
         rest = iter(arrays)
         pairs = zip(self.values, self.shardings, strict=True)
-        return self.treedef.unflatten([value if sharding is None else next(rest) for value, sharding in pairs])
+        tree = self.treedef.unflatten([value if sharding is None else next(rest) for value, sharding in pairs])
+        return share_variables(tree, self.shared)
 
 
 def resolve_destination(
@@ -84,11 +88,33 @@ def resolve_destination(
     resolved = resolve(how, tree, mesh, caller)
     values, treedef = jax.tree.flatten(tree)
     if resolved.plan is not None:
-        return Destination(values, treedef, _planned_shardings(values, resolved.plan, resolved.meshes, caller))
-    shardings, problems = _entry_shardings(values, resolved, caller)
+        shardings, problems = _planned_shardings(values, resolved.plan, resolved.meshes, caller), []
+    else:
+        shardings, problems = _entry_shardings(values, resolved, caller)
+    shared = shared_leaves(tree)
+    problems += _shared_problems(tree, values, shardings, shared)
     if strict:
         refuse_leaves(caller, tree, problems)
-    return Destination(values, treedef, shardings, problems)
+    return Destination(values, treedef, shardings, problems, shared)
+
+
+def _shared_problems(
+    tree: Any, values: Sequence[Any], shardings: list[Sharding | None], shared: Mapping[int, int]
+) -> list[tuple[int, Finding]]:
+    """Returns the leaves of variables that occur twice in a tree and are to be placed in two ways."""
+    differing = {
+        index: first
+        for index, first in shared.items()
+        if shardings[index] is not None and shardings[index] != shardings[first]
+    }
+    paths = leaf_paths(tree) if differing else ()
+    remedy = "Give both paths one spec, or place nnx.state(model), which has the variable once"
+    findings: list[tuple[int, Finding]] = []
+    for index, first in differing.items():
+        message = f"this variable is also at {paths[first]}, and would be placed in two ways"
+        findings.append((index, Finding("error", "shared-variable", message, "", remedy, tuple(values[index].shape))))
+        shardings[index] = None
+    return findings
 
 
 def _planned_shardings(

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.boxes import share_variables, shared_leaves
 from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import ConfigTypeError, MeshError
 from shardrules.placement.shard import filter_shard
@@ -43,7 +44,7 @@ def filter_gather(tree: Any) -> Any:
     gathered = jax.device_get([values[index] for index in indices])
     for index, array in zip(indices, gathered, strict=True):
         values[index] = array
-    return treedef.unflatten(values)
+    return share_variables(treedef.unflatten(values), shared_leaves(tree))
 
 
 def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:

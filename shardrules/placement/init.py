@@ -2,16 +2,25 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
 import attrs
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.boxes import (
+    ArgumentVariables,
+    share_variables,
+    shared_leaves,
+    variable_types,
+    write_variables,
+)
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.rule import ShardingPlan, ShardingRule
@@ -83,15 +92,18 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
             return filter_shard(tree, how, mesh)
         # Arguments on Explicit axes are renamed to Auto ones, on which everything is computed.
         dynamic, static = eqx.partition(jax.tree.map(_array_on_auto_axes, (args, kwargs)), _is_array)
-        key = _cache_key(dynamic, static, mesh_in_force)
+        shared = shared_leaves((args, kwargs))
+        key = _cache_key(dynamic, static, mesh_in_force, shared)
         prepared = cache.get(key) if key is not None else None
         if prepared is None:
-            prepared = _prepare(make, how, mesh, dynamic, static, mesh_in_force)
+            prepared = _prepare(make, how, mesh, dynamic, static, mesh_in_force, shared)
             if key is not None:
                 cache.add(key, prepared)
         values = _with_seeds(prepared, jax.tree.leaves(dynamic))
         with _on_auto_mesh(mesh_in_force):
-            return _computed(prepared, values)
+            tree, writes = _computed(prepared, values)
+        write_variables((args, kwargs), writes, _placed_as)
+        return tree
 
     return functools.update_wrapper(init, make, updated=())
 
@@ -154,12 +166,12 @@ def _whole(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def _cache_key(dynamic: Any, static: Any, mesh: AnyMesh | None) -> Hashable:
+def _cache_key(dynamic: Any, static: Any, mesh: AnyMesh | None, shared: Mapping[int, int]) -> Hashable:
     """Returns what the programs depend on, or `None` where a static argument has no hash."""
     leaves, structure = jax.tree.flatten(dynamic)
     static_leaves, static_structure = jax.tree.flatten(static)
     arrays, others = tuple(map(array_key, leaves)), tuple(map(static_key, static_leaves))
-    key = (structure, arrays, others, static_structure, mesh, trace_key())
+    key = (structure, arrays, others, static_structure, mesh, trace_key(), tuple(shared.items()))
     try:
         hash(key)
     except TypeError:
@@ -168,11 +180,22 @@ def _cache_key(dynamic: Any, static: Any, mesh: AnyMesh | None) -> Hashable:
 
 
 def _prepare(
-    make: Callable[..., Any], how: How, mesh: AnyMesh | None, dynamic: Any, static: Any, mesh_in_force: AnyMesh | None
+    make: Callable[..., Any],
+    how: How,
+    mesh: AnyMesh | None,
+    dynamic: Any,
+    static: Any,
+    mesh_in_force: AnyMesh | None,
+    shared: Mapping[int, int],
 ) -> _Prepared:
+    shared_results: dict[int, int] = {}
+
     def traced(dynamic: Any) -> Any:
-        args, kwargs = eqx.combine(dynamic, static)
-        return make(*args, **kwargs)
+        args, kwargs = share_variables(eqx.combine(dynamic, static), shared)
+        variables = ArgumentVariables.of((args, kwargs))
+        tree = make(*args, **kwargs)
+        shared_results.update(shared_leaves(tree))
+        return tree, variables.writes("filter_init")
 
     shaped = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else _as_struct(leaf), dynamic)
     with _on_auto_mesh(mesh_in_force):
@@ -180,8 +203,11 @@ def _prepare(
             closed, shapes, rest = eqx.filter_make_jaxpr(traced)(shaped)
         except ValueError as error:
             note_closure(error, "filter_init")
+            _note_names(error)
             raise
-    destination = resolve_destination(eqx.combine(shapes, rest), how, mesh, caller="filter_init")
+    tree, writes = eqx.combine(shapes, rest)
+    destination = resolve_destination(share_variables(tree, shared_results), how, mesh, caller="filter_init")
+    destination = _with_writes(destination, writes)
     pairs = zip(*destination.arrays(), strict=True)
     # Arrays that `make` returns without computing them, numpy constants say, are only placed.
     shardings = [_on_auto_axes(sharding) for value, sharding in pairs if isinstance(value, jax.ShapeDtypeStruct)]
@@ -194,6 +220,30 @@ def _prepare(
         for results in [[shardings[index] for index in program.calls[0].outputs]]
     ]
     return _Prepared([*closed.jaxpr.constvars, *closed.jaxpr.invars], closed.consts, destination, work, runs)
+
+
+def _note_names(error: ValueError) -> None:
+    """Adds a remedy to flax's error about a variable whose names for dimensions are not axes of the mesh."""
+    if variable_types() and "Resource axis" in str(error):
+        error.add_note(
+            "filter_init: flax nnx splits variables itself where they are made, by names that must be mesh axes then. "
+            "nnx.use_eager_sharding(False) leaves it to the rules"
+        )
+
+
+def _with_writes(destination: Destination, writes: Any) -> Destination:
+    """Returns a destination with what is written to the arguments beside its tree."""
+    values, treedef = jax.tree.flatten(writes)
+    # They are computed whole on the devices of the tree, and put where the arguments are only then.
+    whole = (_whole(sharding) for sharding in destination.shardings if sharding is not None)
+    anywhere = next(whole, SingleDeviceSharding(jax.local_devices()[0]))
+    shardings = [anywhere if isinstance(value, jax.ShapeDtypeStruct) else None for value in values]
+    return attrs.evolve(
+        destination,
+        values=[*destination.values, *values],
+        treedef=jtu.treedef_tuple((destination.treedef, treedef)),
+        shardings=[*destination.shardings, *shardings],
+    )
 
 
 def _as_struct(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -234,6 +284,17 @@ def _computed(prepared: _Prepared, values: dict[Any, Any]) -> Any:
     index = iter(range(len(arrays)))
     computed = [outputs[next(index)] if isinstance(value, jax.ShapeDtypeStruct) else value for value in arrays]
     return prepared.destination.with_arrays(put(computed, shardings))
+
+
+def _placed_as(old: Any, new: Any) -> Any:
+    """Returns what is written to an argument on its devices; what was on none in particular stays so."""
+    if not isinstance(new, jax.Array):
+        return new
+    if isinstance(old, jax.Array) and old.committed:
+        return put([new], [old.sharding])[0]
+    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(new)), impl=jax.random.key_impl(new))
+    return jnp.asarray(np.asarray(new))
 
 
 def _copied(value: Any) -> Any:

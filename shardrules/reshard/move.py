@@ -12,6 +12,7 @@ import jax
 from jax.extend.backend import register_backend_cache
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from shardrules.core.boxes import share_variables
 from shardrules.core.errors import DisagreementError, MeshError
 from shardrules.core.jax_state import process_count, process_id, under_trace
 from shardrules.mesh.processes import exchange
@@ -117,7 +118,7 @@ def move_tree(prepared: Prepared) -> Any:
                 jax.block_until_ready(arrived)
             if donor is not None:
                 donor.free(batch, arrived)
-    return prepared.destination.treedef.unflatten(result)
+    return share_variables(prepared.destination.treedef.unflatten(result), prepared.destination.shared)
 
 
 def _check_agreement(plan: ReshardPlan) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.backend import register_backend_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from shardrules.core.boxes import share_variables, shared_leaves
 from shardrules.core.errors import ConfigError, PlanError, TreeError
 from shardrules.core.fields import byte_count
 from shardrules.core.finding import Finding
@@ -154,7 +155,7 @@ def numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, F
                 remedy = "Turn on jax_enable_x64, or leave it out of the tree"
                 problems.append((index, Finding("error", "overflow", why, "", remedy)))
                 leaves[index] = np.zeros((), dtype)
-    return treedef.unflatten(leaves), problems
+    return share_variables(treedef.unflatten(leaves), shared_leaves(tree)), problems
 
 
 def check_shardings(tree: Any, shardings: How, caller: str) -> None:
