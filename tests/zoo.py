@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.axes import AnyMesh
 from shardrules.core.rule import decide
+from shardrules.presets.huggingface import HuggingFaceShardingRule
 
 T = TypeVar("T")
 Entries: TypeAlias = Mapping[str, Callable[[], T]]
@@ -152,6 +153,8 @@ RULES: Entries[sr.ShardingRule] = once(
     dim_tuple=lambda: sr.DimShardingRule(("data", "model"), -1, ignore_ndim_error=True),
     logical=lambda: sr.LogicalShardingRule({"embed": "data", "mlp": ("model",), "vocab": None}),
     logical_pairs=lambda: sr.LogicalShardingRule([("embed", "data"), ("mlp", "data"), ("mlp", None)]),
+    hugging_face=lambda: HuggingFaceShardingRule(roles={"weight": "columns", "w": "rows", "mlp": "vocab"}),
+    hugging_face_axes=lambda: HuggingFaceShardingRule("model", ("data", "pipe"), head_dim=2, roles={"w": "kv_heads"}),
     fitted=lambda: sr.FittedShardingRule(sr.RegexShardingRule([(".*", P(("data", "expert", "model"), "pipe"))])),
     fitted_dim=lambda: sr.FittedShardingRule(sr.DimShardingRule(("data", "model"), 0, ignore_ndim_error=True)),
     fitted_fsdp=lambda: sr.FittedShardingRule(sr.parse_rule("fsdp(('expert', 'data'), 0)|fsdp('stage', 0)")),

@@ -17,6 +17,7 @@ from shardrules.core.rule import ShardingRule
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
+from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
 from shardrules.rules.logical.rule import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
@@ -31,6 +32,7 @@ DEFAULT_OPS: Ops = MappingProxyType(
     {
         "auto": AutoShardingRule,
         "fsdp": FSDPShardingRule,
+        "hf": HuggingFaceShardingRule,
         "logical": LogicalShardingRule,
         "memory": MemoryConstrainedShardingRule,
         "replicate": ReplicateShardingRule,

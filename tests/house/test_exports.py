@@ -13,7 +13,7 @@ from typing import Any, is_typeddict
 import pytest
 
 import shardrules
-from shardrules.presets import big_vision, eformer, pathways
+from shardrules.presets import big_vision, eformer, huggingface, pathways
 from tests.house.source import (
     REPOSITORY,
     Definition,
@@ -34,7 +34,7 @@ ROOMS: dict[str, ModuleType] = {
     module.__name__: module
     for module in (
         *(shardrules, shardrules.errors, shardrules.meshes, shardrules.reports, shardrules.specs),
-        *(shardrules.presets, eformer, big_vision, pathways),
+        *(shardrules.presets, eformer, big_vision, huggingface, pathways),
     )
 }
 """Where users import from, by name."""

@@ -39,7 +39,7 @@ def test_a_text_means_the_rules_that_it_calls(text: str, rule: sr.ShardingRule) 
         (
             "fspd('data')",
             sr.errors.UnknownOpError,
-            r"unknown op 'fspd' \(did you mean 'fsdp'\?\).*known ops: auto, fsdp, logical",
+            r"unknown op 'fspd' \(did you mean 'fsdp'\?\).*known ops: auto, fsdp, hf, logical",
         ),
         ("", sr.errors.ConfigError, "invalid rule text"),
         ("fsdp(", sr.errors.ConfigError, "invalid rule text .* at column"),

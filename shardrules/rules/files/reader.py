@@ -59,6 +59,7 @@ from shardrules.rules.files.lines import KeyPath, key_lines
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.fitted import FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
+from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
 from shardrules.rules.logical.rule import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.regex import RegexShardingRule
@@ -472,6 +473,7 @@ TYPES: Mapping[str, _RuleType] = MappingProxyType(
         ),
         "fitted": _rule_type(FittedShardingRule, rule=_Reader.fitted),
         "fsdp": _rule_type(FSDPShardingRule, axis=_Reader.axis),
+        "hf": _rule_type(HuggingFaceShardingRule, tensor=_Reader.axis, fsdp=_Reader.axis, head_dim=_Reader.number),
         "logical": _rule_type(LogicalShardingRule, mapping=_Reader.names),
         "memory": _rule_type(
             MemoryConstrainedShardingRule,

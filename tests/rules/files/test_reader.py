@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.errors import RulesFileError
 from shardrules.core.rule import ShardingRule
+from shardrules.presets.huggingface import HuggingFaceShardingRule
 from shardrules.rules.files.reader import TYPES, read_rules_file
 
 TREE = {
@@ -35,6 +36,10 @@ RULES: dict[str, tuple[str, ShardingRule]] = {
         sr.FittedShardingRule(sr.DimShardingRule("expert", 0)),
     ),
     "fsdp": ('rule = {type = "fsdp", axis = "data", min_size_mb = 0.5}', sr.FSDPShardingRule("data", 0.5)),
+    "hf": (
+        """rule = {type = "hf", tensor = "tp", fsdp = ["data", "fsdp"], head_dim = 64, roles = {up = "columns"}}""",
+        HuggingFaceShardingRule("tp", ("data", "fsdp"), 64, {"up": "columns"}),
+    ),
     "logical": (
         'rule = {type = "logical", mapping = {embed = "data", heads = ["data", "model"], norm = "-"}}',
         sr.LogicalShardingRule([("embed", "data"), ("heads", ("data", "model")), ("norm", None)]),
@@ -110,7 +115,7 @@ def test_every_type_makes_its_rule(name: str, tmp_path: Path) -> None:
 def test_every_rule_has_a_type_and_every_type_is_tested() -> None:
     public = [value for value in vars(sr).values() if isinstance(value, type) and issubclass(value, ShardingRule)]
     final = {rule_class for rule_class in public if not getattr(rule_class, "__abstractmethods__", ())}
-    assert {type(rule) for _, rule in RULES.values()} == final
+    assert {type(rule) for _, rule in RULES.values()} == {*final, HuggingFaceShardingRule}
     assert list(RULES) == sorted(TYPES)
 
 
