@@ -2,56 +2,13 @@
 
 What you compose with is here. The rest is in five rooms: `errors`, `reports` (what functions return), `meshes` and
 `specs` (helpers), and `presets` (what users of other libraries come from). Importing touches no device, flag or
-environment variable; what compiles or solves is imported when it is first used.
+environment variable, and every name is imported when it is first used.
 """
 
-import ast
 import functools
 import importlib
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
-
-from shardrules.core.context import current_mesh
-from shardrules.core.finding import Finding
-from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import (
-    ChainShardingRule,
-    LeafShardingRule,
-    LeavesShardingRule,
-    MirrorShardingRule,
-    ShardingPlan,
-    ShardingRule,
-    SpecTreeShardingRule,
-    decide,
-)
-from shardrules.core.tree import leaf_paths
-from shardrules.mesh.creation import create_mesh
-from shardrules.mesh.processes import barrier_sync
-from shardrules.mesh.shape import mesh_shape
-from shardrules.placement.agree import check_same_plan
-from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
-from shardrules.placement.gather import filter_gather
-from shardrules.placement.init import filter_init
-from shardrules.placement.jit import filter_jit
-from shardrules.placement.shard import filter_shard
-from shardrules.placement.source import ArraySource
-from shardrules.reshard.elastic import recover
-from shardrules.reshard.move import reshard
-from shardrules.reshard.prepare import plan_reshard
-from shardrules.rules.auto import AutoShardingRule
-from shardrules.rules.composite import CompositeShardingRule
-from shardrules.rules.dim import DimShardingRule
-from shardrules.rules.fitted import FittedShardingRule
-from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule
-from shardrules.rules.memory import MemoryConstrainedShardingRule
-from shardrules.rules.regex import RegexShardingRule
-from shardrules.rules.replicate import ReplicateShardingRule
-from shardrules.rules.shape_based import ShapeBasedShardingRule
-from shardrules.rules.stacked import StackedShardingRule
-from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
 
 if TYPE_CHECKING:
     from shardrules import errors, meshes, presets, reports, specs
@@ -60,13 +17,53 @@ if TYPE_CHECKING:
     from shardrules.analysis.fits import fits, largest_batch
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
+    from shardrules.core.context import current_mesh
+    from shardrules.core.finding import Finding
+    from shardrules.core.leaf import Decision, Leaf
+    from shardrules.core.leaves import Leaves, Verdict
+    from shardrules.core.rule import (
+        ChainShardingRule,
+        LeafShardingRule,
+        LeavesShardingRule,
+        MirrorShardingRule,
+        ShardingPlan,
+        ShardingRule,
+        SpecTreeShardingRule,
+        decide,
+    )
+    from shardrules.core.tree import leaf_paths
+    from shardrules.mesh.creation import create_mesh
+    from shardrules.mesh.processes import barrier_sync
+    from shardrules.mesh.shape import mesh_shape
     from shardrules.page.page import report_page
+    from shardrules.placement.agree import check_same_plan
     from shardrules.placement.checkpoints.equinox import load_equinox
     from shardrules.placement.checkpoints.orbax import load_orbax
     from shardrules.placement.checkpoints.safetensors import load_safetensors
+    from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
+    from shardrules.placement.gather import filter_gather
+    from shardrules.placement.init import filter_init
+    from shardrules.placement.jit import filter_jit
+    from shardrules.placement.shard import filter_shard
+    from shardrules.placement.source import ArraySource
     from shardrules.planning.autoplan import autoplan
     from shardrules.planning.graph.machine import Assumptions
+    from shardrules.reshard.elastic import recover
+    from shardrules.reshard.move import reshard
+    from shardrules.reshard.prepare import plan_reshard
+    from shardrules.rules.auto import AutoShardingRule
+    from shardrules.rules.composite import CompositeShardingRule
+    from shardrules.rules.dim import DimShardingRule
     from shardrules.rules.files.load import load_rules
+    from shardrules.rules.fitted import FittedShardingRule
+    from shardrules.rules.fsdp import FSDPShardingRule
+    from shardrules.rules.logical.rule import LogicalShardingRule
+    from shardrules.rules.memory import MemoryConstrainedShardingRule
+    from shardrules.rules.regex import RegexShardingRule
+    from shardrules.rules.replicate import ReplicateShardingRule
+    from shardrules.rules.shape_based import ShapeBasedShardingRule
+    from shardrules.rules.stacked import StackedShardingRule
+    from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
 
 __version__ = "0.1.0"
 
@@ -74,6 +71,9 @@ __version__ = "0.1.0"
 @functools.cache
 def _lazy_modules() -> dict[str, str]:
     """From name to module, read off the imports under `TYPE_CHECKING`: the one list of what is imported late."""
+    import ast
+    import inspect
+
     blocks = [node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -3,20 +3,25 @@
 import argparse
 import functools
 import re
+import textwrap
 from collections.abc import Callable
 from typing import NoReturn, final
 
 import attrs
 
 from shardrules.cli.errors import UsageError
+from shardrules.cli.interrupt import INTERRUPTED
 from shardrules.core.errors import suggest
 
 SUCCESS, FINDINGS, USAGE, BUG = 0, 1, 2, 3
-"""Exit codes: no complaint; there are findings; an invalid command; a bug in shardrules."""
+"""Exit codes: no complaint; there are findings; an invalid command; a bug. After Ctrl-C it is `INTERRUPTED`."""
 
 
-HELP = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22, width=80)
-"""Help of at most 80 columns, with the meanings of options in one column."""
+_COLUMNS = 80
+"""The width of help: a terminal's own by default."""
+
+HELP = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22, width=_COLUMNS)
+"""Help with the meanings of options in one column."""
 
 
 @final
@@ -34,6 +39,8 @@ class Command:
     """Adds its arguments to a parser."""
     run: Callable[[argparse.Namespace], int]
     """Runs it, and returns the exit code."""
+    findings: str = ""
+    """What exit code 1 says; empty for a command that never ends with it."""
 
     def parser(self) -> argparse.ArgumentParser:
         """Returns its parser, which raises a `UsageError` for invalid arguments."""
@@ -42,7 +49,7 @@ class Command:
             f"shardrules {self.name}",
             description=self.summary,
             usage=f"shardrules {self.name} {self.usage}",
-            epilog=f"examples:\n{examples}",
+            epilog=f"{self._exit_codes()}\n\nexamples:\n{examples}",
             formatter_class=HELP,
             allow_abbrev=False,
         )
@@ -50,6 +57,17 @@ class Command:
         # argparse prints its usage and exits: raise instead, so that every mistake is one line.
         parser.error = functools.partial(_refuse, parser)  # pyright: ignore[reportAttributeAccessIssue]
         return parser
+
+    def _exit_codes(self) -> str:
+        codes = {
+            SUCCESS: "success",
+            FINDINGS: self.findings,
+            USAGE: "invalid command",
+            BUG: "bug",
+            INTERRUPTED: "Ctrl-C",
+        }
+        listed = ", ".join(f"{code} {meaning}" for code, meaning in codes.items() if meaning)
+        return textwrap.fill(f"exit codes: {listed}", _COLUMNS, subsequent_indent="  ")
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shardrules.cli.errors import UsageError
+from shardrules.cli.interrupt import finishing
 from shardrules.core.errors import ConfigError
 from shardrules.core.storage import files
 
@@ -27,10 +28,11 @@ def write(file: Path, text: str) -> None:
     if str(file) == "-":
         raise UsageError("cannot write to -: --format json prints to the standard output")
     try:
-        # A device or a pipe must not be replaced by a file.
-        if file.exists() and not file.is_file():
-            file.write_text(text, "utf-8")
-        else:
-            files.write_text(file, text)
+        with finishing():
+            # A device or a pipe must not be replaced by a file.
+            if file.exists() and not file.is_file():
+                file.write_text(text, "utf-8")
+            else:
+                files.write_text(file, text)
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror or error}") from error

@@ -10,8 +10,9 @@ from importlib.metadata import version
 
 import jax
 
-from shardrules.cli.command import BUG, FINDINGS, HELP, USAGE
+from shardrules.cli.command import BUG, FINDINGS, HELP, SUCCESS, USAGE
 from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.interrupt import INTERRUPTED
 from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import complain
 from shardrules.core.errors import PlanError, ShardRulesError, suggest
@@ -52,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return FINDINGS
         complain(str(error) if isinstance(error, UsageError) else one_line(error))
         return USAGE
+    except SystemExit as ended:
+        # argparse has printed the help or the version.
+        return int(ended.code or SUCCESS)
     except KeyboardInterrupt:
-        # What shells return for it.
-        return 130
+        # Raised by the user's own code: `end_on_interrupt` raises nothing.
+        return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last resort: every expected error is handled above
         if shows_traceback:
             traceback.print_exc()

@@ -3,10 +3,11 @@
 Into pipes and files goes the same text as `print` gives, without colours and at its own width.
 """
 
+import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 from rich.console import Console
@@ -16,9 +17,13 @@ from rich.text import Text
 from shardrules.core.finding import Finding, Severity
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.table import BYTES_COLUMN, COLUMNS, Row, aligned
+from shardrules.rules.files.rules_file import Limits
 
 LEVELS: tuple[str, ...] = get_args(Severity)
 """Severities of findings, the worst first."""
+
+_DEFAULT_LEVEL = "warning"
+"""Warnings name a cost that few mean to pay, and notes repeat what tables show."""
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 """The colour of each severity."""
@@ -64,9 +69,16 @@ def finding_line(finding: Finding) -> str:
     return " ".join(part.strip() for part in str(finding).splitlines())
 
 
-def at_least(findings: Sequence[Finding], level: str) -> list[Finding]:
-    """Returns the findings of a severity in `LEVELS` and worse ones."""
-    return [finding for finding in findings if LEVELS.index(finding.severity) <= LEVELS.index(level)]
+def add_level(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says which findings make a command end with 1."""
+    meaning = f"exit 1 for findings from this severity up: {', '.join(LEVELS)} (default: {_DEFAULT_LEVEL})"
+    parser.add_argument("--level", choices=LEVELS, metavar="LEVEL", help=meaning)
+
+
+def failing(findings: Iterable[Finding], args: argparse.Namespace, limits: Limits) -> list[Finding]:
+    """Returns the findings that make a command end with 1, by `--level` or else by the file of rules."""
+    least = LEVELS.index(args.level or limits.level or _DEFAULT_LEVEL)
+    return [finding for finding in findings if LEVELS.index(finding.severity) <= least]
 
 
 def show_plan(plan: ShardingPlan) -> None:

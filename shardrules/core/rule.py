@@ -349,7 +349,7 @@ def _name_rule(error: Exception, rule: ShardingRule, leaf: str = "") -> None:
     """Adds a note with the rule that raised, and the leaf if it is known, unless a rule inside has added its own."""
     if not any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ())):
         # A rule may hold many thousand specs; this many characters show which one it is.
-        error.add_note(f"{_RAISED_BY}{repr(rule):.200}{leaf}")
+        error.add_note(f"{_RAISED_BY}{rule!r:.200}{leaf}")
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:

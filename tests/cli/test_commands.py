@@ -18,8 +18,10 @@ import pytest
 import shardrules as sr
 from benchmarks.headers import MIXTURE_RULES, experts, write_headers
 from shardrules.cli.registry import COMMANDS, load_command
+from shardrules.cli.terminal import failing
 from shardrules.core.check import bytes_text
 from shardrules.core.spec import spec_repr
+from shardrules.rules.files.rules_file import Limits
 from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, Forks, shardrules
 from tests.house.source import REPOSITORY
 
@@ -372,7 +374,8 @@ def test_audit_autoplan_and_report_work_together(tmp_path: Path) -> None:
     process = shardrules(
         "audit", step, *words, "--rules", GPT_RULES, "--params", "state/model", "-o", "audit.json", cwd=tmp_path
     )
-    assert process.returncode == 0
+    assert process.returncode == 1
+    assert "warning gathered: " in process.stdout
     assert (
         process.stderr == "shardrules: warning: text: whole on every device; --batch AXES splits the first dimension\n"
     )
@@ -422,6 +425,20 @@ def test_help_fits_a_screen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(lines) <= 30 if name != "plan" else len(lines) <= 24
         assert max(map(len, lines)) <= 80
         assert "examples:" in lines
+        (codes,) = re.findall(r"exit codes: (.*?)\n\n", "\n".join(lines), re.DOTALL)
+        assert codes.startswith("0 success, ")
+        assert codes.split()[-7:] == ["2", "invalid", "command,", "3", "bug,", "130", "Ctrl-C"]
+        assert ("1 " in codes.replace("130", "")) == (name != "completion")
+
+
+def test_check_and_audit_fail_from_warnings_up() -> None:
+    for name in ("check", "audit"):
+        parser = load_command(name).parser()
+        assert "(default: warning)" in " ".join(parser.format_help().split())
+        warning = sr.Finding("warning", "slow", "it is slow")
+        assert failing([warning], parser.parse_args(["x"]), Limits()) == [warning]
+        assert failing([warning], parser.parse_args(["x"]), Limits(level="error")) == []
+        assert failing([warning], parser.parse_args(["x", "--level", "note"]), Limits(level="error")) == [warning]
 
 
 @pytest.mark.slow

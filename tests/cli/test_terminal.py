@@ -99,7 +99,7 @@ def test_long_work_shows_progress() -> None:
         "data",
     )
     text, code = typed(*words)
-    assert code == 0
+    assert code == 1  # whole parameters and a split batch: the gradients are added on every device
     plain = _ESCAPE.sub("", text)
     assert re.search(r"compiling \S+train_gpt.py:training for cpu on data:2 +0:00:0[0-9]", plain)
     assert "step on cpu" in plain

@@ -60,6 +60,14 @@ def test_importing_has_no_effects() -> None:
     assert import_effects("shardrules", REPOSITORY) == []
 
 
+def test_importing_alone_imports_nothing_slow() -> None:
+    """Each name is imported when it is first used: a command can say what Ctrl-C does before JAX is imported."""
+    code = (
+        "import sys, shardrules; print([name for name in ('jax', 'numpy', 'equinox', 'attrs') if name in sys.modules])"
+    )
+    assert python("-c", code, path=REPOSITORY).stdout == "[]\n"
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("text", "complaint"),

@@ -19,6 +19,8 @@ PRIVATE_JAX = "core.jax_state"
 """The one module that may read `jax._src`; it says why."""
 
 LAZY: dict[str, str] = {
+    "ast": "before the command line says what Ctrl-C does, every millisecond counts",
+    "inspect": "as ast",
     "orbax": "an extra; importing it takes long, and only load_orbax needs it",
     "etils": "comes with orbax, which takes only its paths",
     "matplotlib": "an extra, and slow to import; only figures need it",

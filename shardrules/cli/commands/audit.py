@@ -13,9 +13,10 @@ from shardrules.cli.files import write
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import Step, add_step, load_step
 from shardrules.cli.subject import add_rules, read_mesh
-from shardrules.cli.terminal import LEVELS, at_least, complain, complain_of, show, working
+from shardrules.cli.terminal import add_level, complain, complain_of, failing, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import HardwareError, TargetError
+from shardrules.rules.files.rules_file import Limits
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +26,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", metavar="NAME", help="the argument, or a part of it, for the rules: state/model")
     parser.add_argument("--batch", metavar="AXES", help="axes that split dimension 0 of other arguments: data")
     parser.add_argument("--donate", metavar="NAMES", help="arguments whose memory results may reuse: state")
-    parser.add_argument(
-        "--level", choices=LEVELS, default="error", help="exit 1 for findings of this severity or worse"
-    )
+    add_level(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the report as JSON")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="text or json")
+    parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -60,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.output is not None:
         write(args.output, f"{report.to_json()}\n")
     show(report.to_json() if args.format == "json" else str(report))
-    return FINDINGS if at_least(report.findings, args.level) else SUCCESS
+    return FINDINGS if failing(report.findings, args, Limits() if rules is None else rules.limits) else SUCCESS
 
 
 def _donated(step: Step, text: str | None) -> tuple[int, ...]:
@@ -75,9 +74,10 @@ COMMAND = Command(
     (
         (
             "audit docs/examples/train_gpt.py:training --mesh data:4,model:2 \\\n"
-            "      --rules docs/examples/train_gpt.py:RULES --params state/model"
+            "      --rules docs/examples/train_gpt.py:RULES --params state/model --batch data"
         ),
     ),
     _declare,
     _run,
+    "findings",
 )

@@ -32,7 +32,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="write it as JSON, which plan, diff and report read"
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="text or json")
+    parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -91,4 +91,5 @@ COMMAND = Command(
     ),
     _declare,
     _run,
+    "nothing fits",
 )

@@ -9,7 +9,7 @@ from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
 from shardrules.cli.subject import Subject, add_subject, load_subject, read_rules
-from shardrules.cli.terminal import LEVELS, STYLES, at_least, finding_line, show
+from shardrules.cli.terminal import STYLES, add_level, failing, finding_line, show
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, PlanError
 from shardrules.core.fields import read_bytes
@@ -18,21 +18,22 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
 from shardrules.rules.files.rules_file import Limits
 
+_FORMATS = ("text", "github", "json")
+
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     parser.add_argument("--golden", metavar="FILE", type=Path, help="the expected plan, from plan -o FILE")
     parser.add_argument("--update", action="store_true", help="write the golden plan")
     parser.add_argument("--budget", metavar="BYTES", help="memory that a device may use: 16GiB")
-    parser.add_argument(
-        "--level", choices=LEVELS, help="fail for findings of this severity or worse; by default warning"
-    )
-    parser.add_argument("--format", choices=("text", "github", "json"), default="text", help="text, github or json")
+    add_level(parser)
+    parser.add_argument("--format", choices=_FORMATS, metavar="FORMAT", default="text", help=", ".join(_FORMATS))
 
 
 def _run(args: argparse.Namespace) -> int:
     rules = read_rules(args)
-    _fill_in(args, Limits() if rules is None else rules.limits)
+    limits = Limits() if rules is None else rules.limits
+    _fill_in(args, limits)
     if args.update and args.golden is None:
         raise UsageError("--update needs the name of the golden plan: --golden plan.json")
     budget = _budget(args.budget)
@@ -41,7 +42,8 @@ def _run(args: argparse.Namespace) -> int:
     except PlanError as error:
         # Undecided leaves are findings too, in every format.
         findings = tuple(finding for finding in error.findings if isinstance(finding, Finding))
-        return _print_findings(findings or (Finding("error", "undecided", one_line(error)),), None, args)
+        findings = findings or (Finding("error", "undecided", one_line(error)),)
+        return _print_findings(failing(merged(findings), args, limits), None, args)
     if args.update:
         # A golden plan must be sound.
         subject.plan.check()
@@ -51,7 +53,8 @@ def _run(args: argparse.Namespace) -> int:
         write(args.golden, f"{subject.plan.to_json()}\n")
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
-    return _print_findings((*subject.findings, *over, *changed), subject, args)
+    findings = merged((*subject.findings, *over, *changed))
+    return _print_findings(failing(findings, args, limits), subject, args)
 
 
 def _fill_in(args: argparse.Namespace, limits: Limits) -> None:
@@ -60,13 +63,10 @@ def _fill_in(args: argparse.Namespace, limits: Limits) -> None:
         args.golden = limits.golden
     if args.budget is None and limits.budget is not None:
         args.budget = str(limits.budget)
-    if args.level is None:
-        args.level = limits.level or "warning"
 
 
-def _print_findings(findings: Sequence[Finding], subject: Subject | None, args: argparse.Namespace) -> int:
-    """Prints findings of the level or worse, and returns the exit code."""
-    listed = at_least(merged(findings), args.level)
+def _print_findings(listed: Sequence[Finding], subject: Subject | None, args: argparse.Namespace) -> int:
+    """Prints findings, and returns the exit code."""
     if args.format == "json":
         show(_as_json(listed, subject))
     elif args.format == "github":
@@ -156,7 +156,7 @@ def _changes(plan: ShardingPlan, file: Path) -> Iterator[Finding]:
 
 COMMAND = Command(
     "check",
-    "Checks a plan against a golden plan and a budget: exit 0, or 1 with findings.",
+    "Checks a plan against a golden plan and a memory budget, for CI.",
     "MODEL --rules RULES --mesh MESH [options]",
     (
         (
@@ -166,4 +166,5 @@ COMMAND = Command(
     ),
     _declare,
     _run,
+    "findings",
 )

@@ -59,4 +59,5 @@ COMMAND = Command(
     ("diff before.json after.json",),
     _declare,
     _run,
+    "difference, with --exit-code",
 )

@@ -38,4 +38,5 @@ COMMAND = Command(
     ),
     _declare,
     _run,
+    "unsound plan",
 )

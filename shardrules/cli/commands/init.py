@@ -108,4 +108,5 @@ COMMAND = Command(
     ("init docs/examples/train_gpt.py:GPT --mesh data:4,model:2",),
     _declare,
     _run,
+    "findings",
 )

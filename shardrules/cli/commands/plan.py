@@ -13,7 +13,7 @@ from shardrules.cli.terminal import show, show_findings, show_plan
 def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the plan of the model as JSON")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="text or json")
+    parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -49,4 +49,5 @@ COMMAND = Command(
     ),
     _declare,
     _run,
+    "unsound plan",
 )

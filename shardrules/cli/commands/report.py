@@ -66,4 +66,5 @@ COMMAND = Command(
     ),
     _declare,
     _run,
+    "unsound plan",
 )
