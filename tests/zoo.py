@@ -353,9 +353,10 @@ class NnxBlock(nnx.Module):
     """A block of nnx with named dimensions and random streams of its own."""
 
     def __init__(self, rngs: nnx.Rngs, in_size: int = 8, size: int = 16) -> None:
-        named, init = nnx.with_partitioning, nnx.initializers.lecun_normal()
-        self.up = nnx.Linear(in_size, size, kernel_init=named(init, ("embed", "mlp")), rngs=rngs)
-        self.down = nnx.Linear(size, in_size, kernel_init=named(init, ("mlp", "embed")), rngs=rngs)
+        # The names are no axes of a mesh, so flax must not split by them.
+        named = functools.partial(nnx.with_partitioning, nnx.initializers.lecun_normal(), eager_sharding=False)
+        self.up = nnx.Linear(in_size, size, kernel_init=named(("embed", "mlp")), rngs=rngs)
+        self.down = nnx.Linear(size, in_size, kernel_init=named(("mlp", "embed")), rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -376,9 +377,8 @@ class NnxModel(nnx.Module):
 
 
 def nnx_model(depth: int = 3) -> NnxModel:
-    """Returns a model of nnx, whose names for dimensions are not names of mesh axes."""
-    with nnx.use_eager_sharding(False):
-        return NnxModel(nnx.Rngs(0), depth)
+    """Returns a model of nnx."""
+    return NnxModel(nnx.Rngs(0), depth)
 
 
 def stacked() -> Any:

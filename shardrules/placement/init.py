@@ -293,7 +293,7 @@ def _placed_as(old: Any, new: Any) -> Any:
     if isinstance(old, jax.Array) and old.committed:
         return put([new], [old.sharding])[0]
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(new)), impl=jax.random.key_impl(new))
+        return jax.random.wrap_key_data(_placed_as(None, jax.random.key_data(new)), impl=jax.random.key_impl(new))
     return jnp.asarray(np.asarray(new))
 
 

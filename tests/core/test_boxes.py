@@ -37,8 +37,7 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_paths_of_nnx_are_those_of_its_flat_state(name: str) -> None:
-    with nnx.use_eager_sharding(False):
-        tree = TREES[name]()
+    tree = TREES[name]()
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
     assert sorted(sr.leaf_paths(tree)) == sorted(flat_paths(state))
     assert sr.leaf_paths(nnx.to_pure_dict(state)) == sr.leaf_paths(state)
@@ -142,5 +141,6 @@ def test_messages_about_specs_name_variables_without_value() -> None:
     with pytest.raises(sr.errors.SpecError, match=r"ndarray'> at 'up'\."):
         sr.specs.get_partition_spec(state)
     assert named_leaves(state, lambda node: node is None) == [("up", state["up"].get_raw_value())]
+    specs: Any = {"up": nnx.Param(P("data"))}
     with pytest.raises(sr.errors.ConfigError, match=r"\('data',\) at up\."):
-        sr.reshard({"up": nnx.Param(jnp.ones(8))}, {"up": nnx.Param(P("data"))})
+        sr.reshard({"up": nnx.Param(jnp.ones(8))}, specs)

@@ -4,7 +4,11 @@ Orbax reads the parts of arrays itself. This module tells it which arrays to rea
 wrong before anything is read.
 """
 
+import collections
+import functools
+import itertools
 import os
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
@@ -19,6 +23,8 @@ from shardrules.placement.checkpoints.names import Names, StoredArray, match, re
 from shardrules.placement.checkpoints.requested import RequestedLeaf, requested_leaves, with_values
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
+
+_VALUE = "/value"
 
 
 def load_orbax(
@@ -45,7 +51,8 @@ def load_orbax(
         at its path, if it has that. Other leaves stay as they are.
     - `how`, `mesh`: where the arrays go, as for `filter_shard`.
     - `names`: from a leaf's path to the path in the checkpoint, as a function, or as a table for the paths that differ.
-        `None` for a path: the checkpoint lacks it, and the array in `like` is placed.
+        Paths of flax boxes and variables end without `value`. `None` for a path: the checkpoint lacks it, and the
+        array in `like` is placed.
     - `surplus`: whether arrays of the checkpoint that no leaf takes are an `"error"`, or to `"skip"`.
     - `cast`: whether an array of another dtype than the leaf's is converted, or is an error. Integers may become
         floats, but not the other way round.
@@ -77,11 +84,9 @@ def load_orbax(
     handler = orbax.PyTreeCheckpointHandler()
     try:
         metadata = _metadata(handler, folder, title)
-        stored = {
-            name: _stored_array(array)
-            for name, array in zip(leaf_paths(metadata), jax.tree.leaves(metadata), strict=True)
-        }
-        matches, findings = match(leaves, stored, names, str, surplus=surplus, cast=cast)
+        stored = _stored_arrays(metadata)
+        names, default = _plain_names(names, stored), functools.partial(_plain_name, stored)
+        matches, findings = match(leaves, stored, names, default, surplus=surplus, cast=cast)
         refuse(title, findings)
         values = [leaf.value for leaf in leaves]
         rest = [(index, name) for index, name in enumerate(matches) if name is not None]
@@ -103,7 +108,7 @@ def _restore(
     handler: Any, orbax: ModuleType, folder: Any, metadata: Any, requested: dict[str, RequestedLeaf], title: str
 ) -> dict[str, Any]:
     """Reads the requested arrays and Python values, by their names in the checkpoint."""
-    names, treedef = leaf_paths(metadata), jax.tree.structure(metadata)
+    names, treedef = _leaf_names(metadata), jax.tree.structure(metadata)
     items = [_item(requested[name]) if name in requested else orbax.PLACEHOLDER for name in names]
     options = [_options(requested[name], orbax) if name in requested else orbax.RestoreArgs() for name in names]
     arguments = orbax.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
@@ -127,8 +132,38 @@ def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
         metadata = _metadata(handler, folder, str(folder))
     finally:
         handler.close()
-    pairs = zip(leaf_paths(metadata), jax.tree.leaves(metadata), strict=True)
+    return _stored_arrays(metadata)
+
+
+def _stored_arrays(metadata: Any) -> dict[str, StoredArray]:
+    pairs = zip(_leaf_names(metadata), jax.tree.leaves(metadata), strict=True)
     return {name: _stored_array(array) for name, array in pairs}
+
+
+def _leaf_names(metadata: Any) -> list[str]:
+    """Returns the path of each array. Orbax saves a box or a variable of flax as a folder with nothing but `value`."""
+    paths = leaf_paths(metadata)
+    counts = collections.Counter(folder for path in paths for folder in _folders(path))
+    return [path.removesuffix(_VALUE) if counts[path.removesuffix(_VALUE)] == 1 else path for path in paths]
+
+
+def _folders(path: str) -> Iterator[str]:
+    """The paths of all containers that an array is in."""
+    return itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
+
+
+def _plain_name(stored: Mapping[str, StoredArray], name: str) -> str:
+    """Returns a name as it is in `stored`, also where a box or variable is named with its `value`."""
+    return name if name in stored else name.removesuffix(_VALUE)
+
+
+def _plain_names(names: Names, stored: Mapping[str, StoredArray]) -> Names:
+    def plain(name: Any) -> Any:
+        return _plain_name(stored, name) if isinstance(name, str) else name
+
+    if isinstance(names, Mapping):
+        return {path: plain(name) for path, name in names.items()}
+    return (lambda path: plain(names(path))) if callable(names) else names
 
 
 def _orbax(path: Any) -> tuple[ModuleType, Any]:

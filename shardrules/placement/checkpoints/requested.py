@@ -66,9 +66,11 @@ def requested_leaves(like: Any, destination: Destination, caller: str) -> list[R
     assert [(leaf.path, leaf.shape, leaf.is_array) for leaf in leaves] == [("step", (), False), ("w", (8, 4), True)]
     ```
     """
-    paths = leaf_paths(like)
+    paths = list(leaf_paths(like))
     if len(paths) != len(destination.values):
         raise TreeError(f"{caller}: a box in the tree holds several arrays or none; unbox it first")
+    for index, first in destination.shared.items():
+        paths[index] = paths[first]  # a variable that occurs twice is saved once
     return [
         RequestedLeaf(path, value) if sharding is None else RequestedLeaf(path, value, *_stored_as(value), sharding)
         for path, value, sharding in zip(paths, destination.values, destination.shardings, strict=True)

@@ -30,8 +30,7 @@ def flax_specs(tree: Any) -> dict[str, P]:
 def test_names_of_nnx_variables_give_the_specs_of_flax(kind: str) -> None:
     tree: Any = zoo.nnx_model(2)
     if kind == "optimizer":
-        with nnx.use_eager_sharding(False):
-            tree = nnx.Optimizer(tree, optax.adam(1e-3), wrt=nnx.Param)
+        tree = nnx.Optimizer(tree, optax.adam(1e-3), wrt=nnx.Param)
     plan = RULE.plan(nnx.state(tree) if kind == "state" else tree, MESH).check()
     expected = flax_specs(tree)
     assert sorted(plan.paths) == sorted(expected)
@@ -89,7 +88,7 @@ def test_boxes_of_linen_are_read_as_before(box: Any) -> None:
 
 def test_parameters_of_haiku_are_planned_by_their_module_names() -> None:
     struct = jax.ShapeDtypeStruct
-    params = {
+    params: Any = {
         "mlp/~/linear_0": {"w": struct((8, 16), jnp.float32), "b": struct((16,), jnp.float32)},
         "mlp/~/linear_1": {"w": struct((16, 8), jnp.float32), "b": struct((8,), jnp.float32)},
     }

@@ -1,0 +1,198 @@
+"""Objects of flax nnx through the placement functions: they stay one object where they were, and nothing is lost."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests import zoo
+
+RULES = sr.RegexShardingRule(
+    [(r"up/kernel$", P(None, "model")), (r"down/kernel$", P("model")), (r"embed|head", P("model"))]
+)
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return sr.create_mesh("data:4,model:2")
+
+
+def spec(variable: Any) -> Any:
+    return variable[...].sharding.spec
+
+
+class Tied(nnx.Module):
+    """A model whose head is the table of its embedding, and whose parts have one stream of keys."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.head = self.embed.embedding
+        self.rngs = rngs
+
+
+# ---- placing ----
+
+
+def test_a_module_is_placed_as_its_state_is(mesh: Mesh) -> None:
+    model = zoo.nnx_model(2)
+    placed = sr.filter_shard(model, RULES, mesh)
+    assert type(placed) is zoo.NnxModel
+    assert (spec(placed.blocks[0].up.kernel), spec(placed.norm.scale)) == (P(None, "model"), P())
+    assert isinstance(model.blocks[0].up.kernel[...].sharding, jax.sharding.SingleDeviceSharding)
+    state = sr.filter_shard(nnx.state(model), RULES, mesh)
+    nnx.update(model, state)
+    assert spec(model.blocks[0].up.kernel) == P(None, "model")
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    merged = nnx.merge(graph, sr.filter_shard(params, P(), mesh), rest)
+    assert spec(merged.blocks[0].up.kernel) == P()
+
+
+def test_specs_of_flax_place_a_state(mesh: Mesh) -> None:
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"), eager_sharding=False)
+    state = nnx.state(nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0)))
+    for how in (nnx.get_partition_spec(state), nnx.get_named_sharding(state, mesh)):
+        assert spec(sr.filter_shard(state, how, mesh).kernel) == P(None, "model")
+
+
+def test_a_variable_that_occurs_twice_stays_one(mesh: Mesh) -> None:
+    model = Tied(nnx.Rngs(0))
+    placed = sr.filter_shard(model, RULES, mesh)
+    moved = sr.reshard(placed, jax.tree.map(lambda leaf: NamedSharding(mesh, P("data") if leaf.ndim else P()), placed))
+    made = sr.filter_init(Tied, RULES, mesh)(nnx.Rngs(0))
+    for other in (placed, moved, made, sr.filter_gather(placed)):
+        assert other.head is other.embed.embedding
+        np.testing.assert_allclose(other.head[...], model.head[...], rtol=1e-6)
+    assert (spec(placed.head), spec(moved.head), spec(made.head)) == (P("model"), P("data"), P("model"))
+
+
+def test_a_variable_cannot_be_placed_in_two_ways(mesh: Mesh) -> None:
+    rules = sr.RegexShardingRule([("head", P("model"))])
+    message = (
+        r"shared-variable: head \(16, 8\): this variable is also at embed/embedding.*\n.*place nnx\.state\(model\)"
+    )
+    with pytest.raises(sr.errors.PlanError, match=message):
+        sr.filter_shard(Tied(nnx.Rngs(0)), rules, mesh)
+    with pytest.raises(sr.errors.PlanError, match="shared-variable: head"):
+        sr.filter_init(Tied, rules, mesh)(nnx.Rngs(0))
+    state = sr.filter_shard(nnx.state(Tied(nnx.Rngs(0))), RULES, mesh)
+    assert "head" not in state
+
+
+# ---- making ----
+
+
+def test_a_constructor_makes_the_model_in_its_shards(mesh: Mesh) -> None:
+    model = sr.filter_init(zoo.NnxModel, RULES, mesh)(rngs=nnx.Rngs(0))
+    expected = zoo.nnx_model()
+    assert (spec(model.blocks[2].up.kernel), spec(model.norm.mean)) == (P(None, "model"), P())
+    params, expected_params = nnx.state(model, nnx.Param), nnx.state(expected, nnx.Param)
+    assert jax.tree.structure(params) == jax.tree.structure(expected_params)
+    for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected_params), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-6)
+
+
+def test_streams_of_keys_go_on_after_a_model_was_made(mesh: Mesh) -> None:
+    rngs, expected = nnx.Rngs(0, dropout=1), nnx.Rngs(0, dropout=1)
+    init = sr.filter_init(lambda rngs: zoo.NnxModel(rngs, 1), RULES, mesh)
+    models = [init(rngs), init(rngs)]
+    expected_models = [zoo.NnxModel(expected, 1), zoo.NnxModel(expected, 1)]
+    assert rngs.default.count[...] == expected.default.count[...] > 0
+    assert not rngs.default.count[...].committed
+    for model, other in zip(models, expected_models, strict=True):
+        np.testing.assert_allclose(model.blocks[0].up.kernel[...], other.blocks[0].up.kernel[...], rtol=1e-6)
+    placed = sr.filter_shard(nnx.Rngs(0), P(), mesh)
+    init(placed)
+    assert placed.default.count[...].sharding == NamedSharding(mesh, P())
+
+
+def test_an_optimizer_is_made_as_its_model_is_split(mesh: Mesh) -> None:
+    model = sr.filter_init(zoo.NnxModel, RULES, mesh)(rngs=nnx.Rngs(0))
+    plan = RULES.plan(nnx.state(model, nnx.Param), mesh)
+    make = sr.filter_init(lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), plan.mirror, mesh)
+    optimizer = make(model)
+    assert type(optimizer) is nnx.Optimizer
+    assert spec(optimizer.opt_state[0].mu.blocks[1].down.kernel) == P("model")
+    assert plan.mirror(optimizer).decision("opt_state/0/nu/blocks/0/up/kernel").spec == P(None, "model")
+    assert plan.mirror(nnx.state(optimizer)).check().paths == plan.mirror(optimizer).paths
+    assert "unmirrored" not in [finding.code for finding in plan.mirror(optimizer).findings]
+
+
+def test_attributes_that_are_added_while_a_model_is_made_are_an_error(mesh: Mesh) -> None:
+    def make(rngs: Any) -> nnx.Linear:
+        rngs.extra = nnx.Param(jnp.ones(3))
+        return nnx.Linear(8, 8, rngs=rngs)
+
+    with pytest.raises(
+        sr.errors.TreeError, match=r"filter_init: the function adds, .* return the object, or use nnx\.jit"
+    ):
+        sr.filter_init(make, P(), mesh)(nnx.Rngs(0))
+
+
+def test_names_that_flax_takes_for_axes_say_what_to_set(mesh: Mesh) -> None:
+    def make() -> nnx.Linear:
+        init = nnx.with_partitioning(nnx.initializers.ones_init(), ("embed", "mlp"))
+        return nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0))
+
+    rule = sr.LogicalShardingRule({"embed": None, "mlp": "model"})
+    with pytest.raises(ValueError, match="embed") as caught:
+        sr.filter_init(make, rule, mesh)()
+    assert "nnx.use_eager_sharding(False) leaves it to the rules" in "".join(caught.value.__notes__)
+    with nnx.use_eager_sharding(False):
+        assert spec(sr.filter_init(make, rule, mesh)().kernel) == P(None, "model")
+
+
+# ---- training ----
+
+
+def loss(model: nnx.Module, x: jax.Array) -> jax.Array:
+    """A loss of the model, with an activation whose split is constrained."""
+    assert callable(model)
+    return jnp.mean(sr.with_sharding_constraint(model(x), P("data")) ** 2)
+
+
+def train_step(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    """A step as nnx programs write it: it returns the loss, and changes model and optimizer."""
+    value, grads = nnx.value_and_grad(loss)(model, x)
+    optimizer.update(model, grads)
+    return value
+
+
+def training(mesh: Mesh | None) -> tuple[Any, nnx.Optimizer]:
+    """A model and its optimizer, placed if there is a mesh."""
+    model = zoo.nnx_model(1)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    if mesh is not None:
+        plan = RULES.plan(nnx.state(model, nnx.Param), mesh)
+        nnx.update(model, sr.filter_shard(nnx.state(model), RULES, mesh))
+        nnx.update(optimizer, sr.filter_shard(nnx.state(optimizer), plan.mirror, mesh))
+    return model, optimizer
+
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+def test_nnx_jit_trains_what_was_placed(mesh: Mesh) -> None:
+    model, optimizer = training(mesh)
+    step = nnx.jit(train_step)
+    with jax.set_mesh(mesh):
+        losses = [float(step(model, optimizer, sr.filter_shard(X, P("data"), mesh))) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert spec(model.blocks[0].up.kernel) == P(None, "model")
+    assert spec(optimizer.opt_state[0].mu.blocks[0].up.kernel) == P(None, "model")
+
+
+def test_shardings_of_plans_are_shardings_of_nnx_jit(mesh: Mesh) -> None:
+    model, optimizer = training(None)
+    plan = RULES.plan(nnx.state(model), mesh)
+    shardings = [nnx.StateSharding(each.shardings()) for each in (plan, plan.mirror(nnx.state(optimizer)))]
+    step = nnx.jit(train_step, in_shardings=(*shardings, NamedSharding(mesh, P("data"))))
+    with jax.set_mesh(mesh):
+        step(model, optimizer, jnp.asarray(X))
+    assert spec(model.blocks[0].up.kernel) == P(None, "model")
