@@ -175,7 +175,7 @@ def training(mesh: Mesh | None) -> tuple[Any, nnx.Optimizer]:
     return model, optimizer
 
 
-X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+X: Any = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 
 
 def test_nnx_jit_trains_what_was_placed(mesh: Mesh) -> None:
@@ -194,5 +194,5 @@ def test_shardings_of_plans_are_shardings_of_nnx_jit(mesh: Mesh) -> None:
     shardings = [nnx.StateSharding(each.shardings()) for each in (plan, plan.mirror(nnx.state(optimizer)))]
     step = nnx.jit(train_step, in_shardings=(*shardings, NamedSharding(mesh, P("data"))))
     with jax.set_mesh(mesh):
-        step(model, optimizer, jnp.asarray(X))
+        step(model, optimizer, X)
     assert spec(model.blocks[0].up.kernel) == P(None, "model")
