@@ -65,11 +65,11 @@ def test_a_variable_that_occurs_twice_stays_one(mesh: Mesh) -> None:
     model = Tied(nnx.Rngs(0))
     placed = sr.filter_shard(model, RULES, mesh)
     moved = sr.reshard(placed, jax.tree.map(lambda leaf: NamedSharding(mesh, P("data") if leaf.ndim else P()), placed))
-    made = sr.filter_init(Tied, RULES, mesh)(nnx.Rngs(0))
-    for other in (placed, moved, made, sr.filter_gather(placed)):
+    initialized = sr.filter_init(Tied, RULES, mesh)(nnx.Rngs(0))
+    for other in (placed, moved, initialized, sr.filter_gather(placed)):
         assert other.head is other.embed.embedding
         np.testing.assert_allclose(other.head[...], model.head[...], rtol=1e-6)
-    assert (spec(placed.head), spec(moved.head), spec(made.head)) == (P("model"), P("data"), P("model"))
+    assert (spec(placed.head), spec(moved.head), spec(initialized.head)) == (P("model"), P("data"), P("model"))
 
 
 def test_a_variable_cannot_be_placed_in_two_ways(mesh: Mesh) -> None:
