@@ -15,9 +15,9 @@ from shardrules.cli.objects import NamedObject, has_arrays, is_object_name, load
 from shardrules.core.errors import CheckpointError, PlanError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
+from shardrules.placement.checkpoints.headers import read_headers
 from shardrules.placement.checkpoints.names import StoredArray
 from shardrules.placement.checkpoints.orbax import read_orbax_metadata
-from shardrules.placement.checkpoints.safetensors import read_headers
 
 FORMS = (
     "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"

@@ -6,10 +6,10 @@ has no paths, and only the headers of all blocks before it tell where a block be
 
 import ast
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import attrs
 import equinox as eqx
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.errors import ConfigError
 from shardrules.core.finding import Finding
 from shardrules.placement.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings, refuse
 from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
@@ -27,6 +28,10 @@ from shardrules.rules.how import How
 
 _MAGIC = b"\x93NUMPY"
 
+_MOST_HEADER_BYTES = 10_000
+"""The limit of numpy itself. Doubled, a broken length makes a process read more before it is refused; halved, dtypes of
+many fields are, which no model has."""
+
 _DTYPES = {
     "<V2": np.dtype(jnp.bfloat16),
     "|V2": np.dtype(jnp.bfloat16),
@@ -35,7 +40,15 @@ _DTYPES = {
 """How numpy writes dtypes that are not its own, where only one dtype is written so."""
 
 
-def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *, cast: bool = False) -> Any:
+def load_equinox(
+    path: Any,
+    like: Any,
+    how: How,
+    mesh: AnyMesh | None = None,
+    *,
+    surplus: Literal["error", "skip"] = "error",
+    cast: bool = False,
+) -> Any:
     """Loads what `eqx.tree_serialise_leaves` wrote into a tree of sharded arrays.
 
     Each process reads only what its devices hold, and no device gets more than its shards. All headers are checked
@@ -47,6 +60,7 @@ def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *,
     - `like`: the tree that was saved, with arrays or `ShapeDtypeStruct`s: `eqx.filter_eval_shape` makes one. Python
         numbers come back from the file; other leaves stay as they are.
     - `how`, `mesh`: where the arrays go, as for `filter_shard`.
+    - `surplus`: whether arrays and numbers that the file has after those of `like` are an `"error"`, or to `"skip"`.
     - `cast`: whether an array of another dtype than the leaf's is converted, part by part on the host, or is an error.
 
     **Returns:**
@@ -68,6 +82,8 @@ def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *,
     assert model.layers[0].weight.sharding.spec == P("model", None)
     ```
     """
+    if surplus not in ("error", "skip"):
+        raise ConfigError(f"surplus must be 'error' or 'skip', got {surplus!r}")
     destination = resolve_destination(like, how, mesh, caller="load_equinox")
     leaves = requested_leaves(like, destination, "load_equinox")
     has_block = [isinstance(leaf.value, jax.ShapeDtypeStruct) or eqx.is_array_like(leaf.value) for leaf in leaves]
@@ -79,7 +95,7 @@ def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *,
     ]
     file = _with_suffix(Path(path))
     stored_leaves = [leaf for leaf, has in zip(leaves, has_block, strict=True) if has]
-    tensors, problems = read_blocks(file, stored_leaves, cast)
+    tensors, problems = read_blocks(file, stored_leaves, cast, surplus)
     refuse(f"load_equinox: {file}", [*findings, *problems])
     blocks = iter(tensors)
     values: list[Any] = []
@@ -94,7 +110,9 @@ def load_equinox(path: Any, like: Any, how: How, mesh: AnyMesh | None = None, *,
     return with_values(destination, leaves, values)
 
 
-def read_blocks(path: Path, leaves: Sequence[RequestedLeaf], cast: bool) -> tuple[list[FileTensor], list[Finding]]:
+def read_blocks(
+    path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str
+) -> tuple[list[FileTensor], list[Finding]]:
     """Returns the tensor of each leaf, and what is wrong; where something is, there may be fewer tensors."""
     if not path.is_file():
         return [], [Finding("error", "file", "no such file", str(path))]
@@ -127,11 +145,30 @@ def read_blocks(path: Path, leaves: Sequence[RequestedLeaf], cast: bool) -> tupl
                 tensor = FileTensor(path, block.offset, block.stored.shape, block.stored.dtype, block.fortran)
                 tensors.append(tensor)
         else:
-            if offset < size:
-                message = f"{size - offset} bytes are left after its {len(leaves)} arrays and numbers"
-                remedy = "`like` lacks what was saved after them"
-                findings.append(Finding("error", "surplus", message, str(path), remedy))
+            findings += _surplus_findings(file, path, offset, size, len(leaves), surplus)
     return tensors, [*mismatch_findings(mismatches, [], []), *findings]
+
+
+def _surplus_findings(
+    file: BufferedReader, path: Path, offset: int, size: int, count: int, surplus: str
+) -> Iterator[Finding]:
+    """Yields what is wrong with the rest of a file, after the blocks of all leaves."""
+    start = offset
+    blocks: list[str] = []
+    while offset < size:
+        block = _read_header(file, offset, size, None)
+        if isinstance(block, str) or block.offset + block.bytes > size:
+            why = block if isinstance(block, str) else f"{block.stored} would end at byte {block.offset + block.bytes}"
+            yield Finding("error", "unreadable", f"block {count + len(blocks)}, at byte {offset}: {why}", str(path))
+            return
+        blocks.append(str(block.stored))
+        offset = block.offset + block.bytes
+    if blocks and surplus == "error":
+        listed = ", ".join(blocks[:3]) + (" ..." if len(blocks) > 3 else "")
+        arrays = "1 more array or number" if len(blocks) == 1 else f"{len(blocks)} more arrays or numbers"
+        message = f"it has {arrays}, {size - start} bytes, after the {count} of `like`: {listed}"
+        remedy = '`like` lacks what was saved after them; surplus="skip" ignores it'
+        yield Finding("error", "surplus", message, str(path), remedy)
 
 
 @final
@@ -160,6 +197,8 @@ def _read_header(file: BufferedReader, offset: int, size: int, expected: np.dtyp
     width = 2 if start[6:7] == b"\x01" else 4
     length = int.from_bytes(file.read(width), "little")
     begin = offset + 8 + width + length
+    if length > _MOST_HEADER_BYTES:
+        return f"its header would take {length} bytes, and npy headers have at most {_MOST_HEADER_BYTES}"
     if begin > size:
         return f"the file has {size} bytes, and the header alone would end at byte {begin}"
     text = file.read(length).decode("latin1" if width == 2 else "utf8", "replace")
@@ -167,11 +206,13 @@ def _read_header(file: BufferedReader, offset: int, size: int, expected: np.dtyp
         header = ast.literal_eval(text.strip())
         descr, shape, fortran = header["descr"], tuple(header["shape"]), bool(header["fortran_order"])
         itemsize, dtype = _dtype(descr, expected)
-        count = math.prod(shape)
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
-        return f"its header cannot be read: {error!r:.120}"
-    if not all(isinstance(dim, int) and dim >= 0 for dim in shape):
-        return f"its header cannot be read: invalid shape {shape}"
+    # What a broken header holds may be anything, and numpy and Python have many errors for it.
+    except Exception as error:  # noqa: BLE001
+        return f"its header cannot be read: {type(error).__name__}: {error!s:.120}"
+    # Booleans are integers in Python, and sizes beyond those of files could not be printed.
+    if len(shape) > 32 or not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape):
+        return f"its header cannot be read: invalid shape {shape!r:.80}"
+    count = math.prod(shape)
     stored = StoredArray(shape, dtype, str(descr) if dtype is None else str(dtype))
     return _Block(begin, count * itemsize, fortran, stored)
 

@@ -89,6 +89,31 @@ def test_the_suffix_may_be_left_out(tmp_path: Path, mesh: jax.sharding.Mesh, giv
     assert load_equinox(tmp_path / "bare", jnp.zeros(8), P("data"), mesh).tolist() == list(range(8))
 
 
+def test_arrays_after_those_of_like_may_be_skipped(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+    eqx.tree_serialise_leaves(tmp_path / "x.eqx", [jnp.arange(8.0), 3, jnp.ones((4, 4), jnp.bfloat16), 7])
+    with pytest.raises(sr.errors.CheckpointError, match=r"it has 2 more arrays or numbers, .*: bfloat16\[4, 4\], int"):
+        load_equinox(tmp_path / "x.eqx", [jnp.zeros(8), 0], P(), mesh)
+    loaded = load_equinox(tmp_path / "x.eqx", [jnp.zeros(8), 0], P(), mesh, surplus="skip")
+    assert (loaded[0].tolist(), loaded[1]) == (list(range(8)), 3)
+
+
+def test_skipping_takes_sound_arrays_only(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+    eqx.tree_serialise_leaves(tmp_path / "x.eqx", [jnp.arange(8.0), jnp.ones(4)])
+    whole = (tmp_path / "x.eqx").read_bytes()
+    for broken, message in (
+        (whole[:-1], r"block 1, at byte \d+: float32\[4\] would end"),
+        (whole + b"!", "block 2, at byte"),
+    ):
+        (tmp_path / "x.eqx").write_bytes(broken)
+        with pytest.raises(sr.errors.CheckpointError, match=message):
+            load_equinox(tmp_path / "x.eqx", [jnp.zeros(8)], P(), mesh, surplus="skip")
+
+
+def test_surplus_is_error_or_skip(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+    with pytest.raises(sr.errors.ConfigError, match="surplus must be 'error' or 'skip', got 'ignore'"):
+        load_equinox(tmp_path / "x.eqx", [], P(), mesh, surplus="ignore")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -164,7 +189,10 @@ def test_all_problems_are_listed_before_anything_is_read(
 @pytest.mark.parametrize(
     ("like", "complaint"),
     [
-        ([jnp.ones(8), 3], "error surplus: .*x.eqx: 192 bytes are left after its 2 arrays and numbers"),
+        (
+            [jnp.ones(8), 3],
+            "error surplus: .*x.eqx: it has 1 more array or number, 192 bytes, after the 2 of `like`: float32",
+        ),
         (
             [jnp.ones(8), 3, jnp.ones(16), jnp.ones(4)],
             "error ended: 3: the file ends here, after 3 of 4 arrays and numb",
@@ -205,12 +233,16 @@ def npy(array: Any) -> bytes:
         (npy(np.ones(8, np.float32)) + b"garbage", r"unreadable: 1: block 1, at byte 160: no npy block begins here"),
         (
             npy(np.array([object()])),
-            "block 0, at byte 0: its header cannot be read: TypeError.'it holds Python objects",
+            "block 0, at byte 0: its header cannot be read: TypeError: it holds Python objects",
         ),
-        (npy(np.ones(8)).replace(b"'shape'", b"'shabe'"), r"its header cannot be read: KeyError\('shape'"),
+        (npy(np.ones(8)).replace(b"'shape'", b"'shabe'"), r"its header cannot be read: KeyError: 'shape'"),
         (npy(np.ones(8)).replace(b"(8,)", b"-8  "), r"its header cannot be read: TypeError"),
         (npy(np.ones(8)).replace(b"(8,)", b"(-8,"), r"its header cannot be read: SyntaxError"),
         (npy(np.ones((8, 1))).replace(b"(8, 1)", b"(-8,1)"), r"its header cannot be read: invalid shape \(-8, 1\)"),
+        (npy(np.ones(8)).replace(b"(8,)", b"8**9"), r"its header cannot be read: ValueError: malformed node"),
+        (npy(np.ones(8)).replace(b"(8,), ", b"(True,"), r"its header cannot be read: "),
+        (npy(np.ones(8)).replace(b"'<f8'", b"{1:2}"), r"its header cannot be read: "),
+        (npy(np.ones(8)).replace(b"NUMPY\x01\x00v", b"NUMPY\x02\x00v"), r"its header would take \d+ bytes, and npy"),
         (npy(np.ones(8)).replace(b"<f8", b"<q8"), r"its header cannot be read: TypeError"),
     ],
 )

@@ -1,0 +1,356 @@
+"""The headers of safetensors files, and the index of several: what they say, and what is wrong with that.
+
+A file is eight bytes that hold the length of its header, the header (JSON: a dtype, a shape and two offsets for each
+tensor), and the tensors, one after the other without gaps. Large models come as several files and an index that says
+which file holds which tensor. Files come from strangers, so nothing in them is trusted: sizes are bounded before
+anything is read, and an index names files in its own folder.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any, TypeAlias, final
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import suggest
+from shardrules.core.finding import Finding
+from shardrules.placement.checkpoints.names import StoredArray
+from shardrules.placement.checkpoints.tensor_file import FileTensor
+
+DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "U16": np.uint16,
+    "U32": np.uint32,
+    "U64": np.uint64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
+"""The dtypes of files that arrays can have."""
+
+INDEX = ".safetensors.index.json"
+"""How the name of an index ends."""
+
+MOST_HEADER_BYTES = 100 * 10**6
+"""The limit of the format itself: ten times the largest header that exists. Doubled, a broken length makes a process
+read more before it is refused; halved, nothing that exists is."""
+
+_MOST_DIMS = 32
+"""What numpy arrays have at most."""
+
+_MOST_PROBLEMS = 8
+"""How many findings there are about one file: a damaged header may be wrong at every tensor. Doubled, they fill another
+screen; halved, a second cause would often be missing."""
+
+_FORMATS = {
+    b"version ": ("it is a Git LFS pointer, not the file that it stands for", "fetch the file: git lfs pull"),
+    b"PK\x03\x04": (
+        "it is a zip archive, as torch.save writes",
+        "convert it with save_file of the package safetensors",
+    ),
+    b"GGUF": ("it is a GGUF file", "use the safetensors that it was converted from"),
+    b"<": ("it is an HTML page", "download the file itself"),
+}
+"""What is often found under the name of a safetensors file, by its first bytes, and what to do about it."""
+
+_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
+"""What JSON may be instead of a table."""
+
+_COPY = "copy or download the file again"
+
+
+@final
+@attrs.frozen(eq=False)
+class Safetensors:
+    """What the headers of one or more files say."""
+
+    stored: dict[str, StoredArray]
+    """Each tensor by name."""
+    tensors: dict[str, FileTensor]
+    """Where each tensor is, for dtypes that arrays can have."""
+    problems: list[Finding]
+
+
+@final
+@attrs.frozen(eq=False)
+class SafetensorsIndex:
+    """What an index says."""
+
+    path: Path
+    files: dict[str, Path]
+    """The file of each tensor."""
+    total_bytes: int | None
+    """The bytes of all tensors, if it says so."""
+    problems: list[Finding]
+
+
+@final
+class _BrokenError(Exception):
+    """Text that cannot be what it should be; the message says why."""
+
+
+def _problem(path: Path, message: str, remedy: str = "") -> Finding:
+    return Finding("error", "file", message, str(path), remedy)
+
+
+def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
+    """Reads the headers of a file, an index, or a folder with an index or with files, and nothing else.
+
+    With `whole=False` the tensors themselves may be missing: planning takes only the headers.
+    """
+    stored: dict[str, StoredArray] = {}
+    tensors: dict[str, FileTensor] = {}
+    files, index, problems = _files(path)
+    for file in files:
+        header, file_problems = _read_header(file, whole)
+        problems += file_problems
+        for name, (array, tensor) in header.items():
+            if name in index and index[name] != file:
+                continue  # the index says which of several files counts
+            if name in stored:
+                remedy = "write an index that says which one counts"
+                problems.append(_problem(file, f"{name!r} is in another file too", remedy))
+            stored[name] = array
+            if tensor is not None:
+                tensors[name] = tensor
+    return Safetensors(stored, tensors, [*problems, *_missing(index, stored, problems)])
+
+
+def _missing(
+    index: Mapping[str, Path], stored: Mapping[str, StoredArray], problems: list[Finding]
+) -> Iterator[Finding]:
+    """Yields a finding for each file that lacks what the index says it has."""
+    unreadable = dict.fromkeys(finding.path for finding in problems)
+    missing: dict[Path, list[str]] = {}
+    for name, file in index.items():
+        if name not in stored and str(file) not in unreadable:
+            missing.setdefault(file, []).append(name)
+    for count, (file, names) in enumerate(missing.items()):
+        hint = suggest(names[0], stored) if count < _MOST_PROBLEMS else ""  # each looks at all names
+        more = f", nor {len(names) - 1} more" if len(names) > 1 else ""
+        yield _problem(
+            file, f"the index says that it has {names[0]!r}, and it does not{hint}{more}", "write the index again"
+        )
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, Path], list[Finding]]:
+    """Returns the files to read, for each tensor in an index its file, and what is wrong."""
+    try:
+        if path.is_dir():
+            inside = sorted(path.iterdir())
+            indices = [file for file in inside if file.name.endswith(INDEX)]
+            files = [file for file in inside if file.suffix == ".safetensors"]
+            if len(indices) > 1:
+                listed = ", ".join(file.name for file in indices)
+                return [], {}, [_problem(path, f"it has several indices: {listed}", "pass one of them")]
+            if not indices:
+                remedy = "pass the folder or the file that was saved"
+                missing = [] if files else [_problem(path, "this folder has no .safetensors file", remedy)]
+                return files, {}, missing
+            path = indices[0]
+        if not path.is_file():
+            return [], {}, [_problem(path, "no such file or folder")]
+    except OSError as error:
+        return [], {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
+    if path.suffix != ".json":
+        return [path], {}, []
+    index = read_index(path)
+    problems = list(index.problems)
+    files = []
+    for file in dict.fromkeys(index.files.values()):
+        problem = _absence(file, path)
+        if problem is None:
+            files.append(file)
+        else:
+            problems.append(problem)
+    return files, index.files, problems
+
+
+def _absence(file: Path, index: Path) -> Finding | None:
+    try:
+        if file.is_file():
+            return None
+        message = f"the index {index.name} names this file, and it does not exist"
+    except OSError as error:
+        message = f"the index {index.name} names this file, and it cannot be read: {error.strerror or error}"
+    return _problem(file, message, "download it, or write the index again")
+
+
+def read_index(path: Path) -> SafetensorsIndex:
+    """Reads an index; the files that it names may be missing."""
+    try:
+        table = _table(_read_text(path))
+        weight_map = table.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _BrokenError("it has no weight_map, or an empty one")
+        for name, file in weight_map.items():
+            _check_name(name)
+            _check_file(name, file)
+    except (_BrokenError, OSError) as error:
+        remedy = 'an index holds {"weight_map": {name: file}}; copy or download it again'
+        why = str(error) if isinstance(error, _BrokenError) else error.strerror or error
+        return SafetensorsIndex(path, {}, None, [_problem(path, f"it is not an index of safetensors: {why}", remedy)])
+    paths = {file: path.parent / file for file in dict.fromkeys(weight_map.values())}
+    metadata = table.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some indices have it as a float.
+    is_number = isinstance(total, int | float) and not isinstance(total, bool)
+    total_bytes = int(total) if is_number and 0 < total < 2**63 else None
+    return SafetensorsIndex(path, {name: paths[file] for name, file in weight_map.items()}, total_bytes, [])
+
+
+def _check_file(name: str, file: Any) -> None:
+    """Refuses files that are not in the folder of the index, or below it."""
+    if not isinstance(file, str) or not file:
+        raise _BrokenError(f"its weight_map has {file!r:.60} for {name!r:.60}, which is not the name of a file")
+    windows = PureWindowsPath(file)  # also reads forward slashes
+    if windows.is_absolute() or windows.drive or windows.root or ".." in windows.parts or Path(file).is_absolute():
+        raise _BrokenError(f"its weight_map has {file!r:.80} for {name!r:.60}, which is not in the folder of the index")
+    if not file.endswith(".safetensors"):
+        raise _BrokenError(f"its weight_map has {file!r:.80} for {name!r:.60}, which is not a .safetensors file")
+
+
+def _read_text(path: Path) -> bytes:
+    """The text of an index, which may begin with a mark of its encoding."""
+    size = path.stat().st_size
+    if size > MOST_HEADER_BYTES:
+        raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
+    return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+
+
+def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, FileTensor | None]], list[Finding]]:
+    """Returns what a file holds, and what is wrong with it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            for magic, (message, remedy) in _FORMATS.items():
+                if start.startswith(magic):
+                    return {}, [_problem(path, message, remedy)]
+            length = int.from_bytes(start, "little")
+            begin = 8 + length
+            if size < 8 or begin > size:
+                message = f"it has {size} bytes, and its header alone would end at byte {begin}"
+                return {}, [_problem(path, message, _COPY)]
+            if length > MOST_HEADER_BYTES:
+                message = (
+                    f"its header would take {bytes_text(length)}, and the format allows {MOST_HEADER_BYTES:,} bytes"
+                )
+                return {}, [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
+            text = file.read(length)
+        entries = _entries(text)
+    except _BrokenError as error:
+        return {}, [_problem(path, f"its header cannot be read: {error}", _COPY)]
+    except OSError as error:
+        return {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
+    # A damaged file may still have a header that can be read: offsets must fill the file exactly.
+    messages = list(_offset_problems(entries, size - begin if whole else None))
+    arrays: dict[str, tuple[StoredArray, FileTensor | None]] = {}
+    for name, (dtype_name, shape, start, end) in entries.items():
+        dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
+        array = StoredArray(shape, dtype, dtype_name)
+        tensor = None if dtype is None else FileTensor(path, begin + start, shape, dtype)
+        if tensor is not None and tensor.nbytes != end - start:
+            messages.append(f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - start} it has")
+        arrays[name] = array, tensor
+    problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
+    if len(messages) > _MOST_PROBLEMS:
+        problems.append(_problem(path, f"and {len(messages) - _MOST_PROBLEMS} more problems of this kind", _COPY))
+    return arrays, problems
+
+
+_Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
+
+
+def _entries(text: bytes) -> dict[str, _Entry]:
+    """Returns the dtype, the shape and the offsets of each tensor in a header."""
+    return {name: _entry(name, entry) for name, entry in _table(text).items() if name != "__metadata__"}
+
+
+def _table(text: bytes) -> dict[str, Any]:
+    """Returns the table that JSON holds; a `_BrokenError` says why it holds none."""
+    try:
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise _BrokenError(f"byte {error.start} of it is not UTF-8 text") from error
+    except RecursionError as error:
+        raise _BrokenError("it nests too deeply") from error
+    except json.JSONDecodeError as error:
+        cut = ", where it ends" if error.pos >= len(error.doc.rstrip()) else ""
+        raise _BrokenError(f"it is not JSON: {error.msg} at character {error.pos}{cut}") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise _BrokenError(f"it is not JSON: {error!s:.80}") from error
+    if not isinstance(table, dict):
+        raise _BrokenError(f"it holds {_KINDS[type(table)]}, not a table by name")
+    return table
+
+
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise _BrokenError(f"{name!r:.80} is in it twice")
+        result[name] = value
+    return result
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise _BrokenError(f"the name {name!r:.80} is not Unicode text") from error
+
+
+def _entry(name: str, entry: Any) -> _Entry:
+    """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
+    _check_name(name)
+    keys = ("dtype", "shape", "data_offsets")
+    if not isinstance(entry, dict):
+        raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(keys)}")
+    for key in keys:
+        if key not in entry:
+            raise _BrokenError(f"{name!r:.80} has no {key}")
+    dtype, shape, offsets = (entry[key] for key in keys)
+    if not isinstance(dtype, str) or not dtype.isidentifier():
+        raise _BrokenError(f"{name!r:.80} has the dtype {dtype!r:.40}, which is not one")
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
+        raise _BrokenError(f"{name!r:.80} has the shape {shape!r:.60}, which is not one")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
+        raise _BrokenError(f"{name!r:.80} has the data_offsets {offsets!r:.60}, which are not two ascending ones")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _is_size(value: Any) -> bool:
+    # JSON's true is an integer in Python; and the product of sizes beyond those of files can be too long to print.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _offset_problems(entries: Mapping[str, _Entry], size: int | None) -> Iterator[str]:
+    """Yields what is wrong with offsets: tensors must fill the bytes after the header without gaps."""
+    previous_end, previous = 0, ""
+    for start, end, name in sorted((start, end, name) for name, (_, _, start, end) in entries.items()):
+        if start < previous_end:
+            yield f"{name!r} begins at byte {start} of the data, before {previous!r} ends at byte {previous_end}"
+        elif start > previous_end:
+            yield f"bytes {previous_end} to {start} of the data, before {name!r}, belong to no tensor"
+        previous_end, previous = max(previous_end, end), name
+    if size is None:
+        return
+    if previous_end > size:
+        yield f"it ends at byte {size} of the data, and {previous!r} would end at byte {previous_end}"
+    elif previous_end < size:
+        yield f"bytes {previous_end} to {size} of the data, after the last tensor, belong to no tensor"
