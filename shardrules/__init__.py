@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from shardrules.placement.checkpoints.orbax import load_orbax
     from shardrules.placement.checkpoints.safetensors import load_safetensors
     from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
+    from shardrules.placement.functions.jit import filter_jit
     from shardrules.placement.gather import filter_gather
     from shardrules.placement.init import filter_init
-    from shardrules.placement.jit import filter_jit
     from shardrules.placement.shard import filter_shard
     from shardrules.placement.source import ArraySource
     from shardrules.planning.autoplan import autoplan

@@ -12,7 +12,8 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Totals
 from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
-from shardrules.placement.jit import FilterJit
+from shardrules.placement.functions.jit import FilterJit
+from shardrules.placement.functions.stages import CompiledFunction, LoweredFunction
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
@@ -40,6 +41,7 @@ __all__ = [
     "Change",
     "Collective",
     "CollectivesChange",
+    "CompiledFunction",
     "FigureChange",
     "FilterJit",
     "Fit",
@@ -47,6 +49,7 @@ __all__ = [
     "FrontierPoint",
     "LeafMove",
     "Limits",
+    "LoweredFunction",
     "MemoryUse",
     "ModuleCost",
     "Picture",

@@ -17,6 +17,7 @@ from shardrules.core.errors import NoMeshError, TreeError
 from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
+from shardrules.placement.cache import Cache
 from shardrules.placement.transfer import put_some, put_unplaced
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.run.call import Call, auto_mesh, axis_names_of, read_call, struct
@@ -51,7 +52,7 @@ class PlannedFunction:
     """The arguments whose memory may be used for results."""
     memory_limit: int
     peak_bytes: int
-    _compiled: dict[Any, tuple[Call, Any, list[Any]]] = attrs.field(factory=dict, repr=False, init=False)
+    _compiled: Cache[tuple[Call, Any, list[Any]]] = attrs.field(factory=Cache, repr=False, init=False)
 
     @property
     def __name__(self) -> str:
@@ -108,11 +109,12 @@ class PlannedFunction:
         # Under a trace, jit gets other compiler options; a mesh without devices may be another at each call.
         mesh = concrete_mesh(self.mesh)
         key = (mesh, under_trace(), treedef, tuple(is_array), structs, tuple(map(_static_key, others)))
-        if key not in self._compiled:
-            call, run = self._jitted(args)
+        compiled = self._compiled.get(key)
+        if compiled is None:
             # Kept with the objects whose ids are in the key, so that no other object gets the same id.
-            self._compiled[key] = (call, run, others)
-        call, run, _ = self._compiled[key]
+            compiled = (*self._jitted(args), others)
+            self._compiled.add(key, compiled)
+        call, run, _ = compiled
         return call, run, arrays
 
     def _jitted(self, args: tuple[Any, ...]) -> tuple[Call, Any]:

@@ -1,6 +1,11 @@
 """`filter_jit`: where arguments and results are, what is compiled when, and what it refuses."""
 
+import functools
+import gc
 import inspect
+import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +24,9 @@ EXPLICIT = (AxisType.Explicit,) * 2
 MESH = sr.create_mesh("data:4,model:2")
 MESHES = [MESH, jax.make_mesh((4, 2), ("data", "model"), axis_types=EXPLICIT)]
 RULE = sr.FSDPShardingRule("data", min_size_mb=0)
+
+
+SHARDED: dict[str, Any] = {"mesh": MESH, "in_shardings": P("data"), "out_shardings": P("data")}
 
 
 class Counter:
@@ -336,3 +344,116 @@ def test_sources_are_not_arguments() -> None:
     source = sr.ArraySource((8,), np.float32, lambda index: np.ones(8, np.float32)[index])
     with pytest.raises(sr.errors.ConfigTypeError, match="place it with filter_shard first"):
         sr.filter_jit(lambda x: x, mesh=MESH)(source)
+
+
+class Scale(eqx.Module):
+    """A model that counts how often it is traced."""
+
+    w: jax.Array
+    counter: Counter = eqx.field(static=True)
+
+    def __call__(self, x: Any) -> Any:
+        return self.counter(x, self.w)
+
+    def method(self, x: Any) -> Any:
+        return self.counter(x, self.w)
+
+
+WRAPPED: dict[str, Callable[[Any, Counter], Any]] = {
+    "function": lambda fn, _: fn,
+    "method": lambda _, counter: Scale(jnp.ones(8), counter).method,
+    "model": lambda _, counter: Scale(jnp.ones(8), counter),
+    "gradient": lambda fn, _: eqx.filter_vmap(eqx.filter_grad(fn)),
+    "partial with an array": lambda fn, _: functools.partial(fn, scale=jnp.ones(())),
+    "partial with a number": lambda fn, _: functools.partial(fn, scale=3.0),
+    "partial of a partial": lambda fn, _: functools.partial(functools.partial(fn), scale=3.0),
+    "jax.jit": lambda fn, _: jax.jit(fn),
+}
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
+def test_all_wrappers_of_a_function_share_what_is_compiled(wrap: Callable[[Any, Counter], Any], options: Any) -> None:
+    counter = Counter()
+
+    def scale_by(x: Any, scale: Any = 2.0) -> Any:
+        return counter(x, scale)
+
+    for _ in range(5):
+        assert sr.filter_jit(wrap(scale_by, counter), **options)(jnp.ones(8)).shape == (8,)
+    assert counter.traces == 1
+
+
+def test_wrappers_share_only_under_equal_options() -> None:
+    counter = Counter()
+
+    def double(x: Any) -> Any:
+        return counter(x)
+
+    plan = RULE.plan({"w": np.ones((8, 4))}, MESH)
+    options: list[dict[str, Any]] = [
+        {"in_shardings": {"w": P("data")}},
+        {"in_shardings": RULE},
+        {"in_shardings": plan.mirror},
+        {"in_shardings": plan},
+        {"in_shardings": RULE, "donate": "all"},
+        {"in_shardings": {"w": P("model")}, "axis_types": None},
+    ]
+    for count, option in enumerate(options, start=1):
+        for _ in range(2):
+            result = sr.filter_jit(double, mesh=MESH, **option)({"w": np.ones((8, 4))})
+            assert result["w"].sharding.spec[0] == ("model" if "axis_types" in option else "data")
+        assert counter.traces == count
+
+
+@pytest.mark.parametrize("kind", ["function", "model"])
+def test_functions_and_models_are_freed_when_they_are_dropped(kind: str) -> None:
+    def make() -> Any:
+        big = jnp.ones((8, 8))
+        return (lambda x: (x + big).sum(0)) if kind == "function" else Scale(big, Counter())
+
+    gc.collect()
+    before = len(jax.live_arrays())
+    dropped: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        fn = make()
+        dropped.append(weakref.ref(fn))
+        sr.filter_jit(fn, **SHARDED)(jnp.ones(8))
+        del fn
+    gc.collect()
+    assert [ref() for ref in dropped] == [None] * 3
+    assert len(jax.live_arrays()) == before
+
+
+def test_without_options_it_gives_what_equinox_gives() -> None:
+    model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
+    x = jnp.ones(4)
+    ours, theirs = (jit(lambda model, x: (model(x), "static"))(model, x) for jit in (sr.filter_jit, eqx.filter_jit))
+    assert ours[1] == theirs[1]
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    nested = sr.filter_jit(sr.filter_jit(model))
+    assert len(jax.tree.leaves(eqx.filter(nested, eqx.is_array))) == 6  # arrays of the model are arguments
+    np.testing.assert_array_equal(nested(x), ours[0])
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("donate", ["all", "warn", "all-except-first", "warn-except-first"])
+def test_only_warn_warns_of_memory_that_is_not_reused(donate: Any, options: Any) -> None:
+    run = sr.filter_jit(lambda x, y: (x + y.sum())[:8], donate=donate, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(jnp.ones(16), jnp.ones((16, 2)))
+    assert ["donated buffers" in str(warning.message) for warning in caught] == [True] * donate.startswith("warn")
+
+
+def test_all_except_first_donates_the_module_as_in_equinox() -> None:
+    for options in ({}, {"mesh": MESH, "in_shardings": P()}):
+        model = sr.filter_shard(Scale(jnp.ones(8), Counter()), P(), MESH)
+        sr.filter_jit(model, donate="all-except-first", **options)(sr.filter_shard(jnp.ones(8), P(), MESH))
+        assert model.w.is_deleted()
+
+
+def test_arguments_donated_by_name_need_no_mesh() -> None:
+    a, b = jnp.ones(8), jnp.ones(8)
+    sr.filter_jit(lambda a, b: (a + 1, b + 1), donate=["b"])(a, b)
+    assert [a.is_deleted(), b.is_deleted()] == [False, True]

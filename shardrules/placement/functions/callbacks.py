@@ -1,0 +1,131 @@
+"""Errors that callbacks of compiled programs raise, `equinox.error_if` among them, on any number of devices.
+
+A callback that raises ends the program on its own device, and the other devices wait for that device for ever. So here
+callbacks keep what they raise, and return NaNs, with which the program ends. Then the error is raised.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+import equinox as eqx
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.analysis.compiling.source import equation_stack, user_frames
+from shardrules.placement.functions.calls import Result, flatten_call
+
+_PRIMITIVE = "pure_callback"
+"""The name of `jax.pure_callback` in traced programs. Other callbacks have side effects, and run as they are."""
+
+_ADVICE = "\n\n\n-----"
+"""What follows the message of `equinox.error_if` in its exception: advice to use `equinox.filter_jit`."""
+
+
+@final
+@attrs.define(eq=False)
+class CallbackErrors:
+    """What callbacks raised, with the lines of code that called them, until it is raised outside of the program."""
+
+    _errors: list[tuple[Exception, str]] = attrs.field(factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def add(self, error: Exception, line: str) -> None:
+        """Keeps an error."""
+        self._errors.append((error, line))
+
+    def raise_first(self) -> None:
+        """Raises the first error, if there is one, as `equinox.filter_jit` and `jax.jit` do on one device."""
+        if not self._errors:
+            return
+        error, line = self._errors[0]
+        self._errors.clear()
+        called = f"\n(called at {line})" if line else ""
+        # Equinox has no public name for what `error_if` raises in a callback; its own `filter_jit` goes by this one.
+        if type(error).__name__ == "_EquinoxRuntimeError":
+            raise eqx.EquinoxRuntimeError(f"{str(error).partition(_ADVICE)[0]}{called}") from None
+        raise jax.errors.JaxRuntimeError(f"a callback raised {type(error).__name__}: {error}{called}") from error
+
+    def guard(self, program: ClosedJaxpr) -> ClosedJaxpr:
+        """Returns a traced program with its callbacks guarded, so that they keep what they raise here."""
+        if any(equation.primitive.name == _PRIMITIVE for equation in equations(program)):
+            return self._guard_inside(program, "")
+        return program
+
+    def _guard_inside(self, value: Any, line: str) -> Any:
+        """Guards the callbacks of a program, or of the programs in a parameter of an equation of that line of code."""
+        match value:
+            case ClosedJaxpr():
+                return ClosedJaxpr(self._guard_inside(value.jaxpr, line), value.consts)
+            case Jaxpr():
+                return value.replace(eqns=[self._guard_equation(equation, line) for equation in value.eqns])
+            case tuple() if any(isinstance(item, ClosedJaxpr | Jaxpr) for item in value):
+                return tuple(self._guard_inside(item, line) for item in value)
+            case _:
+                return value
+
+    def _guard_equation(self, equation: Any, outer_line: str) -> Any:
+        frames = user_frames(equation_stack(equation))  # none where Equinox's own jit is around the callback
+        line = str(frames[0]) if frames else outer_line
+        params = {name: self._guard_inside(value, line) for name, value in equation.params.items()}
+        if equation.primitive.name == _PRIMITIVE:
+            kinds = tuple((tuple(aval.shape), aval.dtype) for aval in params["result_avals"])
+            params["callback"] = _Guarded(params["callback"], self, kinds, line)
+        return equation.replace(params=params)
+
+
+@final
+@attrs.frozen
+class _Guarded:
+    """A callback that never raises, and is not called any more once a callback of the program has raised."""
+
+    callback: Callable[..., Sequence[Any]]
+    errors: CallbackErrors
+    kinds: tuple[tuple[tuple[int, ...], Any], ...]
+    """Shape and dtype of each result."""
+    line: str
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        if not self.errors:
+            try:
+                return self.callback(*args)
+            except Exception as error:  # noqa: BLE001  (raised again by `raise_first`, when the program has ended)
+                self.errors.add(error, self.line)
+        return [_nans(*kind) for kind in self.kinds]
+
+
+_ERRORS = CallbackErrors()
+"""For functions that Equinox compiles: all wrappers of a function share what is compiled, and with it this."""
+
+
+def call_guarded(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a compiled function that `with_guard` made, and raises what its callbacks raised."""
+    result = run(*args, **kwargs)
+    if _ERRORS:
+        jax.block_until_ready(eqx.filter(result, eqx.is_array))
+        _ERRORS.raise_first()
+    return result
+
+
+def with_guard(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function to trace in the place of `fn`, with its arrays, name and signature."""
+    partial = jax.tree_util.Partial(_run_guarded, fn)
+    partial.__wrapped__ = fn  # pyright: ignore[reportAttributeAccessIssue]  (as functools.wraps does)
+    return partial
+
+
+def _run_guarded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call, result = flatten_call(fn, args, kwargs), Result()
+    program = jax.make_jaxpr(call.flat_function(result))(*call.arrays)
+    return result.tree(jaxpr_as_fun(_ERRORS.guard(program))(*call.arrays))
+
+
+def _nans(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """What `equinox.error_if` returns where an error cannot be raised: a loop that compares with it ends."""
+    if np.issubdtype(dtype, np.integer):
+        return np.full(shape, np.iinfo(dtype).max, dtype)
+    return np.full(shape, True if dtype == np.bool_ else np.nan, dtype)

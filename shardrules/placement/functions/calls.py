@@ -1,0 +1,186 @@
+"""A call of a function as arrays and the rest: what is traced, and what a compiled program is kept by."""
+
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, final
+
+import attrs
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from shardrules.core.errors import ConfigTypeError, TreeError
+from shardrules.core.tree import leaf_paths
+from shardrules.placement.cache import Cache, array_key, static_key
+from shardrules.placement.source import ArraySource
+
+
+@final
+@attrs.frozen(eq=False)
+class FlatCall:
+    """A function with its arguments, flattened: a module's own arrays are traced, not compiled in as constants."""
+
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    treedef: Any
+    arrays: list[Any]
+    static: dict[int, Any]
+    """The leaves that are not arrays, by leaf index."""
+
+    def static_keys(self, owner: Any) -> tuple[Hashable, ...]:
+        """Returns the keys of the static leaves. The owner of the cache has none, so that the cache lets go of it."""
+        return tuple((index, None if leaf is owner else static_key(leaf)) for index, leaf in self.static.items())
+
+    def array_keys(self) -> tuple[Hashable, ...]:
+        """Returns the keys of the arrays."""
+        return tuple(map(array_key, self.arrays))
+
+    def array_paths(self) -> Iterator[str]:
+        """Yields a name for each array: `"argument 0, w"`."""
+        named = {"the function": self.fn}
+        named |= {f"argument {n}": arg for n, arg in enumerate(self.args)}
+        named |= {f"argument {name!r}": self.kwargs[name] for name in sorted(self.kwargs)}
+        for name, part in named.items():
+            for path, leaf in zip(leaf_paths(part), jax.tree.leaves(part), strict=True):
+                if is_array(leaf):
+                    yield f"{name}, {path}" if path else name
+
+    def flat_function(self, result: "Result") -> Callable[..., list[Any]]:
+        """Returns a function from the arrays to the arrays of the result; `result` learns the rest of it."""
+
+        def run(*arrays: Any) -> list[Any]:
+            traced = iter(arrays)
+            leaves = [
+                self.static[index] if index in self.static else next(traced) for index in range(self.treedef.num_leaves)
+            ]
+            fn, args, kwargs = self.treedef.unflatten(leaves)
+            values, result.treedef = jax.tree.flatten(fn(*args, **kwargs))
+            result.static = {index: value for index, value in enumerate(values) if not is_array(value)}
+            return [value for value in values if is_array(value)]
+
+        return run
+
+
+@final
+@attrs.define(eq=False)
+class Result:
+    """What a trace says about the result: its structure, and its leaves that are not arrays."""
+
+    treedef: Any = None
+    static: dict[int, Any] = attrs.field(factory=dict)
+
+    def tree(self, arrays: Iterable[Any]) -> Any:
+        """Returns the result with these arrays in it."""
+        rest = iter(arrays)
+        return self.treedef.unflatten(
+            [self.static[index] if index in self.static else next(rest) for index in range(self.treedef.num_leaves)]
+        )
+
+
+def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
+    """Returns a call, flattened; refuses what cannot be traced.
+
+    ```python
+    from shardrules.placement.functions.calls import flatten_call
+
+    call = flatten_call(max, (np.ones(3), 2), {})
+    assert (len(call.arrays), call.static) == (1, {0: max, 2: 2})
+    ```
+    """
+    leaves, treedef = jax.tree.flatten((fn, args, kwargs))
+    arrays: list[Any] = []
+    static: dict[int, Any] = {}
+    for index, leaf in enumerate(leaves):
+        if is_array(leaf):
+            arrays.append(leaf)
+        elif isinstance(leaf, ArraySource):
+            raise ConfigTypeError("filter_jit: an ArraySource cannot be traced; place it with filter_shard first")
+        else:
+            static[index] = leaf
+    return FlatCall(fn, args, kwargs, treedef, arrays, static)
+
+
+def check_same_call(call: FlatCall, lowered_for: FlatCall) -> None:
+    """Raises a `TreeError` if a call differs from the one that a program was lowered for in more than its arrays."""
+    if call.treedef != lowered_for.treedef or call.static.keys() != lowered_for.static.keys():
+        raise TreeError("filter_jit: the arguments differ in structure from those that the function was lowered for")
+    different = [
+        f"{value!r:.60} instead of {lowered_for.static[index]!r:.60}"
+        for index, value in call.static.items()
+        if static_key(value) != static_key(lowered_for.static[index])
+    ]
+    if different:
+        raise TreeError(
+            "filter_jit: arguments that are not arrays are compiled in, and these differ from what the function was "
+            f"lowered for: {'; '.join(different)}"
+        )
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced: an array, or the shape of one."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def signature_of(fn: Any) -> inspect.Signature | None:
+    """Returns the signature of a function, or `None`: builtin functions may have none."""
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        return None
+
+
+@final
+@jtu.register_pytree_node_class
+@attrs.define(eq=False)
+class PartialCall:
+    """`functools.partial` as a pytree: its arrays are traced, and equal ones compile once."""
+
+    func: Any
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*self.args, *args, **{**self.keywords, **kwargs})
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.func, "__name__", type(self.func).__name__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(functools.partial(self.func, *self.args, **self.keywords))
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return (self.func, self.args, self.keywords), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Iterable[Any]) -> "PartialCall":
+        return cls(*children)
+
+
+def as_tree(fn: Any) -> Any:
+    """Returns a function as a pytree, as far as it holds others: `functools.partial` would be one static leaf."""
+    if type(fn) is functools.partial:
+        return PartialCall(as_tree(fn.func), fn.args, dict(fn.keywords))
+    return fn
+
+
+_LOCK = threading.Lock()
+_OWNED: weakref.WeakKeyDictionary[types.FunctionType, Cache[Any]] = weakref.WeakKeyDictionary()
+_SHARED: Cache[Any] = Cache()
+"""What is compiled is kept by function, so that all wrappers of a function share it, and goes with the function. A
+callable that holds no function of its own, a module say, shares one bounded cache with the others."""
+
+
+def cache_of(fn: Any) -> tuple[types.FunctionType | None, Cache[Any]]:
+    """Returns the function that owns what is compiled for `fn`, if there is one, and the cache."""
+    for leaf in jax.tree.leaves(fn):
+        if type(leaf) is types.FunctionType:
+            with _LOCK:
+                return leaf, _OWNED.setdefault(leaf, Cache())
+    return None, _SHARED

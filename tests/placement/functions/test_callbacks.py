@@ -1,0 +1,128 @@
+"""Errors of `equinox.error_if` and other callbacks in compiled functions, on one device and on eight."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+MESH = sr.create_mesh("data:8")
+SHARDED: dict[str, Any] = {"mesh": MESH, "in_shardings": P("data"), "out_shardings": P("data")}
+SMALL = np.arange(8, dtype=np.float32)
+
+
+def check(x: Any) -> Any:
+    return 2 * eqx.error_if(x, jnp.any(x < 0), "x must be >= 0\nand it is not")
+
+
+def in_a_loop(x: Any) -> Any:
+    def step(carry: Any, _: Any) -> Any:
+        return check(carry) / 2, None
+
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+def in_a_gradient(x: Any) -> Any:
+    return jax.grad(lambda x: check(x).sum())(x) + check(x)
+
+
+def in_shards(x: Any) -> Any:
+    return jax.shard_map(check, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("place", [jnp.asarray, lambda x: sr.filter_shard(x, P("data"), MESH)], ids=["new", "placed"])
+def test_error_if_raises_the_message_of_the_user(place: Any, options: Any) -> None:
+    run = sr.filter_jit(check, **options)
+    for _ in range(2):  # what is compiled is used again
+        np.testing.assert_array_equal(run(place(SMALL)), 2 * SMALL)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="x must be >= 0\nand it is not") as caught:
+            run(place(-SMALL))
+        assert "XlaRuntimeError" not in str(caught.value)
+        assert "test_callbacks.py" in str(caught.value)  # the line of the user's code
+
+
+@pytest.mark.parametrize("fn", [in_a_loop, in_a_gradient, in_shards])
+def test_error_if_raises_inside_of_transformations(fn: Any) -> None:
+    run = sr.filter_jit(fn, **SHARDED)
+    assert run(SMALL).shape == (8,)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x must be >= 0"):
+        run(-SMALL)
+
+
+def test_error_if_raises_in_models_and_in_what_is_compiled_ahead() -> None:
+    class Model(eqx.Module):
+        w: jax.Array
+
+        @sr.filter_jit(mesh=MESH, in_shardings=(None, P("data")))
+        def __call__(self, x: Any) -> Any:
+            return check(self.w * x)
+
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x must be >= 0"):
+        Model(-jnp.ones(()))(SMALL)
+    compiled = sr.filter_jit(check, **SHARDED).lower(SMALL).compile()
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x must be >= 0"):
+        compiled(-SMALL)
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
+def test_other_callbacks_raise_as_jax_does(options: Any) -> None:
+    def host(x: np.ndarray) -> np.ndarray:
+        if x.min() < 0:
+            raise KeyError("negative")
+        return np.asarray(x)
+
+    run = sr.filter_jit(lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct((8,), np.int32), x), **options)
+    ints = sr.filter_shard(np.arange(8, dtype=np.int32), P("data"), MESH)
+    np.testing.assert_array_equal(run(ints), np.arange(8))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)KeyError.*negative"):
+        run(sr.filter_shard(-np.arange(8, dtype=np.int32), P("data"), MESH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("raise", "EquinoxRuntimeError"),
+        ("nan", "[nan nan]"),
+        ("off", "[-2. -2.]"),
+        ("breakpoint", "Opening a breakpoint"),
+    ],
+)
+@pytest.mark.parametrize("options", ["", "mesh=MESH, in_shardings=P('data'), out_shardings=P('data')"])
+def test_the_settings_of_equinox_mean_the_same(setting: str, expected: str, options: str) -> None:
+    program = f"""
+import warnings
+warnings.simplefilter("ignore")
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import equinox as eqx, jax.numpy as jnp, shardrules as sr
+from jax.sharding import PartitionSpec as P
+MESH = sr.create_mesh("data:2")
+run = sr.filter_jit(lambda x: 2 * eqx.error_if(x, jnp.any(x < 0), "negative"), {options})
+try:
+    print(run(-jnp.ones(2)))
+except Exception as error:
+    print(type(error).__name__)
+"""
+    root = str(Path(sr.__file__).parents[1])
+    settings = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": root, "EQX_ON_ERROR": setting}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        input="c\n",
+        timeout=120,
+        check=False,
+        env={**os.environ, **settings},
+    )
+    assert expected in done.stdout, done.stdout + done.stderr
