@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from shardrules.placement.checkpoints.equinox import load_equinox
     from shardrules.placement.checkpoints.orbax import load_orbax
     from shardrules.placement.checkpoints.safetensors import load_safetensors
+    from shardrules.placement.checkpoints.save_equinox import save_equinox
+    from shardrules.placement.checkpoints.save_orbax import save_orbax
+    from shardrules.placement.checkpoints.save_safetensors import save_safetensors
     from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
     from shardrules.placement.functions.jit import filter_jit
     from shardrules.placement.gather import filter_gather
@@ -146,6 +149,9 @@ __all__ = [
     "load_equinox",
     "load_orbax",
     "load_safetensors",
+    "save_equinox",
+    "save_orbax",
+    "save_safetensors",
     "ArraySource",
     # Moves
     "reshard",

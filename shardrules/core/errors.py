@@ -128,7 +128,7 @@ class BarrierTimeoutError(ShardRulesError, RuntimeError, TimeoutError):
 
 @final
 class DisagreementError(ShardRulesError, RuntimeError):
-    """Processes that hold different plans."""
+    """Processes that hold different plans, trees or batches."""
 
 
 @final
@@ -138,7 +138,7 @@ class IndivisibleError(ShardRulesError, ValueError):
 
 @final
 class CheckpointError(ShardRulesError, ValueError):
-    """A checkpoint that does not match a tree: it lists all that is missing, surplus or different."""
+    """A checkpoint that does not match a tree, listing all that differs; or a tree that cannot be saved."""
 
 
 class NoIntermediateShardingError(ShardRulesError, ValueError):

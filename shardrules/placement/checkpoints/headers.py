@@ -34,6 +34,8 @@ DTYPES: dict[str, Any] = {
     "F8_E4M3": jnp.float8_e4m3fn,
     "F8_E5M2": jnp.float8_e5m2,
     "F8_E8M0": jnp.float8_e8m0fnu,
+    "F8_E4M3FNUZ": jnp.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": jnp.float8_e5m2fnuz,
     "F16": np.float16,
     "BF16": jnp.bfloat16,
     "F32": np.float32,

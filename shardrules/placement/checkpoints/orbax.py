@@ -77,7 +77,7 @@ def load_orbax(
     assert state["step"] == 7 and state["w"].sharding.spec == P("data", "model")
     ```
     """
-    orbax, folder = _orbax(path)
+    orbax, folder = import_orbax(path)
     destination = resolve_destination(like, how, mesh, caller="load_orbax")
     leaves = requested_leaves(like, destination, "load_orbax")
     title = f"load_orbax: {folder}"
@@ -125,7 +125,7 @@ def _restore(
 
 def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
     """Returns the arrays of a checkpoint by their paths, in the order of the tree; none of them is read."""
-    orbax, folder = _orbax(path)
+    orbax, folder = import_orbax(path)
     # By default it starts a backend of JAX to find out whether to use host memory.
     handler = orbax.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     try:
@@ -166,7 +166,7 @@ def _plain_names(names: Names, stored: Mapping[str, StoredArray]) -> Names:
     return (lambda path: plain(names(path))) if callable(names) else names
 
 
-def _orbax(path: Any) -> tuple[ModuleType, Any]:
+def import_orbax(path: Any) -> tuple[ModuleType, Any]:
     """Returns orbax, and the path as it accepts it: absolute, or in a cloud store."""
     try:
         import orbax.checkpoint as ocp

@@ -1,0 +1,103 @@
+"""`save_orbax`: a tree of sharded arrays as an orbax checkpoint, which replaces an old one at once."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardrules.core.errors import CheckpointError
+from shardrules.core.finding import Finding
+from shardrules.core.jax_state import process_id
+from shardrules.core.tree import array_kind
+from shardrules.placement.checkpoints.commit import TEMPORARY, Saving, error_of, replace_folder
+from shardrules.placement.checkpoints.orbax import import_orbax
+from shardrules.placement.checkpoints.requested import PYTHON_TYPES
+from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
+from shardrules.placement.source import ArraySource
+
+_UNSUPPORTED = ("uint2", "uint4", "float8_e4m3")
+"""The dtypes of JAX that orbax's storage does not have."""
+
+
+def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
+    """Saves a tree as an orbax checkpoint. Every process calls it, with the same tree.
+
+    Orbax writes from each process what its own devices hold. An old checkpoint at `path` is replaced when the new one
+    is complete, so that a process that is killed leaves one of the two whole. It needs orbax:
+    `pip install "shardrules[orbax]"`.
+
+    **Arguments:**
+
+    - `path`: the folder of the checkpoint; of a cloud store, one that does not exist yet.
+    - `tree`: any pytree: a module, a train state, typed PRNG keys, Python numbers and strings included. Other leaves,
+        such as functions, are not saved: `load_orbax` takes them from `like`.
+    - `timeout`: the seconds that a process waits for the others at each step.
+
+    **Raises:**
+
+    `CheckpointError`, listing everything that cannot be saved, when orbax cannot write, or when it is not installed: on
+    all processes, whichever failed. `DisagreementError` where processes have different trees; `BarrierTimeoutError` and
+    `BarrierError` as in `barrier_sync`.
+
+    ```python
+    state = {"w": jnp.ones((16, 8)), "step": 7, "key": jax.random.key(0)}
+    sr.save_orbax("saved_state", sr.filter_shard(state, P(), sr.create_mesh("data:8")))
+    restored = sr.load_orbax("saved_state", state, P(), sr.create_mesh("data:4,model:2"))
+    assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
+    ```
+    """
+    orbax, folder = import_orbax(path)
+    saving = Saving(f"save_orbax: {folder}", timeout)
+
+    def plan() -> list[SavedLeaf]:
+        leaves, findings = saved_leaves(tree, "save_orbax", _unsupported)
+        for leaf in leaves:
+            if isinstance(leaf.value, ArraySource):
+                remedy = "Place it before"
+                findings.append(Finding("error", "no-values", "it is an ArraySource", leaf.path, remedy, leaf.shape))
+            elif isinstance(leaf.value, complex):
+                why = "orbax cannot store a Python complex number"
+                findings.append(Finding("error", "dtype", why, leaf.path, "Make it an array"))
+        refuse_to_save(saving.title, findings)
+        return leaves
+
+    saving.agree_on(saving.plan(plan), str(folder))
+    is_local = "://" not in str(folder)
+    # Beside the old one: a name changes at once only within a file system.
+    target = folder.parent / f".{folder.name}{TEMPORARY}" if is_local else folder
+
+    def prepare() -> None:
+        if not is_local and folder.exists():
+            raise CheckpointError(f"{saving.title} exists already: save each step in a folder of its own")
+        if is_local:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(Path(target), ignore_errors=True)
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"{saving.title} is a file, and a checkpoint is a folder")
+
+    def write() -> None:
+        checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
+        try:
+            checkpointer.save(target, jax.tree.map(_value, tree))
+        except Exception as error:  # orbax has no narrower error for data that cannot be written
+            raise CheckpointError(f"{saving.title} cannot be saved: orbax says: {error!s:.300}") from error
+        finally:
+            checkpointer.close()
+
+    is_first = process_id() == 0
+    saving.agree("the folder", error_of(prepare if is_first else lambda: None))
+    saving.agree("the arrays", error_of(write))
+    if is_local:
+        rename = lambda: replace_folder(Path(target), Path(folder))  # noqa: E731
+        saving.agree("the names", error_of(rename if is_first else lambda: None))
+
+
+def _unsupported(dtype: np.dtype) -> str:
+    return f"it is {dtype}, which orbax cannot store" if str(dtype) in _UNSUPPORTED else ""
+
+
+def _value(leaf: Any) -> Any:
+    """What orbax gets for a leaf: nothing for functions and the like, which it refuses."""
+    return leaf if array_kind(leaf) is not None or isinstance(leaf, PYTHON_TYPES) else None

@@ -1,0 +1,253 @@
+"""`save_safetensors`: a tree of sharded arrays into safetensors files, with an index, from all processes at once."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from shardrules.core.errors import CheckpointError, ConfigTypeError
+from shardrules.core.fields import read_bytes
+from shardrules.core.finding import Finding
+from shardrules.core.jax_state import process_id
+from shardrules.placement.checkpoints.commit import (
+    TEMPORARY,
+    FileLayout,
+    Saving,
+    sync_folder,
+    write_synced,
+)
+from shardrules.placement.checkpoints.headers import DTYPES, INDEX
+from shardrules.placement.checkpoints.names import Names
+from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
+
+_DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+_ALIGNMENT = 8
+"""The data begin at a multiple of this, as the safetensors library writes them: readers may map them as numbers."""
+
+
+def save_safetensors(
+    path: Any,
+    tree: Any,
+    *,
+    names: Names = None,
+    max_file_bytes: float | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    timeout: float = 1800,
+) -> None:
+    """Saves the arrays and Python numbers of a tree as safetensors. Every process calls it, with the same tree.
+
+    Each process writes what its own devices hold, shard by shard, straight into the files: no process holds more of the
+    tree on its host than a tensor, mostly one shard. So all processes must write to one file system. The files do not
+    depend on the mesh or on how many processes write them.
+
+    What was saved at `path` before is replaced at once, when everything is on the disk: a process that is killed, or a
+    disk that is full, leaves the old checkpoint whole.
+
+    **Arguments:**
+
+    - `path`: a folder, which gets the files and `model.safetensors.index.json`; or one file, `model.safetensors`, for
+        all tensors; or an index, `model.safetensors.index.json`. Folders are made.
+    - `tree`: any pytree: a module, a train state. Of typed PRNG keys the key data are saved. Leaves that are neither
+        arrays nor Python numbers (functions, strings) are not saved: `load_safetensors` takes them from `like`.
+    - `names`: the name of each tensor, as in `load_safetensors`: a function from paths, or a table for the paths whose
+        name is not the path with dots. `None` for a path: it is not saved.
+    - `max_file_bytes`: how much goes into one file of a folder, as bytes or `"5GB"`. A larger tensor has its own.
+    - `metadata`: strings to put into each file, such as `{"format": "pt"}`, which other libraries expect.
+    - `timeout`: the seconds that a process waits for the others at each step.
+
+    **Raises:**
+
+    `CheckpointError`, listing everything that cannot be saved (deleted arrays, shapes without values, dtypes that the
+    format lacks, names that occur twice), or when a file cannot be written: on all processes, whichever failed.
+    `DisagreementError` where processes have different trees; `BarrierTimeoutError` and `BarrierError` as in
+    `barrier_sync`.
+
+    ```python
+    rule = sr.DimShardingRule("model", 0) | sr.FSDPShardingRule("data", min_size_mb=0)
+    mesh = sr.create_mesh("data:4,model:2")
+    state = sr.filter_shard({"w": jnp.ones((16, 8), jnp.bfloat16), "step": 7, "key": jax.random.key(0)}, rule, mesh)
+    sr.save_safetensors("checkpoint", state)
+    restored = sr.load_safetensors("checkpoint", {**state, "step": 0}, P(), sr.create_mesh("data:8"))
+    assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
+    ```
+    """
+    target = Path(path)
+    saving = Saving(f"save_safetensors: {target}", timeout)
+    plan = saving.plan(lambda: _plan(target, tree, names, max_file_bytes, metadata, saving.title))
+    # The first process looks for names: another may not see yet what it removed a moment ago.
+    free_generation = plan.free_generation() if process_id() == 0 else None
+    writers, generation = saving.agree_on(plan.leaves, plan.text, free_generation)
+    files = plan.layouts(generation)
+    saving.write(files, plan.leaves, writers, plan.remove_leftovers)
+    saving.commit(files, lambda: plan.finish(files))
+
+
+@final
+@attrs.frozen(eq=False)
+class _Plan:
+    """What goes into which file."""
+
+    folder: Path
+    stem: str
+    """How the names of the files begin."""
+    index: Path | None
+    """`None` where there is one file."""
+    leaves: list[SavedLeaf]
+    names: list[str]
+    groups: list[list[int]]
+    """The indices of the leaves in each file."""
+    metadata: Mapping[str, str] | None
+
+    @property
+    def text(self) -> str:
+        """All that the files depend on beside the leaves."""
+        return json.dumps([str(self.index), self.names, self.groups, self.metadata and dict(self.metadata)])
+
+    def paths(self, generation: int) -> list[Path]:
+        """Returns the names of the files; each generation has its own, so that none replaces an old file."""
+        if self.index is None:
+            return [self.folder / f"{self.stem}.safetensors"]
+        start = f"{self.stem}.{generation}" if generation else self.stem
+        count = len(self.groups)
+        return [self.folder / f"{start}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+    def free_generation(self) -> int:
+        """Returns the first generation of which no file exists."""
+        generation = 0
+        while self.index is not None and any(path.exists() for path in self.paths(generation)):
+            generation += 1
+        return generation
+
+    def layouts(self, generation: int) -> list[FileLayout]:
+        """Returns what goes where in each file."""
+        pairs = zip(self.paths(generation), self.groups, strict=True)
+        return [self._layout(path, group) for path, group in pairs]
+
+    def _layout(self, path: Path, group: list[int]) -> FileLayout:
+        # Large items first, so that every tensor begins at a multiple of its item size.
+        order = sorted(group, key=lambda leaf_index: -self.leaves[leaf_index].dtype.itemsize)
+        header: dict[str, Any] = {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
+        starts: list[tuple[int, int]] = []
+        end = 0
+        for leaf_index in order:
+            leaf = self.leaves[leaf_index]
+            starts.append((leaf_index, end))
+            end += leaf.nbytes
+            entry = {
+                "dtype": _DTYPE_NAMES[leaf.dtype],
+                "shape": list(leaf.shape),
+                "data_offsets": [end - leaf.nbytes, end],
+            }
+            header[self.names[leaf_index]] = entry
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        begin = 8 + len(text)
+        tensors = tuple((leaf_index, begin + start) for leaf_index, start in starts)
+        return FileLayout(path, begin + end, ((0, len(text).to_bytes(8, "little") + text),), tensors)
+
+    def remove_leftovers(self) -> None:
+        """Removes files that a process which was killed has left unfinished."""
+        name = re.compile(rf"\.{re.escape(self.stem)}(\.\d+)?-\d+-of-\d+\.safetensors{re.escape(TEMPORARY)}")
+        for file in self.folder.iterdir() if self.folder.is_dir() else ():
+            if name.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+
+    def finish(self, files: Sequence[FileLayout]) -> None:
+        """Writes the index, which makes the new files the checkpoint, and removes the files of the old index."""
+        sync_folder(self.folder)
+        if self.index is None:
+            return
+        pairs = zip(files, self.groups, strict=True)
+        weight_map = {self.names[leaf_index]: file.path.name for file, group in pairs for leaf_index in group}
+        total = sum(leaf.nbytes for leaf in self.leaves)
+        old = _indexed_files(self.index)
+        write_synced(self.index, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        for path in old:
+            if path not in [file.path for file in files]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _plan(
+    target: Path, tree: Any, names: Names, max_file_bytes: float | str, metadata: Mapping[str, str] | None, title: str
+) -> _Plan:
+    caller = title.partition(":")[0]
+    if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ConfigTypeError(f"{caller}: metadata must be a table from strings to strings, got {metadata!r:.80}")
+    most_bytes = read_bytes("max_file_bytes", max_file_bytes)
+    is_file = target.suffix == ".safetensors"
+    index = None if is_file else target if target.name.endswith(INDEX) else target / f"model{INDEX}"
+    folder = target.parent if index is None else index.parent
+    stem = target.stem if index is None else index.name.removesuffix(INDEX)
+    if target.exists() and target.is_dir() != (folder == target):
+        what = "a folder" if target.is_dir() else "a file"
+        raise CheckpointError(
+            f"{title} cannot be saved: it is {what}. Pass a folder, or a file that ends in .safetensors"
+        )
+    leaves, findings = saved_leaves(tree, caller, _unsupported)
+    named = _named(leaves, names, caller)
+    findings += _repeated(named)
+    refuse_to_save(title, findings)
+    if not named:
+        raise CheckpointError(f"{title} cannot be saved: the tree has neither an array nor a Python number")
+    kept = [leaf for leaf, _ in named]
+    groups = [list(range(len(kept)))] if index is None else _groups(kept, most_bytes)
+    return _Plan(folder, stem, index, kept, [name for _, name in named], groups, metadata)
+
+
+def _unsupported(dtype: np.dtype) -> str:
+    return "" if dtype in _DTYPE_NAMES else f"it is {dtype}, which safetensors cannot hold"
+
+
+def _named(leaves: Sequence[SavedLeaf], names: Names, caller: str) -> list[tuple[SavedLeaf, str]]:
+    """Returns the leaves to save, each with the name of its tensor."""
+    table = names if isinstance(names, Mapping) else {}
+    if not (names is None or isinstance(names, Mapping) or callable(names)):
+        raise ConfigTypeError(f"{caller}: names must be a table or a function from paths to names; got {names!r:.80}")
+    result: list[tuple[SavedLeaf, str]] = []
+    for leaf in leaves:
+        default = leaf.path.replace("/", ".")
+        name: Any = names(leaf.path) if callable(names) else table.get(leaf.path, default)
+        if not isinstance(name, str | None):
+            raise ConfigTypeError(f"{caller}: names must give a string or None for {leaf.path!r}, got {name!r:.60}")
+        if name is not None:
+            result.append((leaf, name))
+    return result
+
+
+def _repeated(named: Sequence[tuple[SavedLeaf, str]]) -> Iterator[Finding]:
+    paths: dict[str, list[str]] = {}
+    for leaf, name in named:
+        paths.setdefault(name, []).append(leaf.path)
+    for name, same in paths.items():
+        if len(same) > 1 or name == "__metadata__":
+            why = f"{name!r} is also the name of {', '.join(same[:-1])}" if len(same) > 1 else f"{name!r} is reserved"
+            yield Finding("error", "name", why, same[-1], "Give it another name: names={path: name}")
+
+
+def _groups(leaves: Sequence[SavedLeaf], most_bytes: int) -> list[list[int]]:
+    """Returns the indices of the leaves in each file, in the order of the tree."""
+    groups: list[list[int]] = []
+    group_bytes = 0
+    for leaf_index, leaf in enumerate(leaves):
+        if not groups or group_bytes + leaf.nbytes > most_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(leaf_index)
+        group_bytes += leaf.nbytes
+    return groups
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """Returns the files beside an index that it names; none where there is no index."""
+    try:
+        names = json.loads(index.read_text())["weight_map"].values()
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return []
+    return [index.parent / name for name in dict.fromkeys(names) if isinstance(name, str) and name == Path(name).name]

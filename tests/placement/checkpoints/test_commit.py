@@ -1,0 +1,124 @@
+"""Files that appear all at once: at every moment of a save the old or the new checkpoint is whole."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.core.errors import CheckpointError
+from shardrules.placement.checkpoints import commit
+from shardrules.placement.checkpoints.commit import replace_folder
+
+
+def tree(value: int) -> dict[str, Any]:
+    return {"a": np.full((8, 4), value, np.int32), "b": np.full(5, value, np.int32), "step": value}
+
+
+SAVERS: dict[str, Callable[[Path, Any], None]] = {
+    "folder": lambda path, tree: sr.save_safetensors(path / "saved", tree, max_file_bytes=100),
+    "file": lambda path, tree: sr.save_safetensors(path / "saved.safetensors", tree),
+    "equinox": lambda path, tree: sr.save_equinox(path / "saved.eqx", tree),
+}
+LOADERS: dict[str, Callable[[Path, Any], Any]] = {
+    "folder": lambda path, like: sr.load_safetensors(path / "saved", like, P(), sr.create_mesh("data:8")),
+    "file": lambda path, like: sr.load_safetensors(path / "saved.safetensors", like, P(), sr.create_mesh("data:8")),
+    "equinox": lambda path, like: sr.load_equinox(path / "saved.eqx", like, P(), sr.create_mesh("data:8")),
+}
+STEPS = ((os, "open"), (os, "pwrite"), (os, "fsync"), (os, "truncate"), (Path, "replace"), (Path, "unlink"))
+"""What changes the disk."""
+
+
+def value_of(loaded: dict[str, Any]) -> int:
+    """The one value that all of a checkpoint has."""
+    values = {int(loaded["step"]), *np.unique(loaded["a"]).tolist(), *np.unique(loaded["b"]).tolist()}
+    assert len(values) == 1, f"a mixture: {values}"
+    return values.pop()
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_at_every_moment_a_checkpoint_is_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, snapshots = tmp_path / "folder", []
+    folder.mkdir()
+    SAVERS[name](folder, tree(1))
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with monkeypatch.context() as plain:
+                for owner, step in STEPS:
+                    plain.setattr(owner, step, originals[step])
+                snapshots.append(shutil.copytree(folder, tmp_path / f"killed{len(snapshots)}"))
+            return function(*args, **kwargs)
+
+        return call
+
+    originals = {step: getattr(owner, step) for owner, step in STEPS}
+    with monkeypatch.context() as patched:
+        for owner, step in STEPS:
+            patched.setattr(owner, step, watched(originals[step]))
+        SAVERS[name](folder, tree(2))
+    values = [value_of(LOADERS[name](snapshot, tree(0))) for snapshot in snapshots]
+    assert values == sorted(values)
+    assert values[0] == 1
+    assert len(values) > 5
+    assert value_of(LOADERS[name](folder, tree(0))) == 2
+    # What a killed process left is cleared away by the next save.
+    for snapshot in snapshots:
+        SAVERS[name](snapshot, tree(3))
+        assert value_of(LOADERS[name](snapshot, tree(0))) == 3
+        assert not [file for file in snapshot.rglob(".*") if file.name.endswith(".saving")]
+
+
+@pytest.mark.parametrize("name", SAVERS)
+@pytest.mark.parametrize("step", ["pwrite", "fsync"])
+def test_a_full_disk_leaves_the_old_checkpoint(
+    name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SAVERS[name](tmp_path, tree(1))
+    files = sorted(tmp_path.rglob("*"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, full)
+        with pytest.raises(CheckpointError, match=r"save_\w+: .*saved.* cannot be saved: No space left on device"):
+            SAVERS[name](tmp_path, tree(2))
+    assert sorted(tmp_path.rglob("*")) == files
+    assert value_of(LOADERS[name](tmp_path, tree(0))) == 1
+
+
+def test_an_interrupted_save_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt("by hand")
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
+        sr.save_equinox(tmp_path / "saved.eqx", tree(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_folder_replaces_another(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not at_once:
+        monkeypatch.setattr(commit, "_exchange_names", lambda *_: False)
+    for value in ("1", "2"):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "file").write_text(value)
+        replace_folder(tmp_path / "new", tmp_path / "old")
+        assert [path.name for path in tmp_path.iterdir()] == ["old"]
+        assert (tmp_path / "old" / "file").read_text() == value
+
+
+def test_two_names_are_exchanged_at_once(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert commit._exchange_names(tmp_path / "a", tmp_path / "b")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    assert not commit._exchange_names(tmp_path / "a", tmp_path / "missing")

@@ -1,0 +1,79 @@
+"""What a checkpoint takes from a tree, and what it refuses."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.core.errors import ConfigTypeError
+from shardrules.placement.checkpoints.saved import saved_leaves
+
+
+def supported(_: np.dtype) -> str:
+    return ""
+
+
+def test_arrays_numbers_and_keys_are_saved_in_order() -> None:
+    tree = {
+        "array": jnp.ones((2, 3), jnp.bfloat16),
+        "big-endian": np.ones(2, ">f4"),
+        "function": jax.nn.relu,
+        "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+        "number": 3,
+        "source": sr.ArraySource((4,), np.float32, lambda index: np.ones(4, np.float32)[index]),
+        "text": "x",
+        "truth": True,
+        "type": np.float32,
+    }
+    leaves, findings = saved_leaves(tree, "save", supported)
+    assert findings == []
+    assert [(leaf.path, str(leaf.dtype), leaf.shape, leaf.nbytes) for leaf in leaves] == [
+        ("array", "bfloat16", (2, 3), 12),
+        ("big-endian", "float32", (2,), 8),
+        ("keys", "uint32", (3, 4), 48),
+        ("number", "int64", (), 8),
+        ("source", "float32", (4,), 16),
+        ("truth", "bool", (), 1),
+    ]
+
+
+def test_paths_are_those_of_the_loaders() -> None:
+    model = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
+    paths = dict(zip(sr.leaf_paths(model), jax.tree.leaves(model), strict=True))
+    leaves, _ = saved_leaves(model, "save", supported)
+    assert [leaf.path for leaf in leaves] == [path for path, value in paths.items() if eqx.is_array(value)]
+
+
+def test_everything_without_values_is_listed() -> None:
+    deleted = jnp.ones(3)
+    deleted.delete()
+    tree: Any = {"deleted": deleted, "shape": jax.ShapeDtypeStruct((2,), np.float32), "large": 2**64, "fine": 1}
+    leaves, findings = saved_leaves(tree, "save", supported)
+    assert [leaf.path for leaf in leaves] == ["fine"]
+    assert [(finding.path, finding.code) for finding in findings] == [
+        ("deleted", "no-values"),
+        ("large", "too-large"),
+        ("shape", "no-values"),
+    ]
+
+
+def test_unsupported_dtypes_are_listed() -> None:
+    tree = {"a": jnp.ones(2, jnp.int4), "b": jnp.ones(2)}
+    _, findings = saved_leaves(tree, "save", lambda dtype: "it is int4" if dtype == jnp.int4 else "")
+    assert [(finding.path, finding.message) for finding in findings] == [("a", "it is int4")]
+
+
+def test_inside_jit_there_is_nothing_to_save() -> None:
+    with pytest.raises(ConfigTypeError, match="save: inside jit arrays have no values"):
+        jax.jit(lambda x: saved_leaves({"x": x}, "save", supported))(jnp.ones(3))
+
+
+def test_placed_arrays_are_local_in_one_process() -> None:
+    placed = sr.filter_shard({"w": np.ones((8, 8))}, P("data"), sr.create_mesh("data:8"))
+    leaves, _ = saved_leaves(placed, "save", supported)
+    assert leaves[0].is_local
