@@ -33,7 +33,7 @@ _SOURCE_BYTES = 64 * 2**20
 
 @final
 @attrs.frozen(eq=False)
-class Part:
+class TensorPart:
     """A box of an array, which is read when it is written."""
 
     bounds: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class Part:
         return tuple(stop - start for start, stop in self.bounds)
 
 
-def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[Part]:
+def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[TensorPart]:
     """Returns the parts of a leaf that this process writes: over all processes, each part once.
 
     Of what every process has whole, only the writer writes.
@@ -65,17 +65,17 @@ def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[Part]:
         return []
     if isinstance(value, jax.Array):
         return [
-            Part(_bounds(shard.index, leaf.shape), lambda data=shard.data: _on_host(data))
+            TensorPart(_bounds(shard.index, leaf.shape), lambda data=shard.data: _on_host(data))
             for shard in value.addressable_shards
             if shard.replica_id == 0
         ]
     if isinstance(value, ArraySource):
-        return [Part(bounds, lambda bounds=bounds: _part_of(value, bounds)) for bounds in _row_blocks(value)]
+        return [TensorPart(bounds, lambda bounds=bounds: _part_of(value, bounds)) for bounds in _row_blocks(value)]
     whole = tuple((0, size) for size in leaf.shape)
-    return [Part(whole, lambda: np.asarray(value))]
+    return [TensorPart(whole, lambda: np.asarray(value))]
 
 
-def write_tensor(file: int, offset: int, leaf: SavedLeaf, parts: Sequence[Part]) -> None:
+def write_tensor(file: int, offset: int, leaf: SavedLeaf, parts: Sequence[TensorPart]) -> None:
     """Writes parts of a tensor that begins at `offset` of an open file."""
     for group in _groups(parts, leaf.shape, leaf.dtype.itemsize):
         starts = tuple(min(part.bounds[dim][0] for part in group) for dim in range(len(leaf.shape)))
@@ -109,7 +109,7 @@ def _row_blocks(source: ArraySource) -> Iterator[tuple[tuple[int, int], ...]]:
         yield ((start, min(start + step, rows)), *((0, size) for size in rest))
 
 
-def _groups(parts: Sequence[Part], shape: tuple[int, ...], itemsize: int) -> list[list[Part]]:
+def _groups(parts: Sequence[TensorPart], shape: tuple[int, ...], itemsize: int) -> list[list[TensorPart]]:
     """Returns the parts, those that lie beside each other as one group where their runs are short.
 
     Each group fills a box. The last dimension is joined first: it makes runs longer.
@@ -124,16 +124,16 @@ def _groups(parts: Sequence[Part], shape: tuple[int, ...], itemsize: int) -> lis
     return groups
 
 
-def _joined(groups: list[list[Part]], dim: int) -> list[list[Part]]:
+def _joined(groups: list[list[TensorPart]], dim: int) -> list[list[TensorPart]]:
     """Joins groups that differ only in dimension `dim`, and there lie beside each other."""
 
-    def key(group: list[Part]) -> tuple[Any, tuple[int, int]]:
+    def key(group: list[TensorPart]) -> tuple[Any, tuple[int, int]]:
         bounds = [(min(part.bounds[n][0] for part in group), max(part.bounds[n][1] for part in group)) for n in dims]
         return (tuple(bounds[:dim] + bounds[dim + 1 :]), bounds[dim])
 
     dims = range(len(groups[0][0].bounds))
     keyed = sorted(((key(group), group) for group in groups), key=lambda pair: pair[0])
-    result: list[list[Part]] = []
+    result: list[list[TensorPart]] = []
     for _, same in itertools.groupby(keyed, key=lambda pair: pair[0][0]):
         stop = None
         for (_, (start, end)), group in same:
@@ -145,7 +145,7 @@ def _joined(groups: list[list[Part]], dim: int) -> list[list[Part]]:
     return result
 
 
-def _blocks(group: list[Part], starts: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+def _blocks(group: list[TensorPart], starts: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the box that a group fills as contiguous blocks, each with the index of its first row in the box."""
     if len(group) == 1:
         yield 0, np.require(group[0].read(), dtype, "C")

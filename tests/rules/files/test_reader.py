@@ -113,7 +113,11 @@ def test_every_type_makes_its_rule(name: str, tmp_path: Path) -> None:
 
 
 def test_every_rule_has_a_type_and_every_type_is_tested() -> None:
-    public = [value for value in vars(sr).values() if isinstance(value, type) and issubclass(value, ShardingRule)]
+    public = [
+        value
+        for value in (getattr(sr, name) for name in sr.__all__)
+        if isinstance(value, type) and issubclass(value, ShardingRule)
+    ]
     final = {rule_class for rule_class in public if not getattr(rule_class, "__abstractmethods__", ())}
     assert {type(rule) for _, rule in RULES.values()} == {*final, HuggingFaceShardingRule}
     assert list(RULES) == sorted(TYPES)
