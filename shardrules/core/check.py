@@ -29,11 +29,13 @@ def bytes_text(count: float) -> str:
     assert bytes_text(3 * 2**19) == "1.5 MiB"
     ```
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
+    # The page of `shardrules report` does the same in its script.
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        # What would be written as 1024 gets the next unit.
+        if abs(count) < (1023.5 if unit == "B" else 1023.95):
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
-    raise AssertionError("unreachable")
+    return f"{count:,.1f} TiB"
 
 
 def check_spec(

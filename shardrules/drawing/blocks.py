@@ -4,6 +4,7 @@ The last two dimensions are a sheet; blocks along other dimensions are sheets be
 dimension only the first ones and the last are drawn, with an ellipsis between them.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TypeAlias, final
 
 import attrs
 
-from shardrules.drawing.picture import Box, Mark, Picture, Words, label_width
+from shardrules.drawing.picture import PALETTE, Box, Mark, Picture, Words, label_width
 
 Split: TypeAlias = tuple[int, tuple[str, ...]]
 """A dimension: its size, and the mesh axes that split it, the most major first."""
@@ -22,11 +23,8 @@ _MOST_CELLS = 8
 _CELL_HEIGHT, _SHEET_WIDTH, _SHEET_HEIGHT = 26, 232, 104
 """Pixels: a line of text with some air, and four sheets side by side on a page of 1,040 pixels."""
 
-_TOP, _GAP, _SHEETS_PER_ROW = 40, 28, 4
-"""Pixels above the first row for its captions, between sheets, and how many sheets fill a row of a page."""
-
-_CAPTION_HEIGHT = 14
-"""Pixels below a row of sheets for the line that says which sheet each of them is."""
+_LINE, _GAP, _SHEETS_PER_ROW = 15, 28, 4
+"""Pixels of a line of words, between sheets, and how many sheets fill a row of a page."""
 
 
 @final
@@ -107,48 +105,67 @@ class Blocks:
 
     def picture(self) -> Picture:
         """Returns a picture of the blocks."""
-        sheet = self._layout()
         sheet_indices = _drawn_indices(math.prod(self.counts[:-2]))
-        marks: list[Mark] = []
-        for position, sheet_index in enumerate(sheet_indices):
+        headings = self._headings()
+        captions = [None if index is None else self._caption(index) for index in sheet_indices]
+        sheet = self._layout(max(label_width(caption or "") for caption in captions))
+        # Above each row of sheets are the bounds of the columns, and below it the captions.
+        top = _LINE * (len(headings) + 1)
+        pitch = sheet.height + _GAP + _LINE
+        marks: list[Mark] = [Words(0, _LINE * (line + 1) - 4, heading) for line, heading in enumerate(headings)]
+        for position, (sheet_index, caption) in enumerate(zip(sheet_indices, captions, strict=True)):
             x = sheet.left + (position % _SHEETS_PER_ROW) * (sheet.width + _GAP)
-            y = _TOP + position // _SHEETS_PER_ROW * (sheet.height + _GAP + _CAPTION_HEIGHT)
+            y = top + position // _SHEETS_PER_ROW * pitch
             if sheet_index is None:
                 marks.append(Words(x + sheet.width / 2, y + sheet.height / 2, "…", "middle"))
-            else:
-                is_first = position % _SHEETS_PER_ROW == 0
-                marks += self._sheet_marks(sheet, self._outer_index(sheet_index), x, y, with_row_labels=is_first)
-        # The last dimension is named above the sheets, the one before it upright at their left.
-        captions = [
-            (len(self.dims) - 1, sheet.left + sheet.width / 2, 12.0, False),
-            (len(self.dims) - 2, 12.0, _TOP + sheet.height / 2, True),
-        ]
-        for dim, x, y, upright in captions:
-            if dim >= 0:
-                axes = ", ".join(self.dims[dim][1])
-                text = f"dim {dim} over {axes}" if axes else f"dim {dim}"
-                marks.append(Words(x, y, text, "middle", upright=upright))
-        width = sheet.left + min(len(sheet_indices), _SHEETS_PER_ROW) * (sheet.width + _GAP)
-        height = (
-            _TOP
-            + -(-len(sheet_indices) // _SHEETS_PER_ROW) * (sheet.height + _GAP + _CAPTION_HEIGHT)
-            - _CAPTION_HEIGHT * (len(sheet_indices) == 1)  # a single sheet has no caption
+                continue
+            is_first = position % _SHEETS_PER_ROW == 0
+            marks += self._sheet_marks(sheet, self._outer_index(sheet_index), x, y, with_row_labels=is_first)
+            if caption:
+                marks.append(Words(x + sheet.width / 2, y + sheet.height + 12, caption, "middle"))
+        width = sheet.left + min(len(sheet_indices), _SHEETS_PER_ROW) * (sheet.width + _GAP) - _GAP
+        height = top + -(-len(sheet_indices) // _SHEETS_PER_ROW) * pitch - _GAP - _LINE * (not any(captions))
+        return Picture(
+            max(width, *map(label_width, ("", *headings))),
+            height,
+            tuple(marks),
+            f"which device holds which block: {'; '.join(self.sentences())}",
         )
-        return Picture(width, height, tuple(marks), f"which device holds which block: {'; '.join(self.sentences())}")
 
     def _repr_html_(self) -> str:
         return self.picture().to_svg()
 
-    def _layout(self) -> "_Sheet":
+    def _headings(self) -> list[str]:
+        """What the rows and the columns of a sheet are, in words."""
+        names = [("columns", len(self.dims) - 1), ("rows", len(self.dims) - 2)]
+        headings = []
+        for name, dim in names:
+            if dim >= 0:
+                axes = ", ".join(self.dims[dim][1])
+                headings.append(f"{name}: dim {dim} over {axes}" if axes else f"{name}: dim {dim}")
+        return headings[::-1]
+
+    def _caption(self, sheet_index: int) -> str:
+        """Which part of the dimensions before the last two a sheet is; empty if they are whole."""
+        outer_index = self._outer_index(sheet_index)
+        split_dims = [dim for dim, count in enumerate(self.counts[:-2]) if count > 1]
+        return ", ".join(f"dim {dim} [{_range(self._bounds(dim, outer_index[dim]))}]" for dim in split_dims)
+
+    def _layout(self, caption_width: float) -> "_Sheet":
         rows = _drawn_indices(self.counts[-2]) if len(self.dims) > 1 else [0]
         columns = _drawn_indices(self.counts[-1]) if self.dims else [0]
         row_labels = [_range(self._bounds(-2, row)) for row in rows if row is not None] if len(rows) > 1 else []
         column_labels = (
             [_range(self._bounds(-1, column)) for column in columns if column is not None] if len(columns) > 1 else []
         )
-        # Cells get wider for the labels of columns; 58 pixels have room for 7 characters.
-        cell_width = max([58.0, _SHEET_WIDTH / len(columns), *(label_width(text) for text in column_labels)])
-        left = 24 + max([0.0, *(label_width(text) for text in row_labels)])
+        # Cells get wider for the labels of columns, and for captions; 58 pixels have room for 7 characters.
+        cell_width = max(
+            58.0,
+            _SHEET_WIDTH / len(columns),
+            caption_width / len(columns),
+            *(label_width(text) for text in column_labels),
+        )
+        left = max([0.0, *(label_width(text) for text in row_labels)])
         return _Sheet(tuple(rows), tuple(columns), cell_width, max(_CELL_HEIGHT, _SHEET_HEIGHT / len(rows)), left)
 
     def _outer_index(self, sheet_index: int) -> tuple[int, ...]:
@@ -163,10 +180,6 @@ class Blocks:
         self, sheet: "_Sheet", outer_index: tuple[int, ...], x: float, y: float, *, with_row_labels: bool
     ) -> Iterator[Mark]:
         """The blocks of the last two dimensions, at `outer_index` along the others."""
-        split_dims = [dim for dim, count in enumerate(self.counts[:-2]) if count > 1]
-        if split_dims:
-            caption = ", ".join(f"dim {dim} [{_range(self._bounds(dim, outer_index[dim]))}]" for dim in split_dims)
-            yield Words(x + sheet.width / 2, y + sheet.height + 12, caption, "middle")
         for (i, row), (j, column) in itertools.product(enumerate(sheet.rows), enumerate(sheet.columns)):
             corner = x + j * sheet.cell_width, y + i * sheet.cell_height
             if row is None or column is None:
@@ -189,7 +202,6 @@ class Blocks:
         return self.block(index).bounds[dim]
 
     def _box(self, block: Block, corner: tuple[float, float], sheet: "_Sheet") -> Box:
-        # An array in one block has the plain colour, whatever the number of devices.
         whole = math.prod(self.counts) == 1
         bounds = ", ".join(f"[{_range(dim_bounds)}]" for dim_bounds in block.bounds) or "the number"
         devices = ranges(block.devices)
@@ -198,7 +210,22 @@ class Blocks:
         label = f"all {len(block.devices)} devices" if whole and replicated else devices
         if label_width(label) > sheet.cell_width:
             label = f"{block.devices[0]} +{len(block.devices) - 1}"
-        return Box(*corner, sheet.cell_width, sheet.cell_height, None if whole else sum(block.index), label, title)
+        return Box(*corner, sheet.cell_width, sheet.cell_height, self._colour(block), label, title)
+
+    def _colour(self, block: Block) -> int | None:
+        """Up to 8 devices have a colour each, and so have up to 8 blocks; of more blocks, neighbours differ."""
+        block_count = math.prod(self.counts)
+        if block_count == 1:
+            # In one block, whatever the number of devices.
+            return None
+        if math.prod(size for _, size in self.mesh) <= len(PALETTE):
+            return block.devices[0]
+        if block_count <= len(PALETTE):
+            return functools.reduce(
+                lambda row, pair: row * pair[1] + pair[0], zip(block.index, self.counts, strict=True), 0
+            )
+        # Steps that are odd: of the 8 colours, no two neighbours along any dimension get the same.
+        return sum(position * (2 * back + 1) for back, position in enumerate(reversed(block.index)))
 
 
 @final

@@ -5,8 +5,12 @@ from typing import Any, TypeAlias, final
 
 import attrs
 
-PALETTE = ("#8ecae6", "#f6bd60", "#90be6d", "#cdb4db", "#f28482", "#84dcc6", "#e9d8a6", "#a3b18a")
-"""Fills on which black text is readable; neighbours differ in lightness too, for colour-blind readers."""
+PALETTE = ("#8cc4f5", "#f0a53a", "#36b37c", "#f3e68a", "#5082cb", "#d56637", "#d096b2", "#dcebf1")
+"""Fills of eight hues and eight lightnesses, which stay apart for colour-blind readers; `INK` is readable on them. The
+light theme of the page has the same."""
+
+INK = "#12151a"
+"""The colour of labels in boxes."""
 
 PLAIN = "#d9d9d9"
 """The fill of blocks that are not split."""
@@ -17,8 +21,8 @@ _FONT_SIZE = 11
 
 def label_width(text: str) -> float:
     """Returns the width that a text needs in a box."""
-    # The average width of a character in sans-serif fonts is a bit above half its height; 8 pixels are the margins.
-    return 0.58 * _FONT_SIZE * len(text) + 8
+    # The page has a font of fixed width, whose characters are 0.6 of their height wide; 8 pixels are the margins.
+    return 0.6 * _FONT_SIZE * len(text) + 8
 
 
 @final
@@ -49,7 +53,6 @@ class Words:
     y: float
     text: str
     anchor: str = "start"
-    upright: bool = False
 
 
 @final
@@ -114,7 +117,7 @@ class Picture:
                     ha="center",
                     va="center",
                     size=7,
-                    color="#1a1a1a",
+                    color=INK,
                     clip_on=True,
                     parse_math=False,
                 )
@@ -127,7 +130,6 @@ class Picture:
                     ha=side,
                     va="baseline",
                     size=7,
-                    rotation=90 * mark.upright,
                     parse_math=False,
                 )
             else:
@@ -150,8 +152,7 @@ def _fill(box: Box) -> str:
 
 def _svg(mark: Mark) -> str:
     if isinstance(mark, Words):
-        rotation = f' transform="rotate(-90 {_px(mark.x)} {_px(mark.y)})"' if mark.upright else ""
-        position = f'x="{_px(mark.x)}" y="{_px(mark.y)}" text-anchor="{mark.anchor}"{rotation}'
+        position = f'x="{_px(mark.x)}" y="{_px(mark.y)}" text-anchor="{mark.anchor}"'
         return f'<text {position} fill="currentColor">{html.escape(mark.text)}</text>'
     if isinstance(mark, Line):
         points = " ".join(f"{_px(x)},{_px(y)}" for x, y in mark.points)
@@ -167,7 +168,7 @@ def _svg(mark: Mark) -> str:
     if mark.shown_label:
         middle = f'x="{_px(mark.x + mark.width / 2)}" y="{_px(mark.y + mark.height / 2 + 4)}"'
         words = html.escape(mark.label)
-        label = f'<text class="label" {middle} text-anchor="middle" fill="#1a1a1a">{words}</text>'
+        label = f'<text class="label" {middle} text-anchor="middle" fill="{INK}">{words}</text>'
     style = f'class="block {kind}" {rectangle} fill="{_fill(mark)}" stroke="#ffffff" stroke-width="0.8"'
     box = f"<rect {style}>{title}</rect>"
     return f"<g>{box}{label}</g>"

@@ -49,7 +49,8 @@ def report_page(
     # Inside of a script element only "</" and "<!--" have a meaning in HTML.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     assets = files("shardrules.page") / "assets"
-    page, style, script = ((assets / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
+    page, style = ((assets / name).read_text("utf-8") for name in ("page.html", "page.css"))
+    script = "\n".join((assets / name).read_text("utf-8") for name in ("numbers.js", "page.js"))
     # One pass for all marks: data may contain what looks like one of them.
     parts_by_mark = {"<!--TITLE-->": html.escape(heading), "/*CSS*/": style, "/*DATA*/": text, "/*JS*/": script}
     return re.sub("|".join(map(re.escape, parts_by_mark)), lambda mark: parts_by_mark[mark[0]], page)

@@ -681,6 +681,10 @@ def test_templates_hide_indices_only() -> None:
         (2**30, "1.0 GiB"),
         (2**40, "1.0 TiB"),
         (5000 * 2**40, "5,000.0 TiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (2**20 - 52, "1,023.9 KiB"),
+        (1023.7, "1.0 KiB"),
+        (2304, "2.2 KiB"),
     ],
 )
 def test_bytes_read_well(count: int, text: str) -> None:

@@ -1,6 +1,8 @@
 """Which device holds which block, against JAX's own shardings; and the drawing of it."""
 
+import itertools
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.core.axes import mesh_sizes
+from shardrules.core.spec import entries
 from shardrules.drawing.blocks import Blocks, ranges
+from shardrules.drawing.picture import Box, Words, label_width
 
 CASES = [
     ("data:4,model:2", (8, 6), P("data", "model")),
@@ -74,6 +79,68 @@ def test_of_many_blocks_the_first_and_the_last_are_drawn() -> None:
     many = Blocks(((256, ("expert",)), (64, ()), (64, ())), {"expert": 32}).picture().to_svg()
     assert many.count("<rect") == 7
     assert next(blocks.sentences()) == "dim 0: 16,384 in 64 blocks of 256 over data"
+
+
+@pytest.mark.parametrize(("axes", "shape", "spec"), CASES, ids=str)
+def test_eight_devices_have_eight_colours(axes: str, shape: tuple[int, ...], spec: P) -> None:
+    """A device has the same colour in every drawing, and of devices that share a block the first one's is taken."""
+    blocks = Blocks(tuple(zip(shape, entries(spec, len(shape)), strict=True)), mesh_sizes(sr.mesh_shape(axes)))
+    boxes = [mark for mark in blocks.picture().marks if isinstance(mark, Box)]
+    first = [int(re.findall(r"on devices? (\d+)", box.title)[0]) for box in boxes]
+    assert [box.colour for box in boxes] == ([None] if len(boxes) == 1 else first)
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes"),
+    [
+        (((64, ("data",)), (64, ("model",))), {"data": 4, "model": 4}),
+        (((64, ("data",)), (64, ("model",))), {"data": 64, "model": 16}),
+        (((64, ("data",)), (64, ("model",))), {"data": 2, "model": 16}),
+        (((64, ("pipe",)), (64, ("data",)), (64, ("model",))), {"pipe": 4, "data": 8, "model": 8}),
+        (((64, ()), (64, ("model",))), {"data": 16, "model": 8}),
+        (((64, ("data",)), (64, ())), {"data": 8, "model": 16}),
+    ],
+)
+def test_of_more_devices_neighbours_differ(dims: Any, sizes: dict[str, int]) -> None:
+    blocks = Blocks(dims, sizes)
+    boxes = [mark for mark in blocks.picture().marks if isinstance(mark, Box)]
+    if np.prod(blocks.counts) <= 8:
+        assert sorted(box.colour for box in boxes) == [*range(len(boxes))]
+    corners = {(box.x, box.y): box.colour % 8 for box in boxes}
+    beside = [(box, (box.x + box.width, box.y)) for box in boxes] + [
+        (box, (box.x, box.y + box.height)) for box in boxes
+    ]
+    pairs = [(box.colour % 8, corners[corner]) for box, corner in beside if corner in corners]
+    assert pairs
+    assert all(first != second for first, second in pairs)
+
+
+def extent(mark: Words) -> tuple[float, float, float, float]:
+    width = label_width(mark.text) - 8
+    left = {"start": mark.x, "middle": mark.x - width / 2, "end": mark.x - width}[mark.anchor]
+    return left, mark.y - 9, left + width, mark.y + 3
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes"),
+    [
+        (((128256, ("data",)), (16384, ("model",))), {"data": 8, "model": 8}),
+        (((64, ("a", "long_axis_name", "another_one")), (6, ())), {"a": 2, "long_axis_name": 2, "another_one": 2}),
+        (((6, ()), (1024, ("a", "long_axis_name", "another_one"))), {"a": 2, "long_axis_name": 2, "another_one": 2}),
+        (((4096, ("a",)), (4096, ("b",)), (64, ()), (2, ("c",))), {"a": 4, "b": 4, "c": 2}),
+        (((1000000, ("a",)), (1000000, ("b",)), (1, ()), (1, ())), {"a": 4, "b": 2}),
+        (((10**9, ("a",)), (4, ("b",))), {"a": 16, "b": 2}),
+    ],
+)
+def test_words_do_not_cover_each_other_or_boxes(dims: Any, sizes: dict[str, int]) -> None:
+    picture = Blocks(dims, sizes).picture()
+    words = [extent(mark) for mark in picture.marks if isinstance(mark, Words)]
+    boxes = [(box.x, box.y, box.x + box.width, box.y + box.height) for box in picture.marks if isinstance(box, Box)]
+    for first, second in itertools.chain(itertools.combinations(words, 2), itertools.product(words, boxes)):
+        assert not (first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3])
+    assert min(left for left, *_ in words) >= 0
+    assert max(right for *_, right, _ in words) <= picture.width
+    assert max(bottom for *_, bottom in (*words, *boxes)) <= picture.height
 
 
 def test_what_has_no_blocks_is_refused() -> None:

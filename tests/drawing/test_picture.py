@@ -1,5 +1,6 @@
 """Pictures as SVG, as figures, and in notebooks."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import jax
@@ -8,7 +9,11 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules.drawing.picture import PALETTE, PLAIN, Box, Line, Picture, Words
+from shardrules.drawing.picture import INK, PALETTE, PLAIN, Box, Line, Picture, Words
+from tests.drawing.colours import VISION, contrast, least_distance
+from tests.house.source import REPOSITORY
+
+STYLE = REPOSITORY / "shardrules" / "page" / "assets" / "page.css"
 
 PICTURE = Picture(
     120,
@@ -16,7 +21,7 @@ PICTURE = Picture(
     (
         Box(0, 0, 60, 40, 3, "w & <b>", 'a title\'s "<end>"'),
         Box(60, 0, 10, 40, None, "too long"),
-        Words(4, 60, "dim 0", "end", upright=True),
+        Words(4, 60, "dim 0", "end"),
         Line(((0, 0), (10.25, 20)), 2, ("first", "second")),
     ),
     'a "picture" & more',
@@ -43,14 +48,18 @@ def test_svg_is_xml_in_which_every_text_is_escaped() -> None:
     assert PICTURE._repr_html_() == PICTURE.to_svg()
 
 
-def test_black_text_can_be_read_on_every_fill() -> None:
-    def light(colour: str) -> float:
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def test_labels_can_be_read_on_every_fill() -> None:
+    assert min(contrast(fill, INK) for fill in (*PALETTE, PLAIN)) > 4.5
 
-    for fill in (*PALETTE, PLAIN):
-        assert (light(fill) + 0.05) / (light("#1a1a1a") + 0.05) > 4.5
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_stay_apart_for_every_kind_of_vision(vision: str) -> None:
+    """Two colours are seen as different from about 0.02 on."""
+    themes = re.findall(r"--c0: .*?--c7: #\w+", STYLE.read_text(), re.DOTALL)
+    palettes = [PALETTE, *(tuple(re.findall(r"#\w+", theme)) for theme in themes)]
+    assert [len(palette) for palette in palettes] == [8, 8, 8]
+    assert palettes[0] == palettes[1]
+    assert min(least_distance(palette, vision) for palette in palettes) > 0.06
 
 
 def test_figures_hold_the_same() -> None:

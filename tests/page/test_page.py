@@ -7,10 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.analysis.audits.text import count_text
+from shardrules.core.check import bytes_text
+from tests.house.source import REPOSITORY
 from tests.page.browser import axe_faults, launched, opened
 
 pytestmark = pytest.mark.slow
@@ -31,6 +35,9 @@ RULES = sr.RegexShardingRule(
     ]
 )
 MESH = sr.mesh_shape("data:4,model:2")
+
+
+STEPS = (*(1024**power for power in range(5)), *(1000**power for power in range(1, 5)))
 
 
 def shapes(tree: Any, dtype: Any = jnp.float32) -> Any:
@@ -109,6 +116,23 @@ def texts(page: Any, css: str) -> list[str]:
 
 def focused(page: Any, name: str) -> Any:
     return page.evaluate(f"document.activeElement.getAttribute({name!r})")
+
+
+def test_numbers_are_rounded_as_tables_round_them(browser: Any) -> None:
+    generator = np.random.default_rng(0)
+    # Halves, which round to even; both sides of each unit; and any others.
+    values = [2**power * quarters // 4 for power in range(45) for quarters in range(1, 60)]
+    values += [
+        base * step + add for base in (1, 10, 999, 1000, 1023, 1024) for step in STEPS for add in (-52, -51, -1, 0, 1)
+    ]
+    values += [int(value) for value in 2 ** generator.uniform(0, 52, 5000)]
+    values += [-value for value in values]
+    numbers = (REPOSITORY / "shardrules" / "page" / "assets" / "numbers.js").read_text()
+    page = browser.new_page()
+    texts = page.evaluate(f"(values) => {{ {numbers}\n return values.map((n) => [bytes(n), flops(n)]); }}", values)
+    expected = [[bytes_text(value), f"{count_text(value)}FLOP"] for value in values]
+    assert [pair for pair in zip(texts, expected, strict=True) if pair[0] != pair[1]] == []
+    page.close()
 
 
 def test_the_header_names_the_plan(browser: Any, small: Path) -> None:

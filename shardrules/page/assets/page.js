@@ -33,15 +33,6 @@
 
   const button = (name, props, ...children) => el(name, { type: "button", ...props }, ...children);
 
-  /** A number with a suitable unit. What would round up to a whole step gets the next unit. */
-  function scaled(n, step, units) {
-    let unit = 0;
-    while (n >= step - (unit ? 0.05 : 0) && unit < units.length - 1) { n /= step; unit++; }
-    return `${unit ? n.toFixed(1) : Math.round(n)} ${units[unit]}`;
-  }
-
-  const bytes = (n) => scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]);
-  const flops = (n) => scaled(n, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"]);
   const count = (n) => Number(n).toLocaleString("en-US");
   const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
   const exact = (n) => plural(n, "byte");
@@ -49,8 +40,7 @@
   const shapeText = (shape) => shape.length ? shape.join(" × ") : "scalar";
 
   function percent(part, whole) {
-    const share = whole ? 100 * part / whole : 0;
-    return `${share.toFixed(share && share < 9.95 ? 1 : 0)} %`;
+    return `${rounded(whole ? 100 * part / whole : 0, 1)}%`;
   }
 
   function duration(s) {
