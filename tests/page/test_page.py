@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.audits.text import count_text
 from shardrules.core.check import bytes_text
+from tests.cli.command import GPT, GPT_RULES, shardrules
 from tests.house.source import REPOSITORY
 from tests.page.browser import axe_faults, launched, opened
 
@@ -89,6 +90,25 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(plan.paths) > 44_500
     file = tmp_path_factory.mktemp("page") / "large.html"
     file.write_text(sr.report_page(plan, title="A large model"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the example, with the state of its optimizer."""
+    file = tmp_path_factory.mktemp("page") / "gpt.html"
+    rules = ("--rules", GPT_RULES, "--mesh", "data:4,model:2", "--optimizer", "adamw")
+    assert shardrules("report", GPT, *rules, "-o", str(file)).returncode == 0
+    return file
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a model without modules, in which names are long."""
+    tree = {f"a_rather_long_name_of_an_array_{index}": (64 * (index + 1), 64) for index in range(30)}
+    tree |= {"model/one/two/three": {"x": (64, 64), "y": (64,)}, "z": {"z": {"z": (256, 64), "zz": (64, 64)}}}
+    file = tmp_path_factory.mktemp("page") / "flat.html"
+    file.write_text(sr.report_page(sr.FSDPShardingRule("data", min_size_mb=0).plan(shapes(tree), MESH)))
     return file
 
 
@@ -278,6 +298,57 @@ def test_the_map_zooms_and_links_to_arrays(browser: Any, small: Path) -> None:
         assert "big" in page.inner_text(".map-tip")
         page.mouse.click(box["x"] + 0.2 * box["width"], box["y"] + 0.5 * box["height"])
         assert page.inner_text("#detail h3") == "big"
+
+
+OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll(SELECTOR)].map((node) => [node.textContent, node.getBoundingClientRect()])
+    .filter(([, box]) => box.width > 0 && box.height > 0);
+  const bad = [];
+  boxes.forEach(([text, a], at) => boxes.slice(at + 1).forEach(([other, b]) => {
+    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (wide > 0.5 && high > 0.5) bad.push([text, other]);
+  }));
+  return [boxes.length, bad];
+}"""
+
+
+def overlaps(page: Any, css: str) -> tuple[int, list[Any]]:
+    """How many elements are visible, and the pairs that cover each other."""
+    return page.evaluate(OVERLAPS.replace("SELECTOR", repr(css)))
+
+
+@pytest.mark.parametrize("width", [360, 760, 1240, 1920])
+@pytest.mark.parametrize("name", ["small", "large", "gpt", "flat"])
+def test_labels_of_the_map_do_not_cover_each_other(
+    name: str, width: int, browser: Any, request: pytest.FixtureRequest
+) -> None:
+    with opened(browser, request.getfixturevalue(name), width=width) as page:
+        page.locator("#treemap").scroll_into_view_if_needed()
+        for _ in range(3):
+            page.wait_for_timeout(50)
+            count, bad = overlaps(page, ".map-labels button, .map-names span")
+            assert count > 0
+            assert bad == []
+            frame = page.locator(".map").bounding_box()
+            for box in map(page.locator(".map-labels button, .map-names span").nth, range(min(count, 5))):
+                inner = box.bounding_box()
+                assert inner["x"] >= frame["x"] - 1
+                assert inner["x"] + inner["width"] <= frame["x"] + frame["width"] + 1
+            if not page.locator(".map-labels button").count():
+                break
+            page.locator(".map-labels button").first.focus()
+            page.keyboard.press("Enter")
+
+
+@pytest.mark.parametrize("path", ["adapter", "embed", "blocks/0/mlp/up/weight"])
+def test_words_of_a_drawing_do_not_cover_each_other(path: str, browser: Any, small: Path) -> None:
+    with opened(browser, small, fragment=f"#leaf={path.replace('/', '%2F')}") as page:
+        count, bad = overlaps(page, "#drawing svg text")
+        assert count > 4
+        assert bad == []
+        fills = page.eval_on_selector_all("#drawing .block", "all => all.map((node) => getComputedStyle(node).fill)")
+        assert len(fills) == len(set(fills)) == 8
 
 
 def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:

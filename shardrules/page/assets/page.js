@@ -283,12 +283,13 @@
   // ------------------------------------------------------------------ map
 
   const LABEL = 16;   // the height of a label, in CSS pixels
-  const LABELS = 90;  // at most this many labels
+  const LABELS = 90;  // at most this many labels of modules
+  const NAMES = 300;  // at most this many names of arrays
   const SLOW = 12000; // with more boxes, a frame of a moving map takes too long
 
   function makeMap() {
     const box = document.querySelector(".map");
-    const [canvas, labels, hover, ring, tip] = box.children;
+    const [canvas, names, labels, hover, ring, tip] = box.children;
     const crumbs = document.querySelector(".crumbs");
     const legend = document.querySelector(".legend");
     const context = canvas.getContext("2d");
@@ -356,6 +357,14 @@
       return at.w > 0 && at.h > 0 && at.x < wide && at.y < high && at.x + at.w > 0 && at.y + at.h > 0 ? at : null;
     }
 
+    /** The part of a rectangle that is on the screen; null if that is nothing. */
+    function visible(rect) {
+      const at = toScreen(rect);
+      if (!at) return null;
+      const [x, y] = [Math.max(at.x, 0), Math.max(at.y, 0)];
+      return { x, y, w: Math.min(at.x + at.w, wide) - x, h: Math.min(at.y + at.h, high) - y };
+    }
+
     function pointed(event) {
       const frame = canvas.getBoundingClientRect();
       const [x, y] = [event.clientX - frame.left, event.clientY - frame.top];
@@ -375,7 +384,6 @@
       context.scale(ratio, ratio);
       paintBoxes(ratio);
       paintSeams();
-      paintNames();
     }
 
     function paintBoxes(ratio) {
@@ -424,59 +432,74 @@
       }
     }
 
-    /** Names of arrays, at the bottom of their boxes: the top may have the label of a module. */
-    function paintNames() {
-      const [ink, wholeInk, paper] = ["--block-ink", "--whole-ink", "--whole"].map(cssValue);
-      context.font = `11px ${cssValue("--mono")}`;
-      for (let leaf = 0; leaf < paths.length; leaf++) {
-        if (boxes[4 * leaf + 2] * wide < 44 * view.w || boxes[4 * leaf + 3] * high < 20 * view.h || faded(leaf)) continue;
-        const at = toScreen(boxOf(leaf));
-        if (!at) continue;
-        const parts = paths[leaf].split("/");
-        const text = [parts.slice(-2).join("/"), parts.at(-1)].find((one) => context.measureText(one).width < at.w - 12);
-        if (!text) continue;
-        const whole = !kindOfLeaf(leaf).css;
-        context.fillStyle = paper; // otherwise the hatching runs through the letters
-        if (whole) context.fillRect(at.x + 3, at.y + at.h - 19, context.measureText(text).width + 6, 15);
-        context.fillStyle = whole ? wholeInk : ink;
-        context.fillText(text, at.x + 6, at.y + at.h - 8);
-      }
+    // ---- labels, names, crumbs, legend
+
+    /** Where labels and names are; none is put where it would touch another. */
+    function makeRoom() {
+      const boxes = [];
+      const isFree = (spot) => boxes.every((other) => spot.x >= other.x + other.w + 1 || other.x >= spot.x + spot.w + 1
+        || spot.y >= other.y + other.h + 1 || other.y >= spot.y + spot.h + 1);
+      /** The first of some spots that is free, which is taken then. */
+      return (spots) => {
+        const spot = spots.find(isFree);
+        if (spot) boxes.push(spot);
+        return spot;
+      };
     }
 
-    // ---- labels, crumbs, legend
+    const textWidth = (text, font) => { context.font = font; return Math.ceil(context.measureText(text).width); };
+    const inPercent = ({ x, y, w }) => `left: ${100 * x / wide}%; top: ${100 * y / high}%; width: ${100 * w / wide}%`;
 
     /** Two steps of labels, each a button over its module. A label without room is left out. */
-    function findSpots() {
+    function findLabels(take) {
       const spots = [];
-      const place = (module, above, top) => {
-        const at = toScreen(module);
-        if (!at || spots.length >= LABELS) return null;
-        const [x, y] = [Math.max(at.x, 0) + 2, Math.max(at.y + 1, top)];
-        const text = above ? module.path.slice(above.path.length + 1) : module.path.slice(module.path.lastIndexOf("/") + 1);
-        const room = at.x + at.w - x - 3;
-        if (room < Math.min(context.measureText(text).width + 12, 90) || at.y + at.h - y < LABEL + 2) return null;
-        spots.push({ module, text, x, y, room, main: !above });
-        return y + LABEL + 2;
+      const place = (module, above) => {
+        const at = visible(module);
+        if (!at || spots.length >= LABELS) return;
+        const text = module.path.slice(above ? above.path.length + 1 : module.path.lastIndexOf("/") + 1);
+        const full = textWidth(text, `${above ? 400 : 650} 11px ${cssValue("--sans")}`) + 11;
+        const room = at.w - 5;
+        if (room < Math.min(full, 90)) return;
+        const ys = [at.y + 1, at.y + LABEL + 3].filter((y) => at.y + at.h - y >= LABEL + 2);
+        const spot = take(ys.map((y) => ({ module, text, x: at.x + 2, y, w: Math.min(full, room), h: LABEL, main: !above })));
+        if (spot) spots.push(spot);
       };
-      context.font = `11px ${cssValue("--sans")}`;
-      for (const module of steps(zoom)) {
-        const foot = place(module, null, 0);
-        if (foot === null) continue;
-        for (const inner of steps(module)) {
-          const under = inner.y - module.y < LABEL * view.h / high; // the layout left no strip for the outer label
-          if (inner.leaves > 1) place(inner, module, under ? foot : 0);
-        }
+      const outer = steps(zoom);
+      for (const module of outer) place(module, null);
+      for (const module of outer) for (const inner of steps(module)) if (inner.leaves > 1) place(inner, module);
+      return spots;
+    }
+
+    /** The names of the largest arrays, at the bottom of their boxes. */
+    function findNames(take) {
+      const spots = [];
+      const large = [];
+      for (let leaf = 0; leaf < paths.length; leaf++) {
+        // Most boxes are too small: look no further.
+        if (boxes[4 * leaf + 2] * wide < 44 * view.w || boxes[4 * leaf + 3] * high < 20 * view.h || faded(leaf)) continue;
+        const at = visible(boxOf(leaf));
+        if (at && at.w >= 44 && at.h >= 20) large.push([at, leaf]);
+      }
+      for (const [at, leaf] of large.sort(([a], [b]) => b.w * b.h - a.w * a.h).slice(0, NAMES)) {
+        const parts = paths[leaf].split("/");
+        const widths = [parts.slice(-2).join("/"), parts.at(-1)].map((text) => [text, textWidth(text, `11px ${cssValue("--mono")}`) + 7]);
+        const [text, full] = widths.find(([, width]) => width < at.w - 5) ?? widths.at(-1);
+        if (full > at.w - 5 && at.w < 70) continue; // too little of it would be left
+        const spot = take([{ text, x: at.x + 3, y: at.y + at.h - 19, w: Math.min(full, at.w - 6), h: 15, whole: !kindOfLeaf(leaf).css }]);
+        if (spot) spots.push(spot);
       }
       return spots;
     }
 
     function drawLabels() {
       const hadFocus = labels.contains(document.activeElement);
-      labels.replaceChildren(...findSpots().map(({ module, text, x, y, room, main }, at) => button(main ? "button.main" : "button", {
-        tabindex: at ? -1 : 0, style: `left: ${100 * x / wide}%; top: ${100 * y / high}%; max-width: ${100 * room / wide}%`,
-        "aria-label": `${module.path}: ${bytes(module.bytes)} per device, ${plural(module.leaves, "array")}`,
-        onclick: () => enter(module), onfocus: () => showModule(module), onblur: hideHover,
-        onpointerenter: () => showModule(module), onpointerleave: hideHover }, text)));
+      const take = makeRoom();
+      labels.replaceChildren(...findLabels(take).map((spot, at) => button(spot.main ? "button.main" : "button", {
+        tabindex: at ? -1 : 0, style: inPercent(spot),
+        "aria-label": `${spot.module.path}: ${bytes(spot.module.bytes)} per device, ${plural(spot.module.leaves, "array")}`,
+        onclick: () => enter(spot.module), onfocus: () => showModule(spot.module), onblur: hideHover,
+        onpointerenter: () => showModule(spot.module), onpointerleave: hideHover }, spot.text)));
+      names.replaceChildren(...findNames(take).map((spot) => el(spot.whole ? "span.whole" : "span", { style: inPercent(spot) }, spot.text)));
       if (hadFocus) (labels.firstElementChild ?? crumbs.querySelector("button")).focus({ preventScroll: true });
     }
 
@@ -511,7 +534,7 @@
     function showSingle(kind) {
       single = single === kind ? null : kind;
       [...legend.children].forEach((one, at) => one.setAttribute("aria-pressed", String(single === at)));
-      paint();
+      draw();
     }
 
     // ---- zooming
@@ -531,6 +554,7 @@
       cancelAnimationFrame(moving);
       if (paths.length > SLOW || matchMedia("(prefers-reduced-motion: reduce)").matches) { view = to; draw(); return; }
       for (const label of labels.children) label.style.opacity = 0;
+      names.replaceChildren();
       ring.hidden = true;
       const start = performance.now();
       const frame = (now) => {
