@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ def _run(words: Sequence[str]) -> int:
         raise UsageError(f"unknown command {name!r}{suggest(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}")
     command = load_command(name)
     args = command.parser().parse_args(rest)
+    args.command_line = shlex.join(["shardrules", *words])
     if "JAX_PLATFORMS" not in os.environ:
         # No command needs an accelerator, and other processes may be using it.
         jax.config.update("jax_platforms", "cpu")

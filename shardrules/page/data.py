@@ -45,8 +45,18 @@ class Part:
     prefix: str = ""
 
 
+@final
+@attrs.frozen
+class Origin:
+    """What made a page: the version of shardrules, the command, and the rules as text."""
+
+    version: str
+    command: str = ""
+    rules: str = ""
+
+
 def page_data(
-    title: str, parts: Sequence[Part], audit: AuditReport | None, planned: AutoPlanReport | None, version: str
+    title: str, parts: Sequence[Part], audit: AuditReport | None, planned: AutoPlanReport | None, origin: Origin
 ) -> dict[str, Any]:
     """Returns everything that the page shows as plain values. The first of `parts` is the model."""
     first = parts[0].plan
@@ -74,7 +84,9 @@ def page_data(
         ]
     return {
         "title": title,
-        "made_by": f"shardrules {version}",
+        "made_by": f"shardrules {origin.version}",
+        "command": origin.command,
+        "rules": origin.rules,
         "mesh": list(sizes.items()),
         "device_count": math.prod(sizes.values()),
         "totals": {

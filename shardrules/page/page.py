@@ -8,8 +8,9 @@ from importlib.resources import files
 
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
-from shardrules.core.rule import ShardingPlan
-from shardrules.page.data import Part, page_data
+from shardrules.core.rule import ShardingPlan, ShardingRule
+from shardrules.page.data import Origin, Part, page_data
+from shardrules.page.rules import rules_text
 from shardrules.planning.answer.report import AutoPlanReport
 
 
@@ -20,6 +21,8 @@ def report_page(
     audit: AuditReport | None = None,
     planned: AutoPlanReport | None = None,
     title: str = "",
+    rules: ShardingRule | str | None = None,
+    command: str = "",
 ) -> str:
     """Returns a page that shows a plan: bytes by module, every array, which device has which block, and the findings.
 
@@ -32,6 +35,8 @@ def report_page(
     - `audit`: the audit of a step, shown below.
     - `planned`: the result of autoplan, shown below.
     - `title`: the heading; by default it names the mesh.
+    - `rules`: the rules to show: a rule, or the text of a file. By default those that decided an array.
+    - `command`: the command that makes the page, to show it.
 
     **Returns:**
 
@@ -45,7 +50,8 @@ def report_page(
     # Paths of the state get a prefix, so that no two arrays share one.
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
-    data = page_data(heading, parts, audit, planned, version("shardrules"))
+    origin = Origin(version("shardrules"), command, rules_text(plan, rules))
+    data = page_data(heading, parts, audit, planned, origin)
     # Inside of a script element only "</" and "<!--" have a meaning in HTML.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     assets = files("shardrules.page") / "assets"

@@ -297,6 +297,17 @@ def test_devices_are_not_replaced(tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file()
 
 
+def test_the_page_has_the_rules_and_the_command(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import numpy as np\ndef make():\n    return {'w': np.ones((8, 8))}\n")
+    (tmp_path / "my rules.toml").write_text("# </script>\n[[rules]]\nrule = \"fsdp('data', 0)\"\n")
+    words = ("report", "model.py:make", "--rules", "my rules.toml", "--mesh", "data:4")
+    fine(*words, cwd=tmp_path, forks=forks)
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
+    assert data["command"] == "shardrules report model.py:make --rules 'my rules.toml' --mesh data:4"
+    assert data["rules"] == "# </script>\n[[rules]]\nrule = \"fsdp('data', 0)\""
+
+
 @pytest.mark.slow
 def test_report_of_each_subject(plans: tuple[Path, Path], large_index: Path, checkpoint: Path, tmp_path: Path) -> None:
     rules = ("--rules", str(large_index.parent / "rules.toml"), "--mesh", "data:32,model:16")

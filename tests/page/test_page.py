@@ -105,7 +105,9 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a model without modules, in which names are long."""
-    tree = {f"a_rather_long_name_of_an_array_{index}": (64 * (index + 1), 64) for index in range(30)}
+    tree = {f"a_rather_long_name_of_an_array_{index}": (64 * (index + 1), 64) for index in range(30)} | {
+        "large": (8192, 64)
+    }
     tree |= {"model/one/two/three": {"x": (64, 64), "y": (64,)}, "z": {"z": {"z": (256, 64), "zz": (64, 64)}}}
     file = tmp_path_factory.mktemp("page") / "flat.html"
     file.write_text(sr.report_page(sr.FSDPShardingRule("data", min_size_mb=0).plan(shapes(tree), MESH)))
@@ -349,6 +351,20 @@ def test_words_of_a_drawing_do_not_cover_each_other(path: str, browser: Any, sma
         assert bad == []
         fills = page.eval_on_selector_all("#drawing .block", "all => all.map((node) => getComputedStyle(node).fill)")
         assert len(fills) == len(set(fills)) == 8
+
+
+def test_the_rules_and_the_command_are_shown(browser: Any, gpt: Path, small: Path) -> None:
+    with opened(browser, gpt) as page:
+        assert page.inner_text("#origin .command").startswith(
+            f"shardrules report {GPT} --rules {GPT_RULES} --mesh data:4"
+        )
+        rules = page.inner_text("#origin .scroll")
+        assert "RegexShardingRule(" in rules
+        assert "('embedding', P(('data', 'model')))," in rules
+        assert page.locator("#sections a[href='#origin']").is_visible()
+    with opened(browser, small) as page:
+        assert page.locator("#origin .command").count() == 0
+        assert "('embed', P(('data', 'model')))," in page.inner_text("#origin")
 
 
 def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:

@@ -8,7 +8,7 @@ from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
-from shardrules.cli.subject import add_subject, load_subject
+from shardrules.cli.subject import add_subject, load_subject, read_rules
 from shardrules.cli.terminal import complain, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
@@ -30,7 +30,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     audit = None if args.audit is None else _read(args.audit, AuditReport, ReportError, "audit")
     autoplan = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
-    subject = load_subject(args)
+    rules = read_rules(args)
+    subject = load_subject(args, rules)
     mesh = mesh_text(subject.plan.mesh)
     # Still shown: the files may be from another mesh on purpose.
     for name, result in (("audit", audit), ("autoplan", autoplan)):
@@ -38,7 +39,16 @@ def _run(args: argparse.Namespace) -> int:
             complain(f"the {name} is for the mesh {result.mesh}, the plan for {mesh}: the page shows both", "warning")
     title = args.title or f"{subject.name} on {mesh}"
     with working("writing the page"):
-        page = report_page(subject.plan, state=subject.state, audit=audit, planned=autoplan, title=title)
+        page = report_page(
+            subject.plan,
+            state=subject.state,
+            audit=audit,
+            planned=autoplan,
+            title=title,
+            # A file has comments, too.
+            rules=None if rules is None else rules.rule if rules.file is None else read_text(rules.file.file),
+            command=args.command_line,
+        )
     write(args.output, page)
     shown = [finding for finding in subject.findings if finding.severity != "note"]
     many = f"{len(shown)} finding{'s' * (len(shown) != 1)}"

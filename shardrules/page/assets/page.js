@@ -4,7 +4,7 @@
 // Drawings are the only exception, and pass through `picture`, which accepts only shapes.
 //
 // In this order: helpers, the plan, search, small parts, header, findings, map, table, detail,
-// audit, autoplan, start.
+// audit, autoplan, rules, start.
 
 "use strict";
 
@@ -208,7 +208,7 @@
   }
 
   function drawSectionLinks() {
-    const links = [["findings", "Findings", data.findings.length], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"]];
+    const links = [["findings", "Findings", data.findings.length], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"], ["origin", "Rules"]];
     $("sections").append(...links.filter(([id]) => $(id)).map(([id, text, n]) => el("a", { href: `#${id}` }, text, n && el("b", {}, n))));
     $("sections").hidden = false;
   }
@@ -284,6 +284,7 @@
 
   const LABEL = 16;   // the height of a label, in CSS pixels
   const LABELS = 90;  // at most this many labels of modules
+  const GENERAL = new Set(["weight", "kernel", "w", "embedding"]); // names that say less than the module's
   const NAMES = 300;  // at most this many names of arrays
   const SLOW = 12000; // with more boxes, a frame of a moving map takes too long
 
@@ -482,7 +483,9 @@
       }
       for (const [at, leaf] of large.sort(([a], [b]) => b.w * b.h - a.w * a.h).slice(0, NAMES)) {
         const parts = paths[leaf].split("/");
-        const widths = [parts.slice(-2).join("/"), parts.at(-1)].map((text) => [text, textWidth(text, `11px ${cssValue("--mono")}`) + 7]);
+        // `query_proj/weight`, or `query_proj` where that is too long.
+        const short = parts.length > 1 && GENERAL.has(parts.at(-1)) ? [parts.at(-2)] : [];
+        const widths = [parts.slice(-2).join("/"), ...short, parts.at(-1)].map((text) => [text, textWidth(text, `11px ${cssValue("--mono")}`) + 7]);
         const [text, full] = widths.find(([, width]) => width < at.w - 5) ?? widths.at(-1);
         if (full > at.w - 5 && at.w < 70) continue; // too little of it would be left
         const spot = take([{ text, x: at.x + 3, y: at.y + at.h - 19, w: Math.min(full, at.w - 6), h: 15, whole: !kindOfLeaf(leaf).css }]);
@@ -1137,6 +1140,16 @@
         points.map((point) => [size(point.limit_bytes), duration(point.seconds), size(point.peak_bytes)]))));
   }
 
+  // ------------------------------------------------------------------ rules
+
+  /** The command that made the page, and the rules. */
+  function drawOrigin({ command, rules } = data) {
+    if (!command && !rules) { $("origin").remove(); return; }
+    if (command) $("origin").append(el("p.unseen", {}, "This command made the page:"), el("pre.command", {}, code(command)));
+    if (rules) $("origin").append(scrollBox("div.scroll", "Text of the rules", el("pre", {}, code(rules))));
+    $("origin").hidden = false;
+  }
+
   // ------------------------------------------------------------------ start
 
   /** The chosen leaf in the address (#leaf=<path>), -1 for none. */
@@ -1214,6 +1227,7 @@
     else $("treemap").remove();
     drawAudit();
     drawAutoplan();
+    drawOrigin();
     drawSectionLinks();
     startTheme(() => page.map?.repaint());
     startPrinting();
