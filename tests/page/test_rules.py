@@ -20,7 +20,7 @@ def test_long_rules_have_a_line_for_each_part() -> None:
     text = rules_text(PLAN, RULE)
     assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) > 8
-    assert eval(text, vars(sr) | {"PartitionSpec": P, "P": P}) == RULE
+    assert eval(text, {name: getattr(sr, name) for name in sr.__all__} | {"P": P}) == RULE
 
 
 def test_files_are_shown_as_they_are() -> None:
