@@ -2,22 +2,18 @@
 
 import collections
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 import jax
 
+from shardrules.cli.checkpoints import Checkpoint, load_orbax_shapes, load_safetensors_shapes
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
 from shardrules.cli.objects import NamedObject, has_arrays, is_object_name, load_object
-from shardrules.core.errors import CheckpointError, PlanError
-from shardrules.core.finding import Finding
+from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
-from shardrules.placement.checkpoints.headers import read_headers
-from shardrules.placement.checkpoints.names import StoredArray
-from shardrules.placement.checkpoints.orbax import read_orbax_metadata
 
 FORMS = (
     "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
@@ -36,6 +32,8 @@ class Model:
     """What headings call it."""
     tree: Any
     plan: ShardingPlan | None = None
+    head_dim: int | None = None
+    """The size of an attention head, for rules that the tree does not show it."""
 
 
 def load_model(text: str) -> Model:
@@ -49,7 +47,7 @@ def load_model(text: str) -> Model:
     if path.is_dir():
         return _from_folder(path)
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return _from_safetensors(path)
+        return _from_checkpoint(path, load_safetensors_shapes(path))
     if path.suffix == ".json":
         plan = read_plan(path)
         return Model(path.name, tree_of(plan), plan)
@@ -90,69 +88,12 @@ def _from_code(named: NamedObject) -> Model:
 def _from_folder(path: Path) -> Model:
     names = [file.name for file in path.iterdir()]
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return _from_safetensors(path)
+        return _from_checkpoint(path, load_safetensors_shapes(path))
     if any(name in _ORBAX for name in names) or any((path / name / "_METADATA").exists() for name in names):
-        return _from_orbax(path)
+        return _from_checkpoint(path, load_orbax_shapes(path))
     content = f"has {', '.join(sorted(names)[:3])}{' ...' * (len(names) > 3)}" if names else "is empty"
     raise UsageError(f"the folder {path} {content}: neither .safetensors nor an orbax checkpoint; {FORMS}")
 
 
-def _from_orbax(path: Path) -> Model:
-    try:
-        stored = read_orbax_metadata(path)
-    except CheckpointError as error:
-        raise UsageError(one_line(error)) from error
-    # Strings take no memory.
-    arrays = {name: array for name, array in stored.items() if array.dtype is not None}
-    return Model(path.name, _nested(arrays, path))
-
-
-def _from_safetensors(path: Path) -> Model:
-    """The tensors in the headers. The data after a header is not read, and may be missing."""
-    headers = read_headers(path, whole=False)
-    if headers.problems:
-        raise UsageError(_first_problem(headers.problems))
-    unsupported = {array.dtype_name: name for name, array in headers.stored.items() if array.dtype is None}
-    if unsupported:
-        listed = ", ".join(f"{dtype} ({name})" for dtype, name in unsupported.items())
-        raise UsageError(f"{path} has tensors of dtypes that JAX arrays cannot have: {listed}")
-    paths = {name: name.replace(".", "/") for name in headers.stored}
-    # One name has a dot where another has a slash.
-    clash = len(dict.fromkeys(paths.values())) < len(paths)
-    arrays = {name if clash else paths[name]: array for name, array in headers.stored.items()}
-    return Model(path.name, _nested(arrays, path))
-
-
-def _first_problem(problems: Sequence[Finding]) -> str:
-    first, *rest = problems
-    more = f" (and {len(rest)} more)" if rest else ""
-    remedy = f"; {first.remedy}" if first.remedy else ""
-    return one_line(ValueError(f"{first.path}: {first.message}{remedy}{more}"))
-
-
-def _nested(stored: Mapping[str, StoredArray], path: Path) -> Any:
-    """A tree of dictionaries and, where names are 0, 1, 2 and so on, lists, so that equal layers are decided once."""
-    if not stored:
-        raise UsageError(f"{path} has no arrays")
-    flat = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in stored.items()}
-    root: dict[str, Any] = {}
-    for name, struct in flat.items():
-        *modules, last = name.split("/")
-        node = root
-        for module in modules:
-            node = node.setdefault(module, {})
-            # An array and a module share a name, which no tree can express.
-            if not isinstance(node, dict):
-                return flat
-        if last in node:
-            return flat
-        node[last] = struct
-    return _with_lists(root)
-
-
-def _with_lists(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    if all(str(index) in node for index in range(len(node))):
-        return [_with_lists(node[str(index)]) for index in range(len(node))]
-    return {name: _with_lists(child) for name, child in node.items()}
+def _from_checkpoint(path: Path, checkpoint: Checkpoint) -> Model:
+    return Model(path.name, checkpoint.tree, head_dim=checkpoint.head_dim)

@@ -19,6 +19,7 @@ from shardrules.core.errors import PlanError, ShardRulesError, suggest
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.mesh.shape import mesh_shape
+from shardrules.rules.huggingface.rule import with_head_dim
 
 
 @final
@@ -82,7 +83,9 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name rules and a mesh."""
-    parser.add_argument("--rules", metavar="RULES", help="file.toml, module:rules, file.py:rules, or \"fsdp('data')\"")
+    parser.add_argument(
+        "--rules", metavar="RULES", help="file.toml, module:rules, file.py:rules, hf, or \"fsdp('data')\""
+    )
     parser.add_argument("--mesh", metavar="MESH", help="axes and sizes, data:16,model:4; no devices needed")
 
 
@@ -125,7 +128,7 @@ def _read_inputs(args: argparse.Namespace, rules: LoadedRules | None) -> _Inputs
     rule: ShardingRule | None = None
     optimizer = args.optimizer
     if rules is not None:
-        rule = rules.rule
+        rule = rules.rule if model.head_dim is None else with_head_dim(rules.rule, model.head_dim)
         optimizer = optimizer or rules.optimizer
         # The mesh on the command line wins over the rules' mesh, and the rules' mesh over the plan's.
         if mesh is None:

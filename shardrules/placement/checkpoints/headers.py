@@ -58,14 +58,18 @@ _MOST_PROBLEMS = 8
 """How many findings there are about one file: a damaged header may be wrong at every tensor. Doubled, they fill another
 screen; halved, a second cause would often be missing."""
 
+_POINTER = b"version "
+_HTML = ("it is an HTML page", "download the file itself")
+
 _FORMATS = {
-    b"version ": ("it is a Git LFS pointer, not the file that it stands for", "fetch the file: git lfs pull"),
+    _POINTER: ("it is a Git LFS pointer, not the file that it stands for", "fetch the file: git lfs pull"),
     b"PK\x03\x04": (
         "it is a zip archive, as torch.save writes",
         "convert it with save_file of the package safetensors",
     ),
     b"GGUF": ("it is a GGUF file", "use the safetensors that it was converted from"),
-    b"<": ("it is an HTML page", "download the file itself"),
+    b"<!": _HTML,
+    b"<htm": _HTML,
 }
 """What is often found under the name of a safetensors file, by its first bytes, and what to do about it."""
 
@@ -199,14 +203,16 @@ def read_index(path: Path) -> SafetensorsIndex:
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _BrokenError("it has no weight_map, or an empty one")
+        paths: dict[str, Path] = {}
         for name, file in weight_map.items():
             _check_name(name)
-            _check_file(name, file)
+            if not isinstance(file, str) or file not in paths:
+                _check_file(name, file)
+                paths[file] = path.parent / file
     except (_BrokenError, OSError) as error:
         remedy = 'an index holds {"weight_map": {name: file}}; copy or download it again'
         why = str(error) if isinstance(error, _BrokenError) else error.strerror or error
         return SafetensorsIndex(path, {}, None, [_problem(path, f"it is not an index of safetensors: {why}", remedy)])
-    paths = {file: path.parent / file for file in dict.fromkeys(weight_map.values())}
     metadata = table.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some indices have it as a float.
@@ -226,6 +232,12 @@ def _check_file(name: str, file: Any) -> None:
         raise _BrokenError(f"its weight_map has {file!r:.80} for {name!r:.60}, which is not a .safetensors file")
 
 
+def is_pointer(path: Path) -> bool:
+    """Returns whether a file is what Git LFS leaves for one that was not fetched."""
+    with path.open("rb") as file:
+        return file.read(8) == _POINTER
+
+
 def _read_text(path: Path) -> bytes:
     """The text of an index, which may begin with a mark of its encoding."""
     size = path.stat().st_size
@@ -240,11 +252,12 @@ def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, 
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
-            for magic, (message, remedy) in _FORMATS.items():
-                if start.startswith(magic):
-                    return {}, [_problem(path, message, remedy)]
             length = int.from_bytes(start, "little")
             begin = 8 + length
+            # As lengths, these are all longer than the files that begin so, or than the limit.
+            for magic, (message, remedy) in _FORMATS.items():
+                if (begin > size or length > MOST_HEADER_BYTES) and start.startswith(magic):
+                    return {}, [_problem(path, message, remedy)]
             if size < 8 or begin > size:
                 message = f"it has {size} bytes, and its header alone would end at byte {begin}"
                 return {}, [_problem(path, message, _COPY)]

@@ -28,6 +28,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 """Values that published configurations leave out, by `model_type`."""
 
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_NUMBER = re.compile(r"\.\d+\.")
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8}
 
 _HEADER_BYTES = 512
@@ -225,6 +226,24 @@ def checkpoint_shapes(
     return sizes
 
 
+def head_dim_of(config: Any) -> int | None:
+    """Returns the size of an attention head of a configuration's text model; `None` where it has none.
+
+    ```python
+    from shardrules.presets.huggingface.shapes import head_dim_of
+
+    assert head_dim_of({"hidden_size": 4096, "num_attention_heads": 32}) == 128
+    ```
+    """
+    text = _Config(config).part("text_config") if isinstance(config, Mapping) else None
+    if text is None or text.is_latent:
+        return None
+    try:
+        return text.head_dim or None
+    except CheckpointError:
+        return None
+
+
 def _sizes_of(config: _Config, names: list[str], blocks: Mapping[str, Any] | None) -> dict[str, tuple[str, Shape]]:
     text = config.part("text_config")
     parts = {"text": text, "vision": config.part("vision_config")}
@@ -235,11 +254,16 @@ def _sizes_of(config: _Config, names: list[str], blocks: Mapping[str, Any] | Non
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(f"its dtype, {dtype!r:.40}, is not one of {', '.join(_DTYPE_NAMES)}")
     present = dict.fromkeys(names)
+    shapes: dict[str, Shape | None] = {}
     result: dict[str, tuple[str, Shape]] = {}
     unknown: list[str] = []
     for name in names:
         weight = name.removesuffix("_scale_inv")
-        shape = _shape(parts, weight, text)
+        # Equal layers, and the experts in them, are looked at once.
+        template = _NUMBER.sub(".0.", weight)
+        if template not in shapes:
+            shapes[template] = _shape(parts, template, text)
+        shape = shapes[template]
         if shape is None:
             unknown.append(name)
         elif weight != name:

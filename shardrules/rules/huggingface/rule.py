@@ -13,7 +13,8 @@ from shardrules.core.fields import integer
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf, conflict
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule
+from shardrules.core.rule import ChainShardingRule, LeavesShardingRule, ShardingRule
+from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.huggingface.roles import FUSED, ROLE_NAMES, Parameter, Role, read_path
 
 _AUTO = "auto"
@@ -34,7 +35,7 @@ _WORDS: Mapping[str, str] = {
     "kv_heads": "key and value heads",
     "columns": "outputs",
     "rows": "inputs",
-    "vocab": "words",
+    "vocab": "vocabulary",
 }
 
 
@@ -122,6 +123,25 @@ class HuggingFaceShardingRule(LeavesShardingRule):
         expert = next((name for name in _EXPERT_AXES if name in sizes and name not in used), None)
         useful = [None if axis is None or leaf.axis_size(axis) == 1 else axis for axis in (tensor, fsdp, expert)]
         return _Axes(*useful)
+
+
+def with_head_dim(rule: ShardingRule, head_dim: int) -> ShardingRule:
+    """Returns a rule whose Hugging Face rules that have no `head_dim`, also those in chains and composites, have one.
+
+    ```python
+    from shardrules.rules.huggingface.rule import with_head_dim
+
+    assert str(with_head_dim(sr.parse_rule("hf(fsdp=None)|fsdp('data')"), 64)).count("head_dim=64") == 1
+    ```
+    """
+    if isinstance(rule, HuggingFaceShardingRule) and rule.head_dim is None:
+        return attrs.evolve(rule, head_dim=head_dim)
+    if isinstance(rule, ChainShardingRule):
+        return ChainShardingRule(*(with_head_dim(part, head_dim) for part in rule.rules))
+    if isinstance(rule, CompositeShardingRule):
+        rules = [with_head_dim(part, head_dim) for part in rule.rules]
+        return CompositeShardingRule(*rules, empty_is_opinion=rule.empty_is_opinion)
+    return rule
 
 
 @final
@@ -271,13 +291,9 @@ class _Layout:
         assert tensor is not None
         size, parts = leaf.shape[preferred], leaf.axis_size(tensor)
         noun = _WORDS[str(parameter.role)]
-        instead = (
-            f"so {tensor!r} splits dimension {dim % leaf.ndim}"
-            if dim is not None
-            else f"so {tensor!r} does not split it"
-        )
-        why = f"the {noun}, {size}, do not divide over {tensor!r} of size {parts}, {instead}"
-        return _warning(leaf, "other-dim", why, f"Pad them to {math.ceil(size / parts) * parts}", preferred, tensor)
+        instead = "does not split the array" if dim is None else f"splits dimension {dim % leaf.ndim} instead"
+        why = f"{tensor!r} of size {parts} does not divide dimension {preferred % leaf.ndim}, {noun}, and {instead}"
+        return _warning(leaf, "other-dim", why, f"Pad it to {math.ceil(size / parts) * parts}", preferred, tensor)
 
     def _with_fsdp(
         self, leaf: Leaf, base: Leaf, decision: Decision, dims: "_Dims", tensor_dim: int | None

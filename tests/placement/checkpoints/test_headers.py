@@ -160,6 +160,13 @@ def test_an_unreadable_dtype_is_an_error_where_a_leaf_takes_it(tmp_path: Path) -
         load_safetensors(tmp_path, LIKE, P(), sr.create_mesh("data:8"))
 
 
+@pytest.mark.parametrize("length", [ord("<"), int.from_bytes(b"<!", "little"), int.from_bytes(b"<h", "little")])
+def test_a_length_like_another_format_is_read(tmp_path: Path, length: int) -> None:
+    header_text = json.dumps({"a": header()["a"]}, separators=(",", ":")).encode()
+    (tmp_path / "x.safetensors").write_bytes(file_of(header_text.ljust(length), A.tobytes()))
+    assert read_headers(tmp_path).problems == []
+
+
 def test_a_header_wrong_everywhere_gives_few_messages(tmp_path: Path) -> None:
     entries = {f"w{index}": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]} for index in range(1000)}
     (tmp_path / "x.safetensors").write_bytes(text(json.dumps(entries)))
