@@ -12,7 +12,7 @@ from typing import final
 import attrs
 
 from shardrules.analysis.program.flow import LOOP_ROLES, CallSite, Flow, Times, Value
-from shardrules.analysis.program.text import ArrayType, Computation, Instruction, read_attributes
+from shardrules.analysis.program.text import ArrayType, Computation, Instruction, begins_instruction, read_attributes
 from shardrules.core.errors import ProgramTextError
 
 # ENTRY %main.4 (x: f32[8]) -> f32[8] {
@@ -231,11 +231,15 @@ def _sections(lines: list[str]) -> tuple[dict[str, list[str]], tuple[Computation
     name, entry, body = None, None, []
     for line in lines:
         if name is not None:
-            if line.startswith("}"):
+            if line == "}" or line.startswith("} "):
                 computations.append(Computation.read(name, body, types_by_text))
                 name, body = None, []
-            elif line and not line.isspace():
+            elif not line or line.isspace():
+                continue
+            elif not body or line.startswith(("  %", "  ROOT %")) or begins_instruction(line):
                 body.append(line)
+            else:
+                body[-1] += line  # kernels may have metadata of several lines
         # The tables before the computations have no line that ends in a brace.
         elif line.endswith("{") and (match := _COMPUTATION.match(line)):
             name = match[2]

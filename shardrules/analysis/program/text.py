@@ -180,6 +180,11 @@ def _bits(dtype: str, layout: str) -> int:
     return max(8, int("".join(re.findall(r"\d+", dtype)[:1]) or 0))  # the first number: f8e4m3fn has 8 bits
 
 
+def begins_instruction(line: str) -> bool:
+    """Whether a line of a computation is an instruction, or the first line of one."""
+    return _INSTRUCTION.match(line) is not None
+
+
 def read_instruction(line: str, types_by_text: dict[str, tuple[ArrayType, ...]]) -> tuple[Instruction, bool]:
     """Reads one line of a computation, and whether it is the root.
 

@@ -147,6 +147,24 @@ def test_other_texts_raise(text: str, message: str) -> None:
         read_program(text)
 
 
+def test_kernels_with_metadata_of_several_lines_are_read() -> None:
+    text = """HloModule kernels
+
+ENTRY %main.1 (p.0: f32[8]) -> f32[8] {
+  %p.0 = f32[8]{0} parameter(0)
+  %kernel.1 = f32[8]{0} custom-call(%p.0), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+  , "block": "2"
+}}, metadata={op_name="jit(f)/pallas_call"}, backend_config={"flag_configs":[]}
+  ROOT %copy.1 = f32[8]{0} copy(%kernel.1)
+}
+"""
+    program = read_program(text)
+    assert [instruction.name for instruction in program.entry_computation.instructions] == ["p.0", "kernel.1", "copy.1"]
+    kernel = program.entry_computation.by_name["kernel.1"]
+    assert (kernel.op_name, kernel.backend_config) == ("jit(f)/pallas_call", {"flag_configs": []})
+
+
 def test_programs_are_values() -> None:
     text = text_of("attention", CPU)
     assert read_program(text) == read_program(text)
