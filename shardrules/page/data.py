@@ -48,9 +48,8 @@ class Part:
 @final
 @attrs.frozen
 class Origin:
-    """What made a page: the version of shardrules, the command, and the rules as text."""
+    """What made a page: the command, and the rules as text."""
 
-    version: str
     command: str = ""
     rules: str = ""
 
@@ -84,7 +83,6 @@ def page_data(
         ]
     return {
         "title": title,
-        "made_by": f"shardrules {origin.version}",
         "command": origin.command,
         "rules": origin.rules,
         "mesh": list(sizes.items()),

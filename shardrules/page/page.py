@@ -1,15 +1,12 @@
-"""The page as one file: a template with its style, its script and the data that it shows."""
+"""The page of a plan: a template, its scripts, and the data that they draw."""
 
-import html
 import json
-import re
-from importlib.metadata import version
-from importlib.resources import files
 
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.page.data import Origin, Part, page_data
+from shardrules.page.frame import asset, framed
 from shardrules.page.rules import rules_text
 from shardrules.planning.answer.report import AutoPlanReport
 
@@ -50,13 +47,7 @@ def report_page(
     # Paths of the state get a prefix, so that no two arrays share one.
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
-    origin = Origin(version("shardrules"), command, rules_text(plan, rules))
-    data = page_data(heading, parts, audit, planned, origin)
-    # Inside of a script element only "</" and "<!--" have a meaning in HTML.
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    assets = files("shardrules.page") / "assets"
-    page, style = ((assets / name).read_text("utf-8") for name in ("page.html", "page.css"))
-    script = "\n".join((assets / name).read_text("utf-8") for name in ("numbers.js", "page.js"))
-    # One pass for all marks: data may contain what looks like one of them.
-    parts_by_mark = {"<!--TITLE-->": html.escape(heading), "/*CSS*/": style, "/*DATA*/": text, "/*JS*/": script}
-    return re.sub("|".join(map(re.escape, parts_by_mark)), lambda mark: parts_by_mark[mark[0]], page)
+    data = page_data(heading, parts, audit, planned, Origin(command, rules_text(plan, rules)))
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    scripts = ("numbers.js", "theme.js", "page.js")
+    return framed(heading, asset("report.html"), skip="arrays", scripts=scripts, data=text)

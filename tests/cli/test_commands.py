@@ -1,5 +1,6 @@
 """Each command as a process: output, files, exit code, and that no backend of JAX starts."""
 
+import html
 import json
 import os
 import re
@@ -204,6 +205,25 @@ def test_diff(plans: tuple[Path, Path], tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     fine("plan", before, "--rules", "fsdp('data')", "--mesh", "data:8", "-o", str(other), env=NO_BACKEND)
     assert "to move from the old plan to the new, devices receive" in fine("diff", before, str(other), env=NO_BACKEND)
+
+
+def test_diff_writes_a_page(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import numpy as np\ndef make():\n    return {'w': np.ones((8, 8))}\n")
+    for name, rule in (("a", "replicate"), ("b", "shard_dim('data', 0)")):
+        words = ("plan", "model.py:make", "--rules", rule, "--mesh", "data:4", "-o", f"{name}.json")
+        fine(*words, cwd=tmp_path, forks=forks)
+    text = fine("diff", "a.json", "b.json", cwd=tmp_path, forks=forks)
+    for words, file in ((("--html",), "diff.html"), (("--exit-code", "--html", "my page.html"), "my page.html")):
+        code = int("--exit-code" in words)
+        shown = fine("diff", "a.json", "b.json", *words, cwd=tmp_path, forks=forks, code=code)
+        assert shown == f"{text}{file}: the page of this difference\n"
+        page = (tmp_path / file).read_text()
+        assert "<h1>a.json → b.json</h1>" in page
+        assert html.escape(shlex.join(["shardrules", "diff", "a.json", "b.json", *words])) in page
+    before = (tmp_path / "a.json").read_text()
+    process = forks.run("diff", "--html", "a.json", "b.json", cwd=tmp_path)
+    assert (process.returncode, (tmp_path / "a.json").read_text()) == (2, before)
+    assert "a page ends in .html, 'a.json' does not; write OLD NEW --html" in process.stderr
 
 
 @pytest.mark.slow

@@ -30,9 +30,19 @@ def launched() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(
-    browser: Any, file: Path, *, fragment: str = "", width: int = 1440, height: int = 900, scheme: str = "light"
+    browser: Any,
+    file: Path,
+    *,
+    fragment: str = "",
+    width: int = 1440,
+    height: int = 900,
+    scheme: str = "light",
+    ready: str = "#match-count:not(:empty)",
 ) -> Iterator[Any]:
-    """Yields a page in its own window; the console must stay silent, and nothing may be loaded from the network."""
+    """Yields a page in its own window; the console must stay silent, and nothing may be loaded from the network.
+
+    The page is complete when an element matches `ready`.
+    """
     view = {"width": width, "height": height}
     context = browser.new_context(viewport=view, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
@@ -47,10 +57,28 @@ def opened(
     )
     page.goto(file.as_uri() + fragment)
     # Wait by selector: waiting for an expression has to evaluate it, which the page's policy forbids.
-    page.wait_for_selector("#match-count:not(:empty)")
+    page.wait_for_selector(ready)
     yield page
     context.close()
     assert complaints == []
+
+
+_OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll(SELECTOR)].map((node) => [node.textContent, node.getBoundingClientRect()])
+    .filter(([, box]) => box.width > 0 && box.height > 0);
+  const bad = [];
+  boxes.forEach(([text, a], at) => boxes.slice(at + 1).forEach(([other, b]) => {
+    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (wide > 0.5 && high > 0.5) bad.push([text, other]);
+  }));
+  return [boxes.length, bad];
+}"""
+
+
+def overlaps(page: Any, css: str) -> tuple[int, list[Any]]:
+    """How many elements are visible, and the texts of pairs that cover each other."""
+    return page.evaluate(_OVERLAPS.replace("SELECTOR", repr(css)))
 
 
 def axe_faults(page: Any) -> list[tuple[str, str]]:

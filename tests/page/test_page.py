@@ -16,7 +16,7 @@ from shardrules.analysis.audits.text import count_text
 from shardrules.core.check import bytes_text
 from tests.cli.command import GPT, GPT_RULES, shardrules
 from tests.house.source import REPOSITORY
-from tests.page.browser import axe_faults, launched, opened
+from tests.page.browser import axe_faults, launched, opened, overlaps
 
 pytestmark = pytest.mark.slow
 
@@ -300,24 +300,6 @@ def test_the_map_zooms_and_links_to_arrays(browser: Any, small: Path) -> None:
         assert "big" in page.inner_text(".map-tip")
         page.mouse.click(box["x"] + 0.2 * box["width"], box["y"] + 0.5 * box["height"])
         assert page.inner_text("#detail h3") == "big"
-
-
-OVERLAPS = """() => {
-  const boxes = [...document.querySelectorAll(SELECTOR)].map((node) => [node.textContent, node.getBoundingClientRect()])
-    .filter(([, box]) => box.width > 0 && box.height > 0);
-  const bad = [];
-  boxes.forEach(([text, a], at) => boxes.slice(at + 1).forEach(([other, b]) => {
-    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-    if (wide > 0.5 && high > 0.5) bad.push([text, other]);
-  }));
-  return [boxes.length, bad];
-}"""
-
-
-def overlaps(page: Any, css: str) -> tuple[int, list[Any]]:
-    """How many elements are visible, and the pairs that cover each other."""
-    return page.evaluate(OVERLAPS.replace("SELECTOR", repr(css)))
 
 
 @pytest.mark.parametrize("width", [360, 760, 1240, 1920])

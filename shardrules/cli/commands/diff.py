@@ -8,17 +8,33 @@ from typing import Any
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.files import read_text
+from shardrules.cli.files import read_text, write
 from shardrules.cli.models import read_plan
 from shardrules.cli.terminal import show
 from shardrules.core.errors import ReportError
+from shardrules.page.difference import diff_page
 from shardrules.planning.answer.move import PlanMove
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="OLD", type=Path, help="the JSON of a plan, of an autoplan, or of an audit")
     parser.add_argument("new", metavar="NEW", type=Path, help="another of the same kind")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=_page,
+        nargs="?",
+        const=Path("diff.html"),
+        help="write a page of two plans (default: diff.html)",
+    )
     parser.add_argument("--exit-code", action="store_true", help="exit 1 if they differ, as git diff does")
+
+
+def _page(text: str) -> Path:
+    """The name of a page: `--html old.json new.json` must not replace a plan."""
+    if not text.endswith((".html", ".htm")):
+        raise argparse.ArgumentTypeError(f"a page ends in .html, {text!r} does not; write OLD NEW --html")
+    return Path(text)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -26,6 +42,8 @@ def _run(args: argparse.Namespace) -> int:
     if are_audits[0] != are_audits[1]:
         audit, plan = (args.old, args.new) if are_audits[0] else (args.new, args.old)
         raise UsageError(f"{audit} is an audit and {plan} is not: compare two audits, or two plans")
+    if are_audits[0] and args.html is not None:
+        raise UsageError(f"--html is for plans, and {args.old} is an audit: shardrules report --audit shows it")
     if are_audits[0]:
         changes: Any = _read_audit(args.old).diff(_read_audit(args.new))
         show(str(changes))
@@ -34,6 +52,10 @@ def _run(args: argparse.Namespace) -> int:
         changes = old.diff(new)
         move = PlanMove.between(old, new) if changes else None
         show(str(changes) if move is None else f"{changes}\n{move}")
+        if args.html is not None:
+            title = f"{args.old.name} → {args.new.name}"
+            write(args.html, diff_page(old, new, title=title, command=args.command_line))
+            show(f"{args.html}: the page of this difference")
     return FINDINGS if changes and args.exit_code else SUCCESS
 
 
@@ -55,7 +77,7 @@ def _read_audit(file: Path) -> AuditReport:
 COMMAND = Command(
     "diff",
     "Shows what changed between two plans or two audits, in bytes and collectives.",
-    "OLD NEW [--exit-code]",
+    "OLD NEW [options]",
     ("diff before.json after.json",),
     _declare,
     _run,

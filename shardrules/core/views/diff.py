@@ -61,6 +61,25 @@ class Change:
 
 
 @final
+@attrs.frozen
+class ChangeGroup:
+    """Equal changes of leaves whose paths differ in nothing but indices; the bytes are those of all of them."""
+
+    path: str
+    changes: tuple[Change, ...]
+
+    @property
+    def old_bytes(self) -> int:
+        """The bytes on one device before."""
+        return sum(change.old_bytes for change in self.changes)
+
+    @property
+    def new_bytes(self) -> int:
+        """The bytes on one device after."""
+        return sum(change.new_bytes for change in self.changes)
+
+
+@final
 @attrs.frozen(repr=False)
 class PlanDiff:
     """The differences between two plans. It is false without any, and prints as a table.
@@ -90,20 +109,26 @@ class PlanDiff:
     def __bool__(self) -> bool:
         return bool(self.changes) or self.old_mesh != self.new_mesh
 
+    def groups(self) -> tuple[ChangeGroup, ...]:
+        """Returns the changes with equal layers together, in the order of the tree."""
+        groups: dict[tuple[Any, ...], list[Change]] = {}
+        for change in self.changes:
+            groups.setdefault((template(change.path), change.shape, change.old, change.new), []).append(change)
+        return tuple(
+            ChangeGroup(functools.reduce(common_path, (change.path for change in group)), tuple(group))
+            for group in groups.values()
+        )
+
     def __str__(self) -> str:
         if not self:
             return "no difference"
         lines = [] if self.old_mesh == self.new_mesh else [f"mesh {self.old_mesh} -> {self.new_mesh}"]
-        groups: dict[tuple[Any, ...], list[Change]] = {}
-        for change in self.changes:
-            groups.setdefault((template(change.path), change.shape, change.old, change.new), []).append(change)
-        for (_, shape, old, new), group in groups.items():
-            count = f"  x{len(group)}" if len(group) > 1 else ""
-            path = functools.reduce(common_path, (change.path for change in group))
+        for group in self.groups():
+            first = group.changes[0]
+            count = f"  x{len(group.changes)}" if len(group.changes) > 1 else ""
             lines.append(
-                f"{path or '(the tree)'}{count}  {shape_text(shape)}  {old or 'absent'} -> "
-                f"{new or 'absent'}  {bytes_text(sum(change.old_bytes for change in group))} -> "
-                f"{bytes_text(sum(change.new_bytes for change in group))} per device"
+                f"{group.path or '(the tree)'}{count}  {shape_text(first.shape)}  {first.old or 'absent'} -> "
+                f"{first.new or 'absent'}  {bytes_text(group.old_bytes)} -> {bytes_text(group.new_bytes)} per device"
             )
         growth = sum(change.new_bytes - change.old_bytes for change in self.changes)
         count = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"

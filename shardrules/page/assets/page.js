@@ -204,39 +204,11 @@
       ["Fingerprint", el("code.hash", { title: data.fingerprint }, data.fingerprint)],
     ]).children);
     $("summary").hidden = false;
-    $("made-by").textContent = data.made_by;
   }
 
   function drawSectionLinks() {
     const links = [["findings", "Findings", data.findings.length], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"], ["origin", "Rules"]];
     $("sections").append(...links.filter(([id]) => $(id)).map(([id, text, n]) => el("a", { href: `#${id}` }, text, n && el("b", {}, n))));
-    $("sections").hidden = false;
-  }
-
-  const THEME_KEY = "shardrules-theme"; // the script in the head of the page reads it too
-
-  function startTheme(changed) {
-    const system = matchMedia("(prefers-color-scheme: dark)");
-    let wish = "auto";
-    try { wish = localStorage.getItem(THEME_KEY) ?? "auto"; } catch { /* storage is forbidden */ }
-    const apply = () => {
-      const dark = wish === "auto" ? system.matches : wish === "dark";
-      document.documentElement.dataset.theme = dark ? "dark" : "light";
-      changed();
-    };
-    for (const input of $("theme").querySelectorAll("input")) {
-      input.checked = input.value === wish;
-      input.addEventListener("change", () => {
-        wish = input.value;
-        try {
-          if (wish === "auto") localStorage.removeItem(THEME_KEY);
-          else localStorage.setItem(THEME_KEY, wish);
-        } catch { /* then the choice lasts only as long as the page */ }
-        apply();
-      });
-    }
-    system.addEventListener("change", apply);
-    $("theme").hidden = false;
   }
 
   // ------------------------------------------------------------------ findings
