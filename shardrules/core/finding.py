@@ -19,7 +19,8 @@ UNDECIDED_CODES = ("conflict", "unknown-axis")
 UNKNOWN_AXIS_REMEDY = "Correct the name, or wrap the rule in FittedShardingRule to drop axes that a mesh lacks"
 
 _SEVERITY_ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
-_INDEX = re.compile(r"(?<![^/])[0-9]+(?![^/])")
+_INDEX = re.compile(r"(?<![^/])[0-9]+(?![^/])|(?<=\.)[0-9]+(?=\.(?:[0-9*]+\.)*[^\W0-9])")
+"""Numbers between slashes; and between dots where a name follows, so that versions and decimals are none."""
 
 
 @final
@@ -75,8 +76,25 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def template(path: str) -> str:
-    """Returns `path` with every index written as `*`: `layers/*/mlp/up` for `layers/11/mlp/up`."""
+    """Returns `path` with every index written as `*`: `layers/*/mlp/up` for `layers/11/mlp/up`.
+
+    Names of parameters with dots, `layers.11.mlp.up`, are paths as well.
+    """
     return _INDEX.sub("*", path)
+
+
+def mark_indices(name: str, *, with_width: bool) -> str:
+    """Returns a name with `#` for every index between its dots, or `with_width` for every digit of one.
+
+    ```python
+    from shardrules.core.finding import mark_indices
+
+    assert mark_indices("layers.11.mlp.up", with_width=False) == "layers.#.mlp.up"
+    assert mark_indices("layers.11.mlp.up", with_width=True) == "layers.##.mlp.up"
+    assert mark_indices("0.5", with_width=False) == "0.5"
+    ```
+    """
+    return _INDEX.sub((lambda match: "#" * len(match[0])) if with_width else "#", name)
 
 
 def common_path(first: str, second: str) -> str:
@@ -84,7 +102,14 @@ def common_path(first: str, second: str) -> str:
     if first == second:
         return first
     pairs = itertools.zip_longest(first.split("/"), second.split("/"))
-    return "/".join(a if a == b else "*" for a, b in pairs)
+    return "/".join(a if a == b else _common_name(a or "", b or "") for a, b in pairs)
+
+
+def _common_name(first: str, second: str) -> str:
+    """As `common_path`, for two names with dots that differ in their indices; `*` for any others."""
+    if "." not in first or template(first) != template(second):
+        return "*"
+    return ".".join(a if a == b else "*" for a, b in zip(first.split("."), second.split("."), strict=True))
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

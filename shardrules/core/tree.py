@@ -30,7 +30,7 @@ from shardrules.core.boxes import (
     variable_types,
 )
 from shardrules.core.errors import ConfigError, PlanError, TreeError
-from shardrules.core.finding import common_path
+from shardrules.core.finding import common_path, mark_indices
 from shardrules.core.leaf import Leaf
 from shardrules.core.spec import device_dtype
 
@@ -375,6 +375,8 @@ class _Walker:
             sibling_key = sibling = None
             if self.reads_index == "value" or not (name.isdecimal() and name.isascii()):
                 mark = name.replace("#", "#~") if "#" in name else name  # no name may look like the mark of an index
+                if "." in name and "/" not in name and self.reads_index != "value":
+                    mark = mark_indices(mark, with_width=self.reads_index == "width")
             else:
                 # With the codes of its leaves as bytes, comparing two siblings of a thousand leaves is one comparison.
                 mark = "#" if self.reads_index == "no" else "#" * len(name)

@@ -15,14 +15,14 @@ from shardrules.core.tree import ReadsIndex
 Match: TypeAlias = Literal["search", "fullmatch", "match"]
 """How a pattern is matched against a path: anywhere in it, as a whole, or from its beginning."""
 
-# An index is a run of digits with a slash, or an end of the path, on either side. So what stands right behind or right
-# before another character of a name never matches a digit of an index, and of the rest only pieces count that match
-# either all digits or none.
+# An index is a run of digits with a slash, a dot, or an end of the path, on either side. So what stands right behind or
+# right before another character of a name never matches a digit of an index, and of the rest only pieces count that
+# match either all digits or none.
 _ITEM = r"(?:[A-Za-z_]-[A-Za-z_] | [^]\[\\^0-9-] | \\[./-])"  # of a character class, without digits
-_NAME = r"(?:[^]\[0-9\\(){}.*+?|^$/] | \\[^A-Za-z0-9/])"  # a character that is neither a digit nor a slash
-_NO_DIGIT = rf"(?:{_NAME} | /|\\/ | \\[DWs] | \[-?{_ITEM}+-?\])"
+_NAME = r"(?:[^]\[0-9\\(){}.*+?|^$/] | \\[^A-Za-z0-9/.])"  # a character that is neither a digit nor a separator
+_NO_DIGIT = rf"(?:{_NAME} | /|\\[/.] | \\[DWs] | \[-?{_ITEM}+-?\])"
 _ANY_DIGIT = rf"(?:\. | \\[dwS] | \[-?{_ITEM}*(?:0-9|\\[dw]){_ITEM}*-?\] | \[\^-?{_ITEM}+-?\])"
-_DIGIT_OF_NAME = r"(?:[0-9] | \\[dw] | \[(?:\w-\w|\w)+-?\] | \[\^/\])"  # none of these matches a slash
+_DIGIT_OF_NAME = r"(?:[0-9] | \\[dw] | \[(?:\w-\w|\w)+-?\])"  # none of these matches a separator
 _END = r"(?![*+?{])"  # no quantifier follows
 _IN_NAME = rf"(?:{_DIGIT_OF_NAME}{_END})*{_NAME}(?:\+\??)?{_END}(?:{_DIGIT_OF_NAME}(?:[*+?]\??)?{_END})*(?:\.{_END})?"
 _PRESENT = rf"(?:{_IN_NAME} | {_NO_DIGIT}(?:\+\??)?{_END})"

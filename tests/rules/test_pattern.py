@@ -55,6 +55,8 @@ embed.+weight
 .+attn.+weight
 .+norm|.+bias
 model\.layers\.\d+\.mlp
+layers\.\d+\.mlp\.experts\.\d+\.w[12]
+(^|[./])norm([./]|$)
 layers.\d+.mlp
 layers/(?:\d+|head)/w
 layers/(?:head|\d+)/w
@@ -99,6 +101,8 @@ def test_patterns_that_read_how_many_digits_an_index_has(pattern: str) -> None:
     "pattern",
     [
         "layers/3/mlp",
+        r"layers\.3\.mlp",
+        r"layers[^/]3",
         "layers/[0-4]/",
         "layers/[12]/",
         "layers/(0|1)/",
@@ -145,7 +149,8 @@ def test_no_pattern_reads_more_than_it_says() -> None:
             continue
         count += 1
         for _ in range(4):
-            template = "/".join(rng.choice(NAMES) for _ in range(rng.randint(1, 4)))
+            names = [rng.choice(NAMES) for _ in range(rng.randint(1, 4))]
+            template = "".join(name + rng.choice("/.") for name in names)[:-1]
             for search in (pattern.search, pattern.match, pattern.fullmatch):
                 answers: dict[Any, bool] = {}
                 for indices in itertools.product(INDICES, repeat=2):
