@@ -9,7 +9,7 @@ flattened trees know nothing of either, so it is kept beside them.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, final
 
 import attrs
@@ -132,6 +132,11 @@ def share_variables(tree: Any, shared: Mapping[int, int]) -> Any:
     return treedef.unflatten(nodes)
 
 
+def has_objects(arguments: Any) -> bool:
+    """Whether the arguments of a call hold objects of nnx, which a call may write to."""
+    return bool(_objects(arguments))
+
+
 def _objects(arguments: Any) -> list[Any]:
     """The objects of nnx in the arguments of a call, those inside of others left out."""
     types = opaque_types()
@@ -183,10 +188,11 @@ class ArgumentVariables:
         values = [jtu.tree_leaves(variable) for variable in _variables(objects)]
         return cls(objects, jtu.tree_structure(objects), values)
 
-    def writes(self, caller: str) -> dict[int, Any]:
+    def writes(self, caller: str, gone: Sequence[Any] = ()) -> dict[int, Any]:
         """Returns the value of every variable that was written to since, by its index among all of them.
 
-        An object that got or lost variables or other attributes raises a `TreeError`.
+        Variables with an array that will be `gone` count as written to. An object that got or lost variables or other
+        attributes raises a `TreeError`.
         """
         if not self.objects:
             return {}
@@ -197,8 +203,12 @@ class ArgumentVariables:
                 "object, or use nnx.jit"
             )
         variables = _variables(self.objects)
+        gone_ids = set(map(id, gone))
         return {
             index: _raw_value(variable)
             for index, (variable, before) in enumerate(zip(variables, self.values, strict=True))
-            if any(value is not old for value, old in zip(jtu.tree_leaves(variable), before, strict=True))
+            if any(
+                new is not old or id(old) in gone_ids
+                for new, old in zip(jtu.tree_leaves(variable), before, strict=True)
+            )
         }

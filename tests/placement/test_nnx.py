@@ -196,3 +196,118 @@ def test_shardings_of_plans_are_shardings_of_nnx_jit(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
         step(model, optimizer, X)
     assert spec(model.blocks[0].up.kernel) == P(None, "model")
+
+
+# ---- filter_jit ----
+
+
+@pytest.mark.parametrize("donate", ["none", "all", (0, 1)], ids=str)
+def test_filter_jit_writes_to_modules_as_nnx_jit_does(mesh: Mesh, donate: Any) -> None:
+    model, optimizer = training(None)
+    plan = RULES.plan(model, mesh)
+    step = sr.filter_jit(train_step, mesh=mesh, in_shardings=(plan, plan.mirror, P("data")), donate=donate)
+    losses = [float(step(model, optimizer, X)) for _ in range(3)]
+    expected_model, expected_optimizer = training(None)
+    expected_step = nnx.jit(train_step)
+    with jax.set_mesh(mesh):
+        expected = [float(expected_step(expected_model, expected_optimizer, jnp.asarray(X))) for _ in range(3)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+    assert (int(optimizer.step[...]), int(model.blocks[0].dropout.rngs.count[...])) == (3, 3)
+    assert spec(model.blocks[0].up.kernel) == spec(optimizer.opt_state[0].mu.blocks[0].up.kernel) == P(None, "model")
+    assert spec(model.blocks[0].up.bias) == P()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((model, optimizer)))
+
+
+def test_filter_jit_without_shardings_writes_to_modules() -> None:
+    model = zoo.nnx_model(1)
+    for count in (1, 2):
+        sr.filter_jit(lambda model, x: model(x))(model, X)
+        assert int(model.blocks[0].dropout.rngs.count[...]) == count
+    before = np.asarray(model.norm.mean[...])
+    sr.filter_jit(model)(X + 1)  # a module that is called is an argument, too
+    assert not np.array_equal(before, model.norm.mean[...])
+
+
+def test_a_variable_that_occurs_twice_is_one_inside_of_filter_jit(mesh: Mesh) -> None:
+    def clear(model: Tied) -> tuple[jax.Array, Tied]:
+        model.head[...] = 0 * model.head[...]
+        return jnp.sum(jnp.abs(model.embed.embedding[...])), model
+
+    model = Tied(nnx.Rngs(0))
+    for call in (sr.filter_jit(clear), sr.filter_jit(clear, mesh=mesh, in_shardings=RULES)):
+        total, result = call(model)
+        assert float(total) == 0
+        for each in (model, result):
+            assert each.head is each.embed.embedding
+            assert not np.asarray(each.head[...]).any()
+    untied = Tied(nnx.Rngs(0))
+    untied.head = nnx.Param(jnp.ones((16, 8)))
+    assert float(sr.filter_jit(clear)(untied)[0]) > 0  # the same structure, and not the same call
+
+
+def test_a_compiled_function_writes_to_the_modules_it_is_called_with(mesh: Mesh) -> None:
+    model, other = zoo.nnx_model(1), zoo.nnx_model(1)
+    compiled = (
+        sr.filter_jit(lambda model, x: model(x), mesh=mesh, in_shardings=(RULES, P("data"))).lower(model, X).compile()
+    )
+    compiled(other, X)
+    counts = [int(each.blocks[0].dropout.rngs.count[...]) for each in (model, other)]
+    assert counts == [0, 1]
+
+
+def test_a_state_is_a_value_to_filter_jit() -> None:
+    def double(state: Any) -> Any:
+        state["kernel"][...] = 2 * state["kernel"][...]
+        return state
+
+    state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    before = np.asarray(state["kernel"][...])
+    np.testing.assert_array_equal(sr.filter_jit(double)(state)["kernel"][...], 2 * before)
+    np.testing.assert_array_equal(state["kernel"][...], before)
+
+
+def test_split_models_train_as_values(mesh: Mesh) -> None:
+    graph, params, rest = nnx.split(zoo.nnx_model(1), nnx.Param, ...)
+
+    def step(params: Any, rest: Any, x: jax.Array) -> tuple[Any, Any]:
+        model = nnx.merge(graph, params, rest)
+        grads = jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x))(params)
+        return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads), nnx.state(model, nnx.Not(nnx.Param))
+
+    plan = RULES.plan(params, mesh)
+    jitted = sr.filter_jit(step, mesh=mesh, in_shardings=(plan, P(), P("data")), out_shardings=(plan, P()))
+    params, rest = sr.filter_shard(params, plan), sr.filter_shard(rest, P(), mesh)
+    for _ in range(2):
+        params, rest = jitted(params, rest, sr.filter_shard(X, P("data"), mesh))
+    assert spec(params["blocks"][0]["up"]["kernel"]) == P(None, "model")
+
+
+class Opaque(nnx.Module, pytree=False):
+    """A module that JAX does not look into."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.ones(8))
+
+
+def test_filter_jit_refuses_what_would_be_lost(mesh: Mesh) -> None:
+    def add(model: Any) -> None:
+        model.extra = nnx.Param(jnp.ones(3))
+
+    for options in ({}, {"mesh": mesh}):
+        with pytest.raises(sr.errors.TreeError, match=r"filter_jit: the function adds, .* or use nnx\.jit"):
+            sr.filter_jit(add, **options)(zoo.nnx_model(1))
+        with pytest.raises(sr.errors.TreeError, match=r"JAX sees no arrays in .*\(Opaque\)"):
+            sr.filter_jit(lambda model: model.scale.sum(), **options)(Opaque())
+
+
+def test_wrappers_of_a_function_of_modules_trace_it_once(mesh: Mesh) -> None:
+    traces: list[int] = []
+
+    def apply(model: Any, x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return model(x)
+
+    model = sr.filter_shard(zoo.nnx_model(1), RULES, mesh)
+    for _ in range(3):
+        sr.filter_jit(apply, mesh=mesh, in_shardings=(RULES, P("data")))(model, X)
+    assert len(traces) == 1

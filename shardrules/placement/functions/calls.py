@@ -5,7 +5,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -13,6 +13,13 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from shardrules.core.boxes import (
+    ArgumentVariables,
+    opaque_types,
+    refuse_opaque,
+    share_variables,
+    shared_leaves,
+)
 from shardrules.core.errors import ConfigTypeError, TreeError
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.cache import Cache, array_key, static_key
@@ -31,6 +38,8 @@ class FlatCall:
     arrays: list[Any]
     static: dict[int, Any]
     """The leaves that are not arrays, by leaf index."""
+    shared: dict[int, int]
+    """The leaves of variables that occur twice, as `shared_leaves` returns them."""
 
     def static_keys(self, owner: Any) -> tuple[Hashable, ...]:
         """Returns the keys of the static leaves. The owner of the cache has none, so that the cache lets go of it."""
@@ -50,16 +59,26 @@ class FlatCall:
                 if is_array(leaf):
                     yield f"{name}, {path}" if path else name
 
-    def flat_function(self, result: "Result") -> Callable[..., list[Any]]:
-        """Returns a function from the arrays to the arrays of the result; `result` learns the rest of it."""
+    def flat_function(self, result: "Result", donated: Sequence[int] = ()) -> Callable[..., list[Any]]:
+        """Returns a function from the arrays to the arrays of the result; `result` learns the rest of it.
+
+        What the function writes to variables of its arguments is a part of the result, and so are all variables whose
+        arrays are `donated`, since these will be gone.
+        """
 
         def run(*arrays: Any) -> list[Any]:
             traced = iter(arrays)
             leaves = [
                 self.static[index] if index in self.static else next(traced) for index in range(self.treedef.num_leaves)
             ]
-            fn, args, kwargs = self.treedef.unflatten(leaves)
-            values, result.treedef = jax.tree.flatten(fn(*args, **kwargs))
+            call = share_variables(self.treedef.unflatten(leaves), self.shared)
+            variables = ArgumentVariables.of(call)
+            fn, args, kwargs = call
+            value = fn(*args, **kwargs)
+            writes = variables.writes("filter_jit", [arrays[index] for index in donated])
+            result.shared = shared_leaves(value)
+            result.sources = _sources(arrays, variables, writes)
+            values, result.treedef = jax.tree.flatten((value, writes))
             result.static = {index: value for index, value in enumerate(values) if not is_array(value)}
             return [value for value in values if is_array(value)]
 
@@ -73,13 +92,33 @@ class Result:
 
     treedef: Any = None
     static: dict[int, Any] = attrs.field(factory=dict)
+    shared: dict[int, int] = attrs.field(factory=dict)
+    """The leaves of variables that occur twice in the result."""
+    sources: list[int | None] = attrs.field(factory=list)
+    """For each array that is written to an argument, the index of the array of the call that it takes the place of, if
+    the two have one shape."""
 
     def tree(self, arrays: Iterable[Any]) -> Any:
         """Returns the result with these arrays in it."""
+        return self.tree_and_writes(arrays)[0]
+
+    def tree_and_writes(self, arrays: Iterable[Any]) -> tuple[Any, dict[int, Any]]:
+        """Returns the result with these arrays in it, and what to write to variables of the arguments."""
         rest = iter(arrays)
-        return self.treedef.unflatten(
+        tree, writes = self.treedef.unflatten(
             [self.static[index] if index in self.static else next(rest) for index in range(self.treedef.num_leaves)]
         )
+        return share_variables(tree, self.shared), writes
+
+
+def _sources(arrays: Sequence[Any], variables: ArgumentVariables, writes: Mapping[int, Any]) -> list[int | None]:
+    indices = {id(array): index for index, array in enumerate(arrays)}
+    pairs = [
+        pair
+        for variable_index in sorted(writes)
+        for pair in zip(variables.values[variable_index], jax.tree.leaves(writes[variable_index]), strict=True)
+    ]
+    return [indices.get(id(old)) if np.shape(old) == np.shape(new) else None for old, new in pairs if is_array(new)]
 
 
 def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
@@ -93,6 +132,7 @@ def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat
     ```
     """
     leaves, treedef = jax.tree.flatten((fn, args, kwargs))
+    opaque = opaque_types()
     arrays: list[Any] = []
     static: dict[int, Any] = {}
     for index, leaf in enumerate(leaves):
@@ -100,14 +140,17 @@ def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat
             arrays.append(leaf)
         elif isinstance(leaf, ArraySource):
             raise ConfigTypeError("filter_jit: an ArraySource cannot be traced; place it with filter_shard first")
+        elif issubclass(type(leaf), opaque):
+            refuse_opaque([("filter_jit, an argument", leaf)])
         else:
             static[index] = leaf
-    return FlatCall(fn, args, kwargs, treedef, arrays, static)
+    return FlatCall(fn, args, kwargs, treedef, arrays, static, shared_leaves((fn, args, kwargs)))
 
 
 def check_same_call(call: FlatCall, lowered_for: FlatCall) -> None:
     """Raises a `TreeError` if a call differs from the one that a program was lowered for in more than its arrays."""
-    if call.treedef != lowered_for.treedef or call.static.keys() != lowered_for.static.keys():
+    structures = [(each.treedef, each.static.keys(), each.shared) for each in (call, lowered_for)]
+    if structures[0] != structures[1]:
         raise TreeError("filter_jit: the arguments differ in structure from those that the function was lowered for")
     different = [
         f"{value!r:.60} instead of {lowered_for.static[index]!r:.60}"

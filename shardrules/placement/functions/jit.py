@@ -14,6 +14,7 @@ from equinox import filter_jit as equinox_filter_jit  # before a program puts ou
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh, check_mesh
+from shardrules.core.boxes import has_objects, share_variables, shared_leaves, write_variables
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.errors import ConfigTypeError
 from shardrules.core.jax_state import trace_key, under_trace
@@ -74,6 +75,9 @@ def filter_jit(
     The same tree is compiled once, by however many wrappers of the function. Arguments that `in_shardings` names and
     that are on no particular device yet are placed first, so that the first step of a training is compiled for all
     steps, where `jax.jit` compiles two. To `jax.transfer_guard` such a transfer is explicit.
+
+    Modules, optimizers and random streams of flax nnx are written to, as by `nnx.jit`, and keep the shardings that
+    `in_shardings` gives them. An `nnx.State` is a value, to be returned.
 
     **Arguments:**
 
@@ -138,7 +142,8 @@ class FilterJit:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         meshes = self._meshes()
-        if self.options.are_equinox and meshes.inside is meshes.outside:
+        is_equinox = self.options.are_equinox and meshes.inside is meshes.outside
+        if is_equinox and not has_objects((self.fn, args, kwargs)):  # Equinox loses what is written to these
             return self._call_equinox(args, kwargs)
         program, arrays, call = self._prepare(args, kwargs, meshes)
         return self._run(program, program.run, call, arrays, meshes)
@@ -154,7 +159,8 @@ class FilterJit:
         ```
         """
         meshes = self._meshes()
-        args, kwargs = jax.tree.map(as_struct, (args, kwargs))  # lowering moves nothing
+        structs = jax.tree.map(as_struct, (args, kwargs))  # lowering moves nothing
+        args, kwargs = share_variables(structs, shared_leaves((args, kwargs)))
         program, arrays, lowered_for = self._prepare(args, kwargs, meshes)
 
         def run(compiled: jax.stages.Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +236,7 @@ class FilterJit:
         arrays = meshes.all_inside(call.arrays)
         owner, cache = self._kept
         # Static leaves by type too, and what else a trace depends on: settings and contexts of JAX.
-        kind = (self.options, call.treedef, call.static_keys(owner), meshes, trace_key())
+        kind = (self.options, call.treedef, tuple(call.shared.items()), call.static_keys(owner), meshes, trace_key())
         key = (kind, tuple(map(array_key, arrays)))
         try:
             program = cache.get(key)
@@ -256,7 +262,9 @@ class FilterJit:
         __tracebackhide__ = True
         with self._use_mesh(meshes):
             results = program.call(run, call, arrays)
-        return program.result.tree(meshes.all_outside(results))
+        tree, writes = program.result.tree_and_writes(meshes.all_outside(results))
+        write_variables((call.fn, call.args, call.kwargs), writes)
+        return tree
 
 
 def _on_several_devices(tree: Any) -> bool:

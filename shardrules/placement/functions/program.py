@@ -82,11 +82,13 @@ def compile_call(
     donated = _donated_indices(options.donate, call)
     # Traced before it is compiled, since `out_shardings` may be a rule, which needs the shapes of the results.
     try:
-        traced = _jit(call.flat_function(result), in_shardings=tuple(shardings)).trace(*arrays)
+        traced = _jit(call.flat_function(result, donated), in_shardings=tuple(shardings)).trace(*arrays)
     except Exception as error:  # JAX has no public class for errors about shardings
         _add_hint(error, meshes)
         raise
     out_shardings = _out_shardings(options, result.tree(traced.out_info))
+    # What is written to an argument is where `in_shardings` has the argument.
+    out_shardings += [None if source is None else shardings[source] for source in result.sources]
     program = traced.jaxpr
     if not under_trace():  # else what is being traced runs the callbacks
         errors = CallbackErrors()
