@@ -271,7 +271,7 @@ def test_split_models_train_as_values(mesh: Mesh) -> None:
 
     def step(params: Any, rest: Any, x: jax.Array) -> tuple[Any, Any]:
         model = nnx.merge(graph, params, rest)
-        grads = jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x))(params)
+        grads = nnx.grad(loss)(model, x)
         return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads), nnx.state(model, nnx.Not(nnx.Param))
 
     plan = RULES.plan(params, mesh)
