@@ -70,6 +70,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Python puts a folder into its package when it is first imported. `reshard` is also the name of a function, which the
+# folder would replace at some later time: so it is imported now, and its name is left to the function.
+importlib.import_module(f"{__name__}.reshard")
+del globals()["reshard"]
+
 
 @functools.cache
 def _lazy_modules() -> dict[str, str]:
@@ -83,6 +88,8 @@ def _lazy_modules() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # `inspect` and others look for such names, and must not import the rooms
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in __all__:
         rooms = [importlib.import_module(f"{__name__}.{room}") for room in ("errors", "meshes", "specs")]
         home = next((room.__name__ for room in rooms if name in room.__all__), "")

@@ -60,6 +60,15 @@ def test_importing_has_no_effects() -> None:
     assert import_effects("shardrules", REPOSITORY) == []
 
 
+def test_no_folder_takes_the_name_of_an_export() -> None:
+    probe = (
+        "import shardrules as sr, types; import shardrules.meshes, shardrules.reports; sr.filter_shard; print(*[name "
+    )
+    probe += "for name in sr.__all__ if isinstance(getattr(sr, name), types.ModuleType)])"
+    run = python("-c", probe, path=REPOSITORY)
+    assert run.stdout.split() == ["errors", "meshes", "presets", "reports", "specs"]
+
+
 def test_importing_alone_imports_nothing_slow() -> None:
     """Each name is imported when it is first used: a command can say what Ctrl-C does before JAX is imported."""
     code = (
