@@ -32,7 +32,7 @@ def printed(script: str, *arguments: str, start: str, folder: Path, **variables:
 
 
 def test_every_example_is_run_here() -> None:
-    scripts = ["first_plan.py", "llama_405b.py", "plan_llama.py", "train_gpt.py"]  # Llama 405B is planned in tests/cli
+    scripts = ["first_plan.py", "llama_405b.py", "plan_llama.py", "train_gpt.py", "train_nnx.py"]  # Llama 405B is planned in tests/cli
     assert sorted(script.name for script in EXAMPLES.glob("*.py")) == scripts
 
 
@@ -72,3 +72,17 @@ def test_train_gpt_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> Non
     assert max(loss for step, loss in steps if step > 20) < untrained - 1  # it did not start again
     assert "\r" not in text
     assert "\nReturn a new " in training
+
+
+@pytest.mark.slow
+def test_train_nnx_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    text = printed("train_nnx.py", "--steps", "45", start=ON_CPU, folder=tmp_path)
+    assert re.search(r"^blocks/\*/up/kernel  x2 .* P\('data', 'model'\) ", text, re.MULTILINE)
+    reports = re.findall(r"^(.*): blocks/0/up/kernel is (.*) devices, its moment (.*)$", text, re.MULTILINE)
+    assert [shards for _, shards, _ in reports] == ["(256, 128) on 8", "(512, 128) on 4", "(512, 128) on 4"]
+    assert all(shards == moment for _, shards, moment in reports)
+    steps = [(int(step), float(loss)) for step, loss in re.findall(r"step +(\d+)/.* loss ([\d.]+)", text)]
+    assert [step for step, _ in steps] == [10, 20, 30, 40]
+    losses = [loss for _, loss in steps]
+    assert losses == sorted(losses, reverse=True)  # it did not start again
+    assert losses[-1] < losses[0] - 0.5
