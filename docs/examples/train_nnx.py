@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -113,9 +112,7 @@ def main() -> None:
     train(model, optimizer, plan, eight, 2 * steps // 3)
 
     with tempfile.TemporaryDirectory() as folder:
-        state = nnx.state({"model": model, "optimizer": optimizer})
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(f"{folder}/state", nnx.to_pure_dict(state))
+        sr.save_orbax(f"{folder}/state", {"model": model, "optimizer": optimizer})
         plan = RULES.plan(shapes, four).check()
         like = {"model": shapes, "optimizer": nnx.eval_shape(make_optimizer, shapes)}
         restored = sr.load_orbax(f"{folder}/state", like, plan.mirror, four)

@@ -132,6 +132,21 @@ def share_variables(tree: Any, shared: Mapping[int, int]) -> Any:
     return treedef.unflatten(nodes)
 
 
+def plain_trees(tree: Any) -> Any:
+    """Returns `tree` with nested dictionaries in place of what nnx has, as `nnx.to_pure_dict` makes them of states."""
+    types = (*opaque_types(), *variable_types(), *_types("flax.nnx.statelib", ("State",)))
+
+    def plain(node: Any) -> Any:
+        if is_variable(node):
+            return plain_trees(_raw_value(node))
+        if not issubclass(type(node), types):
+            return node
+        pairs = _registry.flatten_one_level_with_keys(node)[0]
+        return {jtu.keystr((key,), simple=True): plain_trees(child) for key, child in pairs}
+
+    return jax.tree.map(plain, tree, is_leaf=lambda node: issubclass(type(node), types)) if types else tree
+
+
 def has_objects(arguments: Any) -> bool:
     """Whether the arguments of a call hold objects of nnx, which a call may write to."""
     return bool(_objects(arguments))

@@ -100,6 +100,8 @@ def match(
     matches: list[str | None] = []
     for leaf in leaves:
         name: Any = table[leaf.path] if leaf.path in table else name_of(leaf.path)
+        if leaf.first_path and name not in stored:
+            name = table[leaf.first_path] if leaf.first_path in table else name_of(leaf.first_path)
         if name is not None and not isinstance(name, str):
             mismatches.append(Mismatch("no-name", leaf.path, f"{name!r:.60}", leaf.shape))
             name = None

@@ -36,6 +36,8 @@ class RequestedLeaf:
     """The dtype of the array in a file; a Python value has none."""
     sharding: Sharding | None = None
     """`None` for a Python value."""
+    first_path: str = ""
+    """Where the variable that it belongs to occurred first, if it occurs twice: it may be saved only there."""
 
     @property
     def is_array(self) -> bool:
@@ -66,14 +68,17 @@ def requested_leaves(like: Any, destination: Destination, caller: str) -> list[R
     assert [(leaf.path, leaf.shape, leaf.is_array) for leaf in leaves] == [("step", (), False), ("w", (8, 4), True)]
     ```
     """
-    paths = list(leaf_paths(like))
+    paths = leaf_paths(like)
     if len(paths) != len(destination.values):
         raise TreeError(f"{caller}: a box in the tree holds several arrays or none; unbox it first")
-    for index, first in destination.shared.items():
-        paths[index] = paths[first]  # a variable that occurs twice is saved once
+    first_paths = {index: paths[first] for index, first in destination.shared.items()}
     return [
-        RequestedLeaf(path, value) if sharding is None else RequestedLeaf(path, value, *_stored_as(value), sharding)
-        for path, value, sharding in zip(paths, destination.values, destination.shardings, strict=True)
+        RequestedLeaf(path, value)
+        if sharding is None
+        else RequestedLeaf(path, value, *_stored_as(value), sharding, first_paths.get(index, ""))
+        for index, (path, value, sharding) in enumerate(
+            zip(paths, destination.values, destination.shardings, strict=True)
+        )
         if sharding is not None or isinstance(value, PYTHON_TYPES)
     ]
 

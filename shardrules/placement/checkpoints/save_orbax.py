@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardrules.core.boxes import plain_trees
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
@@ -80,7 +81,7 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     def write() -> None:
         checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
         try:
-            checkpointer.save(target, jax.tree.map(_value, tree))
+            checkpointer.save(target, jax.tree.map(_value, plain_trees(tree)))
         except Exception as error:  # orbax has no narrower error for data that cannot be written
             raise CheckpointError(f"{saving.title} cannot be saved: orbax says: {error!s:.300}") from error
         finally:

@@ -107,11 +107,29 @@ class Tied(nnx.Module):
 
 
 def test_a_variable_that_occurs_twice_is_loaded_once(tmp_path: Path, mesh: Mesh) -> None:
-    model = Tied(nnx.Rngs(0))
-    path = save(tmp_path / "saved", nnx.to_pure_dict(nnx.state(model)))
-    loaded = sr.load_orbax(path, nnx.eval_shape(lambda: Tied(nnx.Rngs(0))), P("model"), mesh)
-    assert loaded.head is loaded.embed.embedding
-    assert loaded.head[...].sharding.spec == P("model")
+    model, like = Tied(nnx.Rngs(0)), nnx.eval_shape(lambda: Tied(nnx.Rngs(0)))
+    save(tmp_path / "once", nnx.to_pure_dict(nnx.state(model)))
+    save_file({"embed.embedding": np.asarray(model.head[...])}, tmp_path / "once.safetensors")
+    sr.save_orbax(tmp_path / "twice", model)
+    sr.save_safetensors(tmp_path / "twice_tensors", model)
+    for loaded in (
+        sr.load_orbax(tmp_path / "once", like, P("model"), mesh),
+        sr.load_orbax(tmp_path / "twice", like, P("model"), mesh),
+        sr.load_safetensors(tmp_path / "once.safetensors", like, P("model"), mesh),
+        sr.load_safetensors(tmp_path / "twice_tensors", like, P("model"), mesh),
+    ):
+        assert loaded.head is loaded.embed.embedding
+        assert loaded.head[...].sharding.spec == P("model")
+        np.testing.assert_array_equal(loaded.head[...], model.head[...])
+
+
+def test_what_nnx_has_is_saved_as_dictionaries(tmp_path: Path, mesh: Mesh) -> None:
+    state = {"model": zoo.nnx_model(2), "optimizer": optimizer(), "rngs": nnx.Rngs(0), "step": 3}
+    sr.save_orbax(tmp_path / "saved", state)
+    assert sorted(read_orbax_metadata(tmp_path / "saved")) == sorted(sr.leaf_paths(state))
+    loaded = sr.load_orbax(tmp_path / "saved", state, P(), mesh)
+    assert (type(loaded["model"]), loaded["step"]) == (zoo.NnxModel, 3)
+    assert_equal({**loaded, "step": np.zeros(())}, {**state, "step": np.zeros(())})
 
 
 @pytest.mark.parametrize("checkpointer", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
