@@ -34,16 +34,24 @@ OTHER_SPELLINGS = ("py", "py3", "python3", "pycon", "ipython", "ipython3")
 @final
 @attrs.frozen
 class Block:
-    """A fenced block: its language, its text, the line of its first line, and whether it is marked `no-run`."""
+    """A fenced block: its language, its text, the line of its first line, and whether it is marked `no-run`.
+
+    With the name of a Python file as its title, it is that file for the commands that follow.
+    """
 
     language: str
     text: str
     line: int
     no_run: bool
+    title: str = ""
+
+    @property
+    def is_file(self) -> bool:
+        return self.language == "python" and self.title.endswith(".py")
 
     @property
     def runs(self) -> bool:
-        return self.language == "python"
+        return self.language == "python" and not self.is_file
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -52,14 +60,23 @@ def blocks(text: str) -> Iterator[Block]:
         info = fence["info"].strip(" {}").split()
         language = info[0].lstrip(".").lower() if info else ""
         line = text.count("\n", 0, fence.start("text")) + 1
-        yield Block(language, textwrap.dedent(fence["text"]), line, bool(NO_RUN.search(text[: fence.start()])))
+        title = re.search(r'title="([^"]*)"', fence["info"])
+        no_run = bool(NO_RUN.search(text[: fence.start()]))
+        yield Block(language, textwrap.dedent(fence["text"]), line, no_run, title[1] if title else "")
 
 
 def misfits(text: str) -> list[str]:
-    """Blocks that hide from this test: Python that is marked `no-run`, or Python by another name."""
-    return [
+    """Blocks that hide from this test: Python that is marked `no-run`, Python by another name, or a file not run."""
+    every = list(blocks(text))
+    commands = " ".join(block.text for block in every if block.language == "console")
+    unused = [
+        f"line {block.line}: no command runs {block.title}"
+        for block in every
+        if block.is_file and block.title.removesuffix(".py").replace("/", ".") not in commands
+    ]
+    return unused + [
         f"line {block.line}: {'Python always runs' if block.runs else f'write python, not {block.language}'}"
-        for block in blocks(text)
+        for block in every
         if (block.runs and block.no_run) or block.language in OTHER_SPELLINGS
     ]
 
@@ -102,6 +119,9 @@ def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 
     try:
         for block in blocks(text):
             output = io.StringIO()
+            if block.is_file:
+                Path(block.title).parent.mkdir(parents=True, exist_ok=True)
+                Path(block.title).write_text(block.text)
             if block.runs:
                 padding = "\n" * (first_line + block.line - 2)
                 with contextlib.redirect_stdout(output):

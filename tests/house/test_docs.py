@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.house.pages import filled, misfits, pages, run_blocks
+from tests.house.pages import blocks, filled, misfits, pages, run_blocks
 from tests.house.source import (
     REPOSITORY,
     Module,
@@ -52,7 +52,11 @@ def lasting_effects(run: Callable[[], object]) -> list[str]:
     return [name for name, old, new in zip(names, before, after, strict=True) if old != new]
 
 
-PAGES = pages(REPOSITORY)
+PAGES = [
+    # What runs whole programs takes a minute.
+    pytest.param(page, marks=pytest.mark.slow) if 'python title="' in page.read_text() else page
+    for page in pages(REPOSITORY)
+]
 DOCSTRINGS = docstrings(shardrules_source())
 
 
@@ -70,6 +74,13 @@ def test_page_runs(page: Path) -> None:
     printed: list[str] = []
     assert lasting_effects(lambda: printed.extend(run_blocks(text, str(page), {}))) == []
     assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
+
+
+def test_the_tutorial_takes_80_lines() -> None:
+    page = REPOSITORY / "docs" / "how-to" / "from-a-model-to-a-gated-training.md"
+    files = [block.text for block in blocks(page.read_text()) if block.is_file]
+    assert len(files) == 3
+    assert sum(bool(line.strip()) for text in files for line in text.splitlines()) == 80
 
 
 @pytest.mark.sample(60)
@@ -152,6 +163,27 @@ def test_a_page_runs_in_order_in_one_namespace() -> None:
     run_blocks(PAGE.format(value=2), "page.md", {})
 
 
+FILES = """
+```python title="tiny/text.py"
+TEXT = "{text}"
+if __name__ == "__main__":
+    print(TEXT)
+```
+
+```console
+$ python -m tiny.text
+{printed}
+```
+"""
+
+
+def test_titled_blocks_are_files_for_the_commands() -> None:
+    page = FILES.format(text="hello", printed="hello")
+    assert filled(page, run_blocks(page, "page.md", {})) == page
+    old = FILES.format(text="hello", printed="bye")
+    assert filled(old, run_blocks(old, "page.md", {})) == page
+
+
 def test_a_block_that_fails_is_seen_with_its_line() -> None:
     with pytest.raises(AssertionError, match=r"^$") as caught:
         run_blocks(PAGE.format(value=3), "page.md", {})
@@ -166,6 +198,8 @@ def test_a_block_that_fails_is_seen_with_its_line() -> None:
         ("    <!-- no-run: slow -->\n\n    ```python\n    x\n    ```", ["line 4: Python always runs"]),
         ("```py\nx\n```", ["line 2: write python, not py"]),
         ("``` {.python3 .cls}\nx\n```", ["line 2: write python, not python3"]),
+        ('```python title="a/b.py"\nx\n```\n```console\n$ python -m a.c\n```', ["line 2: no command runs a/b.py"]),
+        ('```python title="a/b.py"\nx\n```\n```console\n$ python -m a.b\n```', []),
         ("<!-- no-run: a shell -->\n```bash\nx\n```\n\n```python\nx\n```\n\n~~~text\nx\n~~~", []),
     ],
 )
