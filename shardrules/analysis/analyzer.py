@@ -9,7 +9,7 @@ from shardrules.analysis.placed import as_spec, mesh_for, pair_leaves, place_lea
 from shardrules.analysis.report import ShardingReport, sharding_report
 from shardrules.core.axes import AnyMesh, mesh_key, mesh_repr, mesh_sizes
 from shardrules.core.check import check_spec
-from shardrules.core.errors import ConfigTypeError, SpecError, TreeError
+from shardrules.core.errors import ConfigTypeError, SpecError, TreeError, printable
 from shardrules.core.leaf import Leaf
 from shardrules.mesh.creation import AxisTypes
 
@@ -69,7 +69,9 @@ class ShardingAnalyzer:
             pairs = pair_leaves(tree, specs, mesh)
         except TreeError as error:
             return [str(error)]
-        return [f"{leaf.path or 'the tree'}: {issue}" for leaf, spec in pairs for issue in _issues(leaf, spec)]
+        return [
+            printable(f"{leaf.path or 'the tree'}: {issue}") for leaf, spec in pairs for issue in _issues(leaf, spec)
+        ]
 
     def estimate_memory_usage(self, tree: Any, specs: Any) -> dict[str, int]:
         """Returns how many bytes the arrays take, in total and on one device.

@@ -20,7 +20,15 @@ from shardrules.analysis.audits.text import array_text
 from shardrules.analysis.compiling.source import short_line, user_line
 from shardrules.analysis.program.collectives import KINDS, Collective
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, ExpectationError, PlanError, ReportError, suggest
+from shardrules.core.errors import (
+    ConfigError,
+    ConfigTypeError,
+    ExpectationError,
+    PlanError,
+    ReportError,
+    printable,
+    suggest,
+)
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.rule import ShardingPlan
@@ -94,7 +102,7 @@ def _reworded_leaves(golden: ShardingPlan, plan: ShardingPlan, changed_paths: Se
             groups.setdefault((template(path), old, new), []).append(path)
     for (_, old, new), paths in groups.items():
         times = f"  x{len(paths)}" if len(paths) > 1 else ""
-        yield f"{functools.reduce(common_path, paths)}{times}  {old} -> {new}"
+        yield printable(f"{functools.reduce(common_path, paths)}{times}  {old} -> {new}")
 
 
 def assert_collectives(
@@ -226,7 +234,7 @@ def _causes(collectives: Iterable[Collective]) -> Iterator[str]:
         runs, wire_bytes = _total(group)
         where, op = f" at {short_line(line)}" if line else "", f" ({op_name})" if op_name else ""
         array = functools.reduce(common_path, map(array_text, group))
-        yield f"  {bytes_text(wire_bytes)} in {_count(runs, 'run')}: {array}{where}{op}"
+        yield f"  {bytes_text(wire_bytes)} in {_count(runs, 'run')}: {printable(f'{array}{where}{op}')}"
     if order[_MAX_CAUSES:]:
         yield f"  {len(order) - _MAX_CAUSES} more"
 
@@ -340,7 +348,7 @@ def _largest_arguments(report: AuditReport) -> Iterator[str]:
     for (_, text), group in order[:_MAX_CAUSES]:
         times = f"  x{len(group)}" if len(group) > 1 else ""
         path = functools.reduce(common_path, (path for path, _ in group))
-        yield f"  {bytes_text(sum(size for _, size in group))}: {path}{times}  {text}"
+        yield f"  {bytes_text(sum(size for _, size in group))}: {printable(path)}{times}  {text}"
 
 
 def _read_golden(file: Path | str, accept: str) -> str:

@@ -24,7 +24,7 @@ from shardrules.analysis.placed import mesh_for
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError, suggest
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError, printable, suggest
 from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
 from shardrules.core.tree import array_kind
@@ -72,7 +72,7 @@ class Fit:
         return None if self.memory is None else self.budget_bytes - self.memory.peak_bytes
 
     def __str__(self) -> str:
-        where = f"{self.name} on {self.target}, mesh {self.mesh},"
+        where = printable(f"{self.name} on {self.target}, mesh {self.mesh},")
         if self.memory is None or self.headroom_bytes is None:
             return f"{where} does not fit: {self.refusal}"
         need = f"a device needs {bytes_text(self.memory.peak_bytes)} of {bytes_text(self.budget_bytes)}"

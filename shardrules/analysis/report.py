@@ -9,6 +9,7 @@ import attrs
 from shardrules.analysis.placed import PlacedLeaf
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import printable
 from shardrules.core.finding import shape_text, template
 from shardrules.core.spec import axis_names
 
@@ -86,7 +87,7 @@ class ShardingReport:
 
     def __str__(self) -> str:
         lines = [
-            f"mesh          {self.mesh} ({self.device_count} devices)",
+            f"mesh          {printable(self.mesh)} ({self.device_count} devices)",
             f"arrays        {self.array_count:,}, {self.sharded_array_count:,} of them split",
             f"bytes         {bytes_text(self.total_bytes)} in total, {self.sharded_share:.1%} in split arrays",
             f"per device    {bytes_text(self.device_bytes)}, balance {self.balance:.3f}, {self.redundancy:.2f} copies",
@@ -99,7 +100,9 @@ class ShardingReport:
             lines.append("largest replicated:")
         for leaf in self.replicated:
             times = f"  x{leaf.count}" if leaf.count > 1 else ""
-            lines.append(f"  {bytes_text(leaf.device_bytes):>10}  {leaf.path}{times}  {shape_text(leaf.shape)}")
+            lines.append(
+                f"  {bytes_text(leaf.device_bytes):>10}  {printable(leaf.path)}{times}  {shape_text(leaf.shape)}"
+            )
         return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.interrupt import INTERRUPTED
 from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import complain
-from shardrules.core.errors import PlanError, ShardRulesError, suggest
+from shardrules.core.errors import PlanError, RulesFileError, ShardRulesError, printable, suggest
 
 
 def top_parser() -> argparse.ArgumentParser:
@@ -52,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, PlanError):
             complain(str(error))
             return FINDINGS
-        complain(str(error) if isinstance(error, UsageError) else one_line(error))
+        # Only errors about files of rules have several lines.
+        is_listing = isinstance(error.__cause__, RulesFileError)
+        complain(
+            str(error) if is_listing else printable(str(error) if isinstance(error, UsageError) else one_line(error))
+        )
         return USAGE
     except SystemExit as ended:
         # argparse has printed the help or the version.

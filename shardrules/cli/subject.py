@@ -83,9 +83,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name rules and a mesh."""
-    parser.add_argument(
-        "--rules", metavar="RULES", help="file.toml, module:rules, hf, or \"fsdp('data')\""
-    )
+    parser.add_argument("--rules", metavar="RULES", help="file.toml, module:rules, hf, or \"fsdp('data')\"")
     parser.add_argument("--mesh", metavar="MESH", help="axes and sizes, data:16,model:4; no devices needed")
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from shardrules.core.errors import printable, printable_text
 from shardrules.core.finding import Finding, Severity
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.table import BYTES_COLUMN, COLUMNS, Row, aligned
@@ -31,7 +32,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 def show(text: str, style: str = "") -> None:
     """Prints lines, in a style of rich if the terminal has colours."""
-    console = Console(highlight=False, soft_wrap=True)
+    console, text = Console(highlight=False, soft_wrap=True), printable_text(text)
     try:
         # Into pipes goes what `print` gives: golden files must not depend on rich.
         if console.is_terminal:
@@ -45,7 +46,7 @@ def show(text: str, style: str = "") -> None:
 
 def complain(text: str, severity: str = "error") -> None:
     """Prints an error or a warning to the standard error."""
-    line = Text.assemble((f"shardrules: {severity}:", STYLES[severity]), " ", text)
+    line = Text.assemble((f"shardrules: {severity}:", STYLES[severity]), " ", printable_text(text))
     Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
@@ -119,7 +120,7 @@ def working(task: str) -> Iterator[None]:
     if not console.is_terminal or not sys.stderr.isatty():
         yield
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(task, total=None)
+        progress.add_task(printable(task), total=None)
         yield

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import TreeError, printable
 from shardrules.core.finding import shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.tree import Survey, survey
@@ -35,18 +35,20 @@ def bind_decisions(
     for leaf in tree_survey.kinds:
         kind = kind_by_path.get(leaf.path)
         if kind is None:
-            problems.append(f"  {leaf.path} {shape_text(leaf.shape)}: the plan has no such leaf")
+            problems.append(f"  {printable(leaf.path)} {shape_text(leaf.shape)}: the plan has no such leaf")
             continue
         planned = kinds[kind]
         if planned.shape != leaf.shape or (dtypes and planned.dtype != leaf.dtype):
             problems.append(
-                f"  {leaf.path}: {shape_text(leaf.shape)} {leaf.dtype} in the tree, "
+                f"  {printable(leaf.path)}: {shape_text(leaf.shape)} {leaf.dtype} in the tree, "
                 f"{shape_text(planned.shape)} {planned.dtype} in the plan"
             )
         moved.append(_moved(decisions[kind], leaf.path))
     # Kinds of this survey are single leaves, so their paths are all paths of the tree.
     tree_paths = {leaf.path: None for leaf in tree_survey.kinds}
-    problems += [f"  {path}: in the plan, not in the tree" for path in kind_by_path if path not in tree_paths]
+    problems += [
+        f"  {printable(path)}: in the plan, not in the tree" for path in kind_by_path if path not in tree_paths
+    ]
     if problems:
         raise TreeError("the tree differs from the planned one:\n" + "\n".join(problems))
     return tree_survey, tuple(moved)

@@ -5,6 +5,8 @@ Every error survives pickling between processes: all its arguments are in `args`
 """
 
 import difflib
+import re
+import unicodedata
 from collections.abc import Iterable
 from typing import final
 
@@ -16,7 +18,7 @@ class ShardRulesError(Exception):
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument: one line of escaped newlines.
-        return str(self.args[0]) if self.args else ""
+        return printable_text(str(self.args[0])) if self.args else ""
 
 
 @final
@@ -52,9 +54,9 @@ class RuleError(ShardRulesError, ValueError):
     code: str = "conflict"
 
     def __str__(self) -> str:
-        rule = f" [{self.rule}]" if self.rule else ""
-        hint = f"\n    -> {self.hint}" if self.hint else ""
-        return f"{self.path or 'the tree'} {self.shape}: {self.why}{rule}{hint}"
+        rule = f" [{printable(self.rule)}]" if self.rule else ""
+        hint = f"\n    -> {printable(self.hint)}" if self.hint else ""
+        return f"{printable(self.path) or 'the tree'} {self.shape}: {printable(self.why)}{rule}{hint}"
 
 
 @final
@@ -214,6 +216,46 @@ class MeshWarning(UserWarning):
 @final
 class ShardingWarning(UserWarning):
     """Something worth knowing about sharding that does not stop the work."""
+
+
+_JOINERS = "\u200c\u200d"
+"""Invisible, and yet a part of how words and emoji are written."""
+
+_COMMANDS = re.compile(r"^\s*:(?=:)|#(?=#\w*\[)")
+"""How the commands begin that CI services read out of logs: `::error::` begins a line, `##vso[` is anywhere."""
+
+
+def printable(text: str) -> str:
+    """Returns a name or a phrase, which may come from a stranger's file, for a line of a terminal or a log.
+
+    Characters that would not show but act are escaped: ESC, newlines and other control characters, marks that reverse
+    the direction of writing, and the first character of a command to a CI service.
+
+    ```python
+    from shardrules.core.errors import printable
+
+    assert printable("größe/\x1b[31m\n") == r"größe/\x1b[31m\n"
+    ```
+    """
+    if ":" in text or "#" in text:
+        text = _COMMANDS.sub(lambda match: match[0][:-1] + f"\\x{ord(match[0][-1]):02x}", text)
+    return text if text.isprintable() else _escaped(text, _JOINERS)
+
+
+def printable_text(text: str) -> str:
+    """Returns text whose names have been made `printable`, with what may have been missed escaped, except newlines."""
+    return text if text.isprintable() else _escaped(text, f"{_JOINERS}\n\t")
+
+
+def _escaped(text: str, kept: str) -> str:
+    # Control, format and lone surrogate characters, and the separators of lines and paragraphs. Other characters that
+    # Python counts as not printable, such as spaces of other widths, only show.
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if char not in kept and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else char
+        for char in text
+    )
 
 
 def suggest(name: str, candidates: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from shardrules.core.errors import PlanError
+from shardrules.core.errors import PlanError, printable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 """An error makes a plan unusable, a warning names the cost of using it, and a note is anything else."""
@@ -63,11 +63,12 @@ class Finding:
     def __str__(self) -> str:
         count = f" x{self.count}" if self.count > 1 else ""
         shape = "" if self.shape is None else f" {shape_text(self.shape)}"
-        location = f"{self.path or 'the tree'}{shape}{count}: " if self.path or self.shape is not None else ""
-        rule = f" [{self.rule}]" if self.rule else ""
-        source = f"\n    at {self.source}" if self.source else ""
-        remedy = f"\n    -> {self.remedy}" if self.remedy else ""
-        return f"{self.severity} {self.code}: {location}{self.message}{rule}{source}{remedy}"
+        path = printable(self.path) or "the tree"
+        location = f"{path}{shape}{count}: " if self.path or self.shape is not None else ""
+        rule = f" [{printable(self.rule)}]" if self.rule else ""
+        source = f"\n    at {printable(self.source)}" if self.source else ""
+        remedy = f"\n    -> {printable(self.remedy)}" if self.remedy else ""
+        return f"{self.severity} {printable(self.code)}: {location}{printable(self.message)}{rule}{source}{remedy}"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
-from shardrules.core.errors import NoMeshError, RuleError, suggest
+from shardrules.core.errors import NoMeshError, RuleError, printable, suggest
 from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.spec import (
     UNCONSTRAINED,
@@ -148,7 +148,7 @@ class Leaf:
         """
         if self.mesh is None:
             raise NoMeshError(
-                f"{self.path or 'the tree'} {shape_text(self.shape)}: this rule needs a mesh. Pass one, "
+                f"{printable(self.path) or 'the tree'} {shape_text(self.shape)}: this rule needs a mesh. Pass one, "
                 "rule.plan(tree, mesh), or call inside jax.set_mesh(mesh); sr.mesh_shape('data:4,model:2') makes one "
                 "without devices."
             )

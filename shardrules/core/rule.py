@@ -36,6 +36,7 @@ from shardrules.core.errors import (
     RuleTypeError,
     SpecError,
     TreeError,
+    printable,
     suggest,
 )
 from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text, template
@@ -621,7 +622,7 @@ def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
         try:
             pinned.append((path, None if spec is None else checked_spec(spec)))
         except SpecError as error:
-            problems.append(f"  {path or 'the tree'}: {error}")
+            problems.append(f"  {printable(path) or 'the tree'}: {error}")
     if problems:
         raise SpecError(
             "SpecTreeShardingRule takes a tree of PartitionSpecs, of NamedShardings, or (path, spec) pairs:\n"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
 
+from shardrules.core.errors import printable_text
+
 
 @functools.cache
 def asset(name: str) -> str:
@@ -20,11 +22,11 @@ def framed(title: str, main: str, *, skip: str, scripts: Sequence[str], links: s
     safe = data.replace("<", "\\u003c")
     element = f'<script type="application/json" id="data">{safe}</script>\n' if data else ""
     parts = {
-        "<!--TITLE-->": html.escape(title),
+        "<!--TITLE-->": html.escape(printable_text(title)),
         "/*CSS*/": asset("page.css"),
         "<!--SKIP-->": skip,
         "<!--LINKS-->": links,
-        "<!--MAIN-->": main,
+        "<!--MAIN-->": printable_text(main),
         "<!--FOOTER-->": f"shardrules {version('shardrules')}",
         "<!--DATA-->": element,
         "/*JS*/": "\n".join(map(asset, scripts)),

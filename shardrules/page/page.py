@@ -1,9 +1,11 @@
 """The page of a plan: a template, its scripts, and the data that they draw."""
 
 import json
+from typing import Any
 
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
+from shardrules.core.errors import printable_text
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.page.data import Origin, Part, page_data
 from shardrules.page.frame import asset, framed
@@ -47,7 +49,16 @@ def report_page(
     # Paths of the state get a prefix, so that no two arrays share one.
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
-    data = page_data(heading, parts, audit, planned, Origin(command, rules_text(plan, rules)))
+    data = _shown(page_data(heading, parts, audit, planned, Origin(command, rules_text(plan, rules))))
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     scripts = ("numbers.js", "theme.js", "page.js")
     return framed(heading, asset("report.html"), skip="arrays", scripts=scripts, data=text)
+
+
+def _shown(data: Any) -> Any:
+    """Plain values in which every text is as terminals show it: names from files may hold what only acts."""
+    if isinstance(data, str):
+        return printable_text(data)
+    if isinstance(data, dict):
+        return {_shown(key): _shown(value) for key, value in data.items()}
+    return [_shown(item) for item in data] if isinstance(data, list | tuple) else data

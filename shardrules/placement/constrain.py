@@ -25,6 +25,7 @@ from shardrules.core.errors import (
     ShardingWarning,
     SpecError,
     UnknownAxisError,
+    printable,
     suggest,
 )
 from shardrules.core.fields import one_of
@@ -133,7 +134,9 @@ def _constrain(x: Any, sharding: Any, missing: Missing, indivisible: Indivisible
 
 
 def _warn(notes: Sequence[tuple[int, str]], values: Sequence[Any], paths: Sequence[str], caller: str) -> None:
-    lines = dict.fromkeys(f"{paths[n] or 'x'} {shape_text(np.shape(values[n]))}: {note}" for n, note in notes)
+    lines = dict.fromkeys(
+        f"{printable(paths[n]) or 'x'} {shape_text(np.shape(values[n]))}: {note}" for n, note in notes
+    )
     warnings.warn(f"{caller}: " + "; ".join(lines), ShardingWarning, stacklevel=4)
 
 

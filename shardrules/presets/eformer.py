@@ -13,7 +13,15 @@ from shardrules.analysis.analyzer import analyze_sharding_strategy
 from shardrules.analysis.monitor import create_monitored_function
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import ConfigTypeError, NoMeshError, PatternError, SpecError, UnknownAxisError, suggest
+from shardrules.core.errors import (
+    ConfigTypeError,
+    NoMeshError,
+    PatternError,
+    SpecError,
+    UnknownAxisError,
+    printable,
+    suggest,
+)
 from shardrules.core.spec import checked_spec, make_spec, trim
 from shardrules.core.tree import array_kind, survey, widest
 from shardrules.core.views.spec_trees import get_shardings_with_structure
@@ -167,7 +175,9 @@ def match_partition_rules(
         kind_indices = (kind_index for kind_index in tree_survey.kind_of if kind_index >= 0)
         arrays = zip(tree_survey.paths(), kind_indices, strict=True)
         raise PatternError(
-            "\n".join(f"Partition rule not found for param: {path}" for path, kind in arrays if kind in unmatched)
+            "\n".join(
+                f"Partition rule not found for param: {printable(path)}" for path, kind in arrays if kind in unmatched
+            )
             + "\nAdd a pattern for each; ('.*', P()) at the end replicates the rest."
         )
     return tree_survey.unflatten(specs, PartitionSpec())

@@ -11,6 +11,7 @@ from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, spec_repr
+from shardrules.core.views.table import aligned
 from shardrules.drawing.blocks import ranges
 from shardrules.placement.traced import host_memory
 from shardrules.reshard.assemble import moves_in_memory
@@ -212,15 +213,7 @@ class ReshardPlan:
         return json.dumps({"arrays": arrays, "devices": devices, "donate": self.donate}, indent=1)
 
     def __str__(self) -> str:
-        rows = _rows(self.moves)
-        widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column in _RIGHT else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (_HEAD, tuple("-" * width for width in widths), *rows)
-        ]
+        lines = aligned([_HEAD, *_rows(self.moves)], _RIGHT)
         arrays = "1 array" if len(self.moves) == 1 else f"{len(self.moves):,} arrays"
         lines.append(f"{arrays}: {bytes_text(self.moved_bytes)} move, {bytes_text(self.kept_bytes)} stay")
         peak = self.peak_bytes

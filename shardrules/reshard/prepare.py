@@ -12,7 +12,7 @@ from jax.extend.backend import register_backend_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.boxes import share_variables, shared_leaves
-from shardrules.core.errors import ConfigError, PlanError, TreeError
+from shardrules.core.errors import ConfigError, PlanError, TreeError, printable
 from shardrules.core.fields import byte_count
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
@@ -168,7 +168,7 @@ def check_shardings(tree: Any, shardings: How, caller: str) -> None:
         # `resolve_destination` refuses a prefix that does not fit.
         return
     wrong = [
-        f"{value!r:.60} at {path or 'the top'}"
+        f"{value!r:.60} at {printable(path) or 'the top'}"
         for path, value, part in parts
         if not isinstance(value, Sharding) and any(array_kind(leaf) is not None for leaf in jax.tree.leaves(part))
     ]

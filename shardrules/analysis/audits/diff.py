@@ -9,6 +9,7 @@ import attrs
 from shardrules.analysis.audits.text import count_text
 from shardrules.analysis.program.collectives import Collective
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, common_path, listing, template
 
 
@@ -95,6 +96,7 @@ class AuditDiff:
         for change, paths in layers.items():
             count_suffix = f" x{len(paths)}" if len(paths) > 1 else ""
             lines.append(str(attrs.evolve(change, path=f"{functools.reduce(common_path, paths)}{count_suffix}")))
+        lines = [*map(printable, lines)]
         for title, findings in (("new findings:", self.appeared), ("findings that are gone:", self.vanished)):
             lines += [title, listing(findings)] if findings else []
         return "\n".join(lines)

@@ -22,7 +22,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import Collective, Total, totals_by_axes, totals_by_kind
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ReportError
+from shardrules.core.errors import ReportError, printable
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.storage.records import record
 
@@ -153,7 +153,7 @@ class AuditReport:
             f"  time      {self.time}",
         ]
         tables = [axes_table(self.collectives), modules_table(self.modules), collectives_table(self.collectives)]
-        sections = [figures, *tables, findings_list(self.findings)]
+        sections = [[*map(printable, figures)], *tables, findings_list(self.findings)]
         return "\n\n".join("\n".join(section) for section in sections if section)
 
     def _flops_ratio_text(self) -> str:

@@ -8,6 +8,7 @@ import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import printable
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 
@@ -122,13 +123,14 @@ class PlanDiff:
     def __str__(self) -> str:
         if not self:
             return "no difference"
-        lines = [] if self.old_mesh == self.new_mesh else [f"mesh {self.old_mesh} -> {self.new_mesh}"]
+        lines = [] if self.old_mesh == self.new_mesh else [printable(f"mesh {self.old_mesh} -> {self.new_mesh}")]
         for group in self.groups():
             first = group.changes[0]
             count = f"  x{len(group.changes)}" if len(group.changes) > 1 else ""
             lines.append(
-                f"{group.path or '(the tree)'}{count}  {shape_text(first.shape)}  {first.old or 'absent'} -> "
-                f"{first.new or 'absent'}  {bytes_text(group.old_bytes)} -> {bytes_text(group.new_bytes)} per device"
+                f"{printable(group.path) or '(the tree)'}{count}  {shape_text(first.shape)}  "
+                f"{printable(first.old) or 'absent'} -> {printable(first.new) or 'absent'}  "
+                f"{bytes_text(group.old_bytes)} -> {bytes_text(group.new_bytes)} per device"
             )
         growth = sum(change.new_bytes - change.old_bytes for change in self.changes)
         count = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import PatternError, ShardRulesError, TreeError, suggest
+from shardrules.core.errors import PatternError, ShardRulesError, TreeError, printable, suggest
 from shardrules.core.finding import UNDECIDED_CODES, shape_text
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
@@ -46,10 +46,11 @@ def explain_kind(
     `leaves` holds the calls of the rules that decided the plan, if there are any; `decide` asks a rule.
     """
     leaf = leaves.items[kind]
-    yield f"{path or '(the tree)'}  {shape_text(leaf.shape)} {leaf.dtype}  ({leaves.counts[kind]} of this kind)"
+    count = f"({leaves.counts[kind]} of this kind)"
+    yield f"{printable(path) or '(the tree)'}  {shape_text(leaf.shape)} {leaf.dtype}  {count}"
     device_bytes = decision.device_bytes(leaf, sizes)
     yield f"  {spec_repr(decision.spec)}, {bytes_text(device_bytes)} of {bytes_text(leaf.nbytes)} per device"
-    yield f"  decided by {decision.rule_name}: {decision.reason}"
+    yield f"  decided by {printable(decision.rule_name)}: {printable(decision.reason)}"
     if leaves.calls:
         yield "  rule by rule:"
         yield from _call_lines(leaves.calls[0], kind, "    ", decide)
@@ -61,7 +62,7 @@ def _call_lines(call: RuleCall, kind: int, indent: str, decide: Callable[[Any, L
     if decision is None:
         yield f"{indent}{name}: not asked"
         return
-    yield f"{indent}{name}: {spec_repr(decision.spec)}, {decision.reason}"
+    yield f"{indent}{name}: {spec_repr(decision.spec)}, {printable(decision.reason)}"
     for part in call.rule.parts:
         # By identity: an equal rule elsewhere may have been asked about other leaves.
         calls = [inner for inner in call.leaves.calls if inner.rule is part and _is_about(inner, kind)]
@@ -90,5 +91,6 @@ def _alone(rule: Any, leaves: Leaves, kind: int, decide: Callable[[Any, Leaves],
     except ShardRulesError as error:
         return f"alone it fails: {error}"
     if verdict.findings and verdict.findings[0].code in UNDECIDED_CODES:
-        return f"alone it would refuse: {verdict.findings[0].message}"
-    return f"alone it would decide {spec_repr(verdict.decisions[0].spec)}, {verdict.decisions[0].reason}"
+        return f"alone it would refuse: {printable(verdict.findings[0].message)}"
+    decision = verdict.decisions[0]
+    return f"alone it would decide {spec_repr(decision.spec)}, {printable(decision.reason)}"

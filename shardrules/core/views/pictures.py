@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from shardrules.core.check import bytes_text, check_spec
-from shardrules.core.errors import NoMeshError
+from shardrules.core.errors import NoMeshError, printable
 from shardrules.core.finding import plan_error
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import UNCONSTRAINED, entries, spec_repr
@@ -30,7 +30,7 @@ def blocks_of(path: str, leaf: Leaf, decision: Decision, sizes: Mapping[str, int
     spec = decision.spec or PartitionSpec()
     errors = [finding for finding in check_spec(path, leaf.shape, spec, sizes) if finding.severity == "error"]
     if errors:
-        raise plan_error(f"{path} cannot be split this way", errors)
+        raise plan_error(f"{printable(path)} cannot be split this way", errors)
     return Blocks(split_dims(leaf, decision), sizes)
 
 
@@ -66,6 +66,7 @@ def plan_picture(
     # Bytes and texts are computed once for each kind, and shown for each leaf.
     amounts = [device_bytes[kind] for kind in kind_indices]
     colours = spec_colours([specs[kind] for kind in kind_indices], amounts)
+    paths = [*map(printable, paths)]
     return treemap(paths, amounts).picture(
         [f"{path}: {titles[kind]}" for path, kind in zip(paths, kind_indices, strict=True)],
         [colours[specs[kind]] for kind in kind_indices],

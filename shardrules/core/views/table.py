@@ -9,6 +9,7 @@ import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import spec_repr
@@ -38,7 +39,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Returns the texts of the row, one for each column."""
         count = f"  x{self.count}" if self.count > 1 else ""
-        return (
+        cells = (
             f"{self.path or '(the tree)'}{count}",
             shape_text(self.leaf.shape),
             str(self.leaf.dtype),
@@ -47,6 +48,7 @@ class Row:
             self.decision.rule_name,
             self.decision.reason,
         )
+        return tuple(map(printable, cells))
 
 
 def rows(
@@ -91,7 +93,7 @@ class Totals:
     def __str__(self) -> str:
         arrays = "1 array" if self.leaf_count == 1 else f"{self.leaf_count:,} arrays"
         share = "" if not self.total_bytes else f" ({self.device_bytes / self.total_bytes:.1%} of the whole)"
-        where = "without a mesh" if self.mesh is None else f"mesh {mesh_text(self.mesh)}"
+        where = "without a mesh" if self.mesh is None else f"mesh {printable(mesh_text(self.mesh))}"
         whole, part = bytes_text(self.total_bytes), bytes_text(self.device_bytes)
         return f"{arrays}, {whole} in all, {part} per device{share}, {where}"
 
@@ -130,6 +132,7 @@ def aligned(grid: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     assert aligned([("a", "n"), ("bc", "10")], (1,)) == ["a    n", "--  --", "bc  10"]
     ```
     """
+    grid = [[*map(printable, cells)] for cells in grid]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = [
         "  ".join(

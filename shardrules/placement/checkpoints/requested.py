@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from shardrules.core.errors import CheckpointError, TreeError
+from shardrules.core.errors import CheckpointError, TreeError, printable
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.destination import Destination
@@ -125,8 +125,9 @@ def _with_keys(array: jax.Array, leaf: RequestedLeaf) -> jax.Array:
     if has_keys and not wants_keys:
         return jax.random.key_data(array)
     if has_keys and array.dtype != leaf.value.dtype:
+        path = printable(leaf.path)
         raise CheckpointError(
-            f"{leaf.path} holds {array.dtype}, expected {leaf.value.dtype}: make `like` with keys of that kind"
+            f"{path} holds {array.dtype}, expected {leaf.value.dtype}: make `like` with keys of that kind"
         )
     return array
 

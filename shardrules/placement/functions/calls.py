@@ -20,7 +20,7 @@ from shardrules.core.boxes import (
     share_variables,
     shared_leaves,
 )
-from shardrules.core.errors import ConfigTypeError, TreeError
+from shardrules.core.errors import ConfigTypeError, TreeError, printable
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.cache import Cache, array_key, static_key
 from shardrules.placement.source import ArraySource
@@ -57,7 +57,7 @@ class FlatCall:
         for name, part in named.items():
             for path, leaf in zip(leaf_paths(part), jax.tree.leaves(part), strict=True):
                 if is_array(leaf):
-                    yield f"{name}, {path}" if path else name
+                    yield printable(f"{name}, {path}" if path else name)
 
     def flat_function(self, result: "Result", donated: Sequence[int] = ()) -> Callable[..., list[Any]]:
         """Returns a function from the arrays to the arrays of the result; `result` learns the rest of it.

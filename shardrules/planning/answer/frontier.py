@@ -5,6 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import printable
 from shardrules.core.views.table import aligned
 from shardrules.drawing.picture import Line, Picture, Words, label_width
 
@@ -52,7 +53,7 @@ class Frontier:
             )
             for point in self.points
         ]
-        return "\n".join([f"{self.name} on {self.mesh}", "", *aligned(rows, (0, 1, 2, 3))])
+        return "\n".join([printable(f"{self.name} on {self.mesh}"), "", *aligned(rows, (0, 1, 2, 3))])
 
     def picture(self, width: float = 560, height: float = 320) -> Picture:
         """Returns the plot, memory to the right and time upwards; `.to_figure()` draws it with matplotlib."""

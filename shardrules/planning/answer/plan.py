@@ -13,7 +13,7 @@ from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.compiling.arguments import donated_arguments
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import TreeError, suggest
+from shardrules.core.errors import TreeError, printable, suggest
 from shardrules.core.finding import Finding, listing, template
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
@@ -249,8 +249,8 @@ class AutoPlan:
         """Returns a few lines on the spec of an argument: what uses it, and what the next best would cost."""
         index = self._argument_index(path)
         array = self.call.structs[index]
-        head = f"{path} {array.dtype.name}{list(array.shape)}: {spec_repr(self.specs[index])}"
-        uses = [f"  {use}" for use in self.uses(path)]
+        head = f"{printable(path)} {array.dtype.name}{list(array.shape)}: {spec_repr(self.specs[index])}"
+        uses = [printable(f"  {use}") for use in self.uses(path)]
         return "\n".join([head, *uses, f"  {alternative_text(self.alternative(path))}"])
 
     def _argument_index(self, path: str) -> int:
@@ -298,7 +298,7 @@ class AutoPlan:
         return attrs.evolve(placements, leaves=dict(zip(paths, placements.leaves.values(), strict=True)))
 
     def __str__(self) -> str:
-        lines = [*self._summary(), "", *self._argument_table()]
+        lines = [*map(printable, self._summary()), "", *self._argument_table()]
         if self.candidates:
             lines += ["", *self._candidate_table()]
         if self.findings:

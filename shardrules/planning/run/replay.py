@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import NoMeshError, TreeError
+from shardrules.core.errors import NoMeshError, TreeError, printable
 from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
@@ -87,7 +87,9 @@ class PlannedFunction:
                 if sharding.is_equivalent_to(target, array.ndim) or (named is not None and named.is_fully_replicated):
                     moved[index] = target
                 elif named is not None:  # JAX explains the others
-                    misplaced.append(f"{path} is {spec_repr(named.spec)} and was planned as {spec_repr(target.spec)}")
+                    misplaced.append(
+                        f"{printable(path)} is {spec_repr(named.spec)} and was planned as {spec_repr(target.spec)}"
+                    )
         if misplaced:
             raise TreeError(
                 f"{self.planned.name}: {len(misplaced)} arrays are not where they were planned:\n  "
@@ -204,7 +206,11 @@ def _difference(planned: Call, called: Call) -> str:
     ]
     differences += [f"{path} is new" for path in after if path not in before]
     differences += [f"{path} is missing" for path in before if path not in after]
-    why = "; ".join(differences) if differences else "the arguments are the same, but what it computes is not"
+    why = (
+        "; ".join(map(printable, differences))
+        if differences
+        else "the arguments are the same, but what it computes is not"
+    )
     return f"{called.name} differs from the function that was planned: {why}. Call autoplan for this one"
 
 
