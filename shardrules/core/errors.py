@@ -226,7 +226,7 @@ _COMMANDS = re.compile(r"^\s*:(?=:)|#(?=#\w*\[)")
 
 
 def printable(text: str) -> str:
-    """Returns a name or a phrase, which may come from a stranger's file, for a line of a terminal or a log.
+    r"""Returns a name or a phrase, which may come from a stranger's file, for a line of a terminal or a log.
 
     Characters that would not show but act are escaped: ESC, newlines and other control characters, marks that reverse
     the direction of writing, and the first character of a command to a CI service.

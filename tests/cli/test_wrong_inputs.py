@@ -100,7 +100,9 @@ def bytes_of(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 WRONG = {
-    "an unknown command": Wrong(("plna",), "unknown command 'plna' (did you mean 'plan'?); the commands are plan"),
+    "an unknown command": Wrong(
+        ("plna",), "unknown command 'plna' (did you mean 'plan'?); the commands are init, plan"
+    ),
     "an option before it": Wrong(
         ("--rules", "auto", "plan"), "--rules must follow a command: shardrules COMMAND --rules"
     ),

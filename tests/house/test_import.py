@@ -77,6 +77,12 @@ def test_importing_alone_imports_nothing_slow() -> None:
     assert python("-c", code, path=REPOSITORY).stdout == "[]\n"
 
 
+def test_folders_do_not_hide_functions() -> None:
+    """Python binds a folder in its package when it imports the folder, here before the function is first used."""
+    code = "import shardrules.reshard.move, shardrules as sr; print(callable(sr.reshard), 'Leaf' in vars(sr))"
+    assert python("-c", code, path=REPOSITORY).stdout == "True True\n"
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("text", "complaint"),
