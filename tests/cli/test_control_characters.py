@@ -135,6 +135,7 @@ COMMANDS = [
     ("explain", "plan.json", "größe"),
     ("explain", "model.py:make", EVIL, *AUTO),
     ("diff", "old.json", "plan.json"),
+    ("diff", "old.json", "plan.json", "--html"),
     ("report", "plan.json", "--title", EVIL),
     ("plan", "odd.safetensors", *AUTO),
     ("plan", "model.py:raises", *AUTO),
