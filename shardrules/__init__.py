@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardrules.placement.agree import check_same_plan
     from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
     from shardrules.placement.functions.jit import filter_jit
+    from shardrules.placement.functions.shard_map import filter_shard_map
     from shardrules.placement.gather import filter_gather
     from shardrules.placement.init import filter_init
     from shardrules.placement.shard import filter_shard
@@ -164,6 +165,7 @@ __all__ = [
     "filter_shard",
     "filter_init",
     "filter_jit",
+    "filter_shard_map",
     "filter_gather",
     "with_sharding_constraint",
     "constrain",

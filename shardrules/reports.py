@@ -13,6 +13,7 @@ from shardrules.core.views.table import Totals
 from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
 from shardrules.placement.functions.jit import FilterJit
+from shardrules.placement.functions.shard_map import FilterShardMap
 from shardrules.placement.functions.stages import CompiledFunction, LoweredFunction
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim
@@ -44,6 +45,7 @@ __all__ = [
     "CompiledFunction",
     "FigureChange",
     "FilterJit",
+    "FilterShardMap",
     "Fit",
     "Frontier",
     "FrontierPoint",

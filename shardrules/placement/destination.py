@@ -120,7 +120,7 @@ def _shared_problems(
 def _planned_shardings(
     values: Sequence[Any], plan: ShardingPlan, meshes: tuple[AnyMesh | None, ...], caller: str
 ) -> list[Sharding | None]:
-    mesh = _usable_mesh((*meshes, current_mesh()), caller)
+    mesh = usable_mesh((*meshes, current_mesh()), caller)
     manual = [
         attrs.evolve(finding, path=leaf.path)
         for leaf, spec in zip(plan.kinds, plan.kind_specs, strict=True)
@@ -137,7 +137,7 @@ def _planned_shardings(
     return [None if sharding is None else _in_same_memory(value, sharding) for value, sharding in pairs]
 
 
-def _usable_mesh(candidates: Sequence[AnyMesh | None], caller: str) -> AnyMesh:
+def usable_mesh(candidates: Sequence[AnyMesh | None], caller: str) -> AnyMesh:
     """Returns the first mesh with devices; while tracing, the shape of a mesh is enough."""
     meshes = [mesh for mesh in candidates if mesh is not None]
     concrete = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
@@ -169,7 +169,7 @@ def _entry_shardings(
     # A tree of shardings needs no other mesh, so none is asked for.
     mesh = None
     if any(kind is not None and (entry is None or isinstance(entry, PartitionSpec)) for entry, kind in pairs):
-        mesh = _usable_mesh((*resolved.meshes, _common_mesh(values), current_mesh()), caller)
+        mesh = usable_mesh((*resolved.meshes, common_mesh(values), current_mesh()), caller)
     shardings: list[Sharding | None] = [None] * len(values)
     problems: list[tuple[int, Finding]] = []
     # Layers repeat: one check per shape and entry, not per leaf. By identity, since hashing a spec costs more.
@@ -188,7 +188,7 @@ def _entry_shardings(
     return shardings, problems
 
 
-def _common_mesh(values: Sequence[Any]) -> Mesh | None:
+def common_mesh(values: Sequence[Any]) -> Mesh | None:
     """The mesh that the arrays are on, if there is exactly one."""
     meshes: list[Mesh] = []
     for value in values:

@@ -59,6 +59,23 @@ class FlatCall:
                 if is_array(leaf):
                     yield printable(f"{name}, {path}" if path else name)
 
+    def run(self, arrays: Iterable[Any], caller: str) -> Any:
+        """Returns what the function returns for these arrays, which may be traced."""
+        fn, args, kwargs = self._with_arrays(arrays)
+        variables = ArgumentVariables.of((fn, args, kwargs))
+        value = fn(*args, **kwargs)
+        if variables.writes(caller):
+            raise TreeError(
+                f"{caller}: the function writes to variables of flax nnx objects in its arguments, which here are "
+                "copies, and the writes would be lost. Return the objects"
+            )
+        return value
+
+    def _with_arrays(self, arrays: Iterable[Any]) -> Any:
+        rest, indices = iter(arrays), range(self.treedef.num_leaves)
+        leaves = [self.static[index] if index in self.static else next(rest) for index in indices]
+        return share_variables(self.treedef.unflatten(leaves), self.shared)
+
     def flat_function(self, result: "Result", donated: Sequence[int] = ()) -> Callable[..., list[Any]]:
         """Returns a function from the arrays to the arrays of the result; `result` learns the rest of it.
 
@@ -67,13 +84,8 @@ class FlatCall:
         """
 
         def run(*arrays: Any) -> list[Any]:
-            traced = iter(arrays)
-            leaves = [
-                self.static[index] if index in self.static else next(traced) for index in range(self.treedef.num_leaves)
-            ]
-            call = share_variables(self.treedef.unflatten(leaves), self.shared)
-            variables = ArgumentVariables.of(call)
-            fn, args, kwargs = call
+            fn, args, kwargs = self._with_arrays(arrays)
+            variables = ArgumentVariables.of((fn, args, kwargs))
             value = fn(*args, **kwargs)
             writes = variables.writes("filter_jit", [arrays[index] for index in donated])
             result.shared = shared_leaves(value)
@@ -121,7 +133,7 @@ def _sources(arrays: Sequence[Any], variables: ArgumentVariables, writes: Mappin
     return [indices.get(id(old)) if np.shape(old) == np.shape(new) else None for old, new in pairs if is_array(new)]
 
 
-def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
+def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str = "filter_jit") -> FlatCall:
     """Returns a call, flattened; refuses what cannot be traced.
 
     ```python
@@ -141,7 +153,7 @@ def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat
         elif isinstance(leaf, ArraySource):
             raise ConfigTypeError("filter_jit: an ArraySource cannot be traced; place it with filter_shard first")
         elif issubclass(type(leaf), opaque):
-            refuse_opaque([("filter_jit, an argument", leaf)])
+            refuse_opaque([(f"{caller}, an argument", leaf)])
         else:
             static[index] = leaf
     return FlatCall(fn, args, kwargs, treedef, arrays, static, shared_leaves((fn, args, kwargs)))

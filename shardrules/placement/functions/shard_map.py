@@ -1,0 +1,406 @@
+"""`filter_shard_map`: `jax.shard_map` for functions of any pytrees, mapped by rules, plans or specs."""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, final, overload
+
+import attrs
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.context import current_mesh
+from shardrules.core.errors import ConfigTypeError, TreeError, UnknownAxisError, suggest
+from shardrules.core.finding import Finding, shape_text
+from shardrules.core.jax_state import under_trace
+from shardrules.core.rule import ShardingPlan, ShardingRule
+from shardrules.core.spec import UNCONSTRAINED, axis_names, device_dtype, entries, spec_repr
+from shardrules.core.tree import spread
+from shardrules.placement.destination import common_mesh, usable_mesh
+from shardrules.placement.functions.calls import FlatCall, as_tree, flatten_call, is_array, signature_of
+from shardrules.placement.traced import axis_types, constrain_traced
+from shardrules.placement.transfer import put
+from shardrules.rules.how import (
+    How,
+    HowEach,
+    by_leaf,
+    checked_plan,
+    is_entry,
+    not_an_entry,
+    refuse_leaves,
+    resolve,
+    spec_errors,
+)
+
+_CALLER = "filter_shard_map"
+
+
+@overload
+def filter_shard_map(
+    fn: Callable[..., Any],
+    mesh: AnyMesh | None = None,
+    in_specs: HowEach = None,
+    out_specs: HowEach = None,
+    *,
+    axis_names: Collection[str] | None = None,
+    check_vma: bool = True,
+) -> "FilterShardMap": ...
+
+
+@overload
+def filter_shard_map(
+    fn: None = None,
+    mesh: AnyMesh | None = None,
+    in_specs: HowEach = None,
+    out_specs: HowEach = None,
+    *,
+    axis_names: Collection[str] | None = None,
+    check_vma: bool = True,
+) -> "Callable[[Callable[..., Any]], FilterShardMap]": ...
+
+
+def filter_shard_map(
+    fn: Callable[..., Any] | None = None,
+    mesh: AnyMesh | None = None,
+    in_specs: HowEach = None,
+    out_specs: HowEach = None,
+    *,
+    axis_names: Collection[str] | None = None,
+    check_vma: bool = True,
+) -> "FilterShardMap | Callable[[Callable[..., Any]], FilterShardMap]":
+    """Maps a function of any pytrees over the devices of a mesh: each device calls it with its own shards.
+
+    It is `jax.shard_map` for modules. Arrays are split, whatever tree they are in; all other leaves are passed through,
+    into the function and out of it. Inside, the function talks to other devices by `jax.lax.psum` and the like, under
+    the names of the mesh axes. It can be used under `jit`, `grad`, `vmap` and `scan`.
+
+    **Arguments:**
+
+    - `fn`: the function. A module that is called, and keyword-only arguments, are whole on every device.
+    - `mesh`: the mesh; by default that of a rule or a plan, else the one that the arrays are on, else the one in force.
+    - `in_specs`: a tuple with one item per positional argument, or one item for all of them. An item is a rule, a plan,
+        a PartitionSpec, or a tree or prefix of specs. `None` and `P()` give every device the whole.
+    - `out_specs`: the same for the result, of which the specs say how the shards are put together; a tuple has one item
+        per item of a result that is a tuple. `None` and `P()` promise that all devices return the same.
+    - `axis_names`: the axes that are mapped; by default all of them. The others are left to the compiler.
+    - `check_vma`: whether JAX checks what `out_specs` promises.
+
+    **Returns:**
+
+    A function like `fn`, of whole arrays.
+
+    **Raises:**
+
+    `PlanError`, listing every array that does not fit its spec; `TreeError` where specs or a plan are for another tree;
+    `NoMeshError`.
+
+    A rule in `out_specs` decides on the shapes of the whole results. For those `fn` is traced once more, on a mesh with
+    one device per axis, so it has to take the sizes of axes from `jax.lax.axis_size`.
+
+    ```python
+    mesh = sr.create_mesh("data:8")
+    model = eqx.nn.MLP(4, 2, 8, depth=1, key=jax.random.key(0))
+
+    def loss(model, x):
+        return jax.lax.pmean(jnp.mean(jax.vmap(model)(x) ** 2), "data")
+
+    mapped = sr.filter_shard_map(loss, mesh, in_specs=(P(), P("data")), out_specs=P())
+    gradients = eqx.filter_jit(eqx.filter_grad(mapped))(model, jnp.ones((16, 4)))
+    assert gradients.layers[0].weight.shape == (8, 4)
+    ```
+    """
+    check_mesh(mesh)
+    if fn is None:
+        return lambda fn: filter_shard_map(fn, mesh, in_specs, out_specs, axis_names=axis_names, check_vma=check_vma)
+    if not callable(fn):
+        raise ConfigTypeError(
+            f"filter_shard_map maps a function, got {fn!r:.80}. Pass rules and specs as in_specs and out_specs"
+        )
+    names = frozenset() if axis_names is None else frozenset(axis_names)
+    return FilterShardMap(as_tree(fn), _Options(mesh, in_specs, out_specs, names, check_vma))
+
+
+@final
+@attrs.frozen(eq=False)
+class _Options:
+    """How a function is mapped; the fields are the arguments of `filter_shard_map`."""
+
+    mesh: AnyMesh | None
+    in_specs: HowEach
+    out_specs: HowEach
+    axis_names: frozenset[str]
+    check_vma: bool
+
+
+@final
+@jtu.register_pytree_node_class
+@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for functools.update_wrapper
+class FilterShardMap:
+    """A mapped function; `filter_shard_map` makes one. As a pytree it holds the arrays of the function."""
+
+    fn: Callable[..., Any]
+    options: _Options
+
+    def __attrs_post_init__(self) -> None:
+        functools.update_wrapper(self, self.fn, updated=())
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        signature = signature_of(self.fn)
+        if signature is not None:
+            bound = signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        call = flatten_call(self.fn, args, kwargs, _CALLER)
+        mapping = _Mapping(_mesh_of(call, self.options), self.options)
+        in_specs = mapping.in_specs(call)
+        results = mapping.results(call, in_specs)
+        static: list[Any] = []
+
+        def run(*shards: Any) -> Any:
+            result = call.run(shards, _CALLER)
+            mapping.check(result, results)
+            arrays, rest = eqx.partition(result, is_array)
+            static.append(rest)
+            return arrays
+
+        # Errors of JAX name the user's function.
+        run.__name__ = run.__qualname__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        mapped = jax.shard_map(
+            run,
+            mesh=_mesh_to_map(mapping.mesh),
+            in_specs=in_specs,
+            out_specs=results.specs,
+            axis_names=self.options.axis_names,
+            check_vma=self.options.check_vma,
+        )
+        return eqx.combine(mapped(*mapping.place(call.arrays, in_specs)), static[-1])
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+    def tree_flatten(self) -> tuple[tuple[Any], _Options]:
+        """Returns the function, which may be a module, and what is static."""
+        return (self.fn,), self.options
+
+    @classmethod
+    def tree_unflatten(cls, options: _Options, children: Iterable[Any]) -> "FilterShardMap":
+        """Makes one from what `tree_flatten` returns."""
+        return cls(*children, options)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Results:
+    """The specs of a result, as a tree or a prefix of it."""
+
+    specs: Any
+    whole: Any = None
+    """The result with the shapes of whole arrays, if a rule had to know them."""
+    leaf_specs: Sequence[PartitionSpec | None] = ()
+    """The specs that were decided for those, one for each leaf."""
+
+
+@final
+@attrs.frozen(eq=False)
+class _Mapping:
+    """A mesh, and the specs of arguments and results on it."""
+
+    mesh: AnyMesh
+    options: _Options
+
+    def __attrs_post_init__(self) -> None:
+        for name in sorted(self.options.axis_names):
+            if name not in self.mesh.axis_names:
+                hint = suggest(name, self.mesh.axis_names)
+                raise UnknownAxisError(f"{_CALLER}: unknown axis {name!r}{hint}; the mesh is {mesh_text(self.mesh)}")
+
+    def in_specs(self, call: FlatCall) -> tuple[PartitionSpec, ...]:
+        """Returns the spec of each array of a call."""
+        items, count = self.options.in_specs, len(call.args)
+        items = items if isinstance(items, tuple) else (items,) * count
+        if len(items) > count:
+            raise TreeError(
+                f"{_CALLER}: in_specs has {len(items)} items, and the call has {count} positional arguments"
+            )
+        items += (None,) * (count - len(items))  # arguments that have defaults may be left out
+        parts: list[tuple[str, Any, How]] = [("the function", call.fn, None)]
+        parts += [(f"argument {n}", arg, how) for n, (arg, how) in enumerate(zip(call.args, items, strict=True))]
+        parts += [("the keyword arguments", call.kwargs, None)]
+        specs = [spec for what, tree, how in parts for spec in self._leaf_specs(tree, how, what)]
+        return tuple(spec for spec in specs if spec is not None)
+
+    def results(self, call: FlatCall, in_specs: tuple[PartitionSpec, ...]) -> _Results:
+        """Returns the specs of the result. Rules decide on whole arrays; specs and plans are for any result."""
+        how = self.options.out_specs
+        items = how if isinstance(how, tuple) else (how,)
+        if any(isinstance(item, ShardingRule) or _is_function(item) for item in items):
+            whole = self._whole_result(call, in_specs)
+            parts: list[tuple[Any, How, str]] = [(whole, how, "the result")]  # pyright: ignore[reportAssignmentType]  (a tuple may be a tree of specs, too)
+            if isinstance(how, tuple) and isinstance(whole, tuple):
+                if len(how) != len(whole):
+                    raise TreeError(f"{_CALLER}: out_specs has {len(how)} items, the function returns {len(whole)}")
+                parts = [(part, item, f"result {n}") for n, (part, item) in enumerate(zip(whole, how, strict=True))]
+            leaf_specs = [spec for part, item, what in parts for spec in self._leaf_specs(part, item, what)]
+            return _Results(jax.tree.unflatten(jax.tree.structure(whole), leaf_specs), whole, leaf_specs)
+        specs = jax.tree.map(
+            _as_spec, tuple(map(_written, items)) if isinstance(how, tuple) else _written(how), is_leaf=is_entry
+        )
+        # JAX reads them before there is a result: what is wrong whatever is returned, is refused here.
+        leaves = enumerate(jax.tree.leaves(specs, is_leaf=is_entry))
+        problems = [(n, finding) for n, spec in leaves for finding in self._errors(self._any_shape(spec), spec)]
+        refuse_leaves(f"{_CALLER}, out_specs", specs, problems)
+        return _Results(specs)
+
+    def check(self, result: Any, results: _Results) -> None:
+        """Raises an error that lists the shards of a result that their specs cannot put together."""
+        leaves, treedef = jax.tree.flatten(result)
+        sizes, specs = mesh_sizes(self.mesh), results.leaf_specs
+        if results.whole is None:
+            specs = spread(results.specs, result, is_entry, f"{_CALLER}, the result", "specs")
+        elif jax.tree.structure(results.whole) != treedef:
+            raise TreeError(f"{_CALLER}: the structure of the result depends on the sizes of the mesh axes")
+        whole = leaves if results.whole is None else jax.tree.leaves(results.whole)
+        problems: list[tuple[int, Finding]] = []
+        for leaf_index, (leaf, spec, expected) in enumerate(zip(leaves, specs, whole, strict=True)):
+            if not is_array(leaf):
+                continue
+            findings = self._errors(_joined(leaf.shape, spec, sizes), spec)
+            if not findings and results.whole is not None and spec is not None:
+                findings = _size_errors(leaf.shape, expected.shape, spec, sizes)
+            problems += [(leaf_index, finding) for finding in findings]
+        refuse_leaves(f"{_CALLER}, the result", result, problems)
+
+    def place(self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+        """Returns the arrays split by their specs, where JAX does not do it: outside of jit, and on Explicit axes."""
+        if isinstance(self.mesh, Mesh) and not under_trace():
+            return put(arrays, [NamedSharding(self.mesh, spec) for spec in specs])
+        if AxisType.Explicit not in axis_types(self.mesh).values():
+            return list(arrays)
+        return [
+            constrain_traced(jnp.asarray(array), self.mesh, spec) for array, spec in zip(arrays, specs, strict=True)
+        ]
+
+    def _leaf_specs(self, tree: Any, how: How, what: str) -> list[PartitionSpec | None]:
+        """Returns the spec of each leaf of a tree; `None` for leaves that are not arrays."""
+        caller = f"{_CALLER}, {what}"
+        leaves = jax.tree.leaves(tree)
+        resolved = resolve(how, tree, self.mesh, caller)
+        if resolved.plan is not None:
+            plan = checked_plan(resolved.plan, self.mesh, caller)
+            specs = by_leaf(plan, plan.kind_specs, len(leaves), caller)
+        else:
+            pairs = zip(leaves, resolved.entries, strict=True)
+            specs = [_as_spec(entry) if is_array(leaf) else None for leaf, entry in pairs]
+        problems = [
+            (leaf_index, finding)
+            for leaf_index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True))
+            if spec is not None
+            for finding in self._errors(leaf.shape, spec)
+        ]
+        refuse_leaves(caller, tree, problems)
+        return specs
+
+    def _errors(self, shape: tuple[int, ...], spec: Any) -> list[Finding]:
+        if not isinstance(spec, PartitionSpec):
+            return [not_an_entry(spec, shape, "a PartitionSpec, a NamedSharding or None")]
+        if UNCONSTRAINED in spec.partitions:
+            what = f"{spec_repr(spec)} has an UNCONSTRAINED dimension, and the shape of a shard must be known"
+            return [Finding("error", "not-placeable", what, "", "Name the axes that split it, or None", shape)]
+        mapped = self.options.axis_names or self.mesh.axis_names
+        remedy = "Add it to axis_names, or leave it out of the spec: the compiler splits over axes that are not mapped"
+        return spec_errors(shape, spec, self.mesh) + [
+            Finding("error", "axis-not-mapped", f"axis {name!r} is not mapped", "", remedy, shape, axis=name)
+            for name in axis_names(spec)
+            if name in self.mesh.axis_names and name not in mapped
+        ]
+
+    def _any_shape(self, spec: Any) -> tuple[int, ...]:
+        """Returns the shape of some array that a spec fits, if any does."""
+        ndim = len(spec.partitions) if isinstance(spec, PartitionSpec) else 0
+        return _joined((1,) * ndim, spec, mesh_sizes(self.mesh))
+
+    def _whole_result(self, call: FlatCall, in_specs: tuple[PartitionSpec, ...]) -> Any:
+        """Returns the result with the shapes of whole arrays: as if each mesh axis had one device."""
+        names = self.mesh.axis_names
+        mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+        static: list[Any] = []
+
+        def run(*arrays: Any) -> Any:
+            shapes, rest = eqx.partition(call.run(arrays, _CALLER), is_array)
+            static.append(rest)
+            return shapes
+
+        structs = [jax.ShapeDtypeStruct(array.shape, device_dtype(array.dtype)) for array in call.arrays]
+        options: dict[str, Any] = {"axis_names": self.options.axis_names, "check_vma": False}
+        try:
+            with jax.sharding.use_abstract_mesh(mesh):
+                mapped = jax.shard_map(run, in_specs=in_specs, out_specs=PartitionSpec(), **options)
+                return eqx.combine(jax.eval_shape(mapped, *structs), static[-1])
+        except Exception as error:
+            error.add_note(
+                f"{_CALLER}: a rule in out_specs decides on the shapes of the whole results. For those the function is "
+                "traced on a mesh with one device per axis. Read sizes with jax.lax.axis_size, or pass a plan"
+            )
+            raise
+
+
+def _mesh_of(call: FlatCall, options: _Options) -> AnyMesh:
+    items = options.in_specs if isinstance(options.in_specs, tuple) else (options.in_specs,)
+    named = [options.mesh, *(item.mesh for item in items if isinstance(item, ShardingPlan))]
+    candidates = [mesh for mesh in (*named, common_mesh(call.arrays), current_mesh()) if mesh is not None]
+    # A mesh without devices stands for any mesh of the same axes.
+    same = [mesh for mesh in candidates if mesh_sizes(mesh) == mesh_sizes(candidates[0])]
+    return usable_mesh(same, _CALLER)
+
+
+def _mesh_to_map(mesh: AnyMesh) -> AnyMesh | None:
+    """Returns the mesh, or `None` for the one in force: there its axes may have other types, which JAX refuses."""
+    here = jax.sharding.get_abstract_mesh()
+    return None if under_trace() and not here.empty and dict(here.shape) == dict(mesh.shape) else mesh
+
+
+def _is_function(how: Any) -> bool:
+    return callable(how) and not is_entry(how) and jtu.all_leaves([how])
+
+
+def _written(how: Any) -> Any:
+    """Returns the specs of a plan, and `None` for its leaves that are not arrays; else what is written."""
+    if not isinstance(how, ShardingPlan):
+        return how
+    return jax.tree.map(lambda entry: entry if is_entry(entry) else None, how.specs, is_leaf=is_entry)
+
+
+def _as_spec(entry: Any) -> Any:
+    if entry is None:
+        return PartitionSpec()
+    return entry.spec if isinstance(entry, NamedSharding) else entry
+
+
+def _parts(ndim: int, spec: PartitionSpec, sizes: Mapping[str, int]) -> list[int]:
+    """Returns in how many parts each dimension is split; 1 for axes that the mesh lacks."""
+    parts = [1] * ndim
+    for dim, entry in enumerate(entries(spec)[:ndim]):
+        parts[dim] = math.prod(sizes.get(name, 1) for name in entry)
+    return parts
+
+
+def _joined(shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of a whole array from that of a shard."""
+    if not isinstance(spec, PartitionSpec) or UNCONSTRAINED in spec.partitions:
+        return shape
+    return tuple(size * count for size, count in zip(shape, _parts(len(shape), spec, sizes), strict=True))
+
+
+def _size_errors(
+    shard: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
+) -> list[Finding]:
+    if _joined(shard, spec, sizes) == whole:
+        return []
+    what = (
+        f"{spec_repr(spec)} puts shards of {shape_text(shard)} together to {shape_text(_joined(shard, spec, sizes))}, "
+        f"and was decided for {shape_text(whole)}"
+    )
+    return [Finding("error", "misfit", what, "", "Return shards that are split so, or write the spec out", whole)]
