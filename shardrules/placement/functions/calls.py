@@ -151,7 +151,7 @@ def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller:
         if is_array(leaf):
             arrays.append(leaf)
         elif isinstance(leaf, ArraySource):
-            raise ConfigTypeError("filter_jit: an ArraySource cannot be traced; place it with filter_shard first")
+            raise ConfigTypeError(f"{caller}: an ArraySource cannot be traced; place it with filter_shard first")
         elif issubclass(type(leaf), opaque):
             refuse_opaque([(f"{caller}, an argument", leaf)])
         else:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -258,3 +259,17 @@ def test_arrays_are_moved_to_their_specs() -> None:
     mapped = sr.filter_shard_map(lambda x: 2 * x, MESH, P("data"), P("data"))
     np.testing.assert_array_equal(mapped(elsewhere), 2 * X)
     assert AxisType.Auto in MESH.axis_types
+
+
+def test_writes_to_objects_are_refused_and_returned_objects_are_not() -> None:
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def double(layer: Any) -> Any:
+        layer.kernel[...] = 2 * layer.kernel[...]
+        return layer.kernel[...]
+
+    mapped = sr.filter_shard_map(double, MESH, RULE, P("data"))
+    with pytest.raises(sr.errors.TreeError, match="writes to variables of flax nnx objects"):
+        mapped(layer)
+    read = sr.filter_shard_map(lambda layer: layer.kernel[...] * 2, MESH, RULE, P("data"))
+    np.testing.assert_array_equal(read(layer), 2 * layer.kernel[...])
