@@ -227,3 +227,11 @@ class ArgumentVariables:
                 for new, old in zip(jtu.tree_leaves(variable), before, strict=True)
             )
         }
+
+    def pairs(self, writes: Mapping[int, Any]) -> list[tuple[Any, Any]]:
+        """Returns the leaves before and after `writes`, which this returned, in the order in which JAX flattens it."""
+        return [
+            pair
+            for index in sorted(writes)
+            for pair in zip(self.values[index], jtu.tree_leaves(writes[index]), strict=True)
+        ]

@@ -32,7 +32,13 @@ def printed(script: str, *arguments: str, start: str, folder: Path, **variables:
 
 
 def test_every_example_is_run_here() -> None:
-    scripts = ["first_plan.py", "llama_405b.py", "plan_llama.py", "train_gpt.py", "train_nnx.py"]  # Llama 405B is planned in tests/cli
+    scripts = [
+        "first_plan.py",
+        "llama_405b.py",
+        "plan_llama.py",
+        "train_gpt.py",
+        "train_nnx.py",
+    ]  # Llama 405B is planned in tests/cli
     assert sorted(script.name for script in EXAMPLES.glob("*.py")) == scripts
 
 

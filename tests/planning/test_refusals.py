@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -210,3 +211,12 @@ def test_tiny_and_empty_arrays() -> None:
         assert planned.frontier(2).points
     with pytest.raises(sr.errors.DoesNotFitError, match="it needs about 4 B"):
         sr.autoplan(double, jax.ShapeDtypeStruct((), jnp.float32), mesh=mesh, memory_limit=1)
+
+
+def test_a_function_that_writes_to_its_arguments_is_refused() -> None:
+    def count(model: nnx.Dropout, x: jax.Array) -> jax.Array:
+        return model(x)
+
+    model = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    with pytest.raises(sr.errors.TreeError, match=r"^count: the function writes to .* nnx\.update\(model, state\)"):
+        sr.autoplan(count, model, X, mesh=sr.mesh_shape(BOTH))

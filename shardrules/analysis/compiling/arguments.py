@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.boxes import share_variables, shared_leaves
 from shardrules.core.errors import ConfigError, ConfigTypeError, TreeError
 from shardrules.core.finding import Finding, plan_error
 from shardrules.core.leaf import Decision
@@ -65,6 +66,8 @@ class Arguments:
     treedef: Any
     owners: tuple[int, ...]
     """For each array the index of its argument."""
+    shared: dict[int, int] = attrs.field(factory=dict)
+    """The leaves of variables that occur twice, as `shared_leaves` returns them."""
 
     def with_specs(self, specs: Mapping[int, PartitionSpec], mesh: AnyMesh) -> "Arguments":
         """Returns the arguments with the specs that a jitted function has of its own, by array index."""
@@ -94,7 +97,8 @@ class Arguments:
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the arguments to call the function with, one of `arrays` for each of `self.arrays`."""
         remaining = iter(arrays)
-        return self.treedef.unflatten([leaf if array_kind(leaf) is None else next(remaining) for leaf in self.leaves])
+        leaves = [leaf if array_kind(leaf) is None else next(remaining) for leaf in self.leaves]
+        return share_variables(self.treedef.unflatten(leaves), self.shared)
 
 
 @final
@@ -154,7 +158,7 @@ def read_arguments(
     if problems:
         raise refusal("the arguments", problems)
     leaves, treedef = jtu.tree_flatten(args)
-    return Arguments(tuple(arrays), tuple(leaves), treedef, tuple(owners))
+    return Arguments(tuple(arrays), tuple(leaves), treedef, tuple(owners), shared_leaves(args))
 
 
 def _argument(path: str, leaf: Any, kind: tuple[tuple[int, ...], Any], request: _Request | None) -> Argument:

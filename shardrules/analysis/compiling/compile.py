@@ -23,6 +23,7 @@ from shardrules.analysis.compiling.constraints import find_constraints, weakened
 from shardrules.analysis.compiling.retarget import retarget
 from shardrules.analysis.compiling.source import names_other_mesh, naming_lines
 from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.core.boxes import ArgumentVariables
 from shardrules.core.errors import DoesNotFitError
 from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
@@ -103,7 +104,9 @@ class Traced:
     result: Any
     """What the function returns, with tracers for arrays."""
     structs: tuple[Any, ...]
-    """The shapes of the arrays in `result`."""
+    """The shapes of the arrays in `result`, and of those that the function writes to variables of its arguments."""
+    written: tuple[int, ...]
+    """The indices of the arrays of the arguments in whose place it writes."""
     donated: tuple[int, ...]
     """The indices of the arrays that a jitted function donates itself."""
     input_specs: Mapping[int, PartitionSpec]
@@ -142,10 +145,19 @@ def _of_other_kinds(mesh: AbstractMesh) -> Iterator[AbstractMesh]:
 
 def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Traced:
     results: list[Any] = []
+    written: list[int] = []
 
-    def run(*args: Any) -> list[Any]:
-        results.append(fn(*arguments.rebuild(args)))
-        return [leaf for leaf in jtu.tree_leaves(results[-1]) if array_kind(leaf) is not None]
+    def run(*arrays: Any) -> list[Any]:
+        args = arguments.rebuild(arrays)
+        variables = ArgumentVariables.of(args)
+        results.append(fn(*args))
+        # What is written to an argument is a result, too: a step of flax nnx may return nothing but its loss.
+        indices = {id(array): index for index, array in enumerate(arrays)}
+        writes = {
+            indices[id(old)]: new for old, new in variables.pairs(variables.writes("audit")) if id(old) in indices
+        }
+        written[:] = writes
+        return [leaf for leaf in (*jtu.tree_leaves(results[-1]), *writes.values()) if array_kind(leaf) is not None]
 
     in_force = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with in_force, naming_lines():
@@ -155,7 +167,7 @@ def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Tr
     # A jitted function is one single `jit` equation, whose parameters are what its `jax.jit` was called with.
     inner = program.eqns[0] if len(program.eqns) == 1 and program.eqns[0].primitive.name in ("jit", "pjit") else None
     if inner is None:
-        return Traced(fn, traced.jaxpr, results[-1], structs, (), {}, (None,) * len(structs))
+        return Traced(fn, traced.jaxpr, results[-1], structs, tuple(written), (), {}, (None,) * len(structs))
     index_of = {id(variable): index for index, variable in enumerate(program.invars)}
     # `None`: an array that the function closes over.
     input_indices = [index_of.get(id(variable)) for variable in inner.invars]
@@ -182,6 +194,7 @@ def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Tr
         inner.params["jaxpr"] if is_whole and not program.constvars else traced.jaxpr,
         results[-1],
         structs,
+        tuple(written),
         tuple(
             index for index, is_donated in zip(input_indices, donated, strict=True) if is_donated and index is not None
         ),
@@ -206,7 +219,7 @@ def compile_for(
     jaxpr = retarget(traced.jaxpr, mesh)
     all_donated = tuple(sorted({*donated, *traced.donated}))
     with jax.set_mesh(mesh):
-        paths, requested = _requested_shardings(traced, out_shardings, mesh)
+        paths, requested = _requested_shardings(traced, arguments, out_shardings, mesh)
         # `keep_unused`: XLA would drop unused arguments, and with them the memory that they take on the device.
         run = jax.jit(
             _renamed(jaxpr_as_fun(jaxpr), traced.fn),
@@ -253,7 +266,7 @@ def compile_for(
 
 
 def _requested_shardings(
-    traced: Traced, out_shardings: Any, mesh: Mesh
+    traced: Traced, arguments: Arguments, out_shardings: Any, mesh: Mesh
 ) -> tuple[list[str], list[NamedSharding | None]]:
     """The paths of the arrays that a function returns, and their requested shardings: the caller's, else its own."""
     leaves, treedef = jtu.tree_flatten(traced.result)
@@ -263,6 +276,10 @@ def _requested_shardings(
     of_leaves = result_shardings(treedef.unflatten(shapes), out_shardings, mesh)
     paths = [path for path, array in zip(leaf_paths(traced.result), is_array, strict=True) if array]
     of_arrays = [sharding for sharding, array in zip(of_leaves, is_array, strict=True) if array]
+    # What is written to an argument stays where the argument is.
+    targets = [arguments.arrays[index] for index in traced.written]
+    paths += [target.path for target in targets]
+    of_arrays += [None if target.spec is None else NamedSharding(mesh, target.spec) for target in targets]
     of_function = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.output_specs]
     return paths, [first or second for first, second in zip(of_arrays, of_function, strict=True)]
 

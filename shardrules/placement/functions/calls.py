@@ -125,11 +125,7 @@ class Result:
 
 def _sources(arrays: Sequence[Any], variables: ArgumentVariables, writes: Mapping[int, Any]) -> list[int | None]:
     indices = {id(array): index for index, array in enumerate(arrays)}
-    pairs = [
-        pair
-        for variable_index in sorted(writes)
-        for pair in zip(variables.values[variable_index], jax.tree.leaves(writes[variable_index]), strict=True)
-    ]
+    pairs = variables.pairs(writes)
     return [indices.get(id(old)) if np.shape(old) == np.shape(new) else None for old, new in pairs if is_array(new)]
 
 

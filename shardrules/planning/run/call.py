@@ -16,6 +16,8 @@ from shardrules.analysis.compiling.arguments import argument_names
 from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.axes import AnyMesh
+from shardrules.core.boxes import ArgumentVariables, share_variables, shared_leaves
+from shardrules.core.errors import TreeError
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 
@@ -97,11 +99,21 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
     leaves, treedef = jtu.tree_flatten(args)
     array_leaves = [leaf for leaf in leaves if array_kind(leaf) is not None]
     outputs: list[Any] = []
+    shared = shared_leaves(args)
 
     # Only arrays are traced: other leaves, such as activation functions and step counts in Python, stay as they are.
     def run(*arrays: Any) -> list[Any]:
         tracers = iter(arrays)
-        outputs.append(fn(*treedef.unflatten([leaf if array_kind(leaf) is None else next(tracers) for leaf in leaves])))
+        call = [leaf if array_kind(leaf) is None else next(tracers) for leaf in leaves]
+        call_args = share_variables(treedef.unflatten(call), shared)
+        variables = ArgumentVariables.of(call_args)
+        outputs.append(fn(*call_args))
+        if variables.writes(name):
+            raise TreeError(
+                f"{name}: the function writes to variables of flax nnx in its arguments, which a planned function "
+                "cannot do. Return what it writes, nnx.state(model), and update the model with that: "
+                "nnx.update(model, state)"
+            )
         return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
     structs = tuple(map(struct, array_leaves))

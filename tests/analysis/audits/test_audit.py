@@ -831,6 +831,27 @@ def test_a_model_of_nnx() -> None:
     assert report.model_flops == PRODUCT
 
 
+def nnx_step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+    """A step of nnx, which writes to the model and the optimizer and returns the loss."""
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_what_a_step_of_nnx_writes_is_audited() -> None:
+    model = nnx.eval_shape(lambda: nnx.Linear(64, 128, rngs=nnx.Rngs(0)))
+    optimizer = nnx.eval_shape(lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), model)
+    plan = sr.RegexShardingRule([("kernel", P("data"))]).plan(model, SHAPE)
+    where = (plan, plan.mirror, P("data"))
+    report, jitted = [
+        audit(step, model, optimizer, X, in_shardings=where, target=CPU) for step in (nnx_step, nnx.jit(nnx_step))
+    ]
+    kernel, bias = 4 * 64 * 128 // SHAPE.shape["data"], 4 * 128
+    assert report.memory.outputs_bytes >= 3 * (kernel + bias) + 3 * 4  # model, moments, two counters and the loss
+    assert specs(report)["optimizer/opt_state/0/mu/kernel"] == specs(report)["model/kernel"] == "P('data')"
+    assert jitted.memory == report.memory
+
+
 # ---- what is refused ----
 
 
