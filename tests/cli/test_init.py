@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import shardrules as sr
 from benchmarks.headers import write_headers
@@ -174,6 +175,13 @@ def test_the_workflow_is_at_the_top_of_the_repository(folder: Path, forks: Forks
     process = forks.run("init", f"{inner}/model.py:make", "--mesh", "data:8", cwd=inner)
     assert f"\n{os.path.join('..', '.github', 'workflows', 'sharding.yml')}: " in process.stdout
     text = (folder / ".github/workflows/sharding.yml").read_text()
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    assert [step["name"] for step in job["steps"][2:]] == [
+        "Install",
+        "Check the plan",
+        "Draw the page",
+        "Keep the page",
+    ]
     assert "working-directory: 'tiny lm'\n" in text
     assert "pip install 'shardrules[cli]' -r requirements.txt -e .\n" in text
     assert "shardrules check model.py:make --rules" in text

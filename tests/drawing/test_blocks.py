@@ -104,13 +104,18 @@ def test_eight_devices_have_eight_colours(axes: str, shape: tuple[int, ...], spe
 def test_of_more_devices_neighbours_differ(dims: Any, sizes: dict[str, int]) -> None:
     blocks = Blocks(dims, sizes)
     boxes = [mark for mark in blocks.picture().marks if isinstance(mark, Box)]
+    colours = [box.colour % 8 for box in boxes if box.colour is not None]
+    assert len(colours) == len(boxes)
     if np.prod(blocks.counts) <= 8:
-        assert sorted(box.colour for box in boxes) == [*range(len(boxes))]
-    corners = {(box.x, box.y): box.colour % 8 for box in boxes}
-    beside = [(box, (box.x + box.width, box.y)) for box in boxes] + [
-        (box, (box.x, box.y + box.height)) for box in boxes
+        assert sorted(colours) == [*range(len(boxes))]
+    corners = {(box.x, box.y): colour for box, colour in zip(boxes, colours, strict=True)}
+    beside = [[(box.x + box.width, box.y), (box.x, box.y + box.height)] for box in boxes]
+    pairs = [
+        (colour, corners[corner])
+        for colour, near in zip(colours, beside, strict=True)
+        for corner in near
+        if corner in corners
     ]
-    pairs = [(box.colour % 8, corners[corner]) for box, corner in beside if corner in corners]
     assert pairs
     assert all(first != second for first, second in pairs)
 

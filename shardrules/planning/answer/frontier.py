@@ -61,6 +61,8 @@ class Frontier:
         times = [point.seconds for point in self.points] or [0.0, 1.0]
         # Margins for the words below: two lines under the axis, one above it, and the longer time at the left.
         left = max(72.0, *(label_width(f"{1000 * seconds:.4g} ms") for seconds in (min(times), max(times))))
+        title = f"{self.name} on {self.mesh}: time of a call"
+        width = max(width, label_width(title))
         low, top, right = height - 44, 28.0, width - 24
         dots = tuple(
             (
@@ -78,7 +80,7 @@ class Frontier:
             Words(left - 6, low, f"{1000 * min(times):.4g} ms", "end"),
             Words(left - 6, top + 4, f"{1000 * max(times):.4g} ms", "end"),
             Words((left + right) / 2, height - 8, "memory of a device", "middle"),
-            Words((left + right) / 2, 16, f"{self.name} on {self.mesh}: time of a call", "middle"),
+            Words(width / 2, 16, title, "middle"),
         )
         return Picture(width, height, marks, "time of a call over memory")
 
