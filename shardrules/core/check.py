@@ -268,19 +268,29 @@ def over_budget(limits: Sequence[int], leaves: Leaves, decisions: Sequence[Decis
 def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
     """Yields the finding of each pattern that won no leaf in any call of its rule, or of an equal rule."""
     every_call = list(_nested_calls(calls))
-    if not any(call.verdict.idle for call in every_call):
-        return
-    # A rule may stand in several places, and a pattern that wins in one of them is not idle. Rules of users may have no
-    # hash, so this compares them.
-    reported: list[tuple[object, int]] = []
+    types = {type(call.rule) for call in every_call if call.verdict.idle}
+    # A rule may stand in several places, and a pattern that wins in one of them is not idle.
+    equal_calls: dict[int, list[list[RuleCall]]] = {}
     for call in every_call:
-        for pattern_index, finding in call.verdict.idle:
-            if (call.rule, pattern_index) in reported:
-                continue
-            reported.append((call.rule, pattern_index))
-            equal_calls = [other for other in every_call if other.rule == call.rule]
-            if all(pattern_index in dict(other.verdict.idle) for other in equal_calls):
+        if type(call.rule) in types:
+            groups = equal_calls.setdefault(_rule_hash(call.rule), [])
+            group = next((group for group in groups if group[0].rule is call.rule or group[0].rule == call.rule), None)
+            if group is None:
+                groups.append([call])
+            else:
+                group.append(call)
+    for first, *others in (group for groups in equal_calls.values() for group in groups):
+        idle_elsewhere = [{pattern_index for pattern_index, _ in other.verdict.idle} for other in others]
+        for pattern_index, finding in first.verdict.idle:
+            if all(pattern_index in indices for indices in idle_elsewhere):
                 yield finding
+
+
+def _rule_hash(rule: object) -> int:
+    try:
+        return hash(rule)
+    except TypeError:  # rules of users may have none, and are compared
+        return 0
 
 
 def _nested_calls(calls: Iterable[RuleCall]) -> Iterator[RuleCall]:

@@ -64,7 +64,7 @@ def check_beginning(pattern: str, owner: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)  # the patterns of a rule are read again for every plan
-def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:
+def reads_index(pattern: str | re.Pattern[str]) -> ReadsIndex:
     """Returns `"no"` when a pattern matches either all indices in a path or none, else `"width"` or `"value"`.
 
     ```python
@@ -77,9 +77,12 @@ def reads_index(pattern: re.Pattern[str]) -> ReadsIndex:
     assert reads_index(re.compile(r"layers/3/mlp")) == "value"
     ```
     """
-    if pattern.flags & re.VERBOSE:
+    text = pattern if isinstance(pattern, str) else pattern.pattern
+    if text.startswith("(?"):
+        text = _FLAGS.sub("", text, count=1)
+    # Other flags, which may come with a compiled pattern or stand in its text, match nothing below.
+    if isinstance(pattern, re.Pattern) and pattern.flags & re.VERBOSE:
         return "value"
-    text = _FLAGS.sub("", pattern.pattern, count=1) if pattern.pattern.startswith("(?") else pattern.pattern
     if all(map(_NO.fullmatch, [text] if "(" in text else text.split("|"))):
         return "no"
     return "width" if _WIDTH.fullmatch(text) else "value"

@@ -2,7 +2,8 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, final
 
 import attrs
@@ -13,10 +14,12 @@ from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
+from shardrules.core.patterns import Matcher, PatternOutline, guarded, outline
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields, inner_values
 from shardrules.core.spec import checked_spec, spec_code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
 from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
+from shardrules.rules.pattern_index import MIN_PATTERNS, PatternIndex
 from shardrules.rules.text import parse_rule
 
 PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
@@ -36,8 +39,12 @@ def _as_pattern_pairs(
             "RegexShardingRule takes (pattern, value) pairs in order, [('norm', P()), ('.*', P('data'))]; "
             f"got {rules!r}"
         ) from None
+    # Of thousands of texts, most are equal.
+    values = {
+        text: parse_rule(text) for text in dict.fromkeys(value for _, value in patterns if isinstance(value, str))
+    }
     pairs = tuple(
-        (_pattern_text(pattern), parse_rule(value) if isinstance(value, str) else value) for pattern, value in patterns
+        (_pattern_text(pattern), values[value] if isinstance(value, str) else value) for pattern, value in patterns
     )
     for pattern, value in pairs:
         if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):
@@ -45,7 +52,6 @@ def _as_pattern_pairs(
                 f"RegexShardingRule: {pattern!r} has the value {value!r}, which is not a PartitionSpec, a rule, a rule "
                 "in text form, or None"
             )
-        compile_pattern(pattern, "RegexShardingRule")
         if isinstance(value, PartitionSpec):
             try:
                 checked_spec(value)
@@ -64,7 +70,12 @@ def _pattern_text(pattern: object) -> str:
     return pattern
 
 
-def _check_beginnings(rule: "RegexShardingRule", field: object, match: Match) -> None:
+def _contains(text: str) -> Matcher:
+    return lambda path: text in path
+
+
+def _check_patterns(rule: "RegexShardingRule", field: object, match: Match) -> None:
+    assert rule._matchers is not None  # compiles all patterns, which raises for the first that is invalid
     for pattern, _ in rule.rules if match != "search" else ():
         check_beginning(pattern, "RegexShardingRule")
 
@@ -94,7 +105,7 @@ class RegexShardingRule(LeavesShardingRule):
 
     rules: tuple[tuple[str, PatternValue], ...] = attrs.field(converter=_as_pattern_pairs, repr=spec_code, eq=spec_key)
     match: Match = attrs.field(
-        default="search", converter=one_of("match", "search", "fullmatch", "match"), validator=_check_beginnings
+        default="search", converter=one_of("match", "search", "fullmatch", "match"), validator=_check_patterns
     )
     unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
@@ -107,7 +118,19 @@ class RegexShardingRule(LeavesShardingRule):
 
     @functools.cached_property
     def _patterns_read_index(self) -> ReadsIndex:
-        return widest([reads_index(re.compile(pattern)) for pattern, _ in self.rules])
+        return widest(reads_index(pattern) for pattern, _ in self.rules)
+
+    @functools.cached_property
+    def _outlines(self) -> tuple[PatternOutline, ...]:
+        return tuple([outline(pattern) for pattern, _ in self.rules])
+
+    @functools.cached_property
+    def _safe_length(self) -> int:
+        return min([shown.safe_length for shown in self._outlines], default=sys.maxsize)
+
+    @functools.cached_property
+    def _index(self) -> PatternIndex | None:
+        return PatternIndex.of(self._outlines) if len(self.rules) >= MIN_PATTERNS else None
 
     @functools.cached_property
     def _delegates(self) -> tuple[tuple[int, ShardingRule], ...]:
@@ -117,8 +140,17 @@ class RegexShardingRule(LeavesShardingRule):
         return tuple(sorted(rules, key=lambda pair: bool(pair[1].tree_budgets)))
 
     @functools.cached_property
-    def _matchers(self) -> tuple[Callable[[str], object], ...]:
-        return tuple(getattr(re.compile(pattern), self.match) for pattern, _ in self.rules)
+    def _matchers(self) -> tuple[Matcher, ...]:
+        is_search = self.match == "search"
+        return tuple(
+            [
+                # Searching a text needs no regular expression, and compiling thousands takes longer than all the rest.
+                _contains(pattern)
+                if is_search and shown.names == (pattern,)
+                else getattr(compile_pattern(pattern, "RegexShardingRule"), self.match)
+                for (pattern, _), shown in zip(self.rules, self._outlines, strict=True)
+            ]
+        )
 
     @functools.cached_property
     def _fixed_decisions(self) -> tuple[Decision | None, ...]:
@@ -127,24 +159,15 @@ class RegexShardingRule(LeavesShardingRule):
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the value of the first pattern for each of `leaves`; rules among the values decide what they won."""
-        matchers, fixed_decisions = self._matchers, self._fixed_decisions
+        paths = [leaf.path for leaf in leaves.items]
+        matchers, fixed_decisions = self._matchers_for(paths), self._fixed_decisions
         decisions: list[Decision] = []
         delegated: dict[int, list[int]] = {}
-        won: set[int] = set()
-        findings: list[Finding] = []
-        idle: list[tuple[int, Finding]] = []
-        # The loop that every leaf of a large tree goes through: `enumerate` would make a tuple for each pattern tried.
-        for kind_index, leaf in enumerate(leaves.items):
-            path = leaf.path
-            pattern_index = 0
-            for matches in matchers:
-                if matches(path):
-                    break
-                pattern_index += 1
-            else:
+        winners = self._winners(paths, matchers)
+        for kind_index, (leaf, pattern_index) in enumerate(zip(leaves.items, winners, strict=True)):
+            if pattern_index == len(matchers):
                 decisions.append(self._unmatched(leaf))
                 continue
-            won.add(pattern_index)
             decision = fixed_decisions[pattern_index]
             # Small arrays are replicated only if a pattern matches: an unmatched one stays visible in the plan.
             if self.min_size and leaf.size < self.min_size:
@@ -155,24 +178,57 @@ class RegexShardingRule(LeavesShardingRule):
             if leaf.spec is not None and decision.spec is not None:
                 decision = leaf.try_refine(decision.spec, decision.reason)
             decisions.append(decision)
+        findings = self._delegate(leaves, decisions, delegated) if delegated else []
+        idle = tuple(self._idle_findings(paths, matchers, set(winners)))
+        return Verdict(tuple(decisions), tuple(findings), idle)
+
+    def _matchers_for(self, paths: Sequence[str]) -> tuple[Matcher, ...]:
+        if max(map(len, paths)) <= self._safe_length:
+            return self._matchers
+        return tuple(guarded(re.compile(pattern), self.match, paths, "RegexShardingRule") for pattern, _ in self.rules)
+
+    def _winners(self, paths: Sequence[str], matchers: Sequence[Matcher]) -> list[int]:
+        """The index of the first pattern that matches each path, or the number of patterns."""
+        index = self._index
+        winners: list[int] = []
+        # The loop that every leaf of a large tree goes through: `enumerate` would make a tuple for each pattern tried.
+        for path in paths:
+            if index is not None:
+                matching = (candidate for candidate in index.candidates(path) if matchers[candidate](path))
+                winners.append(next(matching, len(matchers)))
+                continue
+            pattern_index = 0
+            for matches in matchers:
+                if matches(path):
+                    break
+                pattern_index += 1
+            winners.append(pattern_index)
+        return winners
+
+    def _delegate(
+        self, leaves: Leaves, decisions: list[Decision], delegated: Mapping[int, Sequence[int]]
+    ) -> list[Finding]:
+        """Lets the rules among the values decide the leaves that they won, in place; returns their findings."""
+        findings: list[Finding] = []
+        # A limit for the tree counts what is decided already, by the rules before it too.
+        settled = [
+            (attrs.evolve(leaf, spec=decision.spec), count)
+            for leaf, decision, count in zip(leaves.items, decisions, leaves.counts, strict=True)
+            if decision.spec is not None
+        ]
         for pattern_index, rule in self._delegates:
             pattern = self.rules[pattern_index][0]
-            kind_indices = delegated.get(pattern_index, [])
-            # Made again for each rule: a limit for the tree counts what the rules before it have decided.
-            settled = [
-                (attrs.evolve(leaf, spec=decision.spec), count)
-                for leaf, decision, count in zip(leaves.items, decisions, leaves.counts, strict=True)
-                if decision.spec is not None
-            ]
+            kind_indices = delegated.get(pattern_index)
+            if kind_indices is None:
+                continue
             verdict = decide(rule, leaves.select(kind_indices, settled))
             findings += verdict.findings
             for kind_index, decision in zip(kind_indices, verdict.decisions, strict=True):
                 decisions[kind_index] = attrs.evolve(decision, reason=f"{pattern!r}: {decision.reason}")
-        for pattern_index in range(len(self.rules)):
-            if pattern_index not in won:
-                finding = self._idle_finding(pattern_index, matchers[pattern_index], leaves)
-                idle += [] if finding is None else [(pattern_index, finding)]
-        return Verdict(tuple(decisions), tuple(findings), tuple(idle))
+                if decision.spec is not None:
+                    leaf = attrs.evolve(leaves.items[kind_index], spec=decision.spec)
+                    settled.append((leaf, leaves.counts[kind_index]))
+        return findings
 
     def _unmatched(self, leaf: Leaf) -> Decision:
         if self.unmatched == "replicate":
@@ -184,17 +240,36 @@ class RegexShardingRule(LeavesShardingRule):
             return Decision(None, why, findings=(finding,))
         return leaf.skip("no pattern matches")
 
-    def _idle_finding(self, pattern_index: int, matches: Callable[[str], object], leaves: Leaves) -> Finding | None:
-        pattern = self.rules[pattern_index][0]
+    def _idle_findings(
+        self, paths: Sequence[str], matchers: Sequence[Matcher], winners: Container[int]
+    ) -> Iterator[tuple[int, Finding]]:
+        """The index of each pattern that won no leaf, and the finding that says why."""
+        idle = [pattern_index for pattern_index in range(len(matchers)) if pattern_index not in winners]
         # A last pattern that matches any path is a default: it may well have nothing to do.
-        if pattern_index == len(self.rules) - 1 and matches("\0"):
-            return None
-        if any(matches(leaf.path) for leaf in leaves.items):
-            why = f"every leaf that pattern {pattern!r} matches is matched by an earlier pattern"
-            remedy = "Move it before the patterns that match its leaves, or remove it"
-            return Finding("warning", "shadowed-pattern", why, remedy=remedy, rule="RegexShardingRule")
-        why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
-        return Finding("warning", "dead-pattern", why, remedy="Correct it, or remove it", rule="RegexShardingRule")
+        if idle and idle[-1] == len(matchers) - 1 and matchers[-1]("\0"):
+            idle.pop()
+        shadowed = self._matching(paths, matchers, idle)
+        for pattern_index in idle:
+            pattern = self.rules[pattern_index][0]
+            if pattern_index in shadowed:
+                why = f"every leaf that pattern {pattern!r} matches is matched by an earlier pattern"
+                remedy = "Move it before the patterns that match its leaves, or remove it"
+                code = "shadowed-pattern"
+            else:
+                why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
+                code, remedy = "dead-pattern", "Correct it, or remove it"
+            yield pattern_index, Finding("warning", code, why, remedy=remedy, rule="RegexShardingRule")
+
+    def _matching(self, paths: Sequence[str], matchers: Sequence[Matcher], patterns: Sequence[int]) -> Container[int]:
+        """Those of `patterns` that match any path."""
+        index = self._index
+        if index is None:
+            return {pattern for pattern in patterns if any(map(matchers[pattern], paths))}
+        open_patterns = set(patterns)
+        for path in paths:
+            candidates = [candidate for candidate in index.candidates(path) if candidate in open_patterns]
+            open_patterns.difference_update(candidate for candidate in candidates if matchers[candidate](path))
+        return {pattern for pattern in patterns if pattern not in open_patterns}
 
 
 def _fixed_decision(rule: RegexShardingRule, pattern: str, value: PatternValue) -> Decision | None:
