@@ -158,6 +158,21 @@ def test_models_of_all_kinds(model: str, mesh: str, folder: Path, forks: Forks) 
     assert codes == (set() if divides else {"unused-axis"})
 
 
+ODD = ["\x1b[31m", "b\n::error::x", "c'd\"e", "# x", "\u202e", "größe", "a.b", "a+b", " ", "$", "(", "\\d", "^", "|"]
+
+
+def test_odd_names_are_matched_and_do_not_act(folder: Path, forks: Forks) -> None:
+    tree = {name: [64, 64] if index % 2 else [7] for index, name in enumerate(ODD)}
+    (folder / "model.py").write_text(
+        f"import numpy as np\ndef make():\n    return {{name: np.ones(shape) for name, shape in {tree!r}.items()}}\n"
+    )
+    process = forks.run(*WORDS, cwd=folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder).returncode == 0
+    text = written(folder)["rules.toml"] + process.stdout
+    assert [char for char in text if not char.isprintable() and char != "\n"] == []
+
+
 def test_findings_that_no_guess_avoids_are_printed(folder: Path, forks: Forks) -> None:
     process = forks.run(*WORDS[:3], "data:4,model:7", cwd=folder)
     assert process.returncode == 1

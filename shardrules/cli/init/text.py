@@ -10,6 +10,7 @@ from shardrules.cli.init.guess import Guess, Guesser
 from shardrules.cli.init.patterns import Pattern, patterns
 from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import printable
 from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import make_spec, shard_bytes
@@ -34,7 +35,7 @@ def guess_rules(name: str, plan: ShardingPlan, golden: str, optimizer: str | Non
     kind_guesses = [guesser.guess(leaf) for leaf in plan.kinds]
     guesses = [kind_guesses[kind] for kind in plan.kind_indices]
     head = (
-        f"# Rules for {_comment(name)} on {mesh_text(plan.mesh)}: a first guess by `shardrules init`, yours to edit.\n"
+        f"# Rules for {printable(name)} on {mesh_text(plan.mesh)}: a first guess by `shardrules init`, yours to edit.\n"
         "# A path is searched for the pattern, and the first that matches decides. A spec has an axis for each\n"
         '# dimension: "-" leaves one whole, a list puts several axes on one, and [] puts the array on every device.\n'
         "# `shardrules plan` shows what the rules do, and `shardrules check` what is wrong.\n\n"
@@ -89,8 +90,3 @@ def toml_string(text: str) -> str:
         return f"'{text}'"
     quoted = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted) + '"'
-
-
-def _comment(text: str) -> str:
-    """A text without what would end a comment, or is invalid in one."""
-    return "".join(char if char.isprintable() else "?" for char in text)
