@@ -32,13 +32,8 @@ def printed(script: str, *arguments: str, start: str, folder: Path, **variables:
 
 
 def test_every_example_is_run_here() -> None:
-    scripts = [
-        "first_plan.py",
-        "llama_405b.py",
-        "plan_llama.py",
-        "train_gpt.py",
-        "train_nnx.py",
-    ]  # Llama 405B is planned in tests/cli
+    # Llama 405B is planned in tests/cli.
+    scripts = ["first_plan.py", "llama_405b.py", "load_llama.py", "plan_llama.py", "train_gpt.py", "train_nnx.py"]
     assert sorted(script.name for script in EXAMPLES.glob("*.py")) == scripts
 
 
@@ -54,6 +49,20 @@ def test_plan_llama_stacked_or_not_takes_the_same_memory(tmp_path: Path) -> None
     lines = printed("plan_llama.py", start="import jax", folder=tmp_path).splitlines()
     assert lines[-1].startswith("unrolled: 291 arrays, ")
     assert lines[-1].endswith(": the same")
+
+
+@pytest.mark.slow
+def test_load_llama_gives_the_logits_of_one_device(tmp_path: Path) -> None:
+    text = printed("load_llama.py", start=ON_CPU, folder=tmp_path)
+    assert re.search(r"^layers/\*/mlp/up_proj/weight  x4 .* P\('model', 'data'\) ", text, re.MULTILINE)
+    lines = text.splitlines()
+    for line, shape in (
+        (lines[-2], r"\(160, 64\) as P\('model', 'data'\)"),
+        (lines[-1], r"\(4, 160, 64\) as P\(None, "),
+    ):
+        match = re.fullmatch(rf"split.*: up_proj {shape}.*, logits differ by at most (.*)", line)
+        assert match is not None
+        assert float(match[1]) < 1e-5
 
 
 @pytest.mark.slow

@@ -216,8 +216,8 @@ def read_index(path: Path) -> SafetensorsIndex:
     metadata = table.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some indices have it as a float.
-    is_number = isinstance(total, int | float) and not isinstance(total, bool)
-    total_bytes = int(total) if is_number and 0 < total < 2**63 else None
+    is_size = isinstance(total, int | float) and not isinstance(total, bool) and 0 < total < 2**63
+    total_bytes = int(total) if is_size else None  # pyright: ignore[reportArgumentType]
     return SafetensorsIndex(path, {name: paths[file] for name, file in weight_map.items()}, total_bytes, [])
 
 

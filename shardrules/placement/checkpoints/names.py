@@ -15,8 +15,12 @@ from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
 from shardrules.placement.checkpoints.requested import RequestedLeaf
 
-Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
-"""From the path of a leaf to the name of a tensor, or to `None`: the checkpoint lacks it, and `like` has its values."""
+Name: TypeAlias = "str | Sequence[Name] | None"
+"""The name of a tensor; several names, of which the array is the stack; or `None`: the checkpoint lacks it, and `like`
+has its values."""
+
+Names: TypeAlias = Callable[[str], Name] | Mapping[str, Name] | None
+"""From the path of a leaf to the name of its tensor."""
 
 _DTYPE_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 _PYTHON_TYPES = (bool, int, float, complex)  # of the same kinds
@@ -72,11 +76,13 @@ def match(
     *,
     surplus: str,
     cast: bool,
-) -> tuple[list[str | None], list[Finding]]:
+    stacks: bool = False,
+) -> tuple[list[Name], list[Finding]]:
     """Returns the name of the tensor that each leaf takes, `None` where it keeps its value, and all that is wrong.
 
     Paths that `names` lacks have the name `default(path)`. `surplus` says whether tensors that no leaf takes are an
-    `"error"` or to `"skip"`, `cast` whether tensors may have other dtypes than the leaves.
+    `"error"` or to `"skip"`, `cast` whether tensors may have other dtypes than the leaves, `stacks` whether leaves may
+    be stacks of tensors.
 
     ```python
     from shardrules.placement.checkpoints.names import RequestedLeaf, StoredArray, match
@@ -97,11 +103,18 @@ def match(
     name_of = default if names is None or isinstance(names, Mapping) else names
     paths = dict.fromkeys(leaf.path for leaf in leaves)
     mismatches = [Mismatch("no-leaf", path) for path in table if path not in paths]
-    matches: list[str | None] = []
+    matches: list[Name] = []
+    matched: dict[str, None] = {}
     for leaf in leaves:
         name: Any = table[leaf.path] if leaf.path in table else name_of(leaf.path)
-        if leaf.first_path and name not in stored:
+        if leaf.first_path and (name is None or isinstance(name, str)) and name not in stored:
             name = table[leaf.first_path] if leaf.first_path in table else name_of(leaf.first_path)
+        if stacks and leaf.is_array and isinstance(name, list | tuple):
+            wrong = _stack_mismatches(leaf, name, stored, cast=cast)
+            mismatches += wrong
+            matched.update(dict.fromkeys([] if wrong else _flat(name)))
+            matches.append(None if wrong else name)
+            continue
         if name is not None and not isinstance(name, str):
             mismatches.append(Mismatch("no-name", leaf.path, f"{name!r:.60}", leaf.shape))
             name = None
@@ -114,11 +127,48 @@ def match(
             name = None
         elif name is not None:
             mismatches += compare(leaf, repr(name), stored[name], cast=cast)
+            matched[name] = None
         matches.append(name)
     if surplus == "error":
-        matched = dict.fromkeys(matches)
         mismatches += [Mismatch("surplus", name, stored=array) for name, array in stored.items() if name not in matched]
     return matches, mismatch_findings(mismatches, stored, paths)
+
+
+def _flat(names: Sequence[Any]) -> Iterator[Any]:
+    for name in names:
+        if isinstance(name, list | tuple):
+            yield from _flat(name)
+        else:
+            yield name
+
+
+def _stack_shape(names: Any) -> tuple[int, ...] | None:
+    """Returns how many names there are in each dimension of a stack; `None` where that differs."""
+    if not isinstance(names, list | tuple):
+        return ()
+    shapes = list(dict.fromkeys(map(_stack_shape, names)))
+    if len(shapes) != 1 or shapes[0] is None:
+        return None
+    return (len(names), *shapes[0])
+
+
+def _stack_mismatches(
+    leaf: RequestedLeaf, names: Sequence[Any], stored: Mapping[str, StoredArray], *, cast: bool
+) -> list[Mismatch]:
+    """Returns what is wrong if a leaf takes a stack of tensors."""
+    dims = _stack_shape(names)
+    if dims is None or not all(isinstance(name, str) for name in _flat(names)):
+        return [Mismatch("no-name", leaf.path, f"{names!r:.60}", leaf.shape)]
+    if leaf.shape[: len(dims)] != dims:
+        return [Mismatch("stack", leaf.path, " x ".join(map(str, dims)), leaf.shape)]
+    layer = attrs.evolve(leaf, shape=leaf.shape[len(dims) :])
+    mismatches: list[Mismatch] = []
+    for name in _flat(names):
+        if name in stored:
+            mismatches += compare(layer, repr(name), stored[name], cast=cast)
+        else:
+            mismatches.append(Mismatch("missing", leaf.path, name, layer.shape))
+    return mismatches
 
 
 def compare(leaf: RequestedLeaf, name: str, stored: StoredArray, *, cast: bool) -> Iterator[Mismatch]:
@@ -220,7 +270,10 @@ def _words(mismatch: Mismatch, hint: str) -> tuple[str, str]:
                 "write paths as sr.leaf_paths(like) does",
             )
         case "no-name":
-            return f"`names` gives {name} for it, which is not a string", "give the name of a tensor, or None"
+            why = f"`names` gives {name} for it, which is not the name of a tensor"
+            return why, "give a name, a list of names to stack, or None"
+        case "stack":
+            return f"`names` gives {name} tensors for it", "give as many names as the array has layers"
         case "no-values":
             return "`names` gives None for it, and `like` has only its shape", "put an array of values there"
         case "shape":

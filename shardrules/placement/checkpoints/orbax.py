@@ -89,7 +89,7 @@ def load_orbax(
         matches, findings = match(leaves, stored, names, default, surplus=surplus, cast=cast)
         refuse(title, findings)
         values = [leaf.value for leaf in leaves]
-        rest = [(index, name) for index, name in enumerate(matches) if name is not None]
+        rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
         # One restore reads each array once: a second one is for arrays that several leaves take.
         while rest:
             batch: dict[str, int] = {}

@@ -3,14 +3,17 @@
 Everything that the headers say is checked against `like` before any tensor is read.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from shardrules.core.axes import AnyMesh
 from shardrules.placement.checkpoints.headers import read_headers
-from shardrules.placement.checkpoints.names import Names, match, refuse
-from shardrules.placement.checkpoints.requested import python_value, requested_leaves, with_values
+from shardrules.placement.checkpoints.names import Name, Names, match, refuse
+from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
+from shardrules.placement.checkpoints.tensor_file import FileTensor, stacked_source
 from shardrules.placement.destination import resolve_destination
+from shardrules.placement.source import ArraySource
 from shardrules.rules.how import How
 
 
@@ -38,7 +41,8 @@ def load_safetensors(
     - `how`, `mesh`: where the arrays go, as for `filter_shard`.
     - `names`: from a leaf's path (`layers/0/mlp/up/weight`) to the name of its tensor: a function, or a table for the
         paths whose name is not the default. The default name is the path with dots, `layers.0.mlp.up.weight`. `None`
-        for a path: the file lacks it, and the array in `like` is placed.
+        for a path: the file lacks it, and the array in `like` is placed. A list of names is an array of stacked layers,
+        each a tensor; lists may nest, as for experts in layers.
     - `surplus`: whether tensors that no leaf takes are an `"error"`, or to `"skip"`.
     - `cast`: whether a tensor of another dtype than the leaf's is converted, part by part on the host, or is an error.
         Integers may become floats, but not the other way round.
@@ -71,17 +75,28 @@ def load_safetensors(
     leaves = requested_leaves(like, destination, "load_safetensors")
     headers = read_headers(Path(path))
     matches, findings = match(
-        leaves, headers.stored, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast
+        leaves, headers.stored, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast, stacks=True
     )
     if headers.problems:  # what is missing may be in a file that cannot be read
         findings = [finding for finding in findings if finding.code not in ("missing", "surplus")]
     refuse(f"load_safetensors: {path}", [*headers.problems, *findings])
     values = [
-        leaf.value
-        if name is None
-        else headers.tensors[name].source(leaf.device_dtype)
-        if leaf.is_array
-        else python_value(headers.tensors[name].source(headers.tensors[name].dtype), leaf)
+        leaf.value if name is None else _value(leaf, name, headers.tensors)
         for leaf, name in zip(leaves, matches, strict=True)
     ]
     return with_values(destination, leaves, values)
+
+
+def _value(leaf: RequestedLeaf, name: Name, tensors: Mapping[str, FileTensor]) -> Any:
+    """The array that a leaf takes, not read yet, or its Python number."""
+    if not leaf.is_array:
+        assert isinstance(name, str)
+        return python_value(tensors[name].source(tensors[name].dtype), leaf)
+    return _source(name, tensors, leaf.device_dtype)
+
+
+def _source(name: Name, tensors: Mapping[str, FileTensor], dtype: Any) -> ArraySource:
+    if isinstance(name, str):
+        return tensors[name].source(dtype)
+    assert name is not None
+    return stacked_source([_source(layer, tensors, dtype) for layer in name])

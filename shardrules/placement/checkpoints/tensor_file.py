@@ -8,6 +8,7 @@ ones are read together with what lies between them, a block at a time, and cut o
 """
 
 import math
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
@@ -73,6 +74,29 @@ class FileTensor:
             with self.path.open("rb", buffering=0) as file:
                 _read_box(file, self.offset, shape, starts, part)
         return part.transpose() if self.fortran else part
+
+
+def stacked_source(layers: Sequence[ArraySource]) -> ArraySource:
+    """Returns arrays of equal shapes as one, with a dimension for them in front; only the requested ones are read.
+
+    ```python
+    from shardrules.placement.checkpoints.tensor_file import stacked_source
+
+    layers = [sr.ArraySource((4,), np.int8, np.arange(i, i + 4, dtype=np.int8).__getitem__) for i in range(3)]
+    assert stacked_source(layers).part((slice(1, 3), slice(0, 2))).tolist() == [[1, 2], [2, 3]]
+    ```
+    """
+    first = layers[0]
+
+    def read(index: Index) -> np.ndarray:
+        chosen = range(len(layers))[index[0]]
+        sizes = [len(range(*cut.indices(size))) for cut, size in zip(index[1:], first.shape, strict=True)]
+        part = np.empty((len(chosen), *sizes), first.dtype)
+        for position, layer in enumerate(chosen):
+            part[position] = layers[layer].part(index[1:])
+        return part
+
+    return ArraySource((len(layers), *first.shape), first.dtype, read)
 
 
 def _read_box(file: FileIO, offset: int, shape: tuple[int, ...], starts: tuple[int, ...], part: np.ndarray) -> None:

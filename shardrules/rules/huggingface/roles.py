@@ -45,7 +45,7 @@ _STACKS = ("experts", "switch_mlp", "block_sparse_moe")
 _WRAPPERS = ("base_layer", "default")
 """Modules that adapters put around others."""
 
-_SUFFIX = re.compile(r"_(blocks|scales|bias|weight)")
+_SUFFIX = re.compile(r"_(blocks|scales|bias|weight)$")
 _NORM = re.compile(r"norm|^ln(_|$)|^ln\d", re.IGNORECASE)
 _NAMES = 3
 """How many names are tried from the end: the module is the last but one, or the last but two in `weight.absmax`. With
@@ -102,7 +102,9 @@ def read_path(path: str, roles: Mapping[str, Role]) -> Parameter:
         readings = [(names[last], rest), *([(names[last][: suffix.start()], suffix[1])] if suffix else [])]
         for name, parameter_name in readings:
             qualified = f"{parent}.{name}"
-            role = next((table[key] for table in (roles, ROLES) for key in (qualified, name) if key in table), None)
+            role: Role | None = next(
+                (table[key] for table in (roles, ROLES) for key in (qualified, name) if key in table), None
+            )
             if role is None and _NORM.search(name):
                 role = "vector"
             if role is not None:

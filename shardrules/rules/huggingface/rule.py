@@ -45,7 +45,9 @@ def _as_optional_axis(axis: Any) -> Axis | None:
 
 def _as_roles(roles: Mapping[str, Role] | Iterable[tuple[str, Role]]) -> tuple[tuple[str, Role], ...]:
     try:
-        pairs = tuple([(name.replace("/", "."), role) for name, role in dict(roles).items()])
+        pairs: tuple[tuple[str, Role], ...] = tuple(
+            [(name.replace("/", "."), role) for name, role in dict(roles).items()]
+        )
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigTypeError(
             f"roles must map names of modules to roles, {{'up': 'columns'}}; got {roles!r}"

@@ -107,7 +107,7 @@ def test_all_mismatches_are_listed_and_equal_layers_merged() -> None:
             "  error missing: layers/*/down (2, 4) x3: the checkpoint has no 'layers.0.down' "
             "(did you mean 'layers.0.down_'?)"
         ),
-        "  error no-name: layers/0/norm (4,): `names` gives 3 for it, which is not a string",
+        "  error no-name: layers/0/norm (4,): `names` gives 3 for it, which is not the name of a tensor",
         "  error shape: layers/*/up (4, 2) x3: 'layers.0.up' has shape (2, 4)",
         "  error dtype: layers/*/norm (4,) x2: 'layers.1.norm' is F32[4], expected bfloat16",
         "  error surplus: layers.*.down_ x3: no leaf of `like` takes it, F32[2, 4]",

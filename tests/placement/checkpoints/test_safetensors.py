@@ -187,6 +187,46 @@ def shards(folder: Path, model: Any, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.parametrize("how", [P(), P("data", None, "model"), P(None, ("model", "data")), P("model", "data")])
+def test_stacked_layers_are_tensors_of_their_own(tmp_path: Path, mesh: jax.sharding.Mesh, how: P) -> None:
+    layers = np.arange(4 * 8 * 6, dtype=np.float32).reshape(4, 8, 6)
+    experts = np.arange(4 * 2 * 8 * 4, dtype=np.int32).reshape(4, 2, 8, 4)
+    arrays: dict[str, np.ndarray] = {f"layers.{i}.w": layer for i, layer in enumerate(layers)}
+    arrays |= {f"layers.{i}.experts.{j}": experts[i, j] for i in range(4) for j in range(2)}
+    safetensors.numpy.save_file(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()}, tmp_path / "x.safetensors"
+    )
+    like = {"w": jax.ShapeDtypeStruct((4, 8, 6), jnp.float32), "experts": jax.ShapeDtypeStruct((4, 2, 8, 4), jnp.int32)}
+    names = {
+        "w": [f"layers.{i}.w" for i in range(4)],
+        "experts": tuple([f"layers.{i}.experts.{j}" for j in range(2)] for i in range(4)),
+    }
+    specs = {"w": how, "experts": P("data", "model")}
+    loaded = load_safetensors(tmp_path, like, specs, mesh, names=names)
+    np.testing.assert_array_equal(loaded["w"], layers)
+    np.testing.assert_array_equal(loaded["experts"], experts)
+    assert loaded["w"].sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, how), 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "a", "a"], r"error stack: w \(2, 4\): `names` gives 3 tensors for it"),
+        ([["a"], ["a"]], r"error stack: w \(2, 4\): `names` gives 2 x 1 tensors"),
+        (["a", ["a"]], r"error no-name: w \(2, 4\): `names` gives \['a', \['a'\]\] for it, which is not the name"),
+        (["a", None], r"error no-name: w \(2, 4\): `names` gives \['a', None\] for it"),
+        ([], r"error no-name: w \(2, 4\): `names` gives \[\] for it"),
+        (["a", "c"], r"error missing: w \(4,\): the checkpoint has no 'c'"),
+        (["a", "b"], r"error shape: w \(4,\): 'b' has shape \(2, 3\)"),
+    ],
+)
+def test_wrong_stacks_are_errors(tmp_path: Path, mesh: jax.sharding.Mesh, names: Any, message: str) -> None:
+    path = write(tmp_path / "x.safetensors", TWO)
+    like = {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
+    with pytest.raises(sr.errors.CheckpointError, match=message):
+        load_safetensors(path, like, P(), mesh, names={"w": names}, surplus="skip")
+
+
 @pytest.mark.parametrize("give", [lambda index: index, lambda index: index.parent, lambda index: str(index.parent)])
 def test_an_index_is_followed(tmp_path: Path, mesh: jax.sharding.Mesh, give: Callable[[Path], Any]) -> None:
     model = make()
