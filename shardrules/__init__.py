@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
     from shardrules.page.page import report_page
+    from shardrules.placement.batches.batch import place_batch
+    from shardrules.placement.batches.prefetch import place_batches
     from shardrules.placement.checkpoints.equinox import load_equinox
     from shardrules.placement.checkpoints.orbax import load_orbax
     from shardrules.placement.checkpoints.safetensors import load_safetensors
@@ -167,6 +169,8 @@ __all__ = [
     "filter_jit",
     "filter_shard_map",
     "filter_gather",
+    "place_batch",
+    "place_batches",
     "with_sharding_constraint",
     "constrain",
     "logical_axes",

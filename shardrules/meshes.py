@@ -18,6 +18,7 @@ from shardrules.mesh.creation import (
 )
 from shardrules.mesh.derived import fold_axes, rename_axes, split_axis, submesh
 from shardrules.mesh.layout import DeviceInfo, Layout, lay_out
+from shardrules.mesh.parts import batch_part
 from shardrules.mesh.processes import is_primary
 from shardrules.reshard.elastic import group_devices, scale_batch, surviving_mesh
 
@@ -25,6 +26,7 @@ __all__ = [
     "AxisTypes",
     "DeviceInfo",
     "Layout",
+    "batch_part",
     "calculate_host_mesh_shape",
     "cpu_context",
     "create_cpu_mesh",

@@ -12,6 +12,7 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Totals
 from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
+from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
 from shardrules.placement.functions.stages import CompiledFunction, LoweredFunction
@@ -55,6 +56,7 @@ __all__ = [
     "MemoryUse",
     "ModuleCost",
     "Picture",
+    "PlacedBatches",
     "Placement",
     "Placements",
     "PlanDiff",
