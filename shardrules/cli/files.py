@@ -1,9 +1,12 @@
 """Files that commands read and write, and the errors they raise."""
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardrules.cli.errors import UsageError
-from shardrules.cli.interrupt import finishing
+from shardrules.cli.interrupt import finishing, removed_on_interrupt
 from shardrules.core.errors import ConfigError
 from shardrules.core.storage import files
 
@@ -21,8 +24,17 @@ def missing_file(file: Path) -> UsageError:
     return UsageError(files.missing_file(file))
 
 
-def write(file: Path, text: str) -> None:
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Makes a folder that is removed at the end, which may be SIGINT."""
+    with tempfile.TemporaryDirectory() as folder, removed_on_interrupt(folder):
+        yield Path(folder)
+
+
+def write(file: Path, text: str, *, makes_folders: bool = False) -> None:
     """Writes a whole file, or leaves it as it is. A `UsageError` says why it cannot be written."""
+    if not (makes_folders or file.parent.is_dir()):
+        raise UsageError(f"cannot write {file}: the folder {file.parent} does not exist; make it first")
     if file.is_dir():
         raise UsageError(f"{file} is a folder: name a file in it")
     if str(file) == "-":

@@ -14,6 +14,7 @@ from shardrules.cli.files import read_text
 from shardrules.cli.objects import NamedObject, has_arrays, is_object_name, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.storage.records import is_cut_off
 
 FORMS = (
     "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
@@ -58,17 +59,47 @@ def load_model(text: str) -> Model:
     raise UsageError(f"cannot read {text} as a model: {FORMS}")
 
 
+_OTHERS = {
+    "weight_map": "an index of safetensors, whose name ends in .safetensors.index.json",
+    "shardrules_audit": "an audit, which shardrules diff compares and report --audit shows",
+    "shardrules_check": "the answer of shardrules check",
+    "shardrules_diff": "the answer of shardrules diff",
+    "shardrules_moves": "a plan of moves between meshes",
+    "model_type": "the configuration of a model: name its checkpoint",
+}
+"""What JSON with a certain key is, instead of a plan."""
+
+
 def read_plan(path: Path) -> ShardingPlan:
-    """Reads the JSON of a plan, or of what `shardrules autoplan` wrote."""
+    """Reads the JSON of a plan, also inside of what `shardrules autoplan` or `plan --optimizer` wrote."""
     text = read_text(path)
+    data = read_json(path, text)
+    # Autoplan has the plan beside its figures, and with an optimizer there are two plans.
+    for key, part in (("shardrules_autoplan", "plan"), ("shardrules_plans", "model")):
+        if isinstance(data, dict) and key in data and part in data:
+            text = json.dumps(data[part])
     try:
-        data = json.loads(text)
-        # The file of autoplan has the plan beside its figures.
-        plan = data.get("plan") if isinstance(data, dict) and "shardrules_autoplan" in data else None
-        return ShardingPlan.from_json(text if plan is None else json.dumps(plan))
-    except (PlanError, ValueError, RecursionError) as error:
-        hint = "; an index of safetensors ends in .safetensors.index.json" if "weight_map" in text[:10_000] else ""
-        raise UsageError(f"{path}: {one_line(error)}{hint}") from error
+        return ShardingPlan.from_json(text)
+    except PlanError as error:
+        if isinstance(data, dict) and "shardrules" in data:
+            raise UsageError(f"{path}: {one_line(error)}") from error
+        kinds = [meaning for key, meaning in _OTHERS.items() if isinstance(data, dict) and key in data]
+        kind = kinds[0] if kinds else "JSON, but not what shardrules plan -o writes"
+        raise UsageError(f"{path} is not a plan: it is {kind}") from error
+
+
+def read_json(path: Path, text: str) -> Any:
+    """Returns what a text of JSON says. A `UsageError` says where it is invalid, or that it is cut off."""
+    if not text.strip():
+        raise UsageError(f"{path} is empty; shardrules plan -o {path.name} writes a plan")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise UsageError(f"{path} is not JSON: it nests too deeply") from error
+    except json.JSONDecodeError as error:
+        if is_cut_off(error):
+            raise UsageError(f"{path} is cut off after {len(text):,} characters: write or download it again") from error
+        raise UsageError(f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
 
 
 def tree_of(plan: ShardingPlan) -> Any:

@@ -1,5 +1,6 @@
 """Python objects named on the command line: `package.module:name` or `folder/file.py:name`, with optional arguments."""
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -173,16 +174,20 @@ def _load_module(name: str, text: str) -> ModuleType:
 
 
 def _module_from_file(file: Path) -> ModuleType:
-    folder = str(file.resolve().parent)
+    file = file.resolve()
+    package = _package_of(file)
+    if package:
+        return _module_in_package(file, package)
+    folder = str(file.parent)
     # The file may import its siblings.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     namesake = sys.modules.get(file.stem)
-    if namesake is not None and getattr(namesake, "__file__", None) == str(file.resolve()):
+    if namesake is not None and getattr(namesake, "__file__", None) == str(file):
         return namesake
     # Another module of this name must stay importable under it.
     name = file.stem if namesake is None else f"_shardrules_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -196,10 +201,49 @@ def _module_from_file(file: Path) -> ModuleType:
     return module
 
 
+def _package_of(file: Path) -> tuple[str, ...]:
+    """The folders that make up the package of a file, outermost first; nothing for a file that stands alone."""
+    folders = [folder for folder in file.parents if folder.name]
+    count = next((count for count, folder in enumerate(folders) if not (folder / "__init__.py").is_file()), 0)
+    # A package need not have an __init__.py, and then only the imports of the file show that it is in one.
+    count = max(count, _import_level(file))
+    return tuple(folder.name for folder in reversed(folders[:count]))
+
+
+def _import_level(file: Path) -> int:
+    """How many folders the relative imports of a file go up, `from . import` being 1."""
+    try:
+        nodes = ast.walk(ast.parse(file.read_bytes()))
+    except (SyntaxError, ValueError):
+        # Importing it says so.
+        return 0
+    return max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
+
+
+def _module_in_package(file: Path, package: tuple[str, ...]) -> ModuleType:
+    """Imports a file by its dotted name, so that its relative imports work."""
+    root = file.parents[len(package)]
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    # Scripts inside of packages may import their siblings by name: after all else, which these must not hide.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    name = ".".join(package if file.stem == "__init__" else (*package, file.stem))
+    module = importlib.import_module(name)
+    if Path(module.__file__ or "").resolve() != file:
+        raise UsageError(
+            f"{file} is {name} of the package {package[0]}, but {name} is {module.__file__} here, which was imported "
+            "first: rename one of the packages"
+        )
+    return module
+
+
 def _import(load: Callable[[], ModuleType], name: str) -> ModuleType:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return load()
+    except UsageError:
+        raise
     except (Exception, SystemExit) as error:
         # User code may raise anything, or end the process.
         raise UsageError(f"importing {name} raised {describe_error(error)}") from error

@@ -1,6 +1,9 @@
 """Optimizers by name, for the bytes of their state."""
 
+import contextlib
 import importlib
+import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +11,7 @@ import equinox as eqx
 import jax
 
 from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.objects import describe_error, is_object_name, load_object
 from shardrules.core.errors import ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import parse_op
@@ -41,17 +45,49 @@ OPTIMIZERS = (
 
 
 def optimizer_state(text: str, params: Any) -> Any:
-    """Returns the shapes of an optimizer's state, from its name and arguments: `"adamw(mu_dtype='bfloat16')"`."""
+    """Returns the shapes of an optimizer's state.
+
+    The optimizer is named with its arguments, `"adamw(mu_dtype='bfloat16')"`, or as the user's own, `"train.py:make"`.
+    """
+    # Only floating-point arrays are trained, and have state.
+    weights = eqx.filter(
+        params, lambda leaf: array_kind(leaf) is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+    )
+    init = _init_of_object(text) if is_object_name(text) else _init_of_optax(text)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return eqx.filter_eval_shape(init, weights)
+    except Exception as error:
+        # Optax checks few of its arguments, so they may raise anything; so may the user's code.
+        raise UsageError(f"--optimizer {text} raised {describe_error(error)}") from error
+
+
+def _init_of_object(text: str) -> Callable[[Any], Any]:
+    """The `init` of an optimizer in the user's code: an object that has one, or a function that returns one."""
+    named = load_object(text)
+    has_init = not isinstance(named.value, type) and callable(getattr(named.value, "init", None))
+    value = named.value if has_init else named.call()
+    init = getattr(value, "init", None)
+    if not callable(init):
+        raise UsageError(
+            f"--optimizer {text} is a {type(value).__name__}: name an optax.GradientTransformation, or a function that "
+            "returns one"
+        )
+    return init
+
+
+def _init_of_optax(text: str) -> Callable[[Any], Any]:
     try:
         name, args, kwargs = parse_op(text)
     except ShardRulesError as error:
         raise UsageError(
-            f"--optimizer {text}: write its name, with arguments if any: adamw(mu_dtype='bfloat16')"
+            f"--optimizer {text}: write its name, with arguments if any, adamw(mu_dtype='bfloat16'), or module:name"
         ) from error
     if name not in OPTIMIZERS:
         near = suggest(name, OPTIMIZERS)
         raise UsageError(
-            f"--optimizer {text}: unknown optimizer {name!r}{near}; the optimizers are {', '.join(OPTIMIZERS)}"
+            f"--optimizer {text}: unknown optimizer {name!r}{near}; the optimizers are {', '.join(OPTIMIZERS)}, or "
+            "module:name for your own"
         )
     optax = _import_optax()
     if name == "momentum":
@@ -63,12 +99,8 @@ def optimizer_state(text: str, params: Any) -> Any:
     # A positional argument is the learning rate, whose value does not change the shapes.
     if not args:
         kwargs = {"learning_rate": 1e-3, **kwargs}
-    # Only floating-point arrays are trained, and have state.
-    weights = eqx.filter(
-        params, lambda leaf: array_kind(leaf) is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-    )
     try:
-        return eqx.filter_eval_shape(getattr(module, name)(*args, **kwargs).init, weights)
+        return getattr(module, name)(*args, **kwargs).init
     except Exception as error:
         # Optax checks few of its arguments, so they may raise anything.
         raise UsageError(f"--optimizer {text} raised {type(error).__name__}: {one_line(error)}") from error

@@ -78,7 +78,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         help="module:function, file.py:function, a safetensors file or index, an orbax checkpoint, or a plan's JSON",
     )
     add_rules(parser)
-    parser.add_argument("--optimizer", metavar="NAME", help="adds its state: adamw, adafactor, lion, sgd, ...")
+    parser.add_argument("--optimizer", metavar="NAME", help="adds its state: adamw, lion, sgd, module:name, ...")
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:

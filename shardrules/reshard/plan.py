@@ -210,7 +210,8 @@ class ReshardPlan:
             }
             for device, peak in self.peak_bytes.items()
         }
-        return json.dumps({"arrays": arrays, "devices": devices, "donate": self.donate}, indent=1)
+        data = {"shardrules_moves": FORMAT, "arrays": arrays, "devices": devices, "donate": self.donate}
+        return json.dumps(data, indent=1)
 
     def __str__(self) -> str:
         lines = aligned([_HEAD, *_rows(self.moves)], _RIGHT)
@@ -241,6 +242,9 @@ def _count_equal(moves: Sequence[LeafMove]) -> list[tuple[LeafMove, int]]:
         counts[key] = move, counts.get(key, (move, 0))[1] + 1
     return list(counts.values())
 
+
+FORMAT = 1
+"""The version of the layout of the JSON. Raise it with a change that older readers would misread."""
 
 _HEAD = ("path", "shape", "dtype", "from", "to", "moves", "stays", "route", "why")
 _RIGHT = (5, 6)

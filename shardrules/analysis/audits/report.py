@@ -24,7 +24,7 @@ from shardrules.analysis.program.collectives import Collective, Total, totals_by
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError, printable
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.storage.records import record
+from shardrules.core.storage.records import problem, record
 
 FORMAT = 1
 """The version of the JSON of a report."""
@@ -253,7 +253,7 @@ class AuditReport:
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ReportError):
                 raise
-            raise ReportError(f"this text is not an audit report: {type(error).__name__}: {error}") from error
+            raise ReportError(f"this text is not an audit report: {problem(error)}") from error
 
 
 def _in_brackets(parts: Sequence[str]) -> str:

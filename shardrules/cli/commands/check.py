@@ -18,6 +18,9 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
 from shardrules.rules.files.rules_file import Limits
 
+FORMAT = 1
+"""The version of the layout of the JSON. Raise it with a change that older readers would misread."""
+
 _FORMATS = ("text", "github", "json")
 
 
@@ -47,10 +50,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.update:
         # A golden plan must be sound.
         subject.plan.check()
-        if args.golden.exists():
-            # Raises if it is not a plan: do not overwrite other files.
-            golden_plan(args.golden)
-        write(args.golden, f"{subject.plan.to_json()}\n")
+        _refuse_other_files(args.golden)
+        write(args.golden, f"{subject.plan.to_json()}\n", makes_folders=True)
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
     findings = merged((*subject.findings, *over, *changed))
@@ -100,7 +101,7 @@ def _escape(text: str, *, data: bool = False) -> str:
 
 
 def _as_json(listed: Sequence[Finding], subject: Subject | None) -> str:
-    data: dict[str, object] = {"findings": [finding_to_json(finding) for finding in listed]}
+    data: dict[str, object] = {"shardrules_check": FORMAT, "findings": [finding_to_json(finding) for finding in listed]}
     if subject is not None:
         memory = subject.plan.memory()
         data |= {
@@ -138,7 +139,22 @@ def golden_plan(file: Path) -> ShardingPlan:
     except UsageError as error:
         raise UsageError(f"--golden: {error}; --update writes it") from error
     except PlanError as error:
-        raise UsageError(f"--golden {file}: {one_line(error)}") from error
+        raise UsageError(f"--golden {file}: {one_line(error)}; --update replaces it") from error
+
+
+def _refuse_other_files(file: Path) -> None:
+    """Raises a `UsageError` for a file that `--update` should not replace. It does replace a plan that is broken."""
+    if not file.exists():
+        return
+    text = read_text(file)
+    try:
+        data = json.loads(text)
+        is_plan = isinstance(data, dict) and "shardrules" in data
+    except (ValueError, RecursionError):
+        # Cut off, or with the marks of a merge.
+        is_plan = file.suffix == ".json" or '"shardrules"' in text
+    if text.strip() and not is_plan:
+        raise UsageError(f"--update would replace {file}, which is not a plan: name another file, or remove it first")
 
 
 def _changes(plan: ShardingPlan, file: Path) -> Iterator[Finding]:

@@ -5,15 +5,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
+
+from shardrules.analysis.audits.diff import AuditDiff
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
-from shardrules.cli.models import read_plan
+from shardrules.cli.models import read_json, read_plan
 from shardrules.cli.terminal import show
 from shardrules.core.errors import ReportError
+from shardrules.core.storage.codec import finding_to_json
+from shardrules.core.views.diff import PlanDiff
 from shardrules.page.difference import diff_page
 from shardrules.planning.answer.move import PlanMove
+
+FORMAT = 1
+"""The version of the layout of the JSON. Raise it with a change that older readers would misread."""
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +36,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         help="write a page of two plans (default: diff.html)",
     )
     parser.add_argument("--exit-code", action="store_true", help="exit 1 if they differ, as git diff does")
+    parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
 def _page(text: str) -> Path:
@@ -46,24 +55,34 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"--html is for plans, and {args.old} is an audit: shardrules report --audit shows it")
     if are_audits[0]:
         changes: Any = _read_audit(args.old).diff(_read_audit(args.new))
-        show(str(changes))
+        show(_as_json("audits", changes) if args.format == "json" else str(changes))
     else:
         old, new = read_plan(args.old), read_plan(args.new)
         changes = old.diff(new)
         move = PlanMove.between(old, new) if changes else None
-        show(str(changes) if move is None else f"{changes}\n{move}")
+        if args.format == "json":
+            show(_as_json("plans", changes, None if move is None else attrs.asdict(move)))
+        else:
+            show(str(changes) if move is None else f"{changes}\n{move}")
         if args.html is not None:
             title = f"{args.old.name} → {args.new.name}"
             write(args.html, diff_page(old, new, title=title, command=args.command_line))
-            show(f"{args.html}: the page of this difference")
+            if args.format == "text":
+                show(f"{args.html}: the page of this difference")
     return FINDINGS if changes and args.exit_code else SUCCESS
 
 
+def _as_json(kind: str, changes: PlanDiff | AuditDiff, move: dict[str, Any] | None = None) -> str:
+    data = attrs.asdict(changes, recurse=True)
+    for name in ("appeared", "vanished"):
+        if isinstance(changes, AuditDiff):
+            data[name] = [finding_to_json(finding) for finding in getattr(changes, name)]
+    moves = {"move": move} if kind == "plans" else {}
+    return json.dumps({"shardrules_diff": FORMAT, "of": kind, **data, **moves}, indent=1)
+
+
 def _is_audit(file: Path) -> bool:
-    try:
-        data = json.loads(read_text(file))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{file} is not JSON: {one_line(error)}") from error
+    data = read_json(file, read_text(file))
     return isinstance(data, dict) and "shardrules_audit" in data
 
 

@@ -3,14 +3,13 @@
 import argparse
 import os
 import shlex
-import tempfile
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError
-from shardrules.cli.files import write
+from shardrules.cli.files import temporary_folder, write
 from shardrules.cli.init.text import GuessedRules, guess_rules
 from shardrules.cli.init.workflow import WORKFLOW, repository_of, workflow_text
 from shardrules.cli.models import Model, load_model
@@ -77,8 +76,8 @@ def _portable(model: str) -> str:
 
 def _plan_as_written(rules: GuessedRules, model: Model, mesh: AbstractMesh) -> ShardingPlan:
     """The plan that `check` makes of the text, which must decide every array as it was guessed."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, RULES)
+    with temporary_folder() as folder:
+        file = folder / RULES
         write(file, rules.text)
         plan = make_plan(load_rules(str(file)).rule, model.tree, mesh).check()
     for leaf, path, spec in zip(plan.leaves, plan.paths, rules.specs, strict=True):

@@ -9,6 +9,9 @@ from shardrules.cli.files import write
 from shardrules.cli.subject import Subject, add_subject, load_subject
 from shardrules.cli.terminal import show, show_findings, show_plan
 
+FORMAT = 1
+"""The version of the layout of the JSON of two plans. Raise it with a change that older readers would misread."""
+
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
@@ -32,8 +35,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _json_with_state(subject: Subject) -> str:
     assert subject.state is not None
-    both = {"model": json.loads(subject.plan.to_json()), "optimizer": json.loads(subject.state.to_json())}
-    return json.dumps(both, indent=1)
+    plans = {"model": subject.plan, "optimizer": subject.state}
+    parts = {name: json.loads(plan.to_json()) for name, plan in plans.items()}
+    return json.dumps({"shardrules_plans": FORMAT, **parts}, indent=1)
 
 
 COMMAND = Command(

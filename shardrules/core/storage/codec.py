@@ -15,6 +15,7 @@ from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, Severity, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
+from shardrules.core.storage.records import problem
 from shardrules.core.tree import PathStyle, Survey
 
 FORMAT = 1
@@ -129,7 +130,7 @@ def loads(text: str) -> SavedPlan:
         # The format error above is a ValueError, too, and clear as it is.
         if isinstance(error, PlanError):
             raise
-        raise PlanError(f"this text is not a plan: {type(error).__name__}: {error}") from error
+        raise PlanError(f"this text is not a plan: {problem(error)}") from error
 
 
 def _typed(value: Any, kind: type | UnionType) -> Any:

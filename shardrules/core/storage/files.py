@@ -1,5 +1,6 @@
 """Files of text: read whole, and written so that others may be reading them meanwhile."""
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def missing_file(file: Path) -> str:
 def write_text(file: Path | str, text: str) -> None:
     """Writes `text` to `file` as a whole or not at all, unless it has that content already, and makes its folders.
 
+    A file that exists keeps its mode.
+
     ```python
     from pathlib import Path
 
@@ -63,4 +66,6 @@ def write_text(file: Path | str, text: str) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         temporary = Path(folder, path.name)
         temporary.write_bytes(data)
+        if path.exists():
+            shutil.copymode(path, temporary)
         temporary.replace(path)

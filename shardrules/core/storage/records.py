@@ -1,5 +1,6 @@
 """Values read from JSON that people may have edited, each field checked against its annotation."""
 
+import json
 import types
 import typing
 from typing import Any
@@ -8,6 +9,22 @@ import attrs
 
 SAVE_AGAIN = "If an earlier version of shardrules wrote it, save it again with this version"
 """What an error for fields that do not fit says to do."""
+
+
+def is_cut_off(error: json.JSONDecodeError) -> bool:
+    """Returns whether a text is wrong only because it ends too early."""
+    text = error.doc.strip()
+    return text[:1] in ("{", "[") and (
+        error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+    )
+
+
+def problem(error: Exception) -> str:
+    """Returns what is wrong with JSON that somebody may have edited, from the error of reading it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, json.JSONDecodeError) and is_cut_off(error):
+        return f"{text}; it ends too early, as a file that is cut off"
+    return f"{text} is missing" if isinstance(error, KeyError) else text
 
 
 def record(kind: Any, value: Any, name: str) -> Any:

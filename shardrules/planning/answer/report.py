@@ -10,7 +10,7 @@ from shardrules.analysis.audits.roofline import StepTime
 from shardrules.core.errors import PlanError, ReportError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.storage.records import SAVE_AGAIN, record
+from shardrules.core.storage.records import SAVE_AGAIN, problem, record
 from shardrules.planning.answer.explain import SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate
@@ -102,4 +102,4 @@ class AutoPlanReport:
         except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
             if isinstance(error, ReportError):
                 raise
-            raise ReportError(f"this text is not an autoplan report: {type(error).__name__}: {error}") from error
+            raise ReportError(f"this text is not an autoplan report: {problem(error)}") from error
