@@ -20,12 +20,13 @@ _MODULES: Mapping[Role, str] = {
     "columns": "gate_proj up_proj gate_up_proj w1 w3 w13 v1 mlp.w2 fc1 fc_in c_fc c_fc_0 c_fc_1 linear_fc1 lin1 wi "
     "wi_0 wi_1 dense_h_to_4h intermediate.dense input_linear linear_1 mm_projector mm_input_projection eh_proj "
     "qkv_proj query_key_value wqkv Wqkv qkv c_attn W_pack in_proj in_proj_qkv in_proj_qkvz in_proj_z in_proj_ba "
-    "in_proj_a in_proj_b dt_proj",
+    "in_proj_a in_proj_b dt_proj fc visual_projection text_projection project_in project_out",
     "rows": "o_proj out_proj wo down_proj w2 fc2 fc_out c_proj linear_fc2 lin2 out_lin dense_4h_to_h attention.dense "
     "self_attention.dense self_attn.dense output.dense output_linear attn.proj linear_2 x_proj SelfAttention.o "
     "EncDecAttention.o merger.mlp",
     "vocab": "embed_tokens lm_head wte word_embeddings embed_in embed_out tok_embeddings shared shared_head.head "
-    "embed_tokens_per_layer backbone.embeddings output output_layer",
+    "embed_tokens_per_layer backbone.embeddings output output_layer "
+    "predictions.decoder",
     "whole": "q_a_proj kv_a_proj_with_mqa gate router router.layer router.classifier gate.wg shared_expert_gate "
     "indexer.wk weights_proj wpe position_embedding position_embeddings embed_positions pos_embed "
     "token_type_embeddings relative_attention_bias patch_embedding patch_embed.proj patch_embeddings.projection conv1d "
@@ -108,5 +109,8 @@ def read_path(path: str, roles: Mapping[str, Role]) -> Parameter:
             if role is None and _NORM.search(name):
                 role = "vector"
             if role is not None:
+                # An adapter's first matrix takes the inputs, its second one makes the outputs; the rank stays whole.
+                if parameter_name.startswith("lora_A" if role != "rows" else "lora_B"):
+                    role = "whole"
                 return Parameter(role, name, ".".join(names[:last]), parameter_name, is_stacked)
     return Parameter(None)

@@ -125,6 +125,17 @@ def test_other_layouts_of_parameters(path: str, shape: tuple[int, ...], spec: P)
     assert split({path: bf16(*shape)}) == {path: spec}
 
 
+def test_the_rank_of_adapters_stays_whole() -> None:
+    shapes = {
+        "q_proj.lora_A": (16, 4096),
+        "q_proj.lora_B": (4096, 16),
+        "o_proj.lora_A": (16, 4096),
+        "o_proj.lora_B": (4096, 16),
+    }
+    specs = split({f"{LAYER}self_attn.{name}.weight": bf16(*shape) for name, shape in shapes.items()}, fsdp=None)
+    assert list(specs.values()) == [P(None, "model"), P(), P(), P("model", None)]
+
+
 def test_matrices_of_gpt2_are_in_out() -> None:
     tree = {"h.0.mlp.c_fc.weight": bf16(768, 3072), "h.0.mlp.c_proj.weight": bf16(3072, 768)}
     assert list(split(tree).values()) == [P("data", "model"), P("model", "data")]
