@@ -12,6 +12,7 @@ from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.boxes import share_variables, shared_leaves
 from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import ConfigTypeError, MeshError
+from shardrules.placement.send import on_some_processes, send
 from shardrules.placement.shard import filter_shard
 
 
@@ -25,7 +26,7 @@ def filter_gather(tree: Any) -> Any:
     **Returns:**
 
     The tree with numpy arrays; random keys stay JAX arrays, since numpy has none. Over many processes each gets the
-    whole, and all must call it.
+    whole, also of arrays of which it holds no part, and all must call it.
 
     ```python
     mesh = sr.create_mesh("data:8")
@@ -34,12 +35,14 @@ def filter_gather(tree: Any) -> Any:
     ```
     """
     values, treedef = jax.tree.flatten(tree)
-    indices = [index for index, value in enumerate(values) if isinstance(value, jax.Array)]
-    spanning = [n for n in indices if not (values[n].is_fully_addressable or values[n].is_fully_replicated)]
-    if spanning:
-        whole = _replicated([values[index] for index in spanning])
-        for index, array in zip(spanning, whole, strict=True):
+    elsewhere = on_some_processes(values) if jax.process_count() > 1 else []
+    if elsewhere:
+        for index, array in zip(elsewhere, send([values[n] for n in elsewhere], _replicated), strict=True):
             values[index] = array
+    indices = [index for index, value in enumerate(values) if isinstance(value, jax.Array)]
+    whole = _replicated([values[index] for index in indices])
+    for index, array in zip(indices, whole, strict=True):
+        values[index] = array
     # One batched transfer: fetching hundreds of arrays one by one takes seconds.
     gathered = jax.device_get([values[index] for index in indices])
     for index, array in zip(indices, gathered, strict=True):
@@ -48,9 +51,11 @@ def filter_gather(tree: Any) -> Any:
 
 
 def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Returns arrays that span processes whole on each of their devices: one program for each mesh."""
+    """Returns arrays so that this process holds them whole: one program for each mesh with arrays over processes."""
     groups: dict[Mesh, list[int]] = {}
     for index, array in enumerate(arrays):
+        if array.is_fully_addressable or array.is_fully_replicated:
+            continue
         if not isinstance(array.sharding, NamedSharding) or not isinstance(array.sharding.mesh, Mesh):
             raise MeshError(f"filter_gather: an array over several processes has no mesh: {array.sharding}")
         groups.setdefault(array.sharding.mesh, []).append(index)

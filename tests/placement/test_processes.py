@@ -57,6 +57,50 @@ def test_each_process_places_its_shards_and_gathers_the_whole(processes: int, de
     assert lines == [[f"{devices} {64 // processes}"]] * processes
 
 
+@pytest.mark.parametrize(("processes", "devices"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_process_that_holds_no_part_gathers_the_whole(processes: int, devices: int) -> None:
+    lines = printed_lines(
+        run_processes(
+            """
+            bits = np.array([0x80000000, 0x7FC12345, 0xFF812345, 1, 0, 0x3F800000, 0x7F800000, 0x80000001], np.uint32)
+            values = {
+                "floats": bits.view(np.float32),
+                "rows": np.arange(32, dtype=np.int8).reshape(8, 4),
+                "half": jnp.arange(8, dtype=jnp.bfloat16),
+                "flags": np.arange(8) % 3 == 0,
+                "empty": np.zeros((8, 0), np.float32),
+            }
+            used = jax.devices()[: len(jax.devices()) // 2]
+            part = jax.sharding.Mesh(np.array(used), ("data",))
+            own = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+            last = jax.sharding.Mesh(np.array(jax.devices()[-1:]), ("data",))
+            tree = {
+                "split": sr.filter_shard(values, P("data"), part),
+                "copies": sr.filter_shard(values, P(), part),
+                "last": sr.filter_shard(values, P(), last),
+                "key": sr.filter_shard(jax.random.key(7), P(), part),
+                "everywhere": sr.filter_shard(values, P("data"), sr.create_mesh(f"data:{len(jax.devices())}")),
+                "own": sr.filter_shard(np.full(8, process), P("data"), own),
+                "static": "x",
+            }
+            back = sr.filter_gather(tree)
+            for name in ("split", "copies", "last", "everywhere"):
+                for leaf, value in values.items():
+                    assert isinstance(back[name][leaf], np.ndarray), (name, leaf)
+                    assert back[name][leaf].dtype == value.dtype, (name, leaf)
+                    assert back[name][leaf].tobytes() == np.asarray(value).tobytes(), (name, leaf)
+            assert back["own"].tolist() == [process] * 8 and back["static"] == "x"
+            assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
+            print(len(tree["split"]["rows"].addressable_shards))
+            """,
+            processes=processes,
+            devices=devices,
+        )
+    )
+    # The first half of the processes holds all parts, the others none.
+    assert lines == [[str(devices)]] * (processes // 2) + [["0"]] * (processes // 2)
+
+
 @pytest.mark.slow
 @SHAPES
 def test_models_and_states_are_made_over_processes(processes: int, devices: int) -> None:
