@@ -1,14 +1,19 @@
 """PartitionManager: resolves the logical axes of activations, with the mode read off their shape if need be."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.errors import ConfigError
+from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.rules.logical.axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
 from shardrules.rules.logical.partition_axis import PartitionAxis
+
+
+def _check_partition_axis(manager: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, PartitionAxis):
+        raise ConfigTypeError(f"Expected PartitionAxis as the {field.name} of a PartitionManager, got {value!r:.80}")
 
 
 @final
@@ -19,7 +24,7 @@ class PartitionManager:
     It is a plain value without global state: pass it to the model, or keep it in the model's configuration.
     """
 
-    paxis: PartitionAxis = attrs.field(validator=attrs.validators.instance_of(PartitionAxis))
+    paxis: PartitionAxis = attrs.field(validator=_check_partition_axis)
 
     def resolve(
         self,

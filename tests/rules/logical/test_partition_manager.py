@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules.core.errors import ConfigError, SpecError
+from shardrules.core.errors import ConfigError, ConfigTypeError, SpecError
 from shardrules.rules.logical import axes as logical_axes
 from shardrules.rules.logical.axes import (
     BATCH,
@@ -150,3 +150,8 @@ def test_it_is_a_static_argument_of_jit() -> None:
 def test_it_takes_only_a_partition_axis() -> None:
     with pytest.raises(TypeError, match="PartitionAxis"):
         PartitionManager({"batch_axis": "dp"})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_manager_takes_partition_axes_only() -> None:
+    with pytest.raises(ConfigTypeError, match=r"Expected PartitionAxis as the paxis.*got 'fsdp'"):
+        PartitionManager("fsdp")  # pyright: ignore[reportArgumentType]
