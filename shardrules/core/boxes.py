@@ -55,6 +55,19 @@ def is_variable(node: Any) -> bool:
     return issubclass(type(node), variable_types())
 
 
+def _of_types(types: tuple[type, ...]) -> Callable[[Any], bool]:
+    """Returns a function that says whether a node is of these types. A tree has many nodes of few types."""
+    by_type: dict[type, bool] = {}
+
+    def test(node: Any) -> bool:
+        cls = type(node)
+        if cls not in by_type:
+            by_type[cls] = issubclass(cls, types)
+        return by_type[cls]
+
+    return test
+
+
 def opaque_types() -> tuple[type, ...]:
     """Returns the classes of nnx whose instances hold arrays that JAX sees only where the class is a pytree.
 
@@ -103,14 +116,18 @@ def _as_names(names: Any) -> tuple[LogicalName, ...]:
 
 def shared_leaves(tree: Any) -> dict[int, int]:
     """Returns the index of each leaf whose variable occurred before, with the index where it did so first."""
-    if not variable_types():
+    types = variable_types()
+    if not types:
         return {}
     shared: dict[int, int] = {}
     first_starts: dict[int, int] = {}
-    start = 0
+    start, is_variable = 0, _of_types(types)
     for node in jtu.tree_leaves(tree, is_leaf=is_variable):
+        if not is_variable(node):
+            start += 1
+            continue
         count = len(jtu.tree_leaves(node))
-        first_start = first_starts.setdefault(id(node), start) if is_variable(node) else start
+        first_start = first_starts.setdefault(id(node), start)
         if first_start != start:
             shared.update((start + offset, first_start + offset) for offset in range(count))
         start += count
@@ -121,7 +138,7 @@ def share_variables(tree: Any, shared: Mapping[int, int]) -> Any:
     """Returns `tree` with the variables of `shared`, the result of `shared_leaves`, where they occurred before."""
     if not shared:
         return tree
-    nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_variable)
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=_of_types(variable_types()))
     by_start: dict[int, Any] = {}
     start = 0
     for index, node in enumerate(nodes):
@@ -135,16 +152,17 @@ def share_variables(tree: Any, shared: Mapping[int, int]) -> Any:
 def plain_trees(tree: Any) -> Any:
     """Returns `tree` with nested dictionaries in place of what nnx has, as `nnx.to_pure_dict` makes them of states."""
     types = (*opaque_types(), *variable_types(), *_types("flax.nnx.statelib", ("State",)))
+    is_of_nnx = _of_types(types)
 
     def plain(node: Any) -> Any:
         if is_variable(node):
             return plain_trees(_raw_value(node))
-        if not issubclass(type(node), types):
+        if not is_of_nnx(node):
             return node
         pairs = _registry.flatten_one_level_with_keys(node)[0]
         return {jtu.keystr((key,), simple=True): plain_trees(child) for key, child in pairs}
 
-    return jax.tree.map(plain, tree, is_leaf=lambda node: issubclass(type(node), types)) if types else tree
+    return jax.tree.map(plain, tree, is_leaf=is_of_nnx) if types else tree
 
 
 def has_objects(arguments: Any) -> bool:
@@ -157,13 +175,14 @@ def _objects(arguments: Any) -> list[Any]:
     types = opaque_types()
     if not types:
         return []
-    ends = (*types, *_types("flax.nnx.statelib", ("State",)))
-    nodes = jtu.tree_leaves(arguments, is_leaf=lambda node: issubclass(type(node), ends))
-    return [node for node in nodes if issubclass(type(node), types)]
+    is_object = _of_types(types)
+    nodes = jtu.tree_leaves(arguments, is_leaf=_of_types((*types, *_types("flax.nnx.statelib", ("State",)))))
+    return [node for node in nodes if is_object(node)]
 
 
 def _variables(objects: list[Any]) -> list[Any]:
     """The variables of some objects, each once."""
+    is_variable = _of_types(variable_types())
     nodes = jtu.tree_leaves(objects, is_leaf=is_variable)
     return list({id(node): node for node in nodes if is_variable(node)}.values())
 

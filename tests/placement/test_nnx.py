@@ -28,6 +28,11 @@ def spec(variable: Any) -> Any:
     return variable[...].sharding.spec
 
 
+def draws(model: Any) -> int:
+    """How many keys the first dropout layer has drawn."""
+    return int(model.blocks[0].dropout.rngs.count[...])
+
+
 class Tied(nnx.Module):
     """A model whose head is the table of its embedding, and whose parts have one stream of keys."""
 
@@ -212,7 +217,7 @@ def test_filter_jit_writes_to_modules_as_nnx_jit_does(mesh: Mesh, donate: Any) -
     with jax.set_mesh(mesh):
         expected = [float(expected_step(expected_model, expected_optimizer, jnp.asarray(X))) for _ in range(3)]
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
-    assert (int(optimizer.step[...]), int(model.blocks[0].dropout.rngs.count[...])) == (3, 3)
+    assert (int(optimizer.step[...]), draws(model)) == (3, 3)
     assert spec(model.blocks[0].up.kernel) == spec(optimizer.opt_state[0].mu.blocks[0].up.kernel) == P(None, "model")
     assert spec(model.blocks[0].up.bias) == P()
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((model, optimizer)))
@@ -222,7 +227,7 @@ def test_filter_jit_without_shardings_writes_to_modules() -> None:
     model = zoo.nnx_model(1)
     for count in (1, 2):
         sr.filter_jit(lambda model, x: model(x))(model, X)
-        assert int(model.blocks[0].dropout.rngs.count[...]) == count
+        assert draws(model) == count
     before = np.asarray(model.norm.mean[...])
     sr.filter_jit(model)(X + 1)  # a module that is called is an argument, too
     assert not np.array_equal(before, model.norm.mean[...])
@@ -251,7 +256,7 @@ def test_a_compiled_function_writes_to_the_modules_it_is_called_with(mesh: Mesh)
         sr.filter_jit(lambda model, x: model(x), mesh=mesh, in_shardings=(RULES, P("data"))).lower(model, X).compile()
     )
     compiled(other, X)
-    counts = [int(each.blocks[0].dropout.rngs.count[...]) for each in (model, other)]
+    counts = [draws(each) for each in (model, other)]
     assert counts == [0, 1]
 
 
@@ -293,11 +298,11 @@ def test_filter_jit_refuses_what_would_be_lost(mesh: Mesh) -> None:
     def add(model: Any) -> None:
         model.extra = nnx.Param(jnp.ones(3))
 
-    for options in ({}, {"mesh": mesh}):
+    for jit_mesh in (None, mesh):
         with pytest.raises(sr.errors.TreeError, match=r"filter_jit: the function adds, .* or use nnx\.jit"):
-            sr.filter_jit(add, **options)(zoo.nnx_model(1))
+            sr.filter_jit(add, mesh=jit_mesh)(zoo.nnx_model(1))
         with pytest.raises(sr.errors.TreeError, match=r"JAX sees no arrays in .*\(Opaque\)"):
-            sr.filter_jit(lambda model: model.scale.sum(), **options)(Opaque())
+            sr.filter_jit(lambda model: model.scale.sum(), mesh=jit_mesh)(Opaque())
 
 
 def test_wrappers_of_a_function_of_modules_trace_it_once(mesh: Mesh) -> None:
