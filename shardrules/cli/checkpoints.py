@@ -69,7 +69,7 @@ def load_safetensors_shapes(path: Path) -> Checkpoint:
     unsupported = {array.dtype_name: name for name, array in stored.items() if array.dtype is None}
     if unsupported:
         listed = ", ".join(f"{dtype} ({name})" for dtype, name in unsupported.items())
-        raise UsageError(f"{path} has tensors of dtypes that JAX arrays cannot have: {listed}")
+        raise UsageError(f"{path} has tensors of dtypes that JAX arrays cannot have: {listed}; convert them")
     paths = {name: name.replace(".", "/") for name in stored}
     # One name has a dot where another has a slash.
     clash = len(dict.fromkeys(paths.values())) < len(paths)

@@ -49,7 +49,13 @@ def plan_of(path: Path, mesh: str = "data:16,model:8") -> sr.ShardingPlan:
     return rule.plan(model.tree, sr.mesh_shape(mesh))
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+MANY_EXPERTS = ("deepseek v3", "qwen 3 30b a3b")
+"""Checkpoints of so many tensors that reading their names takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in MANY_EXPERTS else ()) for name in CHECKPOINTS]
+)
 def test_an_index_and_a_configuration_are_planned(tmp_path: Path, name: str) -> None:
     checkpoint = CHECKPOINTS[name]
     plan = plan_of(download(tmp_path, checkpoint)).check()

@@ -68,6 +68,8 @@ class Parameter:
     """The rest of the path: `weight`, `bias`, `weight_scale_inv`."""
     is_stacked: bool = False
     """Whether it may have all experts in a dimension of its own."""
+    is_bare: bool = False
+    """Whether the path ends with the module: there is no `weight` in it."""
 
     @property
     def is_vector(self) -> bool:
@@ -112,5 +114,6 @@ def read_path(path: str, roles: Mapping[str, Role]) -> Parameter:
                 # An adapter's first matrix takes the inputs, its second one makes the outputs; the rank stays whole.
                 if parameter_name.startswith("lora_A" if role != "rows" else "lora_B"):
                     role = "whole"
-                return Parameter(role, name, ".".join(names[:last]), parameter_name, is_stacked)
+                is_bare = name == names[-1]
+                return Parameter(role, name, ".".join(names[:last]), parameter_name, is_stacked, is_bare)
     return Parameter(None)

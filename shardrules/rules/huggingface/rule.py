@@ -235,9 +235,9 @@ class _Layout:
         is_packed = self.is_packed and parameter.name in ("qweight", "qzeros", "scales")
         is_gpt2 = self.is_gpt2 and parameter.module in ("c_attn", "c_fc", "c_proj") and parameter.name == "weight"
         is_gpt2 = is_gpt2 or parameter.module == "mm_input_projection"
-        # Experts in one array are (in, out) in some models and (out, in) in others: the larger dimension comes first.
-        is_wide = expert is not None and rank == 2 and leaf.shape[inputs] > leaf.shape[outputs]
-        return _Dims(inputs, outputs, expert) if is_packed or is_gpt2 or is_wide else _Dims(outputs, inputs, expert)
+        # Experts in one array are (in, out), unless they are the weight of a module.
+        is_bare = expert is not None and parameter.is_bare
+        return _Dims(inputs, outputs, expert) if is_packed or is_gpt2 or is_bare else _Dims(outputs, inputs, expert)
 
     def _tensor_dim(self, leaf: Leaf, parameter: Parameter, dims: "_Dims") -> tuple[int | None, Finding | None]:
         """The dimension that the tensor axis splits, and what is worth knowing about that."""
@@ -271,9 +271,12 @@ class _Layout:
         head_dim = self.head_dims.get(parameter.parent, None if is_vision else self.head_dims.get(""))
         is_kv = parameter.role == "kv_heads"
         is_grouped = is_kv and outputs < self.query_sizes.get(parameter.parent, 0)
-        what = f"{_WORDS[str(parameter.role)]}"
+        what = _WORDS[str(parameter.role)]
+        if is_kv and outputs % parts and (head_dim is None or outputs % head_dim):
+            why = f"{what}, {outputs} outputs, do not divide over {tensor!r} of size {parts}, so they are whole on it"
+            return _warning(leaf, "whole-heads", why, f"Use a size of {tensor!r} that divides them", dim, tensor)
         if head_dim is None or outputs % head_dim:
-            if not is_grouped or outputs % (parts * _USUAL_HEAD_DIM) == 0 or outputs % parts:
+            if not is_grouped or outputs % (parts * _USUAL_HEAD_DIM) == 0:
                 return None
             why = f"shards of {outputs // parts} outputs may cut {what}, whose size is unknown"
             return None if is_vector else _warning(leaf, "cut-heads", why, "Pass head_dim=...", dim, tensor)
@@ -321,7 +324,7 @@ class _Layout:
         """What the tensor axis splits."""
         if dim == dims.expert:
             return "experts"
-        if parameter.module in FUSED:
+        if parameter.module in FUSED and dim == dims.outputs:
             return "outputs, queries, keys and values together,"
         preferred = dims.inputs if parameter.role == "rows" else dims.outputs
         if dim == preferred:

@@ -162,6 +162,12 @@ def test_key_heads_fewer_than_the_axis_are_whole_on_it() -> None:
     assert "8 key and value heads of 128 do not divide over 'model' of size 16" in str(plan)
 
 
+def test_key_heads_that_no_part_divides_are_whole() -> None:
+    plan = HuggingFaceShardingRule().plan(attention(), sr.mesh_shape("data:4,model:3"))
+    assert plan.specs[f"{LAYER}self_attn.k_proj.weight"] == P(None, "data")
+    assert codes(plan).count("whole-heads") == 2
+
+
 def test_a_norm_of_queries_shows_the_size_of_heads() -> None:
     tree = {**attention(4), f"{LAYER}self_attn.q_norm.weight": bf16(128)}
     assert codes(HuggingFaceShardingRule().plan(tree, MESH)) == ["whole-heads", "whole-heads"]
@@ -226,6 +232,19 @@ def test_axes_come_from_the_mesh_or_the_arguments(mesh: str, options: Any, spec:
 def test_experts_in_one_array_take_an_axis_for_experts() -> None:
     specs = split({"mlp.experts.gate_up_proj": bf16(32, 2880, 5760)}, sr.mesh_shape("data:4,expert:8,model:2"))
     assert list(specs.values()) == [P("expert", "data", "model")]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "spec"),
+    [
+        ("mlp.experts.down_proj", (16, 8192, 5120), P("expert", "model", "data")),
+        ("block_sparse_moe.input_linear.weight", (32, 1024, 1024), P("expert", "model", "data")),
+        ("block_sparse_moe.output_linear.weight", (32, 1024, 512), P("expert", "data", "model")),
+        ("mlp.switch_mlp.up_proj.weight", (32, 768, 2048), P("expert", "model", "data")),
+    ],
+)
+def test_experts_are_in_out_unless_a_module_has_them(name: str, shape: tuple[int, ...], spec: P) -> None:
+    assert list(split({f"{LAYER}{name}": bf16(*shape)}, sr.mesh_shape("data:4,expert:8,model:2")).values()) == [spec]
 
 
 def test_a_mesh_without_a_usual_axis_is_an_error() -> None:
