@@ -85,7 +85,7 @@ class _Layer:
         parameter = names.pop().lower() if len(names) > 1 and names[-1].lower() in _PARAMETERS else ""
         name = names[-1] if names else ""
         words = tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+(?![a-z])|\d+", name))
-        return _Layer(name.lower(), words, parameter, tuple(map(str.lower, names)), len(names) < len(parts) - 1)
+        return _Layer(name.lower(), words, parameter, tuple(map(str.lower, names)), any(map(str.isdecimal, parts)))
 
     def is_one_of(self, names: Sequence[str]) -> bool:
         return self.name in names or any(word in names for word in self.words)
@@ -188,7 +188,11 @@ class Guesser:
             return POSITION, [last], [before]
         if _is_embedding(layer):
             return EMBEDDING, [before], [last]
-        if layer.is_one_of(_HEAD) or (not layer.is_repeated and any(shape[dim] in self.vocabularies for dim in dims)):
+        rows = [dim for dim in dims if shape[dim] in self.vocabularies]
+        if layer.is_one_of(_HEAD) or (rows and not layer.is_repeated):
+            if len(rows) == 1:
+                # As many outputs as an embedding has rows.
+                outputs, inputs = (before, last) if rows[0] == before else (last, before)
             return HEAD, [outputs], [inputs]
         if layer.is_named:
             return (NARROWS, [inputs], [outputs]) if layer.narrows else (WIDENS, [outputs], [inputs])
@@ -273,7 +277,9 @@ def stacked_modules(leaves: Sequence[Leaf]) -> tuple[str, ...]:
         ranks = {len(shape) for shape in inner}
         # A convolution with its bias has (8, 4, 3, 3) and (8, 1, 1).
         has_ones = any(max(shape[1:], default=1) == 1 for shape in inner)
-        if alike and len(ranks) > 1 and not has_ones and not any(module.startswith(f"{outer}/") for outer in stacked):
+        # Experts are stacked, too, but not in layers.
+        is_inside = "expert" in module.lower() or any(module.startswith(f"{outer}/") for outer in stacked)
+        if alike and len(ranks) > 1 and not has_ones and not is_inside:
             stacked.append(module)
     return tuple(stacked)
 

@@ -142,6 +142,21 @@ CONVOLUTIONS = {
             "data:4,model:2",
             {"flax/conv/kernel": P(None, None, "data", "model"), "torch/conv/weight": P("model", "data")},
         ),
+        # A layer as wide as the vocabulary is not the head, and the head may have its outputs first.
+        (
+            {"embed": (512, 256), "blocks": [{"up": (256, 512), "down": (512, 256)}], "lm_head": (512, 256)},
+            "data:4,model:2",
+            {
+                "blocks/0/up": P("data", "model"),
+                "blocks/0/down": P("model", "data"),
+                "lm_head": P("model", "data"),
+            },
+        ),
+        (
+            {"experts": {"up": (32, D, H), "up_bias": (32, H), "down": (32, H, D)}},
+            "data:4,expert:2,model:2",
+            {"experts/up": P("expert", "data", "model"), "experts/up_bias": P()},
+        ),
         # GPT-2's 50257 rows are odd, so its features are split over all axes.
         ({"wte": {"embedding": (50257, 768)}}, "data:4,model:2", {"wte/embedding": P(None, ("model", "data"))}),
         ({"w": (7, 4096)}, "data:4,model:2", {"w": P(None, ("model", "data"))}),
