@@ -964,7 +964,7 @@
         facts(leaf, row),
         ...[
           row.dims.length > 0 && block("Dimensions", el("ul", {}, row.dims.map((dim, at) => el("li", {}, dimSentence(dim, at))))),
-          svg && block("Which device holds which block", drawing(svg)),
+          svg && block("Which device holds which block", [drawing(svg), data.device_count > 8 && el("p.muted", {}, "Of more than 8 devices, those whose blocks are neighbours have different colours.")]),
           about.length > 0 && block("Findings", el("ul", {}, about.map((finding) => findingItem(finding, true)))),
         ].filter(Boolean));
     }
