@@ -16,7 +16,7 @@ from shardrules.core.errors import CheckpointError, suggest
 Shape: TypeAlias = tuple[int, ...]
 
 _TEXT_MODELS = (
-    *("llama", "mistral", "mixtral", "ministral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe"),
+    *("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("gemma", "gemma2", "gemma3", "gemma3_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss"),
 )
 """What `model_type` may be."""
@@ -31,9 +31,10 @@ _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _NUMBER = re.compile(r"\.\d+\.")
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8}
 
-_HEADER_BYTES = 512
-"""The most that a tensor takes in a header, with a long name and many digits. Doubled, a missing norm would pass for
-headers; halved, so would nothing that exists."""
+_HEADER_BYTES = (60, 512)
+"""The least and the most that a tensor takes in a header: punctuation and keys alone, and a long name with many digits.
+Some totals are of whole files. With a lower least, shapes that are slightly wrong would pass for such totals; no header
+that exists has more than the most."""
 
 _BLOCK = 32
 """Numbers of four bits that share a scale, in 16 bytes."""
@@ -218,8 +219,9 @@ def checkpoint_shapes(
     names = list(names)
     sizes = _sizes_of(_Config(config), names, quantization if method == "fp8" else None)
     count = sum(_BITS[dtype] * math.prod(shape) // 8 for dtype, shape in sizes.values())
-    # Some indices say how large the files are, with their headers.
-    if total_bytes is not None and not 0 <= total_bytes - count <= _HEADER_BYTES * len(sizes):
+    least, most = _HEADER_BYTES
+    surplus = 0 if total_bytes is None else total_bytes - count
+    if surplus and not least * len(sizes) <= surplus <= most * len(sizes):
         raise CheckpointError(
             f"its {len(sizes)} tensors would take {count:,} bytes, and the index says that they take {total_bytes:,}"
         )

@@ -329,7 +329,7 @@ class _Layout:
         preferred = dims.inputs if parameter.role == "rows" else dims.outputs
         if dim == preferred:
             return _WORDS[str(parameter.role)]
-        return "inputs" if dim == dims.inputs else "outputs"
+        return "outputs" if dim == dims.outputs else "hidden" if parameter.role == "vocab" else "inputs"
 
     def _undivided(self, leaf: Leaf, parameter: Parameter, findings: tuple[Finding, ...]) -> Decision:
         axes = " and ".join(repr(axis) for axis in (self.axes.tensor, self.axes.fsdp) if axis is not None)

@@ -42,9 +42,10 @@ def test_a_configuration_must_be_a_table() -> None:
         checkpoint_shapes([], [UP])
 
 
-def test_another_total_is_refused() -> None:
-    with pytest.raises(sr.errors.CheckpointError, match=r"would take 117,440,512 bytes, and .* 117,440,000"):
-        checkpoint_shapes(LLAMA, [UP], 117440000)
+@pytest.mark.parametrize("surplus", [-512, -1, 1, 59, 513])
+def test_another_total_is_refused(surplus: int) -> None:
+    with pytest.raises(sr.errors.CheckpointError, match=r"would take 117,440,512 bytes, and .* 117,440,\d+"):
+        checkpoint_shapes(LLAMA, [UP], 117440512 + surplus)
 
 
 def test_a_total_may_be_of_whole_files() -> None:
