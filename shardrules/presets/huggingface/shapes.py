@@ -223,7 +223,7 @@ def checkpoint_shapes(
     surplus = 0 if total_bytes is None else total_bytes - count
     if surplus and not least * len(sizes) <= surplus <= most * len(sizes):
         raise CheckpointError(
-            f"its {len(sizes)} tensors would take {count:,} bytes, and the index says that they take {total_bytes:,}"
+            f"its tensors would take {count:,} bytes, and the index says that they take {total_bytes:,}"
         )
     return sizes
 
