@@ -208,7 +208,8 @@ import json
 import equinox as eqx, optax
 mesh = sr.create_mesh({mesh!r})
 optim = optax.adamw(1e-2)
-rules = sr.FittedShardingRule(sr.DimShardingRule("model", 0) | sr.FSDPShardingRule("data", min_size_mb=0))
+columns = sr.DimShardingRule("model", 0, ignore_ndim_error=True)
+rules = sr.FittedShardingRule(columns | sr.FSDPShardingRule("data", min_size_mb=0))
 def make():
     model = eqx.nn.MLP(8, 8, 32, 2, key=jax.random.key(0))
     optimizer = optim.init(eqx.filter(model, eqx.is_array))
@@ -256,7 +257,9 @@ def test_training_continues_with_equal_losses(name: str, before: int, after: int
 
     ((expected,), *_) = run(code("data:4,model:2", path=f"{path}2"), before)
     ended = run_processes(code("data:4,model:2", dies=True), processes=before, devices=8 // before)
-    assert all(child.code == -signal.SIGKILL for child in ended)
+    # JAX ends those that notice the death of the first before they kill themselves.
+    assert ended[0].code == -signal.SIGKILL
+    assert all(child.code != 0 for child in ended)
     lines = run(code("data:8,model:1", restores=True), after)
     assert len(dict.fromkeys(printed[0] for printed in lines)) == 1
     losses = json.loads(lines[0][0])
