@@ -144,7 +144,13 @@ def _create(
     slices = dict.fromkeys(info.slice_index for info in infos)
     # A part of a torus, or of several slices, may have no layout: there the error says how to place each device.
     placed = len(slices) > 1 or (bool(infos) and infos[0].platform == "tpu")
-    sizes = resolve_sizes(requested, names, len(flat), source=options.devices_text, placed=placed)
+    try:
+        sizes = resolve_sizes(requested, names, len(flat), source=options.devices_text, placed=placed)
+    except MeshError as error:
+        least = math.prod(size for size in requested if size != -1)
+        if options.devices is None and infos and infos[0].platform == "cpu" and least > len(flat):
+            raise MeshError(f"{error}. {_more_cpu_devices(least)}") from None
+        raise
     types = normalize_axis_types(options.axis_types, names)
     layout = _layout(devices, infos, names, sizes, options)
     if options.use_jax:
@@ -161,6 +167,13 @@ def _create(
     for text in _slow_axes(names, sizes, layout, infos, options.fast_axes):
         warnings.warn(text, MeshWarning, stacklevel=stacklevel)
     return mesh
+
+
+def _more_cpu_devices(count: int) -> str:
+    return (
+        f"To have {count} CPU devices, call jax.config.update('jax_num_cpu_devices', {count}) before anything else of "
+        "JAX; mesh_shape makes a mesh without devices, which is enough to plan and to audit"
+    )
 
 
 def _select_devices(options: _MeshOptions) -> Sequence[Any] | np.ndarray:
@@ -336,8 +349,7 @@ def create_device_mesh(
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """Returns the mesh that a text describes, after checking that it uses each of the names a program has.
 
-    `axis_dims` is `"dp:2,tp:-1"`, in the order of the axes, or `"2,-1"`, in the order of `names`. Blanks belong to the
-    names here; `create_mesh` ignores them.
+    `axis_dims` is `"dp:2,tp:-1"`, in the order of the axes, or `"2,-1"`, in the order of `names`. Blanks are ignored.
 
     ```python
     assert sr.meshes.parse_mesh_from_string("tp:4,dp:2", ["dp", "tp"]).axis_names == ("tp", "dp")
@@ -346,7 +358,8 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     if not isinstance(axis_dims, str):
         raise MeshError(f"axis_dims must be a string such as 'dp:2,tp:-1', got {axis_dims!r}")
     pairs = [part.rpartition(":") for part in axis_dims.split(",")]
-    used = [name for name, _, _ in pairs] if ":" in axis_dims else list(names)
+    names = [name.strip() for name in names]
+    used = [name.strip() for name, _, _ in pairs] if ":" in axis_dims else list(names)
     for name in used:
         if name not in names:
             raise MeshError(

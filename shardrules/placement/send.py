@@ -69,4 +69,4 @@ def _struct(array: jax.Array) -> Any:
 
 
 def _wrapped(data: np.ndarray, array: jax.Array) -> np.ndarray | jax.Array:
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array)) if _is_key(array) else data
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(array)) if _is_key(array) else data

@@ -12,6 +12,7 @@ import jax
 from jax.extend.backend import register_backend_cache
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import share_variables
 from shardrules.core.errors import DisagreementError, MeshError
 from shardrules.core.jax_state import process_count, process_id, under_trace
@@ -27,9 +28,8 @@ from shardrules.reshard.prepare import (
     CACHED_SCHEDULES,
     MoveOptions,
     Prepared,
-    check_shardings,
-    numbers_to_arrays,
     prepare,
+    read_how,
 )
 from shardrules.reshard.schedule import Device, Schedule
 from shardrules.rules.how import How
@@ -37,7 +37,8 @@ from shardrules.rules.how import How
 
 def reshard(
     tree: Any,
-    shardings: How,
+    how: How,
+    mesh: AnyMesh | None = None,
     *,
     donate: bool = False,
     may_alias: bool | None = None,
@@ -55,7 +56,9 @@ def reshard(
     - `tree`: a pytree of arrays and numbers, on devices or on the host. Where a sharding covers them, numbers become
         arrays; `True` and `False` are flags, and stay. Under a rule or a plan all numbers stay. Weak types become
         strong.
-    - `shardings`: a sharding, a tree or prefix of them, or a rule or plan, on its own mesh or the mesh in force.
+    - `how`: as in `filter_shard`: a sharding, a rule, a plan, a tree or prefix of specs and shardings, a device, or a
+        function from the tree to one of those.
+    - `mesh`: the mesh for rules, plans and specs; by default the plan's own, or the mesh in force.
     - `donate`: free each array as soon as it has moved. An array that stays in place is kept, and so is one that shares
         memory with another that is still needed.
     - `may_alias`: with `False` the result has new arrays even where nothing moves. Otherwise an array that is already
@@ -85,11 +88,10 @@ def reshard(
     ```
     """
     if under_trace():
-        arrays, _ = numbers_to_arrays(tree, shardings)
-        check_shardings(arrays, shardings, "reshard")
-        return filter_shard(arrays, shardings)
+        arrays, how, _ = read_how(tree, how, mesh, "reshard")
+        return filter_shard(arrays, how, mesh)
     options = MoveOptions(donate, may_alias, cache_resharding_plans, max_bytes_in_flight)
-    return move_tree(prepare(tree, shardings, options, caller="reshard"))
+    return move_tree(prepare(tree, how, options, mesh=mesh, caller="reshard"))
 
 
 def move_tree(prepared: Prepared) -> Any:

@@ -7,11 +7,14 @@ from typing import Any, final
 
 import attrs
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.extend.backend import register_backend_cache
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
+from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import share_variables, shared_leaves
+from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigError, PlanError, TreeError, printable
 from shardrules.core.fields import byte_count
 from shardrules.core.finding import Finding
@@ -25,7 +28,7 @@ from shardrules.reshard.assemble import moves_in_memory
 from shardrules.reshard.bits import local_shards, physical
 from shardrules.reshard.plan import LeafMove, ReshardPlan
 from shardrules.reshard.schedule import Schedule, box_shape, boxes_of, make_schedule
-from shardrules.rules.how import How, refusal, refuse_leaves
+from shardrules.rules.how import How, is_entry, refusal, refuse_leaves
 
 IN_FLIGHT_BYTES = 256 * 2**20
 """The default of `max_bytes_in_flight`, over all devices: large enough that devices rarely wait for the host, and small
@@ -86,9 +89,10 @@ class Prepared:
 
 def prepare(
     tree: Any,
-    shardings: How,
+    how: How,
     options: MoveOptions,
     *,
+    mesh: AnyMesh | None = None,
     alive: tuple[Any, ...] | None = None,
     values: bool = True,
     caller: str,
@@ -97,10 +101,9 @@ def prepare(
 
     Only devices in `alive` can send; without `values`, shapes are accepted too.
     """
-    arrays, problems = numbers_to_arrays(tree, shardings)
-    check_shardings(arrays, shardings, caller)
+    arrays, how, problems = read_how(tree, how, mesh, caller)
     try:
-        destination = resolve_destination(arrays, shardings, caller=caller, strict=False)
+        destination = resolve_destination(arrays, how, mesh, caller=caller, strict=False)
     except PlanError as error:
         # A plan's own findings do not cover deleted arrays: list these too.
         paths = leaf_paths(arrays)
@@ -135,7 +138,20 @@ def prepare(
     return Prepared(destination, tuple(indices), tuple(shards), plan, options.cache_resharding_plans)
 
 
-def numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, Finding]]]:
+def read_how(tree: Any, how: How, mesh: AnyMesh | None, caller: str) -> tuple[Any, How, list[tuple[int, Finding]]]:
+    """Returns a tree with arrays for its numbers, where they go, and problems by leaf index.
+
+    Specs need a `mesh`, or one in force; without, they raise a `ConfigError`, as does what is not a sharding.
+    """
+    # As in `resolve`: a module may hold shardings and be callable, too.
+    if callable(how) and jtu.all_leaves([how]):
+        how = how(tree)
+    arrays, problems = _numbers_to_arrays(tree, how)
+    _check_entries(arrays, how, caller, has_mesh=mesh is not None or current_mesh() is not None)
+    return arrays, how, problems
+
+
+def _numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, Finding]]]:
     """Makes arrays of the Python numbers in a tree, except flags, and returns problems by leaf index.
 
     Under a rule or a plan numbers stay numbers, as they do in `filter_shard`.
@@ -158,29 +174,27 @@ def numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, F
     return share_variables(treedef.unflatten(leaves), shared_leaves(tree)), problems
 
 
-def check_shardings(tree: Any, shardings: How, caller: str) -> None:
-    """Raises a `ConfigError` that lists everything in `shardings` that is not a sharding, a rule or a plan."""
+def _check_entries(tree: Any, shardings: How, caller: str, *, has_mesh: bool) -> None:
+    """Raises a `ConfigError` that lists everything in `shardings` that says no place, alone or with the mesh."""
     if isinstance(shardings, ShardingRule | ShardingPlan):
         return
     try:
-        parts = prefix_parts(shardings, tree, _is_sharding_or_spec, caller, "shardings")
+        parts = prefix_parts(shardings, tree, is_entry, caller, "shardings")
     except TreeError:
         # `resolve_destination` refuses a prefix that does not fit.
         return
     wrong = [
         f"{value!r:.60} at {printable(path) or 'the top'}"
         for path, value, part in parts
-        if not isinstance(value, Sharding) and any(array_kind(leaf) is not None for leaf in jax.tree.leaves(part))
+        if not isinstance(value, Sharding | jax.Device)
+        and not (has_mesh and is_entry(value))
+        and any(array_kind(leaf) is not None for leaf in jax.tree.leaves(part))
     ]
     if wrong:
         raise ConfigError(
             f"{caller}: the shardings must contain only `jax.sharding.Sharding`, got {', '.join(wrong)}. "
-            "filter_shard also accepts specs and devices"
+            "Specs need a mesh: pass it as the third argument, or call inside jax.set_mesh(mesh)"
         )
-
-
-def _is_sharding_or_spec(node: Any) -> bool:
-    return node is None or isinstance(node, Sharding | PartitionSpec)
 
 
 _DELETED = Finding(
@@ -305,7 +319,8 @@ def _batches(moves: Sequence[LeafMove], options: MoveOptions) -> tuple[tuple[int
 
 def plan_reshard(
     tree: Any,
-    shardings: How,
+    how: How,
+    mesh: AnyMesh | None = None,
     *,
     donate: bool = False,
     may_alias: bool | None = None,
@@ -320,7 +335,7 @@ def plan_reshard(
     **Arguments:**
 
     - `tree`: a pytree of arrays, or of `jax.ShapeDtypeStruct`s with shardings in their place.
-    - `shardings`, `donate`, `may_alias`, `cache_resharding_plans`, `max_bytes_in_flight`: as in `reshard`.
+    - `how`, `mesh`, `donate`, `may_alias`, `cache_resharding_plans`, `max_bytes_in_flight`: as in `reshard`.
 
     **Returns:**
 
@@ -339,4 +354,4 @@ def plan_reshard(
     ```
     """
     options = MoveOptions(donate, may_alias, cache_resharding_plans, max_bytes_in_flight)
-    return prepare(tree, shardings, options, values=False, caller="plan_reshard").plan
+    return prepare(tree, how, options, mesh=mesh, values=False, caller="plan_reshard").plan

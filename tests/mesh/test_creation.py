@@ -323,7 +323,7 @@ def test_parse_mesh_from_string_reads_both_forms(text: str, names: Any, sizes: d
     ("text", "match"),
     [
         ("dp:2,ttp:4", r"Axis name 'ttp' not found in provided names \['dp', 'tp'\] \(did you mean 'tp'\?\)"),
-        ("dp:2, tp:4", "Axis name ' tp' not found"),
+        ("dp:2, ttp:4", "Axis name 'ttp' not found"),
         ("dp:8", "Not all axis names were used in 'dp:8': 'tp'"),
         ("dp:2,dp:4", "Not all axis names were used"),
         ("dp:2,tp:2,tp:2", "Number of dimensions and names must match"),
@@ -338,6 +338,27 @@ def test_parse_mesh_from_string_reads_both_forms(text: str, names: Any, sizes: d
 def test_a_text_that_does_not_match_the_names_raises(text: str, match: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=match):
         sr.meshes.parse_mesh_from_string(text, ["dp", "tp"])
+
+
+@pytest.mark.parametrize("text", ["dp:4, tp:2", " dp : 4 ,tp: 2 ", "4, 2", "\tdp:4,\n tp:-1"])
+def test_blanks_in_a_text_are_ignored(text: str) -> None:
+    mesh = sr.meshes.parse_mesh_from_string(text, ["dp", " tp"])
+    assert mesh is sr.create_mesh("dp:4,tp:2")
+    if ":" in text:
+        assert sr.create_mesh(text) is mesh
+        assert dict(sr.mesh_shape(text.replace("-1", "2")).shape) == {"dp": 4, "tp": 2}
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("text", ["data:4,model:4", "data:16,model:-1"])
+def test_too_few_cpu_devices_say_how_to_have_more(text: str, backend: str | None) -> None:
+    with pytest.raises(sr.errors.MeshError, match=r"jax.config.update\('jax_num_cpu_devices', 16\) before anything"):
+        sr.create_mesh(text, backend=backend)
+    # Devices that were passed are a choice, and fewer than there are need no more.
+    for options in ({"devices": jax.devices()[:4]}, {}):
+        with pytest.raises(sr.errors.MeshError, match="multiply to") as caught:
+            sr.create_mesh("data:3,model:2", **options)
+        assert "jax_num_cpu_devices" not in str(caught.value)
 
 
 @pytest.mark.parametrize("pairs", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
