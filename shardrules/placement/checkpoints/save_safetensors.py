@@ -69,9 +69,9 @@ def save_safetensors(
     `barrier_sync`.
 
     ```python
-    rule = sr.DimShardingRule("model", 0) | sr.FSDPShardingRule("data", min_size_mb=0)
-    mesh = sr.create_mesh("data:4,model:2")
-    state = sr.filter_shard({"w": jnp.ones((16, 8), jnp.bfloat16), "step": 7, "key": jax.random.key(0)}, rule, mesh)
+    state = {"w": jnp.ones((16, 8), jnp.bfloat16), "step": 7, "key": jax.random.key(0)}
+    rule = sr.RegexShardingRule([("w", P("model", "data")), ("key", P())])
+    state = sr.filter_shard(state, rule, sr.create_mesh("data:4,model:2"))
     sr.save_safetensors("checkpoint", state)
     restored = sr.load_safetensors("checkpoint", {**state, "step": 0}, P(), sr.create_mesh("data:8"))
     assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
