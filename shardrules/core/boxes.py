@@ -82,6 +82,8 @@ def opaque_types() -> tuple[type, ...]:
 
 def _types(module_name: str, names: tuple[str, ...]) -> tuple[type, ...]:
     module = sys.modules.get(module_name)
+    if module is None:  # asked at every call of a compiled function
+        return ()
     classes = [getattr(module, name, None) for name in names]  # each version of flax has some of them
     return tuple([cls for cls in dict.fromkeys(classes) if isinstance(cls, type)])
 

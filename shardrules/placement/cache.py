@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar, final
 
 import attrs
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
@@ -88,10 +87,10 @@ def array_key(value: Any) -> Hashable:
     if isinstance(value, Tracer):
         sharding = jax.typeof(value).sharding
     else:
-        sharding = value.sharding if isinstance(value, jax.Array | jax.ShapeDtypeStruct) else None
+        sharding = getattr(value, "sharding", None)  # numpy arrays have none
     placement: Hashable = None
     if isinstance(sharding, NamedSharding):
         # On Explicit axes the sharding is part of the array's type. Elsewhere jit itself compiles for each sharding.
         is_explicit = AxisType.Explicit in sharding.mesh.axis_types
         placement = sharding if is_explicit else (sharding.mesh, sharding.memory_kind)
-    return np.shape(value), value.dtype, getattr(value, "weak_type", False), placement
+    return value.shape, value.dtype, getattr(value, "weak_type", False), placement

@@ -12,6 +12,7 @@ import attrs
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 from shardrules.core.boxes import (
     ArgumentVariables,
@@ -174,7 +175,12 @@ def check_same_call(call: FlatCall, lowered_for: FlatCall) -> None:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is traced: an array, or the shape of one."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(leaf, jax.Array) if isinstance(leaf, Tracer) else _is_array_type(type(leaf))
+
+
+@functools.lru_cache(maxsize=256)  # types of leaves in one program; isinstance asks the slow metaclass of jax.Array
+def _is_array_type(leaf_type: type) -> bool:
+    return issubclass(leaf_type, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def signature_of(fn: Any) -> inspect.Signature | None:

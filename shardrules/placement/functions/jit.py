@@ -141,10 +141,14 @@ class FilterJit:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        if self.options.are_equinox and not has_objects(
+            (self.fn, args, kwargs)
+        ):  # Equinox loses what is written to these
+            # Every call pays for what is looked up here: meshes are compared only where there is one.
+            meshes = None if current_mesh() is None else self._meshes()
+            if meshes is None or meshes.inside is meshes.outside:
+                return self._call_equinox(args, kwargs)
         meshes = self._meshes()
-        is_equinox = self.options.are_equinox and meshes.inside is meshes.outside
-        if is_equinox and not has_objects((self.fn, args, kwargs)):  # Equinox loses what is written to these
-            return self._call_equinox(args, kwargs)
         program, arrays, call = self._prepare(args, kwargs, meshes)
         return self._run(program, program.run, call, arrays, meshes)
 
@@ -202,7 +206,7 @@ class FilterJit:
 
     def _call_equinox(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        if under_trace() or not _on_several_devices((self.fn, args, kwargs)):
+        if under_trace() or not _on_several_devices((*args, *kwargs.values(), self.fn)):
             return self._equinox(*args, **kwargs)
         return call_guarded(self._guarded_equinox, args, kwargs)
 
@@ -267,9 +271,26 @@ class FilterJit:
         return tree
 
 
-def _on_several_devices(tree: Any) -> bool:
-    """Whether a function of these arguments runs on several devices; all placed arrays are on the same ones."""
-    for leaf in jax.tree.leaves(tree):
-        if getattr(leaf, "committed", False):  # only arrays of JAX have it
-            return leaf.sharding.num_devices > 1
+def _on_several_devices(trees: tuple[Any, ...]) -> bool:
+    """Whether a function of these arguments runs on several devices, as far as the first array of each tells.
+
+    All arrays of a call that are placed are on the same devices, and those of one argument are mostly placed together.
+    To flatten whole models would take longer than all else that `filter_jit` adds to a call.
+    """
+    for tree in trees:
+        array = _first_array(tree)
+        if array is not None and array.committed:
+            return array.sharding.num_devices > 1
     return False
+
+
+def _first_array(tree: Any) -> jax.Array | None:
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if getattr(node, "committed", None) is not None:  # only arrays of JAX have it
+            return node
+        level = jtu.default_registry.flatten_one_level(node)
+        if level is not None:
+            nodes.extend(reversed(tuple(level[0])))
+    return None
