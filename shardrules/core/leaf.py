@@ -104,7 +104,7 @@ class Leaf:
     - `shape`, `dtype`: of the whole array.
     - `mesh`: the mesh that is planned for, or `None`.
     - `spec`: what earlier rules of a chain have decided; `None` without a decision.
-    - `axes`: its logical axis names, if the tree has them (flax boxes).
+    - `axes`: its logical axis names, if the tree has them (flax boxes and nnx variables).
     - `outer_axes`: the mesh axes in use on dimensions that the rule does not see: the stacked ones, inside
         `StackedShardingRule`.
 

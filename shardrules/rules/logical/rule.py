@@ -31,7 +31,7 @@ def as_pairs(mapping: Mapping[str, Axis | None] | Sequence[tuple[str, Axis | Non
 @final
 @attrs.frozen
 class LogicalShardingRule(LeafShardingRule):
-    """Splits the dimensions of arrays that carry logical axis names, such as flax boxes.
+    """Splits the dimensions of arrays that carry logical axis names: flax boxes, and variables of flax nnx.
 
     Pairs apply in order, as in flax: each gives its axis to the dimension of that name, if the axis is still free on
     the leaf and the dimension has none yet. So a name may occur several times, and if two names map to one axis the

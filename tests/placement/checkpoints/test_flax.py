@@ -91,7 +91,7 @@ def test_saved_variables_have_plain_names(tmp_path: Path, mesh: Mesh) -> None:
         sr.load_orbax(path, renamed, P(), mesh, names=lambda name: f"blocks/0/up/{name}/value")
 
 
-def test_a_layer_called_value_keeps_its_name(tmp_path: Path, mesh: Mesh) -> None:
+def test_an_array_called_value_loads_by_its_own_path(tmp_path: Path, mesh: Mesh) -> None:
     tree = {"attention": {"value": jnp.ones(8)}, "head": {"value": jnp.zeros(8), "query": jnp.ones(8)}}
     path = save(tmp_path / "saved", tree)
     assert list(read_orbax_metadata(path)) == ["attention", "head/query", "head/value"]
