@@ -307,7 +307,8 @@ def _survey_leaves(
         root: Any = walker.walk(tree, treedef, 0, "", "")
     else:
         root = walker.kind_at(0, "", "") if flat else ((), ())
-    if opaque_types() and any(issubclass(cls, opaque_types()) for cls in set(map(type, flat))):
+    types = opaque_types()
+    if types and any(issubclass(cls, types) for cls in set(map(type, flat))):  # spelling out paths is slow
         refuse_opaque(zip([path for path, _ in _spell(root, "")], flat, strict=True))
     numbers = tuple((position, leaf) for position, leaf in others if isinstance(leaf, int | float | complex))
     carried = tuple((position, leaf) for position, leaf in others if not isinstance(leaf, int | float | complex))
@@ -460,9 +461,11 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     named: list[tuple[tuple[Any, ...], Any]] = []
     ends = is_variable if is_leaf is None else lambda node: is_leaf(node) or is_variable(node)
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=ends)[0]:
-        inside = jtu.tree_flatten_with_path(node, is_leaf=is_leaf)[0]
-        # The first key below a variable is flax's own, and no part of a path.
-        named += [((*path, *keys[1:]), leaf) for keys, leaf in inside] if is_variable(node) else [(path, node)]
+        if is_variable(node):  # the first key below it is flax's own, and no part of a path
+            inside = jtu.tree_flatten_with_path(node, is_leaf=is_leaf)[0]
+            named += [((*path, *keys[1:]), leaf) for keys, leaf in inside]
+        else:
+            named.append((path, node))
     return [(jtu.keystr(path, simple=True, separator="/"), leaf) for path, leaf in named]
 
 
