@@ -83,7 +83,7 @@ def work(contestant: str, leaves: int, rows: int, columns: int, folder: Path) ->
     if contestant == "safetensors.save_file":
         safetensors.numpy.save_file({name: np.asarray(array) for name, array in tree.items()}, folder / "saved")
     elif contestant == "np.savez":
-        np.savez(folder / "saved.npz", **{name: np.asarray(array) for name, array in tree.items()})
+        np.savez(folder / "saved.npz", *map(np.asarray, tree.values()))
     else:
         getattr(sr, contestant)(folder / "saved", tree)
     for file in folder.rglob("*"):

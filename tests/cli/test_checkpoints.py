@@ -122,9 +122,7 @@ def test_what_a_lonely_index_lacks_is_said(tmp_path: Path, config: str | None, m
 
 def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     index = download(tmp_path, CHECKPOINTS["llama 2 7b"], vocab_size=32016)
-    with pytest.raises(
-        UsageError, match=r"its tensors would take .* bytes, and the index says that they take 13,476"
-    ):
+    with pytest.raises(UsageError, match=r"its tensors would take .* bytes, and the index says that they take 13,476"):
         load_model(str(index))
 
 

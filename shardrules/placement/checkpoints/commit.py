@@ -122,13 +122,19 @@ class Saving:
             self.agree("the files", error_of(create if process_id() == 0 else lambda: None))
             self.agree("the arrays", error_of(lambda: [_fill(file, leaves, writers) for file in files]))
 
-    def commit(self, files: Sequence[FileLayout], finish: Callable[[], None]) -> None:
-        """Gives the files their names on the first process, which then calls `finish`."""
+    def commit(
+        self, files: Sequence[FileLayout], finish: Callable[[], None], undo: Callable[[], None] = lambda: None
+    ) -> None:
+        """Gives the files their names on the first process, which then calls `finish`; where that fails, `undo`."""
 
         def rename() -> None:
-            for file in files:
-                file.temporary.replace(file.path)
-            finish()
+            try:
+                for file in files:
+                    file.temporary.replace(file.path)
+                finish()
+            except BaseException:
+                undo()
+                raise
 
         with self._cleanup(files):
             self.agree("the names", error_of(rename if process_id() == 0 else lambda: None))
@@ -149,11 +155,14 @@ class Saving:
 def write_synced(path: Path, text: str) -> None:
     """Writes a small file as a whole or not at all."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -85,7 +85,7 @@ def save_safetensors(
     writers, generation = saving.agree_on(plan.leaves, plan.text, free_generation)
     files = plan.layouts(generation)
     saving.write(files, plan.leaves, writers, plan.remove_leftovers)
-    saving.commit(files, lambda: plan.finish(files))
+    saving.commit(files, lambda: plan.finish(files), lambda: plan.undo(files))
 
 
 @final
@@ -172,6 +172,15 @@ class _Plan:
             if path not in [file.path for file in files]:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+    def undo(self, files: Sequence[FileLayout]) -> None:
+        """Removes the new files if the index does not name them, which could not be written then."""
+        if self.index is not None:
+            named = _indexed_files(self.index)
+            for file in files:
+                if file.path not in named:
+                    with contextlib.suppress(OSError):
+                        file.path.unlink()
 
 
 def _plan(

@@ -93,6 +93,29 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert value_of(LOADERS[name](tmp_path, tree(0))) == 1
 
 
+@pytest.mark.parametrize("has_old", [True, False])
+def test_an_index_that_cannot_be_written_leaves_no_new_file(
+    has_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_old:
+        SAVERS["folder"](tmp_path, tree(1))
+    files = sorted(tmp_path.rglob("*.*"))
+    replace = Path.replace
+
+    def fail(path: Path, target: Path) -> Path:
+        if target.name.endswith(".json"):
+            raise OSError(5, "Input/output error")
+        return replace(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            SAVERS["folder"](tmp_path, tree(2))
+    assert sorted(tmp_path.rglob("*.*")) == files
+    if has_old:
+        assert value_of(LOADERS["folder"](tmp_path, tree(0))) == 1
+
+
 def test_an_interrupted_save_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt("by hand")

@@ -1,6 +1,9 @@
 """`save_safetensors`: what it writes, for us and for the safetensors library, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +198,23 @@ def test_a_path_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
         sr.save_safetensors(tmp_path / "folder.safetensors", {"w": np.ones(3)})
     with pytest.raises(CheckpointError, match="Not a directory"):
         sr.save_safetensors(tmp_path / "file" / "saved", {"w": np.ones(3)})
+
+
+@pytest.mark.slow
+def test_the_host_holds_a_small_part_of_the_tree(tmp_path: Path) -> None:
+    code = """
+import resource, sys, jax, numpy as np, shardrules as sr
+from jax.sharding import PartitionSpec as P
+mesh = sr.create_mesh("data:4,model:2")
+block = np.ones((1024, 2048), np.float32)
+tree = {f"layer{index}": sr.filter_shard(block + index, P("model", "data"), mesh) for index in range(24)}
+jax.block_until_ready(tree)
+sr.save_safetensors(sys.argv[1] + "/warm", {"w": np.ones(3)})
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sr.save_safetensors(sys.argv[1] + "/saved", tree)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 / (24 * block.nbytes))
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    assert float(done.stdout) < 0.25
