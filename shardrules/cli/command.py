@@ -4,7 +4,7 @@ import argparse
 import functools
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, final
 
 import attrs
@@ -58,6 +58,21 @@ class Command:
         parser.error = functools.partial(_refuse, parser)  # pyright: ignore[reportAttributeAccessIssue]
         return parser
 
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Returns the arguments in `words`. A `UsageError` says what is wrong with them."""
+        parser = self.parser()
+        options = parser._option_string_actions
+        joined: list[str] = []
+        for word in words:
+            last = options.get(joined[-1]) if joined else None
+            # argparse takes -5GiB for an option. As a value of the option before, it gets an error about values.
+            takes_value = last is not None and last.nargs is None and "--" not in joined
+            if takes_value and word.startswith("-") and word != "-" and word.partition("=")[0] not in options:
+                joined[-1] += f"={word}" if joined[-1].startswith("--") else word
+            else:
+                joined.append(word)
+        return parser.parse_args(joined)
+
     def _exit_codes(self) -> str:
         codes = {
             SUCCESS: "success",
@@ -73,5 +88,9 @@ class Command:
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Raises a one-line error, as all other mistakes do, in place of argparse's usage text."""
     unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-    near = "" if unknown is None else suggest(unknown[1], parser._option_string_actions)
+    near = (
+        ""
+        if unknown is None
+        else suggest(unknown[1], [option for option in parser._option_string_actions if option != "--help"])
+    )
     raise UsageError(f"{message}{near}; see {parser.prog} --help")

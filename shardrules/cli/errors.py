@@ -2,7 +2,8 @@
 
 from typing import final
 
-from shardrules.core.errors import ShardRulesError
+from shardrules.core.errors import ConfigError, ShardRulesError
+from shardrules.core.fields import read_bytes
 
 _MOST_CHARACTERS = 300
 """Four lines of a terminal. Doubled, errors of JAX fill the screen; halved, many lose the part that matters."""
@@ -24,3 +25,11 @@ def one_line(error: BaseException) -> str:
     """
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1].rstrip()}…"
+
+
+def byte_option(option: str, text: str | None) -> int | None:
+    """Returns the bytes that an option names, `"16GiB"` or a plain number; `None` where it is not given."""
+    try:
+        return None if text is None else read_bytes(option, int(text) if text.isdecimal() else text)
+    except ConfigError as error:
+        raise UsageError(one_line(error)) from error

@@ -24,6 +24,16 @@ def missing_file(file: Path) -> UsageError:
     return UsageError(files.missing_file(file))
 
 
+def named_path(text: str) -> Path:
+    """Returns the path that a word of the command line names."""
+    if "://" in text:
+        raise UsageError(f"{text} is an address: download the file, and name it")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{text}: there is no such user, so the folder {text.split('/')[0]} is unknown") from error
+
+
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Makes a folder that is removed at the end, which may be SIGINT."""
@@ -33,6 +43,8 @@ def temporary_folder() -> Iterator[Path]:
 
 def write(file: Path, text: str, *, makes_folders: bool = False) -> None:
     """Writes a whole file, or leaves it as it is. A `UsageError` says why it cannot be written."""
+    if file.parent.exists() and not file.parent.is_dir():
+        raise UsageError(f"cannot write {file}: {file.parent} is a file, not a folder")
     if not (makes_folders or file.parent.is_dir()):
         raise UsageError(f"cannot write {file}: the folder {file.parent} does not exist; make it first")
     if file.is_dir():

@@ -79,9 +79,11 @@ def _run(words: Sequence[str]) -> int:
     if name.startswith("-"):
         raise UsageError(f"{name} must follow a command: shardrules COMMAND {name} ...")
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}{suggest(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}")
+        raise UsageError(
+            f"unknown command {name!r}{suggest(name.lower(), COMMANDS)}; the commands are {', '.join(COMMANDS)}"
+        )
     command = load_command(name)
-    args = command.parser().parse_args(rest)
+    args = command.parse(rest)
     args.command_line = shlex.join(["shardrules", *words])
     if "JAX_PLATFORMS" not in os.environ:
         # No command needs an accelerator, and other processes may be using it.

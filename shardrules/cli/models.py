@@ -10,7 +10,7 @@ import jax
 
 from shardrules.cli.checkpoints import Checkpoint, load_orbax_shapes, load_safetensors_shapes
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.files import read_text
+from shardrules.cli.files import named_path, read_text
 from shardrules.cli.objects import NamedObject, has_arrays, is_object_name, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
@@ -41,7 +41,7 @@ def load_model(text: str) -> Model:
     """Loads a model from its name on the command line. Only shapes are read or computed."""
     if not text:
         raise UsageError(f"the name of the model is empty: {FORMS}")
-    path = Path(text).expanduser()
+    path = named_path(text)
     # A file with a colon in its name is still a file.
     if not path.exists() and is_object_name(text):
         return _from_code(load_object(text))
@@ -55,12 +55,14 @@ def load_model(text: str) -> Model:
     if path.suffix == ".py":
         raise UsageError(f"{text} is a Python file: name a function in it that returns the model, {text}:make")
     if not path.exists():
-        raise UsageError(f"{text} does not exist: {FORMS}")
+        open_part = text.count("(") != text.count(")")
+        cause = "has parentheses that do not match" if open_part else "does not exist"
+        raise UsageError(f"{text} {cause}: {FORMS}")
     raise UsageError(f"cannot read {text} as a model: {FORMS}")
 
 
 _OTHERS = {
-    "weight_map": "an index of safetensors, whose name ends in .safetensors.index.json",
+    "weight_map": "the table of a checkpoint: an index of safetensors ends in .safetensors.index.json",
     "shardrules_audit": "an audit, which shardrules diff compares and report --audit shows",
     "shardrules_check": "the answer of shardrules check",
     "shardrules_diff": "the answer of shardrules diff",

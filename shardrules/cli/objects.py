@@ -19,7 +19,7 @@ import jax
 import jax.tree_util as jtu
 
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.files import missing_file
+from shardrules.cli.files import missing_file, named_path
 from shardrules.core.errors import ConfigError, ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import parse_op
@@ -151,7 +151,7 @@ def load_object(text: str) -> NamedObject:
 
 def _load_module(name: str, text: str) -> ModuleType:
     if name.endswith(".py") or "/" in name:
-        file = Path(name).expanduser()
+        file = named_path(name)
         if file.is_dir():
             example = f"{name.rstrip('/')}/model.py:{text.split(':')[-1]}"
             raise UsageError(f"{name} is a folder: name a file in it, {example}")

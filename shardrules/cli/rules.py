@@ -8,7 +8,7 @@ import attrs
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.files import read_text
+from shardrules.cli.files import named_path, read_text
 from shardrules.cli.models import read_plan
 from shardrules.cli.objects import NamedObject, is_object_name, load_object
 from shardrules.core.errors import RulesFileError, ShardRulesError
@@ -18,7 +18,7 @@ from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import parse_rule
 
-_TEXT = re.compile(r"\s*\w+\s*(\(.*\))?\s*(\|.*)?", re.DOTALL)
+_NAME = re.compile(r"\s*\w+\s*")
 
 
 @final
@@ -58,16 +58,18 @@ class LoadedRules:
 
 def load_rules(text: str) -> LoadedRules:
     """Loads rules: a TOML file, `module:rules` or `file.py:rules`, a plan's JSON, or a rule as text."""
-    path = Path(text).expanduser()
+    path = named_path(text)
     if path.suffix == ".toml":
         return _from_file(path)
     if path.suffix == ".json":
         return LoadedRules(read_plan(path).as_rule(), is_for_step="shardrules_autoplan" in read_text(path)[:100])
     if not path.exists() and is_object_name(text):
         return LoadedRules(_from_code(load_object(text)))
-    if path.exists() or _TEXT.fullmatch(text) is None:
+    if path.exists() or (not any(char in text for char in "('|") and _NAME.fullmatch(text) is None):
+        kind = "a folder" if path.is_dir() else "a file of another kind" if path.exists() else "not a file"
+        cause = f"--rules {text}: this is {kind}" if text.strip() else "--rules is empty"
         raise UsageError(
-            f"--rules {text}: rules are a .toml file, module:rules, file.py:rules, a plan's JSON, or a text such as "
+            f"{cause}; rules are a .toml file, module:rules, file.py:rules, a plan's JSON, or a text such as "
             "\"shard_dim('model', 0)|fsdp('data')\""
         )
     try:

@@ -102,6 +102,8 @@ class Step:
             return plan, plan.specs, ()
         plan = make_plan(rules.rule, self.parameters(params_path), mesh).check()
         axes = tuple(name.strip() for name in batch.split(",")) if batch else ()
+        if len(dict.fromkeys(axes)) < len(axes):
+            raise UsageError(f"--batch {batch}: an axis can be named only once")
         for name in axes:
             if name not in mesh.axis_names:
                 near = suggest(name, mesh.axis_names)

@@ -1,6 +1,7 @@
 """What most commands begin with: a model, rules, a mesh, perhaps an optimizer; and the plans that follow from them."""
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -180,6 +181,10 @@ def _refuse_unknown_axes(findings: Sequence[Finding], mesh: AbstractMesh) -> Non
 
 def read_mesh(text: str) -> AbstractMesh:
     """Returns a mesh without devices from its axes and sizes, `"data:16,model:4"`."""
+    if re.fullmatch(r"\s*[-+]?\d+\s*", text):
+        count = int(text)
+        remedy = f"name an axis, data:{count}" if count > 0 else "write axes and sizes, data:16,model:4"
+        raise UsageError(f"--mesh {text}: a mesh has named axes, each of size 1 or more; {remedy}")
     try:
         mesh = mesh_shape(text)
     except ShardRulesError as error:

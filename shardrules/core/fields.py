@@ -55,10 +55,13 @@ def read_bytes(name: str, value: float | str) -> int:
     if not isinstance(value, str):
         return byte_count(name)(value)
     match = _BYTES.fullmatch(value)
+    if value.strip().startswith("-"):
+        raise ConfigError(f"{name} must be a number of bytes, 0 or more; got {value!r}")
     if match is None or match[2] not in _UNITS:
-        units = ", ".join(_UNITS)
+        same = [unit for unit in _UNITS if match is not None and unit.lower() == match[2].lower()]
+        units, near = ", ".join(_UNITS), f" (did you mean {f'{match[1]}{same[-1]}'!r}?)" if match and same else ""
         raise ConfigError(
-            f"{name} must be a number of bytes, or a string like '80GB' with one of {units}; got {value!r}"
+            f"{name} must be a number of bytes, or a string like '80GB' with one of {units}; got {value!r}{near}"
         )
     return int(Decimal(match[1]) * _UNITS[match[2]])
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,12 @@ def read_axes(text: str, *, least: int) -> tuple[tuple[str, ...], tuple[int, ...
         f"{', or -1 for the remaining devices' if least < 0 else ''}"
         for name, colon, size in pairs
         if not (colon and name.strip() and _is_size(size.strip(), least))
+    ]
+    # With other separators than commas, all but the last size become a part of the name.
+    problems += [
+        f"{name.strip()!r} is not the name of an axis: separate axes with commas"
+        for name, _, _ in pairs
+        if re.search(r"[:;=\s]", name.strip())
     ]
     names = tuple(name.strip() for name, _, _ in pairs)
     problems += [f"axis {name!r} occurs twice" for name in dict.fromkeys(names) if names.count(name) > 1]

@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import operator
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -98,6 +99,8 @@ def parse_rule(text: str, ops: Ops = DEFAULT_OPS) -> ShardingRule:
     )
 
 
+_UNCLOSED = re.compile("never closed|unterminated|unmatched|does not match")
+
 _EXPECTED_FORM = "write op|op(args), for instance \"shard_dim('model', -1)|fsdp(axis='data')\""
 
 
@@ -137,7 +140,9 @@ def _parse_expression(text: str) -> ast.expr:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:
         column = f" at column {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
-        raise ConfigError(f"invalid rule text {text!r}{column}: {_EXPECTED_FORM}") from error
+        # Python is right about parentheses and strings that are not closed, and vague about all else.
+        closing = f"{error.msg}; " if isinstance(error, SyntaxError) and _UNCLOSED.search(error.msg) else ""
+        raise ConfigError(f"invalid rule text {text!r}{column}: {closing}{_EXPECTED_FORM}") from error
 
 
 def _make_rule(node: ast.expr, text: str, ops: Ops) -> ShardingRule:

@@ -253,7 +253,9 @@ WRONG = {
     ),
     "a huge file": Wrong(("plan", "large.json", *AUTO), "large.json has 1.0 TiB, too much for a text file", large),
     "JSON that is not a plan": Wrong(
-        ("plan", "p.json", *AUTO), "p.json: this text is not a plan: KeyError: 'shardrules'", text_of("p.json", "{}")
+        ("plan", "p.json", *AUTO),
+        "p.json is not a plan: it is JSON, but not what shardrules plan -o writes",
+        text_of("p.json", "{}"),
     ),
     "an index of another name": Wrong(
         ("plan", "i.json", *AUTO),

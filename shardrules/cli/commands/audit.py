@@ -43,6 +43,9 @@ def _run(args: argparse.Namespace) -> int:
     if target.platform == "cpu":
         # Must be set before JAX starts: a CPU program is compiled for real devices.
         jax.config.update("jax_num_cpu_devices", mesh.size)
+    for option in ("params", "batch") if rules is None else ():
+        if getattr(args, option) is not None:
+            raise UsageError(f"--{option} says what rules are for: pass --rules, too")
     step = load_step(args.step)
     donated = _donated(step, args.donate)
     shardings = None

@@ -1,11 +1,12 @@
 """`shardrules autoplan`: finds the best plan of a step."""
 
 import argparse
+import re
 from pathlib import Path
 
 from shardrules.analysis.machine.hardware import sheets
 from shardrules.cli.command import SUCCESS, Command
-from shardrules.cli.errors import UsageError
+from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import add_step, load_step
@@ -44,9 +45,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.frontier < 0 or args.frontier == 1:
         raise UsageError(f"--frontier must be 2 budgets or more, got {args.frontier}")
     # A plain number of devices means all meshes of that size.
-    mesh = int(args.mesh) if args.mesh.isdecimal() and int(args.mesh) else read_mesh(args.mesh)
+    if re.fullmatch(r"-\d+|0+", args.mesh):
+        raise UsageError(
+            f"--mesh {args.mesh}: a number of devices is 1 or more; or write axes and sizes, data:4,model:2"
+        )
+    mesh = int(args.mesh) if args.mesh.isdecimal() else read_mesh(args.mesh)
     pins = None if args.pins is None else load_rules(args.pins)
-    memory_limit = int(args.memory_limit) if (args.memory_limit or "").isdecimal() else args.memory_limit
+    memory_limit = byte_option("--memory-limit", args.memory_limit)
     step = load_step(args.step)
     if pins is not None and not isinstance(mesh, int):
         pins.check_axes(mesh)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
-from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.errors import UsageError, byte_option, one_line
 from shardrules.cli.files import read_text, write
+from shardrules.cli.models import read_plan
 from shardrules.cli.subject import Subject, add_subject, load_subject, read_rules
 from shardrules.cli.terminal import STYLES, add_level, failing, finding_line, show
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, PlanError
-from shardrules.core.fields import read_bytes
+from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
     _fill_in(args, limits)
     if args.update and args.golden is None:
         raise UsageError("--update needs the name of the golden plan: --golden plan.json")
-    budget = _budget(args.budget)
+    budget = byte_option("--budget", args.budget)
     try:
         subject = load_subject(args, rules)
     except PlanError as error:
@@ -50,7 +50,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.update:
         # A golden plan must be sound.
         subject.plan.check()
-        _refuse_other_files(args.golden)
+        if args.golden.exists() and not _is_replaced(args.golden):
+            raise UsageError(f"--update would replace {args.golden}, which is not a plan: name another file")
         write(args.golden, f"{subject.plan.to_json()}\n", makes_folders=True)
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
@@ -113,15 +114,6 @@ def _as_json(listed: Sequence[Finding], subject: Subject | None) -> str:
     return json.dumps(data, indent=1)
 
 
-def _budget(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return read_bytes("--budget", int(text) if text.isdecimal() else text)
-    except ConfigError as error:
-        raise UsageError(one_line(error)) from error
-
-
 def _over_budget(subject: Subject, budget: int) -> Iterator[Finding]:
     used = subject.device_bytes
     if used > budget:
@@ -135,26 +127,23 @@ def _over_budget(subject: Subject, budget: int) -> Iterator[Finding]:
 def golden_plan(file: Path) -> ShardingPlan:
     """Reads a golden plan."""
     try:
-        return ShardingPlan.from_json(read_text(file))
+        return read_plan(file)
     except UsageError as error:
-        raise UsageError(f"--golden: {error}; --update writes it") from error
-    except PlanError as error:
-        raise UsageError(f"--golden {file}: {one_line(error)}; --update replaces it") from error
+        remedy = "" if file.exists() and not _is_replaced(file) else "; --update writes it"
+        raise UsageError(f"--golden: {error}{remedy}") from error
 
 
-def _refuse_other_files(file: Path) -> None:
-    """Raises a `UsageError` for a file that `--update` should not replace. It does replace a plan that is broken."""
-    if not file.exists():
-        return
+def _is_replaced(file: Path) -> bool:
+    """Whether `--update` replaces a file: a plan, even one that is broken, but no other file."""
+    if not file.is_file():
+        return False
     text = read_text(file)
     try:
         data = json.loads(text)
-        is_plan = isinstance(data, dict) and "shardrules" in data
+        return isinstance(data, dict) and "shardrules" in data
     except (ValueError, RecursionError):
-        # Cut off, or with the marks of a merge.
-        is_plan = file.suffix == ".json" or '"shardrules"' in text
-    if text.strip() and not is_plan:
-        raise UsageError(f"--update would replace {file}, which is not a plan: name another file, or remove it first")
+        # Empty, cut off, or with the marks of a merge.
+        return not text.strip() or file.suffix == ".json" or '"shardrules"' in text
 
 
 def _changes(plan: ShardingPlan, file: Path) -> Iterator[Finding]:

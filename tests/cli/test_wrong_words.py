@@ -1,0 +1,227 @@
+"""Invalid words of commands: each message names the cause and the way out. In this process, since there are many."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules.cli.main import main
+
+CODE = """\
+import jax.numpy as jnp
+WIDTH = 8
+NOTHING = None
+PAIRS = [("w", 3)]
+def make(depth=2): return {"w": jnp.ones((8, 8))}
+def step(): return (lambda p, x: p["w"] @ x), make(), jnp.ones((8, 8))
+def alone(): return (lambda p: p),
+def endless(): return endless()
+class Empty: pass
+"""
+
+PLAN = sr.AutoShardingRule().plan({"w": np.ones((8, 8), np.float32)}, sr.mesh_shape("data:4")).to_json()
+FILES = {
+    "p.json": PLAN,
+    "m.py": CODE,
+    "empty.json": "",
+    "cut.json": PLAN[:200],
+    "string.json": '{"a": "b',
+    "list.json": "[1]",
+    "null.json": "null",
+    "newer.json": '{"shardrules": 9}',
+    "config.json": '{"model_type": "llama"}',
+    "audit.json": '{"shardrules_audit": 1}',
+    "answer.json": '{"shardrules_check": 1}',
+    "deep.json": "[" * 10_000,
+    "merge.json": f"<<<<<<< HEAD\n{PLAN}",
+    "notes.txt": "hello",
+    "empty.toml": "",
+    "empty.safetensors": "",
+    "größe.json": "[1]",
+}
+
+MODEL = "m.py:make"
+MESH = ("--mesh", "data:4")
+AUTO = ("--rules", "auto", *MESH)
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    # Commands and options
+    (("PLAN",), "unknown command 'PLAN' (did you mean 'plan'?)"),
+    (("plan", "p.json", "--optimiser", "adam"), "(did you mean '--optimizer'?); see shardrules plan --help"),
+    (("plan", "p.json", "--level", "note"), "unrecognized arguments: --level note; see shardrules plan --help"),
+    (("plan", MODEL, "--rules"), "argument --rules: expected one argument"),
+    (("plan", MODEL, "--rules", *MESH), "argument --rules: expected one argument"),
+    (("plan", MODEL, "m.py", *AUTO), "unrecognized arguments: m.py"),
+    (("explain", "p.json"), "the following arguments are required: PATH"),
+    (("check", "p.json", "--format", "yaml"), "invalid choice: 'yaml'"),
+    (("check", "p.json", "--level", "ERROR"), "invalid choice: 'ERROR'"),
+    (("completion", "bash", "zsh"), "unrecognized arguments: zsh"),
+    (("diff", "p.json"), "the following arguments are required: NEW"),
+    # Models
+    (("plan", "m.py:", *AUTO), "m.py: does not exist: a model is module:function"),
+    (("plan", ":make", *AUTO), ":make does not exist: a model is module:function"),
+    (("plan", "m.py::make", *AUTO), "module 'm.py:' is neither installed nor in this folder"),
+    (("plan", "m.py:make(", *AUTO), "m.py:make( has parentheses that do not match"),
+    (("plan", "m.py:make(depth)", *AUTO), "the arguments must be literals"),
+    (("plan", "m.py:make(1, 2)", *AUTO), "cannot call m.py:make(1, 2): too many positional arguments"),
+    (("plan", "m.py:Empty", *AUTO), "returns a value of type Empty, with no array in it"),
+    (("plan", "m.py:NOTHING", *AUTO), "is None, with no array in it"),
+    (("plan", "m.py:endless", *AUTO), "raised RecursionError: maximum recursion depth exceeded"),
+    (("plan", "~nobody-here/m.py:make", *AUTO), "there is no such user, so the folder ~nobody-here is unknown"),
+    (("plan", "~nobody-here/plan.json"), "there is no such user"),
+    (("plan", "https://example.org/m.safetensors", *AUTO), "is an address: download the file"),
+    (("plan", "folder", *AUTO), "the folder folder is empty: neither .safetensors nor an orbax checkpoint"),
+    (("plan", "notes.txt", *AUTO), "cannot read notes.txt as a model: a model is"),
+    (("plan", "empty.safetensors", *AUTO), "empty.safetensors: "),
+    # JSON
+    (("plan", "empty.json"), "empty.json is empty; shardrules plan -o empty.json writes a plan"),
+    (("plan", "cut.json"), "cut.json is cut off after 200 characters: write or download it again"),
+    (("plan", "string.json"), "string.json is cut off after 8 characters"),
+    (("plan", "list.json"), "list.json is not a plan: it is JSON, but not what shardrules plan -o writes"),
+    (("plan", "null.json"), "null.json is not a plan"),
+    (("plan", "newer.json"), "newer.json: this plan has format 9, and this version reads 1"),
+    (("plan", "config.json"), "config.json is not a plan: it is the configuration of a model: name its checkpoint"),
+    (("plan", "audit.json"), "audit.json is not a plan: it is an audit, which shardrules diff compares"),
+    (("plan", "answer.json"), "answer.json is not a plan: it is the answer of shardrules check"),
+    (("plan", "deep.json"), "deep.json is not JSON: it nests too deeply"),
+    (("plan", "merge.json"), "merge.json is not JSON: Expecting value in line 1, column 1"),
+    (("plan", "größe.json"), "größe.json is not a plan"),
+    (("plan", "m.json"), "file m.json does not exist (did you mean 'p.json'?)"),
+    (("diff", "p.json", "cut.json"), "cut.json is cut off after 200 characters"),
+    (("diff", "p.json", "m.py"), "m.py is not JSON: Expecting value in line 1, column 1"),
+    (("diff", "p.json", "folder"), "folder is a folder, not a file"),
+    (("diff", "p.json", "audit.json"), "audit.json is an audit and p.json is not: compare two audits, or two plans"),
+    (("report", "p.json", "--audit", "empty.json"), "empty.json is empty"),
+    (("report", "p.json", "--audit", "list.json"), "this is not what shardrules audit -o writes"),
+    (("report", "p.json", "--audit", "p.json"), "'shardrules_audit' is missing; write one with shardrules audit"),
+    (("report", "p.json", "--autoplan", "cut.json"), "cut.json is cut off"),
+    # Rules
+    (("plan", MODEL, *MESH, "--rules", ""), "--rules is empty; rules are a .toml file"),
+    (("plan", MODEL, *MESH, "--rules", "folder"), "--rules folder: this is a folder; rules are"),
+    (("plan", MODEL, *MESH, "--rules", "notes.txt"), "--rules notes.txt: this is a file of another kind; rules are"),
+    (("plan", MODEL, *MESH, "--rules", "none.txt"), "--rules none.txt: this is not a file; rules are"),
+    (("plan", MODEL, *MESH, "--rules", "fsdp("), "'fsdp(' at column 5: '(' was never closed; write op|op(args)"),
+    (("plan", MODEL, *MESH, "--rules", "fsdp('data'"), "at column 5: '(' was never closed"),
+    (("plan", MODEL, *MESH, "--rules", "fsdp('data"), "at column 6: unterminated string literal"),
+    (("plan", MODEL, *MESH, "--rules", "fsdp('data'))"), "unmatched ')'"),
+    (("plan", MODEL, *MESH, "--rules", "|auto"), "invalid rule text '|auto' at column 1: write op|op(args)"),
+    (("plan", MODEL, *MESH, "--rules", "auto||auto"), "invalid rule text 'auto||auto' at column 6"),
+    (("plan", MODEL, *MESH, "--rules", "3"), "'3' is not an op; write op|op(args)"),
+    (("plan", MODEL, *MESH, "--rules", "fsdp(3)"), "a mesh axis must be a name or a tuple of names, got 3"),
+    (("plan", MODEL, *MESH, "--rules", "shard_dim('data', 'x')"), "dim must be an integer, got 'x'"),
+    (("plan", MODEL, *MESH, "--rules", "memory(-1)"), "must be a number of bytes, 0 or more; got -1"),
+    (("plan", MODEL, *MESH, "--rules", "empty.toml"), "empty.toml: the file has no rules: write tables"),
+    (("plan", MODEL, *MESH, "--rules", "cut.json"), "cut.json is cut off after 200 characters"),
+    (("plan", MODEL, *MESH, "--rules", "m.py:WIDTH"), "is a int, not a ShardingRule"),
+    # Meshes
+    (("plan", MODEL, "--rules", "auto", "--mesh", "0"), "--mesh 0: a mesh has named axes, each of size 1 or more"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "8"), "--mesh 8: a mesh has named axes, each of size 1 or more; "),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "-4"), "--mesh -4: a mesh has named axes"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "data:0"), "'data:0' is not name:size with a size of 1 or more"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "data:-1"), "'data:-1' is not name:size"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "data:4.5"), "'data:4.5' is not name:size"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "data:4;model:2"), "separate axes with commas"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "data:4 model:2"), "separate axes with commas"),
+    (("plan", MODEL, "--rules", "auto", "--mesh", "data:4,data:2"), "axis 'data' occurs twice"),
+    (("autoplan", "m.py:step", "--mesh", "0"), "--mesh 0: a number of devices is 1 or more"),
+    (("autoplan", "m.py:step", "--mesh", "-8"), "--mesh -8: a number of devices is 1 or more"),
+    (("autoplan", "m.py:step", "--mesh", "1.5"), "'1.5' is not name:size"),
+    # Numbers
+    (("check", "p.json", "--budget", "-5GiB"), "--budget must be a number of bytes, 0 or more; got '-5GiB'"),
+    (("check", "p.json", "--budget=-5GiB"), "--budget must be a number of bytes, 0 or more; got '-5GiB'"),
+    (("check", "p.json", "--budget", "-5"), "--budget must be a number of bytes, 0 or more; got '-5'"),
+    (("check", "p.json", "--budget", "5gib"), "got '5gib' (did you mean '5GiB'?)"),
+    (("check", "p.json", "--budget", "infGiB"), "--budget must be a number of bytes, or a string like '80GB'"),
+    (("check", "p.json", "--budget", ""), "--budget must be a number of bytes"),
+    (("autoplan", "m.py:step", "--mesh", "8", "--memory-limit", "x"), "--memory-limit must be a number of bytes"),
+    (
+        ("autoplan", "m.py:step", "--mesh", "8", "--memory-limit", "-1"),
+        "--memory-limit must be a number",
+    ),
+    (("autoplan", "m.py:step", "--mesh", "8", "--time-limit", "x"), "--time-limit: invalid float value: 'x'"),
+    (
+        ("autoplan", "m.py:step", "--mesh", "8", "--time-limit", "-1"),
+        "--time-limit must be a number of seconds",
+    ),
+    (("autoplan", "m.py:step", "--mesh", "8", "--frontier", "-1"), "--frontier must be 2 budgets or more"),
+    (
+        ("autoplan", "m.py:step", "--mesh", "8", "--hardware", "h100"),
+        "(did you mean 'cuda:h100'?)",
+    ),
+    # Golden plans
+    (("check", "p.json", "--golden", "none.json"), "file none.json does not exist"),
+    (("check", "p.json", "--golden", "folder"), "--golden: folder is a folder, not a file"),
+    (("check", "p.json", "--golden", "cut.json"), "cut.json is cut off after 200 characters: write or download"),
+    (("check", "p.json", "--golden", "m.py"), "--golden: m.py is not JSON"),
+    (("check", "p.json", "--update"), "--update needs the name of the golden plan"),
+    # Files that are written
+    (("plan", "p.json", "-o", "folder"), "folder is a folder: name a file in it"),
+    (("plan", "p.json", "-o", "no/such/plan.json"), "the folder no/such does not exist; make it first"),
+    (("plan", "p.json", "-o", "p.json/x.json"), "cannot write p.json/x.json: p.json is a file, not a folder"),
+    (("plan", "p.json", "-o", "-"), "cannot write to -: --format json prints"),
+    (("plan", "p.json", "-o", "/dev/full"), "cannot write /dev/full: No space left on device"),
+    (("report", "p.json", "-o", "no/page.html"), "the folder no does not exist; make it first"),
+    # Optimizers
+    (("plan", "p.json", "--optimizer", ""), "write its name, with arguments if any"),
+    (("plan", "p.json", "--optimizer", "Adam"), "unknown optimizer 'Adam' (did you mean 'adam'?)"),
+    (("plan", "p.json", "--optimizer", "adamw("), "write its name, with arguments if any"),
+    (("plan", "p.json", "--optimizer", "optax:adamw"), "missing 1 required positional argument: 'learning_rate'"),
+    (("plan", "p.json", "--optimizer", "nowhere:adam"), "module 'nowhere' is neither installed nor in this folder"),
+    (("plan", "p.json", "--optimizer", "m.py:make"), "is a dict: name an optax.GradientTransformation"),
+    # Steps
+    (("audit", "m.py:step"), "no mesh: pass --mesh data:4,model:2"),
+    (("audit", "m.py:step", *MESH, "--target", "gpu"), "unknown platform 'gpu' (did you mean 'cuda'?)"),
+    (("audit", "m.py:step", *MESH, "--target", "cuda:h100"), "the number of GPUs is missing. Write cuda:"),
+    (("audit", "m.py:step", *MESH, "--target", "cuda:h100:4", "--batch", "data"), "--batch says what rules are for"),
+    (("audit", "m.py:step", *MESH, "--target", "cuda:h100:4", "--params", "p"), "--params says what rules are for"),
+    (("audit", "m.py:step", *AUTO, "--target", "cuda:h100:4", "--batch", "data,data"), "can be named only once"),
+    (("audit", "m.py:step", *AUTO, "--target", "cuda:h100:4", "--params", "p/q"), "unknown part 'q'; the parts are w"),
+    (
+        ("audit", "m.py:step", *AUTO, "--target", "cuda:h100:4", "--donate", "q"),
+        "unknown argument 'q'; ",
+    ),
+    (("audit", "m.py:alone", *AUTO, "--target", "cuda:h100:4"), "must return a step and its arguments"),
+    (("audit", "p.json", *AUTO, "--target", "cuda:h100:4"), "'p.json' does not name a Python object"),
+    # Explanations
+    (("explain", "p.json", "nope"), "the plan has no leaf at 'nope', and no path matches it as a pattern"),
+    (("explain", "p.json", "("), "it is not a valid pattern: missing ), unterminated subpattern"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wrong")
+    (path / "folder").mkdir()
+    for name, text in FILES.items():
+        (path / name).write_text(text, "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_messages_name_the_cause(
+    words: tuple[str, ...],
+    message: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "cpu"))
+    files = sorted(os.listdir(folder))
+    assert main(list(words)) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert (out, line.startswith("shardrules: error: ")) == ("", True)
+    assert message in line
+    assert [name for name in sorted(os.listdir(folder)) if name not in (*files, "__pycache__")] == []
+
+
+def test_values_may_begin_with_a_dash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """argparse would take them for options."""
+    monkeypatch.chdir(folder)
+    assert main(["report", "p.json", "--title", "-- draft --", "-o", "draft.html"]) == 0
+    assert "-- draft --" in (folder / "draft.html").read_text()
+    assert json.loads((folder / "p.json").read_text())["shardrules"] == 1
