@@ -168,9 +168,9 @@ def count(suite: Suite, report: ElementTree.Element) -> dict[str, Any]:
         name = f"{case.get('classname')}::{case.get('name')}"
         outcome = {child.tag for child in case}
         if outcome & {"failure", "error"}:
-            known = any(part in name for part in suite.unsupported)
-            row["unsupported"] += known
-            row["failed"] += [] if known else [name]
+            is_unsupported = any(part in name for part in suite.unsupported)
+            row["unsupported"] += is_unsupported
+            row["failed"] += [] if is_unsupported else [name]
         else:
             row["skips" if "skipped" in outcome else "passed"] += 1
     return row

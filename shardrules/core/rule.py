@@ -24,9 +24,10 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
-from shardrules.core.bind import bind_decisions, same_arrays
 from shardrules.core.check import ambiguous_paths, check_leaves, idle_patterns, over_budget, with_templates
 from shardrules.core.context import current_mesh
+from shardrules.core.counterparts.bind import bind_decisions, same_arrays
+from shardrules.core.counterparts.mirror import PlannedLeaf, count_homes, mirror_leaf
 from shardrules.core.errors import (
     ConfigError,
     ConfigTypeError,
@@ -42,7 +43,6 @@ from shardrules.core.errors import (
 from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text, template
 from shardrules.core.leaf import Decision, Leaf, conflict
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
-from shardrules.core.mirror import PlannedLeaf, count_homes, mirror_leaf
 from shardrules.core.spec import canonical, checked_spec, spec_code, spec_key, spec_repr
 from shardrules.core.storage import codec
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest

@@ -162,12 +162,17 @@ def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Tr
     in_force = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with in_force, naming_lines():
         traced = jax.jit(run, keep_unused=True).trace(*[array.struct(mesh) for array in arguments.arrays])
+    return _unwrapped(fn, traced, results[-1], tuple(written))
+
+
+def _unwrapped(fn: Callable[..., Any], traced: Any, result: Any, written: tuple[int, ...]) -> Traced:
+    """What a trace says. Of a function that is jitted itself, it is what its own `jax.jit` says."""
     structs = tuple(jtu.tree_leaves(traced.out_info))
     program = traced.jaxpr.jaxpr
     # A jitted function is one single `jit` equation, whose parameters are what its `jax.jit` was called with.
     inner = program.eqns[0] if len(program.eqns) == 1 and program.eqns[0].primitive.name in ("jit", "pjit") else None
     if inner is None:
-        return Traced(fn, traced.jaxpr, results[-1], structs, tuple(written), (), {}, (None,) * len(structs))
+        return Traced(fn, traced.jaxpr, result, structs, written, (), {}, (None,) * len(structs))
     index_of = {id(variable): index for index, variable in enumerate(program.invars)}
     # `None`: an array that the function closes over.
     input_indices = [index_of.get(id(variable)) for variable in inner.invars]
@@ -192,9 +197,9 @@ def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Tr
     return Traced(
         fn,
         inner.params["jaxpr"] if is_whole and not program.constvars else traced.jaxpr,
-        results[-1],
+        result,
         structs,
-        tuple(written),
+        written,
         tuple(
             index for index, is_donated in zip(input_indices, donated, strict=True) if is_donated and index is not None
         ),

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.mirror import PlannedLeaf, count_homes, mirror_leaf
+from shardrules.core.counterparts.mirror import PlannedLeaf, count_homes, mirror_leaf
 from shardrules.core.spec import entries, make_spec, same
 
 MESH = sr.mesh_shape("a:2,b:2,c:2")

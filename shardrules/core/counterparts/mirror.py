@@ -31,7 +31,7 @@ def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Cou
     With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: `0/mu` is the home of both, `0` of only one.
 
     ```python
-    from shardrules.core.mirror import count_homes
+    from shardrules.core.counterparts.mirror import count_homes
 
     planned = {path: ((8,), P()) for path in ("w", "mu/w")}
     assert count_homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
@@ -51,7 +51,7 @@ def mirror_leaf(
     longest path first. A leaf without a match stays as earlier rules decided, or is `P()`, with the reason.
 
     ```python
-    from shardrules.core.mirror import mirror_leaf
+    from shardrules.core.counterparts.mirror import mirror_leaf
 
     planned = {"w": ((8, 4), P("data"))}
     assert mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", planned).spec == P("data")
