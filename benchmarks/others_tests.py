@@ -6,7 +6,17 @@ taken the place of the library's: `filter_jit` and `filter_shard` of Equinox; wh
 argument, or the variable SHARDRULES_OTHERS, and a library that is not there, or that lacks a package, is skipped. Tests
 that cannot pass are listed below with the reason; any other failure makes the script fail.
 
-**Last answer.**
+**Last answer.** 2026-11-22, JAX 0.10.2, Equinox 0.13.8 (34 tests of sharding, jit and filters, and 441 others), eformer
+0.0.101, 2 busy cores. What cannot pass in Equinox times its own loops; it fails there with Equinox's functions, too.
+
+| | passed | cannot pass | skipped | failed |
+|---|---|---|---|---|
+| equinox | 472 | 2 | 1 | 0 |
+| eformer | 20 | 23 | 0 | 0 |
+| pathwaysutils | 0 | 11 | 0 | 0 |
+
+eformer's are about a registry and a current manager of the whole process, those of pathways-utils about which calls a
+mocked proxy gets: the page "Coming from" lists what to write instead.
 
 Run it as `python benchmarks/others_tests.py FOLDER`, where FOLDER has `equinox`, `eformer` and `pathways-utils` in it.
 """
@@ -129,7 +139,7 @@ def _swap_pathways() -> None:
     import shardrules as sr
 
     for name in ("pathwaysutils.reshard", "pathwaysutils.experimental.reshard"):
-        importlib.import_module(name).reshard = sr.reshard
+        vars(importlib.import_module(name))["reshard"] = sr.reshard
 
 
 _SWAPS = {"equinox": _swap_equinox, "eformer": _swap_eformer, "pathwaysutils": _swap_pathways}

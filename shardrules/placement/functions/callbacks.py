@@ -59,7 +59,7 @@ class CallbackErrors:
     def _guard_inside(self, value: Any, line: str) -> Any:
         """Guards the callbacks of a program, or of the programs in a parameter of an equation of that line of code."""
         match value:
-            case ClosedJaxpr():
+            case ClosedJaxpr() if value.jaxpr is not value:  # from JAX 0.12 on the two are one class
                 return ClosedJaxpr(self._guard_inside(value.jaxpr, line), value.consts)
             case Jaxpr():
                 return value.replace(eqns=[self._guard_equation(equation, line) for equation in value.eqns])

@@ -177,7 +177,7 @@ class FilterJit:
             return LoweredFunction(program.run.lower(*arrays), run)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else eqx.Partial(self, instance)
+        return self if instance is None else eqx.Partial(self, instance)  # pyright: ignore[reportCallIssue]
 
     def tree_flatten(self) -> tuple[tuple[Any], Options]:
         """Returns the function, which may be a module, and what is static."""

@@ -115,7 +115,14 @@ def filter_shard_map(
     """
     check_mesh(mesh)
     if fn is None:
-        return lambda fn: filter_shard_map(fn, mesh, in_specs, out_specs, axis_names=axis_names, check_vma=check_vma)
+        return functools.partial(
+            filter_shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
     if not callable(fn):
         raise ConfigTypeError(
             f"filter_shard_map maps a function, got {fn!r:.80}. Pass rules and specs as in_specs and out_specs"
@@ -179,7 +186,7 @@ class FilterShardMap:
         return eqx.combine(mapped(*mapping.place(call.arrays, in_specs)), static[-1])
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else eqx.Partial(self, instance)
+        return self if instance is None else eqx.Partial(self, instance)  # pyright: ignore[reportCallIssue]
 
     def tree_flatten(self) -> tuple[tuple[Any], _Options]:
         """Returns the function, which may be a module, and what is static."""

@@ -103,9 +103,9 @@ def test_plans_and_mirrors_are_specs_of_arguments_and_results() -> None:
         updates, state = optim.update(grads, state, params)
         return optax.apply_updates(params, updates), state, params.weight, "done"
 
-    state = optim.init(params)
-    for _ in range(2):
-        params, state, old, word = step(params, state, X)
+    state: Any = optim.init(params)
+    params, state, old, word = step(params, state, X)
+    params, state, old, word = step(params, state, X)
     assert (word, old.shape) == ("done", (16, 8))
     assert params.weight.sharding.spec == P("data")
     assert state[0].mu.weight.sharding.spec == P("data")
@@ -181,9 +181,9 @@ def test_arrays_that_the_function_closes_over_are_whole() -> None:
         inner = sr.filter_shard_map(lambda x: forward(model, x), MESH, P("data"), P("data"))
         return inner(x)
 
-    np.testing.assert_allclose(run(LAYER, X), forward(LAYER, X), rtol=1e-5)
+    np.testing.assert_allclose(run(LAYER, X), forward(LAYER, X), rtol=1e-5, atol=1e-6)
     outside = sr.filter_shard_map(lambda x: forward(LAYER, x), MESH, P("data"), P("data"))
-    np.testing.assert_allclose(outside(X), forward(LAYER, X), rtol=1e-5)
+    np.testing.assert_allclose(outside(X), forward(LAYER, X), rtol=1e-5, atol=1e-6)
 
 
 def test_the_mesh_comes_from_the_plan_the_arrays_or_the_context() -> None:
