@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, final
 
 import attrs
+import jax
 
 from tests.house.source import REPOSITORY
 
@@ -106,6 +107,25 @@ def run_console(text: str) -> str:
     return "\n".join(parts)
 
 
+@contextlib.contextmanager
+def _devices_as_they_are() -> Iterator[None]:
+    """Inside, asking JAX for as many CPU devices as it has already does nothing: the process of the tests has them."""
+    update = jax.config.update
+
+    def update_unless_present(name: str, value: Any) -> None:
+        try:
+            update(name, value)
+        except RuntimeError:  # JAX has started
+            if (name, value) != ("jax_num_cpu_devices", jax.device_count("cpu")):
+                raise
+
+    jax.config.update = update_unless_present
+    try:
+        yield
+    finally:
+        del jax.config.update  # the method of the class again
+
+
 def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 1) -> list[str]:
     """Runs the Python blocks of `text` in order, in one namespace, and returns what each block of `text` printed.
 
@@ -124,7 +144,7 @@ def run_blocks(text: str, source: str, scope: dict[str, Any], first_line: int = 
                 Path(block.title).write_text(block.text)
             if block.runs:
                 padding = "\n" * (first_line + block.line - 2)
-                with contextlib.redirect_stdout(output):
+                with contextlib.redirect_stdout(output), _devices_as_they_are():
                     exec(compile(padding + block.text, source, "exec", dont_inherit=True), vars(module))
             written = run_console(block.text) if block.language == "console" else output.getvalue()
             printed.append("".join(f"{line.rstrip()}\n" for line in written.splitlines()))

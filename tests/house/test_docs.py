@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -74,6 +76,20 @@ def test_page_runs(page: Path) -> None:
     printed: list[str] = []
     assert lasting_effects(lambda: printed.extend(run_blocks(text, str(page), {}))) == []
     assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages(REPOSITORY), ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_page_runs_where_there_is_one_device(page: Path) -> None:
+    """As a reader runs it: in an interpreter of its own, on a machine with one CPU device."""
+    code = "import sys; from pathlib import Path; from tests.house.pages import run_blocks; "
+    code += "run_blocks(Path(sys.argv[1]).read_text(), sys.argv[1], {})"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(page)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_the_tutorial_takes_80_lines() -> None:
