@@ -141,10 +141,8 @@ class FilterJit:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if self.options.are_equinox and not has_objects(
-            (self.fn, args, kwargs)
-        ):  # Equinox loses what is written to these
-            # Every call pays for what is looked up here: meshes are compared only where there is one.
+        # Equinox loses what is written to objects. Every call pays for this: meshes are compared only where there is one.
+        if self.options.are_equinox and not has_objects((self.fn, args, kwargs)):
             meshes = None if current_mesh() is None else self._meshes()
             if meshes is None or meshes.inside is meshes.outside:
                 return self._call_equinox(args, kwargs)
