@@ -169,7 +169,7 @@ def slow(file, text):
     Path("begun").write_text("")
     time.sleep(float(sys.argv[1]))
     file.write_text(text)
-files.write_text = slow
+files.files.write_text = slow
 files.write(Path("plan.json"), "whole")
 time.sleep(100)
 """
@@ -180,7 +180,7 @@ time.sleep(100)
 def test_files_are_written_whole_or_not_at_all(seconds: str, text: str | None, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITES, seconds]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path, env=environment())
-    while not (tmp_path / "begun").exists():
+    while not (tmp_path / "begun").exists() and process.poll() is None:
         time.sleep(0.01)
     interrupted(process)
     file = tmp_path / "plan.json"
