@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, final, overload
 
 import attrs
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from equinox import filter_jit as equinox_filter_jit  # before a program puts ours into Equinox's place
@@ -23,6 +22,7 @@ from shardrules.placement.cache import array_key
 from shardrules.placement.functions.callbacks import call_guarded, with_guard
 from shardrules.placement.functions.calls import (
     FlatCall,
+    PartialCall,
     as_tree,
     cache_of,
     check_same_call,
@@ -141,7 +141,7 @@ class FilterJit:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # Equinox loses what is written to objects. Every call pays for this: meshes are compared only where there is one.
+        # Equinox loses writes to objects. Every call pays for this, so meshes are compared only where there is one.
         if self.options.are_equinox and not has_objects((self.fn, args, kwargs)):
             meshes = None if current_mesh() is None else self._meshes()
             if meshes is None or meshes.inside is meshes.outside:
@@ -175,7 +175,7 @@ class FilterJit:
             return LoweredFunction(program.run.lower(*arrays), run)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else eqx.Partial(self, instance)  # pyright: ignore[reportCallIssue]
+        return self if instance is None else PartialCall(self, (instance,), {})
 
     def tree_flatten(self) -> tuple[tuple[Any], Options]:
         """Returns the function, which may be a module, and what is static."""
@@ -184,7 +184,8 @@ class FilterJit:
     @classmethod
     def tree_unflatten(cls, options: Options, children: Iterable[Any]) -> "FilterJit":
         """Makes one from what `tree_flatten` returns."""
-        return cls(*children, options)
+        (fn,) = children
+        return cls(fn, options)
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature | None:

@@ -21,7 +21,7 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, device_dtype, entries, spec_repr
 from shardrules.core.tree import spread
 from shardrules.placement.destination import common_mesh, usable_mesh
-from shardrules.placement.functions.calls import FlatCall, as_tree, flatten_call, is_array, signature_of
+from shardrules.placement.functions.calls import FlatCall, PartialCall, as_tree, flatten_call, is_array, signature_of
 from shardrules.placement.traced import axis_types, constrain_traced
 from shardrules.placement.transfer import put
 from shardrules.rules.how import (
@@ -186,7 +186,7 @@ class FilterShardMap:
         return eqx.combine(mapped(*mapping.place(call.arrays, in_specs)), static[-1])
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else eqx.Partial(self, instance)  # pyright: ignore[reportCallIssue]
+        return self if instance is None else PartialCall(self, (instance,), {})
 
     def tree_flatten(self) -> tuple[tuple[Any], _Options]:
         """Returns the function, which may be a module, and what is static."""
@@ -195,7 +195,8 @@ class FilterShardMap:
     @classmethod
     def tree_unflatten(cls, options: _Options, children: Iterable[Any]) -> "FilterShardMap":
         """Makes one from what `tree_flatten` returns."""
-        return cls(*children, options)
+        (fn,) = children
+        return cls(fn, options)
 
 
 @final
