@@ -247,7 +247,7 @@ def move_as_between_accelerators() -> None:
         return False
 
     for name in ("move", "plan"):
-        module = importlib.import_module(f"shardrules.reshard.{name}")
+        module = importlib.import_module(f"shardrules.moves.{name}")
         mock.patch.object(module, "moves_in_memory", moves_in_memory).start()
 
 

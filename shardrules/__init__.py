@@ -11,6 +11,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardrules import errors, meshes, presets, reports, specs
+    from shardrules.analysis.analyzer import ShardingAnalyzer
+    from shardrules.analysis.expect import assert_collectives, assert_fits, assert_plan_matches
+    from shardrules.analysis.fits import fits, largest_batch
+    from shardrules.analysis.machine.hardware import Hardware
+    from shardrules.analysis.machine.targets import Target
     from shardrules.core.context import current_mesh
     from shardrules.core.finding import Finding
     from shardrules.core.leaf import Decision, Leaf
@@ -29,7 +35,19 @@ if TYPE_CHECKING:
     from shardrules.mesh.creation import create_mesh
     from shardrules.mesh.processes import barrier_sync
     from shardrules.mesh.shape import mesh_shape
+    from shardrules.moves.elastic import recover
+    from shardrules.moves.move import reshard
+    from shardrules.moves.prepare import plan_reshard
+    from shardrules.page.page import report_page
     from shardrules.placement.agree import check_same_plan
+    from shardrules.placement.batches.batch import place_batch
+    from shardrules.placement.batches.prefetch import place_batches
+    from shardrules.placement.checkpoints.equinox import load_equinox
+    from shardrules.placement.checkpoints.orbax import load_orbax
+    from shardrules.placement.checkpoints.safetensors import load_safetensors
+    from shardrules.placement.checkpoints.save_equinox import save_equinox
+    from shardrules.placement.checkpoints.save_orbax import save_orbax
+    from shardrules.placement.checkpoints.save_safetensors import save_safetensors
     from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
     from shardrules.placement.functions.jit import filter_jit
     from shardrules.placement.functions.shard_map import filter_shard_map
@@ -37,12 +55,12 @@ if TYPE_CHECKING:
     from shardrules.placement.init import filter_init
     from shardrules.placement.shard import filter_shard
     from shardrules.placement.source import ArraySource
-    from shardrules.reshard.elastic import recover
-    from shardrules.reshard.move import reshard
-    from shardrules.reshard.prepare import plan_reshard
+    from shardrules.planning.autoplan import autoplan
+    from shardrules.planning.graph.machine import Assumptions
     from shardrules.rules.auto import AutoShardingRule
     from shardrules.rules.composite import CompositeShardingRule
     from shardrules.rules.dim import DimShardingRule
+    from shardrules.rules.files.load import load_rules
     from shardrules.rules.fitted import FittedShardingRule
     from shardrules.rules.fsdp import FSDPShardingRule
     from shardrules.rules.logical.rule import LogicalShardingRule
@@ -53,47 +71,18 @@ if TYPE_CHECKING:
     from shardrules.rules.stacked import StackedShardingRule
     from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
 
-if TYPE_CHECKING:
-    from shardrules import errors, meshes, presets, reports, specs
-    from shardrules.analysis.analyzer import ShardingAnalyzer
-    from shardrules.analysis.expect import assert_collectives, assert_fits, assert_plan_matches
-    from shardrules.analysis.fits import fits, largest_batch
-    from shardrules.analysis.machine.hardware import Hardware
-    from shardrules.analysis.machine.targets import Target
-    from shardrules.page.page import report_page
-    from shardrules.placement.batches.batch import place_batch
-    from shardrules.placement.batches.prefetch import place_batches
-    from shardrules.placement.checkpoints.equinox import load_equinox
-    from shardrules.placement.checkpoints.orbax import load_orbax
-    from shardrules.placement.checkpoints.safetensors import load_safetensors
-    from shardrules.placement.checkpoints.save_equinox import save_equinox
-    from shardrules.placement.checkpoints.save_orbax import save_orbax
-    from shardrules.placement.checkpoints.save_safetensors import save_safetensors
-    from shardrules.planning.autoplan import autoplan
-    from shardrules.planning.graph.machine import Assumptions
-    from shardrules.rules.files.load import load_rules
-
 __version__ = "0.1.0"
-
-# Python puts a folder into its package when it is first imported. `reshard` is also the name of a function, which the
-# folder would replace at some later time: so it is imported now, and its name is left to the function.
-importlib.import_module(f"{__name__}.reshard")
-del globals()["reshard"]
 
 
 @functools.cache
-def _imports() -> tuple[dict[str, str], dict[str, str]]:
-    """From name to module, read off the two blocks under `TYPE_CHECKING`: the one list of what is imported late.
-
-    The names of the first block are imported together, with the first of them, and those of the second one by one.
-    """
+def _modules() -> dict[str, str]:
+    """From name to module, read off the imports under `TYPE_CHECKING`: the one list of what is imported late."""
     import ast
     import inspect
 
     blocks = [node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If)]
-    imports = [[node for node in block.body if isinstance(node, ast.ImportFrom)] for block in blocks]
-    together, alone = ({alias.name: str(node.module) for node in nodes for alias in node.names} for nodes in imports)
-    return together, alone
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
@@ -103,21 +92,11 @@ def __getattr__(name: str) -> Any:
         rooms = [importlib.import_module(f"{__name__}.{room}") for room in ("errors", "meshes", "specs")]
         home = next((room.__name__ for room in rooms if name in room.__all__), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (home and f"; use {home}.{name}"))
-    together, alone = _imports()
-    if alone.get(name) == __name__:
-        return importlib.import_module(f"{__name__}.{name}")  # a room
-    for late, module in together.items() if name in together else [(name, alone[name])]:
-        globals()[late] = getattr(importlib.import_module(module), late)
-    return globals()[name]
-
-
-def _bind(package: Any, name: str, value: Any) -> None:
-    """Python binds the folder `reshard` when it imports it, which must not hide the function of that name."""
-    if name != "reshard" or not isinstance(value, type(sys)):
-        type(sys).__setattr__(package, name, value)
-
-
-sys.modules[__name__].__class__ = type("Package", (type(sys),), {"__setattr__": _bind})
+    module = _modules()[name]
+    if module == __name__:
+        return importlib.import_module(f"{module}.{name}")  # a room
+    globals()[name] = value = getattr(importlib.import_module(module), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from shardrules.mesh.derived import fold_axes, rename_axes, split_axis, submesh
 from shardrules.mesh.layout import DeviceInfo, Layout, lay_out
 from shardrules.mesh.parts import batch_part
 from shardrules.mesh.processes import is_primary
-from shardrules.reshard.elastic import group_devices, scale_batch, surviving_mesh
+from shardrules.moves.elastic import group_devices, scale_batch, surviving_mesh
 
 __all__ = [
     "AxisTypes",

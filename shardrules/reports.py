@@ -12,6 +12,7 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Totals
 from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
+from shardrules.moves.plan import LeafMove, ReshardPlan
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
@@ -22,7 +23,6 @@ from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.run.replay import PlannedFunction
-from shardrules.reshard.plan import LeafMove, ReshardPlan
 from shardrules.rules.files.rules_file import Limits, RulesFile
 
 __all__ = [

@@ -1,11 +1,11 @@
 """Coming from `pathways-utils`: moves by way of an intermediate sharding, and meshes split along an axis."""
 
-from shardrules.reshard.intermediate import (
+from shardrules.moves.intermediate import (
     find_intermediate_sharding,
     reshard_with_intermediate_sharding,
     reshard_with_intermediate_sharding_generic,
 )
-from shardrules.reshard.split import concatenate_by_mesh_axis, split_by_mesh_axis
+from shardrules.moves.split import concatenate_by_mesh_axis, split_by_mesh_axis
 
 __all__ = [
     "concatenate_by_mesh_axis",

@@ -486,7 +486,8 @@ def test_examples_of_the_help_run(name: str, plans: tuple[Path, Path], tmp_path:
         words = [str(plans[word == "after.json"]) if word in ("before.json", "after.json") else word for word in words]
         words = [str(tmp_path / word) if words[index - 1] == "-o" else word for index, word in enumerate(words)]
         # `init` writes into the folder that it is called in.
-        (tmp_path / "docs").exists() or (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
+        if not (tmp_path / "docs").exists():
+            (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
         process = shardrules(*words, cwd=tmp_path)
         assert process.returncode == 0, process.stderr
         assert process.stdout

@@ -112,11 +112,11 @@ def _devices_as_they_are() -> Iterator[None]:
     """Inside, asking JAX for as many CPU devices as it has already does nothing: the process of the tests has them."""
     update = jax.config.update
 
-    def update_unless_present(name: str, value: Any) -> None:
+    def update_unless_present(name: str, val: Any) -> None:
         try:
-            update(name, value)
+            update(name, val)
         except RuntimeError:  # JAX has started
-            if (name, value) != ("jax_num_cpu_devices", jax.device_count("cpu")):
+            if (name, val) != ("jax_num_cpu_devices", jax.device_count("cpu")):
                 raise
 
     jax.config.update = update_unless_present

@@ -355,7 +355,8 @@ def test_too_few_cpu_devices_say_how_to_have_more(text: str, backend: str | None
     with pytest.raises(sr.errors.MeshError, match=r"jax.config.update\('jax_num_cpu_devices', 16\) before anything"):
         sr.create_mesh(text, backend=backend)
     # Devices that were passed are a choice, and fewer than there are need no more.
-    for options in ({"devices": jax.devices()[:4]}, {}):
+    choices: tuple[dict[str, Any], ...] = ({"devices": jax.devices()[:4]}, {})
+    for options in choices:
         with pytest.raises(sr.errors.MeshError, match="multiply to") as caught:
             sr.create_mesh("data:3,model:2", **options)
         assert "jax_num_cpu_devices" not in str(caught.value)

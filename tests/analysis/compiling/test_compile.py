@@ -299,11 +299,11 @@ def test_a_mesh_unknown_to_the_analyzer_gets_a_note() -> None:
 
 def summed_over_model(mesh: Any, *, manual: bool = False) -> Callable[[Any], Any]:
     """Sums over `model` by hand, on `mesh` or on the one in force; `manual` maps no other axis."""
-    named = {} if mesh is None else {"mesh": mesh}
-    axes = {"axis_names": {"model"}} if manual else {}
+    options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    options |= {"axis_names": {"model"}} if manual else {}
     rows = None if manual else "data"
     return jax.shard_map(
-        lambda x: lax.psum(jnp.sin(x), "model"), in_specs=P(rows, "model"), out_specs=P(rows), **named, **axes
+        lambda x: lax.psum(jnp.sin(x), "model"), in_specs=P(rows, "model"), out_specs=P(rows), **options
     )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.reshard.split import concatenate_by_mesh_axis, split_by_mesh_axis
+from shardrules.moves.split import concatenate_by_mesh_axis, split_by_mesh_axis
 from tests.mesh.cluster import run_processes
 from tests.mesh.test_processes import SHAPES, printed_lines
 
@@ -636,7 +636,7 @@ def test_each_process_cuts_its_own_shards(processes: int, devices: int) -> None:
     printed = printed_lines(
         run_processes(
             """
-            from shardrules.reshard.split import concatenate_by_mesh_axis, split_by_mesh_axis
+            from shardrules.moves.split import concatenate_by_mesh_axis, split_by_mesh_axis
             mesh = sr.create_mesh("data:4,model:2")
             whole = np.arange(64, dtype=np.float32).reshape(8, 8)
             keys = jax.random.split(jax.random.key(3), 8)

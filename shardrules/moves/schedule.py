@@ -30,7 +30,7 @@ def slices(box: Box, origin: Box) -> tuple[slice, ...]:
     """Returns where `box` is inside `origin`, the box around it.
 
     ```python
-    from shardrules.reshard.schedule import slices
+    from shardrules.moves.schedule import slices
 
     assert slices(((4, 6),), ((2, 8),)) == (slice(2, 4),)
     ```

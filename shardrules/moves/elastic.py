@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.errors import ConfigTypeError, MeshError, MeshWarning, suggest
 from shardrules.core.fields import integer
-from shardrules.reshard.move import move_tree
-from shardrules.reshard.prepare import MoveOptions, prepare
-from shardrules.reshard.schedule import networks
+from shardrules.moves.move import move_tree
+from shardrules.moves.prepare import MoveOptions, prepare
+from shardrules.moves.schedule import networks
 from shardrules.rules.how import How
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from shardrules.reshard.schedule import Box, Device, Schedule, box_shape, slices
+from shardrules.moves.schedule import Box, Device, Schedule, box_shape, slices
 
 _ALIGNMENT_BYTES = 64
 """What XLA's CPU client asks of memory that it adopts. With half of it XLA would copy every other shard; with twice as

@@ -37,11 +37,11 @@ from shardrules.core.errors import (
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.spec import UNCONSTRAINED, Entries, Entry, entries, make_spec, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths, spread
-from shardrules.reshard.bits import buffers_of
-from shardrules.reshard.move import reshard
-from shardrules.reshard.prepare import MoveOptions, is_deleted, prepare
-from shardrules.reshard.schedule import Box, box_shape, boxes_of
-from shardrules.reshard.split import split_by_mesh_axis
+from shardrules.moves.bits import buffers_of
+from shardrules.moves.move import reshard
+from shardrules.moves.prepare import MoveOptions, is_deleted, prepare
+from shardrules.moves.schedule import Box, box_shape, boxes_of
+from shardrules.moves.split import split_by_mesh_axis
 
 _REPLICA = "_intermediate_replica"
 _SPLIT = "_intermediate_split"

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.reshard.schedule import make_schedule
-from tests.reshard.cases import WAYS, Case, FakeDevice, cases, moving, run_alone
+from shardrules.moves.schedule import make_schedule
+from tests.moves.cases import WAYS, Case, FakeDevice, cases, moving, run_alone
 
 WHOLE_BYTES = ("float32", "bfloat16", "int8", "bool", "complex64", "threefry2x32", "rbg")
 """Dtypes whose pieces are whole numbers of bytes."""

@@ -35,8 +35,7 @@ DTYPES = ("float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn", "float
 def moving(way: str) -> Iterator[None]:
     """Inside, arrays move this way."""
     with pytest.MonkeyPatch.context() as patch:
-        # `shardrules.reshard` as an attribute is the function.
-        modules = {name: importlib.import_module(f"shardrules.reshard.{name}") for name in ("move", "plan", "schedule")}
+        modules = {name: importlib.import_module(f"shardrules.moves.{name}") for name in ("move", "plan", "schedule")}
         if way != "in memory":
             for name in ("move", "plan"):
                 patch.setattr(modules[name], "moves_in_memory", lambda schedule: False)
@@ -57,7 +56,7 @@ def run_alone(code: str, *arguments: str, timeout: float = 120) -> str:
         import jax, numpy as np, jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec as P
         import shardrules as sr
-        from tests.reshard import cases
+        from tests.moves import cases
         way, *arguments = sys.argv[1:]
         force = cases.moving(way)
         force.__enter__()

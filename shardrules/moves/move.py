@@ -17,21 +17,21 @@ from shardrules.core.boxes import share_variables
 from shardrules.core.errors import DisagreementError, MeshError
 from shardrules.core.jax_state import process_count, process_id, under_trace
 from shardrules.mesh.processes import exchange
-from shardrules.placement.shard import filter_shard
-from shardrules.placement.traced import host_memory
-from shardrules.placement.transfer import put
-from shardrules.reshard.assemble import Recipe, assemble, make_recipe, moves_in_memory, release_freed_memory
-from shardrules.reshard.bits import buffers_of, data_shards, from_data, is_key, with_sharding
-from shardrules.reshard.pieces import Mover, Shards
-from shardrules.reshard.plan import LeafMove, ReshardPlan, processes_of
-from shardrules.reshard.prepare import (
+from shardrules.moves.assemble import Recipe, assemble, make_recipe, moves_in_memory, release_freed_memory
+from shardrules.moves.bits import buffers_of, data_shards, from_data, is_key, with_sharding
+from shardrules.moves.pieces import Mover, Shards
+from shardrules.moves.plan import LeafMove, ReshardPlan, processes_of
+from shardrules.moves.prepare import (
     CACHED_SCHEDULES,
     MoveOptions,
     Prepared,
     prepare,
     read_how,
 )
-from shardrules.reshard.schedule import Device, Schedule
+from shardrules.moves.schedule import Device, Schedule
+from shardrules.placement.shard import filter_shard
+from shardrules.placement.traced import host_memory
+from shardrules.placement.transfer import put
 from shardrules.rules.how import How
 
 

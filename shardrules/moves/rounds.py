@@ -5,7 +5,7 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.reshard.schedule import Box, Piece, Schedule, box_shape
+from shardrules.moves.schedule import Box, Piece, Schedule, box_shape
 
 _MIN_PIECE_BYTES = 2**20
 """Pieces of up to 1 MiB are not cut: below it the cost of a launch outweighs the copy. Doubled, small arrays have twice

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrules.reshard.rounds import piece_bytes, rounds
-from shardrules.reshard.schedule import Box, Piece, Schedule, box_shape, make_schedule, networks, slices
-from tests.reshard.cases import FakeDevice
+from shardrules.moves.rounds import piece_bytes, rounds
+from shardrules.moves.schedule import Box, Piece, Schedule, box_shape, make_schedule, networks, slices
+from tests.moves.cases import FakeDevice
 
 FLOAT = np.dtype(np.float32)
 

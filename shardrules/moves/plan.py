@@ -13,10 +13,10 @@ from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, spec_repr
 from shardrules.core.views.table import aligned
 from shardrules.drawing.blocks import ranges
+from shardrules.moves.assemble import moves_in_memory
+from shardrules.moves.pieces import staging_bytes
+from shardrules.moves.schedule import Box, Schedule
 from shardrules.placement.traced import host_memory
-from shardrules.reshard.assemble import moves_in_memory
-from shardrules.reshard.pieces import staging_bytes
-from shardrules.reshard.schedule import Box, Schedule
 
 Route: TypeAlias = Literal["alias", "local", "direct", "intermediate", "host"]
 """How an array moves; `LeafMove.route` says what each means."""

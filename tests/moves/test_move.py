@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.reshard import prepare
-from tests.reshard import cases
-from tests.reshard.cases import RELAYED, WAYS, check_shards, moving, pointers
+from shardrules.moves import prepare
+from tests.moves import cases
+from tests.moves.cases import RELAYED, WAYS, check_shards, moving, pointers
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 

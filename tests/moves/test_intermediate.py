@@ -25,12 +25,12 @@ from shardrules.core.errors import (
 )
 from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.shape import mesh_shape
-from shardrules.reshard.intermediate import (
+from shardrules.moves.intermediate import (
     find_intermediate_sharding,
     reshard_with_intermediate_sharding,
     reshard_with_intermediate_sharding_generic,
 )
-from shardrules.reshard.split import split_by_mesh_axis
+from shardrules.moves.split import split_by_mesh_axis
 from tests.mesh.cluster import Ended, run_processes
 
 Counts = tuple[int, ...]
@@ -71,7 +71,7 @@ def printed_lines(ended: Ended) -> list[str]:
 PRINT_RESULTS = """
 import json, math
 from jax.sharding import Mesh
-from shardrules.reshard.intermediate import *
+from shardrules.moves.intermediate import *
 
 def placed(sizes, spec, first):
     devices = jax.devices()[first:first + math.prod(sizes.values())]
@@ -593,7 +593,7 @@ def test_the_mesh_in_force_is_ignored() -> None:
 def test_moves_to_disjoint_devices() -> None:
     (ended,) = run_processes(
         """
-        from shardrules.reshard.intermediate import *
+        from shardrules.moves.intermediate import *
         from jax.sharding import Mesh
         devices = np.array(jax.devices())
         here = NamedSharding(Mesh(devices[:8].reshape(8, 1), ("fsdp", "tp")), P("fsdp", "tp"))

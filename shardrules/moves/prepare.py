@@ -22,12 +22,12 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths, prefix_parts
 from shardrules.drawing.blocks import ranges
+from shardrules.moves.assemble import moves_in_memory
+from shardrules.moves.bits import local_shards, physical
+from shardrules.moves.plan import LeafMove, ReshardPlan
+from shardrules.moves.schedule import Schedule, box_shape, boxes_of, make_schedule
 from shardrules.placement.destination import Destination, not_placeable, resolve_destination
 from shardrules.placement.traced import host_memory
-from shardrules.reshard.assemble import moves_in_memory
-from shardrules.reshard.bits import local_shards, physical
-from shardrules.reshard.plan import LeafMove, ReshardPlan
-from shardrules.reshard.schedule import Schedule, box_shape, boxes_of, make_schedule
 from shardrules.rules.how import How, is_entry, refusal, refuse_leaves
 
 IN_FLIGHT_BYTES = 256 * 2**20

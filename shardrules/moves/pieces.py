@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from shardrules.reshard.rounds import Round, piece_bytes, rounds
-from shardrules.reshard.schedule import Box, Device, Piece, Schedule
+from shardrules.moves.rounds import Round, piece_bytes, rounds
+from shardrules.moves.schedule import Box, Device, Piece, Schedule
 
 _LAUNCH_ARRAYS = 32
 """How many arrays go through one launch of a program: two thousand small ones take about 60 launches a round. Doubled,

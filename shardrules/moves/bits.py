@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from shardrules.reshard.schedule import Device
+from shardrules.moves.schedule import Device
 
 
 def is_key(dtype: Any) -> bool:

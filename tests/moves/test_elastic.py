@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.reshard.cases import WAYS, moving
+from tests.moves.cases import WAYS, moving
 
 DEVICES = jax.devices()
 
