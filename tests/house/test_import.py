@@ -64,7 +64,10 @@ def test_importing_has_no_effects() -> None:
 def test_no_module_takes_the_name_of_an_export() -> None:
     """Python binds a module in its package when it imports it, and would hide the export."""
     rooms = {"errors", "meshes", "presets", "reports", "specs"}
-    modules = {path.stem for path in (REPOSITORY / "shardrules").iterdir()}
+    package = REPOSITORY / "shardrules"
+    modules = {path.stem for path in package.glob("*.py")} | {
+        path.parent.name for path in package.glob("*/__init__.py")
+    }
     assert modules & set(sr.__all__) == rooms
 
 
