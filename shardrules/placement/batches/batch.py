@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardrules.core.axes import AnyMesh
+from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigError, ConfigTypeError, DisagreementError, ShardRulesError
 from shardrules.core.finding import Finding, shape_text
@@ -68,6 +68,7 @@ def place_batch(local: Any, how: How, mesh: AnyMesh | None = None, *, timeout: f
     """
     batch, error = None, None
     try:
+        check_mesh(mesh)
         batch = LocalBatch.of(local)
     except ShardRulesError as raised:
         error = raised
@@ -104,8 +105,9 @@ class LocalBatch:
 
     @property
     def text(self) -> str:
-        """What must be the same on all processes."""
-        return json.dumps([(shape_text(kind[0]), str(kind[1])) if kind else None for kind in self.kinds])
+        """What must be the same on all processes: paths, since the structure as text has addresses of objects."""
+        kinds = [(shape_text(kind[0]), str(kind[1])) if kind else None for kind in self.kinds]
+        return json.dumps([leaf_paths(self.tree), kinds])
 
     @property
     def shapes(self) -> dict[str, str]:
@@ -135,7 +137,12 @@ class Placer:
             arrays = [shape for shape, kind in zip(shapes, batch.kinds, strict=True) if kind is not None]
             self._planned = *key, arrays, destination.arrays()[1]
         _, _, shapes, shardings = self._planned
-        arrays = [value for value, kind in zip(batch.values, batch.kinds, strict=True) if kind is not None]
+        # JAX reads the memory of other arrays late or for ever, and their owner may fill it with the next batch.
+        arrays = [
+            np.array(value) if hasattr(value, "__array__") and not isinstance(value, jax.Array) else value
+            for value, kind in zip(batch.values, batch.kinds, strict=True)
+            if kind is not None
+        ]
         if jax.process_count() == 1:
             placed = iter(put(arrays, shardings))
         else:
@@ -190,7 +197,7 @@ def agree(batch: LocalBatch | None, timeout: float, error: BaseException | None 
     """
     if jax.process_count() > 1:
         state = "" if error is None else f"{type(error).__name__}: {error}"
-        digest = None if batch is None else hashlib.sha256(f"{batch.treedef}{batch.text}".encode()).hexdigest()
+        digest = None if batch is None else hashlib.sha256(batch.text.encode()).hexdigest()
         answers = [json.loads(str(text)) for text in exchange(json.dumps([digest, state]), _STEP, CALLER, timeout)]
         digests = [digest for digest, _ in answers]
         # Before errors: parts that differ may be why one of them cannot be placed.
@@ -227,7 +234,7 @@ def _difference(shapes: list[dict[str, str]]) -> str:
     ]
     more = [f"  and {len(different) - _SHOWN} more"] if len(different) > _SHOWN else []
     # Trees may also differ in leaves that are not arrays.
-    lines = lines or ["  the structure of the trees differs, or a leaf that is not an array"]
+    lines = lines or ["  leaves that are not arrays"]
     return "\n".join(
         [f"{CALLER}: the parts of the processes differ; drop or pad what is left over at the end:", *lines, *more]
     )

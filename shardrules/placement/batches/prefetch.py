@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardrules.core.axes import AnyMesh
+from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.context import current_mesh
 from shardrules.core.fields import integer
 from shardrules.core.spec import device_dtype
@@ -56,6 +56,7 @@ def place_batches(
     ```
     """
     ahead = integer("prefetch", 0)(prefetch)
+    check_mesh(mesh)
     placer = Placer(how, mesh)
     local_batches = iter(batches)
     if ahead == 0:

@@ -1,5 +1,7 @@
 """`place_batch`: in one process it is `filter_shard`; over several, see the tests of processes."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import ConfigTypeError, NoMeshError, PlanError, TreeError
-from shardrules.placement.batches.batch import LocalBatch, Placer
+from shardrules.core.errors import AxisTypeError, ConfigTypeError, NoMeshError, PlanError, TreeError
+from shardrules.placement.batches import batch as batch_module
+from shardrules.placement.batches.batch import LocalBatch, Placer, agree
 
 
 @pytest.fixture
@@ -101,3 +104,34 @@ def test_batches_of_one_shape_are_planned_once(mesh: jax.sharding.Mesh) -> None:
     for rows in (8, 8, 8, 16, 16):
         placer.place(LocalBatch.of({"x": np.ones((rows, 2))}))
     assert len(calls) == 2 * 2  # for the shapes of the whole, and for the checks
+
+
+def test_a_mesh_as_text_is_refused_as_by_filter_shard() -> None:
+    for function in (sr.place_batch, sr.filter_shard):
+        with pytest.raises(AxisTypeError, match="a mesh must be a Mesh or an AbstractMesh, got 'data:8'"):
+            function(np.ones(8), P("data"), "data:8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AxisTypeError, match="a mesh must be a Mesh"):
+        sr.place_batches([], P("data"), "data:8")  # pyright: ignore[reportArgumentType]
+
+
+def test_processes_compare_no_addresses_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["tokenizer"])
+    @dataclasses.dataclass
+    class Rows:
+        x: np.ndarray
+        tokenizer: object
+
+    sent: list[str] = []
+
+    def exchange(text: str, *_: object) -> list[str]:
+        sent.append(text)
+        return [text, text]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(batch_module, "exchange", exchange)
+    tokenizers = [object(), object()]
+    trees = [*(Rows(np.ones(8), tokenizer) for tokenizer in tokenizers), Rows(np.ones(4), None), {"x": np.ones(8)}]
+    for tree in [*trees, {"y": np.ones(8)}]:
+        assert agree(LocalBatch.of(tree), 1)
+    assert sent[0] == sent[1]
+    assert len(set(sent[2:])) == 3

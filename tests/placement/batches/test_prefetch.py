@@ -154,3 +154,19 @@ print(next(batches)["x"].shape)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "(8, 4)\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_reader_may_fill_one_buffer_again_and_again(prefetch: int, mesh: jax.sharding.Mesh) -> None:
+    buffer = np.empty((8, 2**17), np.float32)
+
+    def rows_in_one_buffer() -> Iterator[dict[str, Any]]:
+        for step in range(4):
+            buffer[:] = step
+            yield {"split": buffer, "whole": buffer[:1]}
+
+    how = {"split": P("data"), "whole": P()}
+    batches = list(sr.place_batches(rows_in_one_buffer(), how, mesh, prefetch=prefetch))
+    for step, batch in enumerate(batches):
+        assert (batch["split"] == step).all()
+        assert (batch["whole"] == step).all()

@@ -405,6 +405,26 @@ def test_an_unknown_axis_inside_a_value_has_its_key_path(tmp_path: Path) -> None
         read_rules_file(file).check_axes(sr.mesh_shape("data:4"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf(tensor='modle')",
+        "hf(fsdp=('data', 'modle'))",
+        "auto(axis_names=['data', 'modle'])",
+        "memory(1e9, axis_names=[('data', 'modle')])",
+        "logical({'embed': 'modle', 'norm': None})",
+        "replicate|hf()|shard_dim('modle', 0)",
+    ],
+)
+def test_an_unknown_axis_in_a_rule_as_text_is_located(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(f'mesh = "data:4,model:2"\nrule = "{text}"\n')
+    with pytest.raises(RulesFileError, match=r"rules.toml:2: rule: unknown axis 'modle' \(did you mean 'model'"):
+        sr.load_rules(file)
+    file.write_text(file.read_text().replace("modle", "model"))
+    assert sr.load_rules(file).rules == sr.parse_rule(text.replace("modle", "model"))
+
+
 def test_strings_that_look_like_keys_lead_nowhere(tmp_path: Path) -> None:
     text = 'rule = """\n[[rules]]\nspec = 3\n"""\n[x]\ny = 1\n'
     with pytest.raises(RulesFileError, match=r"rules.toml:5: x: unknown key"):
