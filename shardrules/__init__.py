@@ -8,6 +8,7 @@ environment variable, and every name is imported when it is first used.
 import functools
 import importlib
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_LOCK = threading.RLock()
+"""Threads that import different names at once would find modules half imported, JAX's own among them."""
+
 
 @functools.cache
 def _modules() -> dict[str, str]:
@@ -88,6 +92,11 @@ def _modules() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # `inspect` and others look for such names, and must not import the rooms
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _LOCK:
+        return _imported(name)
+
+
+def _imported(name: str) -> Any:
     if name not in __all__:
         rooms = [importlib.import_module(f"{__name__}.{room}") for room in ("errors", "meshes", "specs")]
         home = next((room.__name__ for room in rooms if name in room.__all__), "")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from tests.house.startup import beyond_startup
 LATE = ("flax", "libtpu", "matplotlib", "optax", "rich", "scipy.optimize", "shardrules.planning")
 """Modules that must not be imported with the package: they are optional, or slow to import and rarely needed."""
 
+PLANNING = ("Assumptions", "autoplan", "presets", "report_page", "reports")
+"""The exports that import some of these."""
+
 PEERS = "import jax, equinox"
 
 PROBE = """
@@ -21,6 +25,8 @@ import os, sys, warnings
 {peers}
 before = dict(os.environ), dict(jax.config.values), list(warnings.filters), set(sys.modules)
 import {package}
+for name in {names}:
+    getattr({package}, name)
 if dict(os.environ) != before[0]:
     print("it changes the environment")
 if dict(jax.config.values) != before[1]:
@@ -50,15 +56,31 @@ def python(*arguments: str, path: Path, **variables: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
-def import_effects(package: str, path: Path) -> list[str]:
-    """What importing `package` did that it should not: printed, warned, raised, or changed something."""
-    probe = PROBE.format(peers=PEERS, package=package, late=LATE)
+def import_effects(package: str, path: Path, names: Iterable[str] = ()) -> list[str]:
+    """What importing `package` and then `names` did that it should not: printed, warned, raised, changed something."""
+    probe = PROBE.format(peers=PEERS, package=package, names=sorted(names), late=LATE)
     run = python("-W", "error", "-c", probe, path=path)
     return (run.stdout + beyond_startup(run.stderr, PEERS, clean_environment(path))).splitlines()
 
 
 def test_importing_has_no_effects() -> None:
-    assert import_effects("shardrules", REPOSITORY) == []
+    assert import_effects("shardrules", REPOSITORY, set(sr.__all__) - set(PLANNING)) == []
+
+
+def test_threads_may_use_different_names_first() -> None:
+    code = """
+import threading, shardrules as sr
+names = ["mesh_shape", "filter_jit", "report_page", "specs", "Target", "load_safetensors", "autoplan", "Leaf"]
+barrier, values = threading.Barrier(len(names)), []
+def use(name):
+    barrier.wait()
+    values.append(getattr(sr, name))
+threads = [threading.Thread(target=use, args=(name,)) for name in names]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(len(values))
+"""
+    assert python("-c", code, path=REPOSITORY).stdout == "8\n"
 
 
 def test_no_module_takes_the_name_of_an_export() -> None:
