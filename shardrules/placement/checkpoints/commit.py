@@ -179,17 +179,37 @@ def sync_folder(folder: Path) -> None:
 
 def replace_folder(new: Path, old: Path) -> None:
     """Gives the folder `new` the name `old`; a folder that has it is replaced, where the system can do so at once."""
+    aside = new
     if not old.exists():
         new.replace(old)
-    elif _exchange_names(new, old):
-        shutil.rmtree(new)
-    else:
-        aside = old.with_name(f".{old.name}.replaced")
+    elif not _exchange_names(new, old):
+        aside = replaced_folder(old)
         shutil.rmtree(aside, ignore_errors=True)
         old.replace(aside)
-        new.replace(old)
-        shutil.rmtree(aside)
+        try:
+            new.replace(old)
+        except OSError:
+            aside.replace(old)
+            raise
     sync_folder(old.parent)
+    # What is left of the old one harms nothing, and the next save removes it.
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def replaced_folder(folder: Path) -> Path:
+    """Returns the name that a folder has while another gets its name, where the two cannot be exchanged."""
+    return folder.parent / f".{folder.name}.replaced"
+
+
+def remove_leftover_folders(new: Path, old: Path) -> None:
+    """Removes what a killed process has left of `replace_folder`, or gives `old` its name back."""
+    aside = replaced_folder(old)
+    if aside.is_dir() and not old.exists():
+        aside.replace(old)
+    if new.is_symlink() or new.is_file():
+        new.unlink()
+    for folder in (new, aside):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange_names(first: Path, second: Path) -> bool:

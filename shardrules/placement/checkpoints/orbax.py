@@ -19,6 +19,7 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.placement.checkpoints.commit import replaced_folder
 from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
 from shardrules.placement.checkpoints.requested import RequestedLeaf, requested_leaves, with_values
 from shardrules.placement.destination import resolve_destination
@@ -167,7 +168,7 @@ def _plain_names(names: Names, stored: Mapping[str, StoredArray]) -> Names:
 
 
 def import_orbax(path: Any) -> tuple[ModuleType, Any]:
-    """Returns orbax, and the path as it accepts it: absolute, or in a cloud store."""
+    """Returns orbax, and the path as it accepts it: absolute, without links, or in a cloud store."""
     try:
         import orbax.checkpoint as ocp
         from etils import epath
@@ -176,7 +177,7 @@ def import_orbax(path: Any) -> tuple[ModuleType, Any]:
             'orbax checkpoints need orbax, which is not installed: pip install "shardrules[orbax]"'
         ) from error
     text = os.fspath(path)
-    return ocp, epath.Path(text if "://" in text else os.path.abspath(text))
+    return ocp, epath.Path(text if "://" in text else os.path.realpath(text))
 
 
 def _metadata(handler: Any, folder: Any, title: str) -> Any:
@@ -185,7 +186,10 @@ def _metadata(handler: Any, folder: Any, title: str) -> Any:
         return handler.metadata(folder).tree
     except FileNotFoundError:
         message, remedy = "no such folder", ""
-        if folder.is_dir():
+        aside = replaced_folder(folder)
+        if not folder.exists() and aside.exists():
+            message, remedy = "a save was interrupted", f"rename {aside} to {folder.name}, or save again"
+        elif folder.is_dir():
             inside = sorted(str(path.relative_to(folder)) for path in folder.glob("*/_METADATA"))
             inside += sorted(str(path.relative_to(folder)) for path in folder.glob("*/*/_METADATA"))
             message = "this folder itself is not the checkpoint of a tree"

@@ -153,13 +153,11 @@ class _Plan:
 
     def remove_leftovers(self) -> None:
         """Removes files that a process which was killed has left unfinished."""
-        name = re.compile(rf"\.{re.escape(self.stem)}(\.\d+)?-\d+-of-\d+\.safetensors{re.escape(TEMPORARY)}")
-        for file in self.folder.iterdir() if self.folder.is_dir() else ():
-            if name.fullmatch(file.name):
-                file.unlink(missing_ok=True)
+        for file in self._shards(".", TEMPORARY):
+            file.unlink(missing_ok=True)
 
     def finish(self, files: Sequence[FileLayout]) -> None:
-        """Writes the index, which makes the new files the checkpoint, and removes the files of the old index."""
+        """Writes the index, which makes the new files the checkpoint, and removes the files that no index names."""
         sync_folder(self.folder)
         if self.index is None:
             return
@@ -168,10 +166,17 @@ class _Plan:
         total = sum(leaf.nbytes for leaf in self.leaves)
         old = _indexed_files(self.index)
         write_synced(self.index, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-        for path in old:
-            if path not in [file.path for file in files]:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        # Files that no index names are of saves that were killed before they wrote it, or before they came to this.
+        indices = [path for path in self.folder.iterdir() if path.name.endswith(INDEX)]
+        named = {path for index in indices for path in _indexed_files(index)}
+        for path in {*old, *self._shards()} - named:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _shards(self, start: str = "", end: str = "") -> list[Path]:
+        """Returns the files in the folder whose names are those of this checkpoint's, of any generation."""
+        name = re.compile(rf"{re.escape(start + self.stem)}(\.\d+)?-\d+-of-\d+\.safetensors{re.escape(end)}")
+        return [file for file in self.folder.iterdir() if name.fullmatch(file.name)] if self.folder.is_dir() else []
 
     def undo(self, files: Sequence[FileLayout]) -> None:
         """Removes the new files if the index does not name them, which could not be written then."""

@@ -1,5 +1,6 @@
 """Files that appear all at once: at every moment of a save the old or the new checkpoint is whole."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -41,6 +42,15 @@ def value_of(loaded: dict[str, Any]) -> int:
     return values.pop()
 
 
+def only_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds one checkpoint and nothing else."""
+    index = folder / "saved" / "model.safetensors.index.json"
+    files = sorted(file.name for file in folder.rglob("*") if file.is_file())
+    if not index.exists():
+        return files in (["saved.safetensors"], ["saved.eqx"])
+    return files == sorted({index.name, *json.loads(index.read_text())["weight_map"].values()})
+
+
 @pytest.mark.parametrize("name", SAVERS)
 def test_at_every_moment_a_checkpoint_is_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, snapshots = tmp_path / "folder", []
@@ -71,7 +81,7 @@ def test_at_every_moment_a_checkpoint_is_whole(name: str, tmp_path: Path, monkey
     for snapshot in snapshots:
         SAVERS[name](snapshot, tree(3))
         assert value_of(LOADERS[name](snapshot, tree(0))) == 3
-        assert not [file for file in snapshot.rglob(".*") if file.name.endswith(".saving")]
+        assert only_checkpoint(snapshot)
 
 
 @pytest.mark.parametrize("name", SAVERS)
@@ -136,6 +146,14 @@ def test_a_folder_replaces_another(at_once: bool, tmp_path: Path, monkeypatch: p
         replace_folder(tmp_path / "new", tmp_path / "old")
         assert [path.name for path in tmp_path.iterdir()] == ["old"]
         assert (tmp_path / "old" / "file").read_text() == value
+
+
+def test_a_failed_replacement_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_exchange_names", lambda *_: False)
+    (tmp_path / "old").mkdir()
+    with pytest.raises(FileNotFoundError, match="missing"):
+        replace_folder(tmp_path / "missing", tmp_path / "old")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_two_names_are_exchanged_at_once(tmp_path: Path) -> None:

@@ -218,3 +218,24 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 / (24 *
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
     assert float(done.stdout) < 0.25
+
+
+def test_only_files_that_no_index_names_are_removed(tmp_path: Path) -> None:
+    tree = {"a": np.ones(4, np.float32), "b": np.ones(2, np.float32)}
+    # The shards of `model.1` have names like those of the first generation of `model`.
+    indices = [tmp_path / f"{stem}.safetensors.index.json" for stem in ("model.1", "model.ema", "model")]
+    for index in indices:
+        sr.save_safetensors(index, tree, max_file_bytes=16)
+    kept = {file.name for file in tmp_path.iterdir()}
+    for name in ("model.7-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
+        (tmp_path / name).touch()
+    for name in ("other-00001-of-00002.safetensors", "notes.txt"):
+        (tmp_path / name).touch()
+        kept.add(name)
+    sr.save_safetensors(indices[2], tree, max_file_bytes=100)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *(name for name in kept if not name.startswith("model-")),
+        "model-00001-of-00001.safetensors",
+    }
+    for index in indices:
+        assert sr.load_safetensors(index, tree, P(), sr.create_mesh("data:8"))["b"].tolist() == [1, 1]
