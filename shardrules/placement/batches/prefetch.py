@@ -30,6 +30,7 @@ def place_batches(
     """Returns an iterator over batches, each placed as `place_batch` does, some of them ahead.
 
     A thread takes the batches from `batches` and starts to place them, while the program computes with earlier ones.
+    Numpy arrays are copied before the next batch is taken: a reader may fill the same memory with it.
 
     **Arguments:**
 

@@ -91,7 +91,7 @@ class Saving:
         """
         # Numbers are compared too: of different ones only the first process's would be saved.
         texts = [f"{leaf.path} {leaf.dtype}{leaf.shape}{_number(leaf)}" for leaf in leaves]
-        digest = hashlib.sha256("\n".join([layout, *texts]).encode()).hexdigest()
+        digest = hashlib.sha256("\n".join([layout, *texts]).encode(errors="surrogatepass")).hexdigest()
         local = "".join("01"[leaf.is_local] for leaf in leaves)
         results = self.agree(_PLANS, None, [digest, local, notes])
         different = [str(process) for process, (other, _, _) in enumerate(results) if other != results[0][0]]

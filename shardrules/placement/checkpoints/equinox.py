@@ -22,7 +22,7 @@ from shardrules.core.errors import ConfigError
 from shardrules.core.finding import Finding
 from shardrules.placement.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings, refuse
 from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
-from shardrules.placement.checkpoints.tensor_file import FileTensor
+from shardrules.placement.checkpoints.tensor_file import FileTensor, local_path
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
@@ -93,7 +93,7 @@ def load_equinox(
         for value, sharding in zip(destination.values, destination.shardings, strict=True)
         if sharding is None and eqx.is_array_like(value) and not isinstance(value, bool | int | float | complex)
     ]
-    file = _with_suffix(Path(path))
+    file = _with_suffix(local_path(path, "load_equinox"))
     stored_leaves = [leaf for leaf, has in zip(leaves, has_block, strict=True) if has]
     tensors, problems = read_blocks(file, stored_leaves, cast, surplus)
     refuse(f"load_equinox: {file}", [*findings, *problems])

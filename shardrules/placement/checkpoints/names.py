@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, suggest
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
-from shardrules.placement.checkpoints.requested import RequestedLeaf
+from shardrules.placement.checkpoints.requested import PYTHON_TYPES, RequestedLeaf
 
 Name: TypeAlias = "str | Sequence[Name] | None"
 """The name of a tensor; several names, of which the array is the stack; or `None`: the checkpoint lacks it, and `like`
@@ -183,7 +183,8 @@ def compare(leaf: RequestedLeaf, name: str, stored: StoredArray, *, cast: bool) 
     ```
     """
     if not leaf.is_array:
-        if stored.python_type is not type(leaf.value):
+        # The type or a subclass of it, such as an IntEnum; of booleans the first is theirs, though they are integers.
+        if stored.python_type is not next(kind for kind in PYTHON_TYPES if isinstance(leaf.value, kind)):
             yield Mismatch("value", leaf.path, name, None, type(leaf.value).__name__, stored)
         return
     mismatch = Mismatch("", leaf.path, name, leaf.shape, str(leaf.dtype), stored)

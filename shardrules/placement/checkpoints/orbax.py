@@ -21,7 +21,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.checkpoints.commit import replaced_folder
 from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
-from shardrules.placement.checkpoints.requested import RequestedLeaf, requested_leaves, with_values
+from shardrules.placement.checkpoints.requested import RequestedLeaf, as_type_of, requested_leaves, with_values
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
@@ -224,4 +224,4 @@ def _options(leaf: RequestedLeaf, orbax: ModuleType) -> Any:
 
 
 def _python_value(value: Any, leaf: RequestedLeaf) -> Any:
-    return value if isinstance(leaf.value, str) else type(leaf.value)(np.asarray(value).item())
+    return as_type_of(leaf, value if isinstance(leaf.value, str) else np.asarray(value).item())

@@ -106,7 +106,16 @@ def python_value(source: ArraySource, leaf: RequestedLeaf) -> Any:
     assert python_value(sr.ArraySource((), np.int64, lambda index: np.array(7)), RequestedLeaf("step", 0)) == 7
     ```
     """
-    return type(leaf.value)(source.part(()).item())
+    return as_type_of(leaf, source.part(()).item())
+
+
+def as_type_of(leaf: RequestedLeaf, value: Any) -> Any:
+    """Returns a Python value as the type that the tree has at `leaf`, which may be a subclass, such as an enum."""
+    kind = type(leaf.value)
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{printable(leaf.path)}: {value!r:.60} cannot become a {kind.__name__}") from error
 
 
 def _stored_as(value: Any) -> tuple[tuple[int, ...], np.dtype]:

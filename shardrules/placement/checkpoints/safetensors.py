@@ -4,14 +4,13 @@ Everything that the headers say is checked against `like` before any tensor is r
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from shardrules.core.axes import AnyMesh
 from shardrules.placement.checkpoints.headers import read_headers
 from shardrules.placement.checkpoints.names import Name, Names, match, refuse
 from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
-from shardrules.placement.checkpoints.tensor_file import FileTensor, stacked_source
+from shardrules.placement.checkpoints.tensor_file import FileTensor, local_path, stacked_source
 from shardrules.placement.destination import resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.rules.how import How
@@ -73,7 +72,7 @@ def load_safetensors(
     """
     destination = resolve_destination(like, how, mesh, caller="load_safetensors")
     leaves = requested_leaves(like, destination, "load_safetensors")
-    headers = read_headers(Path(path))
+    headers = read_headers(local_path(path, "load_safetensors"))
     matches, findings = match(
         leaves, headers.stored, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast, stacks=True
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardrules.placement.checkpoints.commit import FileLayout, Saving, sync_folder
 from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
+from shardrules.placement.checkpoints.tensor_file import local_path
 
 
 def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
@@ -27,9 +28,9 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
 
     **Raises:**
 
-    `CheckpointError`, listing everything that cannot be saved, or when the file cannot be written: on all processes,
-    whichever failed. `DisagreementError` where processes have different trees; `BarrierTimeoutError` and `BarrierError`
-    as in `barrier_sync`.
+    `CheckpointError`, listing everything that cannot be saved, for addresses of cloud stores, or when the file cannot
+    be written: on all processes, whichever failed. `DisagreementError` where processes have different trees;
+    `BarrierTimeoutError` and `BarrierError` as in `barrier_sync`.
 
     ```python
     state = {"w": jnp.ones((16, 8)), "step": 7, "key": jax.random.key(0)}
@@ -43,6 +44,7 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     saving = Saving(f"save_equinox: {target}", timeout)
 
     def plan() -> list[SavedLeaf]:
+        local_path(path, "save_equinox")
         leaves, findings = saved_leaves(tree, "save_equinox", lambda _: "")
         refuse_to_save(saving.title, findings)
         return leaves

@@ -23,7 +23,7 @@ from shardrules.placement.checkpoints.commit import (
 )
 from shardrules.placement.checkpoints.orbax import import_orbax
 from shardrules.placement.checkpoints.requested import PYTHON_TYPES
-from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
+from shardrules.placement.checkpoints.saved import SavedLeaf, is_unicode, refuse_to_save, saved_leaves
 from shardrules.placement.source import ArraySource
 
 _UNSUPPORTED = ("uint2", "uint4", "float8_e4m3")
@@ -73,6 +73,8 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     def plan() -> list[SavedLeaf]:
         leaves, findings = saved_leaves(tree, "save_orbax", _unsupported)
         for leaf in leaves:
+            if not is_unicode(leaf.path):
+                findings.append(Finding("error", "name", "the path is not valid Unicode", leaf.path, "Rename it"))
             if isinstance(leaf.value, ArraySource):
                 remedy = "Place it before"
                 findings.append(Finding("error", "no-values", "it is an ArraySource", leaf.path, remedy, leaf.shape))

@@ -10,10 +10,11 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.core.errors import CheckpointError, ConfigTypeError
+from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, suggest
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
+from shardrules.core.tree import leaf_paths
 from shardrules.placement.checkpoints.commit import (
     TEMPORARY,
     FileLayout,
@@ -23,7 +24,8 @@ from shardrules.placement.checkpoints.commit import (
 )
 from shardrules.placement.checkpoints.headers import DTYPES, INDEX
 from shardrules.placement.checkpoints.names import Names
-from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
+from shardrules.placement.checkpoints.saved import SavedLeaf, is_unicode, refuse_to_save, saved_leaves
+from shardrules.placement.checkpoints.tensor_file import local_path
 
 _DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -55,8 +57,8 @@ def save_safetensors(
         all tensors; or an index, `model.safetensors.index.json`. Folders are made.
     - `tree`: any pytree: a module, a train state. Of typed PRNG keys the key data are saved. Leaves that are neither
         arrays nor Python numbers (functions, strings) are not saved: `load_safetensors` takes them from `like`.
-    - `names`: the name of each tensor, as in `load_safetensors`: a function from paths, or a table for the paths whose
-        name is not the path with dots. `None` for a path: it is not saved.
+    - `names`: one name for each tensor: a function from paths, or a table for the paths whose name is not the path with
+        dots. `None` for a path: it is not saved. What names one tensor each, `load_safetensors` takes too.
     - `max_file_bytes`: how much goes into one file of a folder, as bytes or `"5GB"`. A larger tensor has its own.
     - `metadata`: strings to put into each file, such as `{"format": "pt"}`, which other libraries expect.
     - `timeout`: the seconds that a process waits for the others at each step.
@@ -64,7 +66,9 @@ def save_safetensors(
     **Raises:**
 
     `CheckpointError`, listing everything that cannot be saved (deleted arrays, shapes without values, dtypes that the
-    format lacks, names that occur twice), or when a file cannot be written: on all processes, whichever failed.
+    format lacks, names that occur twice, keys of `names` that are not paths); where the other form of a checkpoint, one
+    file or a folder of files, is there under this name; for addresses of cloud stores; or when a file cannot be
+    written: on all processes, whichever failed. `ConfigError` and `ConfigTypeError` for bad arguments.
     `DisagreementError` where processes have different trees; `BarrierTimeoutError` and `BarrierError` as in
     `barrier_sync`.
 
@@ -79,7 +83,7 @@ def save_safetensors(
     """
     target = Path(path)
     saving = Saving(f"save_safetensors: {target}", timeout)
-    plan = saving.plan(lambda: _plan(target, tree, names, max_file_bytes, metadata, saving.title))
+    plan = saving.plan(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
     # The first process looks for names: another may not see yet what it removed a moment ago.
     free_generation = plan.free_generation() if process_id() == 0 else None
     writers, generation = saving.agree_on(plan.leaves, plan.text, free_generation)
@@ -189,12 +193,16 @@ class _Plan:
 
 
 def _plan(
-    target: Path, tree: Any, names: Names, max_file_bytes: float | str, metadata: Mapping[str, str] | None, title: str
+    path: Any, tree: Any, names: Names, max_file_bytes: float | str, metadata: Mapping[str, str] | None, title: str
 ) -> _Plan:
     caller = title.partition(":")[0]
-    if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+    target = local_path(path, caller)
+    pairs = metadata.items() if isinstance(metadata, Mapping) else [(metadata,)]
+    if metadata is not None and not all(isinstance(text, str) for pair in pairs for text in pair):
         raise ConfigTypeError(f"{caller}: metadata must be a table from strings to strings, got {metadata!r:.80}")
     most_bytes = read_bytes("max_file_bytes", max_file_bytes)
+    if most_bytes < 1:
+        raise ConfigError(f"{caller}: max_file_bytes must be 1 or more, got {max_file_bytes!r}")
     is_file = target.suffix == ".safetensors"
     index = None if is_file else target if target.name.endswith(INDEX) else target / f"model{INDEX}"
     folder = target.parent if index is None else index.parent
@@ -204,9 +212,15 @@ def _plan(
         raise CheckpointError(
             f"{title} cannot be saved: it is {what}. Pass a folder, or a file that ends in .safetensors"
         )
+    other = folder / f"{stem}{INDEX if index is None else '.safetensors'}"
+    if other.exists():
+        raise CheckpointError(
+            f"{title} cannot be saved: {other} is a checkpoint already, and one of the two would be loaded for the "
+            "other. Remove it, or save under another name"
+        )
     leaves, findings = saved_leaves(tree, caller, _unsupported)
     named = _named(leaves, names, caller)
-    findings += _repeated(named)
+    findings += [*_unknown(names, tree), *_repeated(named)]
     refuse_to_save(title, findings)
     if not named:
         raise CheckpointError(f"{title} cannot be saved: the tree has neither an array nor a Python number")
@@ -235,14 +249,30 @@ def _named(leaves: Sequence[SavedLeaf], names: Names, caller: str) -> list[tuple
     return result
 
 
+def _unknown(names: Names, tree: Any) -> Iterator[Finding]:
+    """Yields a finding for each key of a table of names that is not a path."""
+    paths = dict.fromkeys(leaf_paths(tree)) if isinstance(names, Mapping) else {}
+    for path in names if isinstance(names, Mapping) else ():
+        if path not in paths:
+            why = f"`names` has this path, and the tree has no such leaf{suggest(str(path), paths)}"
+            yield Finding("error", "no-leaf", why, str(path), "Write paths as sr.leaf_paths(tree) does")
+
+
 def _repeated(named: Sequence[tuple[SavedLeaf, str]]) -> Iterator[Finding]:
     paths: dict[str, list[str]] = {}
     for leaf, name in named:
         paths.setdefault(name, []).append(leaf.path)
     for name, same in paths.items():
-        if len(same) > 1 or name == "__metadata__":
-            why = f"{name!r} is also the name of {', '.join(same[:-1])}" if len(same) > 1 else f"{name!r} is reserved"
+        why = f"{name!r} is also the name of {', '.join(same[:-1])}" if len(same) > 1 else _reserved(name)
+        if why:
             yield Finding("error", "name", why, same[-1], "Give it another name: names={path: name}")
+
+
+def _reserved(name: str) -> str:
+    """Returns why a tensor cannot have a name, or nothing."""
+    if name == "__metadata__":
+        return f"{name!r} is reserved"
+    return "" if is_unicode(name) else f"{name!r} is not valid Unicode"
 
 
 def _groups(leaves: Sequence[SavedLeaf], most_bytes: int) -> list[list[int]]:

@@ -95,6 +95,11 @@ def _problem(value: Any) -> tuple[str, str] | None:
     return f"a {type(value).__name__} cannot be read as an array", "Convert it"
 
 
+def is_unicode(name: str) -> bool:
+    """Whether files can hold a name: it has no half of a surrogate pair."""
+    return not any("\ud800" <= char <= "\udfff" for char in name)
+
+
 def refuse_to_save(what: str, findings: Sequence[Finding]) -> None:
     """Raises one `CheckpointError` that lists all findings, if there are any; `what` names the caller and the file."""
     if findings:

@@ -8,6 +8,8 @@ ones are read together with what lies between them, a block at a time, and cut o
 """
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.core.errors import CheckpointError
+from shardrules.core.errors import CheckpointError, printable
 from shardrules.placement.source import ArraySource, Index
 
 _SHORT_BYTES = 4 * 2**10
@@ -29,6 +31,21 @@ runs are read by calls of their own, with double more bytes are read for nothing
 
 _BLOCK_BYTES = 2**20
 """How much is read at once of what has to be cut. Half of it makes more calls, double takes more memory."""
+
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/")
+"""How the address of a cloud store begins; of two slashes a `Path` keeps one."""
+
+
+def local_path(path: Any, caller: str) -> Path:
+    """Returns a path, after checking that it is not the address of a cloud store."""
+    text = os.fspath(path)
+    if _ADDRESS.match(text):
+        raise CheckpointError(
+            f"{caller}: {printable(text)} is an address, and these files are read and written only in file systems. "
+            "save_orbax and load_orbax take addresses; or mount the bucket, and pass a path in it"
+        )
+    return Path(path)
 
 
 @final

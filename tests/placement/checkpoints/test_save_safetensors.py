@@ -177,7 +177,11 @@ def test_all_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
         ({"names": 3}, ConfigTypeError, "names must be a table or a function"),
         ({"names": lambda path: 3}, ConfigTypeError, "names must give a string or None for 'w', got 3"),
         ({"max_file_bytes": "5 gigs"}, ConfigError, "max_file_bytes must be a number of bytes"),
+        ({"max_file_bytes": 0}, ConfigError, "max_file_bytes must be 1 or more, got 0"),
         ({"metadata": {"step": 3}}, ConfigTypeError, "metadata must be a table from strings to strings"),
+        ({"metadata": [1]}, ConfigTypeError, r"metadata must be a table from strings to strings, got \[1\]"),
+        ({"names": {"ww": "x"}}, CheckpointError, r"no-leaf: ww: .* has this path, and the tree .*did you mean 'w'"),
+        ({"names": {"w": "x\ud800"}}, CheckpointError, r"name: w: 'x\\ud800' is not valid Unicode"),
         ({"names": lambda path: None}, CheckpointError, "neither an array nor a Python number"),
     ],
 )
@@ -198,6 +202,21 @@ def test_a_path_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
         sr.save_safetensors(tmp_path / "folder.safetensors", {"w": np.ones(3)})
     with pytest.raises(CheckpointError, match="Not a directory"):
         sr.save_safetensors(tmp_path / "file" / "saved", {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize(("first", "second"), [("", "model.safetensors"), ("model.safetensors", "")])
+def test_one_folder_has_no_two_forms_of_a_checkpoint(first: str, second: str, tmp_path: Path) -> None:
+    sr.save_safetensors(tmp_path / first, {"w": np.ones(3)})
+    files = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors[.a-z]* is a checkpoint already"):
+        sr.save_safetensors(tmp_path / second, {"w": np.zeros(3)})
+    assert sorted(tmp_path.iterdir()) == files
+    sr.save_safetensors(tmp_path / "ema.safetensors", {"w": np.zeros(3)})
+
+
+def test_a_table_of_names_may_have_paths_that_are_not_saved(tmp_path: Path) -> None:
+    sr.save_safetensors(tmp_path, {"w": np.ones(4), "label": "x"}, names={"w": "v", "label": "label"})
+    assert list(library_tensors(tmp_path)) == ["v"]
 
 
 @pytest.mark.slow

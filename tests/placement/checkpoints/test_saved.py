@@ -1,5 +1,7 @@
 """What a checkpoint takes from a tree, and what it refuses."""
 
+import enum
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import ConfigTypeError
+from shardrules.core.errors import CheckpointError, ConfigTypeError
 from shardrules.placement.checkpoints.saved import saved_leaves
 
 
@@ -77,3 +79,54 @@ def test_placed_arrays_are_local_in_one_process() -> None:
     placed = sr.filter_shard({"w": np.ones((8, 8))}, P("data"), sr.create_mesh("data:8"))
     leaves, _ = saved_leaves(placed, "save", supported)
     assert leaves[0].is_local
+
+
+FORMATS = {
+    "safetensors": (sr.save_safetensors, sr.load_safetensors),
+    "equinox": (sr.save_equinox, sr.load_equinox),
+    "orbax": (sr.save_orbax, sr.load_orbax),
+}
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+    TRAIN = 2
+
+
+class Rate(float):
+    """A subclass of a Python number."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_subclasses_of_numbers_come_back_as_they_were(name: str, tmp_path: Path) -> None:
+    save, load = FORMATS[name]
+    mesh = sr.create_mesh("data:8")
+    tree = {"phase": Phase.TRAIN, "rate": Rate(0.5), "truth": True}
+    save(tmp_path / "saved", tree)
+    restored = load(tmp_path / "saved", {"phase": Phase.WARM, "rate": Rate(0), "truth": False}, P(), mesh)
+    assert restored == tree
+    assert [type(value) for value in restored.values()] == [Phase, Rate, bool]
+    with pytest.raises(CheckpointError, match=r"(?s)value: .*value: "):
+        load(tmp_path / "saved", {"phase": True, "rate": 0.0, "truth": 1}, P(), mesh)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_that_an_enum_lacks_is_an_error_with_its_path(name: str, tmp_path: Path) -> None:
+    save, load = FORMATS[name]
+    save(tmp_path / "saved", {"phase": 7})
+    with pytest.raises(CheckpointError, match="phase: 7 cannot become a Phase"):
+        load(tmp_path / "saved", {"phase": Phase.WARM}, P(), sr.create_mesh("data:8"))
+
+
+@pytest.mark.parametrize("name", ["safetensors", "orbax"])
+def test_a_path_with_half_a_surrogate_pair_is_refused(name: str, tmp_path: Path) -> None:
+    save, _ = FORMATS[name]
+    with pytest.raises(CheckpointError, match=r"name: w\\ud800.* is not valid Unicode"):
+        save(tmp_path / "saved", {"w\ud800": np.ones(3)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_format_without_paths_takes_half_a_surrogate_pair(tmp_path: Path) -> None:
+    tree = {"w\ud800": np.ones(3, np.float32)}
+    sr.save_equinox(tmp_path / "saved", tree)
+    assert (sr.load_equinox(tmp_path / "saved", tree, P(), sr.create_mesh("data:8"))["w\ud800"] == 1).all()

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+import shardrules as sr
 from shardrules.core.errors import CheckpointError
 from shardrules.placement.checkpoints import tensor_file
-from shardrules.placement.checkpoints.tensor_file import FileTensor
+from shardrules.placement.checkpoints.tensor_file import FileTensor, local_path
 
 HEAD = b"something before"
 
@@ -118,3 +120,24 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(HEAD + bytes(12))
     with pytest.raises(CheckpointError, match="x ended at byte 28 while it was read"):
         tensor.read((slice(None),))
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/state", "s3://bucket/state.safetensors", Path("gs://bucket/state.eqx")])
+def test_addresses_of_cloud_stores_are_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree, mesh = {"w": np.ones(8)}, sr.create_mesh("data:8")
+    calls = {
+        "save_safetensors": lambda: sr.save_safetensors(path, tree),
+        "load_safetensors": lambda: sr.load_safetensors(path, tree, P(), mesh),
+        "save_equinox": lambda: sr.save_equinox(path, tree),
+        "load_equinox": lambda: sr.load_equinox(path, tree, P(), mesh),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CheckpointError, match=f"{name}: .*bucket.* is an address.*mount the bucket"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["C:/state", "a:b/c", "runs/gs://x", "http", "."])
+def test_paths_are_no_addresses(path: str) -> None:
+    assert local_path(path, "save") == Path(path)
