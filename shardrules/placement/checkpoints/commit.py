@@ -204,7 +204,8 @@ def replaced_folder(folder: Path) -> Path:
 def remove_leftover_folders(new: Path, old: Path) -> None:
     """Removes what a killed process has left of `replace_folder`, or gives `old` its name back."""
     aside = replaced_folder(old)
-    if aside.is_dir() and not old.exists():
+    # Scripts may have made an empty folder since.
+    if aside.is_dir() and not old.is_file() and not any(old.glob("*")):
         aside.replace(old)
     if new.is_symlink() or new.is_file():
         new.unlink()

@@ -187,7 +187,7 @@ def _metadata(handler: Any, folder: Any, title: str) -> Any:
     except FileNotFoundError:
         message, remedy = "no such folder", ""
         aside = replaced_folder(folder)
-        if not folder.exists() and aside.exists():
+        if aside.exists():
             message, remedy = "a save was interrupted", f"rename {aside} to {folder.name}, or save again"
         elif folder.is_dir():
             inside = sorted(str(path.relative_to(folder)) for path in folder.glob("*/_METADATA"))

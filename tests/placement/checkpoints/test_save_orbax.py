@@ -153,7 +153,10 @@ def test_an_old_copy_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkey
     assert restored["w"].tolist() == [0, 0, 0]
 
 
-def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_a_kill_between_two_renames_loses_nothing(
+    made_anew: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sr.save_orbax(tmp_path / "saved", {"w": np.ones(3, np.float32)})
     monkeypatch.setattr(commit, "_exchange_names", lambda *_: False)
     replace = Path.replace
@@ -168,6 +171,8 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path, monkeypatch: p
         with pytest.raises(KeyboardInterrupt, match="killed"):
             sr.save_orbax(tmp_path / "saved", {"w": np.zeros(3, np.float32)})
     assert not (tmp_path / "saved").exists()
+    if made_anew:  # by a script that makes its folders before it loads
+        (tmp_path / "saved").mkdir()
     with pytest.raises(CheckpointError, match=r"a save was interrupted\n.*rename .*\.saved\.replaced to saved"):
         sr.load_orbax(tmp_path / "saved", like(3), P(), sr.create_mesh("data:8"))
     # A save that fails has brought the old one back before; one that succeeds leaves nothing else.
