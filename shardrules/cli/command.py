@@ -67,7 +67,12 @@ class Command:
             last = options.get(joined[-1]) if joined else None
             # argparse takes -5GiB for an option. As a value of the option before, it gets an error about values.
             takes_value = last is not None and last.nargs is None and "--" not in joined
-            if takes_value and word.startswith("-") and word != "-" and word.partition("=")[0] not in options:
+            if (
+                takes_value
+                and word.startswith("-")
+                and word not in ("-", "--")
+                and word.partition("=")[0] not in options
+            ):
                 joined[-1] += f"={word}" if joined[-1].startswith("--") else word
             else:
                 joined.append(word)

@@ -1,12 +1,9 @@
 """Files that commands read and write, and the errors they raise."""
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from shardrules.cli.errors import UsageError
-from shardrules.cli.interrupt import finishing, removed_on_interrupt
+from shardrules.cli.interrupt import finishing
 from shardrules.core.errors import ConfigError
 from shardrules.core.storage import files
 
@@ -34,23 +31,9 @@ def named_path(text: str) -> Path:
         raise UsageError(f"{text}: there is no such user, so the folder {text.split('/')[0]} is unknown") from error
 
 
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Makes a folder that is removed at the end, which may be SIGINT."""
-    with tempfile.TemporaryDirectory() as folder, removed_on_interrupt(folder):
-        yield Path(folder)
-
-
 def write(file: Path, text: str, *, makes_folders: bool = False) -> None:
     """Writes a whole file, or leaves it as it is. A `UsageError` says why it cannot be written."""
-    if file.parent.exists() and not file.parent.is_dir():
-        raise UsageError(f"cannot write {file}: {file.parent} is a file, not a folder")
-    if not (makes_folders or file.parent.is_dir()):
-        raise UsageError(f"cannot write {file}: the folder {file.parent} does not exist; make it first")
-    if file.is_dir():
-        raise UsageError(f"{file} is a folder: name a file in it")
-    if str(file) == "-":
-        raise UsageError("cannot write to -: --format json prints to the standard output")
+    check_writable(file, makes_folders=makes_folders)
     try:
         with finishing():
             # A device or a pipe must not be replaced by a file.
@@ -60,3 +43,16 @@ def write(file: Path, text: str, *, makes_folders: bool = False) -> None:
                 files.write_text(file, text)
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def check_writable(file: Path, *, makes_folders: bool = False) -> None:
+    """Raises the `UsageError` for a file that has no folder, or is one."""
+    obstacle = next((parent for parent in file.parents if parent.exists() and not parent.is_dir()), None)
+    if obstacle is not None:
+        raise UsageError(f"cannot write {file}: {obstacle} is a file, not a folder; rename it")
+    if not (makes_folders or file.parent.is_dir()):
+        raise UsageError(f"cannot write {file}: the folder {file.parent} does not exist; make it first")
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder: name a file in it")
+    if str(file) == "-":
+        raise UsageError("cannot write to -: --format json prints to the standard output")

@@ -8,7 +8,6 @@ which compiled libraries may abort for. So nothing is raised: a thread waits for
 import atexit
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -18,9 +17,6 @@ from typing import NoReturn
 
 INTERRUPTED = 130
 """The exit code, which shells give to what Ctrl-C ends."""
-
-_FOLDERS: list[str] = []
-"""Temporary folders to remove."""
 
 _IDLE = threading.Event()
 _IDLE.set()
@@ -65,16 +61,6 @@ def finishing() -> Iterator[None]:
         _IDLE.set()
 
 
-@contextlib.contextmanager
-def removed_on_interrupt(folder: str) -> Iterator[None]:
-    """Inside, SIGINT removes a temporary folder."""
-    _FOLDERS.append(folder)
-    try:
-        yield
-    finally:
-        _FOLDERS.remove(folder)
-
-
 def end(code: int) -> NoReturn:
     """Ends the process after the exit functions of libraries.
 
@@ -95,8 +81,6 @@ def _wait(reader: int, terminal: int | None) -> None:
     for child in _children():
         with contextlib.suppress(OSError):  # it has just ended
             os.kill(child, signal.SIGTERM)
-    for folder in _FOLDERS:
-        shutil.rmtree(folder, ignore_errors=True)
     if terminal is not None and os.environ.get("TERM", "dumb") != "dumb":
         os.write(terminal, _SHOW_CURSOR)
     os._exit(INTERRUPTED)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import jax
+from rich.text import Text
 
 from shardrules.cli.command import BUG, FINDINGS, HELP, SUCCESS, USAGE
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.interrupt import INTERRUPTED
 from shardrules.cli.registry import COMMANDS, load_command
-from shardrules.cli.terminal import complain
+from shardrules.cli.terminal import complain, emit
 from shardrules.core.errors import PlanError, RulesFileError, ShardRulesError, printable, suggest
 
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except (ShardRulesError, OSError) as error:
         if shows_traceback:
-            traceback.print_exc()
+            emit(Text(traceback.format_exc().rstrip()), is_error=True)
         if isinstance(error, PlanError):
             complain(str(error))
             return FINDINGS
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last resort: every expected error is handled above
         if shows_traceback:
-            traceback.print_exc()
+            emit(Text(traceback.format_exc().rstrip()), is_error=True)
         complain(f"{type(error).__name__}: {one_line(error)}. This is a bug in shardrules; --traceback shows where")
         return BUG
 

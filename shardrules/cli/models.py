@@ -11,10 +11,12 @@ import jax
 from shardrules.cli.checkpoints import Checkpoint, load_orbax_shapes, load_safetensors_shapes
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path, read_text
-from shardrules.cli.objects import NamedObject, has_arrays, is_object_name, load_object
+from shardrules.cli.objects import NamedObject, has_arrays, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import is_cut_off
+from shardrules.planning.answer import report
+from shardrules.rules.text import is_object_name
 
 FORMS = (
     "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
@@ -61,7 +63,13 @@ def load_model(text: str) -> Model:
     raise UsageError(f"cannot read {text} as a model: {FORMS}")
 
 
-_OTHERS = {
+FORMAT = 1
+"""The version of the layout of the JSON of two plans. Raise it with a change that older readers would misread."""
+
+_KINDS = {
+    "shardrules": "a plan",
+    "shardrules_plans": "a plan with an optimizer's state",
+    "shardrules_autoplan": "an autoplan",
     "weight_map": "the table of a checkpoint: an index of safetensors ends in .safetensors.index.json",
     "shardrules_audit": "an audit, which shardrules diff compares and report --audit shows",
     "shardrules_check": "the answer of shardrules check",
@@ -69,7 +77,7 @@ _OTHERS = {
     "shardrules_moves": "a plan of moves between meshes",
     "model_type": "the configuration of a model: name its checkpoint",
 }
-"""What JSON with a certain key is, instead of a plan."""
+"""What JSON with a certain key is."""
 
 
 def read_plan(path: Path) -> ShardingPlan:
@@ -77,17 +85,24 @@ def read_plan(path: Path) -> ShardingPlan:
     text = read_text(path)
     data = read_json(path, text)
     # Autoplan has the plan beside its figures, and with an optimizer there are two plans.
-    for key, part in (("shardrules_autoplan", "plan"), ("shardrules_plans", "model")):
+    for key, part, version in (("shardrules_autoplan", "plan", report.FORMAT), ("shardrules_plans", "model", FORMAT)):
         if isinstance(data, dict) and key in data and part in data:
+            if data[key] != version:
+                raise UsageError(f"{path} has format {data[key]!r} of {key}, and this version reads {version}")
             text = json.dumps(data[part])
     try:
         return ShardingPlan.from_json(text)
     except PlanError as error:
         if isinstance(data, dict) and "shardrules" in data:
             raise UsageError(f"{path}: {one_line(error)}") from error
-        kinds = [meaning for key, meaning in _OTHERS.items() if isinstance(data, dict) and key in data]
-        kind = kinds[0] if kinds else "JSON, but not what shardrules plan -o writes"
+        kind = kind_of(data) or "JSON, but not what shardrules plan -o writes"
         raise UsageError(f"{path} is not a plan: it is {kind}") from error
+
+
+def kind_of(data: Any) -> str:
+    """Returns what kind of document JSON is, by its keys; nothing for others."""
+    kinds = (meaning for key, meaning in _KINDS.items() if isinstance(data, dict) and key in data)
+    return next(kinds, "")
 
 
 def read_json(path: Path, text: str) -> Any:

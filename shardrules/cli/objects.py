@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import missing_file, named_path
 from shardrules.core.errors import ConfigError, ShardRulesError, suggest
 from shardrules.core.tree import array_kind
-from shardrules.rules.text import parse_op
+from shardrules.rules.text import OBJECT_NAME, parse_op
 
-_OBJECT_NAME = re.compile(r"(?P<module>.+?):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*(?P<call>\(.*\))?", re.DOTALL)
 _KEY_PARAMETERS = ("key", "rng", "prng_key", "rng_key")
 """Names of parameters that take random keys. They need not be written, since only shapes are computed."""
 
@@ -114,23 +112,9 @@ def has_arrays(tree: Any) -> bool:
     return any(array_kind(leaf) is not None for leaf in jtu.tree_leaves(tree))
 
 
-def is_object_name(text: str) -> bool:
-    """Returns whether a string has the form of an object's name, `module:name`, perhaps with arguments.
-
-    ```python
-    from shardrules.cli.objects import is_object_name
-
-    assert is_object_name("model.py:make(depth=2)") and not is_object_name("shard_dim('model', -1)")
-    ```
-    """
-    match = _OBJECT_NAME.fullmatch(text)
-    # With a quote or `|` before the colon it is a rule in text form.
-    return match is not None and not any(char in match["module"] for char in "'\"|")
-
-
 def load_object(text: str) -> NamedObject:
     """Imports the object that a string names, and reads its arguments. A `UsageError` says what is wrong."""
-    match = _OBJECT_NAME.fullmatch(text)
+    match = OBJECT_NAME.fullmatch(text)
     if match is None:
         raise UsageError(f"{text!r} does not name a Python object: write module:name, or file.py:name")
     value: Any = _load_module(match["module"], text)

@@ -11,10 +11,10 @@ import equinox as eqx
 import jax
 
 from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.objects import describe_error, is_object_name, load_object
+from shardrules.cli.objects import describe_error, load_object
 from shardrules.core.errors import ShardRulesError, suggest
 from shardrules.core.tree import array_kind
-from shardrules.rules.text import parse_op
+from shardrules.rules.text import is_object_name, parse_op
 
 OPTIMIZERS = (
     "adabelief",

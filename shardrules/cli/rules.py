@@ -10,13 +10,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path, read_text
 from shardrules.cli.models import read_plan
-from shardrules.cli.objects import NamedObject, is_object_name, load_object
+from shardrules.cli.objects import NamedObject, load_object
 from shardrules.core.errors import RulesFileError, ShardRulesError
 from shardrules.core.rule import ShardingRule
 from shardrules.rules.files.reader import read_rules_file
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.regex import RegexShardingRule
-from shardrules.rules.text import parse_rule
+from shardrules.rules.text import is_object_name, parse_rule
 
 _NAME = re.compile(r"\s*\w+\s*")
 
@@ -63,19 +63,21 @@ def load_rules(text: str) -> LoadedRules:
         return _from_file(path)
     if path.suffix == ".json":
         return LoadedRules(read_plan(path).as_rule(), is_for_step="shardrules_autoplan" in read_text(path)[:100])
-    if not path.exists() and is_object_name(text):
+    # A folder, or a file of another kind, can never be rules: one of this name hides no object and no rule.
+    if is_object_name(text) and (path.is_dir() or not path.exists()):
         return LoadedRules(_from_code(load_object(text)))
-    if path.exists() or (not any(char in text for char in "('|") and _NAME.fullmatch(text) is None):
-        kind = "a folder" if path.is_dir() else "a file of another kind" if path.exists() else "not a file"
-        cause = f"--rules {text}: this is {kind}" if text.strip() else "--rules is empty"
-        raise UsageError(
-            f"{cause}; rules are a .toml file, module:rules, file.py:rules, a plan's JSON, or a text such as "
-            "\"shard_dim('model', 0)|fsdp('data')\""
-        )
-    try:
-        return LoadedRules(parse_rule(text))
-    except ShardRulesError as error:
-        raise UsageError(f"--rules: {one_line(error)}") from error
+    if any(char in text for char in "('|") or _NAME.fullmatch(text):
+        try:
+            return LoadedRules(parse_rule(text))
+        except ShardRulesError as error:
+            if not path.exists():
+                raise UsageError(f"--rules: {one_line(error)}") from error
+    kind = "a folder" if path.is_dir() else "a file of another kind" if path.exists() else "not a file"
+    cause = f"--rules {text}: this is {kind}" if text.strip() else "--rules is empty"
+    raise UsageError(
+        f"{cause}; rules are a .toml file, module:rules, file.py:rules, a plan's JSON, or a text such as "
+        "\"shard_dim('model', 0)|fsdp('data')\""
+    )
 
 
 def _from_file(path: Path) -> LoadedRules:

@@ -32,22 +32,27 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 def show(text: str, style: str = "") -> None:
     """Prints lines, in a style of rich if the terminal has colours."""
-    console, text = Console(highlight=False, soft_wrap=True), printable_text(text)
+    emit(Text(printable_text(text), style))
+
+
+def emit(text: Text, *, is_error: bool = False) -> None:
+    """Prints text as it is, to the standard output or the standard error."""
+    console = Console(stderr=is_error, highlight=False, soft_wrap=True)
     try:
         # Into pipes goes what `print` gives: golden files must not depend on rich.
         if console.is_terminal:
-            console.print(Text(text, style))
+            console.print(text)
         else:
-            print(text, flush=True)
-    except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does: drop the rest, and keep the exit code.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(text.plain, file=console.file, flush=True)
+    except (BrokenPipeError, SystemExit):
+        # The reader has closed the pipe, as `head` does: drop the rest, and keep the exit code. Rich would exit with 1.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), console.file.fileno())
 
 
 def complain(text: str, severity: str = "error") -> None:
     """Prints an error or a warning to the standard error."""
     line = Text.assemble((f"shardrules: {severity}:", STYLES[severity]), " ", printable_text(text))
-    Console(stderr=True, highlight=False, soft_wrap=True).print(line)
+    emit(line, is_error=True)
 
 
 def complain_of(plan: ShardingPlan, codes: Sequence[str] | None = None) -> None:
@@ -90,12 +95,12 @@ def show_plan(plan: ShardingPlan) -> None:
         return
     lines = aligned([COLUMNS, *[row.cells() for row in plan.rows]], (BYTES_COLUMN,))
     if max(map(len, lines)) <= console.width:
-        console.print(Text("\n".join(lines[:2]), "bold"))
-        console.print(Text("\n".join(lines[2:])))
+        emit(Text("\n".join(lines[:2]), "bold"))
+        emit(Text("\n".join(lines[2:])))
     else:
         for row in plan.rows:
-            console.print(_stacked(row))
-    console.print(Text(str(plan.memory()), "bold"))
+            emit(_stacked(row))
+    emit(Text(str(plan.memory()), "bold"))
     show_findings(plan.findings)
 
 

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterator, Sequence
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import NoMeshError, PlanError
+from shardrules.core.errors import NoMeshError, PlanError, printable
 from shardrules.core.finding import shape_text
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.diff import ChangeGroup, PlanDiff
@@ -47,7 +47,7 @@ def _summary(old: ShardingPlan, new: ShardingPlan, diff: PlanDiff) -> str:
         ("Per device", f"{device_bytes} <small>{_growth(growth)}{share}</small>"),
     ]
     stats = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
-    moving = "" if move is None else f"<p>{html.escape(_sentence(str(move)))}</p>"
+    moving = "" if move is None else f"<p>{_escaped(_sentence(str(move)))}</p>"
     return f'<dl class="stats">{stats}</dl>\n{moving}'
 
 
@@ -69,13 +69,13 @@ def _changes(groups: Sequence[ChangeGroup]) -> str:
 
 def _cells(group: ChangeGroup, index: int) -> Iterator[str]:
     first = group.changes[0]
-    path = f"<code>{html.escape(group.path or '(the tree)')}</code>"
+    path = f"<code>{_escaped(group.path or '(the tree)')}</code>"
     link = f'<a class="link" href="#change-{index}">{path}</a>' if index < _DRAWN_GROUPS else path
     yield f'<td class="break">{link}</td>'
     yield f'<td class="num">{len(group.changes):,}</td>'
     yield f"<td><code>{shape_text(first.shape)}</code></td>"
-    yield f"<td><del>{html.escape(first.old or 'absent')}</del></td>"
-    yield f"<td><ins>{html.escape(first.new or 'absent')}</ins></td>"
+    yield f"<td><del>{_escaped(first.old or 'absent')}</del></td>"
+    yield f"<td><ins>{_escaped(first.new or 'absent')}</ins></td>"
     yield f'<td class="num">{bytes_text(group.old_bytes)}</td>'
     yield f'<td class="num">{bytes_text(group.new_bytes)}</td>'
     yield f'<td class="num">{_growth(group.new_bytes - group.old_bytes)}</td>'
@@ -86,7 +86,7 @@ def _drawings(old: ShardingPlan, new: ShardingPlan, groups: Sequence[ChangeGroup
     drawn = groups[:_DRAWN_GROUPS]
     cards = "\n".join(
         f'<article class="card" id="change-{index}" aria-labelledby="name-{index}">'
-        f'<h3 id="name-{index}">{html.escape(group.path or "(the tree)")}</h3><div class="sides">'
+        f'<h3 id="name-{index}">{_escaped(group.path or "(the tree)")}</h3><div class="sides">'
         f"{_figure(old, group.changes[0].path, 'Before', group.changes[0].old)}"
         f"{_figure(new, group.changes[0].path, 'After', group.changes[0].new)}</div></article>"
         for index, group in enumerate(drawn)
@@ -104,7 +104,7 @@ def _figure(plan: ShardingPlan, path: str, name: str, spec: str) -> str:
     except (NoMeshError, PlanError):
         # An unsound spec has no blocks.
         svg = "<p>It cannot be split this way.</p>"
-    return f"<figure><figcaption>{name}: <code>{html.escape(spec)}</code></figcaption>{svg}</figure>"
+    return f"<figure><figcaption>{name}: <code>{_escaped(spec)}</code></figcaption>{svg}</figure>"
 
 
 def _section(name: str, title: str, content: str, about: str = "") -> str:
@@ -114,7 +114,7 @@ def _section(name: str, title: str, content: str, about: str = "") -> str:
 
 def _pair(before: str, after: str) -> str:
     """Both values with an arrow between them, or one value if they are the same."""
-    before, after = html.escape(before), html.escape(after)
+    before, after = _escaped(before), _escaped(after)
     return before if before == after else f'{before} <span class="arrow">→</span> {after}'
 
 
@@ -124,6 +124,10 @@ def _growth(count: int) -> str:
     return (
         f'<span class="{"more" if count > 0 else "fewer"}-bytes">{"+" if count > 0 else ""}{bytes_text(count)}</span>'
     )
+
+
+def _escaped(name: str) -> str:
+    return html.escape(printable(name))
 
 
 def _sentence(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
 
-from shardrules.core.errors import printable_text
+from shardrules.core.errors import printable, printable_text
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def framed(title: str, main: str, *, skip: str, scripts: Sequence[str], links: s
     safe = data.replace("<", "\\u003c")
     element = f'<script type="application/json" id="data">{safe}</script>\n' if data else ""
     parts = {
-        "<!--TITLE-->": html.escape(printable_text(title)),
+        "<!--TITLE-->": html.escape(printable(title)),
         "/*CSS*/": asset("page.css"),
         "<!--SKIP-->": skip,
         "<!--LINKS-->": links,

@@ -1,11 +1,12 @@
 """The page of a plan: a template, its scripts, and the data that they draw."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import printable_text
+from shardrules.core.errors import printable, printable_text
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.page.data import Origin, Part, page_data
 from shardrules.page.frame import asset, framed
@@ -55,10 +56,17 @@ def report_page(
     return framed(heading, asset("report.html"), skip="arrays", scripts=scripts, data=text)
 
 
-def _shown(data: Any) -> Any:
+_WITH_LINES = ("rules", "command", "drawings")
+"""What has several lines on the page; a newline in a name would only hide."""
+
+
+def _shown(data: Any, escape: Callable[[str], str] = printable) -> Any:
     """Plain values in which every text is as terminals show it: names from files may hold what only acts."""
     if isinstance(data, str):
-        return printable_text(data)
+        return escape(data)
     if isinstance(data, dict):
-        return {_shown(key): _shown(value) for key, value in data.items()}
-    return [_shown(item) for item in data] if isinstance(data, list | tuple) else data
+        return {
+            printable(key): _shown(value, printable_text if key in _WITH_LINES else escape)
+            for key, value in data.items()
+        }
+    return [_shown(item, escape) for item in data] if isinstance(data, list | tuple) else data

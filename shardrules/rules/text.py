@@ -42,6 +42,23 @@ DEFAULT_OPS: Ops = MappingProxyType(
 )
 """The ops that come with shardrules."""
 
+OBJECT_NAME = re.compile(r"(?P<module>.+?):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*(?P<call>\(.*\))?", re.DOTALL)
+"""The name of a Python object, which may stand where an op may: the command line imports it."""
+
+
+def is_object_name(text: str) -> bool:
+    """Returns whether a string has the form of an object's name, `module:name`, perhaps with arguments.
+
+    ```python
+    from shardrules.rules.text import is_object_name
+
+    assert is_object_name("model.py:make(depth=2)") and not is_object_name("shard_dim('model', -1)")
+    ```
+    """
+    match = OBJECT_NAME.fullmatch(text)
+    # With a quote or `|` before the colon it is a rule in text form.
+    return match is not None and not any(char in match["module"] for char in "'\"|")
+
 
 def register_op(ops: Ops, name: str, factory: Op, *, replace: bool = False) -> Ops:
     """Returns a copy of `ops` with one more op.

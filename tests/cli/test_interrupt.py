@@ -197,26 +197,3 @@ def test_ignored_interrupts_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         signal.signal(signal.SIGINT, handler)
     assert threading.active_count() == threads
-
-
-FOLDER = """\
-import time
-from pathlib import Path
-from shardrules.cli.interrupt import end_on_interrupt
-end_on_interrupt()
-from shardrules.cli.files import temporary_folder
-with temporary_folder() as folder:
-    (folder / "rules.toml").write_text("")
-    Path("begun").write_text(str(folder))
-    time.sleep(100)
-"""
-
-
-@pytest.mark.slow
-def test_temporary_folders_are_removed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FOLDER]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path, env=environment())
-    while not ((tmp_path / "begun").exists() and (tmp_path / "begun").read_text()):
-        time.sleep(0.01)
-    interrupted(process)
-    assert not Path((tmp_path / "begun").read_text()).exists()

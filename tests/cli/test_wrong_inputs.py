@@ -1,5 +1,6 @@
 """Invalid commands: one line that says what is wrong, where, and how to fix it; exit code 2; no traceback."""
 
+import os
 import struct
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import attrs
 import pytest
 
+from shardrules.cli.main import main
+from shardrules.cli.terminal import complain
 from tests.cli.command import GPT, NO_BACKEND, Forks, shardrules
 
 MODEL = """\
@@ -414,3 +417,19 @@ def test_closed_pipes_are_not_errors(tmp_path: Path) -> None:
         assert process.returncode == code
     assert "Traceback" not in process.stderr
     assert "BrokenPipe" not in process.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--traceback",)])
+@pytest.mark.parametrize("variable", ["NO_COLOR", "FORCE_COLOR"])
+def test_a_closed_stderr_ends_no_command(
+    variable: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not rich takes it for a terminal."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stderr:
+        monkeypatch.setenv(variable, "1")
+        monkeypatch.setattr(sys, "stderr", stderr)
+        if not options:
+            complain("the first of several", "warning")
+        assert main(["plan", str(tmp_path / "nosuch.json"), *options]) == 2

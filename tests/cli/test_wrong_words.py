@@ -31,6 +31,8 @@ FILES = {
     "string.json": '{"a": "b',
     "list.json": "[1]",
     "null.json": "null",
+    "newer-plans.json": f'{{"shardrules_plans": 99, "model": {PLAN}, "optimizer": {PLAN}}}',
+    "newer-autoplan.json": f'{{"shardrules_autoplan": 99, "plan": {PLAN}}}',
     "newer.json": '{"shardrules": 9}',
     "config.json": '{"model_type": "llama"}',
     "audit.json": '{"shardrules_audit": 1}',
@@ -49,6 +51,12 @@ AUTO = ("--rules", "auto", *MESH)
 
 WRONG: list[tuple[tuple[str, ...], str]] = [
     # Commands and options
+    (("check", "p.json", "--budget", "--"), "argument --budget: expected one argument"),
+    (("plan", MODEL, "--mesh", "data:4", "--rules", "--"), "argument --rules: expected one argument"),
+    (("report", "p.json", "--autoplan", "p.json"), "p.json is a plan, not what shardrules autoplan -o writes"),
+    (("report", "p.json", "--audit", "p.json"), "p.json is a plan, not what shardrules audit -o writes"),
+    (("plan", "newer-plans.json"), "newer-plans.json has format 99 of shardrules_plans, and this version reads 1"),
+    (("plan", "newer-autoplan.json"), "has format 99 of shardrules_autoplan, and this version reads 1"),
     (("PLAN",), "unknown command 'PLAN' (did you mean 'plan'?)"),
     (("plan", "p.json", "--optimiser", "adam"), "(did you mean '--optimizer'?); see shardrules plan --help"),
     (("plan", "p.json", "--level", "note"), "unrecognized arguments: --level note; see shardrules plan --help"),
@@ -95,8 +103,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("diff", "p.json", "folder"), "folder is a folder, not a file"),
     (("diff", "p.json", "audit.json"), "audit.json is an audit and p.json is not: compare two audits, or two plans"),
     (("report", "p.json", "--audit", "empty.json"), "empty.json is empty"),
-    (("report", "p.json", "--audit", "list.json"), "this is not what shardrules audit -o writes"),
-    (("report", "p.json", "--audit", "p.json"), "'shardrules_audit' is missing; write one with shardrules audit"),
+    (("report", "p.json", "--audit", "list.json"), "list.json is not what shardrules audit -o writes"),
     (("report", "p.json", "--autoplan", "cut.json"), "cut.json is cut off"),
     # Rules
     (("plan", MODEL, *MESH, "--rules", ""), "--rules is empty; rules are a .toml file"),
@@ -226,3 +233,22 @@ def test_values_may_begin_with_a_dash(folder: Path, monkeypatch: pytest.MonkeyPa
     assert main(["report", "p.json", "--title", "-- draft --", "-o", "draft.html"]) == 0
     assert "-- draft --" in (folder / "draft.html").read_text()
     assert json.loads((folder / "p.json").read_text())["shardrules"] == 1
+
+
+@pytest.mark.parametrize("name", ["hf", "auto", "replicate"])
+def test_folders_and_files_do_not_hide_rules(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.json").write_text(PLAN)
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "p.json", "--rules", name, "--mesh", "data:4"]
+    code = main(words)
+    (tmp_path / name).mkdir()
+    assert main(words) == code != 2
+    (tmp_path / name).rmdir()
+    (tmp_path / name).write_text("")
+    assert main(words) == code
+
+
+@pytest.mark.parametrize("name", ["report", "explain"])
+def test_help_has_no_code_that_never_occurs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert "exit codes: 0 success, 2 invalid command, 3 bug" in capsys.readouterr().out

@@ -71,6 +71,14 @@ def test_texts_of_plans_are_not_markup() -> None:
     assert page.count("startTheme(() => {});") == 1
 
 
+def test_newlines_in_names_are_shown() -> None:
+    odd = "one\ntwo\tthree"
+    page = diff_page(plan_of({odd: P()}), plan_of({odd: P("data")}), title=odd, command="a\nb")
+    assert "one\ntwo" not in page
+    assert page.count("one\\ntwo\\tthree") >= 3  # title, table and drawing
+    assert "<code>a\nb</code>" in page
+
+
 def test_of_many_changes_the_largest_are_drawn() -> None:
     letters = [f"{first}{second}" for first in "abcdefgh" for second in "abcdefghij"]
     old, new = (dict.fromkeys(letters, spec) for spec in (P(), P("data")))

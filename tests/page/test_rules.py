@@ -1,5 +1,8 @@
 """Rules as the page shows them."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -14,6 +17,17 @@ RULE = sr.CompositeShardingRule(
 PLAN = sr.RegexShardingRule([("a", P("data")), ("b", "fsdp('data', min_size_mb=0)")]).plan(
     {"a": np.ones(8), "b": np.ones(8), "c": [np.ones(8)] * 3}, sr.mesh_shape("data:4,model:2")
 )
+
+
+def test_only_rules_and_commands_have_lines() -> None:
+    plan = sr.RegexShardingRule([(".", P("da\nta"))]).plan({"one\ntwo": np.ones(8)}, sr.mesh_shape("data:4"))
+    page = sr.report_page(plan, title="a\nb", rules="first\nsecond", command="c\nd")
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert (data["rules"], data["command"]) == ("first\nsecond", "c\nd")
+    others = json.dumps({name: value for name, value in data.items() if name not in ("rules", "command", "drawings")})
+    assert '"one\\\\ntwo"' in others
+    assert not re.search(r"(?<!\\)\\n", others)
+    assert "<title>a\\nb" in page
 
 
 def test_long_rules_have_a_line_for_each_part() -> None:

@@ -41,7 +41,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _page(text: str) -> Path:
     """The name of a page: `--html old.json new.json` must not replace a plan."""
-    if not text.endswith((".html", ".htm")):
+    if not text.lower().endswith((".html", ".htm")):
         raise argparse.ArgumentTypeError(f"a page ends in .html, {text!r} does not; write OLD NEW --html")
     return Path(text)
 

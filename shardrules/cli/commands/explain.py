@@ -38,5 +38,4 @@ COMMAND = Command(
     ),
     _declare,
     _run,
-    "unsound plan",
 )

@@ -9,16 +9,16 @@ from jax.sharding import AbstractMesh
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError
-from shardrules.cli.files import temporary_folder, write
+from shardrules.cli.files import check_writable, write
 from shardrules.cli.init.text import GuessedRules, guess_rules
 from shardrules.cli.init.workflow import WORKFLOW, repository_of, workflow_text
 from shardrules.cli.models import Model, load_model
 from shardrules.cli.optimizers import optimizer_state
-from shardrules.cli.rules import load_rules
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import finding_line, show, working
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import same
+from shardrules.rules.files.reader import read_rules_text
 from shardrules.rules.replicate import ReplicateShardingRule
 
 RULES, GOLDEN = Path("rules.toml"), Path("plan.json")
@@ -55,11 +55,16 @@ def _run(args: argparse.Namespace) -> int:
         rules = guess_rules(name, whole, str(GOLDEN), args.optimizer)
         plan = _plan_as_written(rules, model, mesh)
     subject = [name, "--rules", str(RULES)]
-    # First what may fail: nothing is written beside a file called .github.
-    workflow.parent.mkdir(parents=True, exist_ok=True)
-    write(RULES, rules.text)
-    write(GOLDEN, f"{plan.to_json()}\n")
-    write(workflow, workflow_text(Path.cwd(), subject, [] if args.optimizer is None else ["optax"]))
+    texts = {
+        RULES: rules.text,
+        GOLDEN: f"{plan.to_json()}\n",
+        workflow: workflow_text(Path.cwd(), subject, [] if args.optimizer is None else ["optax"]),
+    }
+    for file in texts:
+        # Before anything is written: all files, or none.
+        check_writable(file, makes_folders=True)
+    for file, text in texts.items():
+        write(file, text, makes_folders=True)
     listed = [finding for finding in plan.findings if finding.severity != "note"]
     for finding in listed:
         show(finding_line(finding))
@@ -76,10 +81,7 @@ def _portable(model: str) -> str:
 
 def _plan_as_written(rules: GuessedRules, model: Model, mesh: AbstractMesh) -> ShardingPlan:
     """The plan that `check` makes of the text, which must decide every array as it was guessed."""
-    with temporary_folder() as folder:
-        file = folder / RULES
-        write(file, rules.text)
-        plan = make_plan(load_rules(str(file)).rule, model.tree, mesh).check()
+    plan = make_plan(read_rules_text(rules.text, RULES).rules, model.tree, mesh).check()
     for leaf, path, spec in zip(plan.leaves, plan.paths, rules.specs, strict=True):
         decision = plan.decision(path).spec
         if decision is None or not same(decision, spec):

@@ -6,11 +6,9 @@ from pathlib import Path
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.files import write
+from shardrules.cli.models import FORMAT
 from shardrules.cli.subject import Subject, add_subject, load_subject
 from shardrules.cli.terminal import show, show_findings, show_plan
-
-FORMAT = 1
-"""The version of the layout of the JSON of two plans. Raise it with a change that older readers would misread."""
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

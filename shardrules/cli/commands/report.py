@@ -8,7 +8,7 @@ from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
-from shardrules.cli.models import read_json
+from shardrules.cli.models import kind_of, read_json
 from shardrules.cli.subject import add_subject, load_subject, read_rules
 from shardrules.cli.terminal import complain, show, working
 from shardrules.core.axes import mesh_text
@@ -59,8 +59,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _read(file: Path, kind: Any, error: type[Exception], command: str) -> Any:
     text = read_text(file)
-    if not isinstance(read_json(file, text), dict):
-        raise UsageError(f"--{command} {file}: this is not what shardrules {command} -o writes")
+    data = read_json(file, text)
+    if not isinstance(data, dict) or f"shardrules_{command}" not in data:
+        document = kind_of(data)
+        cause = f"{file} is {document}, not" if document else f"{file} is not"
+        raise UsageError(f"--{command}: {cause} what shardrules {command} -o writes")
     try:
         return kind.from_json(text)
     except error as problem:
@@ -80,5 +83,4 @@ COMMAND = Command(
     ),
     _declare,
     _run,
-    "unsound plan",
 )

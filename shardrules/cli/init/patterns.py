@@ -3,6 +3,7 @@
 import collections
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
 
@@ -42,7 +43,7 @@ def patterns(paths: Sequence[str], guesses: Sequence[Guess]) -> tuple[tuple[Gues
 
 def _endings(paths: Sequence[str], guesses: Sequence[Guess]) -> list[str]:
     """The shortest ending of each path that no path with another guess has; with any index, if that is possible."""
-    exact = [tuple(map(re.escape, path.split("/"))) for path in paths]
+    exact = [tuple(map(_escaped, path.split("/"))) for path in paths]
     general = [tuple(_INDEX if part.isdecimal() else part for part in parts) for parts in exact]
     owners: dict[tuple[str, ...], dict[Guess, None]] = collections.defaultdict(dict)
     for every in (general, exact):
@@ -53,6 +54,11 @@ def _endings(paths: Sequence[str], guesses: Sequence[Guess]) -> list[str]:
         next(_own_endings(general_parts, exact_parts, owners))
         for general_parts, exact_parts in zip(general, exact, strict=True)
     ]
+
+
+def _escaped(name: str) -> str:
+    """The pattern of a name. TOML has no way to write a lone surrogate, and patterns do."""
+    return "".join(f"\\u{ord(char):04x}" if unicodedata.category(char) == "Cs" else char for char in re.escape(name))
 
 
 def _own_endings(

@@ -7,12 +7,12 @@ from typing import final
 
 import attrs
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.check import bytes_text
+from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.spec import entries
+from shardrules.core.views.pictures import blocks_of
 from shardrules.drawing.blocks import Blocks
 from shardrules.planning.graph.layouts import WHOLE, moves
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
@@ -21,23 +21,33 @@ from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 @final
 @attrs.frozen
 class PlanMove:
-    """What the move from one plan to another sends, for the arrays that have the same shape in both."""
+    """What the move from one plan to another sends, for the arrays that have one shape and sound specs in both."""
 
     collectives: tuple[tuple[str, int, int], ...] = ()
     """On one mesh: each kind of collective, how many arrays need it, and the bytes that each device sends."""
     received_bytes: tuple[tuple[int, int], ...] | None = None
     """Between two meshes that begin with the same devices: the bytes that each device receives; else `None`."""
+    left_out: int = 0
+    """How many arrays do not count: they are in one plan only, or of another shape, or a spec of theirs is unsound."""
 
     @classmethod
     def between(cls, old: ShardingPlan, new: ShardingPlan) -> "PlanMove | None":
         """Returns the move from `old` to `new`, or `None` if one of them has no mesh."""
         if old.mesh is None or new.mesh is None:
             return None
+        moved = _moved(old, new)
+        left_out = len({*old.paths, *new.paths}) - len(moved)
         if [*mesh_sizes(old.mesh).items()] == [*mesh_sizes(new.mesh).items()]:
-            return cls(collectives=_collectives(old, new))
-        return cls(received_bytes=tuple(_received_bytes(old, new).items()))
+            return cls(_collectives(moved, Machine.of(new.mesh)), left_out=left_out)
+        return cls(received_bytes=tuple(_received_bytes(moved).items()), left_out=left_out)
 
     def __str__(self) -> str:
+        if not self.left_out:
+            return self._sends()
+        arrays = "1 array is" if self.left_out == 1 else f"{self.left_out:,} arrays are"
+        return f"{self._sends()}; {arrays} left out, without one shape and a sound spec in both plans"
+
+    def _sends(self) -> str:
         start = "to move from the old plan to the new,"
         if self.received_bytes is None:
             sends = ", ".join(f"{count:,} x {kind} {bytes_text(size)}" for kind, count, size in self.collectives)
@@ -50,26 +60,55 @@ class PlanMove:
         return f"{start} devices receive {total} in all, at most {most} each, {condition}: reshard sends just that"
 
 
-def _collectives(old: ShardingPlan, new: ShardingPlan) -> tuple[tuple[str, int, int], ...]:
+@final
+@attrs.frozen
+class _MovedArray:
+    """An array of both plans."""
+
+    shape: tuple[int, ...]
+    old_bytes: int
+    new_bytes: int
+    old_blocks: Blocks
+    new_blocks: Blocks
+
+
+def _moved(old: ShardingPlan, new: ShardingPlan) -> list[_MovedArray]:
+    """The arrays that have one shape and sound specs in both plans, in the order of the new one."""
+    old_kinds, new_kinds = ([_kind_blocks(plan, index) for index in range(len(plan.kinds))] for plan in (old, new))
+    old_indices = dict(zip(old.paths, old.kind_indices, strict=True))
+    moved: list[_MovedArray] = []
+    for path, new_index in zip(new.paths, new.kind_indices, strict=True):
+        if path not in old_indices:
+            continue
+        old_leaf, new_leaf = old.kinds[old_indices[path]], new.kinds[new_index]
+        old_blocks, new_blocks = old_kinds[old_indices[path]], new_kinds[new_index]
+        if old_blocks is not None and new_blocks is not None and old_leaf.shape == new_leaf.shape:
+            moved.append(_MovedArray(new_leaf.shape, old_leaf.nbytes, new_leaf.nbytes, old_blocks, new_blocks))
+    return moved
+
+
+def _kind_blocks(plan: ShardingPlan, index: int) -> Blocks | None:
+    """The blocks of a kind of array; `None` where its spec is unsound."""
+    leaf = plan.kinds[index]
+    try:
+        return blocks_of(leaf.path, leaf, plan.decisions[index], mesh_sizes(plan.mesh))
+    except PlanError:
+        return None
+
+
+def _collectives(moved: list[_MovedArray], machine: Machine) -> tuple[tuple[str, int, int], ...]:
     sent: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    assert new.mesh is not None
-    machine = Machine.of(new.mesh)
-    new_arrays = {path: (shape, spec) for path, shape, spec in new.planned()}
-    sizes = {path: leaf.nbytes for path, leaf in zip(old.paths, old.leaves, strict=True)}
-    for path, shape, spec in old.planned():
-        new_shape, new_spec = new_arrays.get(path, (None, None))
-        if new_shape != shape or new_spec is None:
-            continue
-        for kind, part in _steps(_layout(spec, machine), _layout(new_spec, machine), machine):
-            sent[kind] += round(part * sizes[path])
+    for array in moved:
+        for kind, part in _steps(_layout(array.old_blocks, machine), _layout(array.new_blocks, machine), machine):
+            sent[kind] += round(part * array.old_bytes)
             counts[kind] += 1
     return tuple((kind, counts[kind], sent[kind]) for kind in COLLECTIVE_KINDS if kind in sent)
 
 
-def _layout(spec: PartitionSpec, machine: Machine) -> tuple[int, ...]:
+def _layout(blocks: Blocks, machine: Machine) -> tuple[int, ...]:
     """For each axis of the machine the dim that it splits."""
-    dims = {name: dim for dim, entry in enumerate(entries(spec)) if isinstance(entry, tuple) for name in entry}
+    dims = {name: dim for dim, (_, axes) in enumerate(blocks.dims) for name in axes}
     return tuple(dims.get(axis, WHOLE) for axis in machine.axes)
 
 
@@ -80,20 +119,15 @@ def _steps(old: tuple[int, ...], new: tuple[int, ...], machine: Machine) -> list
     return [(kind, float(part)) for kind, part in zip(COLLECTIVE_KINDS, parts, strict=True) if part > 0]
 
 
-def _received_bytes(old: ShardingPlan, new: ShardingPlan) -> dict[int, int]:
-    old_leaf_blocks, new_leaf_blocks = (dict(zip(plan.paths, plan.leaf_blocks(), strict=True)) for plan in (old, new))
-    leaves = dict(zip(new.paths, new.leaves, strict=True))
+def _received_bytes(moved: list[_MovedArray]) -> dict[int, int]:
     received: Counter[int] = Counter()
     # A model repeats its layers: each distinct pair of blocks is compared once.
     missing_elements = functools.cache(_missing_elements)
-    for path, new_blocks in new_leaf_blocks.items():
-        old_blocks = old_leaf_blocks.get(path)
-        if old_blocks is None or [size for size, _ in old_blocks.dims] != [size for size, _ in new_blocks.dims]:
-            continue
-        size = math.prod(leaves[path].shape)
-        for device, count in missing_elements(old_blocks, new_blocks):
+    for array in moved:
+        size = math.prod(array.shape)
+        for device, count in missing_elements(array.old_blocks, array.new_blocks):
             # A share of the bytes of the whole array, since elements of four bits are half a byte each.
-            received[device] += round(count * leaves[path].nbytes / size) if size else 0
+            received[device] += round(count * array.new_bytes / size) if size else 0
     return dict(received)
 
 

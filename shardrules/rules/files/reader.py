@@ -66,7 +66,7 @@ from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
 from shardrules.rules.shape_based import ShapeBasedShardingRule
 from shardrules.rules.stacked import StackedShardingRule
-from shardrules.rules.text import parse_op, parse_rule
+from shardrules.rules.text import is_object_name, parse_op, parse_rule
 
 _T = TypeVar("_T")
 
@@ -87,6 +87,11 @@ def read_rules_file(file: Path) -> RulesFile:
         text = read_text(file)
     except ConfigError as error:
         raise RulesFileError(str(error)) from error
+    return read_rules_text(text, file)
+
+
+def read_rules_text(text: str, file: Path) -> RulesFile:
+    """Reads the text of a file of rules, which need not be written yet."""
     try:
         data = tomllib.loads(text)
     except RecursionError as error:
@@ -122,8 +127,7 @@ class _Reader:
     problems: list[str] = attrs.Factory(list)
 
     def read(self, data: Mapping[str, Any]) -> RulesFile:
-        for key in data:
-            self._attempt(functools.partial(self._check_keys, {key: None}, _KEYS, (), "a file of rules"))
+        self._attempt(lambda: self._check_keys(data, _KEYS, (), "a file of rules"))
         mesh, optimizer, limits = None, None, Limits()
         if "mesh" in data:
             mesh = self._attempt(lambda: self.mesh(data["mesh"], ("mesh",)))
@@ -140,11 +144,15 @@ class _Reader:
 
     def _rule_or_rules(self, data: Mapping[str, Any]) -> ShardingRule | None:
         if isinstance(data.get("rule"), list):
-            raise self.error(("rule",), "unknown list of tables [[rule]] (did you mean [[rules]]?)")
-        if "rule" in data and "rules" in data:
-            raise self.error(("rule",), "the file has [[rules]] too: write one of the two")
-        if "rule" in data:
-            return self.rule(data["rule"], ("rule",))
+            self._note(self.error(("rule",), "unknown list of tables [[rule]] (did you mean [[rules]]?)"))
+            # What is wrong with its tables is listed, too.
+            self._attempt(lambda: self.rules(data["rule"], ("rule",), self._attempt))
+        elif "rule" in data:
+            if "rules" in data:
+                self._note(self.error(("rule",), "the file has [[rules]] too: write one of the two"))
+            rule = self._attempt(lambda: self.rule(data["rule"], ("rule",)))
+            if "rules" not in data:
+                return rule
         if "rules" in data:
             rules = self.rules(data["rules"], ("rules",), self._attempt)
             # A composite of one rule would only lengthen every explanation.
@@ -169,8 +177,38 @@ class _Reader:
         try:
             return read()
         except RulesFileError as error:
-            self.problems.append(str(error))
+            self._note(error)
             return None
+
+    def _note(self, error: RulesFileError) -> None:
+        self.problems.append(str(error))
+
+    def _values(
+        self,
+        check: Callable[[], None],
+        readers: Mapping[str, Callable[[Any, KeyPath], Any]],
+        table: Mapping[str, Any],
+        path: KeyPath,
+    ) -> dict[str, Any]:
+        """What the readers return for the keys of a table that they are for; `check` refuses the other keys."""
+        known = [key for key in table if key in readers]
+        reads = [functools.partial(readers[key], table[key], (*path, key)) for key in known]
+        return dict(zip(known, self._each(check, *reads)[1:], strict=True))
+
+    def _each(self, *reads: Callable[[], Any]) -> list[Any]:
+        """What each of `reads` returns. All are called: of several errors the last is raised, the others are noted."""
+        values: list[Any] = []
+        errors: list[RulesFileError] = []
+        for read in reads:
+            try:
+                values.append(read())
+            except RulesFileError as error:
+                errors.append(error)
+        for error in errors[:-1]:
+            self._note(error)
+        if errors:
+            raise errors[-1]
+        return values
 
     def _guard(self, make: Callable[[], Any], path: KeyPath) -> Any:
         """What `make` returns; errors of the library get the location."""
@@ -184,16 +222,18 @@ class _Reader:
     def _check_keys(
         self, table: Mapping[str, Any], keys: Sequence[str], path: KeyPath, owner: str, similar: Sequence[str] = ()
     ) -> None:
-        for key in table:
+        def check(key: str) -> None:
             if key not in keys:
                 near = suggest(key, [*keys, *similar])
                 raise self.error((*path, key), f"unknown key{near}; {owner} has {', '.join(keys)}")
 
+        self._each(*[functools.partial(check, key) for key in table])
+
     def optimizer(self, value: Any, path: KeyPath) -> str:
-        """An optimizer of optax with its arguments, `"adamw(mu_dtype='bfloat16')"`."""
+        """An optimizer of optax with its arguments, `"adamw(mu_dtype='bfloat16')"`, or the name of an object."""
         if not isinstance(value, str):
             raise self.error(path, f"must be a string such as 'adamw', got {value!r:.60}")
-        if re.fullmatch(r"[\w.]+:[\w.]+", value) is None:
+        if not is_object_name(value):
             self._guard(lambda: parse_op(value), path)
         return value
 
@@ -201,20 +241,26 @@ class _Reader:
         """What `shardrules check` holds a plan against."""
         if not isinstance(value, dict):
             raise self.error(path, f'must be a table, [limits] with budget = "16GiB"; got {value!r:.60}')
-        self._check_keys(value, ("budget", "golden", "level"), path, "[limits]")
-        limits = Limits()
-        if "budget" in value:
-            limits = attrs.evolve(limits, budget=self.bytes(value["budget"], (*path, "budget")))
-        if "golden" in value:
-            if not isinstance(value["golden"], str):
-                raise self.error((*path, "golden"), f"must be the name of a file, got {value['golden']!r:.60}")
-            limits = attrs.evolve(limits, golden=self.file.parent / value["golden"])
-        if "level" in value:
-            if value["level"] not in get_args(Severity):
-                levels = ", ".join(map(repr, get_args(Severity)))
-                raise self.error((*path, "level"), f"must be one of {levels}; got {value['level']!r:.60}")
-            limits = attrs.evolve(limits, level=value["level"])
-        return limits
+        readers: Mapping[str, Callable[[Any, KeyPath], Any]] = {
+            "budget": self.bytes,
+            "golden": self.golden,
+            "level": self.level,
+        }
+        check = functools.partial(self._check_keys, value, tuple(readers), path, "[limits]")
+        return Limits(**self._values(check, readers, value, path))
+
+    def golden(self, value: Any, path: KeyPath) -> Path:
+        """The name of a golden plan, relative to the folder of this file."""
+        if not isinstance(value, str):
+            raise self.error(path, f"must be the name of a file, got {value!r:.60}")
+        return self.file.parent / value
+
+    def level(self, value: Any, path: KeyPath) -> Severity:
+        """The severity from which findings fail."""
+        if value not in get_args(Severity):
+            levels = ", ".join(map(repr, get_args(Severity)))
+            raise self.error(path, f"must be one of {levels}; got {value!r:.60}")
+        return value
 
     def rules(self, value: Any, path: KeyPath, attempt: "_Attempt | None" = None) -> list[ShardingRule]:
         """A list of rules. Rules with a path that follow each other become one rule, which reports unused patterns.
@@ -260,8 +306,8 @@ class _Reader:
         rest = {key: value for key, value in item.items() if key != "path"}
         # A spec and a rule cannot both decide a leaf.
         if "spec" in rest:
-            self._check_keys(item, ("path", "spec"), path, "a path with a spec")
-            return pattern, self.spec(rest["spec"], (*path, "spec"))
+            check = functools.partial(self._check_keys, item, ("path", "spec"), path, "a path with a spec")
+            return pattern, self._values(check, {"spec": self.spec}, item, path)["spec"]
         if not rest:
             raise self.error(path, f"{pattern!r} decides nothing: add a spec, a type, or a rule")
         if rest == {"type": "skip"}:
@@ -289,10 +335,14 @@ class _Reader:
 
     def _rule_without_type(self, table: Mapping[str, Any], path: KeyPath) -> ShardingRule:
         # `paht` and `spek` are not the arguments of a rule whose type is missing.
-        for key in table:
-            near = suggest(key, _RULE_KEYS)
-            if key not in _RULE_KEYS and near:
-                raise self.error((*path, key), f"unknown key{near}; a rule has a path with a spec, a type, or a rule")
+        misspelt = {key: suggest(key, _RULE_KEYS) for key in table if key not in _RULE_KEYS}
+
+        def refuse(key: str) -> None:
+            raise self.error(
+                (*path, key), f"unknown key{misspelt[key]}; a rule has a path with a spec, a type, or a rule"
+            )
+
+        self._each(*[functools.partial(refuse, key) for key, near in misspelt.items() if near])
         if "rule" in table:
             self._check_keys(table, ("rule",), path, "a table with a rule and no type")
             return self.rule(table["rule"], (*path, "rule"))
@@ -302,8 +352,10 @@ class _Reader:
         raise self.error(path, f"a rule needs a type or a path, but this has {keys}; types are {', '.join(TYPES)}")
 
     def _typed_rule(self, rule_type: "_RuleType", name: str, table: Mapping[str, Any], path: KeyPath) -> ShardingRule:
-        self._check_keys(table, ["type", *rule_type.fields], path, f"the rule {name!r}", similar=["path"])
-        args = {key: rule_type.fields[key](self, value, (*path, key)) for key, value in table.items() if key != "type"}
+        keys = ["type", *rule_type.fields]
+        check = functools.partial(self._check_keys, table, keys, path, f"the rule {name!r}", similar=["path"])
+        readers = {key: functools.partial(read, self) for key, read in rule_type.fields.items()}
+        args = self._values(check, readers, table, path)
         missing = [key for key in rule_type.required if key not in args]
         if missing:
             raise self.error(path, f"the rule {name!r} needs {' and '.join(missing)}")
@@ -357,7 +409,9 @@ class _Reader:
                 path,
                 f"a spec is a list with an axis, a list of axes or '{WHOLE}' for each dimension; got {value!r:.60}",
             )
-        entries = [self._entry(entry, (*path, index)) for index, entry in enumerate(value)]
+        entries = self._each(
+            *[functools.partial(self._entry, entry, (*path, index)) for index, entry in enumerate(value)]
+        )
         names = [name for entry in entries if entry not in (None, "?") for name in axis_tuple(entry)]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
@@ -391,7 +445,7 @@ class _Reader:
         """Tables with a path each."""
         if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):
             raise self.error(path, 'must be a list of tables with a path each: {path = "norm", spec = []}')
-        return [self.pair(item, (*path, index)) for index, item in enumerate(value)]
+        return self._each(*[functools.partial(self.pair, item, (*path, index)) for index, item in enumerate(value)])
 
     def shapes(self, value: Any, path: KeyPath) -> tuple[Any, ...]:
         """Tables with a shape and a spec each; `"*"` is any size."""

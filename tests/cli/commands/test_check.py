@@ -24,6 +24,9 @@ BROKEN = {
 OTHERS = {
     "package.json": '{"name": "page"}',
     "list.json": "[1, 2]",
+    "tsconfig.json": '{\n  // comments\n  "compilerOptions": {}\n}\n',
+    "cut.json": '{"compilerOptions": {"strict',
+    "text.json": "not JSON",
     "rules.toml": '[[rules]]\npath = "w"\nspec = []\n',
     "model.py": "def make(): ...\n",
 }

@@ -49,9 +49,22 @@ def test_arrays_add_up_and_are_counted() -> None:
 
 
 def test_only_arrays_of_both_plans_move() -> None:
-    assert move(plan_of(P("data"), "data:4", count=3), plan_of(P(), "data:4")).collectives[0][1] == 1
+    fewer = move(plan_of(P("data"), "data:4", count=3), plan_of(P(), "data:4"))
+    assert (fewer.collectives[0][1], fewer.left_out) == (1, 2)
     assert move(plan_of(P("data"), "data:8"), plan_of(P(), "data:4", count=2)).received_bytes == tuple(
         (device, 64 * 32 * 4 * 7 // 8) for device in range(4)
+    )
+
+
+def test_arrays_that_are_left_out_are_counted() -> None:
+    def plan(**sizes: int) -> sr.ShardingPlan:
+        tree = {name: np.ones(size, np.float32) for name, size in sizes.items()}
+        return sr.RegexShardingRule([(".", P("data"))]).plan(tree, sr.mesh_shape("data:4"))
+
+    nothing = move(plan(a=8, b=8), plan(b=16, c=8))
+    assert (nothing.left_out, nothing.collectives) == (3, ())
+    assert str(nothing).endswith(
+        "no device sends anything; 3 arrays are left out, without one shape and a sound spec in both plans"
     )
 
 

@@ -363,6 +363,42 @@ def test_errors_name_line_key_and_nearest_word(name: str, tmp_path: Path) -> Non
     assert "\n" not in str(raised.value)
 
 
+SEVERAL = {
+    "limits": (
+        '[limits]\nbudgte = 1\ngolden = 3\nlevel = "warn"\nbudget = "16 Gb"\n[[rules]]\nrule = "auto"',
+        ("limits.budgte:", "limits.golden:", "limits.level:", "limits.budget:"),
+    ),
+    "both lists": (
+        '[[rule]]\npath = "a"\nspek = []\n[[rules]]\npaht = "a"\nspec = []',
+        ("rule: unknown list of tables", "rule[0].spek:", "rules[0].paht:"),
+    ),
+    "a rule beside the list": (
+        'rule = {type = "atuo"}\n[[rules]]\npaht = "a"\nspec = []',
+        ("rule: the file has [[rules]] too", "rule.type:", "rules[0].paht:"),
+    ),
+    "two keys of a rule": ('[[rules]]\npaht = "a"\nspek = []', ("rules[0].paht:", "rules[0].spek:")),
+    "two arguments": (
+        '[[rules]]\ntype = "shard_dim"\naxis = 3\ndim = "x"\nnow = 1',
+        ("rules[0].axis:", "rules[0].dim:", "rules[0].now:"),
+    ),
+    "two entries": ('[[rules]]\npath = "a"\nspec = [1, 2]\ntype = "x"', ("spec[0]:", "spec[1]:", "rules[0].type:")),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_errors_list_all_that_is_wrong(name: str, tmp_path: Path) -> None:
+    text, parts = SEVERAL[name]
+    with pytest.raises(RulesFileError, match=f"rules.toml has {len(parts)} problems:") as raised:
+        read(tmp_path, text)
+    assert [part for part in parts if part not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize("name", ["opts.py:make", "sub-dir/opts.py:make(1, rate=0.1)", "adamw(b1=0.8)"])
+def test_optimizers_are_named_as_on_the_command_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(f'optimizer = "{name}"\nrule = "auto"\n')
+    assert read_rules_file(tmp_path / "rules.toml").optimizer == name
+
+
 AXES = """\
 mesh = "data:4,model:2"
 [[rules]]
