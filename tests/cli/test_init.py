@@ -217,3 +217,41 @@ def test_wrong_inputs_write_nothing(words: tuple[str, ...], message: str, folder
     assert process.returncode == 2
     assert message in process.stderr
     assert written(folder) == {}
+
+
+OPTIMIZER = "import optax\ndef make(rate=1e-3): return optax.adamw(rate)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sub-dir/opts.py:make", "sub-dir/opts.py:make(rate=0.1)"])
+def test_optimizers_may_be_objects_in_files(name: str, folder: Path, forks: Forks) -> None:
+    (folder / "sub-dir").mkdir()
+    (folder / "sub-dir" / "opts.py").write_text(OPTIMIZER)
+    process = forks.run(*WORDS, "--optimizer", name, cwd=folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert tomllib.loads((folder / "rules.toml").read_text())["optimizer"] == name
+    check = forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder)
+    assert (check.returncode, check.stderr) == (0, "")
+
+
+def test_keys_may_have_lone_surrogates(folder: Path, forks: Forks) -> None:
+    code = "import jax\ndef make(): return {'a\\ud800': jax.ShapeDtypeStruct((1024, 1024), 'float32')}\n"
+    (folder / "model.py").write_text(code)
+    process = forks.run(*WORDS, cwd=folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder"])
+def test_what_cannot_be_written_leaves_nothing(kind: str, folder: Path, forks: Forks) -> None:
+    if kind == "a file":
+        (folder / ".github").write_text("")
+        message = "sharding.yml: .github is a file, not a folder; rename it"
+    else:
+        (folder / "rules.toml").mkdir()
+        message = "rules.toml is a folder: name a file in it"
+    before = {path.name for path in folder.iterdir()}
+    process = forks.run(*WORDS, "--force", cwd=folder)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before

@@ -77,7 +77,8 @@ def fingerprint(
     texts = [f"|{leaf.shape}|{leaf.dtype}|{decision.placement}" for leaf, decision in pairs]
     # Sorted, so that the order of dictionaries on different hosts does not count.
     lines = sorted([path + texts[kind] for path, kind in kind_by_path.items()])
-    return hashlib.sha256("\n".join([mesh_text(mesh), *lines]).encode()).hexdigest()
+    # The keys of dictionaries may hold lone surrogates.
+    return hashlib.sha256("\n".join([mesh_text(mesh), *lines]).encode(errors="surrogatepass")).hexdigest()
 
 
 def leaf_to_json(paths: Sequence[str], leaf: Leaf, decision: Decision) -> dict[str, Any]:
