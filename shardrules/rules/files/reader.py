@@ -191,9 +191,9 @@ class _Reader:
         path: KeyPath,
     ) -> dict[str, Any]:
         """What the readers return for the keys of a table that they are for; `check` refuses the other keys."""
-        known = [key for key in table if key in readers]
-        reads = [functools.partial(readers[key], table[key], (*path, key)) for key in known]
-        return dict(zip(known, self._each(check, *reads)[1:], strict=True))
+        keys = [key for key in table if key in readers]
+        reads = [functools.partial(readers[key], table[key], (*path, key)) for key in keys]
+        return dict(zip(keys, self._each(check, *reads)[1:], strict=True))
 
     def _each(self, *reads: Callable[[], Any]) -> list[Any]:
         """What each of `reads` returns. All are called: of several errors the last is raised, the others are noted."""
