@@ -246,9 +246,3 @@ def test_folders_and_files_do_not_hide_rules(name: str, tmp_path: Path, monkeypa
     (tmp_path / name).rmdir()
     (tmp_path / name).write_text("")
     assert main(words) == code
-
-
-@pytest.mark.parametrize("name", ["report", "explain"])
-def test_help_has_no_code_that_never_occurs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
-    assert "exit codes: 0 success, 2 invalid command, 3 bug" in capsys.readouterr().out
