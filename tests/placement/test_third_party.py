@@ -99,7 +99,7 @@ def assert_split(model: Any) -> None:
     assert here < sum(leaf.nbytes for leaf in arrays) / 2
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("types", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_third_party_models_compute_the_same(name: str, types: str) -> None:
@@ -117,7 +117,7 @@ def test_third_party_models_compute_the_same(name: str, types: str) -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_equinox_compiles_what_was_placed(name: str) -> None:
     mesh = MESHES["auto"]()

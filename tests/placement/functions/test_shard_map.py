@@ -113,6 +113,7 @@ def test_plans_and_mirrors_are_specs_of_arguments_and_results() -> None:
     assert not np.allclose(params.weight, LAYER.weight)
 
 
+@pytest.mark.slow
 def test_a_plan_may_be_for_results_that_depend_on_sizes_of_axes() -> None:
     model = eqx.nn.MLP(8, 8, 8, 1, use_bias=False, key=jax.random.key(0))
     plan = RULE.plan(model, MESH)
@@ -159,6 +160,7 @@ def test_gradients_are_those_of_the_whole_function(mesh: Any) -> None:
     np.testing.assert_allclose(actual.bias, expected.bias, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_it_works_eagerly_under_grad_vmap_scan_and_checkpoint() -> None:
     mapped = sr.filter_shard_map(loss, MESH, in_specs=(None, P(("data", "model"))), out_specs=P())
     expected = eqx.filter_grad(whole_loss)(LAYER, X).weight
