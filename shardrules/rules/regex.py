@@ -183,9 +183,18 @@ class RegexShardingRule(LeavesShardingRule):
         return Verdict(tuple(decisions), tuple(findings), idle)
 
     def _matchers_for(self, paths: Sequence[str]) -> tuple[Matcher, ...]:
-        if max(map(len, paths)) <= self._safe_length:
+        longest = max(map(len, paths))
+        if longest <= self._safe_length:
             return self._matchers
-        return tuple(guarded(re.compile(pattern), self.match, paths, "RegexShardingRule") for pattern, _ in self.rules)
+        # Only the few patterns that may take long on these paths are compiled again, to be guarded.
+        return tuple(
+            [
+                matcher
+                if longest <= shown.safe_length
+                else guarded(re.compile(pattern), self.match, paths, "RegexShardingRule")
+                for matcher, shown, (pattern, _) in zip(self._matchers, self._outlines, self.rules, strict=True)
+            ]
+        )
 
     def _winners(self, paths: Sequence[str], matchers: Sequence[Matcher]) -> list[int]:
         """The index of the first pattern that matches each path, or the number of patterns."""

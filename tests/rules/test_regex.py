@@ -119,6 +119,19 @@ def test_unknown_options_raise(options: Any) -> None:
         sr.RegexShardingRule([("w", P())], **options)
 
 
+def test_only_patterns_that_may_backtrack_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def record(pattern: re.Pattern[str], *args: Any) -> Any:
+        compiled.append(pattern.pattern)
+        return pattern.search
+
+    monkeypatch.setattr("shardrules.rules.regex.guarded", record)
+    rule = sr.RegexShardingRule([("^a/b$", P()), ("layers", P("data")), ("(.*/)*w$", P("model"))])
+    assert rule.apply(TREE)["a"] == {"w": P("model"), "b": P()}
+    assert compiled == ["(.*/)*w$"]
+
+
 def test_a_compiled_pattern_equals_its_text() -> None:
     assert sr.RegexShardingRule([(re.compile("w"), P())]) == sr.RegexShardingRule([("w", P())])
 
