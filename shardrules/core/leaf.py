@@ -35,6 +35,14 @@ def conflict(error: RuleError) -> Finding:
     )
 
 
+def rule_text(rule: object) -> str:
+    """The text of a rule in messages: its own, or the name of its class where that one raises and would hide them."""
+    try:
+        return repr(rule)
+    except Exception:  # noqa: BLE001  (whatever a rule of a user's own raises)
+        return type(rule).__name__
+
+
 @final
 @attrs.frozen
 class Decision:
@@ -386,4 +394,4 @@ class Leaf:
         assert "w (8,): too small" in str(sr.Leaf("w", (8,), jnp.float32).error(None, "too small"))
         ```
         """
-        return RuleError("" if rule is None else repr(rule), self.path, self.shape, why, hint, axis)
+        return RuleError("" if rule is None else rule_text(rule), self.path, self.shape, why, hint, axis)

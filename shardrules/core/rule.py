@@ -41,7 +41,7 @@ from shardrules.core.errors import (
     suggest,
 )
 from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text, template
-from shardrules.core.leaf import Decision, Leaf, conflict
+from shardrules.core.leaf import Decision, Leaf, conflict, rule_text
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.spec import canonical, checked_spec, spec_code, spec_key, spec_repr
 from shardrules.core.storage import codec
@@ -350,7 +350,7 @@ def _name_rule(error: Exception, rule: ShardingRule, leaf: str = "") -> None:
     """Adds a note with the rule that raised, and the leaf if it is known, unless a rule inside has added its own."""
     if not any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ())):
         # A rule may hold many thousand specs; this many characters show which one it is.
-        error.add_note(f"{_RAISED_BY}{rule!r:.200}{leaf}")
+        error.add_note(f"{_RAISED_BY}{rule_text(rule):.200}{leaf}")
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
@@ -382,8 +382,8 @@ def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
     """Raises for a rule that reads more of list indices than the rule around it: every layer would get one decision."""
     if widest((rule.reads_index, tree_survey.reads_index)) != tree_survey.reads_index:
         raise ConfigError(
-            f"{rule!r} reads list indices in paths (reads_index is {rule.reads_index!r}), and the rule that asks it "
-            f"has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one decision. "
+            f"{rule_text(rule)} reads list indices in paths (reads_index is {rule.reads_index!r}), and the rule "
+            f"that asks it has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one decision. "
             f"Keep the inner rule in a field of the outer one, or set reads_index = {rule.reads_index!r} there"
         )
 
@@ -393,7 +393,7 @@ def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
     try:
         verdict = rule.decide_all(leaves) if isinstance(rule, LeavesShardingRule) else _decide_by_apply(rule, leaves)
     except RuleError as error:
-        findings = [attrs.evolve(conflict(error), rule=error.rule or repr(rule))]
+        findings = [attrs.evolve(conflict(error), rule=error.rule or rule_text(rule))]
         # What a mesh lacks it lacks for every leaf.
         if error.code == "unknown-axis":
             findings = [
@@ -405,10 +405,12 @@ def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
         _name_rule(error, rule)
         raise
     if not isinstance(verdict, Verdict):
-        raise ConfigTypeError(f"{rule!r}: decide_all returned {verdict!r:.80}, not a Verdict(decisions, findings)")
+        raise ConfigTypeError(
+            f"{rule_text(rule)}: decide_all returned {verdict!r:.80}, not a Verdict(decisions, findings)"
+        )
     if len(verdict.decisions) != len(leaves.items):
         raise PlanError(
-            f"{rule!r}: decide_all returned {len(verdict.decisions)} decisions for {len(leaves.items)} leaves"
+            f"{rule_text(rule)}: decide_all returned {len(verdict.decisions)} decisions for {len(leaves.items)} leaves"
         )
     # Most decisions come from rules inside, and are complete: in a deep tree of rules every call here counts.
     decisions = tuple(
@@ -431,7 +433,7 @@ def _conflicts(rule: ShardingRule, decisions: Sequence[Decision], counts: Sequen
     for decision, count in zip(decisions, counts, strict=True):
         for finding in decision.findings:
             if finding.code in UNDECIDED_CODES:
-                yield attrs.evolve(finding, count=finding.count * count, rule=finding.rule or repr(rule))
+                yield attrs.evolve(finding, count=finding.count * count, rule=finding.rule or rule_text(rule))
 
 
 def _without_conflicts(decision: Decision) -> Decision:
@@ -463,7 +465,7 @@ def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
     for leaf, kind_index in zip(leaves.items, leaves.kind_indices, strict=True):
         kinds[kind_index] = leaf
     tree = leaves.survey.structs(kinds, leaves.items[0].mesh)
-    specs = flatten_specs(rule.apply(tree), leaves.survey.treedef, f"what {rule!r} returned")
+    specs = flatten_specs(rule.apply(tree), leaves.survey.treedef, f"what {rule_text(rule)} returned")
     # Of the leaves of a kind the last one decides. By default each leaf is a kind: such rules may read any index.
     kind_specs = dict(zip(leaves.survey.kind_of, specs, strict=True))
     decisions: list[Decision] = []

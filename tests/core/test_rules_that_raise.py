@@ -89,6 +89,27 @@ def test_an_error_about_the_whole_tree_names_the_rule(around: str, rule: sr.Shar
     assert notes(caught.value) == [f"raised by the rule {rule!r}"]
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ModelError, "no table for this leaf"), (None, "no rule for w")],
+)
+def test_a_rule_without_a_text_keeps_its_own_error(error: type[Exception] | None, message: str) -> None:
+    class Unprintable(sr.LeafShardingRule):
+        def __repr__(self) -> str:
+            raise AttributeError("no text")
+
+        def decide(self, leaf: sr.Leaf) -> sr.Decision:
+            if error is None:
+                raise leaf.error(self, "no rule for w")
+            raise error("no table for this leaf")
+
+    with pytest.raises(error or sr.errors.PlanError) as raised:
+        Unprintable().plan({"w": f32(8)}, MESH).check()
+    text = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert message in text
+    assert "Unprintable" in text
+
+
 def test_an_error_of_a_rule_with_many_specs_stays_short() -> None:
     specs = sr.SpecTreeShardingRule(tuple((f"layers/{index}/w", P()) for index in range(1000)))
 
