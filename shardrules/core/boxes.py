@@ -8,8 +8,9 @@ Objects of nnx are references. A variable may be in a tree twice, and a call may
 flattened trees know nothing of either, so it is kept beside them.
 """
 
+import collections
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
 import attrs
@@ -158,7 +159,7 @@ def plain_trees(tree: Any) -> Any:
 
     def plain(node: Any) -> Any:
         if is_variable(node):
-            return plain_trees(_raw_value(node))
+            return plain_trees(_Value(node).get())
         if not is_of_nnx(node):
             return node
         pairs = _registry.flatten_one_level_with_keys(node)[0]
@@ -182,11 +183,75 @@ def _objects(arguments: Any) -> list[Any]:
     return [node for node in nodes if is_object(node)]
 
 
-def _variables(objects: list[Any]) -> list[Any]:
-    """The variables of some objects, each once."""
+def _variable_nodes(objects: list[Any]) -> tuple[list[Any], bool]:
+    """The variables of some objects, twice where they are there twice, and whether the objects hold more than them."""
     is_variable = _of_types(variable_types())
     nodes = jtu.tree_leaves(objects, is_leaf=is_variable)
-    return list({id(node): node for node in nodes if is_variable(node)}.values())
+    variables = [node for node in nodes if is_variable(node)]
+    return variables, len(variables) < len(nodes)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Attribute:
+    """An attribute of an object of nnx that holds leaves outside of variables and of other objects."""
+
+    owner: Any
+    name: str
+
+    def get(self) -> list[Any]:
+        is_other = _of_types((*opaque_types(), *variable_types()))
+        nodes = jtu.tree_leaves(vars(self.owner)[self.name], is_leaf=is_other)
+        return [node for node in nodes if not is_other(node)]
+
+    def set(self, leaves: list[Any]) -> None:
+        is_other = _of_types((*opaque_types(), *variable_types()))
+        nodes, treedef = jtu.tree_flatten(vars(self.owner)[self.name], is_leaf=is_other)
+        rest = iter(leaves)
+        # as set_raw_value of variables: flax allows neither outside of the trace that made the object
+        vars(self.owner)[self.name] = treedef.unflatten([node if is_other(node) else next(rest) for node in nodes])
+
+
+@final
+@attrs.frozen(eq=False)
+class _Value:
+    """The value of a variable of nnx."""
+
+    owner: Any
+
+    def get(self) -> Any:
+        return _registry.flatten_one_level(self.owner)[0][0]
+
+    def set(self, value: Any) -> None:
+        self.owner.set_raw_value(value)
+
+
+def _attributes(tree: Any) -> Iterator[_Attribute]:
+    """Yields the attributes of objects that hold leaves, in the order of the tree: copies of it have the same order."""
+    types = (*opaque_types(), *variable_types())
+    is_of_nnx = _of_types(types)
+    for node in jtu.tree_leaves(tree, is_leaf=is_of_nnx):
+        if not is_of_nnx(node) or is_variable(node):
+            continue
+        pairs = (_registry.flatten_one_level_with_keys(node) or ((),))[0]
+        for key, child in pairs:
+            attribute = _Attribute(node, jtu.keystr((key,), simple=True))
+            if attribute.get():
+                yield attribute
+            yield from _attributes(child)
+
+
+def _slots(objects: list[Any]) -> list[_Value | _Attribute]:
+    """What a call may write to: variables, each once, and attributes with arrays of their own."""
+    variables, has_more = _variable_nodes(objects)
+    values = [_Value(variable) for variable in {id(variable): variable for variable in variables}.values()]
+    return [*values, *(_attributes(objects) if has_more else ())]
+
+
+def _ties(objects: list[Any]) -> list[int]:
+    """For each variable in the objects, the index where it is first."""
+    firsts: dict[int, int] = {}
+    return [firsts.setdefault(id(variable), index) for index, variable in enumerate(_variable_nodes(objects)[0])]
 
 
 def write_variables(
@@ -196,58 +261,68 @@ def write_variables(
 
     `place` returns a new array where it belongs, from the old one and the new one.
     """
-    variables = _variables(_objects(arguments)) if writes else []
+    slots = _slots(_objects(arguments)) if writes else []
+    _refuse_twice(slots, writes)
     for index, value in writes.items():
-        variables[index].set_raw_value(jax.tree.map(place, _raw_value(variables[index]), value))
+        slots[index].set(jax.tree.map(place, slots[index].get(), value))
 
 
-def _raw_value(variable: Any) -> Any:
-    return _registry.flatten_one_level(variable)[0][0]
+def _refuse_twice(slots: Sequence[_Value | _Attribute], writes: Iterable[int]) -> None:
+    """Raises where a write is to an attribute of an object that is in the arguments twice: the trace has two of it."""
+    attributes = [(id(slot.owner), slot.name) for slot in slots if isinstance(slot, _Attribute)]
+    counts = collections.Counter(attributes)
+    for index in writes:
+        slot = slots[index]
+        if isinstance(slot, _Attribute) and counts[id(slot.owner), slot.name] > 1:
+            raise TreeError(
+                f"the function writes to the array {slot.name!r} of an object of flax nnx "
+                f"({type(slot.owner).__name__}) that is in its arguments twice. Make the array an nnx.Variable, "
+                "or use nnx.jit"
+            )
 
 
 @final
 @attrs.frozen(eq=False)
 class ArgumentVariables:
-    """The variables of the objects of nnx in the arguments of a call, as they are before it.
+    """The variables and arrays of the objects of nnx in the arguments of a call, as they are before it.
 
     A bare `nnx.State` is a value rather than an object: what a call writes to its variables is lost on purpose.
     """
 
     objects: list[Any]
     structure: Any
+    ties: list[int]
     values: list[list[Any]]
 
     @classmethod
     def of(cls, arguments: Any) -> Self:
         """Returns what is in `arguments` now."""
         objects = _objects(arguments)
-        values = [jtu.tree_leaves(variable) for variable in _variables(objects)]
-        return cls(objects, jtu.tree_structure(objects), values)
+        values = [jtu.tree_leaves(slot.get()) for slot in _slots(objects)]
+        return cls(objects, jtu.tree_structure(objects), _ties(objects), values)
 
     def writes(self, caller: str, gone: Sequence[Any] = ()) -> dict[int, Any]:
-        """Returns the value of every variable that was written to since, by its index among all of them.
+        """Returns the value of every variable or attribute that was written to since, by its index among all of them.
 
-        Variables with an array that will be `gone` count as written to. An object that got or lost variables or other
-        attributes raises a `TreeError`.
+        Those with an array that will be `gone` count as written to. An object that got or lost variables, ties between
+        them, or other attributes raises a `TreeError`.
         """
         if not self.objects:
             return {}
-        if jtu.tree_structure(self.objects) != self.structure:
+        if jtu.tree_structure(self.objects) != self.structure or _ties(self.objects) != self.ties:
             raise TreeError(
                 f"{caller}: the function adds, removes or replaces attributes of the flax nnx objects in its "
-                "arguments, and not only the values of their variables. Such a change would be lost: return the "
-                "object, or use nnx.jit"
+                "arguments, or ties between their variables, and not only values. Such a change would be lost: return "
+                "the object, or use nnx.jit"
             )
-        variables = _variables(self.objects)
         gone_ids = set(map(id, gone))
-        return {
-            index: _raw_value(variable)
-            for index, (variable, before) in enumerate(zip(variables, self.values, strict=True))
-            if any(
-                new is not old or id(old) in gone_ids
-                for new, old in zip(jtu.tree_leaves(variable), before, strict=True)
-            )
-        }
+        written: dict[int, Any] = {}
+        for index, (slot, before) in enumerate(zip(_slots(self.objects), self.values, strict=True)):
+            value = slot.get()
+            pairs = zip(jtu.tree_leaves(value), before, strict=True)
+            if any(new is not old or id(old) in gone_ids for new, old in pairs):
+                written[index] = value
+        return written
 
     def pairs(self, writes: Mapping[int, Any]) -> list[tuple[Any, Any]]:
         """Returns the leaves before and after `writes`, which this returned, in the order in which JAX flattens it."""

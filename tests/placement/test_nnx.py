@@ -322,3 +322,56 @@ def test_wrappers_of_a_function_of_modules_trace_it_once(mesh: Mesh) -> None:
     for _ in range(3):
         sr.filter_jit(apply, mesh=mesh, in_shardings=(RULES, P("data")))(model, X)
     assert len(traces) == 1
+
+
+# ---- arrays outside of variables, ties, cycles ----
+
+
+class Plain(nnx.Module):
+    """A module with arrays that are in no variable."""
+
+    def __init__(self) -> None:
+        self.x = jnp.zeros(3)
+        self.parts = nnx.List([jnp.zeros(2)])
+        self.pair = nnx.data({"a": jnp.zeros(2), "scale": nnx.Param(jnp.ones(2))})
+
+
+@pytest.mark.parametrize("donate", ["none", "all"])
+def test_writes_to_arrays_outside_of_variables_are_kept(donate: Any) -> None:
+    def step(model: Any) -> None:
+        model.x = model.x + 1
+        model.parts[0] = model.parts[0] + 2
+        model.pair["scale"][...] = 3 * model.pair["scale"][...]
+
+    model = Plain()
+    jitted = sr.filter_jit(step, donate=donate)
+    for _ in range(2):
+        jitted(model)
+    values = [float(leaf[0]) for leaf in (model.x, model.parts[0], model.pair["a"], model.pair["scale"])]
+    assert values == [2, 4, 0, 9]
+
+
+def test_writes_to_an_array_of_an_object_that_occurs_twice_are_refused() -> None:
+    part = Plain()
+
+    def step(parts: Any) -> None:
+        parts[0].x = parts[0].x + 1
+
+    with pytest.raises(
+        sr.errors.TreeError, match=r"writes to the array 'x' .*\(Plain\) that is in its arguments twice"
+    ):
+        sr.filter_jit(step)([part, part])
+
+
+def test_ties_that_a_step_changes_are_an_error() -> None:
+    def tie(model: Tied) -> None:
+        model.head = model.embed.embedding
+
+    def untie(model: Tied) -> None:
+        model.head = nnx.Param(0 * model.head[...])
+
+    untied = Tied(nnx.Rngs(0))
+    untied.head = nnx.Param(jnp.ones((16, 8)))
+    for step, model in ((tie, untied), (untie, Tied(nnx.Rngs(0)))):
+        with pytest.raises(sr.errors.TreeError, match="or ties between their variables"):
+            sr.filter_jit(step)(model)
