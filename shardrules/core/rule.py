@@ -27,7 +27,7 @@ from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.check import ambiguous_paths, check_leaves, idle_patterns, over_budget, with_templates
 from shardrules.core.context import current_mesh
 from shardrules.core.counterparts.bind import bind_decisions, same_arrays
-from shardrules.core.counterparts.mirror import PlannedLeaf, count_homes, mirror_leaf
+from shardrules.core.counterparts.mirror import PlannedLeaf, mirror_leaves
 from shardrules.core.errors import (
     ConfigError,
     ConfigTypeError,
@@ -383,8 +383,9 @@ def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
     if widest((rule.reads_index, tree_survey.reads_index)) != tree_survey.reads_index:
         raise ConfigError(
             f"{rule_text(rule)} reads list indices in paths (reads_index is {rule.reads_index!r}), and the rule "
-            f"that asks it has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one decision. "
-            f"Keep the inner rule in a field of the outer one, or set reads_index = {rule.reads_index!r} there"
+            f"that asks it has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one "
+            "decision. Keep the inner rule in a field of the outer one, or set "
+            f"reads_index = {rule.reads_index!r} there"
         )
 
 
@@ -707,8 +708,9 @@ class MirrorShardingRule(LeavesShardingRule):
 
     A leaf mirrors the planned leaf with the longest path that ends its own: `0/mu/layers/0/w` mirrors `layers/0/w`. In
     factored states (rows, columns) each leaf takes the dimensions that it kept, and stacks of leaves (histories,
-    ensembles) keep the dimensions of the stack whole. Other leaves are replicated, each with a note, and a warning from
-    16 MiB on; in a chain they stay as earlier rules have decided.
+    ensembles) keep the dimensions of the stack whole. A state of all that is planned below one name, such as the
+    `params` of a linen model, mirrors it without that name. Other leaves are replicated, each with a note, and a
+    warning from 16 MiB on; in a chain they stay as earlier rules have decided.
 
     **Arguments:**
 
@@ -734,11 +736,7 @@ class MirrorShardingRule(LeavesShardingRule):
     def decide_all(self, leaves: Leaves) -> Verdict:
         # A dictionary, since every leaf of the state looks up several paths.
         planned: dict[str, PlannedLeaf] = {path: (shape, spec) for path, shape, spec in self.planned}
-        paths = leaves.attr_paths()
-        homes = count_homes(paths, planned)
-        return Verdict(
-            tuple([mirror_leaf(leaf, path, planned, homes) for leaf, path in zip(leaves.items, paths, strict=True)])
-        )
+        return Verdict(mirror_leaves(leaves.items, leaves.attr_paths(), planned))
 
 
 @final

@@ -8,12 +8,16 @@ path that ends in the parameter's own: `0/mu/layers/0/w` mirrors `layers/0/w`. S
 - Projections and preconditioners have some of the parameter's sizes.
 
 Where an optimizer keeps a container for each parameter, the parameter's path is inside: `stats/layers/0/w/1`.
+
+A plan of all variables of a linen model has `params/Dense_0/kernel`, and an optimizer of the parameters alone has
+`0/mu/Dense_0/kernel`: a state that has all paths below a first name mirrors what is planned there.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.check import LARGE_BYTES, bytes_text
@@ -38,6 +42,49 @@ def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Cou
     ```
     """
     return Counter(home for path in paths for home, ending in _cuts(path) if ending in planned)
+
+
+def mirror_leaves(
+    leaves: Sequence[Leaf], paths: Sequence[str], planned: Mapping[str, PlannedLeaf]
+) -> tuple[Decision, ...]:
+    """Returns what each of `leaves` takes, as `mirror_leaf`; of those that fit nothing, below a first name of the plan.
+
+    ```python
+    from shardrules.core.counterparts.mirror import mirror_leaves
+
+    planned = {"params/w": ((8, 4), P("data")), "batch_stats/mean": ((8,), P())}
+    assert mirror_leaves([sr.Leaf("mu/w", (8, 4), jnp.float32)], ["mu/w"], planned)[0].spec == P("data")
+    ```
+    """
+    homes = count_homes(paths, planned)
+    shorter = {path for path in paths if not _fits(path, planned)}
+    trees = _whole_trees(shorter, planned)
+    tree_homes = {name: count_homes(shorter, tree) for name, tree in trees.items()}
+    decisions: list[Decision] = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        names = [name for name, tree in trees.items() if _fits(path, tree)] if leaf.ndim and path in shorter else []
+        if len(names) == 1:
+            decision = mirror_leaf(leaf, path, trees[names[0]], tree_homes[names[0]])
+            decisions.append(attrs.evolve(decision, reason=f"{decision.reason}, below {names[0]!r}"))
+        elif names:
+            decisions.append(_unmirrored(leaf, f"has its path below {' and '.join(map(repr, names))} of the plan"))
+        else:
+            decisions.append(mirror_leaf(leaf, path, planned, homes))
+    return tuple(decisions)
+
+
+def _fits(path: str, planned: Mapping[str, PlannedLeaf]) -> bool:
+    return any(ending in planned for _, ending in _cuts(path)) or any(True for _ in _inner_cuts(path, planned))
+
+
+def _whole_trees(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> dict[str, dict[str, PlannedLeaf]]:
+    """What is planned below each first name, where `paths` have all of it; fewer leaves may be alike by chance."""
+    trees: dict[str, dict[str, PlannedLeaf]] = {}
+    for path, leaf in planned.items():
+        name, _, rest = path.partition("/")
+        trees.setdefault(name, {})[rest] = leaf
+    endings = {ending for path in paths for _, ending in _cuts(path)}
+    return {name: tree for name, tree in trees.items() if all(_is_name(rest) and rest in endings for rest in tree)}
 
 
 def mirror_leaf(
@@ -69,6 +116,11 @@ def mirror_leaf(
         # A copy is whole because the plan says so. What is only alike may be much larger than what was planned.
         return Decision(spec, why, findings=() if is_copy else _large_findings(leaf, spec, why))
     why = f"the planned leaf of that name has shape {planned[cuts[0][1]][0]}" if cuts else "mirrors no planned leaf"
+    return _unmirrored(leaf, why)
+
+
+def _unmirrored(leaf: Leaf, why: str) -> Decision:
+    """What earlier rules decided, or else `P()` with a note."""
     if leaf.spec is not None:
         return leaf.skip(why)
     note = Finding(

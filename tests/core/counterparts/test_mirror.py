@@ -568,6 +568,46 @@ def test_what_mirrors_nothing_is_replicated_with_a_note_that_tells_why() -> None
     assert "put another rule before the mirror" in notes["extra"].remedy
 
 
+LINEN = {
+    "batch_stats": {"BatchNorm_0": {"mean": f32(8)}},
+    "params": {"BatchNorm_0": {"scale": f32(8)}, "Dense": [{"kernel": f32(8, 4)}, {"kernel": f32(8, 4)}]},
+}
+
+
+@pytest.mark.parametrize("make", [optax.adam, optax.adafactor])
+def test_a_state_of_one_collection_mirrors_it_without_its_name(make: Any) -> None:
+    rule = sr.DimShardingRule("a", 0)
+    state = jax.eval_shape(make(1e-3).init, LINEN["params"])
+    mirrored = rule.plan(LINEN, MESH).mirror(state)
+    assert mirrored.specs == rule.plan(LINEN["params"], MESH).mirror(state).specs
+    if make is optax.adam:
+        decision = mirrored.decision("0/mu/Dense/1/kernel")
+        assert (decision.spec, decision.reason) == (
+            P("a", None),
+            "mirrors a planned leaf of equal shape, below 'params'",
+        )
+
+
+def test_a_train_state_has_collections_with_and_without_their_names() -> None:
+    plan = sr.DimShardingRule("a", 0).plan(LINEN, MESH)
+    specs = plan.mirror({**LINEN, "opt_state": adam_state(LINEN["params"])}).specs
+    assert {name: specs[name] for name in LINEN} == plan.specs
+    assert specs["opt_state"][0].mu == plan.specs["params"]
+
+
+def test_part_of_a_collection_without_its_name_proves_nothing() -> None:
+    plan = sr.DimShardingRule("a", 0).plan(LINEN, MESH)
+    state = {"x": {"BatchNorm_0": {"scale": f32(8)}}}
+    assert plan.mirror(state).specs == {"x": {"BatchNorm_0": {"scale": P()}}}
+
+
+def test_a_path_of_two_collections_mirrors_neither() -> None:
+    params = {"kernel": f32(8, 4)}
+    plan = sr.DimShardingRule("a", 0).plan({"params": params, "lora": params}, MESH)
+    decision = plan.mirror(adam_state(params)).decision("0/mu/kernel")
+    assert (decision.spec, decision.reason) == (P(), "has its path below 'lora' and 'params' of the plan")
+
+
 def test_part_of_a_name_is_no_ending() -> None:
     plan = sr.SpecTreeShardingRule({"w": P("a")}).plan({"w": f32(8)}, MESH)
     assert plan.mirror({"mu": {"raw": f32(8)}}).specs == {"mu": {"raw": P()}}
