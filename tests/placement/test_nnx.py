@@ -375,3 +375,25 @@ def test_ties_that_a_step_changes_are_an_error() -> None:
     for step, model in ((tie, untied), (untie, Tied(nnx.Rngs(0)))):
         with pytest.raises(sr.errors.TreeError, match="or ties between their variables"):
             sr.filter_jit(step)(model)
+
+
+class Scaled(nnx.Module):
+    """A module with a method that is no `__call__`."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.ones(8))
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.scale[...] * x
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
+def test_a_compiled_method_reads_and_writes_its_module(mesh: Mesh, is_sharded: bool) -> None:
+    model = Scaled()
+    apply = sr.filter_jit(model.apply, **({"mesh": mesh, "in_shardings": P("data")} if is_sharded else {}))
+    apply(jnp.ones(8))
+    model.scale[...] = 3 * model.scale[...]
+    np.testing.assert_array_equal(apply(jnp.ones(8)), np.full(8, 3))
+    assert int(model.calls[...]) == 2

@@ -43,8 +43,8 @@ class FlatCall:
     """The leaves of variables that occur twice, as `shared_leaves` returns them."""
 
     def static_keys(self, owner: Any) -> tuple[Hashable, ...]:
-        """Returns the keys of the static leaves. The owner of the cache has none, so that the cache lets go of it."""
-        return tuple((index, None if leaf is owner else static_key(leaf)) for index, leaf in self.static.items())
+        """Returns the keys of the static leaves. The owner of the cache is in none, so that it can be freed."""
+        return tuple((index, _key_without(owner, leaf)) for index, leaf in self.static.items())
 
     def array_keys(self) -> tuple[Hashable, ...]:
         """Returns the keys of the arrays."""
@@ -221,23 +221,44 @@ class PartialCall:
 
 
 def as_tree(fn: Any) -> Any:
-    """Returns a function as a pytree, as far as it holds others: `functools.partial` would be one static leaf."""
+    """Returns a function as a pytree, as far as it holds others.
+
+    `functools.partial` would be one static leaf, and so would a method of an object of nnx, with all its weights.
+    """
     if type(fn) is functools.partial:
         return PartialCall(as_tree(fn.func), fn.args, dict(fn.keywords))
+    if type(fn) is types.MethodType and isinstance(fn.__self__, opaque_types()):
+        return PartialCall(fn.__func__, (fn.__self__,), {})
     return fn
 
 
+def _key_without(owner: Any, leaf: Any) -> Hashable:
+    if leaf is owner:
+        return None
+    if type(leaf) is types.MethodType and leaf.__self__ is owner:
+        return types.MethodType, leaf.__func__
+    return static_key(leaf)
+
+
 _LOCK = threading.Lock()
-_OWNED: weakref.WeakKeyDictionary[types.FunctionType, Cache[Any]] = weakref.WeakKeyDictionary()
+_OWNED: weakref.WeakKeyDictionary[Any, Cache[Any]] = weakref.WeakKeyDictionary()
 _SHARED: Cache[Any] = Cache()
-"""What is compiled is kept by function, so that all wrappers of a function share it, and goes with the function. A
-callable that holds no function of its own, a module say, shares one bounded cache with the others."""
+"""What is compiled is kept by function, so that all wrappers of a function share it, and goes with the function. So
+it is with an object that is called, or whose method is. A callable that has no such owner, a module say, shares one
+bounded cache with the others."""
 
 
-def cache_of(fn: Any) -> tuple[types.FunctionType | None, Cache[Any]]:
-    """Returns the function that owns what is compiled for `fn`, if there is one, and the cache."""
+def cache_of(fn: Any) -> tuple[Any, Cache[Any]]:
+    """Returns the function or object that owns what is compiled for `fn`, if there is one, and the cache."""
     for leaf in jax.tree.leaves(fn):
-        if type(leaf) is types.FunctionType:
+        owner = leaf.__self__ if type(leaf) is types.MethodType else leaf
+        if callable(leaf) and _can_own(owner):
             with _LOCK:
-                return leaf, _OWNED.setdefault(leaf, Cache())
+                return owner, _OWNED.setdefault(owner, Cache())
     return None, _SHARED
+
+
+def _can_own(value: Any) -> bool:
+    """Whether a dictionary of weak references finds a value, and no other one, for as long as it is there."""
+    cls = type(value)
+    return cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__ and cls.__weakrefoffset__ > 0

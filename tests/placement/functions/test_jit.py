@@ -406,10 +406,32 @@ def test_wrappers_share_only_under_equal_options() -> None:
         assert counter.traces == count
 
 
-@pytest.mark.parametrize("kind", ["function", "model"])
+class Adder:
+    """A plain object with an array, whose methods are compiled."""
+
+    def __init__(self, big: jax.Array) -> None:
+        self.big = big
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (x + self.big).sum(0)
+
+    def twice(self, x: jax.Array) -> jax.Array:
+        """Another method."""
+        return 2 * self(x)
+
+
+def test_methods_of_one_object_are_compiled_each() -> None:
+    adder, other = Adder(jnp.ones((8, 8))), Adder(jnp.zeros((8, 8)))
+    jitted = [sr.filter_jit(fn, **SHARDED) for fn in (adder, adder.twice, adder.__call__, other, other.twice)]
+    assert [float(fn(jnp.ones(8))[0]) for fn in jitted] == [16, 32, 16, 8, 16]
+
+
+@pytest.mark.parametrize("kind", ["function", "model", "object", "method"])
 def test_functions_and_models_are_freed_when_they_are_dropped(kind: str) -> None:
     def make() -> Any:
         big = jnp.ones((8, 8))
+        if kind in ("object", "method"):
+            return Adder(big)
         return (lambda x: (x + big).sum(0)) if kind == "function" else Scale(big, Counter())
 
     gc.collect()
@@ -418,7 +440,7 @@ def test_functions_and_models_are_freed_when_they_are_dropped(kind: str) -> None
     for _ in range(3):
         fn = make()
         dropped.append(weakref.ref(fn))
-        sr.filter_jit(fn, **SHARDED)(jnp.ones(8))
+        sr.filter_jit(fn.twice if kind == "method" else fn, **SHARDED)(jnp.ones(8))
         del fn
     gc.collect()
     assert [ref() for ref in dropped] == [None] * 3
