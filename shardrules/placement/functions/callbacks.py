@@ -4,8 +4,12 @@ A callback that raises ends the program on its own device, and the other devices
 callbacks keep what they raise, and return NaNs, with which the program ends. Then the error is raised.
 """
 
+import functools
+import threading
+import types
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import attrs
 import equinox as eqx
@@ -15,7 +19,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.analysis.compiling.source import equation_stack, user_frames
-from shardrules.placement.functions.calls import Result, flatten_call
+from shardrules.placement.functions.calls import PartialCall, Result, flatten_call
+
+T = TypeVar("T")
 
 _PRIMITIVE = "pure_callback"
 """The name of `jax.pure_callback` in traced programs. Other callbacks have side effects, and run as they are."""
@@ -30,6 +36,8 @@ class CallbackErrors:
     """What callbacks raised, with the lines of code that called them, until it is raised outside of the program."""
 
     _errors: list[tuple[Exception, str]] = attrs.field(factory=list)
+    _lock: Any = attrs.field(factory=threading.RLock)
+    """Callbacks run in threads of XLA, which do not tell for whom: one thread at a time runs what keeps errors here."""
 
     def __bool__(self) -> bool:
         return bool(self._errors)
@@ -38,7 +46,18 @@ class CallbackErrors:
         """Keeps an error."""
         self._errors.append((error, line))
 
-    def raise_first(self) -> None:
+    def run(self, run: Callable[[], tuple[T, bool]]) -> T:
+        """Returns the first result of `run`, and raises errors if the second, whether there are callbacks, is true."""
+        __tracebackhide__ = True
+        with self._lock:
+            self._errors.clear()  # of a program that failed otherwise
+            result, has_callbacks = run()
+            if has_callbacks:
+                jax.block_until_ready(eqx.filter(result, eqx.is_array))
+                self._raise_first()
+            return result
+
+    def _raise_first(self) -> None:
         """Raises the first error, if there is one, as `equinox.filter_jit` and `jax.jit` do on one device."""
         if not self._errors:
             return
@@ -93,35 +112,40 @@ class _Guarded:
         if not self.errors:
             try:
                 return self.callback(*args)
-            except Exception as error:  # noqa: BLE001  (raised again by `raise_first`, when the program has ended)
+            except Exception as error:  # noqa: BLE001  (raised again by `run`, when the program has ended)
                 self.errors.add(error, self.line)
         return [_nans(*kind) for kind in self.kinds]
 
 
-_ERRORS = CallbackErrors()
+_ERRORS: weakref.WeakKeyDictionary[Any, CallbackErrors] = weakref.WeakKeyDictionary()
 """For functions that Equinox compiles: all wrappers of a function share what is compiled, and with it this."""
 
+_ERRORS_LOCK = threading.Lock()
 
-def call_guarded(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a compiled function that `with_guard` made, and raises what its callbacks raised."""
-    result = run(*args, **kwargs)
-    if _ERRORS:
-        jax.block_until_ready(eqx.filter(result, eqx.is_array))
-        _ERRORS.raise_first()
-    return result
+
+def errors_of(fn: Any) -> CallbackErrors:
+    """Returns where callbacks of a function that Equinox compiles keep their errors: the same for the same program."""
+    while isinstance(fn, functools.partial | PartialCall) or hasattr(fn, "__func__"):
+        fn = getattr(fn, "__func__", None) or fn.func  # Equinox's bound methods have the first, too
+    with _ERRORS_LOCK:
+        return _ERRORS.setdefault(fn if isinstance(fn, types.FunctionType) else type(fn), CallbackErrors())
 
 
 def with_guard(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function to trace in the place of `fn`, with its arrays, name and signature."""
+    """Returns a function to trace in the place of `fn`, with its arrays, name and signature.
+
+    It returns the result, and whether there are callbacks.
+    """
     partial = jax.tree_util.Partial(_run_guarded, fn)
     partial.__wrapped__ = fn  # pyright: ignore[reportAttributeAccessIssue]  (as functools.wraps does)
     return partial
 
 
-def _run_guarded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_guarded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     call, result = flatten_call(fn, args, kwargs), Result()
     program = jax.make_jaxpr(call.flat_function(result))(*call.arrays)
-    return result.tree(jaxpr_as_fun(_ERRORS.guard(program))(*call.arrays))
+    guarded = errors_of(fn).guard(program)
+    return result.tree(jaxpr_as_fun(guarded)(*call.arrays)), guarded is not program
 
 
 def _nans(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from shardrules.core.errors import ConfigTypeError
 from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.mesh.creation import AxisTypes, normalize_axis_types
 from shardrules.placement.cache import array_key
-from shardrules.placement.functions.callbacks import call_guarded, with_guard
+from shardrules.placement.functions.callbacks import CallbackErrors, errors_of, with_guard
 from shardrules.placement.functions.calls import (
     FlatCall,
     PartialCall,
@@ -102,7 +102,8 @@ def filter_jit(
 
     What `filter_shard` raises. `PlanError` for arguments that are placed otherwise: moving them at every call would be
     slow without a sign of it. Arrays that are on no particular device, numpy arrays among them, are placed.
-    `equinox.EquinoxRuntimeError` where `equinox.error_if` does, on several devices too.
+    `equinox.EquinoxRuntimeError` where `equinox.error_if` does, on several devices too, if nothing else is around the
+    function: compile `jax.grad`, `jax.vmap` and `filter_shard_map` of it by `filter_jit`, rather than call them.
 
     ```python
     mesh = sr.create_mesh("data:8")
@@ -203,11 +204,15 @@ class FilterJit:
     def _guarded_equinox(self) -> Callable[..., Any]:
         return equinox_filter_jit(with_guard(self.fn), donate=self.options.donate)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
+    @functools.cached_property
+    def _errors(self) -> CallbackErrors:
+        return errors_of(self.fn)
+
     def _call_equinox(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        if under_trace() or not _on_several_devices((*args, *kwargs.values(), self.fn)):
+        if under_trace() or jax.local_device_count() == 1:
             return self._equinox(*args, **kwargs)
-        return call_guarded(self._guarded_equinox, args, kwargs)
+        return self._errors.run(lambda: self._guarded_equinox(*args, **kwargs))
 
     def _meshes(self) -> Meshes:
         options = self.options
@@ -238,8 +243,10 @@ class FilterJit:
         call = self._flatten(args, kwargs)
         arrays = meshes.all_inside(call.arrays)
         owner, cache = self._kept
-        # Static leaves by type too, and what else a trace depends on: settings and contexts of JAX.
-        kind = (self.options, call.treedef, tuple(call.shared.items()), call.static_keys(owner), meshes, trace_key())
+        # Static leaves by type too, and what else a trace depends on: settings and contexts of JAX. Callbacks are
+        # guarded at top level only.
+        context = (meshes, trace_key(), under_trace())
+        kind = (self.options, call.treedef, tuple(call.shared.items()), call.static_keys(owner), context)
         key = (kind, tuple(map(array_key, arrays)))
         try:
             program = cache.get(key)
@@ -268,28 +275,3 @@ class FilterJit:
         tree, writes = program.result.tree_and_writes(meshes.all_outside(results))
         write_variables((call.fn, call.args, call.kwargs), writes)
         return tree
-
-
-def _on_several_devices(trees: tuple[Any, ...]) -> bool:
-    """Whether a function of these arguments runs on several devices, as far as the first array of each tells.
-
-    All arrays of a call that are placed are on the same devices, and those of one argument are mostly placed together.
-    To flatten whole models would take longer than all else that `filter_jit` adds to a call.
-    """
-    for tree in trees:
-        array = _first_array(tree)
-        if array is not None and array.committed:
-            return array.sharding.num_devices > 1
-    return False
-
-
-def _first_array(tree: Any) -> jax.Array | None:
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if getattr(node, "committed", None) is not None:  # only arrays of JAX have it
-            return node
-        level = jtu.default_registry.flatten_one_level(node)
-        if level is not None:
-            nodes.extend(reversed(tuple(level[0])))
-    return None

@@ -60,18 +60,19 @@ class Program:
 
     def call(self, run: Callable[..., Any], call: FlatCall, arrays: Sequence[Any]) -> list[Any]:
         """Runs the program, jitted or compiled; raises what its callbacks raise."""
+        if self.errors is None:
+            return self._call(run, call, arrays)
+        return self.errors.run(lambda: (self._call(run, call, arrays), True))
+
+    def _call(self, run: Callable[..., Any], call: FlatCall, arrays: Sequence[Any]) -> list[Any]:
         with warnings.catch_warnings() if self.is_silent else contextlib.nullcontext():
             if self.is_silent:
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable*")
             try:
-                results = run(*arrays)
+                return run(*arrays)
             except ValueError as error:
                 _raise_misplaced(arrays, call, self.shardings, error)
                 raise
-        if self.errors is not None:
-            jax.block_until_ready(results)
-            self.errors.raise_first()
-        return results
 
 
 def compile_call(
@@ -203,8 +204,10 @@ def _donated_indices(donate: tuple[int | str, ...] | str, call: FlatCall) -> lis
     args, kwargs = call.args, call.kwargs
     everything, rest = donate in ("all", "warn"), donate in ("all-except-first", "warn-except-first")
     signature = signature_of(call.fn)
-    names = [] if signature is None else list(signature.parameters)[: len(args)]
+    parameters = [] if signature is None else list(signature.parameters)
+    names = parameters[: len(args)]
     items = [names.index(item) if item in names else item for item in donate] if isinstance(donate, tuple) else []
+    items = [item for item in items if item not in parameters or item in kwargs]  # defaults that the call leaves out
     unknown = [item for item in items if item not in range(-len(args), len(args)) and item not in kwargs]
     if unknown:
         raise ConfigError(f"filter_jit: donate names {unknown}; the arguments are {', '.join([*names, *kwargs])}")

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -75,6 +78,18 @@ def test_error_if_raises_in_models_and_in_what_is_compiled_ahead() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
+def test_error_if_raises_whatever_places_the_arguments(options: Any) -> None:
+    def shard(x: Any) -> Any:
+        return sr.filter_shard(x, P("data"), MESH)
+
+    mapped = sr.filter_shard_map(check, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    for run in (sr.filter_jit(lambda x: check(shard(x)), **options), sr.filter_jit(mapped, **options)):
+        np.testing.assert_array_equal(run(jnp.asarray(SMALL)), 2 * SMALL)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="x must be >= 0"):
+            run(jnp.asarray(-SMALL))
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
 def test_other_callbacks_raise_as_jax_does(options: Any) -> None:
     def host(x: np.ndarray) -> np.ndarray:
         if x.min() < 0:
@@ -126,3 +141,48 @@ except Exception as error:
         env={**os.environ, **settings},
     )
     assert expected in done.stdout, done.stdout + done.stderr
+
+
+def test_a_check_raises_traced_and_at_top_level_in_either_order() -> None:
+    one = sr.create_mesh("data:1", devices=jax.devices()[:1])
+    for is_traced_first in (False, True):
+        run = sr.filter_jit(lambda x: check(x), mesh=one, in_shardings=P("data"))
+        runs = [run, lambda x, run=run: jax.jit(lambda scale: run(x) * scale)(1.0)]
+        for call in reversed(runs) if is_traced_first else runs:
+            assert call(jnp.asarray(SMALL)).shape == (8,)
+            expected = eqx.EquinoxRuntimeError if call is run else (ValueError, RuntimeError)
+            with pytest.raises(expected, match="x must be >= 0"):
+                jax.block_until_ready(call(jnp.asarray(-SMALL)))
+            assert run(jnp.asarray(SMALL)).shape == (8,)
+
+
+def test_threads_get_the_errors_of_their_own_calls() -> None:
+    has_failed, may_end = threading.Event(), threading.Event()
+
+    def host(x: np.ndarray) -> np.ndarray:
+        if x.min() < 0:
+            has_failed.set()
+            raise KeyError("negative")
+        return 2 * np.asarray(x)
+
+    def wait(x: np.ndarray) -> np.ndarray:
+        may_end.wait(10)
+        return np.asarray(x)
+
+    struct = jax.ShapeDtypeStruct((8,), np.float32)
+    # On devices of their own: two programs on one device run in turn.
+    meshes = [sr.create_mesh("data:4", devices=devices) for devices in (jax.devices()[:4], jax.devices()[4:])]
+    x, other_x = (sr.filter_shard(SMALL, P("data"), mesh) for mesh in meshes)
+    bad = sr.filter_jit(lambda x: io_callback(wait, struct, jax.pure_callback(host, struct, x)))
+    good = sr.filter_jit(lambda x: jax.pure_callback(host, struct, x))
+    may_end.set()
+    jax.block_until_ready((bad(x), good(other_x)))  # compiles them
+    may_end.clear()
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(bad, -x)
+        assert has_failed.wait(10)
+        passing = pool.submit(good, other_x)
+        threading.Timer(0.2, may_end.set).start()
+        np.testing.assert_array_equal(passing.result(20), 2 * SMALL)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="KeyError"):
+            failing.result(20)

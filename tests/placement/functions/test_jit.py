@@ -479,3 +479,13 @@ def test_arguments_donated_by_name_need_no_mesh() -> None:
     a, b = jnp.ones(8), jnp.ones(8)
     sr.filter_jit(lambda a, b: (a + 1, b + 1), donate=["b"])(a, b)
     assert [a.is_deleted(), b.is_deleted()] == [False, True]
+
+
+def test_donated_arguments_may_be_left_out() -> None:
+    run = sr.filter_jit(lambda a, b=None, *, c=None: (a, b, c), donate=["b", "c"])
+    a, b, c = jnp.ones(8), jnp.ones(8), jnp.ones(8)
+    run(a)
+    run(a, c=c)
+    assert [a.is_deleted(), b.is_deleted(), c.is_deleted()] == [False, False, True]
+    run(a, b)
+    assert [a.is_deleted(), b.is_deleted()] == [False, True]
