@@ -78,6 +78,9 @@ def filter_shard_map(
     into the function and out of it. Inside, the function talks to other devices by `jax.lax.psum` and the like, under
     the names of the mesh axes. It can be used under `jit`, `grad`, `vmap` and `scan`.
 
+    Call it under `filter_jit`: by itself it is traced and compiled at every call, as `jax.shard_map` is, and a check by
+    `equinox.error_if` that fails on one of several devices leaves the others waiting.
+
     **Arguments:**
 
     - `fn`: the function. A module that is called, and keyword-only arguments, are whole on every device.
