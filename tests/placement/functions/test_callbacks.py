@@ -144,9 +144,9 @@ except Exception as error:
 
 
 def test_a_check_raises_traced_and_at_top_level_in_either_order() -> None:
-    one = sr.create_mesh("data:1", devices=jax.devices()[:1])
+    mesh = sr.create_mesh("data:1", devices=jax.devices()[:1])
     for is_traced_first in (False, True):
-        run = sr.filter_jit(lambda x: check(x), mesh=one, in_shardings=P("data"))
+        run = sr.filter_jit(lambda x: check(x), mesh=mesh, in_shardings=P("data"))
         runs = [run, lambda x, run=run: jax.jit(lambda scale: run(x) * scale)(1.0)]
         for call in reversed(runs) if is_traced_first else runs:
             assert call(jnp.asarray(SMALL)).shape == (8,)
