@@ -11,6 +11,7 @@ flattened trees know nothing of either, so it is kept beside them.
 import collections
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Self, final
 
 import attrs
@@ -99,6 +100,47 @@ def refuse_opaque(leaves: Iterable[tuple[str, Any]]) -> None:
             f"JAX sees no arrays in these objects of flax nnx: {names}. They are not pytrees in this version of flax, "
             "or were made with pytree=False or hijax=True. Pass their state: graph, state = nnx.split(model)"
         )
+
+
+_LEAVES = (bool, int, float, str, type(None), FunctionType)
+"""Types of attributes that hold no objects."""
+
+
+def refuse_cycles(tree: Any) -> None:
+    """Raises where an object of nnx holds itself: flattening it breaks the stack for good, so it cannot be caught."""
+    object_types = opaque_types()
+    if not object_types:
+        return
+    is_object, is_leaf = _of_types(object_types), _of_types((*variable_types(), *_LEAVES))
+    ended: set[int] = set()  # objects of which all parts were seen
+    around: dict[int, Any] = {}  # the objects that hold the current one
+    nodes: list[Any] = [node for node in jtu.tree_leaves(tree, is_leaf=is_object) if is_object(node)]
+    while nodes:
+        node = nodes[-1]
+        if id(node) in ended or id(node) in around:
+            nodes.pop()
+            around.pop(id(node), None)
+            ended.add(id(node))
+            continue
+        around[id(node)] = node
+        for part in _parts(node, is_object, is_leaf):
+            if id(part) in around:
+                raise TreeError(
+                    f"an object of flax nnx ({type(part).__name__}) holds itself, through "
+                    f"{type(node).__name__}, and JAX has no trees with cycles. Pass its state: "
+                    "graph, state = nnx.split(model)"
+                )
+            if id(part) not in ended:
+                nodes.append(part)
+
+
+def _parts(node: Any, is_object: Callable[[Any], bool], is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """The objects of nnx right inside of one; variables hold none."""
+    # most layers hold variables and options alone, and to flatten all of them takes as long as the rest of a call
+    if is_leaf(node) or all(is_leaf(value) for name, value in vars(node).items() if not name.startswith("_pytree__")):
+        return []
+    level = _registry.flatten_one_level(node)
+    return [] if level is None else [part for part in jtu.tree_leaves(level[0], is_leaf=is_object) if is_object(part)]
 
 
 def variable_axes(variable: Any, ndim: int) -> tuple[LogicalName, ...] | None:

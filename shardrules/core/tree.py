@@ -24,6 +24,7 @@ from shardrules.core.boxes import (
     box_type,
     is_variable,
     opaque_types,
+    refuse_cycles,
     refuse_opaque,
     unboxed,
     variable_axes,
@@ -281,6 +282,7 @@ def survey(
     """
     if path_style not in _STYLES:
         raise ConfigError(f"path_style must be one of {', '.join(map(repr, _STYLES))}; got {path_style!r}")
+    refuse_cycles(tree)
     try:
         return _survey_leaves(tree, mesh, in_force, reads_index, path_style, None)
     except _BoxFoundError:

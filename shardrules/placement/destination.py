@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
-from shardrules.core.boxes import share_variables, shared_leaves
+from shardrules.core.boxes import refuse_cycles, share_variables, shared_leaves
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import NoMeshError, ShardingWarning
 from shardrules.core.finding import Finding, listing
@@ -85,6 +85,7 @@ def resolve_destination(
     ```
     """
     check_mesh(mesh)
+    refuse_cycles(tree)
     resolved = resolve(how, tree, mesh, caller)
     values, treedef = jax.tree.flatten(tree)
     if resolved.plan is not None:

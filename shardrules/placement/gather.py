@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
-from shardrules.core.boxes import share_variables, shared_leaves
+from shardrules.core.boxes import refuse_cycles, share_variables, shared_leaves
 from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import ConfigTypeError, MeshError
 from shardrules.placement.send import on_some_processes, send
@@ -34,6 +34,7 @@ def filter_gather(tree: Any) -> Any:
     assert isinstance(sr.filter_gather(placed)["w"], np.ndarray)
     ```
     """
+    refuse_cycles(tree)
     values, treedef = jax.tree.flatten(tree)
     elsewhere = on_some_processes(values) if jax.process_count() > 1 else []
     if elsewhere:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.boxes import (
     ArgumentVariables,
+    refuse_cycles,
     share_variables,
     shared_leaves,
     variable_types,
@@ -90,6 +91,7 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
             with trace_mesh(mesh_in_force):
                 tree = make(*args, **kwargs)
             return filter_shard(tree, how, mesh)
+        refuse_cycles((args, kwargs))
         # Arguments on Explicit axes are renamed to Auto ones, on which everything is computed.
         dynamic, static = eqx.partition(jax.tree.map(_array_on_auto_axes, (args, kwargs)), _is_array)
         shared = shared_leaves((args, kwargs))

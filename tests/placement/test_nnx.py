@@ -397,3 +397,27 @@ def test_a_compiled_method_reads_and_writes_its_module(mesh: Mesh, is_sharded: b
     model.scale[...] = 3 * model.scale[...]
     np.testing.assert_array_equal(apply(jnp.ones(8)), np.full(8, 3))
     assert int(model.calls[...]) == 2
+
+
+class Parent(nnx.Module):
+    """A module whose child holds it."""
+
+    def __init__(self) -> None:
+        self.child = nnx.List([Plain()])
+        child: Any = self.child[0]
+        child.parent = nnx.data(self)
+
+
+def test_modules_that_hold_themselves_are_refused(mesh: Mesh) -> None:
+    model = Parent()
+    calls: list[Any] = [
+        lambda: RULES.plan(model, mesh),
+        lambda: sr.filter_shard(model, P(), mesh),
+        lambda: sr.filter_gather(model),
+        lambda: sr.filter_init(lambda model: model.child[0].x, P(), mesh)(model),
+        lambda: sr.filter_jit(lambda model: model.child[0].x)(model),
+        lambda: sr.filter_jit(lambda model: model.child[0].x, mesh=mesh, in_shardings=P())(model),
+    ]
+    for call in calls:
+        with pytest.raises(sr.errors.TreeError, match=r"holds itself, through .*nnx\.split\(model\)"):
+            call()

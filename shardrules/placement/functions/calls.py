@@ -17,6 +17,7 @@ from jax.core import Tracer
 from shardrules.core.boxes import (
     ArgumentVariables,
     opaque_types,
+    refuse_cycles,
     refuse_opaque,
     share_variables,
     shared_leaves,
@@ -140,6 +141,7 @@ def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller:
     assert (len(call.arrays), call.static) == (1, {0: max, 2: 2})
     ```
     """
+    refuse_cycles((fn, args, kwargs))
     leaves, treedef = jax.tree.flatten((fn, args, kwargs))
     opaque = opaque_types()
     arrays: list[Any] = []
