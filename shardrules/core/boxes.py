@@ -11,7 +11,6 @@ flattened trees know nothing of either, so it is kept beside them.
 import collections
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any, Self, final
 
 import attrs
@@ -102,8 +101,18 @@ def refuse_opaque(leaves: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-_LEAVES = (bool, int, float, str, type(None), FunctionType)
-"""Types of attributes that hold no objects."""
+def _holds_no_nodes() -> Callable[[Any], bool]:
+    """Returns a function that says whether a value is a leaf or a variable."""
+    variables = variable_types()
+    by_type: dict[type, bool] = {type(None): True}
+
+    def test(value: Any) -> bool:
+        cls = type(value)
+        if cls not in by_type:
+            by_type[cls] = issubclass(cls, variables) or _registry.flatten_one_level(value) is None
+        return by_type[cls]
+
+    return test
 
 
 def refuse_cycles(tree: Any) -> None:
@@ -111,7 +120,7 @@ def refuse_cycles(tree: Any) -> None:
     object_types = opaque_types()
     if not object_types:
         return
-    is_object, is_leaf = _of_types(object_types), _of_types((*variable_types(), *_LEAVES))
+    is_object, is_leaf = _of_types(object_types), _holds_no_nodes()
     ended: set[int] = set()  # objects of which all parts were seen
     around: dict[int, Any] = {}  # the objects that hold the current one
     nodes: list[Any] = [node for node in jtu.tree_leaves(tree, is_leaf=is_object) if is_object(node)]
