@@ -445,7 +445,7 @@ def test_plans_can_be_models(plans: tuple[Path, Path], tmp_path: Path) -> None:
     again = sr.ShardingPlan.from_json(text)
     assert again.paths == sr.ShardingPlan.from_json(plans[0].read_text()).paths
     with_state = json.loads(fine("plan", before, "--optimizer", "adafactor", "--format", "json", env=NO_BACKEND))
-    assert with_state.keys() == {"model", "optimizer"}
+    assert with_state.keys() == {"shardrules_plans", "model", "optimizer"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

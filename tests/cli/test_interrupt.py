@@ -76,14 +76,20 @@ def await_thread(process: subprocess.Popen[bytes]) -> None:
 
 
 def interrupted(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGINT, and checks how the process ends."""
+    """Sends SIGINT, and checks that it ends the process."""
+    assert ended(process) == (130, [])
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, list[str]]:
+    """Sends SIGINT, and returns how the process ends: what it prints is an error, unless the process is through."""
     process.send_signal(signal.SIGINT)
     try:
         _, error = process.communicate(timeout=10)  # a second, with room for a machine that is busy
     finally:
         process.kill()
     lines = [line for line in error.decode().splitlines() if not any(noise in line for noise in NOISE)]
-    assert (process.returncode, lines) == (130, [])
+    assert (process.returncode, lines) in ((0, []), (130, []))
+    return process.returncode, lines
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
@@ -100,16 +106,13 @@ def test_every_moment_of_a_command_ends_at_once() -> None:
     started(*PLAN).communicate(timeout=240)
     whole = time.monotonic() - start
     late = 0
-    for index in range(40):
+    for index in range(30):
         process = started(*PLAN)
         await_thread(process)
-        time.sleep(whole * index / 40)
-        if process.poll() is None:
-            interrupted(process)
-        else:  # this run took less time than the first
-            process.communicate()
-            late += 1
-    assert late <= 20
+        time.sleep(whole * index / 30)
+        # A run may take less time than the first, and be over when the signal comes.
+        late += ended(process)[0] == 0
+    assert late <= 15
 
 
 @pytest.mark.slow
