@@ -360,7 +360,7 @@ def forks() -> Iterator[Forks]:
     server.close()
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_are_one_line(name: str, forks: Forks, tmp_path: Path) -> None:
     wrong = WRONG[name]

@@ -101,7 +101,7 @@ def test_importing_alone_imports_nothing_slow() -> None:
     assert python("-c", code, path=REPOSITORY).stdout == "[]\n"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -371,6 +371,7 @@ WRAPPED: dict[str, Callable[[Any, Counter], Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
 def test_all_wrappers_of_a_function_share_what_is_compiled(wrap: Callable[[Any, Counter], Any], options: Any) -> None:
@@ -426,6 +427,7 @@ def test_methods_of_one_object_are_compiled_each() -> None:
     assert [float(fn(jnp.ones(8))[0]) for fn in jitted] == [16, 32, 16, 8, 16]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["function", "model", "object", "method"])
 def test_functions_and_models_are_freed_when_they_are_dropped(kind: str) -> None:
     def make() -> Any:
@@ -458,6 +460,7 @@ def test_without_options_it_gives_what_equinox_gives() -> None:
     np.testing.assert_array_equal(nested(x), ours[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["plain", "sharded"])
 @pytest.mark.parametrize("donate", ["all", "warn", "all-except-first", "warn-except-first"])
 def test_only_warn_warns_of_memory_that_is_not_reused(donate: Any, options: Any) -> None:
