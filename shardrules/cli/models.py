@@ -15,7 +15,7 @@ from shardrules.cli.objects import NamedObject, has_arrays, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import is_cut_off
-from shardrules.planning.answer import report
+from shardrules.planning.answer import version
 from shardrules.rules.text import is_object_name
 
 FORMS = (
@@ -85,10 +85,13 @@ def read_plan(path: Path) -> ShardingPlan:
     text = read_text(path)
     data = read_json(path, text)
     # Autoplan has the plan beside its figures, and with an optimizer there are two plans.
-    for key, part, version in (("shardrules_autoplan", "plan", report.FORMAT), ("shardrules_plans", "model", FORMAT)):
+    for key, part, read_format in (
+        ("shardrules_autoplan", "plan", version.FORMAT),
+        ("shardrules_plans", "model", FORMAT),
+    ):
         if isinstance(data, dict) and key in data and part in data:
-            if data[key] != version:
-                raise UsageError(f"{path} has format {data[key]!r} of {key}, and this version reads {version}")
+            if data[key] != read_format:
+                raise UsageError(f"{path} has format {data[key]!r} of {key}, and this version reads {read_format}")
             text = json.dumps(data[part])
     try:
         return ShardingPlan.from_json(text)

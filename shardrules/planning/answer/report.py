@@ -14,10 +14,8 @@ from shardrules.core.storage.records import SAVE_AGAIN, problem, record
 from shardrules.planning.answer.explain import SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate
+from shardrules.planning.answer.version import FORMAT
 from shardrules.planning.solve.solver import Status
-
-FORMAT = 1
-"""The version of the JSON; a change that older readers would misread raises it."""
 
 
 @final
