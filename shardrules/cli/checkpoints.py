@@ -23,7 +23,7 @@ from shardrules.placement.checkpoints.headers import (
 )
 from shardrules.placement.checkpoints.names import StoredArray
 from shardrules.placement.checkpoints.orbax import read_orbax_metadata
-from shardrules.presets.huggingface.shapes import checkpoint_shapes, head_dim_of
+from shardrules.rules.huggingface.shapes import checkpoint_shapes, head_dim_of
 
 _MOST_LEVELS = 64
 """How deep names may nest: the deepest in published checkpoints have 12 levels. Doubled, a tree comes near the depth at
