@@ -345,7 +345,7 @@ WRONG = {
     ),
     "JSON that is not an audit": Wrong(
         ("report", "model.py:make", *AUTO, "--audit", "a.json"),
-        "--audit a.json: this text is not an audit report",
+        "--audit: a.json is not what shardrules audit -o writes",
         text_of("a.json", "{}"),
     ),
     "a folder for the page": Wrong(("report", "model.py:make", *AUTO, "-o", "."), ". is a folder: name a file in it"),

@@ -13,7 +13,8 @@ import attrs
 from tests.house.source import REPOSITORY
 
 PRELUDE = """
-import jax, os, sys, time
+import faulthandler, jax, os, sys, time
+faulthandler.dump_traceback_later(100, file=os.fdopen(os.dup(2), "w"))  # a process that hangs says where
 sys.stdout, _ = os.fdopen(os.dup(1), "w", buffering=1, closefd=False), os.dup2(2, 1)  # what XLA prints goes elsewhere
 process, processes, port = map(int, sys.argv[1:4])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -88,7 +88,7 @@ def match(
     from shardrules.placement.checkpoints.names import RequestedLeaf, StoredArray, match
 
     stored = {"w": StoredArray((4,), np.dtype("float32"), "F32"), "v": StoredArray((4,), np.dtype("float32"), "F32")}
-    leaves = [RequestedLeaf("u", np.ones(4)), RequestedLeaf("w", 1.0)]
+    leaves = [RequestedLeaf("u", 2.0), RequestedLeaf("w", 1.0)]
     names, findings = match(leaves, stored, {"u": "v"}, str, surplus="error", cast=False)
     assert names == ["v", "w"] and [finding.code for finding in findings] == ["value", "value"]
     ```
