@@ -18,7 +18,8 @@ from shardrules.analysis.audits.checks import MEMORY_REMEDIES
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.analysis.audits.text import array_text
 from shardrules.analysis.compiling.source import short_line, user_line
-from shardrules.analysis.program.collectives import KINDS, Collective
+from shardrules.analysis.machine.measured import KINDS
+from shardrules.analysis.program.collectives import Collective
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import (
     ConfigError,

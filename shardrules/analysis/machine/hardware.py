@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, final
@@ -12,7 +12,19 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.analysis.machine.measured import (
+    KINDS,
+    CollectiveTimes,
+    Fractions,
+    MatmulRates,
+    as_fractions,
+    as_pairs,
+    as_tables,
+)
 from shardrules.core.errors import HardwareError, suggest
+
+ACCESSES = ("copy", "read", "gather")
+"""How memory is used: most of it read and written in its order, read only, or in rows at any positions."""
 
 RATES = ("bf16", "f16", "f32", "f32_highest", "f8", "s8", "f64")
 """The kinds of multiplication that a sheet has rates for.
@@ -31,10 +43,21 @@ FIGURES = (
     "network_latency_seconds",
     "devices_per_host",
     "torus_dims",
+    "devices_per_chip",
+    "matmul_fractions",
+    "matmul_tile",
+    "matmul_rates",
+    "memory_fractions",
+    "link_fractions",
+    "collective_times",
+    "network_fraction",
+    "host_link_bytes_per_second",
+    "launch_seconds",
+    "collective_launch_seconds",
 )
 """The figures of a sheet, which are also the names that `Hardware.sources` may use."""
 
-_POSITIVE = tuple(figure for figure in FIGURES if figure not in ("peak_flops", "devices_per_host", "torus_dims"))
+_POSITIVE = (*FIGURES[1:7], "network_fraction", "host_link_bytes_per_second")
 
 # Hardware without a unit for a kind converts to a wider one: the first of these that has a rate.
 _FALLBACKS = {
@@ -48,22 +71,19 @@ _FALLBACKS = {
 _DTYPE = re.compile(r"(?P<brain>bf|bfloat)16|(?P<kind>float|f|uint|int|u|s|complex|c)(?P<bits>\d+)\w*")
 
 
-def _as_rates(value: Mapping[str, float] | Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
-    return tuple((str(kind), float(rate)) for kind, rate in pairs)
-
-
 def _as_sources(value: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     return tuple((str(figure), str(source)) for figure, source in pairs)
 
 
 @final
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Hardware:
-    """What one device can do, and what connects it to others. All rates are peaks: no program reaches them.
+    """What one device can do, what of that programs reach, and what connects it to others.
 
-    `Hardware.named` returns a ready sheet. `attrs.evolve` makes your own from it, say with measured bandwidths.
+    Rates are peaks; fractions and tables say what is reached. `Hardware.named` returns a ready sheet with both.
+    `attrs.evolve` makes your own from it. A sheet of peaks alone assumes that all of them are reached, that nothing
+    takes time to start, and that a device exchanges 25 GB/s with its host.
 
     **Arguments:**
 
@@ -84,6 +104,22 @@ class Hardware:
         other. A mesh axis along one dimension of the torus has that part of the links, and half as much where the torus
         is not closed.
     - `sources`: where each figure comes from, by the name of its field.
+    - `devices_per_chip`: how many devices share a chip and its links.
+    - `matmul_fractions`: which fraction of `peak_flops` large matmuls reach: a number, or a mapping by kind of
+        multiplication, with `"all"` for the kinds that are not named.
+    - `matmul_tile`: the rows and columns of the unit that multiplies: sizes are rounded up to multiples of it.
+    - `matmul_rates`: measured matmuls: for each kind a mapping of `kind`, the lists of sizes `m`, `n` and `k`,
+        `flops_per_second` for each `m`, `n` and `k`, and the `peak` of the chip that was measured.
+    - `memory_fractions`: which fraction of `memory_bytes_per_second` is reached, a number or by access: `"copy"` (reads
+        and writes), `"read"`, or `"gather"` (of rows at any positions); `"all"` is for the others.
+    - `link_fractions`: which fraction of `link_bytes_per_second` is reached: a number, or by kind of collective.
+    - `collective_times`: measured collectives inside a host: for each kind and size of group a mapping of `kind`,
+        `group_size`, the lists `payload_bytes` and `seconds`, and `link_bytes_per_second` of the links that were
+        measured.
+    - `network_fraction`: which fraction of `network_bytes_per_second` is reached.
+    - `host_link_bytes_per_second`: what a device exchanges with the memory of its host, in each direction: PCIe.
+    - `launch_seconds`: what a kernel takes that does nothing, with the pause before it.
+    - `collective_launch_seconds`: what a collective takes to start, besides its latencies; `collective_times` have it.
 
     **Raises:**
 
@@ -99,7 +135,7 @@ class Hardware:
     """
 
     name: str
-    peak_flops: tuple[tuple[str, float], ...] = attrs.field(converter=_as_rates)
+    peak_flops: tuple[tuple[str, float], ...] = attrs.field(converter=as_pairs)
     memory_bytes: int
     memory_bytes_per_second: float
     link_bytes_per_second: float
@@ -109,34 +145,35 @@ class Hardware:
     devices_per_host: int | None = None
     torus_dims: int = 0
     sources: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_as_sources, repr=False)
+    devices_per_chip: int = attrs.field(default=1, kw_only=True)
+    matmul_fractions: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=as_fractions, kw_only=True)
+    matmul_tile: int = attrs.field(default=1, kw_only=True)
+    matmul_rates: tuple[MatmulRates, ...] = attrs.field(
+        default=(), converter=as_tables(MatmulRates), repr=False, kw_only=True
+    )
+    memory_fractions: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=as_fractions, kw_only=True)
+    link_fractions: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=as_fractions, kw_only=True)
+    collective_times: tuple[CollectiveTimes, ...] = attrs.field(
+        default=(), converter=as_tables(CollectiveTimes), repr=False, kw_only=True
+    )
+    network_fraction: float = attrs.field(default=1.0, kw_only=True)
+    # What a device on PCIe 4.0 x16 reaches. With twice as much, offloaded arrays arrive in half the time.
+    host_link_bytes_per_second: float = attrs.field(default=25e9, kw_only=True)
+    launch_seconds: float = attrs.field(default=0.0, kw_only=True)
+    collective_launch_seconds: float = attrs.field(default=0.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        rates = dict(self.peak_flops)
         problems = [
-            f"peak_flops: unknown kind {kind!r}{suggest(kind, RATES)}; the kinds are {', '.join(RATES)}"
-            for kind in rates
-            if kind not in RATES
+            *_named_problems("peak_flops", self.peak_flops, RATES),
+            *_number_problems(self),
+            *_fraction_problems("matmul_fractions", self.matmul_fractions, RATES),
+            *_fraction_problems("memory_fractions", self.memory_fractions, ACCESSES),
+            *_fraction_problems("link_fractions", self.link_fractions, KINDS),
+            *_table_problems(self),
+            *(f"sources: {_unknown_figure(figure)}" for figure, _ in self.sources if figure not in FIGURES),
         ]
-        if not rates:
+        if not self.peak_flops:
             problems.append("peak_flops is empty")
-        if len(rates) < len(self.peak_flops):
-            problems.append("peak_flops has the same kind twice")
-        figures = {
-            **{f"peak_flops[{kind!r}]": rate for kind, rate in self.peak_flops},
-            **{figure: getattr(self, figure) for figure in _POSITIVE},
-        }
-        problems += [
-            f"{figure} must be positive and finite, got {value!r}"
-            for figure, value in figures.items()
-            if not 0 < value < math.inf
-        ]
-        if self.devices_per_host is not None and self.devices_per_host < 1:
-            problems.append(
-                f"devices_per_host must be at least 1, or None for all devices; got {self.devices_per_host}"
-            )
-        if self.torus_dims < 0:
-            problems.append(f"torus_dims must be at least 0, got {self.torus_dims}")
-        problems += [f"sources: {_unknown_figure(figure)}" for figure, _ in self.sources if figure not in FIGURES]
         if problems:
             raise HardwareError(f"hardware {self.name!r}: {'; '.join(problems)}")
 
@@ -167,7 +204,7 @@ class Hardware:
         return sheets()[name]
 
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
-        """Returns the most operations per second that a matmul of a dtype runs at.
+        """Returns the peak rate that a matmul of a dtype runs at.
 
         **Arguments:**
 
@@ -190,13 +227,7 @@ class Hardware:
         assert a100.flops_per_second("f32") == 8 * a100.flops_per_second("f32", highest=True)
         ```
         """
-        rates = dict(self.peak_flops)
-        kind = _rate_kind(dtype)
-        kind = "f32_highest" if kind == "f32" and highest else kind
-        for candidate in (kind, *_FALLBACKS.get(kind, ())):
-            if candidate in rates:
-                return rates[candidate]
-        return min(rates.values())
+        return dict(self.peak_flops)[multiplied_as(self, dtype, highest=highest)]
 
     def source(self, figure: str) -> str:
         """Returns where a figure comes from.
@@ -220,6 +251,79 @@ class Hardware:
         if figure not in FIGURES:
             raise HardwareError(_unknown_figure(figure))
         return dict(self.sources).get(figure, "")
+
+
+def multiplied_as(hardware: Hardware, dtype: Any, *, highest: bool = False) -> str:
+    """Which of the hardware's kinds of multiplication a dtype runs as: its own, a wider one, or else the slowest."""
+    rates = dict(hardware.peak_flops)
+    kind = _rate_kind(dtype)
+    kind = "f32_highest" if kind == "f32" and highest else kind
+    candidates = [candidate for candidate in (kind, *_FALLBACKS.get(kind, ())) if candidate in rates]
+    return candidates[0] if candidates else min(rates, key=rates.__getitem__)
+
+
+def fraction(fractions: Fractions, *names: str) -> float:
+    """The fraction for the first of the names that has any, else the one for everything, else 1."""
+    by_name = dict(fractions)
+    return next((by_name[name] for name in (*names, "all") if name in by_name), 1.0)
+
+
+def _number_problems(hardware: Hardware) -> list[str]:
+    figures = {
+        **{f"peak_flops[{kind!r}]": rate for kind, rate in hardware.peak_flops},
+        **{figure: getattr(hardware, figure) for figure in _POSITIVE},
+    }
+    problems = [
+        f"{figure} must be positive and finite, got {value!r}"
+        for figure, value in figures.items()
+        if not 0 < value < math.inf
+    ]
+    if hardware.devices_per_host is not None and hardware.devices_per_host < 1:
+        problems.append(
+            f"devices_per_host must be at least 1, or None for all devices; got {hardware.devices_per_host}"
+        )
+    least = {
+        "torus_dims": 0,
+        "devices_per_chip": 1,
+        "matmul_tile": 1,
+        "launch_seconds": 0,
+        "collective_launch_seconds": 0,
+    }
+    values = {figure: getattr(hardware, figure) for figure in least}
+    return problems + [
+        f"{figure} must be at least {least[figure]}, got {value!r}"
+        for figure, value in values.items()
+        if not least[figure] <= value < math.inf
+    ]
+
+
+def _named_problems(figure: str, pairs: Sequence[tuple[str, float]], names: Sequence[str]) -> list[str]:
+    problems = [
+        f"{figure}: unknown kind {name!r}{suggest(name, names)}; the kinds are {', '.join(names)}"
+        for name, _ in pairs
+        if name not in names
+    ]
+    return problems + [f"{figure} has the same kind twice"] * (len(dict(pairs)) < len(pairs))
+
+
+def _fraction_problems(figure: str, fractions: Fractions, names: Sequence[str]) -> list[str]:
+    bad = [
+        f"{figure}[{name!r}] must be above 0 and at most 1, got {value!r}"
+        for name, value in fractions
+        if not 0 < value <= 1
+    ]
+    return [*_named_problems(figure, fractions, (*names, "all")), *bad]
+
+
+def _table_problems(hardware: Hardware) -> list[str]:
+    kinds = [table.kind for table in hardware.matmul_rates]
+    groups = [(table.kind, table.group_size) for table in hardware.collective_times]
+    problems = _named_problems("matmul_rates", [(kind, 0.0) for kind in kinds], RATES)
+    problems += _named_problems("collective_times", [(kind, 0.0) for kind in dict(groups)], KINDS)
+    if len(dict.fromkeys(groups)) < len(groups):
+        problems.append("collective_times has the same kind and group size twice")
+    tables = (*hardware.matmul_rates, *hardware.collective_times)
+    return problems + [problem for table in tables for problem in table.problems()]
 
 
 def _unknown_figure(name: str) -> str:
@@ -257,6 +361,6 @@ def sheets() -> Mapping[str, Hardware]:
 
 def _read_sheet(table: Mapping[str, Any]) -> Hardware:
     # A figure without a value keeps its default: all devices of a TPU slice are connected.
-    values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table[figure]}
-    sources = {figure: table[figure]["source"] for figure in FIGURES}
+    values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table.get(figure, ())}
+    sources = {figure: table[figure]["source"] for figure in FIGURES if figure in table}
     return Hardware(table["name"], **values, sources=sources)

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.util import find_spec
@@ -40,19 +40,22 @@ class _TpuGeneration:
     libtpu_name: str
     torus_dims: int
     device_count: int = 1
+    closed_size: int = 4
+    """A dimension of a slice closes to a ring if its size is a multiple of this: in two dimensions each on its own, in
+    three only all together, since whole cubes are connected."""
     options: tuple[tuple[str, Any], ...] = ()
 
 
 _TPUS = MappingProxyType(
     {
         # A chip of a v2, v3 or v7x has two cores, which JAX shows as two devices.
-        "v2": _TpuGeneration("v2", 2, device_count=2),
-        "v3": _TpuGeneration("v3", 2, device_count=2),
+        "v2": _TpuGeneration("v2", 2, device_count=2, closed_size=16),
+        "v3": _TpuGeneration("v3", 2, device_count=2, closed_size=32),
         # Cloud TPUs run both cores of a v4 as one device. libtpu needs this option for it; for a v5p it is the default.
         "v4": _TpuGeneration("v4", 3, options=(("chip_config_name", "megacore"),)),
-        "v5e": _TpuGeneration("v5e", 2),
+        "v5e": _TpuGeneration("v5e", 2, closed_size=16),
         "v5p": _TpuGeneration("v5p", 3),
-        "v6e": _TpuGeneration("v6e", 2),
+        "v6e": _TpuGeneration("v6e", 2, closed_size=16),
         "v7x": _TpuGeneration("tpu7x", 3, device_count=2),
     }
 )
@@ -265,6 +268,16 @@ class Target:
         for coords, device_id in np.ndenumerate(lay_out(sizes, mesh.axis_names, devices).ids):
             arranged[coords] = by_id[int(device_id)]
         return Mesh(arranged, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def closed_dims(chip: str, sizes: Sequence[int]) -> tuple[bool, ...]:
+    """Which dimensions of a slice of TPUs close to a ring, by its sizes in chips.
+
+    Full pods do, and parts of them along a dimension of full size (https://jax-ml.github.io/scaling-book/tpus); of a
+    v4, v5p and v7x all slices of whole cubes of 4x4x4.
+    """
+    closed = tuple(size % _TPUS[chip].closed_size == 0 for size in sizes)
+    return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
 
 def _read_sizes(text: str) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from typing import final
 
 import attrs
 
+from shardrules.analysis.machine.measured import KINDS
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.flow import Times, Value
 from shardrules.analysis.program.program import CompiledProgram, Source
@@ -19,12 +20,6 @@ from shardrules.analysis.program.replica_groups import sent_pairs
 from shardrules.analysis.program.slices import kind_between_slices
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction
 from shardrules.core.axes import AnyMesh
-
-KINDS = (
-    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
-    *("collective-permute", "collective-broadcast"),
-)
-"""The kinds of collectives, as XLA writes them."""
 
 _RESHAPES = ("get-tuple-element", "bitcast", "reshape", "copy")
 """Operations that pass an array on unchanged, except for its shape and its place in a tuple."""
@@ -89,6 +84,12 @@ class Collective:
     torus_dims: int = 0
     """Along how many dimensions of the torus of a TPU slice the devices of a group differ at most; 0 without a torus or
     a target."""
+
+    open_dims: int = 0
+    """How many of these dimensions do not close to a ring."""
+
+    chip_devices: int = 1
+    """How many devices of a group share a chip at most."""
 
     @property
     def source(self) -> Source | None:
@@ -249,6 +250,8 @@ def _read_collective(
         bool(kind_between_slices(instruction)),
         reach.host_count,
         reach.torus_dims,
+        reach.open_dims,
+        reach.chip_devices,
     )
 
 

@@ -1,13 +1,14 @@
 """How far collectives reach: along which mesh axes, over how many hosts or slices, along how much of a torus."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Self, final
 
 import attrs
 from jax.sharding import Mesh
 
-from shardrules.analysis.machine.targets import Target
+from shardrules.analysis.machine.targets import Target, closed_dims
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.replica_groups import Groups, Span, groups_of, sent_pairs, span
 from shardrules.analysis.program.slices import Slices, kind_between_slices
@@ -32,13 +33,19 @@ class Topology:
 
     granules: tuple[int, ...]  # indices of hosts of GPUs, or of slices of TPUs
     coords: tuple[tuple[int, ...], ...]  # in the torus of the slice; empty where there is no torus
+    ring_sizes: tuple[int, ...] = ()  # of the dimensions of the torus; 0 for those that do not close to a ring
 
     @classmethod
     def of(cls, mesh: Mesh, target: Target) -> Self:
         """Finds the devices of a mesh that `target.mesh` returned."""
         infos = [DeviceInfo.of(device) for device in mesh.devices.flat]
         if target.platform == "tpu":
-            return cls(tuple(info.slice_index or 0 for info in infos), tuple(info.coords or () for info in infos))
+            closed = zip(target.shape, closed_dims(target.chip, target.shape), strict=True)
+            return cls(
+                tuple(info.slice_index or 0 for info in infos),
+                tuple(info.coords or () for info in infos),
+                tuple(size if is_closed else 0 for size, is_closed in closed),
+            )
         # Hosts are consecutive devices of the target, whatever their order in the mesh.
         granule_size = target.granule or len(infos)
         granules = {device.id: index // granule_size for index, device in enumerate(target.devices())}
@@ -53,6 +60,22 @@ class Topology:
         """Returns along how many dimensions of the torus the devices of a group differ at most; 0 without a torus."""
         by_dim = (zip(*(self.coords[device] for device in group), strict=True) for group in groups)
         return max((sum(len(dict.fromkeys(coords)) > 1 for coords in dims) for dims in by_dim), default=0)
+
+    def open_dims(self, groups: Groups) -> int:
+        """Returns along how many dimensions of the torus the devices of a group lie on a line, not on a ring."""
+        counts = [
+            [len(dict.fromkeys(coords)) for coords in zip(*(self.coords[device] for device in group), strict=True)]
+            for group in groups
+        ]
+        return max(
+            (sum(1 < count != size for count, size in zip(dims, self.ring_sizes, strict=False)) for dims in counts),
+            default=0,
+        )
+
+    def chip_devices(self, groups: Groups) -> int:
+        """Returns how many devices of a group share a chip at most; 1 without a torus."""
+        positions = ([(self.granules[device], self.coords[device]) for device in group] for group in groups)
+        return max((max(Counter(group).values()) for group in positions if group and group[0][1]), default=1)
 
 
 @final
@@ -69,6 +92,12 @@ class GroupReach:
 
     torus_dims: int
     """Along how many dimensions of the torus the devices of a group differ at most; 0 where no topology is known."""
+
+    open_dims: int = 0
+    """How many of these are lines: they do not close to a ring."""
+
+    chip_devices: int = 1
+    """How many devices of a group share a chip at most; 1 where no topology is known."""
 
 
 @final
@@ -120,7 +149,14 @@ class GroupReader:
             size = max(1, len({device for pair in groups for device in pair}))
         if self.topology is None:
             return GroupReach(mesh_span, size, host_count=1, torus_dims=0)
-        return GroupReach(mesh_span, size, self.topology.host_count(groups), self.topology.torus_dims(groups))
+        return GroupReach(
+            mesh_span,
+            size,
+            self.topology.host_count(groups),
+            self.topology.torus_dims(groups),
+            self.topology.open_dims(groups),
+            self.topology.chip_devices(groups),
+        )
 
     def _groups(self, instruction: Instruction) -> Groups:
         if kind_between_slices(instruction):

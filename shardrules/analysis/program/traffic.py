@@ -15,7 +15,7 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.program.collectives import KINDS
+from shardrules.analysis.machine.measured import KINDS
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction

@@ -7,10 +7,8 @@ import attrs
 import numpy as np
 from jax.sharding import Mesh
 
-from shardrules.analysis.audits.roofline import collective_seconds
+from shardrules.analysis.costs.collective import Group, collective_cost
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.analysis.program.collectives import Collective
-from shardrules.analysis.program.flow import Times
 from shardrules.core.axes import AnyMesh, mesh_sizes
 
 CollectiveKind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -20,7 +18,7 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 """All of them, in the order of the tables over them."""
 
 _PROBE_BYTES = 10**9
-"""The bytes of a collective whose time gives the seconds per byte, in which it is linear: any number gives the same."""
+"""The bytes of a collective whose time gives the seconds per byte: so many that latency hardly counts."""
 
 _GPU_SHEETS = {"A100": "cuda:a100", "H100": "cuda:h100", "H200": "cuda:h200", "B200": "cuda:b200"}
 _TPU_SHEETS = {
@@ -200,13 +198,10 @@ def _collective_rates(
 
 
 def _seconds_per_byte(kind: CollectiveKind, group: _DeviceGroup, sheet: Hardware) -> float:
-    """What sending a byte takes, apart from latency: the model of an audit, at two sizes."""
+    """What sending a byte takes, apart from latency: the model of an audit, for many bytes."""
     hosts = min(2, group.host_count) if kind == "collective-permute" else group.host_count
-    empty = Collective(
-        kind, (), (), group.size, (), 0, 0, Times(1), "", "", host_count=hosts, torus_dims=group.torus_dims
-    )
-    full = attrs.evolve(empty, wire_bytes=_PROBE_BYTES)
-    return (collective_seconds(full, sheet) - collective_seconds(empty, sheet)) / _PROBE_BYTES
+    cost = collective_cost(kind, _PROBE_BYTES, Group(group.size, hosts, group.torus_dims), sheet)
+    return max(cost.link_seconds, cost.network_seconds) / _PROBE_BYTES
 
 
 def _latency(kind: CollectiveKind, group: _DeviceGroup, sheet: Hardware) -> float:

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.analysis.machine.measured import KINDS
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import (
-    KINDS,
     Collective,
     Total,
     find_collectives,

@@ -1,0 +1,109 @@
+"""Tables of what a chip was measured at: matmuls by size, collectives by kind, group and bytes."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any, TypeVar, final
+
+import attrs
+
+Fractions = tuple[tuple[str, float], ...]
+"""Fractions of a peak by what is done; `"all"` is for everything that is not named."""
+
+KINDS = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+"""The kinds of collectives, as XLA writes them."""
+
+_Table = TypeVar("_Table")
+
+
+def as_pairs(value: Mapping[str, float] | Iterable[tuple[str, float]]) -> Fractions:
+    """Converts a mapping, or its pairs."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    return tuple((str(name), float(number)) for name, number in pairs)
+
+
+def as_fractions(value: float | Mapping[str, float] | Iterable[tuple[str, float]]) -> Fractions:
+    """Converts a mapping, its pairs, or a single fraction for everything."""
+    return (("all", float(value)),) if isinstance(value, int | float) else as_pairs(value)
+
+
+def as_tables(kind: Callable[..., _Table]) -> Callable[[Iterable[Any]], tuple[_Table, ...]]:
+    """Returns a converter of tables, each of which may be a mapping of the fields of its class."""
+
+    def convert(value: Iterable[Any]) -> tuple[_Table, ...]:
+        return tuple(kind(**table) if isinstance(table, Mapping) else table for table in value)
+
+    return convert
+
+
+def _as_sizes(value: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in value)
+
+
+def _as_floats(value: Iterable[Any]) -> tuple[float, ...]:
+    return tuple(float(number) for number in value)
+
+
+@final
+@attrs.frozen(cache_hash=True)
+class MatmulRates:
+    """What matmuls of one kind reached, for each combination of sizes, each in ascending order."""
+
+    kind: str
+    """One of the kinds of `peak_flops`."""
+    m: tuple[int, ...] = attrs.field(converter=_as_sizes)
+    n: tuple[int, ...] = attrs.field(converter=_as_sizes)
+    k: tuple[int, ...] = attrs.field(converter=_as_sizes)
+    flops_per_second: tuple[float, ...] = attrs.field(converter=_as_floats, repr=False)
+    """For each `m`, for each `n`, for each `k`, one after the other."""
+    peak: float = attrs.field(converter=float)
+    """The peak of the chip that was measured: on hardware with another peak all rates are that much higher or lower."""
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with it."""
+        sizes = (self.m, self.n, self.k)
+        bad = [
+            f"{name} must be ascending positive sizes, got {dims}"
+            for name, dims in zip("mnk", sizes, strict=True)
+            if _bad(dims)
+        ]
+        count = math.prod(map(len, sizes))
+        if len(self.flops_per_second) != count:
+            bad.append(
+                f"flops_per_second needs {count} rates, one for each m, n and k; got {len(self.flops_per_second)}"
+            )
+        if not all(0 < rate < math.inf for rate in (*self.flops_per_second, self.peak)):
+            bad.append("rates and peak must be positive and finite")
+        return [f"matmul_rates of {self.kind!r}: {problem}" for problem in bad]
+
+
+@final
+@attrs.frozen(cache_hash=True)
+class CollectiveTimes:
+    """How long a collective of one kind took in groups of one size inside a host, by its bytes in ascending order."""
+
+    kind: str
+    group_size: int
+    payload_bytes: tuple[int, ...] = attrs.field(converter=_as_sizes, repr=False)
+    """The bytes of the whole array: gathered, reduced, or exchanged or sent by one device."""
+    seconds: tuple[float, ...] = attrs.field(converter=_as_floats, repr=False)
+    link_bytes_per_second: float = attrs.field(converter=float)
+    """What the links that were measured can do: on hardware with other links, sending takes more or less time."""
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with it."""
+        bad = []
+        if self.group_size < 2:
+            bad.append("a group has at least 2 devices")
+        if _bad(self.payload_bytes) or len(self.payload_bytes) != len(self.seconds):
+            bad.append("payload_bytes must be ascending and positive, with one of seconds for each")
+        if not all(0 < number < math.inf for number in (*self.seconds, self.link_bytes_per_second)):
+            bad.append("seconds and link_bytes_per_second must be positive and finite")
+        return [f"collective_times of {self.kind!r} in groups of {self.group_size}: {problem}" for problem in bad]
+
+
+def _bad(sizes: tuple[int, ...]) -> bool:
+    return not sizes or sizes[0] < 1 or any(low >= high for low, high in pairwise(sizes))
