@@ -74,6 +74,8 @@ def opaque_types() -> tuple[type, ...]:
 
     Modules of flax before 0.11 are none, nor are classes with `pytree=False` and variables with `hijax=True`.
     """
+    if "flax.nnx" not in sys.modules:  # every plan and every call of a compiled function asks
+        return ()
     return (
         *_types("flax.nnx.variablelib", ("Variable", "HijaxVariable")),
         *_types("flax.nnx.object", ("Object",)),
@@ -83,7 +85,7 @@ def opaque_types() -> tuple[type, ...]:
 
 def _types(module_name: str, names: tuple[str, ...]) -> tuple[type, ...]:
     module = sys.modules.get(module_name)
-    if module is None:  # asked at every call of a compiled function
+    if module is None:
         return ()
     classes = [getattr(module, name, None) for name in names]  # each version of flax has some of them
     return tuple([cls for cls in dict.fromkeys(classes) if isinstance(cls, type)])

@@ -207,11 +207,12 @@ class ShardingRule(abc.ABC):
         assert plan.specs == {"w": P("data", None)}
         ```
         """
-        tree_survey, verdict = _decide_tree(self, pytree, mesh, path_style)
-        rule_findings = [*verdict.findings, *ambiguous_paths(tree_survey)]
+        leaves, verdict = _decide_tree(self, pytree, mesh, path_style)
+        tree_survey = leaves.survey
+        rule_findings = [*verdict.findings, *idle_patterns(leaves.calls), *ambiguous_paths(tree_survey)]
         budgets = self.tree_budgets
         if budgets:
-            rule_findings += over_budget(budgets, _all_leaves(tree_survey), verdict.decisions)
+            rule_findings += over_budget(budgets, leaves, verdict.decisions)
         # Equal meshes of several rules are reported once.
         own_meshes = {mesh_text(rule.mesh): rule.mesh for rule in _nested(self) if rule.mesh is not None}
         for text, own_mesh in own_meshes.items():
@@ -287,8 +288,8 @@ class LeavesShardingRule(ShardingRule):
         """
 
     def apply(self, pytree: Any) -> Any:
-        tree_survey, verdict = _decide_tree(self, pytree, None, "attr")
-        return tree_survey.unflatten([decision.applied_spec for decision in verdict.decisions], PartitionSpec())
+        leaves, verdict = _decide_tree(self, pytree, None, "attr")
+        return leaves.survey.unflatten([decision.applied_spec for decision in verdict.decisions], PartitionSpec())
 
 
 class LeafShardingRule(LeavesShardingRule):
@@ -380,12 +381,13 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
 
 def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
     """Raises for a rule that reads more of list indices than the rule around it: every layer would get one decision."""
-    if widest((rule.reads_index, tree_survey.reads_index)) != tree_survey.reads_index:
+    reads_index = rule.reads_index
+    if reads_index != tree_survey.reads_index and widest((reads_index, tree_survey.reads_index)) == reads_index:
         raise ConfigError(
-            f"{rule_text(rule)} reads list indices in paths (reads_index is {rule.reads_index!r}), and the rule "
+            f"{rule_text(rule)} reads list indices in paths (reads_index is {reads_index!r}), and the rule "
             f"that asks it has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one "
             "decision. Keep the inner rule in a field of the outer one, or set "
-            f"reads_index = {rule.reads_index!r} there"
+            f"reads_index = {reads_index!r} there"
         )
 
 
@@ -502,10 +504,10 @@ def _nested(rule: ShardingRule) -> Iterator[ShardingRule]:
 
 def _decide_tree(
     rule: ShardingRule, pytree: Any, mesh: AnyMesh | None, path_style: PathStyle
-) -> tuple[Survey, Verdict]:
+) -> tuple[Leaves, Verdict]:
     # The rule's own mesh, then the one passed to `plan`, then the mesh of a rule inside.
     target_mesh = mesh if rule.mesh is None else rule.mesh
-    if target_mesh is None:
+    if target_mesh is None and rule.parts:
         target_mesh = _inner_mesh(rule)
     check_mesh(target_mesh)
     in_force = current_mesh() if target_mesh is None else None
@@ -521,8 +523,7 @@ def _decide_tree(
         errors = [finding for finding in checks if finding.severity == "error"]
         title += f", and there are {sum(finding.count for finding in errors)} other errors" if errors else ""
         raise plan_error(title, with_templates([*conflicts, *errors], tree_survey))
-    idle = tuple(idle_patterns(leaves.calls))
-    return tree_survey, attrs.evolve(verdict, findings=(*verdict.findings, *idle)) if idle else verdict
+    return leaves, verdict
 
 
 def _all_leaves(tree_survey: Survey) -> Leaves:

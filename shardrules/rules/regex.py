@@ -110,7 +110,13 @@ class RegexShardingRule(LeavesShardingRule):
     unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
     parts = from_fields(lambda rule: rule._inner_rules)
-    reads_index = from_fields(lambda rule: widest([rule._patterns_read_index, *inner_values(rule, "reads_index")]))
+    reads_index = from_fields(
+        lambda rule: (
+            widest([rule._patterns_read_index, *inner_values(rule, "reads_index")])
+            if rule.parts
+            else rule._patterns_read_index
+        )
+    )
 
     @functools.cached_property
     def _inner_rules(self) -> tuple[ShardingRule, ...]:

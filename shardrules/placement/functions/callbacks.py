@@ -49,6 +49,8 @@ class CallbackErrors:
     def run(self, run: Callable[[], tuple[T, bool]]) -> T:
         """Returns the first result of `run`, and raises errors if the second, whether there are callbacks, is true."""
         __tracebackhide__ = True
+        if _THREAD.errors is self:  # the call around the callback has the lock, and raises what is raised here
+            return run()[0]
         with self._lock:
             self._errors.clear()  # of a program that failed otherwise
             result, has_callbacks = run()
@@ -97,6 +99,15 @@ class CallbackErrors:
         return equation.replace(params=params)
 
 
+class _Thread(threading.local):
+    """Whose callback the current thread runs."""
+
+    errors: CallbackErrors | None = None
+
+
+_THREAD = _Thread()
+
+
 @final
 @attrs.frozen
 class _Guarded:
@@ -110,10 +121,13 @@ class _Guarded:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if not self.errors:
+            outer, _THREAD.errors = _THREAD.errors, self.errors
             try:
                 return self.callback(*args)
             except Exception as error:  # noqa: BLE001  (raised again by `run`, when the program has ended)
                 self.errors.add(error, self.line)
+            finally:
+                _THREAD.errors = outer
         return [_nans(*kind) for kind in self.kinds]
 
 

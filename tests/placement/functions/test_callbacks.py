@@ -186,3 +186,16 @@ def test_threads_get_the_errors_of_their_own_calls() -> None:
         np.testing.assert_array_equal(passing.result(20), 2 * SMALL)
         with pytest.raises(jax.errors.JaxRuntimeError, match="KeyError"):
             failing.result(20)
+
+
+def test_a_callback_calls_its_own_function() -> None:
+    struct, results = jax.ShapeDtypeStruct((), np.float32), []
+
+    def count(x: Any, depth: int) -> Any:
+        return jax.pure_callback(lambda x: np.asarray(run(x, depth - 1)) + 1, struct, x) if depth else x
+
+    run = sr.filter_jit(count)
+    thread = threading.Thread(target=lambda: results.append(float(run(np.float32(0), 3))), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert results == [3.0]
