@@ -168,11 +168,12 @@ class Question:
 
     def read_row(self, name: str, compiled: Any, seconds: float) -> Row:
         """Reads the figures of a compiled plan."""
-        from shardrules.analysis.audits.roofline import step_time
         from shardrules.analysis.compiling.compile import CompilerMemory
         from shardrules.analysis.program.collectives import find_collectives
         from shardrules.analysis.program.flops import find_matmuls, total_flops
+        from shardrules.analysis.program.kernels import find_kernels
         from shardrules.analysis.program.program import read_program
+        from shardrules.analysis.schedule.schedule import play_schedule
 
         stats = compiled.memory_analysis()
         memory = CompilerMemory(
@@ -183,6 +184,7 @@ class Question:
         )
         program = read_program(compiled.as_text())
         collectives, matmuls = find_collectives(program, self.device_mesh, self.target), find_matmuls(program)
+        schedule = play_schedule(program, collectives, find_kernels(program, matmuls), self.target.hardware)
         wire, flops = sum(collective.total_wire_bytes for collective in collectives), total_flops(matmuls)
         return Row(
             name,
@@ -190,7 +192,7 @@ class Question:
             wire,
             memory.peak_bytes,
             1e3 * (flops / FLOPS_PER_SECOND + wire / WIRE_BYTES_PER_SECOND),
-            1e3 * step_time(program, collectives, matmuls, self.target.hardware).serial_seconds,
+            1e3 * schedule.time.seconds,
             flops * self.device_mesh.size / self.requested_flops,
             seconds,
         )

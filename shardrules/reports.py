@@ -4,10 +4,12 @@ from shardrules.analysis.audits.diff import ArrayChange, AuditDiff, CollectivesC
 from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
-from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.fits import BatchSearch, Fit
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.report import AxisUse, ReplicatedLeaf, ShardingReport
+from shardrules.analysis.schedule.schedule import LineTime
+from shardrules.analysis.schedule.step_time import StepTime
+from shardrules.analysis.schedule.timeline import Event, Timeline
 from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Totals
 from shardrules.drawing.blocks import Block, Blocks
@@ -44,6 +46,7 @@ __all__ = [
     "Collective",
     "CollectivesChange",
     "CompiledFunction",
+    "Event",
     "FigureChange",
     "FilterJit",
     "FilterShardMap",
@@ -52,6 +55,7 @@ __all__ = [
     "FrontierPoint",
     "LeafMove",
     "Limits",
+    "LineTime",
     "LoweredFunction",
     "MemoryUse",
     "ModuleCost",
@@ -67,5 +71,6 @@ __all__ = [
     "ShardingReport",
     "SplitDim",
     "StepTime",
+    "Timeline",
     "Totals",
 ]

@@ -8,14 +8,15 @@ from shardrules.analysis.audits.checks import run_checks
 from shardrules.analysis.audits.facts import AuditFacts, spec_text
 from shardrules.analysis.audits.modules import module_costs
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
-from shardrules.analysis.audits.roofline import step_time
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.request import CompileRequest
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flops import find_matmuls, flops_by_dtype
+from shardrules.analysis.program.kernels import find_kernels
 from shardrules.analysis.program.program import read_program
+from shardrules.analysis.schedule.schedule import play_schedule
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import ConfigTypeError
 from shardrules.core.spec import spec_repr
@@ -48,6 +49,7 @@ def audit(
         sheet,
     )
     model_matmuls = facts.model_matmuls
+    schedule = play_schedule(program, facts.collectives, find_kernels(program, matmuls), sheet)
     return AuditReport(
         name=name_of(request.fn),
         target=target,
@@ -67,10 +69,12 @@ def audit(
             if all(matmul.is_certain for matmul in model_matmuls)
             else None
         ),
-        time=step_time(program, facts.collectives, matmuls, sheet),
+        time=schedule.time,
+        lines=schedule.lines,
         findings=run_checks(facts),
         compile_seconds=result.seconds,
         hlo_text=result.compiled.text,
+        timeline=attrs.evolve(schedule.timeline, name=f"{name_of(request.fn)} on {target}"),
     )
 
 

@@ -8,6 +8,7 @@ import attrs
 
 from shardrules.analysis.audits.text import count_text
 from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, common_path, listing, template
@@ -23,8 +24,10 @@ class FigureChange:
     new: int
 
     def __str__(self) -> str:
-        figure_text = count_text if self.name == "FLOPs" else bytes_text
         change = f" ({self.new / self.old - 1:+.1%})" if self.old else ""
+        if self.name == "nanoseconds":
+            return f"time: {seconds_text(self.old / 1e9)} -> {seconds_text(self.new / 1e9)}{change}"
+        figure_text = count_text if self.name == "FLOPs" else bytes_text
         return f"{self.name}: {figure_text(self.old)} -> {figure_text(self.new)}{change}"
 
 

@@ -9,24 +9,27 @@ import attrs
 from shardrules.analysis.audits.diff import AuditDiff, FigureChange, changed_arrays, changed_collectives
 from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
-from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.audits.text import (
     arrays_table,
     axes_table,
     collectives_table,
     count_text,
     findings_list,
+    lines_table,
     modules_table,
 )
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import Collective, Total, totals_by_axes, totals_by_kind
+from shardrules.analysis.schedule.schedule import LineTime
+from shardrules.analysis.schedule.step_time import StepTime
+from shardrules.analysis.schedule.timeline import Timeline
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError, printable
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.storage.records import problem, record
 
-FORMAT = 1
+FORMAT = 2
 """The version of the JSON of a report."""
 
 
@@ -83,12 +86,16 @@ class AuditReport:
     model_flops: int | None
     """The function's own FLOPs, all devices together; `None` where it does not say how often a loop runs."""
     time: StepTime
+    lines: tuple[LineTime, ...] = attrs.field(repr=False)
+    """What each line of Python takes of the time, the longest first. It adds up to `time.seconds`."""
     findings: tuple[Finding, ...] = attrs.field(repr=False)
     """What no rule or spec asks for, errors first."""
     compile_seconds: float = attrs.field(default=0.0, eq=False)
     """Tracing and lowering included."""
     hlo_text: str = attrs.field(default="", repr=False, eq=False)
     """The compiled program."""
+    timeline: Timeline = attrs.field(default=Timeline(""), repr=False, eq=False)
+    """What runs when; empty in a report that was read from JSON without it."""
 
     @property
     def wire_bytes(self) -> int:
@@ -112,18 +119,15 @@ class AuditReport:
         refused = any(finding.code == "does-not-fit" for finding in self.findings)
         return self.peak_bytes <= self.hardware.memory_bytes and not refused
 
-    def step_time(self, *, overlap: bool = False) -> float:
-        """Returns the modelled seconds of one call: a lower bound, since peak rates are never reached.
-
-        `overlap`: whether compute and communication overlap perfectly, or run one after the other. Real steps are
-        between the two.
+    def step_time(self) -> float:
+        """Returns the modelled seconds of one call: `time.seconds`.
 
         ```python
         report = sr.ShardingAnalyzer(sr.mesh_shape("data:8")).audit(lambda x: x @ x.T, jnp.ones((64, 64)))
-        assert report.step_time(overlap=True) <= report.step_time()
+        assert np.isclose(report.step_time(), sum(line.seconds for line in report.lines))
         ```
         """
-        return self.time.overlapped_seconds if overlap else self.time.serial_seconds
+        return self.time.seconds
 
     def totals_by_axes(self) -> dict[str, Total]:
         """Returns the totals of the collectives over each mesh axis, or several, most bytes first."""
@@ -152,7 +156,12 @@ class AuditReport:
             f"  memory    {bytes_text(self.peak_bytes)}{capacity}{_in_brackets(shares)}",
             f"  time      {self.time}",
         ]
-        tables = [axes_table(self.collectives), modules_table(self.modules), collectives_table(self.collectives)]
+        tables = [
+            axes_table(self.collectives),
+            modules_table(self.modules),
+            collectives_table(self.collectives),
+            lines_table(self.lines),
+        ]
         sections = [[*map(printable, figures)], *tables, findings_list(self.findings)]
         return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -203,6 +212,7 @@ class AuditReport:
                 for name, old in self.memory.shares().items()
             ),
             FigureChange("peak bytes", self.peak_bytes, other.peak_bytes),
+            FigureChange("nanoseconds", round(1e9 * self.step_time()), round(1e9 * other.step_time())),
         )
         return AuditDiff(
             f"{self.name} on {self.target}, mesh {self.mesh}",
@@ -214,8 +224,8 @@ class AuditReport:
             tuple(finding for finding in self.findings if finding not in other.findings),
         )
 
-    def to_json(self, *, hlo: bool = False) -> str:
-        """Returns the report as JSON that `from_json` reads. `hlo`: whether to include the compiled program."""
+    def to_json(self, *, hlo: bool = False, timeline: bool = False) -> str:
+        """Returns the report as JSON that `from_json` reads; the compiled program and the timeline if requested."""
         data = {
             "shardrules_audit": FORMAT,
             # Other programs may want these; `from_json` computes them again.
@@ -223,10 +233,9 @@ class AuditReport:
                 "wire_bytes": self.wire_bytes,
                 "flops": self.flops,
                 "peak_bytes": self.peak_bytes,
-                "serial_seconds": self.step_time(),
-                "overlapped_seconds": self.step_time(overlap=True),
+                "seconds": self.step_time(),
             },
-            **attrs.asdict(self, filter=lambda field, value: field.name != "source" or bool(value)),
+            **attrs.asdict(self if timeline else attrs.evolve(self, timeline=Timeline("")), filter=_is_written),
             "target": str(self.target),
             "hlo_text": self.hlo_text if hlo else "",
         }
@@ -254,6 +263,10 @@ class AuditReport:
             if isinstance(error, ReportError):
                 raise
             raise ReportError(f"this text is not an audit report: {problem(error)}") from error
+
+
+def _is_written(field: "attrs.Attribute[Any]", value: Any) -> bool:
+    return field.name not in ("source", "memory_space") or bool(value)
 
 
 def _in_brackets(parts: Sequence[str]) -> str:

@@ -9,14 +9,17 @@ import attrs
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.compiling.source import short_line, user_line
 from shardrules.analysis.program.collectives import Collective, totals_by_axes
+from shardrules.analysis.schedule.schedule import LineTime
+from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, common_path, template
 from shardrules.core.views.table import aligned
 
 _MAX_COLLECTIVES = 10
 _MAX_MODULES = 12
-"""How many rows the tables of collectives and modules have: the whole report fits a screen. The rest is in the report's
-attributes and on its page; half as many rows would leave out what a usual model has."""
+_MAX_LINES = 10
+"""How many rows the tables of collectives, modules and lines have: the whole report fits a screen. The rest is in the
+report's attributes and on its page; half as many rows would leave out what a usual model has."""
 
 
 def count_text(count: float) -> str:
@@ -123,6 +126,31 @@ def collectives_table(collectives: Sequence[Collective]) -> list[str]:
         for group in group_collectives(collectives)[:_MAX_COLLECTIVES]
     ]
     return aligned([("wire", "runs", "collective", "over", "array", "line"), *rows], (0, 1)) if rows else []
+
+
+def lines_table(lines: Sequence[LineTime]) -> list[str]:
+    """Returns the lines of a table of the lines of code that take most of the step; none where nothing takes time."""
+    total = sum(line.seconds for line in lines)
+
+    def row(name: str, group: Sequence[LineTime]) -> tuple[str, ...]:
+        seconds, compute, sent, exposed, copies = (
+            sum(getattr(line, f"{field}seconds") for line in group)
+            for field in ("", "compute_", "communication_", "exposed_", "copy_")
+        )
+        hidden_by = short_line(group[0].hidden_by) if len(group) == 1 and sent > exposed else ""
+        shown = [seconds_text(value) if value else "" for value in (compute, sent, exposed, copies)]
+        return (seconds_text(seconds), f"{seconds / total:.0%}", *shown, name, hidden_by)
+
+    if not total:
+        return []
+    rows = [row(short_line(line.line) or "(unknown)", [line]) for line in lines[:_MAX_LINES]]
+    rest = lines[_MAX_LINES:]
+    rows += [row(f"{len(rest)} more", rest)] if rest else []
+    head = ("time", "", "compute", "sends", "exposed", "copies", "line", "hidden by")
+    # Most programs wait for no copies and hide nothing: columns without content are left out.
+    columns = [index for index, title in enumerate(head) if not title or any(row[index] for row in rows)]
+    table = [tuple(row[index] for index in columns) for row in (head, *rows)]
+    return aligned(table, tuple(range(len(columns) - 1 - (columns[-1] == 7))))
 
 
 def array_text(collective: Collective) -> str:

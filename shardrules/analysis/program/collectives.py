@@ -91,6 +91,9 @@ class Collective:
     chip_devices: int = 1
     """How many devices of a group share a chip at most."""
 
+    torus_along: tuple[int, ...] = ()
+    """The dimensions of that torus along which the devices of any group differ."""
+
     @property
     def source(self) -> Source | None:
         """The innermost line of Python behind it, if known."""
@@ -252,6 +255,7 @@ def _read_collective(
         reach.torus_dims,
         reach.open_dims,
         reach.chip_devices,
+        reach.torus_along,
     )
 
 

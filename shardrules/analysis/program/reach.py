@@ -77,6 +77,15 @@ class Topology:
         positions = ([(self.granules[device], self.coords[device]) for device in group] for group in groups)
         return max((max(Counter(group).values()) for group in positions if group and group[0][1]), default=1)
 
+    def torus_along(self, groups: Groups) -> tuple[int, ...]:
+        """Returns the dimensions of the torus along which the devices of any group differ."""
+        differs = (
+            (dim, len({self.coords[device][dim] for device in group}) > 1)
+            for group in groups
+            for dim in range(len(self.coords[group[0]]) if group else 0)
+        )
+        return tuple(sorted(dict.fromkeys(dim for dim, does_differ in differs if does_differ)))
+
 
 @final
 @attrs.frozen
@@ -98,6 +107,9 @@ class GroupReach:
 
     chip_devices: int = 1
     """How many devices of a group share a chip at most; 1 where no topology is known."""
+
+    torus_along: tuple[int, ...] = ()
+    """The dimensions of the torus along which the devices of any group differ."""
 
 
 @final
@@ -156,6 +168,7 @@ class GroupReader:
             self.topology.torus_dims(groups),
             self.topology.open_dims(groups),
             self.topology.chip_devices(groups),
+            self.topology.torus_along(groups),
         )
 
     def _groups(self, instruction: Instruction) -> Groups:

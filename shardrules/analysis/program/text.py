@@ -22,10 +22,15 @@ from shardrules.core.errors import ProgramTextError
 
 # An array type: dtype, sizes, layout. Tuple types are read array by array: (f32[8]{0}, s32[])
 _TYPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](\{[^{}]*\})?")
+# The memory that an array is in: 0, or none, is the main memory of the device. bf16[8,128]{1,0:T(8,128)S(1)}
+_SPACE = re.compile(r"S\((\d+)\)")
 # A layout says how many bits an element is stored in where XLA packs them: s4[5,3]{1,0:E(4)}
 _STORED_BITS = re.compile(r"E\((\d+)\)")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 """Dtypes whose size is not in their name."""
+
+HOST_MEMORY = 5
+"""The memory space of the host, as XLA numbers them."""
 
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\(")
 _REFERENCE = re.compile(r"%([^\s,()]+)")
@@ -46,6 +51,8 @@ class ArrayType:
     shape: tuple[int, ...]
     bits: int
     """The bits of an element in memory. Dtypes of fewer than 8 bits take 8, unless XLA packs them."""
+    memory_space: int = attrs.field(default=0, eq=False, repr=False)
+    """The memory that it is in: 0 is the main memory of the device, 1 a memory beside its cores, 5 the host's."""
 
     @property
     def size(self) -> int:
@@ -166,9 +173,19 @@ def read_types(text: str) -> tuple[ArrayType, ...]:
     """Reads the arrays of a type such as `"(f32[8]{0}, s32[])"`, which may contain layouts and comments."""
     return tuple(
         # A dynamic dimension is printed with its bound: f32[<=8]
-        ArrayType(dtype, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size), _bits(dtype, layout))
+        ArrayType(
+            dtype,
+            tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size),
+            _bits(dtype, layout),
+            _space(layout),
+        )
         for dtype, sizes, layout in _TYPE.findall(text)
     )
+
+
+def _space(layout: str) -> int:
+    space = _SPACE.search(layout) if layout else None
+    return int(space[1]) if space else 0
 
 
 def _bits(dtype: str, layout: str) -> int:

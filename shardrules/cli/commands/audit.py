@@ -28,6 +28,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--donate", metavar="NAMES", help="arguments whose memory results may reuse: state")
     add_level(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the report as JSON")
+    parser.add_argument(
+        "--timeline", metavar="FILE", type=Path, help="write what runs when, for ui.perfetto.dev or chrome://tracing"
+    )
     parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
@@ -60,7 +63,9 @@ def _run(args: argparse.Namespace) -> int:
             step.fn, *step.args, in_shardings=shardings, donate_argnums=donated, target=target
         )
     if args.output is not None:
-        write(args.output, f"{report.to_json()}\n")
+        write(args.output, f"{report.to_json(timeline=True)}\n")
+    if args.timeline is not None:
+        write(args.timeline, report.timeline.to_json())
     show(report.to_json() if args.format == "json" else str(report))
     return FINDINGS if failing(report.findings, args, Limits() if rules is None else rules.limits) else SUCCESS
 

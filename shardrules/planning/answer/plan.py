@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.compiling.arguments import donated_arguments
+from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import TreeError, printable, suggest

@@ -6,7 +6,7 @@ from typing import Any, Self, final
 
 import attrs
 
-from shardrules.analysis.audits.roofline import StepTime
+from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.errors import PlanError, ReportError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan

@@ -7,12 +7,13 @@ import shardrules as sr
 from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
-from shardrules.analysis.audits.roofline import StepTime
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Times
 from shardrules.analysis.program.program import Source
 from shardrules.analysis.program.text import ArrayType
+from shardrules.analysis.schedule.schedule import LineTime
+from shardrules.analysis.schedule.step_time import StepTime
 
 BLOCK = (Source(jax.__file__, 3), Source("/home/me/project/model.py", 12, "Block.__call__"))
 LOSS = (Source("/home/me/project/train.py", 30, "loss"),)
@@ -80,7 +81,12 @@ REPORT = AuditReport(
     MemoryUse(16384, 32768, 2048, 0, 4, 65536),
     (("bf16", 3 * 10**9), ("f32", 10**9)),
     16 * 10**9,
-    StepTime(0.012, 0.0051, 0.004),
+    StepTime(0.012, 0.0051, 0.004, 0.001, 0.0001),
+    (
+        LineTime("/home/me/project/model.py:12", 0.009, 0.005, 0.001, 0.0, "/home/me/project/train.py:30"),
+        LineTime("/home/me/project/train.py:30", 0.003, 0.0001),
+        LineTime("", 0.0, copy_seconds=0.0001),
+    ),
     (WARNING, NOTE),
     1.5,
     "HloModule jit_step",

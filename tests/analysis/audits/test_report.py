@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.audits.report import AuditReport
-from shardrules.analysis.audits.roofline import StepTime
+from shardrules.analysis.schedule.timeline import Event, Timeline
 from shardrules.core.errors import ReportError, ShardRulesError
 from tests.analysis.audits.sample_report import GATHER, REPORT, WARNING
 from tests.analysis.programs import TARGETS, mesh_on
@@ -50,11 +50,8 @@ def test_totals() -> None:
     }
 
 
-def test_times_with_and_without_overlap() -> None:
-    assert REPORT.step_time() == pytest.approx(0.0171)
-    assert REPORT.step_time(overlap=True) == 0.012
-    sends = attrs.evolve(REPORT, time=StepTime(0.001, 0.005))
-    assert sends.step_time(overlap=True) == 0.005
+def test_the_time_is_that_of_all_lines() -> None:
+    assert REPORT.step_time() == pytest.approx(0.0131) == sum(line.seconds for line in REPORT.lines)
 
 
 @pytest.mark.parametrize(("memory_bytes", "fits"), [(116740, True), (116739, False)])
@@ -102,15 +99,21 @@ def test_json_keeps_everything() -> None:
     assert not REPORT.diff(again)
 
 
+def test_json_has_the_timeline_if_requested() -> None:
+    event = Event("fusion.1", "model.py:12", "compute", 0.0, 0.001, "compute")
+    report = attrs.evolve(REPORT, timeline=Timeline("step", (event,)))
+    assert AuditReport.from_json(report.to_json(timeline=True)).timeline == report.timeline
+    assert AuditReport.from_json(report.to_json()).timeline == Timeline("")
+
+
 def test_json_has_totals_for_other_programs() -> None:
     data = json.loads(REPORT.to_json())
-    assert data["shardrules_audit"] == 1
+    assert data["shardrules_audit"] == 2
     assert data["totals"] == {
         "wire_bytes": REPORT.wire_bytes,
         "flops": REPORT.flops,
         "peak_bytes": REPORT.peak_bytes,
-        "serial_seconds": REPORT.step_time(),
-        "overlapped_seconds": REPORT.step_time(overlap=True),
+        "seconds": REPORT.step_time(),
     }
     assert data["target"] == "cuda:h100:8"
 
@@ -161,7 +164,7 @@ BROKEN = (
     "3",
     '"text"',
     "not json",
-    '{"shardrules_audit": 1}',
+    '{"shardrules_audit": 2}',
     '{"shardrules": 1, "leaves": []}',  # a plan
 )
 
@@ -173,8 +176,8 @@ def test_other_texts_are_no_reports(text: str) -> None:
 
 
 def test_another_format_is_named() -> None:
-    text = REPORT.to_json().replace('"shardrules_audit": 1', '"shardrules_audit": 2')
-    with pytest.raises(ReportError, match="this report has format 2, this version reads 1"):
+    text = REPORT.to_json().replace('"shardrules_audit": 2', '"shardrules_audit": 1')
+    with pytest.raises(ReportError, match="this report has format 1, this version reads 2"):
         AuditReport.from_json(text)
 
 
@@ -190,7 +193,7 @@ def edited(*path: Any, value: Any = None, lacks: bool = False) -> str:
     return json.dumps(data)
 
 
-OPTIONAL = ("totals", "compile_seconds", "hlo_text")
+OPTIONAL = ("totals", "compile_seconds", "hlo_text", "timeline")
 """What a report may lack. Totals are for other programs: here they are added up again."""
 
 

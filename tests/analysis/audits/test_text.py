@@ -4,8 +4,9 @@ import attrs
 import pytest
 
 from shardrules.analysis.audits.modules import ModuleCost
-from shardrules.analysis.audits.text import count_text
+from shardrules.analysis.audits.text import count_text, lines_table
 from shardrules.analysis.program.program import Source
+from shardrules.analysis.schedule.schedule import LineTime
 from tests.analysis.audits.sample_report import GATHER, REDUCE, REPORT
 
 PAGE = """\
@@ -15,7 +16,7 @@ per device and call:
   wire      289.8 KiB in 13 collectives
   memory    114.0 KiB of 1.0 MiB (parameters 16.0 KiB, optimizer state 32.0 KiB, batch 2.0 KiB, outputs 4 B, \
 temporaries 64.0 KiB)
-  time      12 ms to 17.1 ms: compute 12 ms (4 ms of it memory-bound), communication 5.1 ms
+  time      13.1 ms: compute 12 ms (4 ms of it memory-bound), communication 5.1 ms (1 ms of it exposed), copies 0.1 ms
 
 mesh axis   runs    payload       wire  kinds
 ----------  ----  ---------  ---------  ----------
@@ -31,6 +32,12 @@ loss    1.0 G  25%    1.8 KiB   1%
 ---------  ----  ----------  ----------  -----------------  -------------------
 288.0 KiB    12  all-gather  data        params/layers/up   project/model.py:12
   1.8 KiB     1  all-reduce  data+model  f32[256] and 1 more  project/train.py:30
+
+  time       compute   sends  exposed  copies  line                 hidden by
+------  ---  -------  ------  -------  ------  -------------------  -------------------
+ 10 ms  76%     9 ms    5 ms     1 ms          project/model.py:12  project/train.py:30
+  3 ms  23%     3 ms  0.1 ms                   project/train.py:30
+0.1 ms   1%                            0.1 ms  (unknown)
 
 findings: 1 warning, 1 note
   warning gathered: it is gathered
@@ -51,7 +58,15 @@ def test_the_page_of_a_report() -> None:
 
 def test_the_page_of_a_report_without_anything() -> None:
     bare = attrs.evolve(
-        REPORT, collectives=(), modules=(), findings=(), flops_by_dtype=(), model_flops=0, arrays=(), hlo_text=""
+        REPORT,
+        collectives=(),
+        modules=(),
+        findings=(),
+        flops_by_dtype=(),
+        model_flops=0,
+        arrays=(),
+        lines=(),
+        hlo_text="",
     )
     page = str(bare)
     assert "matmuls   0 FLOP\n" in page
@@ -112,3 +127,14 @@ def test_modules_that_are_not_shown_are_added_up() -> None:
 )
 def test_counts_as_people_read_them(count: float, text: str) -> None:
     assert count_text(count) == text
+
+
+def test_lines_of_code_beyond_a_screen_are_added_up() -> None:
+    lines = [LineTime(f"/home/me/project/model.py:{line}", 0.001 * (30 - line)) for line in range(30)]
+    table = lines_table(lines)
+    assert [row.split() for row in (table[0], table[2], table[-1])] == [
+        ["time", "compute", "line"],
+        ["30", "ms", "6%", "30", "ms", "project/model.py:0"],
+        ["210", "ms", "45%", "210", "ms", "20", "more"],
+    ]
+    assert lines_table([]) == []

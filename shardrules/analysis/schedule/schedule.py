@@ -1,0 +1,100 @@
+"""The schedule of a compiled program: how long it takes, what each line of code takes of that, and when it runs."""
+
+from collections.abc import Iterable
+from typing import final
+
+import attrs
+
+from shardrules.analysis.audits.roofline import compute_seconds
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.flow import Times
+from shardrules.analysis.program.kernels import Kernel
+from shardrules.analysis.program.program import CompiledProgram
+from shardrules.analysis.schedule.player import Player
+from shardrules.analysis.schedule.step_time import StepTime
+from shardrules.analysis.schedule.steps import StepReader
+from shardrules.analysis.schedule.tally import Tally
+from shardrules.analysis.schedule.timeline import Timeline
+
+
+@final
+@attrs.frozen
+class LineTime:
+    """What a line of Python takes of a step: `seconds` of all lines add up to the time of the step.
+
+    ```python
+    line = sr.reports.LineTime("model.py:12", 0.004, 0.003, 0.001)
+    assert line.seconds == 0.005
+    ```
+    """
+
+    line: str
+    """As `"model.py:12"`; empty for all whose line is unknown."""
+    compute_seconds: float
+    """Its kernels."""
+    communication_seconds: float = 0.0
+    """Its collectives, hidden or not."""
+    exposed_seconds: float = 0.0
+    """How long the device waits for them."""
+    copy_seconds: float = 0.0
+    """How long the device waits for its copies between memories."""
+    hidden_by: str = ""
+    """The line whose kernels hide the largest part of its collectives; empty if that is unknown, or nothing does."""
+
+    @property
+    def seconds(self) -> float:
+        """What the step would save without it, if nothing else took its turn."""
+        return self.compute_seconds + self.exposed_seconds + self.copy_seconds
+
+
+@final
+@attrs.frozen
+class PlayedSchedule:
+    """A program that was played."""
+
+    time: StepTime
+    lines: tuple[LineTime, ...]
+    timeline: Timeline
+    resources: tuple[tuple[str, float], ...]
+    """How long each resource beside the kernels is busy."""
+
+
+def play_schedule(
+    program: CompiledProgram, collectives: Iterable[Collective], kernels: Iterable[Kernel], hardware: Hardware
+) -> PlayedSchedule:
+    """Plays the schedule of a program. `collectives` have to be read with a target, which knows hosts and links."""
+
+    def kernel_cost(kernel: Kernel) -> tuple[float, bool]:
+        once = attrs.evolve(kernel, times=Times(1))
+        seconds = compute_seconds([once], hardware)
+        return seconds, compute_seconds([attrs.evolve(once, flops=())], hardware) >= seconds
+
+    player = Player(StepReader.of(program, kernels, collectives, hardware, kernel_cost))
+    player.play(program.entry)
+    tally = player.tally
+    time = StepTime(
+        tally.total("compute"), tally.total("busy"), tally.total("memory"), tally.total("exposed"), tally.total("copy")
+    )
+    resources = tuple(sorted(tally.of("resource").items()))
+    return PlayedSchedule(time, _line_times(tally), Timeline(program.name, tuple(player.events)), resources)
+
+
+def _line_times(tally: Tally) -> tuple[LineTime, ...]:
+    """What each line takes, the longest first."""
+    compute, sent, exposed, copies = (tally.of(purpose) for purpose in ("compute", "sent", "exposed", "copy"))
+    hidden_by: dict[str, tuple[float, str]] = {}
+    for line, beside, seconds in tally.hidden():
+        hidden_by[line] = max(hidden_by.get(line, (0.0, "")), (seconds, beside))
+    lines = [
+        LineTime(
+            line,
+            compute.get(line, 0.0),
+            sent.get(line, 0.0),
+            exposed.get(line, 0.0),
+            copies.get(line, 0.0),
+            hidden_by.get(line, (0.0, ""))[1],
+        )
+        for line in dict.fromkeys((*compute, *sent, *copies))
+    ]
+    return tuple(sorted(lines, key=lambda line: (-line.seconds, -line.communication_seconds, line.line)))

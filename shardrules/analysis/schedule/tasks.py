@@ -1,0 +1,109 @@
+"""What a program does beside its kernels: collectives and copies, with the time and the resources that each takes."""
+
+from typing import Literal, TypeAlias, final
+
+import attrs
+
+from shardrules.analysis.costs.collective import compiled_cost
+from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.text import HOST_MEMORY, ArrayType, Computation, Instruction
+
+COMPUTE = "compute"
+"""The resource that runs kernels, one after the other."""
+
+NETWORK, LINKS, COPIES = "network", "links", "copies"
+TO_HOST, FROM_HOST = "to host", "from host"
+OTHER_STREAM = "other stream"
+
+TaskKind: TypeAlias = Literal["compute", "communication", "copy"]
+
+COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+"""Operations that begin a copy from one memory to another, or inside one."""
+
+
+@final
+@attrs.frozen
+class BackgroundTask:
+    """A collective or a copy. It starts when all of its resources are free, and takes them until it ends."""
+
+    name: str
+    line: str
+    kind: TaskKind
+    resources: tuple[str, ...]
+    seconds: float
+
+
+def collective_task(collective: Collective, line: str, hardware: Hardware) -> BackgroundTask:
+    """Returns one run of a collective."""
+    resources, cost = collective_resources(collective, hardware), compiled_cost(collective, hardware)
+    return BackgroundTask(collective.name, line, "communication", resources, cost.seconds)
+
+
+def collective_resources(collective: Collective, hardware: Hardware) -> tuple[str, ...]:
+    """Returns what a collective takes: the links of each dimension of a torus that its groups span, and the network.
+
+    A switch, or a torus where the position of the groups is unknown, counts as one resource: its collectives run one
+    after the other.
+    """
+    size, hosts = collective.group_size, collective.host_count
+    if collective.between_slices and hosts == 1:
+        hosts = size
+    if size < 2:
+        return ()
+    if hosts > 1 and (hosts == size or collective.kind == "collective-permute"):
+        return (NETWORK,)
+    dims = collective.torus_along if hardware.torus_dims else ()
+    links = tuple(f"{LINKS} {'xyz'[dim]}" if dim < 3 else f"{LINKS} {dim}" for dim in dims) or _all_links(hardware)
+    return links if hosts == 1 else (*links, NETWORK)
+
+
+def _all_links(hardware: Hardware) -> tuple[str, ...]:
+    return tuple(f"{LINKS} {axis}" for axis in "xyz"[: hardware.torus_dims]) or (LINKS,)
+
+
+def copy_task(computation: Computation, start: Instruction, line: str, hardware: Hardware) -> BackgroundTask:
+    """Returns one run of a copy that begins at `start`.
+
+    Copies of one kind run one after the other. A copy inside the memory of a device reads and writes it; a copy to the
+    memory beside the cores does one of both.
+    """
+    source = computation.by_name[start.operands[0]].types[:1]
+    ends = [user for user in computation.users.get(start.name, ()) if user.op.endswith("-done")]
+    results = ends[0].types[:1] if ends else start.types[:1]
+    size = sum(result.nbytes for result in results)
+    if start.op == "dynamic-update-slice-start":
+        size = computation.by_name[start.operands[1]].nbytes
+    return BackgroundTask(start.name, line, "copy", *_copy_cost(source, results, size, hardware))
+
+
+def host_copy(
+    computation: Computation,
+    instruction: Instruction,
+    read_bytes: int,
+    written_bytes: int,
+    line: str,
+    hardware: Hardware,
+) -> BackgroundTask | None:
+    """Returns the copy that a kernel is which reads or writes memory of the host; `None` for any other kernel."""
+    operands = computation.operand_types(instruction)
+    if any(result.memory_space == HOST_MEMORY for result in instruction.types):
+        seconds, resource = host_seconds(written_bytes, hardware), TO_HOST
+    elif any(operand.memory_space == HOST_MEMORY for operand in operands):
+        seconds, resource = host_seconds(read_bytes, hardware), FROM_HOST
+    else:
+        return None
+    return BackgroundTask(instruction.name, line, "copy", (resource,), seconds)
+
+
+def _copy_cost(
+    sources: tuple[ArrayType, ...], results: tuple[ArrayType, ...], size: int, hardware: Hardware
+) -> tuple[tuple[str, ...], float]:
+    source, result = (types[0].memory_space if types else 0 for types in (sources, results))
+    if HOST_MEMORY in (source, result) and source != result:
+        resource = TO_HOST if result == HOST_MEMORY else FROM_HOST
+        return (resource,), host_seconds(size, hardware)
+    # Memory space 0 is the main memory of the device; the others are on the chip, where bandwidth is no limit.
+    touches = (source == 0) + (result == 0)
+    return (COPIES,), traffic_seconds(touches * size, hardware)
