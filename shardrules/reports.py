@@ -5,13 +5,14 @@ from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.fits import BatchSearch, Fit
-from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.collectives import Collective, Total
+from shardrules.analysis.program.program import Source
 from shardrules.analysis.report import AxisUse, ReplicatedLeaf, ShardingReport
 from shardrules.analysis.schedule.schedule import LineTime
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.analysis.schedule.timeline import Event, Timeline
 from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
-from shardrules.core.views.table import Totals
+from shardrules.core.views.table import Row, Totals
 from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
 from shardrules.moves.plan import LeafMove, ReshardPlan
@@ -67,10 +68,13 @@ __all__ = [
     "PlannedFunction",
     "ReplicatedLeaf",
     "ReshardPlan",
+    "Row",
     "RulesFile",
     "ShardingReport",
+    "Source",
     "SplitDim",
     "StepTime",
     "Timeline",
+    "Total",
     "Totals",
 ]

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +82,6 @@ def fine(*words: str, code: int = 0, forks: Forks | None = None, **options: Any)
     process = shardrules(*words, **options) if forks is None else forks.run(*words, **options)
     assert (process.returncode, process.stderr) == (code, ""), process.stdout
     return process.stdout
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    server = Forks()
-    yield server
-    server.close()
 
 
 def test_plan_of_the_example() -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -99,13 +98,6 @@ def test_data_keeps_the_names() -> None:
     plan = plan_of(sr.AutoShardingRule())
     assert plan.decision(EVIL).spec is not None
     assert sr.ShardingPlan.from_json(plan.to_json()).paths == plan.paths
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    server = Forks()
-    yield server
-    server.close()
 
 
 @pytest.fixture

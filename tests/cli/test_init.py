@@ -3,7 +3,6 @@
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ def make(depth=2):
     return {"embed": shape(1000, 256), "blocks": [block] * depth}
 """
 WORDS = ("init", "model.py:make", "--mesh", "data:4,model:2")
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    server = Forks()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -351,13 +351,6 @@ WRONG = {
     "a folder for the page": Wrong(("report", "model.py:make", *AUTO, "-o", "."), ". is a folder: name a file in it"),
     "an unknown shell": Wrong(("completion", "cmd"), "invalid choice: 'cmd'"),
 }
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    server = Forks()
-    yield server
-    server.close()
 
 
 @pytest.mark.sample(25)

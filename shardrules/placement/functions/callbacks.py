@@ -49,7 +49,7 @@ class CallbackErrors:
     def run(self, run: Callable[[], tuple[T, bool]]) -> T:
         """Returns the first result of `run`, and raises errors if the second, whether there are callbacks, is true."""
         __tracebackhide__ = True
-        if _THREAD.errors is self:  # the call around the callback has the lock, and raises what is raised here
+        if _errors_of_thread() is self:  # the call around the callback has the lock, and raises what is raised here
             return run()[0]
         with self._lock:
             self._errors.clear()  # of a program that failed otherwise
@@ -99,13 +99,12 @@ class CallbackErrors:
         return equation.replace(params=params)
 
 
-class _Thread(threading.local):
-    """Whose callback the current thread runs."""
-
-    errors: CallbackErrors | None = None
+_THREAD = threading.local()
+"""Its `errors` are those of the callback that the current thread runs."""
 
 
-_THREAD = _Thread()
+def _errors_of_thread() -> CallbackErrors | None:
+    return getattr(_THREAD, "errors", None)
 
 
 @final
@@ -121,7 +120,7 @@ class _Guarded:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if not self.errors:
-            outer, _THREAD.errors = _THREAD.errors, self.errors
+            outer, _THREAD.errors = _errors_of_thread(), self.errors
             try:
                 return self.callback(*args)
             except Exception as error:  # noqa: BLE001  (raised again by `run`, when the program has ended)
