@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardrules.analysis.fits import fits, largest_batch
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
+    from shardrules.analysis.program.kernel_costs import kernel_cost
     from shardrules.core.context import current_mesh
     from shardrules.core.finding import Finding
     from shardrules.core.leaf import Decision, Leaf
@@ -181,6 +182,7 @@ __all__ = [
     "ShardingAnalyzer",
     "Target",
     "Hardware",
+    "kernel_cost",
     "fits",
     "largest_batch",
     "assert_plan_matches",

@@ -6,6 +6,7 @@ from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.fits import BatchSearch, Fit
 from shardrules.analysis.program.collectives import Collective, Total
+from shardrules.analysis.program.kernel_costs import KernelCost
 from shardrules.analysis.program.program import Source
 from shardrules.analysis.report import AxisUse, ReplicatedLeaf, ShardingReport
 from shardrules.analysis.schedule.schedule import LineTime
@@ -54,6 +55,7 @@ __all__ = [
     "Fit",
     "Frontier",
     "FrontierPoint",
+    "KernelCost",
     "LeafMove",
     "Limits",
     "LineTime",

@@ -236,7 +236,9 @@ class AuditReport:
                 "seconds": self.step_time(),
             },
             **attrs.asdict(self if timeline else attrs.evolve(self, timeline=Timeline("")), filter=_is_written),
-            "target": str(self.target),
+            # The name of a set of flags may stand for others in a later version.
+            "target": self.target.machine,
+            "flags": dict(self.target.flags),
             "hlo_text": self.hlo_text if hlo else "",
         }
         return json.dumps(data, indent=1)
@@ -254,10 +256,13 @@ class AuditReport:
             data: dict[str, Any] = json.loads(text)
             if data["shardrules_audit"] != FORMAT:
                 raise ReportError(f"this report has format {data['shardrules_audit']!r}, this version reads {FORMAT}")
-            fields = {name: value for name, value in data.items() if name not in ("shardrules_audit", "totals")}
+            fields = {
+                name: value for name, value in data.items() if name not in ("shardrules_audit", "totals", "flags")
+            }
             # A target is written as users write it, and read as the class that it is in the report.
             target = Target.parse(record(str, data["target"], "target"))
-            fields["target"] = {**attrs.asdict(target), "shape": [*target.shape]}
+            flags = [[name, value] for name, value in data.get("flags", {}).items()]
+            fields["target"] = {**attrs.asdict(target), "shape": [*target.shape], "flags": flags}
             return record(cls, fields, "report")
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ReportError):

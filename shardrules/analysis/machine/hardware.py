@@ -54,6 +54,7 @@ FIGURES = (
     "host_link_bytes_per_second",
     "launch_seconds",
     "collective_launch_seconds",
+    "clock_hertz",
 )
 """The figures of a sheet, which are also the names that `Hardware.sources` may use."""
 
@@ -120,6 +121,7 @@ class Hardware:
     - `host_link_bytes_per_second`: what a device exchanges with the memory of its host, in each direction: PCIe.
     - `launch_seconds`: what a kernel takes that does nothing, with the pause before it.
     - `collective_launch_seconds`: what a collective takes to start, besides its latencies; `collective_times` have it.
+    - `clock_hertz`: the clock in whose cycles the compiler estimates kernels, as libtpu does; 0 where it does not.
 
     **Raises:**
 
@@ -161,6 +163,7 @@ class Hardware:
     host_link_bytes_per_second: float = attrs.field(default=25e9, kw_only=True)
     launch_seconds: float = attrs.field(default=0.0, kw_only=True)
     collective_launch_seconds: float = attrs.field(default=0.0, kw_only=True)
+    clock_hertz: float = attrs.field(default=0.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         problems = [
@@ -288,6 +291,7 @@ def _number_problems(hardware: Hardware) -> list[str]:
         "matmul_tile": 1,
         "launch_seconds": 0,
         "collective_launch_seconds": 0,
+        "clock_hertz": 0,
     }
     values = {figure: getattr(hardware, figure) for figure in least}
     return problems + [

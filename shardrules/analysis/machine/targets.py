@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from shardrules.analysis.machine.flags import Flags, flag_sets, flags_text, read_flags
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import MissingCompilerError, ShardRulesError, TargetError, UnavailableTargetError, suggest
@@ -108,6 +109,9 @@ class Target:
     - `shape`: the torus of a TPU slice, in chips; for GPUs and CPUs just their number. Empty for as many CPU devices as
         a mesh has. More than 8 GPUs are several hosts of 8.
     - `slices`: how many such TPU slices, connected by a network.
+    - `flags`: what the compiler is told besides: `XLA_FLAGS` or `LIBTPU_INIT_ARGS` as they are, a mapping of names and
+        values, or the name of a published set, such as `"maxtext:v5p"`; a set may be followed by flags that change it.
+        Flags in this process's environment are in force as well, for all targets.
 
     **Raises:**
 
@@ -117,6 +121,8 @@ class Target:
     target = sr.Target.parse("tpu:v5e:4x4")
     assert target == sr.Target("tpu", "v5e", (4, 4)) and str(target) == "tpu:v5e:4x4"
     assert target.count == 16 and target.hardware.name == "TPU v5e"
+    tuned = sr.Target("tpu", "v5e", (4, 4), flags="--xla_tpu_scoped_vmem_limit_kib=65536")
+    assert str(tuned) == "tpu:v5e:4x4 --xla_tpu_scoped_vmem_limit_kib=65536"
     ```
     """
 
@@ -124,11 +130,12 @@ class Target:
     chip: str = ""
     shape: tuple[int, ...] = attrs.field(default=(), converter=tuple)
     slices: int = 1
+    flags: Flags = attrs.field(default=(), converter=read_flags)
 
     def __attrs_post_init__(self) -> None:
         problems = _target_problems(self.platform, self.chip, self.shape, self.slices)
         if problems:
-            raise _target_error(str(self), problems, self.platform)
+            raise _target_error(self.machine, problems, self.platform)
 
     @classmethod
     def parse(cls, target: "Target | str") -> "Target":
@@ -136,8 +143,9 @@ class Target:
 
         **Arguments:**
 
-        - `target`: `"cpu"`, `"cpu:8"`, `"tpu:v5e:4x4"`, `"tpu:v5e:4x4:2"` for two slices, `"cuda:h100:8"`; or a
-            `Target`, which is returned unchanged.
+        - `target`: `"cpu"`, `"cpu:8"`, `"tpu:v5e:4x4"`, `"tpu:v5e:4x4:2"` for two slices, `"cuda:h100:8"`, each
+            with flags behind it if there are any: `"tpu:v5p:4x4x4 maxtext:v5p"`; or a `Target`, which is returned
+            unchanged.
 
         **Returns:**
 
@@ -158,7 +166,8 @@ class Target:
             raise TargetError(
                 f"a target must be a string or a Target, got {target!r}. Write {'; '.join(_FORMS.values())}"
             )
-        platform, *rest = [part.strip() for part in target.lower().split(":")]
+        machine, flags = _split_flags(target)
+        platform, *rest = [part.strip() for part in machine.lower().split(":")]
         chip = rest.pop(0) if platform != "cpu" and rest else ""
         sizes = [_read_sizes(part) for part in rest]
         shape = sizes[0] if sizes else ()
@@ -177,9 +186,14 @@ class Target:
                 problems.append(f"unexpected {':'.join(surplus)!r}")
         if problems:
             raise _target_error(target, problems, platform)
-        return cls(platform, chip, shape or (), slices[0])  # pyright: ignore[reportArgumentType]  checked above
+        return cls(platform, chip, shape or (), slices[0], flags)  # pyright: ignore[reportArgumentType]  checked above
 
     def __str__(self) -> str:
+        return f"{self.machine} {flags_text(self.flags)}" if self.flags else self.machine
+
+    @property
+    def machine(self) -> str:
+        """The target as a string without its flags: `"tpu:v5e:4x4"`."""
         sizes = "x".join(map(str, self.shape))
         slices = str(self.slices) if self.slices != 1 else ""
         return ":".join(str(part) for part in (self.platform, self.chip, sizes, slices) if part)
@@ -225,7 +239,9 @@ class Target:
         assert sr.Target.parse("cpu:2").devices() == jax.devices("cpu")[:2]
         ```
         """
-        return _cpu_devices(self) if self.platform == "cpu" else list(_compile_only_devices(self))
+        if self.platform == "cpu":
+            return _cpu_devices(self)
+        return list(_compile_only_devices(attrs.evolve(self, flags=())))
 
     def mesh(self, mesh: AnyMesh) -> Mesh:
         """Returns a mesh with the same axes on this target's devices.
@@ -278,6 +294,13 @@ def closed_dims(chip: str, sizes: Sequence[int]) -> tuple[bool, ...]:
     """
     closed = tuple(size % _TPUS[chip].closed_size == 0 for size in sizes)
     return closed if len(closed) < 3 else (all(closed),) * len(closed)
+
+
+def _split_flags(text: str) -> tuple[str, str]:
+    """A target and its flags, which begin with two dashes or with the name of a set."""
+    names = "|".join(map(re.escape, flag_sets()))
+    match = re.search(rf"\s(?=--|(?:{names})(?:\s|$))", text)
+    return (text, "") if match is None else (text[: match.start()], text[match.end() :])
 
 
 def _read_sizes(text: str) -> tuple[int, ...] | None:

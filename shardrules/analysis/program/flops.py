@@ -7,23 +7,19 @@ for them. Elementwise operations and reductions are not counted either: their co
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator
+from typing import final
 
 import attrs
 
+from shardrules.analysis.program.custom_calls import CallCost, Origin, call_cost, find_config, may_be_matmul
 from shardrules.analysis.program.flow import Times
+from shardrules.analysis.program.kernel_costs import KernelFacts
+from shardrules.analysis.program.products import Convolution, Product, dot_product
 from shardrules.analysis.program.program import CompiledProgram, Source
-from shardrules.analysis.program.text import ArrayType, Computation, Instruction
+from shardrules.analysis.program.text import Computation, Instruction
 
-_KERNEL = re.compile(r"tpu_custom_call|triton|mosaic|pallas|__(cublas|cudnn|onednn|gpu)\$", re.IGNORECASE)
-"""Targets of custom calls that may be matmuls."""
-
-_ATTENTION_FORWARD_MATMULS = 2
-"""Fused attention multiplies queries with keys, and the scores with the values."""
-
-_ATTENTION_BACKWARD_MATMULS = 5
-"""Its backward pass computes the scores again, and the gradients of scores, queries, keys and values."""
+_NO_FACTS = KernelFacts()
 
 
 @final
@@ -49,6 +45,12 @@ class Matmul:
     name: str  # of the instruction in that computation
     op_name: str = ""  # the path of the JAX operation
     stack: tuple[Source, ...] = ()  # lines of Python, the innermost first
+    products: tuple[Product, ...] = ()
+    """Its shapes; empty where only the number of FLOPs is known."""
+    nbytes: int | None = None
+    """What a kernel reads and writes, where that is not all of its operands and results."""
+    origin: Origin = "library"
+    """Who says what it computes: the program, the author of a kernel, a formula for its name, or the user."""
 
     @property
     def total_flops(self) -> int:
@@ -56,8 +58,10 @@ class Matmul:
         return self.flops * self.times.count
 
 
-def find_matmuls(program: CompiledProgram) -> tuple[Matmul, ...]:
+def find_matmuls(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tuple[Matmul, ...]:
     """Finds the matmuls and convolutions of a program in the order of the text, those in fusions and loops too.
+
+    `facts` are about its kernels, which the text may say nothing of.
 
     ```python
     from shardrules.analysis.program.flops import find_matmuls
@@ -70,12 +74,13 @@ def find_matmuls(program: CompiledProgram) -> tuple[Matmul, ...]:
     ```
     """
     matmuls = []
-    for computation, instruction, flops in _candidates(program):
-        if flops:
+    for computation, instruction, cost in _candidates(program, facts):
+        # A kernel that the user says has no FLOPs still has the bytes that the user says.
+        if cost is not None and (cost.flops or cost.nbytes is not None):
             cause = program.cause(computation, instruction)
             matmul = Matmul(
                 instruction.custom_call_target or instruction.op,
-                flops,
+                cost.flops,
                 _dtype(computation, instruction),
                 _precision(instruction),
                 program.times(computation.name),
@@ -83,18 +88,21 @@ def find_matmuls(program: CompiledProgram) -> tuple[Matmul, ...]:
                 instruction.name,
                 cause.op_name,
                 program.stack(cause),
+                cost.products,
+                cost.nbytes,
+                cost.origin,
             )
             matmuls.append(matmul)
     return tuple(matmuls)
 
 
-def uncounted_kernels(program: CompiledProgram) -> tuple[Instruction, ...]:
+def uncounted_kernels(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tuple[Instruction, ...]:
     """Finds the custom calls that may be matmuls but do not say how many FLOPs they have, such as Pallas kernels."""
     return tuple(
         instruction
-        for computation, instruction, flops in _candidates(program)
-        if flops is None
-        and _KERNEL.match(instruction.custom_call_target)
+        for computation, instruction, cost in _candidates(program, facts)
+        if cost is None
+        and may_be_matmul(instruction)
         and any(len(operand.shape) > 1 for operand in computation.operand_types(instruction))
     )
 
@@ -112,12 +120,17 @@ def flops_by_dtype(matmuls: Iterable[Matmul]) -> dict[str, int]:
     return totals
 
 
-def _candidates(program: CompiledProgram) -> Iterator[tuple[Computation, Instruction, int | None]]:
-    """Yields every instruction that may be a matmul with its FLOPs, `None` where they are unknown."""
+def _candidates(
+    program: CompiledProgram, facts: KernelFacts
+) -> Iterator[tuple[Computation, Instruction, CallCost | None]]:
+    """Yields every instruction that may be a matmul with what it computes, `None` where that is unknown."""
     for computation, instruction in program.walk():
-        count = _custom_call if instruction.op == "custom-call" else _COUNTS.get(instruction.op)
-        if count is not None and program.times(computation.name).count:
-            yield computation, instruction, count(computation, instruction)
+        if not program.times(computation.name).count:
+            continue
+        if instruction.op == "custom-call":
+            yield computation, instruction, call_cost(computation, instruction, facts)
+        elif instruction.op in _COUNTS:
+            yield computation, instruction, _COUNTS[instruction.op](computation, instruction)
 
 
 def _dtype(computation: Computation, instruction: Instruction) -> str:
@@ -134,22 +147,25 @@ def _dtype(computation: Computation, instruction: Instruction) -> str:
 def _precision(instruction: Instruction) -> str:
     printed = instruction.attributes.get("operand_precision", "")
     if instruction.op == "custom-call":
-        config = _find_config(instruction.backend_config, "precision_config") or {}
+        config = find_config(instruction.backend_config, "precision_config") or {}
         printed = str(config.get("operand_precision", "")).lower()
     requested = [word for word in re.findall(r"\w+", printed) if word != "default"]
     return instruction.attributes.get("algorithm") or (requested[0] if requested else "default")
 
 
-def _dot(computation: Computation, instruction: Instruction) -> int:
-    left = computation.by_name[instruction.operands[0]].types[0]
-    return _dot_flops(instruction.types[0], left, instruction.dims("lhs_contracting_dims"))
+def _dot(computation: Computation, instruction: Instruction) -> CallCost:
+    left, right = (computation.by_name[name].types[0] for name in instruction.operands[:2])
+    product = dot_product(
+        left,
+        right,
+        instruction.dims("lhs_contracting_dims"),
+        instruction.dims("rhs_contracting_dims"),
+        instruction.dims("lhs_batch_dims"),
+    )
+    return CallCost(product.flops, (product,))
 
 
-def _dot_flops(result: ArrayType, left: ArrayType, contracted: Iterable[int]) -> int:
-    return 2 * result.size * math.prod(left.shape[dim] for dim in contracted)
-
-
-def _ragged_dot(computation: Computation, instruction: Instruction) -> int:
+def _ragged_dot(computation: Computation, instruction: Instruction) -> CallCost:
     """Groups of rows, each multiplied by a matrix of its own: every row is multiplied once, however they are grouped.
 
     Where rows are contracted, each group gives a result of its own, and the leading dimension stacks these.
@@ -158,136 +174,31 @@ def _ragged_dot(computation: Computation, instruction: Instruction) -> int:
     contracted = instruction.dims("lhs_contracting_dims")
     contracts_rows = any(dim in contracted for dim in instruction.dims("lhs_ragged_dims"))
     result = instruction.types[0]
-    return _dot_flops(result, left, contracted) // (result.shape[0] if contracts_rows else 1)
+    flops = 2 * result.size * math.prod(left.shape[dim] for dim in contracted)
+    return CallCost(flops // (result.shape[0] if contracts_rows else 1))
 
 
-def _convolution(computation: Computation, instruction: Instruction) -> int:
+def _convolution(computation: Computation, instruction: Instruction) -> CallCost:
     left, right = (computation.by_name[name].types[0] for name in instruction.operands[:2])
-    return _convolution_flops(instruction.attributes, left, right, instruction.types[0])
+    convolution = Convolution(instruction.attributes, left, right, instruction.types[0])
+    return CallCost(convolution.flops(), (convolution.product(),))
 
 
-def _convolution_flops(attributes: Mapping[str, str], image: ArrayType, kernel: ArrayType, result: ArrayType) -> int:
-    """The FLOPs of a convolution by its labels and its window:
-
-    window={size=3x3 stride=2x2 pad=1_1x1_1 lhs_dilate=1x1 rhs_dilate=1x1}, dim_labels=b01f_01io->b01f
-    """
-    labels = re.split(r"_|->", attributes["dim_labels"])
-    image_sizes, kernel_sizes, result_sizes = (
-        dict(zip(label, array.shape, strict=True)) for label, array in zip(labels, (image, kernel, result), strict=True)
-    )
-    window = dict(re.findall(r"(\w+)=(\S+)", attributes.get("window", "").strip("{}")))
-    # Grouped convolutions need no case of their own: `i` of the kernel is the size of one group.
-    flops = 2 * result_sizes["b"] * result_sizes["f"] * kernel_sizes["i"]
-    for label in sorted(label for label in labels[2] if label.isdigit()):
-        spatial_dim = int(label)
-        flops *= _products(
-            image_sizes[label],
-            kernel_sizes[label],
-            result_sizes[label],
-            _window_field(window, "stride", spatial_dim),
-            _window_field(window, "lhs_dilate", spatial_dim),
-            _window_field(window, "rhs_dilate", spatial_dim),
-            int(window["pad"].split("x")[spatial_dim].split("_")[0]) if "pad" in window else 0,
-        )
-    return flops
-
-
-def _window_field(window: Mapping[str, str], name: str, spatial_dim: int) -> int:
-    return int(window[name].split("x")[spatial_dim]) if name in window else 1
-
-
-def _products(
-    image: int, kernel: int, result: int, stride: int, image_dilation: int, kernel_dilation: int, pad: int
-) -> int:
-    """How many pairs of a result and a kernel element meet an image element, along one dimension.
-
-    Result `r` and kernel element `k` meet at `r * stride + k * kernel_dilation - pad`. An image element is there if
-    that is a multiple of `image_dilation`, and within the image.
-    """
-    # For a fixed `k`, r * stride + offset is a multiple of image_dilation for one r in every `period`, or for no r.
-    common = math.gcd(stride, image_dilation) if image_dilation > 1 else 1
-    period = image_dilation // common if image_dilation > 1 else 1
-    last = (image - 1) * image_dilation
-    total = 0
-    for element in range(kernel):
-        offset = element * kernel_dilation - pad
-        if offset % common:
-            continue
-        # Count the results from `low` to `high` that are `first` modulo `period`.
-        first = (-offset // common) * pow(stride // common, -1, period) % period if period > 1 else 0
-        low, high = max(0, -(offset // stride)), min(result - 1, (last - offset) // stride)
-        low += (first - low) % period
-        total += max(0, (high - low) // period + 1)
-    return total
-
-
-def _custom_call(computation: Computation, instruction: Instruction) -> int | None:
-    """The FLOPs of a library call; `None` where they are unknown."""
-    target, config = instruction.custom_call_target, instruction.backend_config
-    makers = [computation.by_name[name] for name in instruction.operands]
-    operands = [maker.types[0] for maker in makers if maker.types]
-    # Each library describes its matmuls in a configuration of its own.
-    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
-        return _cudnn_convolution(target, instruction, operands)
-    if target.startswith("__cudnn$fmha"):
-        return _attention(target, config, operands[0])
-    if target == "__onednn$matmul":
-        transposed = config.get("onednn_matmul_config", {}).get("transpose_a", False)
-        return _dot_flops(instruction.types[0], operands[0], [-2 if transposed else -1])
-    dims = _find_config(config, "dot_dimension_numbers")
-    if target.startswith("__cublas$") and dims:
-        return _dot_flops(instruction.types[0], operands[0], map(int, dims["lhs_contracting_dimensions"]))
-    estimate = _find_config(config, "cost_estimate")  # by the author of a Pallas kernel
-    return int(estimate["flops"]) if estimate and "flops" in estimate else None
-
-
-def _cudnn_convolution(target: str, instruction: Instruction, operands: Sequence[ArrayType]) -> int | None:
-    """The FLOPs of a convolution or one of its gradients: all have the labels and the window of the forward pass."""
-    image, kernel, result = operands[0], operands[1], instruction.types[0]
-    if target.startswith("__cudnn$convBackwardInput"):
-        image, result = result, image
-    elif target.startswith("__cudnn$convBackwardFilter"):
-        kernel, result = result, kernel
-    return _convolution_flops(instruction.attributes, image, kernel, result)
-
-
-def _attention(target: str, config: Mapping[str, Any], query: ArrayType) -> int | None:
-    scores_shape = _find_config(config, "intermediate_tensor_shape")
-    if not scores_shape:
-        return None
-    sizes = [int(size) for size in scores_shape["dimensions"]]  # batch, heads, queries, keys
-    # The layout of the query varies, but its size is batch x heads x queries x head size.
-    head_size = query.size * sizes[-1] // math.prod(sizes)
-    matmuls = _ATTENTION_BACKWARD_MATMULS if "Backward" in target else _ATTENTION_FORWARD_MATMULS
-    return matmuls * 2 * math.prod(sizes) * head_size
-
-
-def _find_config(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """Finds a part of a backend's configuration: versions of XLA nest it under different names."""
-    parts: list[Any] = [config]
-    for part in parts:  # grows while iterated
-        if isinstance(part, dict):
-            if isinstance(part.get(key), dict):
-                return part[key]
-            parts += part.values()
-    return None
-
-
-def _reduced_products(computation: Computation, instruction: Instruction) -> int:
+def _reduced_products(computation: Computation, instruction: Instruction) -> CallCost:
     """A product with a vector, which compilers write as an elementwise product and a sum.
 
     %m = f32[8,4] multiply(%w, %broadcast)
     %r = f32[8] reduce(%m, %zero), dimensions={1}, to_apply=%add, metadata={op_name="jit(f)/dot_general"}
     """
     if not instruction.op_name.endswith("/dot_general"):
-        return 0
+        return CallCost(0)
     maker = computation.by_name[instruction.operands[0]]
     while maker.op in ("convert", "bitcast", "copy", "reshape", "transpose"):
         maker = computation.by_name[maker.operands[0]]
-    return 2 * maker.types[0].size if maker.op == "multiply" else 0
+    return CallCost(2 * maker.types[0].size if maker.op == "multiply" else 0)
 
 
-_COUNTS: dict[str, Callable[[Computation, Instruction], int]] = {
+_COUNTS: dict[str, Callable[[Computation, Instruction], CallCost]] = {
     "dot": _dot,
     "scaled-dot": _dot,
     "ragged-dot": _ragged_dot,

@@ -6,6 +6,7 @@ from typing import final
 
 import attrs
 
+from shardrules.analysis.program.custom_calls import kernel_names
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES, Times
 from shardrules.analysis.program.program import CompiledProgram, Source
@@ -43,6 +44,14 @@ class Kernel:
     """The FLOPs of the matmuls inside it, in pairs of (dtype, precision) and FLOPs."""
 
     times: Times
+    matmuls: tuple[Matmul, ...] = ()
+    """The same matmuls with their shapes: hardware has a rate for each."""
+
+    estimated_cycles: int = 0
+    """How long the compiler expects it to take, in cycles of a TPU's clock; 0 where it does not say."""
+
+    names: tuple[str, ...] = ()
+    """For a custom call the name of its kernel and its target."""
 
     @property
     def total_bytes(self) -> int:
@@ -121,6 +130,11 @@ def _read_kernel(
     flops: dict[tuple[str, str], int] = {}
     for matmul in matmuls:
         flops[matmul.dtype, matmul.precision] = flops.get((matmul.dtype, matmul.precision), 0) + matmul.flops
+    bytes_written = written_bytes(program, computation, instruction)
+    known_bytes = [matmul.nbytes for matmul in matmuls if matmul.nbytes is not None]
+    if known_bytes:  # a kernel need not read all of its operands, and may read some of them many times
+        bytes_written = min(bytes_written, sum(known_bytes))
+        bytes_read = sum(known_bytes) - bytes_written
     return Kernel(
         instruction.name,
         computation.name,
@@ -128,7 +142,20 @@ def _read_kernel(
         instruction.op_name,
         program.stack(instruction),
         bytes_read,
-        written_bytes(program, computation, instruction),
-        tuple(flops.items()),
+        bytes_written,
+        tuple(item for item in flops.items() if item[1]),
         program.times(computation.name),
+        tuple(matmuls),
+        _estimated_cycles(instruction),
+        kernel_names(instruction) if instruction.op == "custom-call" else (),
     )
+
+
+def _estimated_cycles(instruction: Instruction) -> int:
+    """The compiler's own estimate, which libtpu prints for nearly everything but kernels that users wrote."""
+    # Reading a configuration is slow, and it may hold a whole kernel: look for the word first.
+    if "estimated_cycles" not in instruction.text:
+        return 0
+    window = instruction.backend_config.get("window_config")
+    cycles = window.get("estimated_cycles", 0) if isinstance(window, dict) else 0
+    return max(0, int(cycles))

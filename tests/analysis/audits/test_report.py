@@ -193,7 +193,7 @@ def edited(*path: Any, value: Any = None, lacks: bool = False) -> str:
     return json.dumps(data)
 
 
-OPTIONAL = ("totals", "compile_seconds", "hlo_text", "timeline")
+OPTIONAL = ("flags", "totals", "compile_seconds", "hlo_text", "timeline")
 """What a report may lack. Totals are for other programs: here they are added up again."""
 
 

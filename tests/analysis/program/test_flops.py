@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.program.flops import Matmul, find_matmuls, flops_by_dtype, total_flops, uncounted_kernels
 from shardrules.analysis.program.flow import Times
+from shardrules.analysis.program.products import Product
 from shardrules.analysis.program.program import read_program
 from tests.analysis.programs import CLOSED_FORMS, CPU, CUDA, TARGETS, TPU, ClosedForm, array, compiled, mesh_on, text_of
 
@@ -164,7 +165,9 @@ dim_labels=01bf_01io->01bf
 }
 """
     (matmul,) = find_matmuls(read_program(text))
-    assert matmul == Matmul("convolution", 2 * 2 * 4 * 128 * 128 * 64, "f32", "default", Times(1), "e", "c")
+    product = Product(8, 128, 128, 64)
+    assert matmul == Matmul("convolution", product.flops, "f32", "default", Times(1), "e", "c", products=(product,))
+    assert product.flops == 2 * 2 * 4 * 128 * 128 * 64
 
 
 @pytest.mark.parametrize("target", [CUDA, TPU])  # the CPU compiler may widen small dtypes

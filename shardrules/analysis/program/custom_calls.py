@@ -1,0 +1,302 @@
+"""What custom calls compute: libraries by their configuration, kernels by estimate or by formula.
+
+The user's `kernel_cost` comes first, then the estimate of a kernel's author, then the formulas for kernels that JAX
+itself has: they carry no estimate, and their names and operands are stable.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import attrs
+
+from shardrules.analysis.program.kernel_costs import KernelCall, KernelFacts
+from shardrules.analysis.program.products import Convolution, Product, dot_product
+from shardrules.analysis.program.text import ArrayType, Computation, Instruction
+
+Origin: TypeAlias = Literal["library", "estimate", "formula", "user"]
+"""Who says what a custom call costs: its own configuration, its author, a formula for its name, or the user."""
+
+_KERNEL = re.compile(r"tpu_custom_call|triton|mosaic|pallas|__(cublas|cudnn|onednn|gpu)\$", re.IGNORECASE)
+"""Targets of custom calls that may be matmuls."""
+
+_SUFFIX = re.compile(r"(\.(\d+|clone|remat\d*))+$")
+"""What XLA appends to a name to make it unique."""
+
+_CONFIG_NAME = re.compile(r'\bname ?= ?"([^"]+)"')
+"""The name of a kernel in the configuration of a Triton call, which is not JSON."""
+
+_CUDNN_TILE = 128
+"""The rows and columns of a block of scores in cuDNN's attention. With half as many, a causal kernel computes fewer
+scores beyond the diagonal: 3 % fewer at a length of 2,048."""
+
+
+@final
+@attrs.frozen
+class CallCost:
+    """What a custom call computes each time it runs."""
+
+    flops: int
+    products: tuple[Product, ...] = ()
+    """The matmuls that the FLOPs are; empty where only their number is known."""
+    nbytes: int | None = None
+    """What it reads and writes, where that is not all of its operands and results."""
+    origin: Origin = "library"
+
+
+def may_be_matmul(instruction: Instruction) -> bool:
+    """Whether a custom call may be a matmul: a library for them, or a kernel that a user wrote."""
+    return _KERNEL.match(instruction.custom_call_target) is not None
+
+
+def kernel_names(instruction: Instruction) -> tuple[str, ...]:
+    """Returns the names of a kernel: its own, that of its JAX operation, and the target of its custom call.
+
+    ```python
+    from shardrules.analysis.program.custom_calls import kernel_names
+    from shardrules.analysis.program.text import read_instruction
+
+    line = '%scan.3 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="f/pallas_call"}'
+    assert kernel_names(read_instruction(line, {})[0]) == ("scan", "f", "tpu_custom_call")
+    ```
+    """
+    config = instruction.attributes.get("backend_config", "")
+    written = _CONFIG_NAME.search(config)
+    name = written[1] if written else _SUFFIX.sub("", instruction.name)
+    path = instruction.op_name.split("/")
+    scope = path[-2:-1] if path[-1] == "pallas_call" and "(" not in path[-2] else []
+    return tuple(dict.fromkeys([name, *scope, instruction.custom_call_target]))
+
+
+def call_cost(computation: Computation, instruction: Instruction, facts: KernelFacts) -> CallCost | None:
+    """Returns what a custom call computes; `None` where nothing says it."""
+    names, operands = kernel_names(instruction), computation.operand_types(instruction)
+    cost = facts.cost(names)
+    if cost is not None:
+        flops, nbytes = cost.amounts(operands)
+        return CallCost(flops, (), nbytes, "user")
+    library = _library_cost(computation, instruction)
+    if library is not None:
+        return library
+    # Compilers for GPUs do not print the estimate of a kernel's author, and JAX still knows it.
+    call = _call_of(names, operands, instruction, facts)
+    estimate = find_config(instruction.backend_config, "cost_estimate")
+    if estimate and "flops" in estimate:
+        return CallCost(int(estimate["flops"]), (), int(estimate.get("bytes_accessed", 0)) or None, "estimate")
+    if call is not None and call.flops is not None:
+        return CallCost(call.flops, (), call.nbytes or None, "estimate")
+    for pattern, formula in _FORMULAS.items():
+        match = next(filter(None, (re.fullmatch(pattern, name) for name in names)), None)
+        if match is not None:
+            products = formula(match, operands, instruction, None if call is None else call.block_count)
+            if products:
+                return CallCost(sum(product.flops for product in products), products, None, "formula")
+    return None
+
+
+def _call_of(
+    names: Sequence[str], operands: Sequence[ArrayType], instruction: Instruction, facts: KernelFacts
+) -> KernelCall | None:
+    """What JAX knows of a kernel, found by its name and its shapes."""
+    shapes = tuple(operand.shape for operand in operands)
+    results = tuple(result.shape for result in instruction.types)
+    same = [call for call in facts.calls if call.results == results and call.operands == shapes]
+    named = [call for call in same if call.name in names]
+    # Without its name, only kernels that all cost the same can be told apart from it.
+    candidates = named or (same if len({attrs.evolve(call, name="") for call in same}) == 1 else [])
+    return max(candidates, key=lambda call: call.block_count or 0, default=None)
+
+
+def _library_cost(computation: Computation, instruction: Instruction) -> CallCost | None:
+    """What a library call computes: each library describes its matmuls in a configuration of its own."""
+    target, config = instruction.custom_call_target, instruction.backend_config
+    makers = [computation.by_name[name] for name in instruction.operands]
+    operands = [maker.types[0] for maker in makers if maker.types]
+    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
+        return _cudnn_convolution(target, instruction, operands)
+    if target.startswith("__cudnn$fmha"):
+        return _cudnn_attention(target, config, operands[0])
+    if target == "__onednn$matmul":
+        transposed = config.get("onednn_matmul_config", {}).get("transpose_a", False)
+        batch = range(len(operands[0].shape) - 2)
+        return _of(dot_product(operands[0], operands[1], [len(batch) + (not transposed)], [len(batch)], batch))
+    dims = find_config(config, "dot_dimension_numbers")
+    if target.startswith("__cublas$") and dims:
+        contracted, right, batch = (
+            [int(dim) for dim in dims.get(f"{name}_dimensions", ())]
+            for name in ("lhs_contracting", "rhs_contracting", "lhs_batch")
+        )
+        return _of(dot_product(operands[0], operands[1], contracted, right, batch))
+    return None
+
+
+def _of(*products: Product) -> CallCost:
+    return CallCost(sum(product.flops for product in products), products)
+
+
+def _cudnn_convolution(target: str, instruction: Instruction, operands: Sequence[ArrayType]) -> CallCost:
+    """A convolution or one of its gradients: all have the labels and the window of the forward pass."""
+    image, kernel, result = operands[0], operands[1], instruction.types[0]
+    if target.startswith("__cudnn$convBackwardInput"):
+        image, result = result, image
+    elif target.startswith("__cudnn$convBackwardFilter"):
+        kernel, result = result, kernel
+    convolution = Convolution(instruction.attributes, image, kernel, result)
+    return CallCost(convolution.flops(), (convolution.product(),))
+
+
+def _cudnn_attention(target: str, config: Mapping[str, Any], query: ArrayType) -> CallCost | None:
+    scores = find_config(config, "intermediate_tensor_shape")
+    if not scores:
+        return None
+    batch, heads, rows, columns = [int(size) for size in scores["dimensions"]]
+    # The layout of the query varies, but its size is batch x heads x queries x head size.
+    head_size = query.size // max(1, batch * heads * rows)
+    attention = next(part for part in _parts(config) if "intermediate_tensor_shape" in part)
+    window = int(attention.get("sliding_window_length", 0) or 0)
+    blocks = _cudnn_blocks(str(attention.get("mask_type", "")), rows, columns, window)
+    height, width = min(rows, _CUDNN_TILE), min(columns, _CUDNN_TILE)
+    # Where nothing is masked, a product over all scores is exact whatever their number.
+    if blocks is None:
+        blocks, height, width = 1, rows, columns
+    count = batch * heads * blocks
+    return _of(*_attention(count, height, width, head_size, head_size, "backward" if "Backward" in target else "fwd"))
+
+
+def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int | None:
+    """How many blocks of scores a causal kernel computes: those with a score at or below the diagonal, and in the
+    window. `None` without such a mask. The lengths behind a padding mask are data: it counts as full."""
+    if "CAUSAL" not in mask_type and not window:
+        return None
+    count = 0
+    for top in range(0, rows, _CUDNN_TILE):
+        last = min(top + _CUDNN_TILE, rows, columns) - 1
+        first = max(0, top - window + 1) if window else 0
+        count += max(0, last // _CUDNN_TILE - first // _CUDNN_TILE + 1)
+    return count
+
+
+def _attention(count: int, rows: int, columns: int, size: int, value_size: int, phase: str) -> tuple[Product, ...]:
+    """The matmuls of `count` blocks of scores: queries with keys first, and for gradients that again.
+
+    The gradient of the queries takes that of the scores; those of keys and values take one more product each.
+    """
+    scores = Product(count, rows, columns, size)
+    values = Product(count, rows, value_size, columns)
+    score_gradients = Product(count, rows, columns, value_size)
+    query_gradients = Product(count, rows, size, columns)
+    key_gradients, value_gradients = Product(count, columns, size, rows), Product(count, columns, value_size, rows)
+    return {
+        "fwd": (scores, values),
+        "dq": (scores, score_gradients, query_gradients),
+        "dkv": (scores, value_gradients, score_gradients, key_gradients),
+        "backward": (scores, value_gradients, score_gradients, key_gradients, query_gradients),
+    }[phase]
+
+
+_Formula: TypeAlias = Callable[
+    [re.Match[str], Sequence[ArrayType], Instruction, int | None], "tuple[Product, ...] | None"
+]
+
+
+def _splash(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Splash attention: blocks of scores, of which a mask says which are computed.
+
+    Its operands are the mask's arrays, one entry for each block, then queries, keys and values as they are: by default
+    [batch, heads, length, head size], without heads for the keys and values of "mqa".
+    """
+    floats = [operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) > 1]
+    masks = [operand for operand in operands if re.match(r"[su](8|16|32)$", operand.dtype) and len(operand.shape) == 3]
+    if len(floats) < 3 or not masks:
+        return None
+    settings = _splash_settings(instruction)
+    query, key, value = (
+        _lengths(array, settings.get(f"{name}_layout", 1)) for array, name in zip(floats, "qkv", strict=False)
+    )
+    phase = match["phase"]
+    suffix = "" if phase == "fwd" else f"_{phase}"
+    mask_heads, rows, columns = masks[0].shape
+    height = int(settings.get(f"block_q{suffix}") or query[0] // max(1, rows))
+    width = int(settings.get(f"block_kv{suffix}") or key[0] // max(1, columns))
+    total = block_count if block_count is not None else mask_heads * rows * columns
+    # A mask for one head is for all of them. A batch is an additional leading dim.
+    heads = math.prod(floats[0].shape[:-2])
+    count = total * heads // max(1, mask_heads)
+    if phase == "dkv" and any(len(result.shape) > len(floats[0].shape) for result in instruction.types):
+        phase = "backward"  # the fused kernel also gives a part of the queries' gradient for each block
+    return _attention(count, height, width, query[1], value[1], phase)
+
+
+def _splash_settings(instruction: Instruction) -> Mapping[str, Any]:
+    """The sizes of blocks, which the kernel has in its metadata."""
+    pairs = re.findall(r'\\*"(\w+)\\*": ?(\d+)', instruction.attributes.get("frontend_attributes", ""))
+    return {name: int(value) for name, value in pairs}
+
+
+def _lengths(array: ArrayType, layout: int) -> tuple[int, int]:
+    """The length and the head size of an operand; in layout 2 they are swapped."""
+    length, size = array.shape[-2:]
+    return (length, size) if layout == 1 else (size, length)
+
+
+def _flash(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Flash attention on [batch, heads, length, head size], without a mask: whether it is causal is not in the text."""
+    arrays = [operand for operand in operands if len(operand.shape) == 4]
+    if len(arrays) < 3:
+        return None
+    (batch, heads, rows, size), columns = arrays[0].shape, arrays[1].shape[2]
+    return _attention(batch * heads, rows, columns, size, arrays[2].shape[3], match["phase"])
+
+
+def _triton_attention(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """The attention of `jax.experimental.pallas.ops.gpu` on [batch, length, heads, head size]."""
+    arrays = [operand for operand in operands if len(operand.shape) == 4]
+    if len(arrays) < 3:
+        return None
+    (batch, rows, heads, size), columns = arrays[0].shape, arrays[1].shape[1]
+    phase = "fwd" if match["phase"] == "forward" else "backward"
+    return _attention(batch * heads, rows, columns, size, size, phase)
+
+
+def _paged(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Attention to pages of keys and values. Lengths are data: all pages that a sequence may have count as full."""
+    pages = next((operand for operand in operands if len(operand.shape) == 4), None)
+    tables = [operand for operand in operands if operand.dtype == "s32" and len(operand.shape) == 2]
+    queries = [operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) == 3]
+    if pages is None or not tables or not queries:
+        return None
+    tokens, heads, size = queries[0].shape
+    # Pages are [heads, pages, page size, head size]; ragged ones [pages, page size, keys and values, head size].
+    page_size = pages.shape[1] if match[0].startswith("ragged") else pages.shape[2]
+    return _attention(tokens * heads, 1, tables[0].shape[1] * page_size, size, size, "fwd")
+
+
+_FORMULAS: Mapping[str, _Formula] = {
+    r"splash_m[hq]a_(?P<phase>fwd|dq|dkv)\w*": _splash,
+    r"_flash_attention_(?P<phase>dq|dkv)_kernel|flash_mha_bwd_(?P<phase2>dq|dkv)\w*": _flash,
+    r"mha_(?P<phase>forward|backward)\w*": _triton_attention,
+    r"(ragged_)?paged_(flash_)?attention\w*": _paged,
+}
+"""Formulas for the kernels of `jax.experimental.pallas.ops` that have no estimate, by patterns of their names."""
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A backend's configuration and all the parts inside it: versions of XLA nest them differently."""
+    parts: list[Any] = [config]
+    for part in parts:  # grows while iterated
+        parts += [value for value in part.values() if isinstance(value, dict)]
+    return parts
+
+
+def find_config(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """Finds a part of a backend's configuration, whichever name it is nested under."""
+    return next((part[key] for part in _parts(config) if isinstance(part.get(key), dict)), None)
