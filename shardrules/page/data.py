@@ -8,7 +8,9 @@ import attrs
 
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.analysis.audits.text import by_cost, count_text, group_collectives
+from shardrules.analysis.compiling.source import short_line
 from shardrules.analysis.program.collectives import totals_by_kind
+from shardrules.analysis.schedule.schedule import LineTime
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import NoMeshError, PlanError
@@ -20,6 +22,7 @@ from shardrules.core.views.pictures import blocks_of, split_dims
 from shardrules.core.views.table import Row
 from shardrules.drawing.blocks import Blocks
 from shardrules.drawing.treemap import Treemap, treemap
+from shardrules.page.timeline import KINDS, timeline_svg
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 
@@ -34,6 +37,10 @@ model grows by a megabyte; halved, models with many kinds have rows without a pi
 _LISTED_COLLECTIVES = 300
 """At most this many collectives are listed, the most expensive first: the rest is far below 1 % of the time. Doubled,
 the page grows by 100 kB; halved, audits of deep unrolled models end early."""
+
+_LISTED_LINES = 100
+"""At most this many lines of code are listed, the longest first. Doubled, the page grows by 10 kB; halved, the list of a
+large model ends early."""
 
 
 @final
@@ -183,8 +190,26 @@ def _audit_data(report: AuditReport) -> dict[str, Any]:
         "axes": [_axes_data(name, report) for name, total in report.totals_by_axes().items() if total.wire_bytes],
         "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:_LISTED_COLLECTIVES]],
         "modules": [[module.path, module.flops, module.wire_bytes] for module in by_cost(report.modules)],
+        "seconds": report.step_time(),
+        "lines": [
+            _line_data(line) for line in report.lines[:_LISTED_LINES] if line.seconds or line.communication_seconds
+        ],
+        "timeline": timeline_svg(report.timeline),
+        "timeline_kinds": [kind for kind in KINDS if any(event.kind == kind for event in report.timeline.events)],
         "findings": [finding_to_json(finding) for finding in report.findings],
     }
+
+
+def _line_data(line: LineTime) -> list[Any]:
+    return [
+        short_line(line.line) or "(unknown)",
+        line.seconds,
+        line.compute_seconds,
+        line.communication_seconds,
+        line.exposed_seconds,
+        line.copy_seconds,
+        short_line(line.hidden_by),
+    ]
 
 
 def _axes_data(axes: str, report: AuditReport) -> dict[str, Any]:

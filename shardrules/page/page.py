@@ -56,7 +56,7 @@ def report_page(
     return framed(heading, asset("report.html"), skip="arrays", scripts=scripts, data=text)
 
 
-_WITH_LINES = ("rules", "command", "drawings")
+_WITH_LINES = ("rules", "command", "drawings", "timeline")
 """What has several lines on the page; a newline in a name would only hide."""
 
 

@@ -356,6 +356,14 @@ def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
         assert "test_page.py" in audit
         assert "parameters" in audit
         assert page.locator("#audit .bar").count() > 0
+        drawn = page.locator("#audit .timeline svg")
+        titles = drawn.locator("title").all_text_contents()
+        assert any("all-gather" in title for title in titles)
+        assert any(title.startswith("wait for") for title in titles)
+        assert {"compute", "links"} <= set(drawn.locator("text").all_text_contents())
+        assert {"kernel", "collective", "waiting"} <= set(
+            page.locator("#audit .timeline + .keys li").all_text_contents()
+        )
         planned = page.inner_text("#autoplan")
         assert re.search(r"w/\S+\[\d\]", planned)
         assert page.locator("#autoplan svg circle").count() == 3

@@ -66,6 +66,8 @@ class StepTime:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a time in milliseconds with three significant digits."""
+    """Returns a time in milliseconds, or below a tenth of one in microseconds, with three significant digits."""
+    if 0 < seconds < 0.9995e-4:
+        return f"{1e6 * seconds:.3g} µs"
     value = 1000 * seconds
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

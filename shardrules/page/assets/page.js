@@ -1037,7 +1037,27 @@
       audit.axes.length > 0 && axesPart(audit.axes),
       audit.collectives.length > 0 && collectivesPart(audit.collectives),
       audit.modules.length > 0 && modulesPart(audit.modules),
+      audit.lines.length > 0 && linesPart(audit),
+      audit.timeline && timelinePart(audit),
     ]);
+  }
+
+  const EVENTS = { compute: ["kernel", "--c4"], communication: ["collective", "--c1"], copy: ["copy", "--c2"], wait: ["waiting", "--c5"],
+    loop: ["loop", "--c7"], rest: ["more rounds, not to scale", "--c3"] };
+
+  function timelinePart({ timeline, timeline_kinds: shown }) {
+    const drawn = picture(timeline, "Timeline of the step; the table of lines holds the sums of its numbers");
+    return part("div.wide", ["Timeline ", el("small", {}, "one device, one call; shardrules audit --timeline writes it for trace viewers")],
+      drawn && scrollBox("div.figure.timeline", "Drawing of the timeline", drawn),
+      el("ul.keys", {}, shown.map((kind) => el("li", {}, swatch(EVENTS[kind][1]), EVENTS[kind][0]))));
+  }
+
+  function linesPart({ lines, seconds }) {
+    const columns = [["Line", "break"], ["Time", "num"], ["Share", "num"], ["Kernels", "num"], ["Sends", "num"], ["Exposed", "num"], ["Copies", "num"], ["Hidden by", "break"]];
+    const time = (s) => s ? duration(s) : "";
+    return part("div.wide", ["Time by line of code ", el("small", {}, "kernels, and what the device waits for")], plainTable("Time by line of code", columns,
+      lines.map(([line, all, kernels, sent, exposed, copies, hidden]) =>
+        [code(line), duration(all), percent(all, seconds), time(kernels), time(sent), time(exposed), time(copies), hidden && sent > exposed ? code(hidden) : ""])));
   }
 
   function memoryPart({ memory, peak_bytes: peak, capacity_bytes: capacity }) {

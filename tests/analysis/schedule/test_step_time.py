@@ -36,7 +36,15 @@ def test_a_step_says_what_it_waits_for(time: StepTime, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 ms"), (1.23456e-6, "0.00123 ms"), (0.0123456, "12.3 ms"), (0.0996, "99.6 ms"), (12.3456, "12,346 ms")],
+    [
+        (0.0, "0 ms"),
+        (1.23456e-6, "1.23 µs"),
+        (0.0000996, "99.6 µs"),
+        (0.0001, "0.1 ms"),
+        (0.0123456, "12.3 ms"),
+        (0.0996, "99.6 ms"),
+        (12.3456, "12,346 ms"),
+    ],
 )
 def test_times_for_people(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
