@@ -5,6 +5,7 @@ from shardrules.analysis.audits.memory import MemoryUse
 from shardrules.analysis.audits.modules import ModuleCost
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.fits import BatchSearch, Fit
+from shardrules.analysis.profile.comparison import ComparedTime, DeviceTime, MissingPart, TraceComparison, UnmatchedTime
 from shardrules.analysis.program.collectives import Collective, Total
 from shardrules.analysis.program.kernel_costs import KernelCost
 from shardrules.analysis.program.program import Source
@@ -47,7 +48,9 @@ __all__ = [
     "Change",
     "Collective",
     "CollectivesChange",
+    "ComparedTime",
     "CompiledFunction",
+    "DeviceTime",
     "Event",
     "FigureChange",
     "FilterJit",
@@ -61,6 +64,7 @@ __all__ = [
     "LineTime",
     "LoweredFunction",
     "MemoryUse",
+    "MissingPart",
     "ModuleCost",
     "Picture",
     "PlacedBatches",
@@ -79,4 +83,6 @@ __all__ = [
     "Timeline",
     "Total",
     "Totals",
+    "TraceComparison",
+    "UnmatchedTime",
 ]

@@ -189,6 +189,11 @@ class ProgramTextError(ShardRulesError, ValueError):
 
 
 @final
+class TraceError(ShardRulesError, ValueError):
+    """A profiler trace that cannot be read, or that is of another program."""
+
+
+@final
 class ExpectationError(ShardRulesError, AssertionError):
     """A plan or an audit that differs from what a test expects: it lists all differences, and how to accept them."""
 

@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.program import read_program
 from shardrules.cli.main import main
+from tests.analysis.audits.sample_report import REPORT
+from tests.analysis.profile.planes import PROGRAM, tpu_trace
 from tests.house.source import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "json.md").read_text()
@@ -106,6 +112,15 @@ def test_audits_and_their_differences(folder: Path, capsys: pytest.CaptureFixtur
         (folder / f"{name}.json").write_text(report.to_json())
     assert main(["diff", "a.json", "b.json", "--format", "json"]) == 0
     assert check(capsys.readouterr().out, "diff-of-audits")["figures"]
+
+
+def test_comparisons() -> None:
+    # An instruction by another name is only in the program.
+    text = PROGRAM.replace("fusion.1", "fusion.7")
+    report = attrs.evolve(REPORT, collectives=find_collectives(read_program(text)), hlo_text=text)
+    comparison = report.compare(ProfileData.from_serialized_xspace(tpu_trace()))
+    data = check(comparison.to_json(), "comparison")
+    assert all(data[name] for name in ("devices", "lines", "collectives", "kernels", "unmatched", "missing"))
 
 
 def test_autoplans() -> None:

@@ -20,7 +20,12 @@ from shardrules.analysis.audits.text import (
 )
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
+from shardrules.analysis.profile.compare import compare_trace
+from shardrules.analysis.profile.comparison import TraceComparison
+from shardrules.analysis.profile.modelled import model_program
+from shardrules.analysis.profile.trace import Trace, read_trace
 from shardrules.analysis.program.collectives import Collective, Total, totals_by_axes, totals_by_kind
+from shardrules.analysis.program.program import read_program
 from shardrules.analysis.schedule.schedule import LineTime
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.analysis.schedule.timeline import Timeline
@@ -223,6 +228,23 @@ class AuditReport:
             tuple(finding for finding in other.findings if finding not in self.findings),
             tuple(finding for finding in self.findings if finding not in other.findings),
         )
+
+    def compare(self, trace: Trace, *, module: str | None = None) -> TraceComparison:
+        """Returns the modelled times beside those of a profiler trace, by line of code, by collective, by kernel.
+
+        `trace`: the folder that `jax.profiler.trace` wrote, a file of it, or a `jax.profiler.ProfileData`. `module`:
+        the name of the program in the trace (`"jit_train_step"`), if it is another than the audited one's. A trace
+        without the program is a `TraceError`, which lists its programs. A report that was read back needs its
+        program: save it with `to_json(hlo=True)`.
+        """
+        if not self.hlo_text:
+            raise ReportError(
+                f"the report of {self.name} has no program to compare with, as one that was read back: save it with "
+                "report.to_json(hlo=True), or audit again"
+            )
+        program = model_program(read_program(self.hlo_text), self.collectives, self.hardware)
+        where = f"{self.name} on {self.target} ({self.hardware.name}), mesh {self.mesh}"
+        return compare_trace(read_trace(trace), program, where, self.step_time(), module)
 
     def to_json(self, *, hlo: bool = False, timeline: bool = False) -> str:
         """Returns the report as JSON that `from_json` reads; the compiled program and the timeline if requested."""

@@ -1,12 +1,15 @@
 """`shardrules audit`: compiles a step for any machine, without having one, and reports what it will do there."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
 from shardrules.analysis.machine.targets import Target
+from shardrules.analysis.profile.trace import trace_files
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import write
@@ -15,8 +18,10 @@ from shardrules.cli.step import Step, add_step, load_step
 from shardrules.cli.subject import add_rules, read_mesh
 from shardrules.cli.terminal import add_level, complain, complain_of, failing, show, working
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import HardwareError, TargetError
+from shardrules.core.errors import HardwareError, TargetError, TraceError
 from shardrules.rules.files.rules_file import Limits
+
+_T = TypeVar("_T")
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +32,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="AXES", help="axes that split dimension 0 of other arguments: data")
     parser.add_argument("--donate", metavar="NAMES", help="arguments whose memory results may reuse: state")
     add_level(parser)
+    parser.add_argument("--trace", metavar="DIR", type=Path, help="compare with a trace that jax.profiler.trace wrote")
+    parser.add_argument("--module", metavar="NAME", help="the program's name in the trace: jit_train_step")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the report as JSON")
     parser.add_argument(
         "--timeline", metavar="FILE", type=Path, help="write what runs when, for ui.perfetto.dev or chrome://tracing"
@@ -49,6 +56,11 @@ def _run(args: argparse.Namespace) -> int:
     for option in ("params", "batch") if rules is None else ():
         if getattr(args, option) is not None:
             raise UsageError(f"--{option} says what rules are for: pass --rules, too")
+    if args.module is not None and args.trace is None:
+        raise UsageError("--module names a program of a trace: pass --trace, too")
+    if args.trace is not None:
+        # A folder without a trace is reported before the compiler runs.
+        _refusing_traces(lambda: trace_files(args.trace))
     step = load_step(args.step)
     donated = _donated(step, args.donate)
     shardings = None
@@ -66,8 +78,21 @@ def _run(args: argparse.Namespace) -> int:
         write(args.output, f"{report.to_json(timeline=True)}\n")
     if args.timeline is not None:
         write(args.timeline, report.timeline.to_json())
-    show(report.to_json() if args.format == "json" else str(report))
+    if args.trace is None:
+        show(report.to_json() if args.format == "json" else str(report))
+    else:
+        comparison = _refusing_traces(lambda: report.compare(args.trace, module=args.module))
+        show(comparison.to_json() if args.format == "json" else f"{report}\n\n{comparison}")
     return FINDINGS if failing(report.findings, args, Limits() if rules is None else rules.limits) else SUCCESS
+
+
+def _refusing_traces(read: Callable[[], _T]) -> _T:
+    """Returns what `read` does, with an error in one line that lists the programs of the trace."""
+    try:
+        return read()
+    except TraceError as error:
+        hint = str(error).replace("pass module=", "pass --module ")
+        raise UsageError(f"--trace: {hint}") from error
 
 
 def _donated(step: Step, text: str | None) -> tuple[int, ...]:

@@ -1,0 +1,203 @@
+"""What the model says of each instruction that a trace may name."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias, final
+
+import attrs
+
+from shardrules.analysis.audits.text import array_text
+from shardrules.analysis.compiling.source import short_line, user_line
+from shardrules.analysis.costs.collective import collective_seconds
+from shardrules.analysis.costs.kernels import kernel_seconds
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.profile.trace import Activity
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.flops import find_matmuls
+from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES
+from shardrules.analysis.program.kernels import find_kernels
+from shardrules.analysis.program.program import CompiledProgram
+from shardrules.analysis.program.text import ArrayType, Computation, Instruction, read_types
+
+PartKind: TypeAlias = Literal["kernel", "collective", "control"]
+"""What a part of a program is: a kernel, a collective, or a loop, branch or call around others."""
+
+_CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done", "call-start", "call-done")
+
+
+@final
+@attrs.frozen
+class ModelledPart:
+    """A part of a program that has a time of its own."""
+
+    name: str
+    """The name of its instruction. Of a collective that is the one inside of fusions and wrappers."""
+    kind: PartKind
+    seconds: float
+    """Modelled, all runs in one call of the program together."""
+    count: int
+    """How often it runs in one call of the program."""
+    line: str
+    """The line of code; empty if the compiler added it."""
+    label: str
+    """What it is: the operation of a kernel; kind, axes and array of a collective."""
+    conditional: bool = False
+    """Whether it is in a branch, which need not be taken."""
+    inside: tuple[str, ...] = ()
+    """The parts inside of a loop, a branch or a call."""
+
+
+@final
+@attrs.frozen(eq=False)
+class ModelledProgram:
+    """The parts of a program by the names that traces have for them."""
+
+    name: str
+    parts: Mapping[str, ModelledPart] = attrs.field(repr=False)
+    """By the names of all instructions that are a part, or one end of one."""
+    types: Mapping[str, tuple[ArrayType, ...]] = attrs.field(repr=False)
+
+    def find(self, activity: Activity) -> ModelledPart | None:
+        """Returns the part that an activity is a run of; `None` if the program has none of this name and type."""
+        part = self.parts.get(activity.name)
+        if part is None or not activity.text:
+            return part
+        # Where the trace has the text of the instruction, another program's `fusion.1` is told apart by its type.
+        text = activity.text.partition(" = ")[2]
+        result = text[: _type_end(text)]
+        return part if read_types(result) == self.types[activity.name] else None
+
+    def times(self, name: str) -> int:
+        """Returns how often an instruction runs in one call; 1 if it is unknown."""
+        return self.parts[name].count if name in self.parts else 1
+
+    @functools.cached_property
+    def all_parts(self) -> tuple[ModelledPart, ...]:
+        """Each part once, in the order of the program."""
+        return tuple({part.name: part for part in self.parts.values()}.values())
+
+
+def _type_end(text: str) -> int:
+    """Where the type at the beginning of an instruction ends: at the first blank outside of brackets."""
+    depth = 0
+    for position, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == " " and not depth:
+            return position
+    return len(text)
+
+
+def model_program(program: CompiledProgram, collectives: Sequence[Collective], hardware: Hardware) -> ModelledProgram:
+    """Models every instruction of a program that a trace may have an event of."""
+    parts: dict[str, ModelledPart] = {}
+    for collective in collectives:
+        part = _collective_part(collective, hardware)
+        for name in _ends(program, collective):
+            parts[name] = part
+    kernels = {kernel.name: kernel for kernel in find_kernels(program, find_matmuls(program))}
+    control: list[tuple[Computation, Instruction]] = []
+    for computation in _control_computations(program):
+        for instruction in computation.instructions:
+            if instruction.name in parts or instruction.op == "parameter":
+                continue
+            kernel = kernels.get(instruction.name)
+            if kernel is None and instruction.op in _CONTROL_FLOW:
+                control.append((computation, instruction))
+                continue
+            times = program.times(computation.name)
+            parts[instruction.name] = ModelledPart(
+                instruction.name,
+                "kernel",
+                0.0 if kernel is None else kernel_seconds(kernel, hardware) * kernel.times.count,
+                times.count,
+                _line(program, computation, instruction),
+                instruction.custom_call_target or instruction.op,
+                times.conditional,
+            )
+    for computation, instruction in control:
+        parts[instruction.name] = _control_part(program, computation, instruction, parts)
+    types = {instruction.name: instruction.types for _, instruction in program.walk()}
+    return ModelledProgram(program.name, parts, types)
+
+
+def _collective_part(collective: Collective, hardware: Hardware) -> ModelledPart:
+    return ModelledPart(
+        collective.name,
+        "collective",
+        collective_seconds(collective, hardware),
+        collective.times.count,
+        short_line(user_line(collective.stack)),
+        f"{collective.kind} over {collective.axes_text}: {array_text(collective)}",
+        collective.times.conditional,
+    )
+
+
+def _ends(program: CompiledProgram, collective: Collective) -> Iterator[str]:
+    """The names of a collective's instructions: its own, those around it, and those that wait for any of these."""
+    computation = program.find(collective.computation)
+    instruction = computation.by_name[collective.name]
+    while True:
+        waiting = [instruction]
+        for start in waiting:  # grows while iterated
+            yield start.name
+            users = computation.users.get(start.name, ())
+            waiting += [user for user in users if _waits(user) and user not in waiting]
+        calls = [call for call in program.callers(computation.name) if call.role not in LOOP_ROLES]
+        # Only fusions and wrappers are one with what they hold; a call or a branch runs other kernels, too.
+        if len(calls) != 1 or calls[0].instruction.op not in ("fusion", "async-start"):
+            return
+        computation, instruction = program.find(calls[0].caller), calls[0].instruction
+
+
+def _waits(user: Instruction) -> bool:
+    """Whether an instruction is a later end of the collective whose result it uses."""
+    return user.op.endswith(("-done", "-update")) or user.custom_call_target in (
+        "AsyncCollectiveStart",
+        "AsyncCollectiveDone",
+    )
+
+
+def _control_computations(program: CompiledProgram) -> Iterator[Computation]:
+    """The computations that run instruction by instruction, the entry first: not those inside of fusions."""
+    names = [program.entry]
+    for name in names:  # grows while iterated
+        computation = program.find(name)
+        yield computation
+        for instruction in computation.instructions:
+            if instruction.op in _CONTROL_FLOW:
+                names += [callee for callee in _callees(instruction) if callee not in names]
+
+
+def _callees(instruction: Instruction) -> list[str]:
+    roles = (*LOOP_ROLES, *CALL_ROLES)
+    return [callee for role in roles for callee in instruction.references(role)]
+
+
+def _control_part(
+    program: CompiledProgram, computation: Computation, instruction: Instruction, parts: Mapping[str, ModelledPart]
+) -> ModelledPart:
+    """A loop, a branch or a call: without a time of its own, but with that of what is inside."""
+    names = _callees(instruction)
+    inside: dict[str, None] = {}
+    for name in names:  # grows while iterated
+        for inner in program.find(name).instructions:
+            if inner.op in _CONTROL_FLOW:
+                names += [callee for callee in _callees(inner) if callee not in names]
+            elif inner.name in parts:
+                inside[parts[inner.name].name] = None
+    times = program.times(computation.name)
+    return ModelledPart(
+        instruction.name,
+        "control",
+        0.0,
+        times.count,
+        _line(program, computation, instruction),
+        instruction.op,
+        times.conditional,
+        tuple(inside),
+    )
+
+
+def _line(program: CompiledProgram, computation: Computation, instruction: Instruction) -> str:
+    """The line of an instruction, or of the nearest that has one."""
+    return short_line(user_line(program.stack(program.cause(computation, instruction))))

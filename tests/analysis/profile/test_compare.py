@@ -1,0 +1,188 @@
+"""Measured beside modelled: on traces recorded here, and on what TPUs and GPUs write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.profiler import ProfileData
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.analysis.profile.compare import compare_trace
+from shardrules.analysis.profile.comparison import ComparedTime, TraceComparison
+from shardrules.analysis.profile.modelled import model_program
+from shardrules.analysis.profile.trace import read_trace
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.program import read_program
+from tests.analysis.audits.sample_report import REPORT
+from tests.analysis.profile.planes import PROGRAM, gpu_trace, tpu_trace
+
+MODELLED_SECONDS = 80e-6
+V5E = sr.Hardware.named("tpu:v5e")
+
+
+def compare(data: bytes, text: str = PROGRAM, **options: Any) -> TraceComparison:
+    program = read_program(text)
+    modelled = model_program(program, find_collectives(program), options.get("hardware", V5E))
+    trace = read_trace(ProfileData.from_serialized_xspace(data))
+    return compare_trace(trace, modelled, "step", MODELLED_SECONDS, options.get("module"))
+
+
+def by_name(times: tuple[ComparedTime, ...]) -> dict[str, ComparedTime]:
+    return {time.name: time for time in times}
+
+
+def measured(times: tuple[ComparedTime, ...]) -> dict[str, float]:
+    """Microseconds, rounded: traces have whole nanoseconds."""
+    return {time.name: round(time.measured_seconds * 1e6, 3) for time in times}
+
+
+def test_kernels_of_tpus_are_measured_by_their_own_time() -> None:
+    comparison = compare(tpu_trace(steps=4, devices=1))
+    assert measured(comparison.kernels) == {"dot.2": 30, "fusion.1": 20, "dot.1": 9}
+    assert (comparison.step_count, comparison.left_out, comparison.matched_share) == (3, 1, 1)
+    (device,) = comparison.devices
+    assert [round(seconds * 1e6, 3) for seconds in attrs.astuple(device)[1:]] == [100, 240, 59, 31, 11, 10 + 20]
+
+
+@pytest.mark.parametrize(("link_bytes_per_second", "microseconds"), [(400e9, 11), (80e9, None), (8e9, 31)])
+def test_a_transfer_beside_kernels_took_what_is_nearest_to_the_model(
+    link_bytes_per_second: float, microseconds: float | None
+) -> None:
+    # In flight for 31 microseconds, 20 of them beside a kernel: it took between 11 and 31.
+    hardware = attrs.evolve(V5E, link_bytes_per_second=link_bytes_per_second)
+    (gather,) = compare(tpu_trace(steps=4, devices=1), hardware=hardware).collectives
+    expected = gather.modelled_seconds if microseconds is None else microseconds * 1e-6
+    assert gather.measured_seconds == pytest.approx(expected)
+    assert gather.exposed_seconds == pytest.approx(11e-6)
+    assert gather.label == "all-gather over groups of 4: w"
+
+
+def test_devices_are_told_apart() -> None:
+    comparison = compare(tpu_trace(steps=4, devices=3))
+    dot = by_name(comparison.kernels)["dot.1"]
+    assert (round(dot.measured_seconds * 1e6, 1), round(dot.slowest_seconds * 1e6, 1)) == (9.9, 10.8)
+    assert dot.slowest_device == "/device:TPU:2"
+    assert round(comparison.step_seconds * 1e6) == 120
+    assert round(comparison.spread, 3) == round(1 - 100 / 120, 3)
+
+
+def test_lines_add_up_kernels_and_collectives() -> None:
+    comparison = compare(gpu_trace())
+    # The matmul of line 20 is two kernels, and waits for the gather of line 20.
+    assert measured(comparison.lines) == {"me/model.py:10": 20, "me/model.py:20": 9 + 30, "me/model.py:30": 30}
+    assert by_name(comparison.lines)["me/model.py:20"].count == 2
+    differences = [abs(time.difference) for time in comparison.lines]
+    assert differences == sorted(differences, reverse=True)
+
+
+def test_collectives_of_gpus_are_kernels_on_another_stream() -> None:
+    (gather,) = compare(gpu_trace()).collectives
+    # From 1 to 31, with a kernel until 20.
+    assert (round(gather.measured_seconds * 1e6), round(gather.exposed_seconds * 1e6)) == (30, 11)
+
+
+def test_a_graph_of_a_gpu_stands_for_what_is_inside() -> None:
+    comparison = compare(gpu_trace(graph=True))
+    graph, loop = by_name(comparison.kernels)["while.1"], by_name(compare(gpu_trace()).kernels)["dot.2"]
+    assert graph.measured_seconds == pytest.approx(30e-6)
+    assert loop.modelled_seconds <= graph.modelled_seconds < 1.1 * loop.modelled_seconds
+    assert comparison.missing == ()
+
+
+def test_what_only_the_trace_has_is_listed() -> None:
+    tpu = {(time.kind, time.name): time for time in compare(tpu_trace(devices=1)).unmatched}
+    assert round(tpu["idle", "nothing runs within a step"].seconds * 1e6, 3) == 30
+    assert round(tpu["between steps", "from the end of a step to the next"].seconds * 1e6, 3) == 140
+    assert round(tpu["loops and calls", "while nothing inside of them runs"].seconds * 1e6, 3) == 20
+    assert round(tpu["other program", "jit_convert(5)"].seconds * 1e6, 3) == round(5 / 3, 3)
+    assert round(tpu["run left out", f"jit_step({2**60})"].outside_seconds * 1e6, 3) == 200
+    assert tpu["host transfer", "tpu::System::TransferToDevice"].outside_seconds == pytest.approx(4e-6)
+    gpu = {(time.kind, time.name): time for time in compare(gpu_trace()).unmatched}
+    assert gpu["kernel", "MemcpyH2D"].seconds == pytest.approx(2e-6)
+    other = compare(gpu_trace(), PROGRAM.replace("fusion.1", "fusion.7"))
+    names = {(time.kind, time.name): time for time in other.unmatched}
+    assert names["instruction", "fusion.1"].seconds == pytest.approx(20e-6)
+    assert other.matched_share == pytest.approx(69 / 89)
+
+
+def test_what_only_the_program_has_is_listed() -> None:
+    other = compare(gpu_trace(), PROGRAM.replace("fusion.1", "fusion.7"))
+    assert [part.name for part in other.missing if part.name != "less"] == ["fusion.7"]
+    assert other.missing[0].line == "me/model.py:10"
+
+
+def test_a_comparison_prints_all_of_its_tables() -> None:
+    text = str(compare(gpu_trace(), PROGRAM.replace("fusion.1", "fusion.7")))
+    head, *tables = text.split("\n\n")
+    assert head.splitlines() == [
+        "step",
+        "trace a trace in memory",
+        "program jit_step(7): 3 steps on 1 device, 1 left out",
+    ]
+    assert "measured  75 µs a step (/device:GPU:0): kernels 59 µs, collectives 30 µs (11 µs of it exposed)" in tables[0]
+    assert "modelled  80 µs: 1.07 of the measured" in tables[0]
+    for title in ("line", "collective", "kernel", "in the trace only", "in the program only"):
+        assert any(title in table.splitlines()[0] for table in tables[1:]), title
+
+
+def test_json_is_read_back() -> None:
+    comparison = compare(tpu_trace())
+    text = comparison.to_json()
+    assert TraceComparison.from_json(text) == comparison
+    assert json.loads(text)["totals"]["step_seconds"] == comparison.step_seconds
+    with pytest.raises(sr.errors.ReportError, match="this text is not a comparison with a trace"):
+        TraceComparison.from_json('{"shardrules_audit": 1}')
+    with pytest.raises(sr.errors.ReportError, match="has format 99, this version reads 1"):
+        TraceComparison.from_json('{"shardrules_comparison": 99}')
+
+
+def train_step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        def layer(x: Any, weight: Any) -> Any:
+            return jnp.tanh(x @ weight["up"]) @ weight["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, weights, gradients), value
+
+
+def test_a_trace_recorded_here_is_matched_by_name(tmp_path: Path) -> None:
+    mesh = sr.create_mesh("data:4,model:2")
+    specs = {"up": P(None, None, "model"), "down": P(None, "model")}
+    shapes = {"up": (3, 128, 256), "down": (3, 256, 128)}
+    weights = {name: jax.device_put(jnp.ones(shapes[name]), NamedSharding(mesh, specs[name])) for name in shapes}
+    x = jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P("data")))
+    step = jax.jit(train_step)
+    report = sr.ShardingAnalyzer(mesh).audit(step, weights, x)
+    jax.block_until_ready(step(weights, x))
+    with jax.profiler.trace(tmp_path):
+        for _ in range(4):
+            weights, value = step(weights, x)
+            jax.block_until_ready(value)
+    comparison = report.compare(tmp_path)
+    assert (comparison.step_count, comparison.left_out, len(comparison.devices)) == (3, 1, 8)
+    assert comparison.matched_share > 0.9
+    # Every collective, and every kernel but those that a compiler may run within another one.
+    assert {time.name for time in comparison.collectives} == {collective.name for collective in report.collectives}
+    matmuls = {part.name for part in comparison.missing if part.modelled_seconds > 1e-7}
+    assert matmuls == set()
+    assert {time.line.rpartition(":")[0] for time in comparison.lines if time.line} == {"profile/test_compare.py"}
+    assert all(0 < device.step_seconds <= device.period_seconds * 1.5 for device in comparison.devices)
+
+
+def test_a_report_without_its_program_says_how_to_save_it() -> None:
+    report = attrs.evolve(REPORT, collectives=(), hlo_text=PROGRAM)
+    trace = ProfileData.from_serialized_xspace(gpu_trace())
+    with pytest.raises(sr.errors.ReportError, match=r"save it with report.to_json\(hlo=True\)"):
+        sr.reports.AuditReport.from_json(report.to_json()).compare(trace)
+    saved = sr.reports.AuditReport.from_json(report.to_json(hlo=True))
+    assert saved.compare(trace).program == "jit_step(7)"
+    with pytest.raises(sr.errors.TraceError, match=r"has no program 'jit_stop' \(did you mean 'jit_step'\?\)"):
+        saved.compare(trace, module="jit_stop")
