@@ -39,8 +39,8 @@ _LISTED_COLLECTIVES = 300
 the page grows by 100 kB; halved, audits of deep unrolled models end early."""
 
 _LISTED_LINES = 100
-"""At most this many lines of code are listed, the longest first. Doubled, the page grows by 10 kB; halved, the list of a
-large model ends early."""
+"""At most this many lines of code are listed, the longest first. Doubled, the page grows by 10 kB; halved, the list
+of a large model ends early."""
 
 
 @final

@@ -5,10 +5,8 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.audits.roofline import compute_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
-from shardrules.analysis.program.flow import Times
 from shardrules.analysis.program.kernels import Kernel
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.schedule.player import Player
@@ -64,13 +62,7 @@ def play_schedule(
     program: CompiledProgram, collectives: Iterable[Collective], kernels: Iterable[Kernel], hardware: Hardware
 ) -> PlayedSchedule:
     """Plays the schedule of a program. `collectives` have to be read with a target, which knows hosts and links."""
-
-    def kernel_cost(kernel: Kernel) -> tuple[float, bool]:
-        once = attrs.evolve(kernel, times=Times(1))
-        seconds = compute_seconds([once], hardware)
-        return seconds, compute_seconds([attrs.evolve(once, flops=())], hardware) >= seconds
-
-    player = Player(StepReader.of(program, kernels, collectives, hardware, kernel_cost))
+    player = Player(StepReader.of(program, kernels, collectives, hardware))
     player.play(program.entry)
     tally = player.tally
     time = StepTime(

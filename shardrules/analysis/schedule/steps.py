@@ -5,12 +5,13 @@ several times.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias, final
 
 import attrs
 
 from shardrules.analysis.compiling.source import user_line
+from shardrules.analysis.costs.kernels import flops_part, kernel_seconds, traffic_part
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.kernels import Kernel
@@ -127,9 +128,6 @@ class CallStep:
 
 Step: TypeAlias = ComputeStep | StartStep | ReceiveStep | WaitStep | ConveyStep | LoopStep | BranchStep | CallStep
 
-KernelCost: TypeAlias = Callable[[Kernel], tuple[float, bool]]
-"""The seconds of one run of a kernel, and whether memory bandwidth limits it."""
-
 
 @final
 @attrs.define
@@ -142,7 +140,6 @@ class StepReader:
     collectives: Mapping[str, list[Collective]]
     """By the computation that they are in."""
 
-    kernel_cost: KernelCost
     _steps: dict[str, tuple[Step, ...]] = attrs.Factory(dict)
     _lines: dict[int, tuple[tuple[Source, ...], str]] = attrs.Factory(dict)
 
@@ -153,14 +150,13 @@ class StepReader:
         kernels: Iterable[Kernel],
         collectives: Iterable[Collective],
         hardware: Hardware,
-        kernel_cost: KernelCost,
     ) -> "StepReader":
         """Prepares to read a program with its kernels and collectives."""
         by_computation: dict[str, list[Collective]] = {}
         for collective in collectives:
             by_computation.setdefault(collective.computation, []).append(collective)
         by_name = {(kernel.computation, kernel.name): kernel for kernel in kernels}
-        return cls(program, hardware, by_name, by_computation, kernel_cost)
+        return cls(program, hardware, by_name, by_computation)
 
     def read(self, name: str) -> tuple[Step, ...]:
         """Returns the steps of a computation."""
@@ -228,11 +224,12 @@ class StepReader:
         copy = host_copy(computation, instruction, kernel.read_bytes, kernel.written_bytes, line, self.hardware)
         if copy is not None:
             return StartStep(kernel.name, copy, blocks=True)
-        seconds, is_memory_bound = self.kernel_cost(kernel)
+        seconds = kernel_seconds(kernel, self.hardware)
         if instruction.op.endswith("-start"):
             return StartStep(
                 kernel.name, BackgroundTask(kernel.name, line, "compute", (OTHER_STREAM,), seconds), blocks=False
             )
+        is_memory_bound = traffic_part(kernel, self.hardware) >= flops_part(kernel, self.hardware)
         return ComputeStep(kernel.name, line, seconds, is_memory_bound)
 
     def _start(self, instruction: Instruction, collectives: list[Collective], *, blocks: bool) -> StartStep:
