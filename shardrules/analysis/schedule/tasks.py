@@ -69,12 +69,13 @@ def copy_task(computation: Computation, start: Instruction, line: str, hardware:
     Copies of one kind run one after the other. A copy inside the memory of a device reads and writes it; a copy to the
     memory beside the cores does one of both.
     """
-    source = computation.by_name[start.operands[0]].types[:1]
+    moved = start.operands[1 if start.op == "dynamic-update-slice-start" else 0]
+    source = computation.by_name[moved].types[:1]
     ends = [user for user in computation.users.get(start.name, ()) if user.op.endswith("-done")]
     results = ends[0].types[:1] if ends else start.types[:1]
     size = sum(result.nbytes for result in results)
     if start.op == "dynamic-update-slice-start":
-        size = computation.by_name[start.operands[1]].nbytes
+        size = sum(array.nbytes for array in source)
     return BackgroundTask(start.name, line, "copy", *_copy_cost(source, results, size, hardware))
 
 
