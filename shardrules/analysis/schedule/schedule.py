@@ -68,8 +68,10 @@ def play_schedule(
     time = StepTime(
         tally.total("compute"), tally.total("busy"), tally.total("memory"), tally.total("exposed"), tally.total("copy")
     )
+    # Loops before what is in them.
+    events = sorted(player.events, key=lambda event: (event.start, -event.seconds))
     resources = tuple(sorted(tally.of("resource").items()))
-    return PlayedSchedule(time, _line_times(tally), Timeline(program.name, tuple(player.events)), resources)
+    return PlayedSchedule(time, _line_times(tally), Timeline(program.name, tuple(events)), resources)
 
 
 def _line_times(tally: Tally) -> tuple[LineTime, ...]:
