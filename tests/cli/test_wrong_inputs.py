@@ -313,6 +313,12 @@ WRONG = {
     "an unknown target": Wrong(
         ("audit", "model.py:bad_step", *MESH, "--target", "cuda:h10:8"), "unknown GPU 'h10' (did you mean 'h100'?)"
     ),
+    "an unknown set of flags": Wrong(
+        ("audit", "model.py:bad_step", *MESH, "--flags", "maxtext:v5f"), "--flags: unknown set of flags 'maxtext:v5f'"
+    ),
+    "a flag that the compiler lacks": Wrong(
+        ("audit", "model.py:bad_step", *MESH, "--flags=--xla_nonsense=1"), "unknown flag 'xla_nonsense'"
+    ),
     "unknown parameters": Wrong(
         ("audit", "model.py:bad_step", *AUTO, "--params", "v"), "--params v: unknown argument 'v'; the arguments are w"
     ),

@@ -20,11 +20,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from shardrules.analysis.compiling.arguments import Arguments, result_shardings
 from shardrules.analysis.compiling.constraints import find_constraints, weakened_constraints
+from shardrules.analysis.compiling.flags import Options
 from shardrules.analysis.compiling.retarget import retarget
 from shardrules.analysis.compiling.source import names_other_mesh, naming_lines
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.boxes import ArgumentVariables
-from shardrules.core.errors import DoesNotFitError
+from shardrules.core.errors import DoesNotFitError, MissingCompilerError
 from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
 
@@ -41,7 +42,10 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NOISE = re.compile(r"hlo_rematerialization\.cc.*Can't reduce memory use")
 """XLA's warning for programs that do not fit: the report says the same, with numbers."""
 
-_TOLERANT: dict[str, bool | str] = {"xla_tpu_no_crash_on_oom": True}
+_LACKS_CUDNN = re.compile(r"cuDNN (is )?not (found|detected)")
+"""JAX's errors where the library is missing: it asks for its version before it calls cuDNN's attention."""
+
+_TOLERANT: Options = {"xla_tpu_no_crash_on_oom": True}
 """Makes libtpu finish a program that is larger than the memory, as the compilers for CPUs and GPUs always do."""
 
 
@@ -122,6 +126,13 @@ def trace(fn: Callable[..., Any], arguments: Arguments, mesh: Mesh) -> Traced:
     """
     try:
         return _trace_on(fn, arguments, mesh)
+    except RuntimeError as error:
+        if not _LACKS_CUDNN.match(str(error)):
+            raise
+        raise MissingCompilerError(
+            f'{name_of(fn)} calls cuDNN, whose package is not installed: pip install "shardrules[cudnn]". With it, '
+            "functions that call cuDNN compile for CUDA targets without a GPU"
+        ) from error
     except ValueError as error:
         if not names_other_mesh(error):
             raise
@@ -215,11 +226,12 @@ def compile_for(
     out_shardings: Any = None,
     donated: Sequence[int] = (),
     tolerant: bool = False,
+    options: Options | None = None,
 ) -> Compiled:
     """Compiles a traced function for `mesh`, which replaces the mesh that it was traced on.
 
     `donated` are indices of arrays. With `tolerant`, a compiler that refuses what does not fit
-    compiles it all the same, if it can.
+    compiles it all the same, if it can. `options` are the target's flags.
     """
     jaxpr = retarget(traced.jaxpr, mesh)
     all_donated = tuple(sorted({*donated, *traced.donated}))
@@ -239,7 +251,7 @@ def compile_for(
                 lowered = run.lower(*[array.struct(mesh) for array in arguments.arrays])
         with _capturing_stderr() as messages:
             try:
-                compiled, refusal = _compile(lowered, mesh, tolerant)
+                compiled, refusal = _compile(lowered, mesh, tolerant, options or {})
             except ValueError as error:
                 # For constraints that do not divide XLA may choose splits that no PartitionSpec can express. JAX 0.12
                 # raises on these when it builds the output shardings.
@@ -306,12 +318,14 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)  # modules and other callables have no name of their own
 
 
-def _compile(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> tuple[jax.stages.Compiled, str]:
+def _compile(
+    lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool, options: Options
+) -> tuple[jax.stages.Compiled, str]:
     """The program, and the compiler's error if it refused the program for its size at first."""
     # Only libtpu refuses: the compilers for CPUs and GPUs finish programs of any size.
     platform = mesh.devices.flat[0].platform
     try:
-        return lowered.compile(), ""
+        return lowered.compile(compiler_options=options or None), ""
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         # libtpu reports the same code for a kernel that overflows VMEM: that is a bug of the kernel, and no mesh helps.
@@ -320,7 +334,7 @@ def _compile(lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool) -> tuple[j
         first = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
         if tolerant and platform == "tpu":
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a program that is far too large is refused again
-                return lowered.compile(compiler_options=dict(_TOLERANT)), first
+                return lowered.compile(compiler_options={**options, **_TOLERANT}), first
         raise DoesNotFitError(
             f"the compiler for {platform} refuses a program that takes more memory than a device has: {first} Split "
             "more, make the batch smaller, or recompute activations (jax.checkpoint)",

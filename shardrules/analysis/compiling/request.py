@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from shardrules.analysis.compiling.arguments import Arguments, donated_arguments, read_arguments
 from shardrules.analysis.compiling.compile import Compiled, compile_for, trace
+from shardrules.analysis.compiling.flags import compiler_options
 from shardrules.analysis.compiling.roles import Role, read_roles
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.axes import AnyMesh
@@ -58,6 +59,7 @@ class CompileRequest:
         With `tolerant`, a compiler that refuses programs that do not fit compiles them all the same, if it can.
         """
         start = time.perf_counter()
+        options = compiler_options(target)  # refused flags are reported before anything is traced
         target_mesh = self._with_axis_types(target.mesh(mesh))
         # A function may name the mesh that it was written for, so it is traced on that one and moved afterwards.
         trace_mesh = self._with_axis_types(mesh) if isinstance(mesh, Mesh) else target_mesh
@@ -68,7 +70,9 @@ class CompileRequest:
         # A jitted function may have specs of its own, which are known only after tracing.
         arguments = arguments.with_specs(traced.input_specs, target_mesh)
         donated_arrays = [array_index for array_index, owner in enumerate(arguments.owners) if owner in donated_args]
-        compiled = compile_for(traced, arguments, target_mesh, self.out_shardings, donated_arrays, tolerant=tolerant)
+        compiled = compile_for(
+            traced, arguments, target_mesh, self.out_shardings, donated_arrays, tolerant=tolerant, options=options
+        )
         return CompileResult(target_mesh, arguments, roles, compiled, time.perf_counter() - start)
 
     def _with_axis_types(self, mesh: Mesh) -> Mesh:

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import attrs
 import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
+from shardrules.analysis.machine.flags import read_flags
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.profile.trace import trace_files
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
@@ -28,6 +30,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add_rules(parser)
     parser.add_argument("--target", default="cpu", metavar="TARGET", help="cpu, cuda:h100:8, tpu:v5e:4x4, ...")
+    parser.add_argument("--flags", metavar="FLAGS", help="compiler flags: --flags=--xla_a=1, maxtext:v5p")
     parser.add_argument("--params", metavar="NAME", help="the argument, or a part of it, for the rules: state/model")
     parser.add_argument("--batch", metavar="AXES", help="axes that split dimension 0 of other arguments: data")
     parser.add_argument("--donate", metavar="NAMES", help="arguments whose memory results may reuse: state")
@@ -42,10 +45,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    try:
-        target = Target.parse(args.target)
-    except (TargetError, HardwareError) as error:
-        raise UsageError(f"--target: {one_line(error)}") from error
+    target = _target(args)
     rules = None if args.rules is None else load_rules(args.rules)
     mesh = read_mesh(args.mesh) if args.mesh is not None else None if rules is None else rules.mesh
     if mesh is None:
@@ -93,6 +93,18 @@ def _refusing_traces(read: Callable[[], _T]) -> _T:
     except TraceError as error:
         hint = str(error).replace("pass module=", "pass --module ")
         raise UsageError(f"--trace: {hint}") from error
+
+
+def _target(args: argparse.Namespace) -> Target:
+    try:
+        target = Target.parse(args.target)
+    except (TargetError, HardwareError) as error:
+        raise UsageError(f"--target: {one_line(error)}") from error
+    try:
+        # They come after the flags of the target itself, and so change these.
+        return attrs.evolve(target, flags=(*target.flags, *read_flags(args.flags or "")))
+    except TargetError as error:
+        raise UsageError(f"--flags: {one_line(error)}") from error
 
 
 def _donated(step: Step, text: str | None) -> tuple[int, ...]:
