@@ -55,10 +55,11 @@ FIGURES = (
     "launch_seconds",
     "collective_launch_seconds",
     "clock_hertz",
+    "overlap_fraction",
 )
 """The figures of a sheet, which are also the names that `Hardware.sources` may use."""
 
-_POSITIVE = (*FIGURES[1:7], "network_fraction", "host_link_bytes_per_second")
+_POSITIVE = (*FIGURES[1:7], "network_fraction", "host_link_bytes_per_second", "overlap_fraction")
 
 # Hardware without a unit for a kind converts to a wider one: the first of these that has a rate.
 _FALLBACKS = {
@@ -122,6 +123,8 @@ class Hardware:
     - `launch_seconds`: what a kernel takes that does nothing, with the pause before it.
     - `collective_launch_seconds`: what a collective takes to start, besides its latencies; `collective_times` have it.
     - `clock_hertz`: the clock in whose cycles the compiler estimates kernels, as libtpu does; 0 where it does not.
+    - `overlap_fraction`: which fraction of its speed a kernel keeps while a collective runs: on GPUs both take
+        multiprocessors.
 
     **Raises:**
 
@@ -164,6 +167,7 @@ class Hardware:
     launch_seconds: float = attrs.field(default=0.0, kw_only=True)
     collective_launch_seconds: float = attrs.field(default=0.0, kw_only=True)
     clock_hertz: float = attrs.field(default=0.0, kw_only=True)
+    overlap_fraction: float = attrs.field(default=1.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         problems = [
@@ -172,6 +176,9 @@ class Hardware:
             *_fraction_problems("matmul_fractions", self.matmul_fractions, RATES),
             *_fraction_problems("memory_fractions", self.memory_fractions, ACCESSES),
             *_fraction_problems("link_fractions", self.link_fractions, KINDS),
+            *_fraction_problems(
+                "overlap_fraction", (("all", self.overlap_fraction),) * (self.overlap_fraction > 1), ("all",)
+            ),
             *_table_problems(self),
             *(f"sources: {_unknown_figure(figure)}" for figure, _ in self.sources if figure not in FIGURES),
         ]

@@ -4,8 +4,9 @@ The device takes its steps in the order of the program. A kernel moves the clock
 as soon as they are free, and the clock goes on; where it is waited for, the clock moves to its end. Rounds of a loop
 are played until a round ends as it began, with the same tasks under way: all rounds after it take as long.
 
-What is assumed: kernels and tasks do not slow each other down, tasks on one resource run in the order in which they
-begin, a conditional takes its longest branch, and the device is never waiting for its host to launch a kernel.
+What is assumed: kernels beside a collective are slower by what the sheet of the hardware says, and nothing else slows
+anything down; tasks on one resource run in the order in which they begin; a conditional takes its longest branch; and
+the device never waits for its host to launch a kernel.
 """
 
 import bisect
@@ -145,15 +146,25 @@ class Player:
     def _compute(self, kernel: ComputeStep) -> None:
         if not kernel.seconds:
             return
-        end = self.now + kernel.seconds
-        self.tally.add("compute", kernel.seconds, kernel.line)
+        end = self._end_of(kernel.seconds)
+        self.tally.add("compute", end - self.now, kernel.line)
         if kernel.is_memory_bound:
-            self.tally.add("memory", kernel.seconds)
+            self.tally.add("memory", end - self.now)
         for begin, until, line in self.sending:
             if (both := min(until, end) - max(begin, self.now)) > 0:
                 self.tally.add("hidden", both, line, kernel.line)
         self._record(kernel.name, kernel.line, COMPUTE, self.now, end, "compute")
         self._advance(end)
+
+    def _end_of(self, seconds: float) -> float:
+        """When a kernel ends that would take so many seconds without collectives beside it."""
+        now, fraction = self.now, self.reader.hardware.overlap_fraction
+        for begin, end, _ in self.sending if fraction < 1 else ():  # a later one begins later than all of these
+            alone = max(0.0, min(seconds, begin - now))
+            now, seconds = now + alone, seconds - alone
+            beside = min(seconds / fraction, max(0.0, end - now))
+            now, seconds = now + beside, max(0.0, seconds - beside * fraction)
+        return now + seconds
 
     def _start(self, start: StartStep) -> Handle:
         task = start.task

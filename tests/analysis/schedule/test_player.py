@@ -68,6 +68,28 @@ def test_the_network_and_links_overlap() -> None:
     assert dict(schedule.resources) == close({"links": 4, "network": 5})
 
 
+SHARED = attrs.evolve(CLOCK, overlap_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("sent", "computed", "expected"),
+    [
+        (4, 2, (4, 4, 4, 0)),  # all of it beside the collective, at half the speed
+        (4, 6, (8, 8, 4, 0)),  # two of the six seconds beside it
+        (9, 2, (9, 4, 9, 5)),
+    ],
+)
+def test_kernels_beside_collectives_are_slower(sent: int, computed: int, expected: tuple[float, ...]) -> None:
+    entry = start("s", sent) + kernel("k", computed) + done("d", "s", sent)
+    assert parts(play(entry, hardware=SHARED)) == close(expected)
+
+
+def test_kernels_are_slower_only_while_something_is_sent() -> None:
+    entry = start("s", 2, channel=1) + kernel("k", 1) + start("t", 4, channel=2) + kernel("l", 9)
+    assert parts(play(entry, hardware=SHARED)) == close((2 + 11, 2 + 11, 6, 0))
+    assert parts(play(entry)) == close((10, 10, 6, 0))
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 100, 10**6])
 def test_rounds_of_a_loop_that_waits_for_what_it_sends(rounds: int) -> None:
     inside = start("s", 4) + kernel("k", 3) + done("d", "s", 4) + kernel("l", 2)
