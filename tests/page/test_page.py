@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.audits.text import count_text
 from shardrules.core.check import bytes_text
-from tests.cli.command import GPT, GPT_RULES, shardrules
+from tests.analysis.programs import mesh_on
+from tests.cli.command import EXAMPLES, GPT, GPT_RULES, shardrules
 from tests.house.source import REPOSITORY
 from tests.page.browser import axe_faults, launched, opened, overlaps
 
@@ -367,6 +368,32 @@ def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
         planned = page.inner_text("#autoplan")
         assert re.search(r"w/\S+\[\d\]", planned)
         assert page.locator("#autoplan svg circle").count() == 3
+
+
+def test_the_timeline_of_a_step_for_gpus_opens(browser: Any, tmp_path: Path) -> None:
+    """The step of the example GPT on eight H100s, from the command to the drawing."""
+    mesh_on("cuda:h100:8", "data:8")
+    step, words = f"{EXAMPLES}/train_gpt.py:training", ("--mesh", "data:4,model:2", "--rules", GPT_RULES)
+    options = ("--params", "state/model", "--batch", "data", "--target", "cuda:h100:8")
+    files = ("--timeline", "trace.json", "-o", "audit.json")
+    process = shardrules("audit", step, *words, *options, *files, cwd=tmp_path, env={"JAX_PLATFORMS": "cpu"})
+    assert process.returncode == 0, process.stderr
+    report = sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text())
+    assert (tmp_path / "trace.json").read_text() == report.timeline.to_json()
+    assert report.timeline.seconds == pytest.approx(report.step_time())
+    assert shardrules("report", GPT, *words, "--audit", "audit.json", "-o", "page.html", cwd=tmp_path).returncode == 0
+    with opened(browser, tmp_path / "page.html") as page:
+        drawn = page.locator("#audit .timeline svg")
+        titles = drawn.locator("title").all_text_contents()
+        names = {title.partition(":")[0] for title in titles}
+        collectives = [event.name for event in report.timeline.events if event.resource == "links"]
+        assert {name for name in collectives if name.startswith(("all-gather", "reduce-scatter"))} <= names
+        assert any("train_gpt.py:" in title for title in titles)
+        box = drawn.bounding_box()
+        assert box is not None
+        assert min(box["width"], box["height"]) > 50
+        assert "train_gpt.py" in page.inner_text("#audit")
+        assert axe_faults(page) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
