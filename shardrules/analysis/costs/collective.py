@@ -7,7 +7,7 @@ the network shares of all its members there, and all of its bytes go over the li
 
 import math
 from bisect import bisect_right
-from typing import final
+from typing import TypeAlias, final
 
 import attrs
 
@@ -15,16 +15,20 @@ from shardrules.analysis.machine.hardware import Hardware, fraction
 from shardrules.analysis.machine.measured import CollectiveTimes
 from shardrules.analysis.program.collectives import Collective
 
-_PROTOCOLS = ((1.0, 1.0), (0.56, 0.92), (0.18, 0.25))
-"""What libraries trade: the fraction of a step's latency that a protocol waits, and of the bandwidth it has.
+_Protocols: TypeAlias = tuple[tuple[float, float, float], ...]
 
-NCCL's are called Simple, LL128 and LL, with 3.4, 1.9 and 0.6 microseconds for a step over NVLink:
-https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc. With the first alone, small collectives of many devices
-take several times as long.
+_RINGS: _Protocols = ((1.0, 1.0, 1.0), (0.56, 0.29, 0.92), (0.32, 0.19, 0.25))
+"""What the protocols of rings trade: the fractions of a step's latency over links and over the network, and of the
+bandwidth.
+
+NCCL's are called Simple, LL128 and LL. Their steps take 3.4, 1.9 and 1.1 microseconds over NVLink, and 14, 4 and 2.7
+over a network: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc. With the first alone, small collectives
+of many devices take several times as long.
 """
 
-_TREE = 0.9
-"""The fraction of a ring's bandwidth that a tree has, in NCCL's cost model. With half of it, rings reduce more."""
+_TREES: _Protocols = ((1.18, 1.0, 0.9), (0.37, 0.61, 0.83), (0.32, 0.36, 0.24))
+"""The same for trees, in which all-reduces have fewer steps: of 4, 1.25 and 1.1 microseconds over NVLink, and of 14,
+8.5 and 5 over a network. With half of these, small all-reduces over hosts take half as long."""
 
 _SIBLINGS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 """Kinds that send as another one does, so that figures of that one serve."""
@@ -139,25 +143,25 @@ def _with_latency(
 ) -> CollectiveCost:
     """Adds what steps wait for, in the protocol that takes the least time."""
     costs = []
-    for link_steps, network_steps, used in _algorithms(kind, group, hardware):
-        waiting = link_steps * hardware.link_latency_seconds + network_steps * hardware.network_latency_seconds
-        costs += [
-            CollectiveCost(
-                link_seconds / (used * bandwidth),
-                network_seconds / (used * bandwidth),
-                latency * waiting + hardware.collective_launch_seconds,
+    for (link_steps, network_steps), protocols in _algorithms(kind, group, hardware):
+        for link_part, network_part, bandwidth in protocols:
+            waiting = (
+                link_steps * hardware.link_latency_seconds * link_part
+                + network_steps * hardware.network_latency_seconds * network_part
             )
-            for latency, bandwidth in (_PROTOCOLS[:1] if hardware.torus_dims else _PROTOCOLS)
-        ]
+            costs.append(
+                CollectiveCost(
+                    link_seconds / bandwidth, network_seconds / bandwidth, waiting + hardware.collective_launch_seconds
+                )
+            )
     return min(costs, key=lambda cost: cost.seconds)
 
 
-def _algorithms(kind: str, group: Group, hardware: Hardware) -> list[tuple[float, float, float]]:
-    """The ways of doing it: how many messages over links, and over the network, wait for each other, and which fraction
-    of the bandwidth they use."""
+def _algorithms(kind: str, group: Group, hardware: Hardware) -> list[tuple[tuple[float, float], _Protocols]]:
+    """How many messages over links, and over the network, wait for each other in each algorithm, and its protocols."""
     size, host_count = group.size, group.host_count
     if kind == "collective-permute":
-        return [(0, 1, 1.0)] if host_count > 1 else [(1, 0, 1.0)]
+        return [((0, 1) if host_count > 1 else (1, 0), _RINGS[:1])]
     # A ring of n devices has n - 1 steps, an all-reduce twice as many.
     rounds = 2 if kind == "all-reduce" else 1
     if hardware.torus_dims:
@@ -165,12 +169,12 @@ def _algorithms(kind: str, group: Group, hardware: Hardware) -> list[tuple[float
         dims = _dims(group, hardware)
         length = (group.per_host / group.chip_devices) ** (1 / dims)
         hops = group.open_dims * (length - 1) + (dims - group.open_dims) * length / 2
-        return [(rounds * max(1.0, hops), rounds * (host_count - 1), 1.0)]
-    ring = (rounds * (size - host_count), rounds * (host_count - 1), 1.0)
+        return [((rounds * max(1.0, hops), rounds * (host_count - 1)), _RINGS[:1])]
+    ring = ((rounds * (size - host_count), rounds * (host_count - 1)), _RINGS)
     if kind != "all-reduce":
         return [ring]
     # A tree over the hosts, with a chain in each, goes up and down again.
-    return [ring, (rounds * (group.per_host - 1), rounds * math.ceil(math.log2(host_count)), _TREE)]
+    return [ring, ((rounds * (group.per_host - 1), rounds * math.ceil(math.log2(host_count))), _TREES)]
 
 
 def _sent_bytes(kind: str, wire_bytes: float, group: Group) -> tuple[float, float]:

@@ -61,7 +61,14 @@ def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: st
     else:
         # The tiles of all results of a batch run side by side, as those of one matmul with as many rows.
         rows, columns = (m, n) if batch == 1 else (batch * max(m, _ROWS), max(n, _ROWS))
-        seconds = _interpolated(table, (rows, columns, k * passes)) * table.peak / peak
+        inside = min(rows, table.m[-1]), min(columns, table.n[-1])
+        seconds = _interpolated(table, (*inside, k * passes)) * table.peak / peak
+        # Rows and columns beyond the table fill the chip: they run at the rate of large matmuls.
+        beyond = 2 * (rows * columns - math.prod(inside)) * k
+        if hardware.matmul_fractions:
+            seconds += flops_seconds(beyond, dtype, precision, hardware)
+        else:
+            seconds += beyond * passes / (max(table.flops_per_second) * peak / table.peak)
     # Tables hold whole kernels. Some of their rates exceed what real numbers reach, which take more power than zeros.
     return max(
         seconds - (hardware.launch_seconds if hardware.matmul_rates else 0.0),
@@ -109,7 +116,7 @@ def _interpolated(table: MatmulRates, dims: tuple[int, int, int]) -> float:
     logs, outside = _logs(table), 1.0
     corners: list[tuple[int, float]] = []
     for size, sizes in zip(dims, (table.m, table.n, table.k), strict=True):
-        # Above the largest size the rate stays; below the smallest one it falls.
+        # More to sum up takes as much longer; below the smallest size time falls more slowly than the work.
         inside = min(max(size, sizes[0]), sizes[-1])
         outside *= size / inside if size > inside else (size / inside) ** _BELOW
         low = max(0, min(bisect_right(sizes, inside), len(sizes) - 1) - 1)

@@ -366,12 +366,53 @@ def _rate_kind(dtype: Any) -> str:
 @functools.cache
 def sheets() -> Mapping[str, Hardware]:
     """All sheets by name, in the order of `sheets.toml`."""
-    text = files("shardrules.analysis.machine").joinpath("sheets.toml").read_text("utf-8")
-    return MappingProxyType({name: _read_sheet(table) for name, table in tomllib.loads(text).items()})
+    tables = tomllib.loads(_machine_text("sheets.toml"))
+    return MappingProxyType({name: _read_sheet(table) for name, table in tables.items()})
 
 
 def _read_sheet(table: Mapping[str, Any]) -> Hardware:
     # A figure without a value keeps its default: all devices of a TPU slice are connected.
-    values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table.get(figure, ())}
-    sources = {figure: table[figure]["source"] for figure in FIGURES if figure in table}
+    values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table[figure]}
+    sources = {figure: table[figure]["source"] for figure in FIGURES}
+    if "table" in table["matmul_rates"]:
+        values["matmul_rates"] = _read_matmuls(table["matmul_rates"]["table"], values["peak_flops"])
+    if "table" in table["collective_times"]:
+        values["collective_times"] = _read_collectives(
+            table["collective_times"]["table"], values["link_bytes_per_second"]
+        )
     return Hardware(table["name"], **values, sources=sources)
+
+
+@functools.cache
+def _read_tables(name: str) -> Mapping[str, Any]:
+    return tomllib.loads(_machine_text(f"tables/{name}"))
+
+
+def _read_matmuls(name: str, peaks: Mapping[str, float]) -> tuple[MatmulRates, ...]:
+    table = _read_tables(name)["matmul"]
+    sizes = table["sizes"]
+    # A row for each m and n, a column for each k, in TFLOP/s.
+    return tuple(
+        MatmulRates(kind, sizes, sizes, sizes, [rate * 1e12 for row in rows for rate in row], peaks[kind])
+        for kind, rows in table.items()
+        if kind != "sizes"
+    )
+
+
+def _read_collectives(name: str, link_bytes_per_second: float) -> tuple[CollectiveTimes, ...]:
+    # Microseconds, for 2^10 bytes and each doubling.
+    return tuple(
+        CollectiveTimes(
+            kind,
+            int(size),
+            [2 ** (10 + index) for index in range(len(times))],
+            [microseconds * 1e-6 for microseconds in times],
+            link_bytes_per_second,
+        )
+        for kind, groups in _read_tables(name)["collectives"].items()
+        for size, times in groups.items()
+    )
+
+
+def _machine_text(name: str) -> str:
+    return files("shardrules.analysis.machine").joinpath(*name.split("/")).read_text("utf-8")

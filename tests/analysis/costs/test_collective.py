@@ -53,7 +53,7 @@ def collective(kind: str, size: int, wire: int, **more: Any) -> Collective:
         (collective("all-gather", 1, 0), 0.0, 0.0),
         # On two hosts the eight network shares of each carry the ring's bytes, which all go over the links too.
         (collective("all-gather", 16, 160), max(16.0, 160 / 8), 14 * 0.1 + 0.5),
-        (collective("all-reduce", 16, 160), max(16.0, 160 / 8), 28 * 0.1 + 2 * 0.5),
+        (collective("all-reduce", 16, 1600), max(160.0, 1600 / 8), 28 * 0.1 + 2 * 0.5),
         (collective("all-gather", 32, 1600), max(160.0, 1600 / 16), 30 * 0.1 + 0.5),
         # With one device on each, all goes over its own share.
         (collective("all-gather", 2, 70), 70.0, 0.5),

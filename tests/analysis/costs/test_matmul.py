@@ -45,8 +45,14 @@ def test_between_sizes_time_is_between() -> None:
     assert seconds(1, 512, 512, 362) == pytest.approx((low * high) ** 0.5, rel=1e-3)
 
 
-def test_above_the_table_the_rate_stays() -> None:
-    assert seconds(1, 512, 1024, 2048) == pytest.approx(8 * seconds(1, 512, 512, 512))
+def test_rows_beyond_the_table_run_at_the_rate_of_large_matmuls() -> None:
+    assert seconds(1, 512, 1024, 512) == pytest.approx(seconds(1, 512, 512, 512) + 2 * 512**3 / 3e11)
+    reached = attrs.evolve(MEASURED, matmul_fractions=0.9)
+    assert seconds(1, 512, 1024, 512, hardware=reached) == pytest.approx(seconds(1, 512, 512, 512) + 2 * 512**3 / 9e11)
+
+
+def test_longer_sums_do_not_fill_the_chip() -> None:
+    assert seconds(1, 256, 256, 2048) == pytest.approx(4 * seconds(1, 256, 256, 512))
 
 
 def test_tiny_matmuls_take_the_least_time() -> None:

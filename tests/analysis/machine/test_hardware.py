@@ -68,7 +68,7 @@ def test_every_chip_has_a_sheet_and_every_gpu_a_description() -> None:
 @pytest.mark.parametrize("name", SHEETS)
 def test_every_figure_has_a_source(name: str) -> None:
     sheet = SHEETS[name]
-    assert [figure for figure in FIGURES[:9] if not sheet.source(figure)] == []
+    assert [figure for figure in FIGURES if not sheet.source(figure)] == []
     assert eval(repr(sheet)) == attrs.evolve(sheet, sources=(), matmul_rates=(), collective_times=())
     assert hash(sheet) == hash(attrs.evolve(sheet))
     assert pickle.loads(pickle.dumps(sheet)) == sheet
@@ -170,18 +170,27 @@ def figure_text(sheet: Hardware, figure: str) -> str:
         return ", ".join(f"{name} {rate / 1e12:.6g}" for name, rate in value) + " TFLOP/s"
     if figure == "memory_bytes":
         return f"{value / 2**30:.2f} GiB"
+    if figure.endswith("_fractions"):
+        return ", ".join(f"{name} {number:.6g}" for name, number in value)
+    if figure == "matmul_rates":
+        return ", ".join(f"{table.kind}: {len(table.flops_per_second)} sizes" for table in value) or "none"
+    if figure == "collective_times":
+        kinds = dict.fromkeys(table.kind for table in value)
+        groups = {kind: [str(table.group_size) for table in value if table.kind == kind] for kind in kinds}
+        return ", ".join(f"{kind} of {'/'.join(sizes)}" for kind, sizes in groups.items()) or "none"
+    if figure == "clock_hertz":
+        return f"{value / 1e9:.6g} GHz" if value else "none"
     if figure == "devices_per_host":
         return "all" if value is None else str(value)
-    if figure == "torus_dims":
-        return str(value)
-    return (
-        f"{value * 1e6:.6g} µs" if figure.endswith("seconds") and "bytes" not in figure else f"{value / 1e9:.6g} GB/s"
-    )
+    if figure.endswith("bytes_per_second"):
+        return f"{value / 1e9:.6g} GB/s"
+    return f"{value * 1e6:.6g} µs" if figure.endswith("seconds") else f"{value:.6g}"
 
 
 def tables() -> str:
     """The sheets as markdown: an overview, then every figure with its source."""
-    columns = [figure for figure in FIGURES[:9] if figure not in ("peak_flops", "torus_dims")]
+    peaks = [figure for figure in FIGURES[: FIGURES.index("torus_dims")] if figure != "peak_flops"]
+    reached = FIGURES[FIGURES.index("matmul_fractions") :]
     lines = [
         f"| sheet | {' | '.join(f'`{name}`' for name in RATES)} |",
         f"|---|{'--:|' * len(RATES)}",
@@ -190,18 +199,19 @@ def tables() -> str:
         rates = dict(sheet.peak_flops)
         cells = [f"{rates[kind] / 1e12:.5g}" if kind in rates else "" for kind in RATES]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"| sheet | {' | '.join(column.replace('_', ' ') for column in columns)} |",
-        f"|---|{'--:|' * len(columns)}",
-    ]
-    lines += [
-        f"| `{name}` | {' | '.join(figure_text(sheet, column) for column in columns)} |"
-        for name, sheet in SHEETS.items()
-    ]
+    for columns in (peaks, reached):
+        lines += [
+            "",
+            f"| sheet | {' | '.join(column.replace('_', ' ') for column in columns)} |",
+            f"|---|{'--:|' * len(columns)}",
+        ]
+        lines += [
+            f"| `{name}` | {' | '.join(figure_text(sheet, column) for column in columns)} |"
+            for name, sheet in SHEETS.items()
+        ]
     for name, sheet in SHEETS.items():
         lines += ["", f"### {sheet.name}: `{name}`", "", "| figure | value | source |", "|---|---|---|"]
-        for figure in FIGURES[:9]:
+        for figure in FIGURES:
             source = re.sub(r"https://[^\s,;]*[^\s,;:]", r"<\g<0>>", sheet.source(figure))
             lines.append(f"| `{figure}` | {figure_text(sheet, figure)} | {source} |")
     return "\n".join(lines)

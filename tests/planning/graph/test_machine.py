@@ -10,7 +10,8 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Assumptions, Machine, hardware_of, has_sheet
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
-H100 = sr.Hardware.named("cuda:h100")
+H100 = attrs.evolve(sr.Hardware.named("cuda:h100"), link_fractions=1.0, network_fraction=1.0, collective_times=())
+"""Without what is reached, so that figures are those of the sheet."""
 PERFECT = Assumptions(compute=1.0, memory=1.0, links=1.0, launch_seconds=0.0)
 
 
