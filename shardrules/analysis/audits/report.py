@@ -19,6 +19,7 @@ from shardrules.analysis.audits.text import (
     modules_table,
 )
 from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.machine.records import hardware_from_json, hardware_to_json
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.profile.compare import compare_trace
 from shardrules.analysis.profile.comparison import TraceComparison
@@ -261,6 +262,7 @@ class AuditReport:
             # The name of a set of flags may stand for others in a later version.
             "target": self.target.machine,
             "flags": dict(self.target.flags),
+            "hardware": hardware_to_json(self.hardware),
             "hlo_text": self.hlo_text if hlo else "",
         }
         return json.dumps(data, indent=1)
@@ -285,6 +287,7 @@ class AuditReport:
             target = Target.parse(record(str, data["target"], "target"))
             flags = [[name, value] for name, value in data.get("flags", {}).items()]
             fields["target"] = {**attrs.asdict(target), "shape": [*target.shape], "flags": flags}
+            fields["hardware"] = hardware_from_json(data["hardware"])
             return record(cls, fields, "report")
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ReportError):

@@ -125,17 +125,19 @@ def collective_cost(kind: str, wire_bytes: float, group: Group, hardware: Hardwa
     """
     if group.size < 2:
         return CollectiveCost()
-    if group.host_count == 1 and not hardware.torus_dims:
-        times = _tables(kind, hardware)
-        if times:
-            return _measured(times, kind, wire_bytes, group.size, hardware)
+    tables = [] if hardware.torus_dims else _tables(kind, hardware)
+    if tables and group.host_count == 1:
+        return _measured(tables, wire_bytes, group.size, hardware)
     link_bytes, network_bytes = _sent_bytes(kind, wire_bytes, group)
     if hardware.torus_dims:
         link_seconds = _torus_seconds(kind, link_bytes, group, hardware)
     else:
         link_seconds = link_bytes / (hardware.link_bytes_per_second * _link_fraction(kind, hardware))
     network_seconds = network_bytes / (hardware.network_bytes_per_second * hardware.network_fraction)
-    return _with_latency(kind, link_seconds, network_seconds, group, hardware)
+    cost = _with_latency(kind, link_seconds, network_seconds, group, hardware)
+    # What a group inside a host waits, one over several hosts waits too.
+    least = _measured(tables, 0, group.size, hardware).latency_seconds if tables else 0.0
+    return attrs.evolve(cost, latency_seconds=max(cost.latency_seconds, least))
 
 
 def _with_latency(
@@ -228,9 +230,7 @@ def _tables(kind: str, hardware: Hardware) -> list[CollectiveTimes]:
     return []
 
 
-def _measured(
-    tables: list[CollectiveTimes], kind: str, wire_bytes: float, size: int, hardware: Hardware
-) -> CollectiveCost:
+def _measured(tables: list[CollectiveTimes], wire_bytes: float, size: int, hardware: Hardware) -> CollectiveCost:
     """Interpolates between the groups that were measured; outside of them only the waiting grows."""
     low = [table for table in tables if table.group_size <= size][-1:] or tables[:1]
     high = [table for table in tables if table.group_size >= size][:1] or tables[-1:]
@@ -259,5 +259,8 @@ def _table_times(table: CollectiveTimes, wire_bytes: float, hardware: Hardware) 
     else:
         part = math.log(payload / sizes[index - 1]) / math.log(sizes[index] / sizes[index - 1])
         total = seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part
-    # Up to the smallest size that was measured all is waiting. More than that is sending, faster over faster links.
-    return latency, max(0.0, total - latency) * table.link_bytes_per_second / hardware.link_bytes_per_second
+    # Up to the smallest size that was measured all is waiting. More than that is sending, faster over faster links: as
+    # fast as they are, or as what was measured where switches add up for them.
+    scale = hardware.link_bytes_per_second / table.link_bytes_per_second
+    rate = scale * max(table.link_bytes_per_second, sizes[-1] * per_payload / seconds[-1])
+    return latency, max(0.0, (total - latency) / scale, wire_bytes / rate - latency)

@@ -77,7 +77,7 @@ def test_devices_of_targets_have_their_sheet(target: str, sheet: str) -> None:
 def test_meshes_without_devices_are_planned_for_h100s() -> None:
     mesh = sr.mesh_shape("data:8")
     assert not has_sheet(mesh)
-    assert hardware_of(mesh) == H100
+    assert hardware_of(mesh) == sr.Hardware.named("cuda:h100")
     assert has_sheet(sr.create_mesh("data:8"))
     assert hardware_of(sr.create_mesh("data:8")) == sr.Hardware.named("cpu")
 
