@@ -100,6 +100,8 @@ class CollectiveTimes:
             bad.append("a group has at least 2 devices")
         if _bad(self.payload_bytes) or len(self.payload_bytes) != len(self.seconds):
             bad.append("payload_bytes must be ascending and positive, with one of seconds for each")
+        if any(earlier > later for earlier, later in pairwise(self.seconds)):
+            bad.append("seconds must not fall with more bytes")
         if not all(0 < number < math.inf for number in (*self.seconds, self.link_bytes_per_second)):
             bad.append("seconds and link_bytes_per_second must be positive and finite")
         return [f"collective_times of {self.kind!r} in groups of {self.group_size}: {problem}" for problem in bad]

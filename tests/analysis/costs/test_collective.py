@@ -11,7 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.costs.collective import collective_seconds, compiled_cost
+from shardrules.analysis.costs.collective import (
+    CollectiveCost,
+    Group,
+    collective_cost,
+    collective_seconds,
+    compiled_cost,
+)
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.measured import KINDS
 from shardrules.analysis.machine.targets import Target
@@ -172,3 +178,149 @@ def test_between_two_slices() -> None:
     # Each slice sums for itself, every chip a quarter, and shares that with its like in the other slice.
     both = summed("tpu:v5e:2x2:2", "data:8", "data", P("data"))
     assert both == pytest.approx(2 * PART * 3 / 4 / 100e9 + PART / 4 / 3.125e9 + 24e-6, rel=0.01)
+
+
+# ---- what is split, and where it comes from ----
+
+TABLES = [
+    {
+        "kind": kind,
+        "group_size": size,
+        "payload_bytes": (10, 100, 1000),
+        "seconds": times,
+        "link_bytes_per_second": 10.0,
+    }
+    for kind, size, times in (
+        ("all-gather", 2, (1.0, 8.0, 80.0)),
+        ("all-gather", 8, (2.0, 12.0, 120.0)),
+        ("all-to-all", 8, (3.0, 20.0, 200.0)),
+    )
+]
+MEASURED = attrs.evolve(ROUND, collective_times=TABLES)
+
+
+def gathered(payload: float, size: int, hardware: Hardware = MEASURED, kind: str = "all-gather") -> CollectiveCost:
+    return collective_cost(kind, payload * (size - 1) / size, Group(size), hardware)
+
+
+def test_tables_hold_at_their_sizes_and_between() -> None:
+    assert gathered(100, 8).seconds == pytest.approx(12)
+    assert gathered(1000, 2).seconds == pytest.approx(80)
+    assert gathered(1, 8).seconds == pytest.approx(2), "small ones only wait"
+    assert gathered(10_000, 8).seconds == pytest.approx(1200), "large ones at the bandwidth of the largest"
+    assert gathered(100 * 10**0.5, 8).seconds == pytest.approx((12 * 120) ** 0.5)
+
+
+def test_waiting_is_what_the_smallest_takes() -> None:
+    cost = gathered(1000, 8)
+    assert (cost.latency_seconds, cost.network_seconds) == (2, 0)
+    assert cost.link_seconds == pytest.approx(118)
+
+
+def test_groups_between_those_that_were_measured() -> None:
+    low, high = (collective_cost("all-gather", 400, Group(size), MEASURED).seconds for size in (2, 8))
+    assert collective_cost("all-gather", 400, Group(4), MEASURED).seconds == pytest.approx((low + high) / 2)
+    assert high < collective_cost("all-gather", 400, Group(6), MEASURED).seconds < (low + high) / 2
+
+
+def test_larger_groups_wait_longer() -> None:
+    costs = [collective_cost("all-gather", 400, Group(size), MEASURED) for size in (8, 16, 32)]
+    assert costs[0].link_seconds == costs[1].link_seconds == costs[2].link_seconds
+    assert [cost.latency_seconds for cost in costs] == pytest.approx([2, 2.5, 3])
+
+
+def test_kinds_without_a_table_use_their_like_or_rings() -> None:
+    ragged = collective_cost("ragged-all-to-all", 87.5, Group(8), MEASURED)
+    assert ragged == collective_cost("all-to-all", 87.5, Group(8), MEASURED)
+    assert ragged.seconds == pytest.approx(20)
+    assert collective_cost("collective-broadcast", 87.5, Group(8), MEASURED).seconds == pytest.approx(12)
+    assert collective_cost("all-reduce", 875, Group(8), MEASURED) == collective_cost("all-reduce", 875, Group(8), ROUND)
+
+
+def test_tables_scale_with_the_links() -> None:
+    fast = attrs.evolve(MEASURED, link_bytes_per_second=20.0)
+    assert gathered(1000, 8, fast).latency_seconds == gathered(1000, 8).latency_seconds
+    assert gathered(1000, 8, fast).link_seconds == pytest.approx(gathered(1000, 8).link_seconds / 2)
+    slow = attrs.evolve(MEASURED, link_bytes_per_second=0.001)
+    assert gathered(4, 8, slow).seconds >= 3.5 / 0.001, "bytes below the smallest size take their time too"
+
+
+def test_fractions_of_links_by_kind() -> None:
+    reached = attrs.evolve(ROUND, link_fractions={"all-gather": 0.5, "all": 0.8}, network_fraction=0.25)
+    assert gathered(1600, 8, reached).link_seconds == pytest.approx(1400 / 5)
+    assert gathered(1600, 8, reached, "reduce-scatter").link_seconds == pytest.approx(1400 / 8)
+    across = collective_cost("all-gather", 1600, Group(16, host_count=2), reached)
+    assert across.link_seconds == pytest.approx(1600 / 5)
+    assert across.network_seconds == pytest.approx(1600 / 8 / 0.25)
+    assert across.seconds == across.network_seconds + across.latency_seconds
+
+
+def test_launches_come_once() -> None:
+    launched = attrs.evolve(ROUND, collective_launch_seconds=3.0)
+    for group in (Group(8), Group(16, host_count=2)):
+        plain, cost = (collective_cost("all-gather", 1000, group, sheet) for sheet in (ROUND, launched))
+        assert cost.seconds == pytest.approx(plain.seconds + 3)
+    assert collective_cost("all-gather", 0, Group(1), launched).seconds == 0
+
+
+def test_small_collectives_take_short_steps() -> None:
+    """A protocol of shorter steps and less bandwidth serves small ones, and trees serve small all-reduces."""
+    latency = [collective_cost("all-gather", size, Group(64), ROUND).latency_seconds for size in (1, 10**6)]
+    assert latency[0] < latency[1] == pytest.approx(63 * 0.1)
+    many = Group(64, host_count=8)
+    ring = 2 * (56 * 0.1 * 0.32 + 7 * 0.5 * 0.19)
+    assert collective_cost("all-reduce", 0, many, ROUND).latency_seconds < ring
+
+
+# ---- tori ----
+
+TORUS = attrs.evolve(ROUND, link_bytes_per_second=60.0, torus_dims=3)  # 10 bytes a second for each of six links
+
+
+@pytest.mark.parametrize(
+    ("group", "rate", "hops"),
+    [
+        (Group(8, torus_dims=1), 20, 4),
+        (Group(8, torus_dims=1, open_dims=1), 10, 7),
+        (Group(16, torus_dims=2), 40, 4),
+        (Group(16, torus_dims=2, open_dims=1), 30, 5),
+        (Group(16, torus_dims=2, open_dims=2), 20, 6),
+        (Group(64, torus_dims=3), 60, 6),
+    ],
+)
+def test_rings_go_both_ways_along_each_dimension(group: Group, rate: float, hops: float) -> None:
+    for kind, rounds in (("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)):
+        cost = collective_cost(kind, 600, group, TORUS)
+        assert cost.link_seconds == pytest.approx(600 / rate)
+        assert cost.latency_seconds == pytest.approx(rounds * hops * 0.1)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(2, 1.0), (4, 4 / 3), (8, 16 / 7), (16, 64 / 15)])
+def test_exchanges_pass_through_the_chips_between(size: int, factor: float) -> None:
+    """The array of a device, `size / (size - 1)` times what it sends, goes a quarter of the ring on average."""
+    cost = collective_cost("all-to-all", 600, Group(size, torus_dims=1), TORUS)
+    assert cost.link_seconds == pytest.approx(600 * factor / 20)
+    assert collective_cost("ragged-all-to-all", 600, Group(size, torus_dims=1), TORUS) == cost
+
+
+def test_a_permute_has_one_link() -> None:
+    cost = collective_cost("collective-permute", 600, Group(8, torus_dims=1), TORUS)
+    assert (cost.link_seconds, cost.latency_seconds) == pytest.approx((60, 0.1))
+    assert collective_cost("collective-permute", 600, Group(8, torus_dims=3), TORUS).link_seconds == 60
+
+
+def test_devices_of_a_chip_share_what_arrives() -> None:
+    apart = collective_cost("all-gather", 700, Group(8, torus_dims=2, chip_devices=1), TORUS)
+    together = collective_cost("all-gather", 700, Group(8, torus_dims=2, chip_devices=2), TORUS)
+    # Six of seven parts come from other chips, once for both devices.
+    assert together.link_seconds == pytest.approx(apart.link_seconds * 6 / 7 / 2)
+    alone = collective_cost("all-gather", 700, Group(2, chip_devices=2), TORUS)
+    assert alone.link_seconds == 0
+
+
+def test_slices_are_joined_by_the_network() -> None:
+    cost = collective_cost("all-gather", 640, Group(32, host_count=2, torus_dims=2), TORUS)
+    assert cost.link_seconds == pytest.approx(640 / 40)
+    assert cost.network_seconds == pytest.approx(640 / 16)
+    between = collective_cost("all-reduce", 640, Group(2, host_count=2), TORUS)
+    assert (between.link_seconds, between.network_seconds) == (0, 640)

@@ -198,6 +198,23 @@ def test_a_slice_is_a_granule(chip: str, rows: int, columns: int, slices: int) -
 # Devices and meshes.
 
 
+@pytest.mark.parametrize(
+    ("chip", "sizes", "closed"),
+    [
+        ("v5e", (16, 16), (True, True)),
+        ("v5e", (8, 16), (False, True)),
+        ("v6e", (4, 4), (False, False)),
+        ("v3", (16, 32), (False, True)),
+        ("v5p", (4, 4, 4), (True, True, True)),
+        ("v5p", (2, 4, 4), (False, False, False)),
+        ("v4", (8, 8, 12), (True, True, True)),
+        ("v7x", (2, 2, 1), (False, False, False)),
+    ],
+)
+def test_slices_that_close_to_rings(chip: str, sizes: tuple[int, ...], closed: tuple[bool, ...]) -> None:
+    assert targets.closed_dims(chip, sizes) == closed
+
+
 def test_cpu_targets_use_the_devices_of_the_process() -> None:
     assert Target.parse("cpu").devices() == jax.devices("cpu")
     assert Target.parse("cpu:3").devices() == jax.devices("cpu")[:3]

@@ -50,6 +50,36 @@ def test_torus_dims_of_a_group(groups: tuple[tuple[int, ...], ...], dims: int) -
     assert TORUS.host_count(groups) == 1
 
 
+LINE = Topology((0,) * 8, tuple((x, 0, 0) for x in range(8)), (8, 0, 4))
+"""Eight chips along the first dimension of a torus, which closes to a ring; the second one does not."""
+
+
+@pytest.mark.parametrize(
+    ("topology", "groups", "count"),
+    [
+        (LINE, (tuple(range(8)),), 0),
+        (LINE, ((0, 1, 2, 3), (4, 5, 6, 7)), 1),
+        (LINE, ((0, 2, 4, 6), (1, 3, 5, 7)), 1),
+        (LINE, ((0,),), 0),
+        (LINE, (), 0),
+        (Topology((0,) * 4, ((0, 0), (0, 1), (1, 0), (1, 1)), (2, 0)), ((0, 1, 2, 3),), 1),
+        (Topology((0,) * 4, ((0, 0), (0, 1), (1, 0), (1, 1)), (0, 0)), ((0, 1, 2, 3),), 2),
+        (HOSTS, ((0, 1, 2),), 0),
+    ],
+)
+def test_dims_that_do_not_close_to_a_ring(topology: Topology, groups: tuple[tuple[int, ...], ...], count: int) -> None:
+    assert topology.open_dims(groups) == count
+
+
+def test_devices_of_a_chip() -> None:
+    chips = Topology((0,) * 4 + (1,) * 4, ((0, 0), (0, 0), (0, 1), (0, 1)) * 2, (0, 0))
+    assert chips.chip_devices(((0, 1, 2, 3),)) == 2
+    assert chips.chip_devices(((0, 2), (1, 3))) == 1
+    assert chips.chip_devices(((0, 4), (1, 5))) == 1, "chips of two slices have the same position"
+    assert HOSTS.chip_devices(((0, 1, 2),)) == 1
+    assert chips.chip_devices(()) == 1
+
+
 @pytest.mark.slow
 def test_hosts_follow_devices_not_positions() -> None:
     """A mesh may alternate between the devices of two hosts."""
