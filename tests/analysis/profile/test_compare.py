@@ -23,7 +23,15 @@ from tests.analysis.audits.sample_report import REPORT
 from tests.analysis.profile.planes import PROGRAM, gpu_trace, tpu_trace
 
 MODELLED_SECONDS = 80e-6
-V5E = sr.Hardware.named("tpu:v5e")
+V5E = attrs.evolve(
+    sr.Hardware.named("tpu:v5e"),
+    matmul_fractions=(),
+    memory_fractions=(),
+    link_fractions=(),
+    launch_seconds=0,
+    collective_launch_seconds=0,
+)
+"""At its peaks: what is modelled is in proportion to FLOPs and bytes."""
 
 
 def compare(data: bytes, text: str = PROGRAM, **options: Any) -> TraceComparison:
