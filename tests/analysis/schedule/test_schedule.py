@@ -41,7 +41,7 @@ def test_a_step_is_its_kernels_and_its_collectives(target: str) -> None:
         assert time.communication_seconds <= sent * (1 + 1e-9)
     else:
         assert time.communication_seconds == close(sent)
-    assert 0 < time.memory_seconds <= time.compute_seconds
+    assert 0 < time.memory_seconds <= time.compute_seconds * (1 + 1e-9)
     assert 0 < time.exposed_seconds <= time.communication_seconds
 
 
