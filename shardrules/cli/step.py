@@ -15,11 +15,13 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardrules.cli.errors import UsageError
+from shardrules.analysis.machine.hardware import Hardware, sheets
+from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.files import named_path
 from shardrules.cli.objects import describe_error, has_arrays, load_object
 from shardrules.cli.rules import LoadedRules
 from shardrules.cli.subject import make_plan
-from shardrules.core.errors import DoesNotFitError, PlanError, ShardRulesError, suggest
+from shardrules.core.errors import ConfigError, DoesNotFitError, HardwareError, PlanError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.tree import array_kind
 
@@ -152,6 +154,21 @@ def load_step(text: str) -> Step:
             "return step, params, state, batch"
         )
     return Step(text, result[0], tuple(result[1:]))
+
+
+def read_hardware(text: str) -> Hardware:
+    """Returns the sheet that `--hardware` names: a ready one, or a file as `Hardware.save` writes it."""
+    if text in sheets():
+        return sheets()[text]
+    file = named_path(text)
+    if not file.exists():
+        near = suggest(text, sheets())
+        listing = f"the sheets are {', '.join(sheets())}, and no file has this name"
+        raise UsageError(f"--hardware: unknown hardware {text!r}{near}; {listing}")
+    try:
+        return Hardware.load(file)
+    except (HardwareError, ConfigError) as error:
+        raise UsageError(f"--hardware: {one_line(error)}") from error
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:

@@ -4,14 +4,19 @@ import functools
 import math
 import re
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
 import attrs
+import jax
 import numpy as np
 
+from shardrules.analysis.machine.kinds import sheet_name
+from shardrules.analysis.machine.measure import measure
 from shardrules.analysis.machine.measured import (
     KINDS,
     CollectiveTimes,
@@ -21,7 +26,10 @@ from shardrules.analysis.machine.measured import (
     as_pairs,
     as_tables,
 )
-from shardrules.core.errors import HardwareError, suggest
+from shardrules.analysis.machine.measured_sheet import MeasuredSheet
+from shardrules.analysis.machine.sheet_files import sheet_problems, sheet_text
+from shardrules.core.errors import ConfigError, HardwareError, ShardingWarning, suggest
+from shardrules.core.storage.files import read_text, write_text
 
 ACCESSES = ("copy", "read", "gather")
 """How memory is used: most of it read and written in its order, read only, or in rows at any positions."""
@@ -213,6 +221,106 @@ class Hardware:
             )
         return sheets()[name]
 
+    @staticmethod
+    def measure(
+        devices: Sequence[jax.Device] | None = None, *, time_limit: float = 60.0, name: str | None = None
+    ) -> "Hardware":
+        """Measures the devices that are there: matmuls, memory, launches, collectives, the link to the host.
+
+        What is most worth knowing is measured first: the rate of large matmuls, memory and collectives, then matmuls of
+        other sizes. No program is compiled while anything is timed, and of several runs the fastest counts. Run it
+        while the devices do nothing else. Several processes measure together, and all get the figures of process 0.
+
+        **Arguments:**
+
+        - `devices`: the devices, all of one kind; by default `jax.devices()`. Each process must have one of them.
+        - `time_limit`: the seconds after which no other measurement begins. A few are always taken.
+        - `name`: what the sheet is called; by default what the devices are called.
+
+        **Returns:**
+
+        A `Hardware`; `sources` say what was measured. Peaks are those of the ready sheet of the devices, or for
+        devices without one the best that was measured. What was not measured is as in that sheet.
+
+        **Raises:**
+
+        `HardwareError` where the devices differ, or multiply and copy nothing; `ConfigError` for a bad time limit.
+        Warns with a `ShardingWarning` of figures that it could not measure although the devices have them.
+
+        ```python
+        import warnings
+
+        with warnings.catch_warnings(action="ignore"):  # of matmul sizes for which a second is too short
+            ours = sr.Hardware.measure(jax.devices()[:1], time_limit=1)
+        ours.save("ours.toml")
+        assert sr.Hardware.load("ours.toml") == ours and "measured" in ours.source("memory_fractions")
+        ```
+        """
+        if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 < time_limit < math.inf:
+            raise ConfigError(f"time_limit must be a positive number of seconds, got {time_limit!r}")
+        measurements = measure(jax.devices() if devices is None else devices, time_limit)
+        base = sheet_name(measurements.platform, measurements.device_kind) or "cpu"
+        sheet = MeasuredSheet.of(measurements, attrs.asdict(Hardware.named(base)), is_nominal=base == "cpu")
+        if sheet.missing:
+            figures, reasons = ", ".join(dict.fromkeys(sheet.missing)), "; ".join(measurements.skipped)
+            warnings.warn(
+                f"Hardware.measure has not measured {figures}: {reasons}. They are as in the sheet {base!r}; a "
+                f"time_limit of more than {time_limit:g} s measures more",
+                ShardingWarning,
+                stacklevel=2,
+            )
+        values = sheet.values if name is None else {**sheet.values, "name": name}
+        return Hardware(
+            **values, sources=[(figure, sheet.sources[figure]) for figure in FIGURES if figure in sheet.sources]
+        )
+
+    def save(self, file: str | Path) -> None:
+        """Writes the sheet as TOML, with the source of each figure; `load` reads it.
+
+        **Arguments:**
+
+        - `file`: where to; its folder is made.
+
+        ```python
+        sr.Hardware.named("cuda:h100").save("h100.toml")
+        ```
+        """
+        write_text(file, sheet_text(attrs.asdict(self), FIGURES))
+
+    @staticmethod
+    def load(file: str | Path) -> "Hardware":
+        """Returns the sheet that `save` wrote, or that you wrote in the same form.
+
+        **Arguments:**
+
+        - `file`: a file of TOML: `name`, and a table for each figure with its `value` and perhaps its `source`.
+
+        **Returns:**
+
+        A `Hardware`.
+
+        **Raises:**
+
+        `HardwareError` for a file that is no sheet, with all that is wrong; `ConfigError` for one that cannot be read.
+
+        ```python
+        sr.Hardware.named("tpu:v5e").save("v5e.toml")
+        assert sr.Hardware.load("v5e.toml") == sr.Hardware.named("tpu:v5e")
+        ```
+        """
+        text = read_text(Path(file))
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise HardwareError(f"{file} is not a sheet of hardware, which is TOML: {error}") from error
+        problems = sheet_problems(table, FIGURES, required=[*FIGURES[:7]])
+        if problems:
+            raise HardwareError(f"{file} is not a sheet of hardware: {'; '.join(problems)}")
+        try:
+            return _read_sheet(table)
+        except (TypeError, ValueError) as error:
+            raise HardwareError(f"{file}: {error}") from error
+
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
         """Returns the peak rate that a matmul of a dtype runs at.
 
@@ -372,11 +480,11 @@ def sheets() -> Mapping[str, Hardware]:
 
 def _read_sheet(table: Mapping[str, Any]) -> Hardware:
     # A figure without a value keeps its default: all devices of a TPU slice are connected.
-    values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table[figure]}
-    sources = {figure: table[figure]["source"] for figure in FIGURES}
-    if "table" in table["matmul_rates"]:
+    values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table.get(figure, ())}
+    sources = {figure: table[figure]["source"] for figure in FIGURES if "source" in table.get(figure, ())}
+    if "table" in table.get("matmul_rates", ()):
         values["matmul_rates"] = _read_matmuls(table["matmul_rates"]["table"], values["peak_flops"])
-    if "table" in table["collective_times"]:
+    if "table" in table.get("collective_times", ()):
         values["collective_times"] = _read_collectives(
             table["collective_times"]["table"], values["link_bytes_per_second"]
         )

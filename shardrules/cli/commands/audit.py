@@ -16,7 +16,7 @@ from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import write
 from shardrules.cli.rules import load_rules
-from shardrules.cli.step import Step, add_step, load_step
+from shardrules.cli.step import Step, add_step, load_step, read_hardware
 from shardrules.cli.subject import add_rules, read_mesh
 from shardrules.cli.terminal import add_level, complain, complain_of, failing, show, working
 from shardrules.core.axes import mesh_text
@@ -30,6 +30,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add_rules(parser)
     parser.add_argument("--target", default="cpu", metavar="TARGET", help="cpu, cuda:h100:8, tpu:v5e:4x4, ...")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="a sheet, or a file from Hardware.save (default: the target's)"
+    )
     parser.add_argument("--flags", metavar="FLAGS", help="compiler flags: --flags=--xla_a=1, maxtext:v5p")
     parser.add_argument("--params", metavar="NAME", help="the argument, or a part of it, for the rules: state/model")
     parser.add_argument("--batch", metavar="AXES", help="axes that split dimension 0 of other arguments: data")
@@ -46,6 +49,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     target = _target(args)
+    hardware = None if args.hardware is None else read_hardware(args.hardware)
     rules = None if args.rules is None else load_rules(args.rules)
     mesh = read_mesh(args.mesh) if args.mesh is not None else None if rules is None else rules.mesh
     if mesh is None:
@@ -72,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
             complain(f"{names}: whole on every device; --batch AXES splits the first dimension", "warning")
     with step.traced(), working(f"compiling {args.step} for {target} on {mesh_text(mesh)}"):
         report = ShardingAnalyzer(mesh).audit(
-            step.fn, *step.args, in_shardings=shardings, donate_argnums=donated, target=target
+            step.fn, *step.args, in_shardings=shardings, donate_argnums=donated, target=target, hardware=hardware
         )
     if args.output is not None:
         write(args.output, f"{report.to_json(timeline=True)}\n")

@@ -4,15 +4,13 @@ import argparse
 import re
 from pathlib import Path
 
-from shardrules.analysis.machine.hardware import sheets
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
 from shardrules.cli.rules import load_rules
-from shardrules.cli.step import add_step, load_step
+from shardrules.cli.step import add_step, load_step, read_hardware
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
-from shardrules.core.errors import suggest
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.autoplan import autoplan
@@ -22,7 +20,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     parser.add_argument("--mesh", metavar="MESH", required=True, help="data:4,model:2, or 8 to try meshes of 8 devices")
     parser.add_argument("--memory-limit", metavar="BYTES", help="memory that a device may use: 40GiB")
-    parser.add_argument("--hardware", metavar="NAME", help="the machine: cuda:h100 (default), tpu:v5e, ...")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="cuda:h100 (default), tpu:v5e, ..., or a file from Hardware.save"
+    )
     parser.add_argument("--pins", metavar="RULES", help="rules that fix the arguments they match")
     parser.add_argument(
         "--time-limit", metavar="SECONDS", type=float, default=60.0, help="for the search (default: 60)"
@@ -37,9 +37,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.hardware is not None and args.hardware not in sheets():
-        near = suggest(args.hardware, sheets())
-        raise UsageError(f"--hardware: unknown hardware {args.hardware!r}{near}; the sheets are {', '.join(sheets())}")
+    hardware = read_hardware(args.hardware or "cuda:h100")
     if not args.time_limit > 0:
         raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
     if args.frontier < 0 or args.frontier == 1:
@@ -70,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
             mesh=mesh,
             memory_limit=memory_limit,
             pins=None if pins is None else pins.rule,
-            hardware=sheets()[args.hardware or "cuda:h100"],
+            hardware=hardware,
             time_limit=args.time_limit,
         )
     with working(f"searching {args.frontier} budgets"):

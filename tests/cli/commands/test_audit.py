@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import attrs
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +66,17 @@ def test_a_profile_is_put_beside_the_audit(folder: Path) -> None:
 def test_a_trace_is_looked_for_before_compiling(folder: Path, words: tuple[str, ...], message: str) -> None:
     process = shardrules(*WORDS, *words, cwd=folder)
     assert (process.returncode, process.stderr) == (2, f"shardrules: error: {message}\n")
+
+
+@pytest.mark.slow
+def test_a_measured_sheet_is_what_is_modelled_with(folder: Path) -> None:
+    slow = attrs.evolve(sr.Hardware.named("cpu"), name="slow", memory_bytes_per_second=2e9)
+    slow.save(folder / "slow.toml")
+    process = shardrules(*WORDS, "--hardware", "slow.toml", "--format", "json", cwd=folder)
+    assert process.returncode == 0, process.stderr
+    report = sr.reports.AuditReport.from_json(process.stdout)
+    assert report.hardware == slow
+    (folder / "bad.toml").write_text("name = 'bad'\n[peak_flops]\nvalue = {bf17 = 1.0}\n")
+    process = shardrules(*WORDS, "--hardware", "bad.toml", cwd=folder)
+    assert process.returncode == 2
+    assert "--hardware: bad.toml is not a sheet of hardware: memory_bytes is missing" in process.stderr

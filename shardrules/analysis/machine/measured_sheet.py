@@ -1,0 +1,233 @@
+"""A sheet of hardware from measurements: what was measured, and where that is missing the figures of another sheet."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import jax
+
+from shardrules.analysis.machine.measure import CollectiveTime, MatmulTime, Measurements, cubes
+from shardrules.core.errors import HardwareError
+
+_AS_THEY_ARE = ("torus_dims", "devices_per_chip", "matmul_tile", "clock_hertz", "collective_launch_seconds")
+"""Figures that no benchmark tells."""
+
+
+@final
+@attrs.define
+class MeasuredSheet:
+    """The figures of a sheet as they come together, each with its source."""
+
+    measurements: Measurements
+    base: Mapping[str, Any]
+    """The fields of the sheet of these devices, or of the nominal one."""
+    is_nominal: bool
+    """Whether `base` is of no real device: its peaks say nothing of these."""
+    values: dict[str, Any] = attrs.field(factory=dict)
+    sources: dict[str, str] = attrs.field(factory=dict)
+    missing: list[str] = attrs.field(factory=list)
+    """The figures that could have been measured and were not."""
+
+    @classmethod
+    def of(cls, measurements: Measurements, base: Mapping[str, Any], is_nominal: bool) -> "MeasuredSheet":
+        """Returns the sheet of some measurements. A `HardwareError` says which figure nothing is known of."""
+        sheet = cls(measurements, base, is_nominal)
+        best = sheet._best_rates()
+        if not best or not measurements.memory:
+            lacking = " and ".join(["no matmul"] * (not best) + ["no memory bandwidth"] * (not measurements.memory))
+            raise HardwareError(
+                f"{lacking} of {measurements.device_kind} could be measured: {'; '.join(measurements.skipped)}"
+            )
+        sheet.values["name"] = f"{measurements.device_kind} (measured)" if is_nominal else f"{base['name']} (measured)"
+        sheet._add_compute(best)
+        sheet._add_memory()
+        sheet._add_collectives()
+        for figure in () if is_nominal else _AS_THEY_ARE:
+            sheet._keep(figure)
+        return sheet
+
+    def _measured(self, figure: str, value: Any, how: str = "") -> None:
+        self.values[figure] = _rounded(value)
+        devices = f"{self.measurements.device_count} x {self.measurements.device_kind}"
+        self.sources[figure] = f"measured on {devices} with JAX {jax.__version__}{how}"
+
+    def _keep(self, figure: str, reason: str = "") -> None:
+        """Takes a figure of the other sheet, with its source."""
+        self.values[figure] = self.base[figure]
+        source = dict(self.base["sources"]).get(figure, "")
+        self.sources[figure] = f"not measured{f': {reason}' if reason else ''}; {source}".rstrip("; ")
+
+    def _best_rates(self) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for time in self.measurements.matmuls:
+            best[time.kind] = max(best.get(time.kind, 0.0), time.flops_per_second)
+        return best
+
+    def _add_compute(self, best: Mapping[str, float]) -> None:
+        peaks = dict(best) if self.is_nominal else dict(self.base["peak_flops"])
+        if self.is_nominal:
+            self._measured("peak_flops", peaks, ": the fastest matmul of each kind")
+        else:
+            # A clock above the one that peaks are quoted for, or a kind that the sheet does not have.
+            peaks |= {kind: rate for kind, rate in best.items() if rate > peaks.get(kind, 0.0) and kind in peaks}
+            self._keep("peak_flops")
+            self.values["peak_flops"] = peaks
+        peaks = {kind: _rounded(rate) for kind, rate in peaks.items()}
+        fractions = {kind: min(1.0, rate / peaks[kind]) for kind, rate in best.items() if kind in peaks}
+        self._measured("matmul_fractions", fractions, ": the fastest matmul of each kind")
+        tables = [_matmul_table(self.measurements.matmuls, kind, peaks[kind]) for kind in fractions]
+        if any(tables):
+            self._measured("matmul_rates", [table for table in tables if table])
+        else:
+            self.missing.append("matmul_rates")
+        if self.measurements.launch_seconds:
+            self._measured("launch_seconds", self.measurements.launch_seconds)
+        else:
+            self._miss("launch_seconds")
+
+    def _miss(self, figure: str) -> None:
+        self.missing.append(figure)
+        self._keep(figure, "; ".join(self.measurements.skipped))
+
+    def _add_memory(self) -> None:
+        rates = dict(self.measurements.memory)
+        if self.measurements.memory_bytes:
+            self._measured("memory_bytes", self.measurements.memory_bytes, ": what the device says")
+        else:
+            self._keep("memory_bytes", "the device does not say")
+        peak = max(rates.values())
+        if self.is_nominal or peak > self.base["memory_bytes_per_second"]:
+            self._measured("memory_bytes_per_second", peak, ": the fastest access")
+        else:
+            peak = self.base["memory_bytes_per_second"]
+            self._keep("memory_bytes_per_second")
+        self._measured("memory_fractions", {access: min(1.0, rate / peak) for access, rate in rates.items()})
+        links = dict(self.measurements.host_links)
+        if links:
+            how = ", ".join(f"{direction} {rate / 1e9:.3g} GB/s" for direction, rate in links.items())
+            self._measured("host_link_bytes_per_second", min(links.values()), f": {how}")
+        else:
+            self._miss("host_link_bytes_per_second")
+
+    def _add_collectives(self) -> None:
+        everywhere = self.measurements.collectives
+        inside = [time for time in everywhere if time.host_count == 1]
+        across = [time for time in everywhere if time.host_count > 1]
+        per_host = self.measurements.device_count // self.measurements.host_count
+        self._add_links(inside, per_host)
+        self._add_network(across)
+        if self.is_nominal or self.base["devices_per_host"] is not None:
+            on_one_host = self.measurements.host_count == 1 and self.measurements.platform == "cpu"
+            self._measured("devices_per_host", None if on_one_host else per_host)
+        else:
+            self._keep("devices_per_host")
+
+    def _add_links(self, times: Sequence[CollectiveTime], per_host: int) -> None:
+        figures = ("link_bytes_per_second", "link_latency_seconds")
+        if not times:
+            for figure in figures:
+                self._keep(figure, "a single device has no links" if per_host == 1 else "")
+            self.missing += ["collective_times"] * (per_host > 1)
+            return
+        rates = _best_bandwidths(times)
+        if self.is_nominal:
+            self._measured("link_bytes_per_second", max(rates.values()), ": the fastest collective")
+            self._measured("link_latency_seconds", _latency(times), ": the smallest collective")
+        else:
+            for figure in figures:
+                self._keep(figure)
+        peak = self.values["link_bytes_per_second"]
+        torus_dims = 0 if self.is_nominal else self.base["torus_dims"]
+        if torus_dims:
+            rates = _best_bandwidths(times, torus_dims)
+        self._measured("link_fractions", {kind: min(1.0, rate / peak) for kind, rate in rates.items()})
+        if not torus_dims:
+            self._measured("collective_times", _collective_tables(times, peak))
+
+    def _add_network(self, times: Sequence[CollectiveTime]) -> None:
+        if not times:
+            one_host = self.measurements.host_count == 1
+            for figure in ("network_bytes_per_second", "network_latency_seconds", "network_fraction"):
+                self._keep(figure, "a single host has no network" if one_host else "")
+            self.missing += ["network_bytes_per_second"] * (not one_host)
+            return
+        # What leaves a host goes over the shares of all devices of the group there.
+        shares = [
+            attrs.evolve(time, payload_bytes=time.payload_bytes * time.host_count // time.group_size) for time in times
+        ]
+        rate = max(_best_bandwidths(shares).values())
+        if self.is_nominal or rate > self.base["network_bytes_per_second"]:
+            self._measured("network_bytes_per_second", rate, ": the fastest collective between hosts")
+            self._measured("network_fraction", 1.0)
+        else:
+            self._keep("network_bytes_per_second")
+            self._measured("network_fraction", rate / self.base["network_bytes_per_second"])
+        self._measured("network_latency_seconds", _latency(times), ": the smallest collective between hosts")
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers with four digits: no measurement has more."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def _matmul_table(matmuls: Sequence[MatmulTime], kind: str, peak: float) -> dict[str, Any] | None:
+    """The largest grid of sizes of which every combination was measured."""
+    rates = {(time.m, time.n, time.k): time.flops_per_second for time in matmuls if time.kind == kind}
+    sizes = cubes(matmuls, kind)
+    grids = [sizes, sizes[:1] + sizes[1:][-1:]]
+    for grid in grids:
+        combinations = list(itertools.product(grid, repeat=3))
+        if len(grid) > 1 and all(dims in rates for dims in combinations):
+            rows = [rates[dims] for dims in combinations]
+            return {"kind": kind, "m": grid, "n": grid, "k": grid, "flops_per_second": rows, "peak": peak}
+    return None
+
+
+def _best_bandwidths(times: Sequence[CollectiveTime], torus_dims: int = 0) -> dict[str, float]:
+    """The most bytes per second that a device sends in collectives of each kind: on a torus, as if over all links."""
+    best: dict[str, float] = {}
+    for time in times:
+        rate = time.wire_bytes / time.seconds
+        if torus_dims and time.dims:
+            # At the ends of a line one of two links leads nowhere.
+            rate *= 2 * torus_dims / (2 * min(time.dims, torus_dims) - time.open_dims)
+        best[time.kind] = max(best.get(time.kind, 0.0), rate)
+    return best
+
+
+def _latency(times: Sequence[CollectiveTime]) -> float:
+    """The least time of a message: that of the smallest collectives, over the steps of their rings."""
+    smallest = min(time.payload_bytes for time in times)
+    return min(time.seconds / _steps(time) for time in times if time.payload_bytes == smallest)
+
+
+def _steps(time: CollectiveTime) -> int:
+    if time.kind == "collective-permute":
+        return 1
+    return (time.group_size - 1) * (2 if time.kind == "all-reduce" else 1)
+
+
+def _collective_tables(times: Sequence[CollectiveTime], link_bytes_per_second: float) -> list[dict[str, Any]]:
+    tables = []
+    for kind, size in dict.fromkeys((time.kind, time.group_size) for time in times):
+        rows = sorted(
+            (time.payload_bytes, time.seconds) for time in times if (time.kind, time.group_size) == (kind, size)
+        )
+        seconds = [seconds for _, seconds in rows]
+        # Fewer bytes never take longer: what seems so is noise.
+        least = [min(seconds[index:]) for index in range(len(seconds))]
+        tables.append(
+            {
+                "kind": kind,
+                "group_size": size,
+                "payload_bytes": [payload for payload, _ in rows],
+                "seconds": least,
+                "link_bytes_per_second": link_bytes_per_second,
+            }
+        )
+    return tables

@@ -1,0 +1,125 @@
+"""A sheet from measurements says what was measured, and takes the rest from the sheet of the devices."""
+
+from typing import Any
+
+import attrs
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.costs.collective import Group, collective_cost
+from shardrules.analysis.costs.matmul import matmul_seconds
+from shardrules.analysis.machine.measure import CollectiveTime, MatmulTime, Measurements
+from shardrules.analysis.machine.measured_sheet import MeasuredSheet
+from shardrules.core.errors import HardwareError
+
+SIZES = (256, 1024, 4096)
+MATMULS = tuple(
+    MatmulTime("bf16", m, n, k, 4.5e-6 + 2 * m * n * k / 700e12) for m in SIZES for n in SIZES for k in SIZES
+)
+H100 = Measurements(
+    device_kind="NVIDIA H100 80GB HBM3",
+    platform="gpu",
+    device_count=8,
+    host_count=1,
+    memory_bytes=70 * 10**9,
+    launch_seconds=3e-6,
+    matmuls=(*MATMULS, MatmulTime("f32", 4096, 4096, 4096, 2 * 4096**3 / 380e12)),
+    memory=(("copy", 2.9e12), ("read", 3.0e12), ("gather", 1.5e12)),
+    host_links=(("to device", 52e9), ("to host", 48e9)),
+    collectives=tuple(
+        CollectiveTime(kind, size, 1, 0, 0, payload, 20e-6 + payload / 300e9)
+        for kind in ("all-gather", "all-reduce")
+        for size in (2, 8)
+        for payload in (2**10, 2**20, 2**30)
+    ),
+    skipped=("f16 matmuls (the time limit)",),
+)
+UNKNOWN = attrs.evolve(H100, device_kind="NVIDIA Z1")
+
+
+def sheet(measurements: Measurements, base: str, **changes: Any) -> tuple[sr.Hardware, list[str]]:
+    fields = attrs.asdict(sr.Hardware.named(base))
+    built = MeasuredSheet.of(attrs.evolve(measurements, **changes), fields, is_nominal=base == "cpu")
+    return sr.Hardware(**built.values, sources=built.sources), built.missing
+
+
+def test_peaks_are_those_of_the_sheet_and_fractions_are_measured() -> None:
+    hardware, missing = sheet(H100, "cuda:h100")
+    named = sr.Hardware.named("cuda:h100")
+    assert missing == []
+    assert hardware.name == f"{named.name} (measured)"
+    assert hardware.peak_flops == named.peak_flops
+    assert hardware.source("peak_flops").startswith("not measured; ")
+    assert dict(hardware.memory_fractions) == pytest.approx(
+        {"copy": 2.9 / 3.35, "read": 3 / 3.35, "gather": 1.5 / 3.35}, rel=1e-3
+    )
+    assert (hardware.memory_bytes, hardware.launch_seconds) == (70 * 10**9, 3e-6)
+    assert hardware.host_link_bytes_per_second == 48e9
+    assert "to device 52 GB/s, to host 48 GB/s" in hardware.source("host_link_bytes_per_second")
+    assert hardware.devices_per_host == 8
+    assert hardware.source("network_bytes_per_second").startswith("not measured: a single host has no network; ")
+
+
+def test_matmuls_that_were_measured_take_what_they_took() -> None:
+    hardware, _ = sheet(H100, "cuda:h100")
+    (table,) = hardware.matmul_rates
+    assert (table.kind, table.m, table.k) == ("bf16", SIZES, SIZES)
+    for time in MATMULS[::5]:
+        # Measured times hold a launch, which the cost of a kernel adds again.
+        modelled = matmul_seconds(1, time.m, time.n, time.k, "bf16", "default", hardware) + hardware.launch_seconds
+        assert modelled == pytest.approx(time.seconds, rel=0.01)
+
+
+def test_collectives_that_were_measured_take_what_they_took() -> None:
+    hardware, _ = sheet(H100, "cuda:h100")
+    for time in H100.collectives:
+        cost = collective_cost(time.kind, time.wire_bytes, Group(time.group_size), hardware)
+        assert cost.seconds == pytest.approx(time.seconds, rel=0.01)
+
+
+def test_a_device_without_a_sheet_has_the_best_that_was_measured() -> None:
+    hardware, _ = sheet(UNKNOWN, "cpu")
+    assert hardware.name == "NVIDIA Z1 (measured)"
+    assert dict(hardware.peak_flops) == pytest.approx({"bf16": 680e12, "f32": 380e12}, rel=0.1)
+    assert dict(hardware.matmul_fractions) == {"bf16": 1, "f32": 1}
+    assert hardware.memory_bytes_per_second == 3e12
+    # The best ring, and the least that a step of one takes.
+    assert hardware.link_bytes_per_second == pytest.approx(2 * 7 / 8 * 300e9, rel=1e-2)
+    assert hardware.link_latency_seconds == pytest.approx(20e-6 / 14, rel=1e-2)
+
+
+def test_links_of_a_torus_have_fractions_instead_of_tables() -> None:
+    # A line of 2 x 4 chips of a v5e: 2 of its 4 links lead nowhere.
+    times = (CollectiveTime("all-gather", 8, 1, 2, 2, 8 * 2**26, 7 * 2**26 / 80e9),)
+    hardware, _ = sheet(H100, "tpu:v5e", device_kind="TPU v5 lite", platform="tpu", collectives=times)
+    assert dict(hardware.link_fractions) == pytest.approx({"all-gather": 0.8})
+    assert hardware.collective_times == ()
+    assert (hardware.torus_dims, hardware.devices_per_host) == (2, None)
+    cost = collective_cost("all-gather", times[0].wire_bytes, Group(8, torus_dims=2, open_dims=2), hardware)
+    assert cost.link_seconds == pytest.approx(times[0].seconds)
+
+
+def test_the_network_is_measured_between_hosts() -> None:
+    between = (CollectiveTime("all-gather", 16, 2, 0, 0, 2**30, 15 / 16 * 2**30 / 8 / 40e9),)
+    hardware, _ = sheet(H100, "cuda:h100", device_count=16, host_count=2, collectives=(*H100.collectives, *between))
+    assert hardware.network_fraction == pytest.approx(0.8, rel=1e-3)
+    assert hardware.network_bytes_per_second == 50e9
+    assert hardware.devices_per_host == 8
+
+
+def test_what_could_not_be_measured_is_listed() -> None:
+    hardware, missing = sheet(H100, "cuda:h100", launch_seconds=0.0, host_links=(), collectives=(), matmuls=MATMULS[:1])
+    assert missing == ["matmul_rates", "launch_seconds", "host_link_bytes_per_second", "collective_times"]
+    assert hardware.launch_seconds == sr.Hardware.named("cuda:h100").launch_seconds
+    assert hardware.source("launch_seconds").startswith("not measured: f16 matmuls (the time limit)")
+    with pytest.raises(HardwareError, match=r"no matmul and no memory bandwidth of NVIDIA .* could be measured: f16"):
+        sheet(H100, "cuda:h100", matmuls=(), memory=())
+
+
+def test_noise_never_makes_fewer_bytes_slower() -> None:
+    times = tuple(
+        CollectiveTime("all-reduce", 8, 1, 0, 0, 2**power, seconds)
+        for power, seconds in ((10, 9e-6), (12, 7e-6), (20, 3e-5))
+    )
+    hardware, _ = sheet(H100, "cuda:h100", collectives=times)
+    assert hardware.collective_times[0].seconds == (7e-6, 7e-6, 3e-5)
