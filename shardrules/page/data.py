@@ -208,6 +208,7 @@ def _line_data(line: LineTime) -> list[Any]:
         line.communication_seconds,
         line.exposed_seconds,
         line.copy_seconds,
+        line.critical_seconds,
         short_line(line.hidden_by),
     ]
 

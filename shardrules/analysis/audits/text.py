@@ -21,6 +21,9 @@ _MAX_LINES = 10
 """How many rows the tables of collectives, modules and lines have: the whole report fits a screen. The rest is in the
 report's attributes and on its page; half as many rows would leave out what a usual model has."""
 
+_SHADOWED = 0.01
+"""From which part of the step on the critical path is listed: less would not change what to look at first."""
+
 
 def count_text(count: float) -> str:
     """Returns a large number with a unit."""
@@ -132,25 +135,29 @@ def lines_table(lines: Sequence[LineTime]) -> list[str]:
     """Returns the lines of a table of the lines of code that take most of the step; none where nothing takes time."""
     total = sum(line.seconds for line in lines)
 
+    # Where all that runs beside a collective is shorter, the lines that take time are those on the critical path.
+    is_shadowed = any(abs(line.critical_seconds - line.seconds) > _SHADOWED * total for line in lines)
+
     def row(name: str, group: Sequence[LineTime]) -> tuple[str, ...]:
-        seconds, compute, sent, exposed, copies = (
+        seconds, compute, sent, exposed, copies, critical = (
             sum(getattr(line, f"{field}seconds") for line in group)
-            for field in ("", "compute_", "communication_", "exposed_", "copy_")
+            for field in ("", "compute_", "communication_", "exposed_", "copy_", "critical_")
         )
         hidden_by = short_line(group[0].hidden_by) if len(group) == 1 and sent > exposed else ""
         shown = [seconds_text(value) if value else "" for value in (compute, sent, exposed, copies)]
-        return (seconds_text(seconds), f"{seconds / total:.0%}", *shown, name, hidden_by)
+        path = f"{critical / total:.0%}" if is_shadowed else ""
+        return (seconds_text(seconds), f"{seconds / total:.0%}", path, *shown, name, hidden_by)
 
     if not total:
         return []
     rows = [row(short_line(line.line) or "(unknown)", [line]) for line in lines[:_MAX_LINES]]
     rest = lines[_MAX_LINES:]
     rows += [row(f"{len(rest)} more", rest)] if rest else []
-    head = ("time", "", "compute", "sends", "exposed", "copies", "line", "hidden by")
+    head = ("time", "", "critical", "compute", "sends", "exposed", "copies", "line", "hidden by")
     # Most programs wait for no copies and hide nothing: columns without content are left out.
     columns = [index for index, title in enumerate(head) if not title or any(row[index] for row in rows)]
     table = [tuple(row[index] for index in columns) for row in (head, *rows)]
-    return aligned(table, tuple(range(len(columns) - 1 - (columns[-1] == 7))))
+    return aligned(table, tuple(range(len(columns) - 1 - (columns[-1] == 8))))
 
 
 def array_text(collective: Collective) -> str:

@@ -10,11 +10,13 @@ the device never waits for its host to launch a kernel.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TypeAlias, final
 
 import attrs
 
+from shardrules.analysis.schedule.path import PathPart, extended, extended_by, repeated
 from shardrules.analysis.schedule.steps import (
     BranchStep,
     CallStep,
@@ -27,8 +29,8 @@ from shardrules.analysis.schedule.steps import (
     StepReader,
     WaitStep,
 )
-from shardrules.analysis.schedule.tally import Tally
-from shardrules.analysis.schedule.tasks import COMPUTE, OTHER_STREAM, BackgroundTask
+from shardrules.analysis.schedule.tally import Purpose, Tally
+from shardrules.analysis.schedule.tasks import COMPUTE, OTHER_STREAM, BackgroundTask, TaskKind
 from shardrules.analysis.schedule.timeline import PROGRAM, Event, EventKind
 
 _MAX_ROUNDS = 4
@@ -38,6 +40,11 @@ nested loops. With 2, the mean of two rounds is taken where they differ."""
 
 _SHOWN_ROUNDS = 2
 """How many rounds of a loop a timeline shows at least, if there are as many."""
+
+_PURPOSES: Mapping[TaskKind, Purpose] = MappingProxyType(
+    {"communication": "exposed", "copy": "copy", "compute": "compute"}
+)
+"""What the device does while it waits for a task. Waiting for kernels of another stream counts as computing."""
 
 _SAME = 1e-9
 """Rounds are the same if nothing differs by more than this part of their length: rounding errors are far smaller."""
@@ -50,6 +57,8 @@ class Handle:
 
     task: BackgroundTask
     end: float
+    path: PathPart | None
+    """What leads to its end."""
 
 
 @final
@@ -102,6 +111,12 @@ class Player:
     longest: dict[str, int] = attrs.Factory(dict)
     """The branch that each conditional takes, by index."""
 
+    path: PathPart | None = None
+    """What leads to this moment."""
+
+    paths: dict[str, PathPart | None] = attrs.Factory(dict)
+    """What leads to the moment at which each resource will be free."""
+
     tally: Tally = attrs.Factory(Tally)
     events: list[Event] = attrs.Factory(list)
 
@@ -133,7 +148,7 @@ class Player:
         elif isinstance(step, ReceiveStep):
             # What arrives is sent at the same time by another device, which runs the same program.
             return self.meetings.setdefault(
-                step.meeting, Handle(BackgroundTask(step.name, "", "communication", (), 0.0), self.now)
+                step.meeting, Handle(BackgroundTask(step.name, "", "communication", (), 0.0), self.now, self.path)
             )
         elif isinstance(step, LoopStep):
             return self._loop(step, carried.get(step.operand))
@@ -154,6 +169,7 @@ class Player:
             if (both := min(until, end) - max(begin, self.now)) > 0:
                 self.tally.add("hidden", both, line, kernel.line)
         self._record(kernel.name, kernel.line, COMPUTE, self.now, end, "compute")
+        self.path = extended(self.path, self.now, end, kernel.line)
         self._advance(end)
 
     def _end_of(self, seconds: float) -> float:
@@ -168,18 +184,22 @@ class Player:
 
     def _start(self, start: StartStep) -> Handle:
         task = start.task
-        begin = max(self.now, *(self.free.get(resource, 0.0) for resource in task.resources), 0.0)
-        end = begin + task.seconds
+        begin, path = self.now, self.path
         for resource in task.resources:
-            self.free[resource] = end
+            if self.free.get(resource, 0.0) > begin:  # what took the resource before leads to the begin of this
+                begin, path = self.free[resource], self.paths[resource]
+        end = begin + task.seconds
+        path = extended(path, begin, end, task.line)
+        for resource in task.resources:
+            self.free[resource], self.paths[resource] = end, path
             self.tally.add("resource", task.seconds, resource)
             self._record(task.name, task.line, resource, begin, end, task.kind)
         if task.kind == "communication" and task.seconds:
             self.tally.add("sent", task.seconds, task.line)
             bisect.insort(self.sending, (begin, end, task.line))
         # A receive that this task meets ends with it.
-        handle = self.meetings.get(start.meeting, Handle(task, end))
-        handle.task, handle.end = task, end
+        handle = self.meetings.get(start.meeting, Handle(task, end, path))
+        handle.task, handle.end, handle.path = task, end, path
         if start.meeting:
             self.meetings[start.meeting] = handle
         if start.blocks:
@@ -192,9 +212,9 @@ class Player:
         """Moves the clock to the end of a task."""
         task, seconds = handle.task, handle.end - self.now
         if seconds > 0:
-            purposes = {"communication": "exposed", "copy": "copy", "compute": "compute"}
-            self.tally.add(purposes[task.kind], seconds, task.line)
+            self.tally.add(_PURPOSES[task.kind], seconds, task.line)
             self._record(f"wait for {task.name}", task.line, COMPUTE, self.now, handle.end, "wait")
+            self.path = handle.path
             self._advance(handle.end)
 
     def _advance(self, to: float) -> None:
@@ -226,7 +246,9 @@ class Player:
             if rest and tallies and ((is_steady and index >= _SHOWN_ROUNDS) or len(tallies) >= _MAX_ROUNDS):
                 # Where rounds alternate between two lengths, the rest takes the mean of them.
                 shares = [(self.tally, 1.0)] if is_steady else [(tally, 0.5) for tally in tallies[-2:]]
-                self._repeat(shares, rest, free, older, outer)
+                self._repeat(shares, rest, start, free, older)
+                for tally, share in shares:
+                    outer.merge(tally, share * rest)
                 index += rest
                 ends, tallies = self._ends(carried), []
         self.tally = outer
@@ -235,22 +257,20 @@ class Player:
         return carried
 
     def _repeat(
-        self, shares: list[tuple[Tally, float]], count: int, free: dict[str, float], older: "Older", outer: Tally
+        self, shares: list[tuple[Tally, float]], count: int, since: float, free: dict[str, float], older: "Older"
     ) -> None:
         """Adds rounds that are like those that were played: a share of each, and `count` in all.
 
-        `free` is when each resource was free before the last of them.
+        The last of them began at `since`, and `free` is when each resource was free then.
         """
-        shift = 0.0
-        for tally, share in shares:
-            outer.merge(tally, share * count)
-            shift += share * count * sum(map(tally.total, ("compute", "exposed", "copy")))
+        lengths = [share * sum(map(tally.total, ("compute", "exposed", "copy"))) for tally, share in shares]
+        shift = count * sum(lengths)
         title, last = f"{count:,} more round{'s' * (count > 1)}", shares[-1][0]
         for row in (PROGRAM, COMPUTE):
             self._record(title, "", row, self.now, self.now + shift, "rest")
         for handle in self.under_way:
             if handle.end > self.now and handle not in older.handles:
-                handle.end += shift
+                handle.end, handle.path = handle.end + shift, repeated(handle.path, since, self.now, shift)
         self.sending = sorted(
             each if each in older.sending else (each[0] + shift, each[1] + shift, each[2]) for each in self.sending
         )
@@ -258,14 +278,20 @@ class Player:
             end = max(self.now, self.free[resource])
             growth = max(shift, count * (end - max(self.now - shift / count, free.get(resource, 0.0))))
             self._record(title, "", resource, end, end + growth, "rest")
-            if end > self.now:
-                self.free[resource] = end + growth
             if growth > shift * (1 + _SAME):
                 # Nothing waits for what this resource does, and it piles up.
-                line = max(last.of("sent").items(), key=lambda item: item[1], default=("", 0.0))[0]
+                sent = last.of("sent") or {"": 1.0}
+                path = extended_by(self.paths[resource], end, end + growth, sent)
+                line = max(sent, key=lambda line: sent[line])
                 task = BackgroundTask(title, line, "communication", (resource,), 0.0)
-                self.under_way.append(Handle(task, end + growth))
+                self.under_way.append(Handle(task, end + growth, path))
                 bisect.insort(self.sending, (self.now + shift, end + growth, line))
+            elif end > self.now:
+                path = repeated(self.paths[resource], since, self.now, shift)
+            else:
+                continue
+            self.free[resource], self.paths[resource] = end + growth, path
+        self.path = repeated(self.path, since, self.now, shift)
         self.now += shift
 
     def _ends(self, carried: Carried) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The schedule of a compiled program: how long it takes, what each line of code takes of that, and when it runs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import attrs
@@ -9,6 +9,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.kernels import Kernel
 from shardrules.analysis.program.program import CompiledProgram
+from shardrules.analysis.schedule.path import seconds_by_line
 from shardrules.analysis.schedule.player import Player
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.analysis.schedule.steps import StepReader
@@ -19,7 +20,7 @@ from shardrules.analysis.schedule.timeline import Timeline
 @final
 @attrs.frozen
 class LineTime:
-    """What a line of Python takes of a step: `seconds` of all lines add up to the time of the step.
+    """What a line of Python takes of a step. `seconds` of all lines add up to its time, and so do `critical_seconds`.
 
     ```python
     line = sr.reports.LineTime("model.py:12", 0.004, 0.003, 0.001)
@@ -37,12 +38,14 @@ class LineTime:
     """How long the device waits for them."""
     copy_seconds: float = 0.0
     """How long the device waits for its copies between memories."""
+    critical_seconds: float = 0.0
+    """How long it is on the critical path: only this shortens the step."""
     hidden_by: str = ""
     """The line whose kernels hide the largest part of its collectives; empty if that is unknown, or nothing does."""
 
     @property
     def seconds(self) -> float:
-        """What the step would save without it, if nothing else took its turn."""
+        """How long the device computes it or waits for it."""
         return self.compute_seconds + self.exposed_seconds + self.copy_seconds
 
 
@@ -71,10 +74,12 @@ def play_schedule(
     # Loops before what is in them.
     events = sorted(player.events, key=lambda event: (event.start, -event.seconds))
     resources = tuple(sorted(tally.of("resource").items()))
-    return PlayedSchedule(time, _line_times(tally), Timeline(program.name, tuple(events)), resources)
+    return PlayedSchedule(
+        time, _line_times(tally, seconds_by_line(player.path)), Timeline(program.name, tuple(events)), resources
+    )
 
 
-def _line_times(tally: Tally) -> tuple[LineTime, ...]:
+def _line_times(tally: Tally, critical: Mapping[str, float]) -> tuple[LineTime, ...]:
     """What each line takes, the longest first."""
     compute, sent, exposed, copies = (tally.of(purpose) for purpose in ("compute", "sent", "exposed", "copy"))
     hidden_by: dict[str, tuple[float, str]] = {}
@@ -87,6 +92,7 @@ def _line_times(tally: Tally) -> tuple[LineTime, ...]:
             sent.get(line, 0.0),
             exposed.get(line, 0.0),
             copies.get(line, 0.0),
+            critical.get(line, 0.0),
             hidden_by.get(line, (0.0, ""))[1],
         )
         for line in dict.fromkeys((*compute, *sent, *copies))

@@ -1053,11 +1053,11 @@
   }
 
   function linesPart({ lines, seconds }) {
-    const columns = [["Line", "break"], ["Time", "num"], ["Share", "num"], ["Kernels", "num"], ["Sends", "num"], ["Exposed", "num"], ["Copies", "num"], ["Hidden by", "break"]];
+    const columns = [["Line", "break"], ["Time", "num"], ["Share", "num"], ["On the critical path", "num"], ["Kernels", "num"], ["Sends", "num"], ["Exposed", "num"], ["Copies", "num"], ["Hidden by", "break"]];
     const time = (s) => s ? duration(s) : "";
     return part("div.wide", ["Time by line of code ", el("small", {}, "kernels, and what the device waits for")], plainTable("Time by line of code", columns,
-      lines.map(([line, all, kernels, sent, exposed, copies, hidden]) =>
-        [code(line), duration(all), percent(all, seconds), time(kernels), time(sent), time(exposed), time(copies), hidden && sent > exposed ? code(hidden) : ""])));
+      lines.map(([line, all, kernels, sent, exposed, copies, critical, hidden]) =>
+        [code(line), duration(all), percent(all, seconds), percent(critical, seconds), time(kernels), time(sent), time(exposed), time(copies), hidden && sent > exposed ? code(hidden) : ""])));
   }
 
   function memoryPart({ memory, peak_bytes: peak, capacity_bytes: capacity }) {

@@ -83,9 +83,9 @@ REPORT = AuditReport(
     16 * 10**9,
     StepTime(0.012, 0.0051, 0.004, 0.001, 0.0001),
     (
-        LineTime("/home/me/project/model.py:12", 0.009, 0.005, 0.001, 0.0, "/home/me/project/train.py:30"),
-        LineTime("/home/me/project/train.py:30", 0.003, 0.0001),
-        LineTime("", 0.0, copy_seconds=0.0001),
+        LineTime("/home/me/project/model.py:12", 0.009, 0.005, 0.001, 0.0, 0.0125, "/home/me/project/train.py:30"),
+        LineTime("/home/me/project/train.py:30", 0.003, 0.0001, critical_seconds=0.0005),
+        LineTime("", 0.0, copy_seconds=0.0001, critical_seconds=0.0001),
     ),
     (WARNING, NOTE),
     1.5,

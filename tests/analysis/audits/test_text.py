@@ -33,11 +33,11 @@ loss    1.0 G  25%    1.8 KiB   1%
 288.0 KiB    12  all-gather  data        params/layers/up   project/model.py:12
   1.8 KiB     1  all-reduce  data+model  f32[256] and 1 more  project/train.py:30
 
-  time       compute   sends  exposed  copies  line                 hidden by
-------  ---  -------  ------  -------  ------  -------------------  -------------------
- 10 ms  76%     9 ms    5 ms     1 ms          project/model.py:12  project/train.py:30
-  3 ms  23%     3 ms  0.1 ms                   project/train.py:30
-0.1 ms   1%                            0.1 ms  (unknown)
+  time       critical  compute   sends  exposed  copies  line                 hidden by
+------  ---  --------  -------  ------  -------  ------  -------------------  -------------------
+ 10 ms  76%       95%     9 ms    5 ms     1 ms          project/model.py:12  project/train.py:30
+  3 ms  23%        4%     3 ms  0.1 ms                   project/train.py:30
+0.1 ms   1%        1%                            0.1 ms  (unknown)
 
 findings: 1 warning, 1 note
   warning gathered: it is gathered
@@ -130,7 +130,10 @@ def test_counts_as_people_read_them(count: float, text: str) -> None:
 
 
 def test_lines_of_code_beyond_a_screen_are_added_up() -> None:
-    lines = [LineTime(f"/home/me/project/model.py:{line}", 0.001 * (30 - line)) for line in range(30)]
+    lines = [
+        LineTime(f"/home/me/project/model.py:{line}", 0.001 * (30 - line), critical_seconds=0.001 * (30 - line))
+        for line in range(30)
+    ]
     table = lines_table(lines)
     assert [row.split() for row in (table[0], table[2], table[-1])] == [
         ["time", "compute", "line"],

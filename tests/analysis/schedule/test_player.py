@@ -251,10 +251,10 @@ def programs(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
     return STATE + lines("a") + loop("w", rounds, "b") + lines("c"), (body("b", lines("d")),)
 
 
-@given(programs(), st.sampled_from(["one link", "two"]))
+@given(programs(), st.sampled_from(["one link", "two", "shared"]))
 def test_laws_of_schedules(program: tuple[str, tuple[str, ...]], links: str) -> None:
     entry, computations = program
-    hardware = attrs.evolve(CLOCK, torus_dims=2) if links == "two" else CLOCK
+    hardware = {"one link": CLOCK, "two": attrs.evolve(CLOCK, torus_dims=2), "shared": SHARED}[links]
     schedule = play(
         entry,
         *computations,
@@ -268,4 +268,5 @@ def test_laws_of_schedules(program: tuple[str, tuple[str, ...]], links: str) -> 
     assert max(resources.values(), default=0.0) - slack <= time.communication_seconds <= sum(resources.values()) + slack
     assert 0 <= time.exposed_seconds <= time.communication_seconds + slack
     assert sum(line.seconds for line in schedule.lines) == close(time.seconds)
+    assert sum(line.critical_seconds for line in schedule.lines) == close(time.seconds)
     assert schedule.timeline.seconds == close(time.seconds)
