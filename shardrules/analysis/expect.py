@@ -14,7 +14,7 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.analysis.audits.checks import MEMORY_REMEDIES
+from shardrules.analysis.audits.memory import MEMORY_REMEDIES
 from shardrules.analysis.audits.report import AuditReport
 from shardrules.analysis.audits.text import array_text
 from shardrules.analysis.compiling.source import short_line, user_line

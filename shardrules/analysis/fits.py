@@ -14,8 +14,7 @@ from typing import Any, Unpack, final
 import attrs
 import jax.tree_util as jtu
 
-from shardrules.analysis.audits.checks import MEMORY_REMEDIES
-from shardrules.analysis.audits.memory import MemoryUse, memory_use
+from shardrules.analysis.audits.memory import MEMORY_REMEDIES, MemoryUse, memory_use
 from shardrules.analysis.compiling.arguments import read_arguments
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.request import CompileOptions, CompileRequest

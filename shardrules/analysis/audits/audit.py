@@ -4,7 +4,7 @@ from typing import Any
 
 import attrs
 
-from shardrules.analysis.audits.checks import run_checks
+from shardrules.analysis.audits.checks.run import run_checks
 from shardrules.analysis.audits.facts import AuditFacts, spec_text
 from shardrules.analysis.audits.modules import module_costs
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
@@ -14,9 +14,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flops import find_matmuls, flops_by_dtype
-from shardrules.analysis.program.kernels import find_kernels
 from shardrules.analysis.program.program import read_program
-from shardrules.analysis.schedule.schedule import play_schedule
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import ConfigTypeError
 from shardrules.core.spec import spec_repr
@@ -49,7 +47,7 @@ def audit(
         sheet,
     )
     model_matmuls = facts.model_matmuls
-    schedule = play_schedule(program, facts.collectives, find_kernels(program, matmuls), sheet)
+    schedule = facts.schedule
     return AuditReport(
         name=name_of(request.fn),
         target=target,

@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardrules.analysis.audits.memory import MemoryUse, argument_bytes, argument_indices, memory_use
 from shardrules.analysis.audits.shape_matching import ShapeSet, split_shapes
@@ -17,12 +17,18 @@ from shardrules.analysis.compiling.constraints import Constraint, find_constrain
 from shardrules.analysis.compiling.model_flops import ModelMatmul, model_matmuls, without_dead_code
 from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, Role
 from shardrules.analysis.compiling.source import equation_line, user_line
+from shardrules.analysis.costs.collective import collective_seconds
+from shardrules.analysis.costs.kernels import kernel_seconds
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.collectives import Collective, channel
 from shardrules.analysis.program.flops import Matmul
-from shardrules.analysis.program.flow import Value
+from shardrules.analysis.program.flow import LOOP_ROLES, Value
+from shardrules.analysis.program.kernels import NO_WORK, Kernel, find_kernels
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Instruction
+from shardrules.analysis.program.uses import Use, is_elementwise, is_move, uses
+from shardrules.analysis.schedule.schedule import PlayedSchedule, play_schedule
+from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.spec import axis_names, entries, shard_shape, spec_repr
 
 _MAX_HOPS = 24
@@ -32,6 +38,36 @@ Chosen by hand, only to bound the walk: chains of gathers are far shorter, so th
 change what is found in a usual program."""
 
 _GATHERS = ("all-gather", "all-gather-start", "all-gather-done", "async-start", "async-done")
+
+
+_EXPLICIT_MOVES = (
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "pmean", "all_gather", "all_gather_invariant", "all_to_all"),
+    *("ppermute", "pbroadcast", "reduce_scatter", "psum_scatter", "ragged_all_to_all", "reshard"),
+)
+"""JAX operations that move data because a person wrote them."""
+
+_OF_COMPILERS = ("__cublas", "__cudnn", "__onednn", "cublas", "TopK", "SliceToDynamic", "PadToStatic", "__gpu$TopK")
+"""How targets begin that compilers put in for operations of their own, after these were split."""
+
+
+def is_explicit(collective: Collective) -> bool:
+    """Whether a person wrote it. The compiler may name a combined collective after any part of its `shard_map`."""
+    return collective.op_name.rsplit("/", 1)[-1] in _EXPLICIT_MOVES or "shard_map" in collective.op_name
+
+
+def is_black_box(instruction: Instruction) -> bool:
+    """Whether it is a kernel that XLA does not know, and cannot split: one of Pallas, or of another library."""
+    target = instruction.custom_call_target
+    return bool(target) and not NO_WORK.match(target) and not target.startswith(_OF_COMPILERS)
+
+
+@final
+@attrs.frozen
+class Factor:
+    """A factor of a matmul, as one device has it, and the paths of the parameters that it is."""
+
+    array: ArrayType
+    paths: tuple[str, ...]
 
 
 @final
@@ -49,6 +85,16 @@ class AuditFacts:
     """The axes of the mesh."""
     hardware: Hardware
     _parameter_shapes: dict[tuple[str, ...], ShapeSet] = attrs.field(factory=dict, init=False)
+
+    @functools.cached_property
+    def schedule(self) -> PlayedSchedule:
+        """The program's schedule, played."""
+        return play_schedule(self.program, self.collectives, self.kernels, self.hardware)
+
+    @property
+    def time(self) -> StepTime:
+        """The modelled time of the program."""
+        return self.schedule.time
 
     @functools.cached_property
     def constraints(self) -> tuple[Constraint, ...]:
@@ -183,6 +229,42 @@ class AuditFacts:
         """What a device has of each argument."""
         return ShapeSet.of(parameter.types[0].shape for parameter in self.program.entry_computation.parameters)
 
+    def parameters_like(self, collective: Collective, array: ArrayType) -> tuple[str, ...]:
+        """Returns the paths of the parameters of which an array in a collective may be the whole or the gradient."""
+        whole = () if collective.kind == "reduce-scatter" else collective.crossed
+        sizes = {name: size for name, size in self.sizes.items() if name not in whole}
+        paths = []
+        for parameter, role in zip(self.arguments, self.roles, strict=True):
+            if role == PARAMETERS and parameter.shape:
+                # Layers may be stacked for a scan, which takes one slice in each round.
+                shapes = [
+                    local for shape in (parameter.shape, parameter.shape[1:]) for local in split_shapes(shape, sizes)
+                ]
+                paths += [parameter.path] * ShapeSet.of(shapes).matches(array.shape)
+        return tuple(paths)
+
+    def results_of(self, collective: Collective) -> tuple[tuple[Value, ...], ...]:
+        """Returns for each array of a collective the values that it comes out as: several where it is printed often."""
+        computation = self.program.find(collective.computation)
+        instruction = computation.by_name[collective.name]
+        copies = self._copies.get(channel(instruction), ()) or ((computation.name, instruction.name),)
+        # Arrays that a compiler concatenated come out as one.
+        is_tuple = len(instruction.operands) == len(collective.arrays) > 1
+        return tuple(
+            tuple(Value(*copy, index if is_tuple else None) for copy in copies)
+            for index in range(len(collective.arrays))
+        )
+
+    @functools.cached_property
+    def _copies(self) -> Mapping[tuple[str | None, ...], tuple[tuple[str, str], ...]]:
+        """The computations and names of collectives that TPUs print several times, by channel."""
+        copies: dict[tuple[str | None, ...], tuple[tuple[str, str], ...]] = {}
+        for computation, instruction in self.program.walk():
+            if "async_collective_fusion_config" in instruction.text:
+                key = channel(instruction)
+                copies[key] = (*copies.get(key, ()), (computation.name, instruction.name))
+        return copies
+
     def arguments_near(self, collective: Collective) -> tuple[str, ...]:
         """Returns the paths of the matrices that the matmul nearest to a collective multiplies; none if unknown."""
         computation = self.program.find(collective.computation)
@@ -201,6 +283,75 @@ class AuditFacts:
                 if indices:
                     return tuple(dict.fromkeys(self.arguments[index].path for index in indices))
         return ()
+
+    def factors_behind(self, collective: Collective) -> tuple[Factor, ...]:
+        """Returns the two factors of the matmul whose result a collective moves; none if it moves anything else."""
+        computation = self.program.find(collective.computation)
+        operands = computation.by_name[collective.name].operands[:1]
+        for name in operands:
+            origin = self.program.flow.origin(Value(computation.name, name))
+            matmul = self._matmuls_by_name.get(origin.instruction)
+            if matmul is not None:
+                inside = self.program.find(matmul.computation)
+                return tuple(
+                    Factor(inside.by_name[factor].types[0], self._paths_behind(Value(inside.name, factor)))
+                    for factor in inside.by_name[matmul.name].operands[:2]
+                )
+        return ()
+
+    def _paths_behind(self, value: Value) -> tuple[str, ...]:
+        indices = [index for index in self._source_arguments(value) if self.roles[index] == PARAMETERS]
+        return tuple(dict.fromkeys(self.arguments[index].path for index in indices))
+
+    def uses_of(self, values: Iterable[Value], passes_on: Callable[[Instruction], bool] = is_move) -> tuple[Use, ...]:
+        """Returns what uses the values that a collective returns, or what instructions that pass them on return."""
+        return tuple(uses(self.program, values, passes_on))
+
+    def kernels_behind(self, collective: Collective) -> tuple[tuple[ArrayType, Instruction], ...]:
+        """Returns the arrays of a gather that a kernel takes which XLA cannot split, each with that kernel."""
+        if collective.kind != "all-gather" or not collective.crossed or is_explicit(collective):
+            return ()
+        pairs = []
+        for array, values in zip(collective.arrays, self.results_of(collective), strict=True):
+            users = self.uses_of(values, lambda user: is_move(user) or is_elementwise(user))
+            kernels = [use.instruction for use in users if is_black_box(use.instruction)]
+            pairs += [(array, kernel) for kernel in kernels[:1]]
+        return tuple(pairs)
+
+    @functools.cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of the program."""
+        return find_kernels(self.program, self.matmuls)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether it is compiled for CPUs, whose compiler makes no reduce-scatter, and whose memory no sheet knows."""
+        mesh = next((each.mesh for each in self.compiled.argument_shardings if isinstance(each, NamedSharding)), None)
+        return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+    def exposed_seconds(self, computation: str) -> float:
+        """Returns how much longer the collectives of a computation take than what it computes meanwhile."""
+        kernels = [kernel for kernel in self.kernels if kernel.computation == computation]
+        seconds = sum(
+            collective_seconds(collective, self.hardware)
+            for collective in self.collectives
+            if self.round_of(collective) == computation
+        )
+        # With a perfect schedule; and no more than the program's own schedule exposes.
+        return min(max(0.0, seconds - self.seconds_of(kernels)), self.time.exposed_seconds)
+
+    def seconds_of(self, kernels: Iterable[Kernel]) -> float:
+        """Returns how long all runs of kernels take in one call of the program."""
+        return sum(kernel_seconds(kernel, self.hardware) * kernel.times.count for kernel in kernels)
+
+    def round_of(self, collective: Collective) -> str:
+        """Returns the computation of the loop that a collective is in, or of the program: without fusions and calls."""
+        name = collective.computation
+        calls = self.program.callers(name)
+        while len(calls) == 1 and calls[0].role not in LOOP_ROLES:
+            name = calls[0].caller
+            calls = self.program.callers(name)
+        return name
 
     @functools.cached_property
     def _matmuls_by_name(self) -> Mapping[str, Matmul]:

@@ -14,6 +14,16 @@ from shardrules.analysis.program.program import CompiledProgram
 _ARGUMENT = re.compile(r"args\[(\d+)\]")
 """How JAX names the parameters of a function that takes `*args`, as the compiled functions here do."""
 
+MEMORY_REMEDIES = {
+    "parameters": "Split the parameters over more axes, or over a larger mesh",
+    "optimizer state": "Split the optimizer's state as the parameters are, or over more axes",
+    "batch": "Make the batch smaller, or split it over more axes",
+    "padding": "Pick sizes that fill the tiles of the hardware",
+    "outputs": "Donate the arguments that results replace (donate_argnums)",
+    "temporaries": "Make the batch smaller, split activations, or recompute them (jax.checkpoint)",
+}
+"""What to do where a category of memory is too large."""
+
 
 @final
 @attrs.frozen

@@ -1,13 +1,15 @@
 """The sharding constraints in a traced function, and the lines of code that ask for them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.analysis.compiling.jaxprs import equations, programs_in
 from shardrules.analysis.compiling.source import called_from, equation_stack, user_line
 from shardrules.analysis.program.program import Source
 from shardrules.core.check import check_spec
@@ -47,3 +49,61 @@ def weakened_constraints(constraints: Iterable[Constraint], sizes: Mapping[str, 
                     f"{spec_repr(spec)} on an array of shape {shape_text(shape)}: {finding.message}{called_from(stack)}"
                 )
                 yield attrs.evolve(finding, message=message, shape=None, source=user_line(stack))
+
+
+def constraints_by_argument(program: ClosedJaxpr) -> dict[int, list[Constraint]]:
+    """Returns the constraints on what a function makes of each of its arguments, by the index of the argument.
+
+    ```python
+    from shardrules.analysis.compiling.constraints import constraints_by_argument
+
+    def step(state, x):
+        return jax.lax.with_sharding_constraint(state * 2, P("data")), x
+
+    with jax.set_mesh(sr.create_mesh("data:8")):
+        program = jax.make_jaxpr(step)(jnp.ones(16), jnp.ones(4))
+    assert list(constraints_by_argument(program)) == [0]
+    ```
+    """
+    constraints: dict[int, list[Constraint]] = {}
+    # What a value depends on is one bit for each argument.
+    _collect(program.jaxpr, [1 << index for index in range(len(program.jaxpr.invars))], constraints)
+    return constraints
+
+
+def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Constraint]]) -> list[int]:
+    """Adds the constraints of a program whose operands depend on `bits`; returns what its results depend on."""
+    depends = dict(zip(map(id, program.invars), bits, strict=True))
+    for equation in program.eqns:
+        operands = [depends.get(id(operand), 0) for operand in equation.invars]
+        if equation.primitive.name in ("sharding_constraint", "reshard"):
+            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+            if isinstance(sharding, NamedSharding):
+                constraint = equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)
+                for index in range(operands[0].bit_length()):
+                    if operands[0] >> index & 1:
+                        constraints.setdefault(index, []).append(constraint)
+        everything = functools.reduce(operator.or_, operands, 0)
+        results = [everything] * len(equation.outvars)
+        for inner in programs_in(equation):
+            jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            # A call has the operands of its program; loops and branches have others, in an order of their own.
+            is_call = len(jaxpr.invars) == len(operands) and equation.primitive.name in _CALLS
+            inside = _collect(jaxpr, operands if is_call else [everything] * len(jaxpr.invars), constraints)
+            results = inside if is_call and len(inside) == len(results) else results
+        depends |= dict(zip(map(id, equation.outvars), results, strict=True))
+    return [depends.get(id(result), 0) for result in program.outvars]
+
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+"""Operations that call one program with their own operands."""

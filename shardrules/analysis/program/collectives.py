@@ -202,16 +202,17 @@ def _starts(program: CompiledProgram) -> Iterator[tuple[Computation, Instruction
     """
     pairs = [(computation, instruction) for computation, instruction in program.walk() if _kind(instruction)]
     copies = [pair for pair in pairs if "async_collective_fusion_config" in pair[1].text]
-    seen = {_channel(instruction) for computation, instruction in copies if _is_start(computation, instruction)}
+    seen = {channel(instruction) for computation, instruction in copies if _is_start(computation, instruction)}
     for computation, instruction in pairs:
         if "async_collective_fusion_config" in instruction.text and not _is_start(computation, instruction):
-            if _channel(instruction) in seen:
+            if channel(instruction) in seen:
                 continue
-            seen.add(_channel(instruction))  # its start is not printed: the first copy represents it
+            seen.add(channel(instruction))  # its start is not printed: the first copy represents it
         yield computation, instruction
 
 
-def _channel(instruction: Instruction) -> tuple[str | None, ...]:
+def channel(instruction: Instruction) -> tuple[str | None, ...]:
+    """What tells a collective from others: its copies, as TPUs print them, have the same channel."""
     names = ("channel_id", "frontend_attributes")
     return (_kind(instruction), *(instruction.attributes.get(name) for name in names))
 

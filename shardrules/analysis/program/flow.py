@@ -29,6 +29,9 @@ _PASSES_ON = (
 _PASSES_ON_TARGETS = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding")
 """Targets of custom calls that do the same."""
 
+_CARRIERS = ("get-tuple-element", "tuple", "fusion", "call", "while", "parameter", "optimization-barrier")
+"""Instructions whose result is the very value of another instruction."""
+
 CALL_ROLES = (
     *("calls", "to_apply", "called_computations"),
     *("branch_computations", "true_computation", "false_computation"),
@@ -139,7 +142,7 @@ class Flow:
         Returns what made it: an operation, a constant, or a parameter of the entry.
         """
         while True:
-            value = self._local_origin(value)
+            value = self.in_round(value)
             before = self._before_loop(value)
             if before is None:
                 return value
@@ -156,8 +159,14 @@ class Flow:
     def _instruction(self, value: Value) -> Instruction:
         return self.by_name[value.computation].by_name[value.instruction]
 
-    def _local_origin(self, value: Value) -> Value:
-        """Like `origin`, but stops at the state of a loop, when `value` is inside its body."""
+    def source(self, value: Value) -> Value | None:
+        """The same value one step back: in a tuple, outside of a call, or before a loop that does not change it."""
+        if self._instruction(value).op not in _CARRIERS:
+            return None
+        return self._step_back(value) or self._before_loop(value)
+
+    def in_round(self, value: Value) -> Value:
+        """Like `origin`, but stops at the state of a loop when `value` is inside its body."""
         # A loop, not recursion: chains of copies and calls can be thousands of values long.
         while (source := self._step_back(value)) is not None:
             value = source
@@ -208,7 +217,7 @@ class Flow:
     def _is_unchanged(self, body: str, index: int) -> bool:
         """Whether a loop's body returns element `index` of its state as it received it."""
         # `origin` would leave the body, and ask this about the same loop again.
-        origin = self._local_origin(Value(body, self.by_name[body].root, index))
+        origin = self.in_round(Value(body, self.by_name[body].root, index))
         is_same_element = origin.computation == body and origin.index == index
         return is_same_element and self._instruction(origin).op == "parameter"
 
@@ -221,7 +230,7 @@ class Flow:
             %next = s32[] add(%i, %one)
         """
         (condition,), (body,) = loop.references("condition"), loop.references("body")
-        root = self._local_origin(Value(condition, self.by_name[condition].root))
+        root = self.in_round(Value(condition, self.by_name[condition].root))
         test = self._instruction(root)
         if test.op != "compare":
             return None
@@ -231,7 +240,7 @@ class Flow:
         if ends[0] is not None:  # written the other way around: 12 > i
             sides, ends, direction = sides[::-1], ends[::-1], _MIRRORED[direction]
         # The counter must be an element of the state that the condition receives, not the result of an operation.
-        counter, end = self._local_origin(sides[0]), ends[1]
+        counter, end = self.in_round(sides[0]), ends[1]
         if end is None or counter.index is None or counter.computation != condition:
             return None
         start = self.constant(Value(computation.name, loop.operands[0], counter.index))
@@ -240,7 +249,7 @@ class Flow:
 
     def _counter_step(self, body: str, index: int) -> int | None:
         """What a loop's body adds to element `index` of its state in each round."""
-        origin = self._local_origin(Value(body, self.by_name[body].root, index))
+        origin = self.in_round(Value(body, self.by_name[body].root, index))
         instruction = self._instruction(origin)
         if instruction.op not in ("add", "subtract"):
             return None
@@ -249,7 +258,7 @@ class Flow:
         # add(%one, %i) is add(%i, %one), but subtract does not commute.
         if instruction.op == "add" and constants[1] is None:
             sides, constants = sides[::-1], constants[::-1]
-        counter, step = self._local_origin(sides[0]), constants[1]
+        counter, step = self.in_round(sides[0]), constants[1]
         if step is None or (counter.computation, counter.index) != (body, index):
             return None
         return -step if instruction.op == "subtract" else step

@@ -24,7 +24,9 @@ _NO_KERNELS = (
     # Copies between the memories of a device, or to its host: the kernels that use the array count its bytes.
     *("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"),
 )
-_NO_WORK = re.compile(r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|Sharding|SPMD|MoveTo|PinTo|annotate_")
+NO_WORK = re.compile(
+    r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|Sharding|SPMD|Assume|MoveTo|PinTo|annotate_"
+)
 """Targets of custom calls that pass information to the compiler and move nothing."""
 
 
@@ -116,7 +118,7 @@ def _read_kernel(
 ) -> Kernel | None:
     if instruction.op in _NO_KERNELS or instruction.op.endswith("-done") or is_collective(instruction):
         return None
-    if _NO_WORK.match(instruction.custom_call_target):
+    if NO_WORK.match(instruction.custom_call_target):
         return None
     bytes_read = read_bytes(program, computation, instruction)
     fusion = fusion_of(program, instruction)

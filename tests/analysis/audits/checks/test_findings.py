@@ -65,7 +65,9 @@ WEIGHTS = ("parameters", "parameters")
 @targets
 @pytest.mark.parametrize("name", [case.name for case in CLOSED_FORMS])
 def test_closed_forms_have_no_problems(name: str, target: str) -> None:
-    assert closed(name, target).problems == ()
+    # The compiler for CPUs leaves sums over devices in the loop over microbatches.
+    expected = ["reduced-in-loop"] if (name, target) == ("accumulated", CPU) else []
+    assert codes(closed(name, target)) == expected
 
 
 @targets

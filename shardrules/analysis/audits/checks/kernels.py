@@ -1,0 +1,71 @@
+"""Arrays that are gathered because a kernel needs them whole.
+
+XLA splits its own operations. A custom call (a kernel of Pallas, a function of another library by FFI) is a black box:
+unless it says how, it cannot be split, and every device gets the whole batch and does all of the work.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import attrs
+
+from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
+from shardrules.analysis.audits.facts import AuditFacts
+from shardrules.analysis.compiling.source import user_line
+from shardrules.analysis.costs.collective import collective_seconds
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.text import ArrayType, Instruction
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding
+
+
+@final
+@attrs.frozen
+class _KernelGather:
+    collective: Collective
+    array: ArrayType
+    kernel: Instruction
+
+
+def check_kernels(facts: AuditFacts) -> Iterator[Finding]:
+    """Activations that are gathered for a kernel which cannot be split."""
+    groups: dict[tuple[str, str, str], list[_KernelGather]] = {}
+    for gather in _kernel_gathers(facts):
+        key = (gather.kernel.custom_call_target, gather.collective.axes_text, _line(facts, gather))
+        groups.setdefault(key, []).append(gather)
+    for (target, axes, line), group in groups.items():
+        collectives = list({id(gather.collective): gather.collective for gather in group}.values())
+        names = {gather.kernel.name for gather in group}
+        kernels = [kernel for kernel in facts.kernels if kernel.name in names]
+        # Every device of a group does the work of all of them.
+        size = max(collective.group_size for collective in collectives)
+        seconds = sum(collective_seconds(collective, facts.hardware) for collective in collectives)
+        seconds += facts.seconds_of(kernels) * (size - 1) / size
+        wire_bytes = sum(collective.total_wire_bytes for collective in collectives)
+        runs = sum(collective.times.count for collective in collectives)
+        largest = max((gather.array for gather in group), key=lambda array: array.nbytes)
+        paths = names_text(filter(None, facts.paths_of([name for each in collectives for name in each.arguments])))
+        yield Finding(
+            severity(facts, seconds),
+            "gathered-for-kernel",
+            f"{runs} x all-gather over {axes}, largest array {largest}: {bytes_text(wire_bytes)} on the wire "
+            f"per device and step, for the kernel {target!r}, which cannot be split: every "
+            f"device gets all of it, and repeats the work of {size} devices: {cost_text(facts, seconds)}"
+            + f". Arrays: {paths}"
+            * bool(paths),
+            remedy=f"Call the kernel inside jax.shard_map over {axes}, or tell how to split it "
+            "(jax.custom_partitioning with a sharding_rule)",
+            axis=axes if axes in facts.sizes else None,
+            source=line,
+        )
+
+
+def _kernel_gathers(facts: AuditFacts) -> Iterator[_KernelGather]:
+    """Yields the gathers whose result a kernel takes."""
+    for collective in facts.collectives:
+        for array, kernel in facts.kernels_behind(collective):
+            yield _KernelGather(collective, array, kernel)
+
+
+def _line(facts: AuditFacts, gather: _KernelGather) -> str:
+    return user_line(facts.program.stack(gather.kernel)) or user_line(gather.collective.stack)

@@ -1,0 +1,149 @@
+"""States of an optimizer that something asks to be split, and of which every device has more than asked for.
+
+With ZeRO-1 parameters are whole, and moments are split over the axis of the batch. A constraint inside the step is not
+enough, nor is a spec for the state that the step takes: arguments without a spec come whole, and results without a spec
+are what the compiler makes of them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import attrs
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.analysis.audits.checks.costs import cost_text, severity
+from shardrules.analysis.audits.facts import AuditFacts
+from shardrules.analysis.compiling.arguments import Argument
+from shardrules.analysis.compiling.compile import ResultArray
+from shardrules.analysis.compiling.constraints import Constraint, constraints_by_argument
+from shardrules.analysis.compiling.roles import STATE
+from shardrules.analysis.compiling.source import user_line
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding
+from shardrules.core.spec import axis_names, shard_bytes, spec_repr
+
+
+@final
+@attrs.frozen
+class _Whole:
+    """An array of the state that is compiled over fewer axes than something asks for."""
+
+    array: Argument
+    requested: PartitionSpec
+    compiled: PartitionSpec
+    reason: str
+    remedy: str
+    source: str = ""
+
+
+def check_optimizer_state(facts: AuditFacts) -> Iterator[Finding]:
+    """Arrays of the state that are compiled over fewer axes than a spec or a constraint asks for."""
+    for whole in _whole_arrays(facts):
+        array = whole.array
+        asked, actual = (
+            shard_bytes(array.shape, array.dtype, spec, facts.sizes) for spec in (whole.requested, whole.compiled)
+        )
+        # The optimizer reads and writes all that a device has of it.
+        seconds = 2 * (actual - asked) / facts.hardware.memory_bytes_per_second
+        missing = [name for name in axis_names(whole.requested) if name not in axis_names(whole.compiled)]
+        yield Finding(
+            "warning" if actual - asked >= _WARNING_BYTES else severity(facts, seconds),
+            "state-left-whole",
+            f"{whole.reason} {spec_repr(whole.requested)}, and it is compiled as {spec_repr(whole.compiled)}: every "
+            f"device has {bytes_text(actual)} of it in place of {bytes_text(asked)}, {cost_text(facts, seconds)}",
+            array.path,
+            whole.remedy,
+            array.shape,
+            axis=missing[0] if len(missing) == 1 else None,
+            source=whole.source,
+        )
+
+
+_WARNING_BYTES = 2**20
+"""An array that takes a MiB more than asked for is worth a warning whatever its time: states are split for memory.
+
+With 2 MiB the norms and biases of large models would be notes, with half of it small toy models would have warnings."""
+
+
+_IN_PLACE = (
+    "Request the same spec for the state that the step takes (in_shardings), and make the state with it: "
+    "jax.jit(optimizer.init, out_shardings=...)"
+)
+
+
+def _whole_arrays(facts: AuditFacts) -> Iterator[_Whole]:
+    constraints = constraints_by_argument(facts.compiled.jaxpr)
+    results = dict(_results_of_state(facts))
+    for index, (array, role, sharding) in enumerate(
+        zip(facts.arguments, facts.roles, facts.compiled.argument_shardings, strict=True)
+    ):
+        if role == STATE and array.shape and isinstance(sharding, NamedSharding):
+            candidates = (
+                *_by_result(array, sharding.spec, results.get(index)),
+                *_by_constraint(array, sharding.spec, constraints.get(index, ())),
+                *_by_sibling(facts, array, sharding.spec),
+            )
+            whole = [candidate for candidate in candidates if _is_whole(facts, candidate)]
+            yield from whole[:1]
+
+
+def _by_result(array: Argument, compiled: PartitionSpec, result: ResultArray | None) -> Iterator[_Whole]:
+    """What the spec of an array asks of the result that replaces it, and the other way around."""
+    if result is not None and array.spec is not None and isinstance(result.sharding, NamedSharding):
+        remedy = "Request the same spec for the result: out_shardings=(..., plan.mirror(state), ...)"
+        reason = "the state is requested as"
+        # The next step starts from what this one returns.
+        yield _Whole(array, array.spec, result.sharding.spec, reason, remedy)
+    if result is not None and result.requested is not None:
+        reason = "the state that the step returns is requested as"
+        yield _Whole(array, result.requested.spec, compiled, reason, _IN_PLACE)
+
+
+def _by_constraint(array: Argument, compiled: PartitionSpec, constraints: Iterable[Constraint]) -> Iterator[_Whole]:
+    """What the function constrains the new value of an array to."""
+    for shape, spec, stack in constraints:
+        if tuple(shape) == array.shape:
+            reason = "the function constrains what it makes of it to"
+            yield _Whole(array, spec, compiled, reason, _IN_PLACE, user_line(stack))
+
+
+def _by_sibling(facts: AuditFacts, array: Argument, compiled: PartitionSpec) -> Iterator[_Whole]:
+    """What is requested for another array of the state for the same parameter, where nothing is for this one."""
+    spec = None if array.spec is not None else _spec_of_sibling(facts, array)
+    if spec is not None:
+        reason = "other arrays of the state for the same parameter are requested as"
+        yield _Whole(array, spec, compiled, reason, "Request the same spec for all of them: plan.mirror(state)")
+
+
+def _is_whole(facts: AuditFacts, whole: _Whole) -> bool:
+    """Whether a device has more of an array as it is compiled than as it is requested."""
+    array, specs = whole.array, (whole.compiled, whole.requested)
+    actual, requested = (shard_bytes(array.shape, array.dtype, spec, facts.sizes) for spec in specs)
+    return actual > requested
+
+
+def _results_of_state(facts: AuditFacts) -> Iterator[tuple[int, ResultArray]]:
+    """Yields the index of each array of the state with the result that replaces it: the same path and shape."""
+    by_ending: dict[tuple[str, ...], list[ResultArray]] = {}
+    for result in facts.compiled.results:
+        parts = tuple(result.path.split("/"))
+        for start in range(len(parts)):
+            by_ending.setdefault(parts[start:], []).append(result)
+    for index, (array, role) in enumerate(zip(facts.arguments, facts.roles, strict=True)):
+        # Without the name of the argument, which results do not have.
+        ending = tuple(array.path.split("/"))[1:]
+        same = [result for result in by_ending.get(ending, ()) if tuple(result.struct.shape) == array.shape]
+        if role == STATE and len(same) == 1:
+            yield index, same[0]
+
+
+def _spec_of_sibling(facts: AuditFacts, array: Argument) -> PartitionSpec | None:
+    parts = array.path.split("/")
+    for other, role in zip(facts.arguments, facts.roles, strict=True):
+        others = other.path.split("/")
+        if role == STATE and other.spec is not None and other.shape == array.shape and len(others) == len(parts):
+            # "state/0/nu/layers/0/up" and "state/0/mu/layers/0/up" differ in one part, before that of the parameter.
+            pairs = list(zip(parts, others, strict=True))
+            if sum(a != b for a, b in pairs) == 1 and parts[-1] == others[-1]:
+                return other.spec
+    return None

@@ -1,0 +1,86 @@
+"""Weights that are gathered once to compute a layer, and again where `jax.checkpoint` computes it again.
+
+Gathering again saves the memory of gathered weights, and costs nothing while devices compute for longer than they
+gather. With few tokens on a device it is the other way around: every step waits for weights that it had already.
+"""
+
+from collections.abc import Iterator
+
+from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
+from shardrules.analysis.audits.facts import AuditFacts
+from shardrules.analysis.compiling.roles import PARAMETERS
+from shardrules.analysis.compiling.source import user_line
+from shardrules.analysis.costs.collective import collective_seconds
+from shardrules.analysis.program.collectives import Collective
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding
+
+RECOMPUTED = "rematted_computation"
+"""What JAX calls the operations that `jax.checkpoint` repeats, in their paths."""
+
+
+def check_regathered(facts: AuditFacts) -> Iterator[Finding]:
+    """Weights that are gathered again for the backward pass, where that is not hidden and memory is left."""
+    again = [collective for collective in facts.collectives if _is_again(facts, collective)]
+    if not again:
+        return
+    # What devices compute meanwhile hides the gathers of the same loop.
+    seconds = 0.0
+    for name in dict.fromkeys(facts.round_of(collective) for collective in again):
+        gathers = sum(collective_seconds(each, facts.hardware) for each in again if facts.round_of(each) == name)
+        seconds += min(gathers, facts.exposed_seconds(name))
+    kept_bytes = sum(collective.total_payload_bytes for collective in again)
+    free_bytes = facts.hardware.memory_bytes - facts.memory.peak_bytes
+    if not seconds or (kept_bytes > free_bytes and not facts.is_on_cpu):
+        return
+    wire_bytes = sum(collective.total_wire_bytes for collective in again)
+    runs = sum(collective.times.count for collective in again)
+    largest = max((array for collective in again for array in collective.arrays), key=lambda array: array.nbytes)
+    paths = filter(None, facts.paths_of([path for collective in again for path in collective.arguments]))
+    axes = list(dict.fromkeys(collective.axes_text for collective in again))
+    yield Finding(
+        severity(facts, seconds),
+        "gathered-twice",
+        f"{names_text(paths)}: gathered to compute with, and gathered again ({runs} x all-gather over "
+        f"{', '.join(axes)}, largest array {largest}, {bytes_text(wire_bytes)} on the wire per device and step) "
+        f"to compute "
+        "the same again in the backward pass. Too little is computed meanwhile to hide that: "
+        f"{cost_text(facts, seconds)}. To keep them "
+        f"takes {bytes_text(kept_bytes)}, and {bytes_text(max(0, free_bytes))} are free",
+        remedy="Give the gathered weights a name, checkpoint_name(with_sharding_constraint(w, P()), 'gathered'), and "
+        "save it (jax.checkpoint_policies.save_only_these_names); or compute with more tokens on each device",
+        axis=axes[0] if len(axes) == 1 and axes[0] in facts.sizes else None,
+        source=next(filter(None, (user_line(collective.stack) for collective in again)), ""),
+    )
+
+
+def _is_again(facts: AuditFacts, collective: Collective) -> bool:
+    """Whether it gathers parameters to recompute something, after they were gathered to compute it."""
+    if collective.kind != "all-gather" or not _is_recomputed(facts, collective):
+        return False
+    indices = [facts.argument_indices.get(name) for name in collective.arguments]
+    if not indices or any(index is None or facts.roles[index] != PARAMETERS for index in indices):
+        return False
+    others = [
+        name
+        for other in facts.collectives
+        if other.kind == "all-gather" and other is not collective and not _is_recomputed(facts, other)
+        for name in other.arguments
+    ]
+    return all(name in others for name in collective.arguments)
+
+
+def _is_recomputed(facts: AuditFacts, collective: Collective) -> bool:
+    if _is_in_backward(collective.op_name):
+        return True
+    # Combined gathers have the name of one of their users.
+    return any(
+        RECOMPUTED in use.instruction.op_name
+        for values in facts.results_of(collective)
+        for use in facts.uses_of(values)
+    )
+
+
+def _is_in_backward(op_name: str) -> bool:
+    """Whether an operation repeats a part of a checkpointed function, or is of its backward pass."""
+    return RECOMPUTED in op_name or ("transpose(" in op_name and "checkpoint" in op_name)

@@ -1,0 +1,91 @@
+"""Memory that does not suffice or is not reused, and what the figures of an audit leave out."""
+
+from collections.abc import Iterator
+
+from shardrules.analysis.audits.checks.costs import names_text
+from shardrules.analysis.audits.facts import AuditFacts
+from shardrules.analysis.audits.memory import MEMORY_REMEDIES
+from shardrules.analysis.compiling.source import user_line
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.program.flops import uncounted_kernels
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding
+from shardrules.core.tree import array_kind
+
+_LARGE_CONSTANT_BYTES = 2**20
+"""Arrays that a function closes over are reported from a MiB on: weights are larger, masks and position tables smaller.
+
+With 2 MiB a matrix of 512 x 512 in float32 would pass, with half a MiB a table of positions might be reported."""
+
+
+def check_memory(facts: AuditFacts) -> Iterator[Finding]:
+    """A program that does not fit the memory of a device."""
+    peak, capacity = facts.memory.peak_bytes, facts.hardware.memory_bytes
+    refusal = facts.compiled.refusal
+    # The devices of a CPU share the memory of the machine, whose size the sheet does not know.
+    if (peak <= capacity and not refusal) or facts.hardware == Hardware.named("cpu"):
+        return
+    excess = f"{bytes_text(peak - capacity)} too much" if peak > capacity else f"and the compiler says: {refusal}"
+    shares = facts.memory.shares()
+    largest = max(shares, key=lambda name: shares[name])
+    heaviest = sorted(zip(facts.device_bytes, facts.arguments, strict=True), key=lambda pair: -pair[0])[:3]
+    arrays = ", ".join(f"{array.path} {bytes_text(size)}" for size, array in heaviest)
+    yield Finding(
+        "error",
+        "does-not-fit",
+        f"a device needs {bytes_text(peak)}, and {facts.hardware.name} has {bytes_text(capacity)}: {excess}. Largest "
+        f"share: {largest}, {bytes_text(shares[largest])}; largest arguments: {arrays}",
+        remedy=MEMORY_REMEDIES[largest],
+    )
+
+
+def check_constants(facts: AuditFacts) -> Iterator[Finding]:
+    """Arrays that are part of the program: every device has all of them, and compilers do not count them."""
+    arrays = [constant for constant in facts.compiled.jaxpr.consts if array_kind(constant) is not None]
+    size = sum(array.nbytes for array in arrays)
+    if size >= _LARGE_CONSTANT_BYTES:
+        largest = sorted(arrays, key=lambda array: -array.nbytes)[:3]
+        shapes = ", ".join(f"{array.dtype}{list(array.shape)}" for array in largest)
+        yield Finding(
+            "warning",
+            "closed-over",
+            f"the function closes over {bytes_text(size)} of arrays ({shapes}). They are constants of the program, "
+            "whole on every device, and not counted as memory here",
+            remedy="Pass them as arguments",
+        )
+
+
+def check_uncounted(facts: AuditFacts) -> Iterator[Finding]:
+    """Kernels of unknown FLOPs and loops of unknown length."""
+    for kernel in uncounted_kernels(facts.program):
+        target = kernel.attributes.get("custom_call_target", "").strip('"')
+        yield Finding(
+            "note",
+            "uncounted-kernel",
+            f"the FLOPs of kernel {target!r} are unknown and count as 0",
+            remedy="Give pallas_call a cost_estimate",
+            source=user_line(facts.program.stack(kernel)),
+        )
+    for loop in facts.program.unknown_loops:
+        yield Finding(
+            "note",
+            "unknown-loop",
+            "the length of a loop is unknown; its body counts once",
+            source=user_line(facts.program.stack(loop)),
+        )
+
+
+def check_donation(facts: AuditFacts) -> Iterator[Finding]:
+    """Donated arrays whose memory no result reuses."""
+    reused = {alias.parameter for alias in facts.program.aliases}
+    unused = [array_index for array_index in facts.compiled.donated if array_index not in reused]
+    if unused:
+        size = sum(facts.device_bytes[array_index] for array_index in unused)
+        paths = names_text(facts.arguments[array_index].path for array_index in unused)
+        yield Finding(
+            "warning",
+            "donated-in-vain",
+            f"{len(unused)} donated arrays, {bytes_text(size)} per device, are not reused: no remaining result has the "
+            f"shape, dtype and sharding of {paths}",
+            remedy="Give the results the shardings of the arguments (out_shardings), or do not donate these",
+        )

@@ -1,0 +1,46 @@
+"""Every accident is a finding with array, line, bytes, cost and remedy, and its twin without it has none."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.analysis.audits.checks import accidents
+from tests.analysis.audits.checks.accidents import ACCIDENTS, Step
+from tests.analysis.programs import CPU, CUDA, TPU
+
+COST = re.compile(r"modelled [\d.,]+ (ms|µs), [\d.e+-]+ % of the step")
+
+ABSENT = {
+    (accidents.narrow, CPU),  # CPUs have no reduce-scatter,
+    (accidents.float8, CPU),  # compute in float32 what is written in 8 bits,
+    (accidents.bfloat16, CPU),
+    (accidents.table, CPU),  # and move tables out of loops.
+    (accidents.narrow, CUDA),  # GPUs scatter rows of any size,
+    (accidents.small, CUDA),  # and combine gathers.
+    (accidents.kernel, TPU),  # JAX refuses kernels of Pallas that are not in shard_map.
+}
+"""Accidents that a compiler does not have."""
+
+CASES = [(fn, target) for target in (CPU, CUDA, TPU) for fn in ACCIDENTS if (fn, target) not in ABSENT]
+
+
+def ids(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fn", "target"), CASES, ids=ids)
+def test_an_accident_is_a_warning_and_its_twin_has_none(fn: Callable[[bool, str], Step], target: str) -> None:
+    code = ACCIDENTS[fn]
+    report = fn(True, target).audit(target)
+    findings = [finding for finding in report.findings if finding.code == code and finding.severity == "warning"]
+    assert findings, report.findings
+    for finding in findings:
+        assert finding.source, "it has a line of code"
+        assert re.search(r"\d (B|KiB|MiB)|FLOPs", finding.message), "it has bytes"
+        assert COST.search(finding.message), "it has a cost"
+        assert finding.remedy
+        assert re.search(r"\[[\d,]+\]|'hiden'", finding.message) or finding.shape, "it has an array"
+    twin = fn(False, target).audit(target)
+    assert [finding for finding in twin.problems if finding.code == code] == []
