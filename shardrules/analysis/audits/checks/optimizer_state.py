@@ -40,17 +40,17 @@ def check_optimizer_state(facts: AuditFacts) -> Iterator[Finding]:
     """Arrays of the state that are compiled over fewer axes than a spec or a constraint asks for."""
     for whole in _whole_arrays(facts):
         array = whole.array
-        asked, actual = (
+        requested, actual = (
             shard_bytes(array.shape, array.dtype, spec, facts.sizes) for spec in (whole.requested, whole.compiled)
         )
         # The optimizer reads and writes all that a device has of it.
-        seconds = 2 * (actual - asked) / facts.hardware.memory_bytes_per_second
+        seconds = 2 * (actual - requested) / facts.hardware.memory_bytes_per_second
         missing = [name for name in axis_names(whole.requested) if name not in axis_names(whole.compiled)]
         yield Finding(
-            "warning" if actual - asked >= _WARNING_BYTES else severity(facts, seconds),
+            "warning" if actual - requested >= _WARNING_BYTES else severity(facts, seconds),
             "state-left-whole",
             f"{whole.reason} {spec_repr(whole.requested)}, and it is compiled as {spec_repr(whole.compiled)}: every "
-            f"device has {bytes_text(actual)} of it in place of {bytes_text(asked)}, {cost_text(facts, seconds)}",
+            f"device has {bytes_text(actual)} of it in place of {bytes_text(requested)}, {cost_text(facts, seconds)}",
             array.path,
             whole.remedy,
             array.shape,

@@ -21,12 +21,18 @@ _MIN_RUNS = 100
 A model of a few layers has dozens in a healthy step. With 200 the published case of 583 would still be a finding, but
 not its half; with 50 toy models of two layers would be."""
 
+_LATENCY_SHARE = 1 / 3
+"""The share of a collective's time that its messages must take to travel, for it to be small.
+
+Combined, such collectives take two thirds of their time or less. With a half, GPUs' short protocols, which trade
+bandwidth for latency, would hide some; with a fifth most of what is small would gain little."""
+
 
 def check_small_collectives(facts: AuditFacts) -> Iterator[Finding]:
     """Hundreds of small collectives of the same kind over the same axes, in one computation, that nobody combined."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for collective in facts.collectives:
-        is_small = _latency_seconds(facts, collective) > 0.5 * _seconds(facts, collective)
+        is_small = _latency_seconds(facts, collective) > _LATENCY_SHARE * _seconds(facts, collective)
         if collective.group_size > 1 and is_small and _is_independent(facts, collective):
             groups.setdefault((collective.kind, collective.axes_text), []).append(collective)
     for (kind, axes), group in groups.items():
