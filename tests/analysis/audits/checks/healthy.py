@@ -1,7 +1,6 @@
 """Train steps without an accident: the structures of published steps, at toy dimensions but with as many tokens."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, final
 
@@ -63,31 +62,32 @@ class Decoder:
 
     def layer(self, x: Any, weights: Any, angles: Any) -> tuple[Any, None]:
         weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-        split = functools.partial(con)
         y = normed(x)
         query, key, value = (
-            split(jnp.einsum("bse,ehd->bshd", y, weights[name]), BATCH_AXES, None, "tensor")
+            con(jnp.einsum("bse,ehd->bshd", y, weights[name]), BATCH_AXES, None, "tensor")
             for name in ("query", "key", "value")
         )
         query, key = checkpoint_name(rotated(query, angles), "query"), checkpoint_name(rotated(key, angles), "key")
         heads = jax.nn.dot_product_attention(query, key, checkpoint_name(value, "value"), is_causal=True)
         out = jnp.einsum("bshd,hde->bse", checkpoint_name(heads, "heads"), weights["out"])
-        x = split(x + checkpoint_name(out, "out"), BATCH_AXES)
+        x = con(x + checkpoint_name(out, "out"), BATCH_AXES)
         y = normed(x)
-        hidden = split(y @ weights["up"], BATCH_AXES, None, "tensor")
+        hidden = con(y @ weights["up"], BATCH_AXES, None, "tensor")
         if self.is_gated:
-            hidden = jax.nn.silu(split(y @ weights["gate"], BATCH_AXES, None, "tensor")) * hidden
+            hidden = jax.nn.silu(con(y @ weights["gate"], BATCH_AXES, None, "tensor")) * hidden
         else:
             hidden = jax.nn.gelu(hidden)
-        return split(x + hidden @ weights["down"], BATCH_AXES), None
+        return con(x + hidden @ weights["down"], BATCH_AXES), None
 
     def loss(self, weights: Any, tokens: Any) -> Any:
         x = con(weights["embed"].astype(jnp.bfloat16)[tokens[:, :-1]], BATCH_AXES)
         angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
-        layer: Callable[..., Any] = lambda x, weights: self.layer(x, weights, angles)
-        if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=POLICIES[self.remat], prevent_cse=False)
-        x, _ = lax.scan(layer, x, weights["layers"])
+
+        def layer(x: Any, weights: Any) -> tuple[Any, None]:
+            return self.layer(x, weights, angles)
+
+        kept = POLICIES.get(self.remat)
+        x, _ = lax.scan(jax.checkpoint(layer, policy=kept, prevent_cse=False) if kept else layer, x, weights["layers"])
         logits = con(normed(x) @ weights["head"].astype(jnp.bfloat16), BATCH_AXES, None, "tensor").astype(jnp.float32)
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
