@@ -36,7 +36,8 @@ _CONVEYS = (
 
 _INDEX = re.compile(r"\bindex=(\d+)")
 
-_RENDEZVOUS = re.compile(r'channel_id=\d+|_xla_host_transfer_rendezvous="[^"]*"')
+_CHANNEL = re.compile(r"channel_id=\d+")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
 
 
 @final
@@ -187,7 +188,8 @@ class StepReader:
         if op == "recv":
             return [ReceiveStep(name, _meeting(instruction.text))]
         if op in COPY_STARTS:
-            task = copy_task(computation, instruction, self._line(instruction), self.hardware)
+            line = self._line_near(computation, instruction)
+            task = copy_task(computation, instruction, line, self.hardware)
             return [StartStep(name, task, blocks=False)]
         if op.endswith("-done"):
             return [WaitStep(name, instruction.operands)]
@@ -220,7 +222,7 @@ class StepReader:
         return self.program.find(collective.computation).by_name[collective.name].text
 
     def _run(self, computation: Computation, instruction: Instruction, kernel: Kernel) -> Step:
-        line = self._line_of(kernel.stack) or self._line(instruction)
+        line = self._line_of(kernel.stack) or self._line_near(computation, instruction)
         copy = host_copy(computation, instruction, kernel.read_bytes, kernel.written_bytes, line, self.hardware)
         if copy is not None:
             return StartStep(kernel.name, copy, blocks=True)
@@ -233,7 +235,7 @@ class StepReader:
         return ComputeStep(kernel.name, line, seconds, is_memory_bound)
 
     def _start(self, instruction: Instruction, collectives: list[Collective], *, blocks: bool) -> StartStep:
-        tasks = [collective_task(each, self._line_of(each.stack), self.hardware) for each in collectives]
+        tasks = [collective_task(each, self._line_of_collective(each), self.hardware) for each in collectives]
         task = tasks[0]
         if len(tasks) > 1:  # one instruction may hold several
             resources = dict.fromkeys(resource for each in tasks for resource in each.resources)
@@ -255,6 +257,23 @@ class StepReader:
         if is_async and collectives:
             return self._start(instruction, collectives, blocks=_blocks(instruction))
         return CallStep(instruction.name, line, instruction.operands, called[0], is_async)
+
+    def _line_of_collective(self, collective: Collective) -> str:
+        computation = self.program.find(collective.computation)
+        start = computation.by_name[collective.name]
+        line = self._line_of(collective.stack) or self._line_near(computation, start)
+        if not line and start.op == "send":  # what is sent is used where it arrives
+            receives = (each for each in computation.instructions if each.op == "recv" and _meet(start, each))
+            line = next(filter(None, (self._line_near(computation, receive) for receive in receives)), "")
+        return line
+
+    def _line_near(self, computation: Computation, instruction: Instruction) -> str:
+        """The line of the nearest instruction that comes from a line of the user; empty if none does.
+
+        Compilers add copies and conversions, and JAX operations of its own, as those around the body of a scan.
+        """
+        near = self.program.nearby(computation, instruction)
+        return next(filter(None, map(self._line, near)), "")
 
     def _line(self, instruction: Instruction) -> str:
         return self._line_of(self.program.stack(instruction))
@@ -278,7 +297,13 @@ def _blocks(instruction: Instruction) -> bool:
 
 
 def _meeting(text: str) -> str:
-    return " ".join(_RENDEZVOUS.findall(text))
+    # Between slices a send and its receive have channels of their own, but one name.
+    match = _RENDEZVOUS.search(text) or _CHANNEL.search(text)
+    return "" if match is None else match[0]
+
+
+def _meet(send: Instruction, receive: Instruction) -> bool:
+    return _meeting(send.text) == _meeting(receive.text)
 
 
 def _channel_of(computation: Computation) -> str:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrules.analysis.schedule.schedule import PlayedSchedule
-from tests.analysis.schedule.handmade import CLOCK, STATE, blocking, body, done, kernel, loop, play, start
+from tests.analysis.schedule.handmade import CLOCK, STATE, at, blocking, body, done, kernel, loop, play, start
 
 close = pytest.approx
 
@@ -188,18 +188,35 @@ def test_another_stream_runs_beside_the_kernels() -> None:
     assert dict(schedule.resources) == close({"other stream": 5})
 
 
-def test_a_receive_ends_with_the_send_that_it_meets() -> None:
-    pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,0}}"}'
+PAIRS = '_xla_send_recv_source_target_pairs="{{0,1},{1,0}}"'
+SLICES = (
+    '_xla_host_transfer_rendezvous="all-gather.1_0",_xla_megascale_target={{100000->100001}},'
+    '_xla_megascale_transfer_type="ONE_TO_ONE"'
+)
+
+
+@pytest.mark.parametrize(
+    ("channels", "fields"), [((7, 7), PAIRS), ((7, 8), SLICES)], ids=["between GPUs", "between slices"]
+)
+def test_a_receive_ends_with_the_send_that_it_meets(channels: tuple[int, int], fields: str) -> None:
+    sent, received = (f"channel_id={channel}, frontend_attributes={{{fields}}}" for channel in channels)
     entry = (
         "  %x = f32[4]{0} constant({...})\n  %t = token[] after-all()\n"
-        f"  %r = (f32[4]{{0}}, u32[], token[]) recv(%t), channel_id=7, {pairs}\n"
-        f"  %s = (f32[4]{{0}}, u32[], token[]) send(%x, %t), channel_id=7, {pairs}\n"
+        f"  %r = (f32[4]{{0}}, u32[], token[]) recv(%t), {received}\n"
+        f"  %s = (f32[4]{{0}}, u32[], token[]) send(%x, %t), {sent}\n"
         + kernel("k", 3)
-        + "  %rd = (f32[4]{0}, token[]) recv-done(%r), channel_id=7\n"
+        + f"  %rd = (f32[4]{{0}}, token[]) recv-done(%r), channel_id={channels[1]}\n"
+        + "  %y = f32[4]{0} get-tuple-element(%rd), index=0\n"
+        + f"  %used = f32[1]{{0}} slice(%y), slice={{[0:1]}}, {at(30)}\n"
         + kernel("l", 1)
-        + "  %sd = token[] send-done(%s), channel_id=7\n"
+        + f"  %sd = token[] send-done(%s), channel_id={channels[0]}\n"
     )
-    assert parts(play(entry)) == close((5, 4, 4, 1))
+    schedule = play(entry, change=lambda each: {"group_size": 2, "between_slices": False, "host_count": 1})
+    seconds, compute, sending, exposed = parts(schedule)
+    assert (sending, exposed) == close((4, 1))
+    assert seconds == close(compute + 1)
+    # The send has no line of its own: it is that of what uses its result.
+    assert [line.line for line in schedule.lines if line.communication_seconds] == ["/home/me/m.py:30"]
 
 
 FUSED = """%{name} (p.{name}: f32[4]) -> f32[4] {{
