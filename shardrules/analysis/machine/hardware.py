@@ -223,7 +223,7 @@ class Hardware:
 
     @staticmethod
     def measure(
-        devices: Sequence[jax.Device] | None = None, *, time_limit: float = 60.0, name: str | None = None
+        devices: Sequence[Any] | None = None, *, time_limit: float = 60.0, name: str | None = None
     ) -> "Hardware":
         """Measures the devices that are there: matmuls, memory, launches, collectives, the link to the host.
 

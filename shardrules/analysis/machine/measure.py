@@ -223,7 +223,7 @@ def _host(device: Any, hosts: Sequence[str]) -> str:
     """What links join: a slice of TPUs, or a host, which may have several processes."""
     if device.platform == "tpu":
         return f"slice {getattr(device, 'slice_index', 0)}"
-    return hosts[device.process_index]
+    return hosts[int(device.process_index)]
 
 
 def _memory_bytes(device: Any) -> int:
@@ -282,8 +282,8 @@ def _measure_matmuls(session: _Session) -> None:
     for kind in MATMUL_KINDS:
         sizes = cubes(session.matmuls, kind)
         for some in (sizes[:1] + sizes[1:][-1:], sizes):
-            for dims in itertools.product(some, repeat=3):
-                _measure_matmul(session, kind, dims, "matmuls")
+            for m, n, k in itertools.product(some, some, some):
+                _measure_matmul(session, kind, (m, n, k), "matmuls")
 
 
 def cubes(matmuls: Iterable[MatmulTime], kind: str) -> tuple[int, ...]:

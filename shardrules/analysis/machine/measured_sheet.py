@@ -181,7 +181,7 @@ def _matmul_table(matmuls: Sequence[MatmulTime], kind: str, peak: float) -> dict
     sizes = cubes(matmuls, kind)
     grids = [sizes, sizes[:1] + sizes[1:][-1:]]
     for grid in grids:
-        combinations = list(itertools.product(grid, repeat=3))
+        combinations = list(itertools.product(grid, grid, grid))
         if len(grid) > 1 and all(dims in rates for dims in combinations):
             rows = [rates[dims] for dims in combinations]
             return {"kind": kind, "m": grid, "n": grid, "k": grid, "flops_per_second": rows, "peak": peak}

@@ -63,7 +63,7 @@ class Overhead:
 def device_overhead(device: Any, end: float) -> Overhead:
     """Measures calls and empty rounds on one device. `end` is when to stop repeating, as below."""
     x = jax.device_put(np.ones(8, np.float32), SingleDeviceSharding(device))
-    return _overhead(lambda carry: (_touched(*carry, 1.0), carry[1]), (x, x + 0), (), end, _as_it_is)
+    return _overhead(lambda carry: (_touched(carry, 1.0), carry[1]), (x, x + 0), (), end, _as_it_is)
 
 
 def matmul_seconds(
@@ -137,7 +137,7 @@ def group_overhead(devices: Sequence[Any], end: float) -> Overhead:
     mesh = _line(devices)
     x, y, scale = (_on_all(np.full(8, value, np.float32), mesh) for value in (1, 1, 0.5))
     return _overhead(
-        lambda carry, scale: (_touched(*carry, scale[0]), carry[1]), (x, y), (scale,), end, _mapped_over(mesh)
+        lambda carry, scale: (_touched(carry, scale[0]), carry[1]), (x, y), (scale,), end, _mapped_over(mesh)
     )
 
 
@@ -161,7 +161,7 @@ def collective_seconds(
 
     def send(carry: Any, scale: Any) -> Any:
         # An element differs from device to device: what is equal on all of them need not be sent.
-        x = _touched(*carry, scale[0])
+        x = _touched(carry, scale[0])
         return x, collectives[kind](x)
 
     x, y = (_on_all(np.ones(local, np.float32), mesh) for local in (operand, result))
@@ -209,8 +209,9 @@ def _mapped_over(mesh: Mesh) -> Callable[[Step], Step]:
     return lambda step: jax.shard_map(step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
 
 
-def _touched(x: Any, y: Any, scale: Any) -> Any:
-    """`x` with an element that depends on `y`."""
+def _touched(carry: Any, scale: Any) -> Any:
+    """The first of two arrays, with an element that depends on the second."""
+    x, y = carry
     return x.at[0].set(y[0] * scale)
 
 

@@ -90,11 +90,14 @@ def _type_end(text: str) -> int:
 def model_program(program: CompiledProgram, collectives: Sequence[Collective], hardware: Hardware) -> ModelledProgram:
     """Models every instruction of a program that a trace may have an event of."""
     parts: dict[str, ModelledPart] = {}
+    kernels = {kernel.name: kernel for kernel in find_kernels(program, find_matmuls(program))}
+    distant_ends = _distant_ends(program)
     for collective in collectives:
         part = _collective_part(collective, hardware)
-        for name in _ends(program, collective):
-            parts[name] = part
-    kernels = {kernel.name: kernel for kernel in find_kernels(program, find_matmuls(program))}
+        for name in _ends(program, collective, distant_ends):
+            # A fusion that computes, too, is a kernel.
+            if name not in kernels:
+                parts[name] = part
     control: list[tuple[Computation, Instruction]] = []
     for computation in _control_computations(program):
         for instruction in computation.instructions:
@@ -132,10 +135,11 @@ def _collective_part(collective: Collective, hardware: Hardware) -> ModelledPart
     )
 
 
-def _ends(program: CompiledProgram, collective: Collective) -> Iterator[str]:
+def _ends(program: CompiledProgram, collective: Collective, distant_ends: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """The names of a collective's instructions: its own, those around it, and those that wait for any of these."""
     computation = program.find(collective.computation)
     instruction = computation.by_name[collective.name]
+    channel = instruction.attributes.get("channel_id")
     while True:
         waiting = [instruction]
         for start in waiting:  # grows while iterated
@@ -145,8 +149,24 @@ def _ends(program: CompiledProgram, collective: Collective) -> Iterator[str]:
         calls = [call for call in program.callers(computation.name) if call.role not in LOOP_ROLES]
         # Only fusions and wrappers are one with what they hold; a call or a branch runs other kernels, too.
         if len(calls) != 1 or calls[0].instruction.op not in ("fusion", "async-start"):
-            return
+            break
         computation, instruction = program.find(calls[0].caller), calls[0].instruction
+    yield from distant_ends.get(channel or "", ())
+
+
+def _distant_ends(program: CompiledProgram) -> dict[str, list[str]]:
+    """The fusions that wait for a collective of each channel.
+
+    TPUs wait in a fusion that has a copy of the collective, far from the one that starts it.
+    """
+    ends: dict[str, list[str]] = {}
+    for computation in program.computations:
+        if any(inner.custom_call_target == "AsyncCollectiveDone" for inner in computation.instructions):
+            channels = [inner.attributes.get("channel_id") for inner in computation.instructions]
+            for channel in dict.fromkeys(channel for channel in channels if channel is not None):
+                names = [call.instruction.name for call in program.callers(computation.name)]
+                ends.setdefault(channel, []).extend(names)
+    return ends
 
 
 def _waits(user: Instruction) -> bool:

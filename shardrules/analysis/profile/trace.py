@@ -22,8 +22,9 @@ from jax.profiler import ProfileData
 
 from shardrules.core.errors import ConfigTypeError, TraceError
 
-Trace: TypeAlias = "ProfileData | str | Path"
-"""What `compare` takes: a trace in memory, its file, or the folder that `jax.profiler.trace` wrote it to."""
+Trace: TypeAlias = str | Path | Any
+"""What `compare` takes: the folder that `jax.profiler.trace` wrote to, a file in it, or a `jax.profiler.ProfileData`,
+which has no type for checkers."""
 
 _TPU_PLANE = re.compile(r"/device:TPU:\d+")
 _GPU_PLANE = re.compile(r"/device:GPU:\d+")
@@ -133,6 +134,7 @@ class ProfileTrace:
 
 def read_trace(trace: Trace) -> ProfileTrace:
     """Reads a trace. A `TraceError` says what it lacks."""
+    profiles: dict[str, Any]
     if isinstance(trace, ProfileData):
         source, profiles = "a trace in memory", {"": trace}
     elif isinstance(trace, str | Path):
@@ -178,7 +180,7 @@ def trace_files(path: Path) -> tuple[list[Path], str]:
     return sessions[newest], f"{newest}{others}"
 
 
-def _read_file(file: Path) -> ProfileData:
+def _read_file(file: Path) -> Any:
     try:
         return ProfileData.from_serialized_xspace(file.read_bytes())
     except (OSError, RuntimeError, ValueError) as error:

@@ -20,8 +20,14 @@ HloModule jit_step, num_partitions=4
 
 %fused (p: f32[16]) -> f32[64] {
   %p = f32[16]{0} parameter(0)
-  %all-gather.3 = f32[64]{0} all-gather(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+  %all-gather.3 = f32[64]{0} all-gather(%p), channel_id=1, dimensions={0}, async_collective_fusion_config={}
   ROOT %start = f32[64]{0} custom-call(%all-gather.3), custom_call_target="AsyncCollectiveStart"
+}
+
+%waiting (r: f32[64]) -> f32[64] {
+  %r = f32[64]{0} parameter(0)
+  %all-gather.5 = f32[64]{0} all-gather(%r), channel_id=1, dimensions={0}, async_collective_fusion_config={}
+  ROOT %done.5 = f32[64]{0} custom-call(%r, %all-gather.5), custom_call_target="AsyncCollectiveDone"
 }
 
 %wrapped (q: f32[64]) -> f32[64] {
@@ -39,7 +45,10 @@ ENTRY %main (x: f32[16]) -> f32[64] {
   %x = f32[16]{0} parameter(0)
   %fusion.3 = f32[64]{0} fusion(%x), kind=kCustom, calls=%fused
   %done.3 = f32[64]{0} custom-call(%fusion.3), custom_call_target="AsyncCollectiveDone"
-  %async-start.4 = ((f32[64]{0}), f32[64]{0}) async-start(%done.3), calls=%wrapped
+  %tuple.3 = (f32[64]{0}) tuple(%fusion.3)
+  %element.3 = f32[64]{0} get-tuple-element(%tuple.3), index=0
+  %fusion.5 = f32[64]{0} fusion(%element.3), kind=kCustom, calls=%waiting
+  %async-start.4 = ((f32[64]{0}), f32[64]{0}) async-start(%fusion.5), calls=%wrapped
   ROOT %async-done.4 = f32[64]{0} async-done(%async-start.4), calls=%wrapped
 }
 """
@@ -77,7 +86,9 @@ def test_both_ends_of_a_collective_are_one_part() -> None:
 def test_collectives_in_fusions_and_wrappers_have_the_names_around_them() -> None:
     program = read_program(FUSED)
     parts = model_program(program, find_collectives(program), V5E).parts
-    assert {parts[name].name for name in ("all-gather.3", "start", "fusion.3", "done.3")} == {"all-gather.3"}
+    assert {parts[name].name for name in ("all-gather.3", "start", "fusion.3", "done.3", "fusion.5")} == {
+        "all-gather.3"
+    }
     assert {parts[name].name for name in ("all-reduce.4", "async-start.4", "async-done.4")} == {"all-reduce.4"}
 
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jax.profiler import ProfileData
@@ -11,7 +12,7 @@ from shardrules.core.errors import ConfigTypeError, TraceError
 from tests.analysis.profile.planes import gpu_trace, tpu_trace, trace
 
 
-def read(data: bytes) -> ProfileData:
+def read(data: bytes) -> Any:
     return ProfileData.from_serialized_xspace(data)
 
 
