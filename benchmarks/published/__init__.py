@@ -1,0 +1,1 @@
+"""Training steps that others published with their seconds, rebuilt from their dimensions."""

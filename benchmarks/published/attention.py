@@ -1,0 +1,56 @@
+"""Attention as the published steps ran it: a kernel of the platform, which never writes the scores to memory."""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+BATCH = ("data", "fsdp")
+"""The mesh axes that split a batch."""
+
+Blocks: TypeAlias = tuple[int, int, int, int]
+"""Rows of queries or keys that splash attention works on at a time: queries and keys forward, queries for the gradients
+of keys and values, and queries for the gradients of queries."""
+
+
+def attend(platform: str, blocks: Blocks, query: Any, key: Any, value: Any) -> Any:
+    """Causal attention of (batch, length, heads, head_dim); keys and values may have fewer heads."""
+    if platform == "cuda":
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    if platform == "tpu":
+        # As MaxText, which repeats the heads of keys and values itself before a kernel for equal heads.
+        repeats = query.shape[2] // key.shape[2]
+        return _splash(blocks, query, jnp.repeat(key, repeats, 2), jnp.repeat(value, repeats, 2))
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)  # toys on CPUs
+
+
+def _splash(blocks: Blocks, query: Any, key: Any, value: Any) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    length = query.shape[1]
+    rows, columns, rows_dkv, rows_dq = (min(block, length) for block in blocks)
+    sizes = splash.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_kv_compute=columns,
+        block_q_dkv=rows_dkv,
+        block_kv_dkv=columns,
+        block_kv_dkv_compute=columns,
+        block_q_dq=rows_dq,
+        block_kv_dq=columns,
+    )
+
+    def local(query: Any, key: Any, value: Any) -> Any:
+        mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * query.shape[2])
+        # The name lets a policy keep the output together with the sums that the backward kernels need.
+        kernel = splash.make_splash_mha(
+            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, residual_checkpoint_name="context"
+        )
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        return jnp.swapaxes(jax.vmap(kernel)(query, key, value), 1, 2)
+
+    spec = P(BATCH, None, "tensor")
+    # The kernel does not scale its queries.
+    query = query * query.shape[-1] ** -0.5
+    return jax.shard_map(local, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(query, key, value)

@@ -1,0 +1,260 @@
+"""The train step of a dense decoder, from its dimensions, as MaxText runs it.
+
+Weights and Adam's states are float32, compute is bfloat16, and the gathers of weights go out in bfloat16.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from published.attention import BATCH, attend
+from published.recipe import POLICIES, Recipe
+
+Family: TypeAlias = Literal["llama", "gpt"]
+"""Llamas have RMS norms, rotary positions, and a head of their own. GPTs have layer norms, biases, learned positions,
+and the embedding as their head."""
+
+
+@final
+@attrs.frozen
+class Dims:
+    """The dimensions of a decoder."""
+
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    layers: int
+    vocab: int
+    gated: bool = True
+    family: Family = "llama"
+
+
+def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...], P]]:
+    """The weights of a layer, with MaxText's specs: the model's width over `fsdp`, heads and MLP over `tensor`."""
+    embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
+    column, row = P("fsdp", "tensor"), P("tensor", "fsdp")
+    shapes: dict[str, tuple[tuple[int, ...], P]] = {"norm_attention": ((embed,), P()), "norm_mlp": ((embed,), P())}
+    if recipe.fused_qkv:
+        shapes["qkv"] = ((embed, heads + 2 * kv_heads, size), column)
+    else:
+        shapes["query"] = ((embed, heads, size), column)
+        shapes["key"] = shapes["value"] = ((embed, kv_heads, size), column)
+    shapes["out"] = ((heads, size, embed), P("tensor", None, "fsdp"))
+    if dims.gated and recipe.fused_mlp:
+        shapes["gate_up"] = ((embed, 2, mlp), P("fsdp", None, "tensor"))
+    elif dims.gated:
+        shapes["gate"] = ((embed, mlp), column)
+    if "gate_up" not in shapes:
+        shapes["up"] = ((embed, mlp), column)
+    shapes["down"] = ((mlp, embed), row)
+    if dims.family == "gpt":
+        for name in [name for name in shapes if not name.startswith("norm")]:
+            # A bias has the dims that its matmul makes.
+            shape, spec = shapes[name]
+            made = (shape[-1:], P()) if name in ("out", "down") else (shape[1:], P(*spec[1:]))
+            shapes[f"{name}_bias"] = made
+        shapes |= {f"{name}_bias": ((embed,), P()) for name in ("norm_attention", "norm_mlp")}
+    return shapes
+
+
+def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
+    layer = _layer_shapes(dims, recipe)
+    if recipe.scan:
+        layers: Any = {name: ((dims.layers, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()}
+    else:
+        layers = [layer] * dims.layers
+    table = ((dims.vocab, dims.embed), P("tensor", "fsdp"))
+    shapes = {"embed": table, "layers": layers, "norm": ((dims.embed,), P())}
+    if dims.family == "llama":
+        return shapes | {"head": ((dims.embed, dims.vocab), P("fsdp", "tensor"))}
+    return shapes | {"norm_bias": ((dims.embed,), P()), "positions": ((length, dims.embed), P(None, "fsdp"))}
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def weight_shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
+    """The weights of a decoder for sequences of `length`."""
+    return jax.tree.map(
+        lambda item: jax.ShapeDtypeStruct(item[0], jnp.float32), _shapes(dims, recipe, length), is_leaf=_is_shape
+    )
+
+
+def weight_specs(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
+    """The specs of `weight_shapes`."""
+    return jax.tree.map(lambda item: item[1], _shapes(dims, recipe, length), is_leaf=_is_shape)
+
+
+def _constrain(x: Any, *spec: Any) -> Any:
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+@final
+@attrs.frozen
+class Decoder:
+    """The functions of a decoder on a platform."""
+
+    dims: Dims
+    recipe: Recipe
+    platform: str
+    remat: str
+
+    def _fence(self, x: Any) -> Any:
+        """Ends a kernel, where each operation is one."""
+        return jax.lax.optimization_barrier(x) if self.recipe.eager else x
+
+    def _residual(self, x: Any) -> Any:
+        return _constrain(x, BATCH, None, "tensor" if self.recipe.split_residual else None)
+
+    def _norm(self, x: Any, weights: Any, name: str) -> Any:
+        if self.dims.family == "gpt":  # in bfloat16, as MaxText and llm-foundry do it for GPTs
+            y = x - jnp.mean(x, -1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
+            return self._fence(y * weights[name] + weights[f"{name}_bias"])
+        y = x.astype(jnp.float32)
+        y = (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)).astype(x.dtype)
+        return self._fence(y * weights[name])
+
+    def _dense(self, equation: str, x: Any, weights: Any, name: str) -> Any:
+        y = jnp.einsum(equation, x, weights[name])
+        # The bias is added where the matmul ends, in the same kernel.
+        return self._fence(y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y)
+
+    def _heads(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
+        """Queries, keys and values."""
+        if "qkv" in weights:
+            joined = checkpoint_name(self._dense("bse,ehd->bshd", x, weights, "qkv"), "qkv_proj")
+            heads = self.dims.heads
+            query, key, value = jnp.split(joined, (heads, heads + self.dims.kv_heads), 2)
+        else:
+            query, key, value = (self._dense("bse,ehd->bshd", x, weights, name) for name in ("query", "key", "value"))
+        if self.dims.family == "llama":
+            query, key = self._fence(_rotary(query)), self._fence(_rotary(key))
+        names = ("query_proj", "key_proj", "value_proj")
+        query, key, value = (
+            checkpoint_name(_constrain(part, BATCH, None, "tensor"), name)
+            for part, name in zip((query, key, value), names, strict=True)
+        )
+        return query, key, value
+
+    def _hidden(self, x: Any, weights: Any) -> Any:
+        """The MLP up to its last matmul."""
+        if "gate_up" in weights:
+            both = checkpoint_name(self._dense("bse,eam->bsam", x, weights, "gate_up"), "mlpwi")
+            gate, up = both[:, :, 0], both[:, :, 1]
+        elif self.dims.gated:
+            gate = checkpoint_name(self._dense("bse,em->bsm", x, weights, "gate"), "mlpwi_0")
+            up = checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi_1")
+        else:
+            return self._fence(jax.nn.gelu(checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi")))
+        return self._fence(jax.nn.silu(gate) * up)
+
+    def _layer(self, x: Any, weights: Any) -> tuple[Any, None]:
+        weights = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights)
+        x = checkpoint_name(self._residual(x), "decoder_layer_input")
+        query, key, value = self._heads(self._residual(self._norm(x, weights, "norm_attention")), weights)
+        context = self._fence(attend(self.platform, self.recipe.blocks, query, key, value))
+        context = _constrain(context, BATCH, None, "tensor")
+        out = checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj")
+        x = self._fence(x + self._residual(out))
+        hidden = self._hidden(self._residual(self._norm(x, weights, "norm_mlp")), weights)
+        hidden = _constrain(hidden, BATCH, None, "tensor")
+        down = checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo")
+        return self._residual(self._fence(x + self._residual(down))), None
+
+    def _layers(self, x: Any, weights: Any) -> Any:
+        layer: Callable[..., Any] = self._layer
+        if self.remat != "none":
+            layer = jax.checkpoint(layer, policy=POLICIES[self.remat](), prevent_cse=not self.recipe.scan)
+        if self.recipe.scan:
+            return jax.lax.scan(layer, x, weights)[0]
+        for layer_weights in weights:
+            x, _ = layer(x, layer_weights)
+        return x
+
+    def loss(self, weights: Any, tokens: Any, targets: Any) -> Any:
+        """The mean cross entropy of a batch."""
+        table = weights["embed"].astype(jnp.bfloat16)
+        if self.recipe.one_hot_lookup:
+            x = jnp.einsum("bsv,ve->bse", jax.nn.one_hot(tokens, self.dims.vocab, dtype=jnp.bfloat16), table)
+        else:
+            x = jnp.take(table, tokens, axis=0)
+        if "positions" in weights:
+            x = x + weights["positions"].astype(jnp.bfloat16)
+        x = self._layers(self._residual(x), weights["layers"])
+        norms = {name: weights[name].astype(jnp.bfloat16) for name in ("norm", "norm_bias") if name in weights}
+        x = self._norm(x, norms, "norm")
+        head = table.T if self.dims.family == "gpt" else weights["head"].astype(jnp.bfloat16)
+        logits = self._fence(_constrain(jnp.einsum("bse,ev->bsv", x, head), BATCH, None, "tensor"))
+        return jnp.mean(_cross_entropy(logits.astype(jnp.float32), targets))
+
+    def step(self, weights: Any, state: Any, tokens: Any, targets: Any) -> tuple[Any, Any, Any]:
+        """Loss, gradients, clipping and Adam; `state` is a count and two trees of moments."""
+        if self.recipe.accumulations > 1:
+            loss, gradients = self._accumulated(weights, tokens, targets)
+        else:
+            loss, gradients = jax.value_and_grad(self.loss)(weights, tokens, targets)
+        norm = _norm_of(gradients)
+        if self.recipe.clip:
+            scale = jnp.minimum(1.0, 1.0 / norm)
+            gradients = jax.tree.map(lambda gradient: self._fence(gradient * scale), gradients)
+        count, first, second = state
+        count = count + 1
+        leaves, structure = jax.tree.flatten(weights)
+        updated = [
+            self._adam(count, *arrays)
+            for arrays in zip(leaves, *(jax.tree.leaves(tree) for tree in (gradients, first, second)), strict=True)
+        ]
+        weights, first, second = (jax.tree.unflatten(structure, part) for part in zip(*updated, strict=True))
+        # MaxText logs these norms in every step.
+        return weights, (count, first, second), {"loss": loss, "gradients": norm, "weights": _norm_of(weights)}
+
+    def _accumulated(self, weights: Any, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """Adds up the gradients of several batches, which are the first dim of tokens and targets."""
+
+        def add(total: Any, batch: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(self.loss)(weights, *batch)), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights))
+        return jax.lax.scan(add, zeros, (tokens, targets))[0]
+
+    def _adam(self, count: Any, weight: Any, gradient: Any, first: Any, second: Any) -> tuple[Any, Any, Any]:
+        """AdamW. Each line is one kernel where operations are run one by one."""
+        fence = self._fence
+        first = fence(fence(0.9 * first) + 0.1 * gradient)
+        second = fence(fence(0.95 * second) + 0.05 * gradient * gradient)
+        root = fence(fence(fence(jnp.sqrt(second)) / jnp.sqrt(1 - 0.95**count)) + 1e-8)
+        decayed = fence(weight * (1 - 1e-5))
+        return fence(decayed - 1e-4 * first / (1 - 0.9**count) / root), first, second
+
+
+def state_shapes(weights: Any) -> tuple[Any, Any, Any]:
+    """The optimizer's state of weights of these shapes."""
+    return jax.ShapeDtypeStruct((), jnp.float32), weights, weights
+
+
+def _rotary(x: Any) -> Any:
+    length, size = x.shape[1], x.shape[-1]
+    angles = jnp.arange(length)[:, None] / (10_000 ** (jnp.arange(size // 2) / (size // 2)))
+    sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def _cross_entropy(logits: Any, targets: Any) -> Any:
+    # Targets are one-hot, so that nothing is gathered from logits that are split over the vocabulary.
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    picked = jnp.sum(jax.nn.one_hot(targets, logits.shape[-1]) * shifted, -1)
+    return jnp.log(jnp.exp(shifted).sum(-1)) - picked
+
+
+def _norm_of(tree: Any) -> Any:
+    return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)))

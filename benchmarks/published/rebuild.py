@@ -1,0 +1,93 @@
+"""Rebuilds a published step without its hardware: compiles it, and models its time."""
+
+import time
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from published.attention import BATCH
+from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
+from published.rows import Row
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.flops import find_matmuls
+from shardrules.analysis.program.kernels import find_kernels
+from shardrules.analysis.program.program import read_program
+from shardrules.analysis.schedule.schedule import play_schedule
+from shardrules.analysis.schedule.step_time import StepTime
+
+
+@final
+@attrs.frozen
+class Result:
+    """What became of a row."""
+
+    row: Row
+    time: StepTime
+    compile_seconds: float
+    """How long the whole rebuild took."""
+
+    @property
+    def predicted(self) -> float:
+        """The modelled seconds of a step."""
+        return self.time.seconds
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.row.seconds
+
+
+def rebuild(row: Row, texts: Path | None = None) -> Result:
+    """Compiles a row for its target, or reads the compiled program from `texts`, where it is kept."""
+    start = time.perf_counter()
+    path = None if texts is None else texts / f"{_slug(row.name)}.txt"
+    mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
+    if path is not None and path.exists():
+        modelled = _model(row, path.read_text("utf-8"), mesh)
+    else:
+        report = _audit(row, mesh)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(report.hlo_text, "utf-8")
+        modelled = report.time
+    return Result(row, modelled, time.perf_counter() - start)
+
+
+def _audit(row: Row, mesh: Any) -> Any:
+    platform = row.target.split(":")[0]
+    decoder = Decoder(row.dims, row.recipe, platform, row.remat)
+    weights = weight_shapes(row.dims, row.recipe, row.length)
+    plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(weights, mesh)
+    shape, spec = (row.batch * row.device_count, row.length), P(BATCH)
+    if row.recipe.accumulations > 1:
+        shape, spec = (row.recipe.accumulations, *shape), P(None, BATCH)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    state = state_shapes(weights)
+    return sr.ShardingAnalyzer(mesh).audit(
+        decoder.step,
+        weights,
+        state,
+        tokens,
+        tokens,
+        target=row.compiled_for,
+        plan=plan,
+        in_shardings=(None, None, spec, spec),
+        out_shardings=(plan, plan.mirror, None),
+        donate_argnums=(0, 1),
+    )
+
+
+def _model(row: Row, text: str, mesh: Any) -> StepTime:
+    target = sr.Target.parse(row.target)
+    program = read_program(text)
+    collectives = find_collectives(program, target.mesh(mesh), target)
+    return play_schedule(program, collectives, find_kernels(program, find_matmuls(program)), target.hardware).time
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)

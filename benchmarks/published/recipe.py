@@ -1,0 +1,78 @@
+"""How a published step was run: what does not follow from the dimensions of its model."""
+
+from typing import Any, final
+
+import attrs
+import jax
+
+from published.attention import Blocks
+
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj", "qkv_proj")
+
+
+def _names(*names: str) -> Any:
+    return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+def _keeps_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keeps what the kernels of attention return: the output, and the sums that the backward kernel needs."""
+    return str(primitive.name).startswith("dot_product_attention_fwd")
+
+
+def _minimal_flash() -> Any:
+    policies = jax.checkpoint_policies
+    both = policies.save_from_both_policies(policies.checkpoint_dots_with_no_batch_dims, _names("context"))
+    return policies.save_from_both_policies(both, _keeps_attention)
+
+
+def _offloaded() -> Any:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["query_proj", "key_proj", "value_proj"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+POLICIES: dict[str, Any] = {
+    "none": lambda: jax.checkpoint_policies.everything_saveable,
+    "full": lambda: jax.checkpoint_policies.nothing_saveable,
+    "minimal": lambda: jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "minimal_flash": _minimal_flash,
+    "save_qkv_proj": lambda: _names(*_PROJECTIONS),
+    "save_out_proj": lambda: _names("out_proj"),
+    "save_dot_except_mlp": lambda: _names(*_PROJECTIONS, "out_proj"),
+    "save_dot_except_mlpwi": lambda: _names(*_PROJECTIONS, "out_proj", "mlpwo"),
+    "qkv_proj_offloaded": _offloaded,
+}
+"""What the backward pass keeps, by MaxText's names. `none` recomputes nothing, `full` all of a layer but its input."""
+
+
+@final
+@attrs.frozen
+class Recipe:
+    """How a program trains: what XLA is given besides the model."""
+
+    scan: bool = True
+    """Layers run in a loop; else each is written out."""
+
+    eager: bool = False
+    """Each operation is a kernel of its own, as PyTorch runs them: XLA may fuse nothing."""
+
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    one_hot_lookup: bool = True
+    """The embedding is a matmul with a one-hot matrix instead of a gather."""
+
+    split_residual: bool = True
+    """Between layers the width of activations is split over `tensor`."""
+
+    clip: bool = True
+    """Gradients are clipped by their global norm."""
+
+    accumulations: int = 1
+    """Batches of the row's size whose gradients one step adds up."""
+
+    blocks: Blocks = (512, 512, 512, 512)
+    flags: str = ""
+    """Compiler flags, as `shardrules.Target` takes them."""

@@ -1,0 +1,158 @@
+"""The published steps: model, machine, layout and seconds, read from TOML.
+
+A row is a table `[[rows]]`:
+
+- `name`: unique, as `"17"`.
+- `target`: as `"tpu:v5e:16x16:2"`, two slices of 256 chips.
+- `model`: the name of a table `[models.NAME]` with the dimensions of a decoder (`Dims`).
+- `mesh`: the sizes of `data`, `fsdp` and `tensor`; the others are 1. Sequences are split over `data` and `fsdp`.
+- `batch`, `length`: sequences for each device, and tokens of each. With `tensor`, the devices that share a sequence
+    take as many as they are times `batch`.
+- `remat`: what the backward pass keeps, by MaxText's names (`POLICIES`).
+- `seconds`, `source`: what one step took, and who says so.
+- `recipe`: the name of a table `[recipes.NAME]` (`Recipe`); by default that of the target's chip or platform.
+- `order`: the set of rows whose order is tested. Their seconds count only among each other.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+
+from published.decoder import Dims
+from published.recipe import POLICIES, Recipe
+
+FILE = Path(__file__).with_name("rows.toml")
+AXES = ("data", "fsdp", "tensor")
+
+
+class RowError(ValueError):
+    """A row that cannot be rebuilt."""
+
+
+@final
+@attrs.frozen
+class Row:
+    """One published step."""
+
+    name: str
+    target: str
+    model: str
+    dims: Dims
+    mesh: Mapping[str, int]
+    batch: int
+    length: int
+    remat: str
+    seconds: float
+    source: str
+    recipe: Recipe
+    order: str = ""
+
+    @property
+    def device_count(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def chip(self) -> str:
+        """The platform and chip of the target."""
+        return ":".join(self.target.split(":")[:2])
+
+    @property
+    def compiled_for(self) -> str:
+        """The target with its flags."""
+        return f"{self.target} {' '.join(self.recipe.flags.split())}".strip()
+
+    @property
+    def layout(self) -> str:
+        """The axes that split anything."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one device"
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the row cannot be rebuilt."""
+        import shardrules as sr
+
+        problems = []
+        try:
+            found_count = sr.Target.parse(self.compiled_for).count
+        except sr.errors.TargetError as error:
+            problems.append(str(error))
+        if found_count not in (None, self.device_count):
+            problems.append(
+                f"mesh {dict(self.mesh)} has {self.device_count} devices, target {self.target} {found_count}"
+            )
+        if self.remat not in POLICIES:
+            problems.append(f"unknown remat {self.remat!r}; known are {', '.join(POLICIES)}")
+        positive = {name: getattr(self, name) for name in ("batch", "length", "seconds")}
+        problems += [f"{name} must be positive, got {value}" for name, value in positive.items() if not value > 0]
+        dims, tensor, fsdp = self.dims, self.mesh["tensor"], self.mesh["fsdp"]
+        splits = {"heads": tensor, "kv_heads": tensor, "mlp": tensor, "vocab": tensor, "embed": math.lcm(fsdp, tensor)}
+        problems += [
+            f"{name} {getattr(dims, name)} is not divisible by {size}, the devices that split it"
+            for name, size in splits.items()
+            if getattr(dims, name) % size
+        ]
+        if dims.heads % dims.kv_heads:
+            problems.append(f"heads {dims.heads} are not a multiple of kv_heads {dims.kv_heads}")
+        return problems
+
+
+def read_rows(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
+    """Reads the rows of files: all published ones, or those in `paths`, which may use the same models and recipes.
+
+    A row that cannot be rebuilt raises `RowError`, which lists everything that is wrong with any of them.
+    """
+    own = tomllib.loads(FILE.read_text("utf-8"))
+    files = [tomllib.loads(path.read_text("utf-8")) for path in paths]
+    tables = {
+        kind: {**own.get(kind, {}), **{name: table for file in files for name, table in file.get(kind, {}).items()}}
+        for kind in ("models", "recipes")
+    }
+    entries = [entry for file in files or [own] for entry in file.get("rows", ())]
+    rows, problems = [], []
+    for index, entry in enumerate(entries):
+        name = entry.get("name", f"row {index}")
+        try:
+            row = _row(entry, tables["models"], tables["recipes"])
+        except (RowError, TypeError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        rows.append(row)
+        problems += [f"{name}: {problem}" for problem in row.problems]
+    names = [row.name for row in rows]
+    problems += [
+        f"{name}: two rows have this name" for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    if problems:
+        raise RowError("\n".join(problems))
+    return tuple(rows)
+
+
+def _row(entry: dict[str, Any], models: Mapping[str, Any], recipes: Mapping[str, Any]) -> Row:
+    entry = dict(entry)
+    unknown = sorted(set(entry) - {field.name for field in attrs.fields(Row)})
+    if unknown:
+        raise RowError(f"unknown {', '.join(unknown)}")
+    model = entry.get("model")
+    if model not in models:
+        raise RowError(f"unknown model {model!r}; known are {', '.join(models)}")
+    mesh = dict.fromkeys(AXES, 1)
+    for part in entry.get("mesh", "").split(","):
+        axis, _, size = part.strip().partition(":")
+        if axis not in mesh or not size.isdigit():
+            raise RowError(
+                f"mesh {entry.get('mesh')!r} has {part!r}, which is not the size of one of {', '.join(AXES)}"
+            )
+        mesh[axis] = int(size)
+    target = str(entry.get("target", ""))
+    # The most specific recipe: the row's own, the chip's, the platform's.
+    names = [entry.pop("recipe")] if "recipe" in entry else [":".join(target.split(":")[:2]), target.split(":")[0]]
+    name = next((name for name in names if name in recipes), None)
+    if name is None:
+        raise RowError(f"no recipe {' or '.join(map(repr, names))}; known are {', '.join(recipes)}")
+    recipe = Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in recipes[name].items()})
+    return Row(**{**entry, "dims": Dims(**models[model]), "mesh": mesh, "recipe": recipe})

@@ -1,0 +1,175 @@
+"""Are modelled times what machines took?
+
+**Method.** Each row of `published/rows.toml` is a training step that others published with its seconds: a model,
+chips, a layout, a batch. It is rebuilt from these alone (`published/`), compiled for the chips, which need not be
+present, with the flags of its authors, and modelled. `ratio` is predicted over measured. Nothing in the model is fitted
+on these rows: its figures come from micro-benchmarks. Rows with an `order` are layouts of one model on one machine, and
+only their order is tested.
+
+Run it as `python benchmarks/published_steps.py`; see `--help` for less. It needs the extras `cuda` and `tpu`. Compiling
+takes up to five minutes a row, and `--texts DIR` keeps the compiled programs, so that another run models them again
+without compiling. `--rows FILE` rebuilds rows of your own.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MEDIAN_LIMIT, TAIL_LIMIT, WORST_LIMIT, CHIP_LIMIT = 0.05, 0.12, 0.20, 0.08
+"""The largest relative errors: in the median, at the 90th percentile, of any row, and in the median of a chip."""
+
+SECONDS_LIMIT = 300.0
+"""Seconds that the rebuild of a row may take on two cores."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that a share of all values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def order_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """What is wrong with the orders of sets."""
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for figure in figures:
+        if figure["order"]:
+            sets.setdefault(figure["order"], []).append(figure)
+    lines = []
+    for name, members in sets.items():
+        measured, predicted = (
+            [member["name"] for member in sorted(members, key=lambda member: member[key])]
+            for key in ("measured", "predicted")
+        )
+        if measured != predicted:
+            lines.append(f"{name}: predicted {' < '.join(predicted)}, measured {' < '.join(measured)}")
+    return lines
+
+
+def summary(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors over all rows that are no part of an order."""
+    errors: dict[str, list[float]] = {}
+    for figure in figures:
+        if not figure["order"]:
+            errors.setdefault(figure["chip"], []).append(abs(figure["ratio"] - 1))
+    values = [error for chip in errors.values() for error in chip]
+    if not values:
+        return {"rows": 0}
+    return {
+        "rows": len(values),
+        "median": statistics.median(values),
+        "90th percentile": percentile(values, 0.9),
+        "worst": max(values),
+        "chips": {chip: statistics.median(chip_errors) for chip, chip_errors in errors.items()},
+    }
+
+
+def missed(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """The limits that were missed."""
+    totals, limits = summary(figures), {"median": MEDIAN_LIMIT, "90th percentile": TAIL_LIMIT, "worst": WORST_LIMIT}
+    lines = [
+        f"{name} error {totals[name]:.1%}, at most {limit:.0%}"
+        for name, limit in limits.items()
+        if totals.get(name, 0) > limit
+    ]
+    lines += [
+        f"median error on {chip} {error:.1%}, at most {CHIP_LIMIT:.0%}"
+        for chip, error in totals.get("chips", {}).items()
+        if error > CHIP_LIMIT
+    ]
+    lines += [
+        f"{figure['name']}: rebuilt in {figure['seconds']:.0f} s, at most {SECONDS_LIMIT:.0f} s"
+        for figure in figures
+        if figure["seconds"] > SECONDS_LIMIT
+    ]
+    return lines + order_lines(figures)
+
+
+def figure_of(result: Any) -> dict[str, Any]:
+    """A line of the table."""
+    row, time = result.row, result.time
+    return {
+        "name": row.name,
+        "order": row.order,
+        "model": row.model,
+        "chip": row.chip,
+        "devices": row.device_count,
+        "layout": row.layout,
+        "measured": row.seconds,
+        "predicted": result.predicted,
+        "ratio": result.ratio,
+        "compute": time.compute_seconds,
+        "communication": time.communication_seconds,
+        "exposed": time.exposed_seconds,
+        "seconds": result.compile_seconds,
+    }
+
+
+def line(figure: dict[str, Any]) -> str:
+    """A figure as text."""
+    return (
+        f"{figure['name']:16}{figure['model']:12}{figure['devices']:>5} {figure['chip']:11}{figure['layout']:20}"
+        f"{figure['measured']:10.4g}{figure['predicted']:10.4g}{figure['ratio']:7.3f}"
+        f"{figure['compute']:10.4g}{figure['communication']:10.4g}{figure['exposed']:10.4g}{figure['seconds']:8.0f}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description="Modelled against published seconds of training steps.")
+    parser.add_argument("--row", nargs="*", default=[], metavar="NAME", help="only rows whose name starts so")
+    parser.add_argument(
+        "--rows", nargs="*", default=[], type=Path, metavar="FILE", help="the rows of TOML files instead"
+    )
+    parser.add_argument(
+        "--texts", type=Path, metavar="DIR", help="keep compiled programs here, and read those there are"
+    )
+    parser.add_argument("--smoke", action="store_true", help="toy models on CPU devices, without limits")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    if options.smoke:
+        jax.config.update("jax_num_cpu_devices", 8)
+    from published.rebuild import rebuild
+    from published.rows import FILE, RowError, read_rows
+
+    try:
+        rows = read_rows(options.rows or ([FILE.with_name("smoke.toml")] if options.smoke else ()))
+    except RowError as error:
+        parser.error(f"rows that cannot be rebuilt:\n{error}")
+    unknown = [name for name in options.row if not any(row.name.startswith(name) for row in rows)]
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}; the rows are {'; '.join(row.name for row in rows)}")
+    figures = []
+    out = sys.stderr if options.json else sys.stdout
+    heads = ("measured", "predicted", "ratio", "compute", "comm.", "exposed", "rebuilt")
+    sizes = (10, 10, 7, 10, 10, 10, 8)
+    print(f"{'':65}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
+    for row in rows:
+        if not options.row or any(row.name.startswith(name) for name in options.row):
+            figures.append(figure_of(rebuild(row, options.texts)))
+            print(line(figures[-1]), file=out, flush=True)
+            jax.clear_caches()
+    totals, over = summary(figures), [] if options.smoke else missed(figures)
+    if options.json:
+        versions = {"python": platform.python_version(), "jax": jax.__version__}
+        print(json.dumps({**versions, "rows": figures, "summary": totals, "missed": over}, indent=1))
+    else:
+        chips = ", ".join(f"{chip} {error:.1%}" for chip, error in totals.get("chips", {}).items())
+        if totals["rows"]:
+            errors = ", ".join(f"{name} {totals[name]:.1%}" for name in ("median", "90th percentile", "worst"))
+            print(f"\n{totals['rows']} rows: {errors}; medians by chip: {chips}")
+        print(*(f"missed: {item}" for item in over), sep="\n")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
