@@ -9,12 +9,14 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
 import attrs
 import equinox as eqx
 import jax
 import numpy as np
+from equinox import filter_jit as equinox_filter_jit  # before a program puts ours into Equinox's place
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardrules.analysis.compiling.jaxprs import equations
@@ -68,6 +70,7 @@ class CallbackErrors:
         called = f"\n(called at {line})" if line else ""
         # Equinox has no public name for what `error_if` raises in a callback; its own `filter_jit` goes by this one.
         if type(error).__name__ == "_EquinoxRuntimeError":
+            _raise_from_equinox(error)
             raise eqx.EquinoxRuntimeError(f"{str(error).partition(_ADVICE)[0]}{called}") from None
         raise jax.errors.JaxRuntimeError(f"a callback raised {type(error).__name__}: {error}{called}") from error
 
@@ -101,6 +104,25 @@ class CallbackErrors:
 
 _THREAD = threading.local()
 """Its `errors` are those of the callback that the current thread runs."""
+
+
+def _raise_from_equinox(error: Exception) -> None:
+    """Raises an error of `equinox.error_if` in a program of Equinox's own, which adds the stack and how to debug it."""
+
+    def fail() -> Any:
+        raise error
+
+    def run() -> None:
+        with jax.default_device(device):
+            equinox_filter_jit(lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.int32)))()
+
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to start no CPU backend
+        return
+    # In a thread no mesh is in force, on all devices of which the program would run.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
 
 
 def _errors_of_thread() -> CallbackErrors | None:

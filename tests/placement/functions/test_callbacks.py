@@ -52,6 +52,7 @@ def test_error_if_raises_the_message_of_the_user(place: Any, options: Any) -> No
             run(place(-SMALL))
         assert "XlaRuntimeError" not in str(caught.value)
         assert "test_callbacks.py" in str(caught.value)  # the line of the user's code
+        assert "EQX_ON_ERROR" in str(caught.value)  # how to debug it, as Equinox says it
 
 
 @pytest.mark.parametrize("fn", [in_a_loop, in_a_gradient, in_shards])
