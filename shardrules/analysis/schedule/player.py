@@ -322,7 +322,7 @@ class Player:
         if not any(arguments):
             return self._play(computation, {})
         parameters = self.reader.program.find(computation).parameters
-        return self._play(computation, {each.name: value for each, value in zip(parameters, arguments, strict=True)})
+        return self._play(computation, {each.name: value for each, value in zip(parameters, arguments, strict=False)})
 
     def _record(self, name: str, line: str, resource: str, start: float, end: float, kind: EventKind) -> None:
         if self.records and end > start:

@@ -225,7 +225,7 @@ class StepReader:
         line = self._line_of(kernel.stack) or self._line_near(computation, instruction)
         copy = host_copy(computation, instruction, kernel.read_bytes, kernel.written_bytes, line, self.hardware)
         if copy is not None:
-            return StartStep(kernel.name, copy, blocks=True)
+            return StartStep(kernel.name, copy, blocks=not instruction.op.endswith("-start"))
         seconds = kernel_seconds(kernel, self.hardware)
         if instruction.op.endswith("-start"):
             return StartStep(
@@ -323,4 +323,4 @@ def _branch(instruction: Instruction) -> BranchStep:
     roles = ("branch_computations", "true_computation", "false_computation")
     computations = [name for role in roles for name in instruction.references(role)]
     operands = [(operand,) for operand in instruction.operands[1:]]
-    return BranchStep(instruction.name, tuple(zip(computations, operands, strict=True)))
+    return BranchStep(instruction.name, tuple(zip(computations, operands, strict=False)))

@@ -71,8 +71,7 @@ def copy_task(computation: Computation, start: Instruction, line: str, hardware:
     """
     moved = start.operands[1 if start.op == "dynamic-update-slice-start" else 0]
     source = computation.by_name[moved].types[:1]
-    ends = [user for user in computation.users.get(start.name, ()) if user.op.endswith("-done")]
-    results = ends[0].types[:1] if ends else start.types[:1]
+    results = _result_types(computation, start)[:1]
     size = sum(result.nbytes for result in results)
     if start.op == "dynamic-update-slice-start":
         size = sum(array.nbytes for array in source)
@@ -89,13 +88,20 @@ def host_copy(
 ) -> BackgroundTask | None:
     """Returns the copy that a kernel is which reads or writes memory of the host; `None` for any other kernel."""
     operands = computation.operand_types(instruction)
-    if any(result.memory_space == HOST_MEMORY for result in instruction.types):
+    if any(result.memory_space == HOST_MEMORY for result in _result_types(computation, instruction)):
         seconds, resource = host_seconds(written_bytes, hardware), TO_HOST
     elif any(operand.memory_space == HOST_MEMORY for operand in operands):
         seconds, resource = host_seconds(read_bytes, hardware), FROM_HOST
     else:
         return None
     return BackgroundTask(instruction.name, line, "copy", (resource,), seconds)
+
+
+def _result_types(computation: Computation, instruction: Instruction) -> tuple[ArrayType, ...]:
+    """The types of the results; those of a start, which also has its operands, are at its end."""
+    users = computation.users.get(instruction.name, ()) if instruction.op.endswith("-start") else ()
+    ends = [user for user in users if user.op.endswith("-done")]
+    return ends[0].types if ends else instruction.types
 
 
 def _copy_cost(

@@ -93,6 +93,21 @@ def test_kernels_wait_for_copies_to_the_host_without_an_end() -> None:
     assert schedule.time.copy_seconds == schedule.time.seconds == close(20)
 
 
+@pytest.mark.parametrize(("source", "target", "resource"), [("5", "0", "from host"), ("0", "5", "to host")])
+def test_kernels_of_another_stream_that_reach_the_host_are_copies(source: str, target: str, resource: str) -> None:
+    """As the compiler for GPUs writes them."""
+    old, new = f"f32[10]{{0:S({source})}}", f"f32[10]{{0:S({target})}}"
+    fused = f"%f (p: f32[10]) -> f32[10] {{\n  %p = {old} parameter(0)\n  ROOT %r = {new} copy(%p)\n}}\n\n"
+    entry = (
+        f"  %x = {old} constant({{...}})\n  %s = (({old}), {new}, u32[]) fusion-start(%x), kind=kLoop, calls=%f\n"
+        + kernel("k", 15)
+        + f"  %d = {new} fusion-done(%s)\n"
+    )
+    schedule = play(entry, fused, hardware=PCIE)
+    assert dict(schedule.resources) == close({resource: 20})
+    assert (schedule.time.seconds, schedule.time.copy_seconds) == close((20, 5))
+
+
 @pytest.mark.parametrize(
     ("start", "end", "size"),
     [
