@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # compiling is a third of the package: it is loaded when `aud
     from shardrules.analysis.audits.report import AuditReport
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
+    from shardrules.analysis.program.kernel_costs import KernelCost
 
 
 @final
@@ -139,6 +140,7 @@ class ShardingAnalyzer:
         roles: Any = None,
         hardware: "Hardware | None" = None,
         axis_types: AxisTypes = "auto",
+        kernel_costs: "Sequence[KernelCost]" = (),
     ) -> "AuditReport":
         """Compiles a function for a target, and reports what the compiled program will do. Nothing runs.
 
@@ -160,6 +162,7 @@ class ShardingAnalyzer:
             repetitions are state.
         - `hardware`: the sheet of the device; by default the target's.
         - `axis_types`: the types of the axes while `fn` is traced; `None`: the mesh's own.
+        - `kernel_costs`: what kernels cost that do not say it, from `kernel_cost`. The first that matches counts.
 
         **Returns:**
 
@@ -188,7 +191,7 @@ class ShardingAnalyzer:
         # A plan has the mesh that it was made for; rules and specs have none.
         mesh = self.mesh if self.mesh is not None else getattr(plan, "mesh", None)
         request = CompileRequest(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
-        return audit(request, args, self._mesh_for(args) if mesh is None else mesh, target, hardware)
+        return audit(request, args, self._mesh_for(args) if mesh is None else mesh, target, hardware, kernel_costs)
 
 
 def _issues(leaf: Leaf, spec: object) -> Iterator[str]:

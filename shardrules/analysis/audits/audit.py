@@ -1,5 +1,6 @@
 """The audit: compiles a user's function for a target, and reports what the compiled program will do."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -9,11 +10,13 @@ from shardrules.analysis.audits.facts import AuditFacts, spec_text
 from shardrules.analysis.audits.modules import module_costs
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.compiling.compile import name_of
+from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
 from shardrules.analysis.compiling.request import CompileRequest
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flops import find_matmuls, flops_by_dtype
+from shardrules.analysis.program.kernel_costs import KernelCost, KernelFacts
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import ConfigTypeError
@@ -26,16 +29,21 @@ def audit(
     mesh: AnyMesh,
     target: Target | str,
     hardware: Hardware | None = None,
+    kernel_costs: Sequence[KernelCost] = (),
 ) -> AuditReport:
     """Compiles a function for a target and reads the compiled program. Nothing runs, and no device is needed."""
     target = Target.parse(target)
     sheet = target.hardware if hardware is None else hardware
     if not isinstance(sheet, Hardware):
         raise ConfigTypeError(f"hardware must be a Hardware, such as Target.parse(...).hardware; got {sheet!r:.60}")
+    for cost in kernel_costs:
+        if not isinstance(cost, KernelCost):
+            raise ConfigTypeError(f"kernel_costs must be a list of what kernel_cost returns, got {cost!r:.60} in it")
     # Tolerant: a program that does not fit still has a report, which says what takes the memory.
     result = request.compile(args, mesh, target, tolerant=True)
     program = read_program(result.compiled.text)
-    matmuls = find_matmuls(program)
+    kernel_facts = KernelFacts(kernel_costs, find_kernel_calls(result.compiled.jaxpr))
+    matmuls = find_matmuls(program, kernel_facts)
     facts = AuditFacts(
         result.compiled,
         program,
@@ -45,6 +53,7 @@ def audit(
         matmuls,
         mesh_sizes(result.mesh),
         sheet,
+        kernel_facts,
     )
     model_matmuls = facts.model_matmuls
     schedule = facts.schedule

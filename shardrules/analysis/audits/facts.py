@@ -23,6 +23,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective, channel
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import LOOP_ROLES, Value
+from shardrules.analysis.program.kernel_costs import KernelFacts
 from shardrules.analysis.program.kernels import NO_WORK, Kernel, find_kernels
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Instruction
@@ -84,6 +85,8 @@ class AuditFacts:
     sizes: Mapping[str, int]
     """The axes of the mesh."""
     hardware: Hardware
+    kernel_facts: KernelFacts = KernelFacts()
+    """What is known of kernels beside the program's text."""
     _parameter_shapes: dict[tuple[str, ...], ShapeSet] = attrs.field(factory=dict, init=False)
 
     @functools.cached_property

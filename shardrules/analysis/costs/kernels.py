@@ -10,6 +10,7 @@ other kernels it is twice too long in bfloat16: it gives a copy as many cycles a
 
 import math
 
+from shardrules.analysis.costs.attention import attention_seconds, is_attention
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware
@@ -60,6 +61,8 @@ def traffic_part(kernel: Kernel, hardware: Hardware) -> float:
 
 
 def _matmul_seconds(matmul: Matmul, hardware: Hardware) -> float:
+    if is_attention(matmul):
+        return attention_seconds(matmul, hardware)
     if not matmul.products:
         return flops_seconds(matmul.flops, matmul.dtype, matmul.precision, hardware)
     return math.fsum(

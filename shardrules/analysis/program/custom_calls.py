@@ -69,9 +69,15 @@ def kernel_names(instruction: Instruction) -> tuple[str, ...]:
     return tuple(dict.fromkeys([name, *scope, instruction.custom_call_target]))
 
 
+def names_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> tuple[str, ...]:
+    """The names of a kernel, that of the function first if JAX knows it and the program does not."""
+    call = _call_of(computation, instruction, facts)
+    return tuple(dict.fromkeys([*([] if call is None else [call.name]), *kernel_names(instruction)]))
+
+
 def call_cost(computation: Computation, instruction: Instruction, facts: KernelFacts) -> CallCost | None:
     """Returns what a custom call computes; `None` where nothing says it."""
-    names, operands = kernel_names(instruction), computation.operand_types(instruction)
+    names, operands = names_of(computation, instruction, facts), computation.operand_types(instruction)
     cost = facts.cost(names)
     if cost is not None:
         flops, nbytes = cost.amounts(operands)
@@ -80,7 +86,7 @@ def call_cost(computation: Computation, instruction: Instruction, facts: KernelF
     if library is not None:
         return library
     # Compilers for GPUs do not print the estimate of a kernel's author, and JAX still knows it.
-    call = _call_of(names, operands, instruction, facts)
+    call = _call_of(computation, instruction, facts)
     estimate = find_config(instruction.backend_config, "cost_estimate")
     if estimate and "flops" in estimate:
         return CallCost(int(estimate["flops"]), (), int(estimate.get("bytes_accessed", 0)) or None, "estimate")
@@ -90,21 +96,20 @@ def call_cost(computation: Computation, instruction: Instruction, facts: KernelF
         match = next(filter(None, (re.fullmatch(pattern, name) for name in names)), None)
         if match is not None:
             products = formula(match, operands, instruction, None if call is None else call.block_count)
-            if products:
+            if products is not None:
                 return CallCost(sum(product.flops for product in products), products, None, "formula")
     return None
 
 
-def _call_of(
-    names: Sequence[str], operands: Sequence[ArrayType], instruction: Instruction, facts: KernelFacts
-) -> KernelCall | None:
-    """What JAX knows of a kernel, found by its name and its shapes."""
-    shapes = tuple(operand.shape for operand in operands)
+def _call_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> KernelCall | None:
+    """What JAX knows of a kernel, found by its shapes and its name; by its shapes alone if no other has them."""
+    if not facts.calls or not may_be_matmul(instruction):
+        return None
+    shapes = tuple(operand.shape for operand in computation.operand_types(instruction))
     results = tuple(result.shape for result in instruction.types)
     same = [call for call in facts.calls if call.results == results and call.operands == shapes]
-    named = [call for call in same if call.name in names]
-    # Without its name, only kernels that all cost the same can be told apart from it.
-    candidates = named or (same if len({attrs.evolve(call, name="") for call in same}) == 1 else [])
+    named = [call for call in same if call.name in kernel_names(instruction)]
+    candidates = named or (same if len(same) == 1 else [])
     return max(candidates, key=lambda call: call.block_count or 0, default=None)
 
 
@@ -157,11 +162,13 @@ def _cudnn_attention(target: str, config: Mapping[str, Any], query: ArrayType) -
     window = int(attention.get("sliding_window_length", 0) or 0)
     blocks = _cudnn_blocks(str(attention.get("mask_type", "")), rows, columns, window)
     height, width = min(rows, _CUDNN_TILE), min(columns, _CUDNN_TILE)
-    # Where nothing is masked, a product over all scores is exact whatever their number.
+    phase = "backward" if "Backward" in target else "fwd"
     if blocks is None:
-        blocks, height, width = 1, rows, columns
-    count = batch * heads * blocks
-    return _of(*_attention(count, height, width, head_size, head_size, "backward" if "Backward" in target else "fwd"))
+        return _of(*_attention(batch * heads, rows, columns, head_size, head_size, phase))
+    # As wide as the blocks of a row are on average, or block by block where that is no number.
+    if rows % height == 0 and blocks * height * width % rows == 0:
+        return _of(*_attention(batch * heads, rows, blocks * height * width // rows, head_size, head_size, phase))
+    return _of(*_attention(batch * heads * blocks, height, width, head_size, head_size, phase))
 
 
 def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int | None:
@@ -280,11 +287,34 @@ def _paged(
     return _attention(tokens * heads, 1, tables[0].shape[1] * page_size, size, size, "fwd")
 
 
+def _grouped(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Groups of rows, each with a matrix of its own: every row is multiplied once. For the gradient of the matrices,
+    which are stacked in the result, rows are contracted."""
+    rows = next((operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) == 2), None)
+    shape = instruction.types[0].shape
+    if rows is None or len(shape) not in (2, 3):
+        return None
+    if len(shape) == 2:
+        return (Product(1, *shape, rows.size // max(1, shape[0])),)
+    return (Product(1, *shape[1:], rows.size // max(1, shape[1])),)
+
+
+def _elementwise(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """A kernel without any matmul: its cost is memory traffic."""
+    return ()
+
+
 _FORMULAS: Mapping[str, _Formula] = {
     r"splash_m[hq]a_(?P<phase>fwd|dq|dkv)\w*": _splash,
-    r"_flash_attention_(?P<phase>dq|dkv)_kernel|flash_mha_bwd_(?P<phase2>dq|dkv)\w*": _flash,
+    r"(_flash_attention|flash_mha_bwd)_(?P<phase>dq|dkv)\w*": _flash,
     r"mha_(?P<phase>forward|backward)\w*": _triton_attention,
     r"(ragged_)?paged_(flash_)?attention\w*": _paged,
+    r"t?gmm\w*|(transposed_)?ragged_dot\w*": _grouped,
+    r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*|ragged-dot-metadata": _elementwise,
 }
 """Formulas for the kernels of `jax.experimental.pallas.ops` that have no estimate, by patterns of their names."""
 

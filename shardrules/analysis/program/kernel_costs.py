@@ -133,3 +133,8 @@ class KernelFacts:
         """The user's cost of a kernel of these names."""
         names = tuple(names)
         return next((cost for cost in self.costs if cost.matches(names)), None)
+
+    def unused(self, kernels: Iterable[Iterable[str]]) -> tuple[KernelCost, ...]:
+        """The user's costs that no kernel of these names has."""
+        used = [self.cost(names) for names in kernels]
+        return tuple(cost for cost in self.costs if cost not in used)

@@ -41,9 +41,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="DIR", type=Path, help="compare with a trace that jax.profiler.trace wrote")
     parser.add_argument("--module", metavar="NAME", help="the program's name in the trace: jit_train_step")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the report as JSON")
-    parser.add_argument(
-        "--timeline", metavar="FILE", type=Path, help="write what runs when, for ui.perfetto.dev or chrome://tracing"
-    )
+    parser.add_argument("--timeline", metavar="FILE", type=Path, help="write what runs when, for ui.perfetto.dev")
     parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 

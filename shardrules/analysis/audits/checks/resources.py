@@ -7,6 +7,7 @@ from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.audits.memory import MEMORY_REMEDIES
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.program.custom_calls import names_of
 from shardrules.analysis.program.flops import uncounted_kernels
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
@@ -57,14 +58,26 @@ def check_constants(facts: AuditFacts) -> Iterator[Finding]:
 
 def check_uncounted(facts: AuditFacts) -> Iterator[Finding]:
     """Kernels of unknown FLOPs and loops of unknown length."""
-    for kernel in uncounted_kernels(facts.program):
-        target = kernel.attributes.get("custom_call_target", "").strip('"')
+    names = {
+        call.name: names_of(computation, call, facts.kernel_facts)
+        for computation, call in facts.program.walk()
+        if call.op == "custom-call"
+    }
+    for kernel in uncounted_kernels(facts.program, facts.kernel_facts):
+        name = names[kernel.name][0]
         yield Finding(
             "note",
             "uncounted-kernel",
-            f"the FLOPs of kernel {target!r} are unknown and count as 0",
-            remedy="Give pallas_call a cost_estimate",
+            f"the FLOPs of kernel {name!r} ({kernel.custom_call_target}) are unknown and count as 0",
+            remedy=f"Give pallas_call a cost_estimate, or pass kernel_costs=[kernel_cost({name!r}, flops=...)]",
             source=user_line(facts.program.stack(kernel)),
+        )
+    for cost in facts.kernel_facts.unused(names.values()):
+        yield Finding(
+            "warning",
+            "unused-kernel-cost",
+            f"kernel_cost({cost.name!r}) matches no kernel of the program",
+            remedy="Name a kernel as the program has it, or leave it out",
         )
     for loop in facts.program.unknown_loops:
         yield Finding(

@@ -1,0 +1,111 @@
+"""What compiled kernels take: the compiler's cycles, shapes, traffic and the user's costs, in this order of belief."""
+
+import re
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.costs.kernels import kernel_seconds
+from shardrules.analysis.costs.matmul import matmul_seconds
+from shardrules.analysis.costs.memory import traffic_seconds
+from shardrules.analysis.machine.hardware import sheets
+from shardrules.analysis.program.flops import Matmul, find_matmuls
+from shardrules.analysis.program.flow import Times
+from shardrules.analysis.program.kernels import Kernel, find_kernels
+from shardrules.analysis.program.products import Product
+from shardrules.analysis.program.program import read_program
+from tests.analysis.programs import compiled, mesh_on
+
+V5E, V5P, V6E, H100 = (sr.Hardware.named(name) for name in ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cuda:h100"))
+SQUARE = Product(1, 4096, 4096, 4096)
+
+
+def kernel(nbytes: int = 0, product: Product | None = None, cycles: int = 0, **more: object) -> Kernel:
+    matmul = None
+    if product is not None:
+        matmul = Matmul("dot", product.flops, "bf16", "default", Times(1), "c", "k", products=(product,))
+        matmul = attrs.evolve(matmul, **more)
+    flops = () if matmul is None else ((("bf16", "default"), matmul.flops),)
+    matmuls = () if matmul is None else (matmul,)
+    return Kernel("k", "main", "fusion", "", (), nbytes, 0, flops, Times(3), matmuls, cycles)
+
+
+def test_cycles_are_believed_for_matmuls() -> None:
+    assert kernel_seconds(kernel(10**6, SQUARE, 1_503_000), V5E) == pytest.approx(1e-3)
+
+
+def test_cycles_of_other_kernels_only_shorten_them() -> None:
+    traffic = V5E.launch_seconds + traffic_seconds(10**9, V5E)
+    assert kernel_seconds(kernel(10**9, cycles=10**9), V5E) == pytest.approx(traffic)
+    assert kernel_seconds(kernel(10**9, cycles=1503), V5E) == pytest.approx(1e-6)
+
+
+def test_cycles_without_a_clock_are_left_out() -> None:
+    blind = attrs.evolve(V5E, clock_hertz=0)
+    assert kernel_seconds(kernel(0, SQUARE, 7), blind) == kernel_seconds(kernel(0, SQUARE), blind)
+
+
+@pytest.mark.parametrize("name", [name for name in sheets() if name != "cpu"])
+def test_shapes_give_the_time_of_a_matmul(name: str) -> None:
+    hardware = sr.Hardware.named(name)
+    expected = hardware.launch_seconds + matmul_seconds(1, 4096, 4096, 4096, "bf16", "default", hardware)
+    assert kernel_seconds(kernel(0, SQUARE), hardware) == pytest.approx(expected)
+    # A product of a vector reads a matrix for each of its rows, and takes as long as that.
+    thin = kernel(2 * 4096**2, Product(1, 1, 4096, 4096))
+    assert kernel_seconds(thin, hardware) >= hardware.launch_seconds + traffic_seconds(2 * 4096**2, hardware)
+
+
+def test_the_users_cost_comes_first() -> None:
+    users = kernel(10**6, SQUARE, 1_503_000, origin="user", products=())
+    assert kernel_seconds(users, V5E) != pytest.approx(1e-3)
+    twice = attrs.evolve(users, matmuls=tuple(attrs.evolve(each, flops=2 * each.flops) for each in users.matmuls))
+    assert kernel_seconds(twice, H100) > 1.9 * kernel_seconds(users, H100)
+
+
+def test_every_tpu_has_the_clock_of_its_peak() -> None:
+    for name, hardware in sheets().items():
+        cycles = dict(hardware.peak_flops)["bf16"] / hardware.clock_hertz if hardware.clock_hertz else 0
+        units = cycles / (2 * hardware.matmul_tile**2)
+        assert (cycles > 0) == name.startswith("tpu")
+        assert abs(units - round(units)) < 0.01
+
+
+# As libtpu 0.0.42 prints 8192x8192x8192 for a v6e with xla_tpu_scoped_vmem_limit_kib=98304, which takes half a minute.
+LARGE_MATMUL = """HloModule m
+
+%fused (a: bf16[8192,8192], b: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192]{1,0} parameter(0)
+  %b = bf16[8192,8192]{1,0} parameter(1)
+  ROOT %c = bf16[8192,8192]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+ENTRY %e (a: bf16[8192,8192], b: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a.1 = bf16[8192,8192]{1,0} parameter(0)
+  %b.1 = bf16[8192,8192]{1,0} parameter(1)
+  ROOT %f = bf16[8192,8192]{1,0} fusion(%a.1, %b.1), kind=kOutput, calls=%fused, \
+backend_config={"window_config":{"estimated_cycles":"2337656","iteration_bounds":["8","10","1"]}}
+}
+"""
+
+
+def test_cycles_of_a_large_matmul_match_the_one_that_was_measured() -> None:
+    """827 TFLOP/s on a v6e, with the memory beside the cores that the benchmark asks for."""
+    program = read_program(LARGE_MATMUL)
+    (matmul,) = find_kernels(program, find_matmuls(program))
+    assert [each.products for each in matmul.matmuls] == [(Product(1, 8192, 8192, 8192),)]
+    assert 2 * 8192**3 / kernel_seconds(matmul, V6E) == pytest.approx(827e12, rel=0.01)
+
+
+@pytest.mark.slow
+def test_copies_reach_what_was_measured() -> None:
+    """1,360 GB/s on a v6e and 2.29 to 2.38 TB/s on a v5p, read and written; libtpu's cycles are twice as many."""
+    for target, hardware, rate in (("tpu:v6e:1x1", V6E, 1360e9), ("tpu:v5p:1x1x1", V5P, 2335e9)):
+        mesh = mesh_on(target, "data:1")
+        x = jax.ShapeDtypeStruct((2**15, 2**10), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P()))
+        program = read_program(compiled(lambda x: x * 2, x).as_text())
+        (copy,) = find_kernels(program, ())
+        assert re.search("estimated_cycles", program.entry_computation.by_name[copy.name].text)
+        assert 2 * 2**26 / kernel_seconds(copy, hardware) == pytest.approx(rate, rel=0.05)

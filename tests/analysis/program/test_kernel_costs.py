@@ -1,0 +1,58 @@
+"""What users say of their kernels, and what JAX knows of them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.program.kernel_costs import KernelCall, KernelFacts
+from shardrules.analysis.program.text import read_types
+from shardrules.core.errors import ConfigTypeError
+
+
+def test_amounts_are_numbers_or_functions_of_shapes() -> None:
+    operands = read_types("(bf16[8,16], f32[16], pred[4], f8e4m3fn[2], s4[3])")
+    assert sr.kernel_cost("k", 7).amounts(operands) == (7, None)
+    seen: list[Any] = []
+
+    def flops(*shapes: Any) -> int:
+        seen.extend(shapes)
+        return 2 * shapes[0].size
+
+    assert sr.kernel_cost("k", flops, bytes=9).amounts(operands) == (256, 9)
+    assert [shape.dtype for shape in seen] == [jnp.bfloat16, jnp.float32, jnp.bool_, jnp.float8_e4m3fn, jnp.int4]
+    assert seen[0].shape == (8, 16)
+
+
+def test_names_may_be_globs() -> None:
+    assert sr.kernel_cost("scan_*", 1).matches(["tpu_custom_call", "scan_fwd"])
+    assert not sr.kernel_cost("scan", 1).matches(["scan_fwd"])
+
+
+def test_the_first_cost_that_matches_counts() -> None:
+    first, second = sr.kernel_cost("scan_fwd", 1), sr.kernel_cost("scan_*", 2)
+    facts = KernelFacts([first, second])
+    assert (facts.cost(["scan_fwd"]), facts.cost(["scan_bwd"]), facts.cost(["other"])) == (first, second, None)
+    assert facts.unused([["scan_fwd"]]) == (second,)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((7, 1), "name must be the name of a kernel or a glob, got 7"),
+        (("", 1), "name must be the name"),
+        (("k", "1"), "flops must be a number of at least 0, or a function .* got '1'"),
+        (("k", -1), "flops must be"),
+        (("k", True), "flops must be"),
+        (("k", None), "flops must be"),
+        (("k", 1, 2.5), "bytes must be a number"),
+    ],
+)
+def test_other_costs_are_refused(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ConfigTypeError, match=f"kernel_cost: {message}"):
+        sr.kernel_cost(*args)
+
+
+def test_calls_are_values() -> None:
+    assert KernelCall("k", ((8,),), ((8,),)) == KernelCall("k", ((8,),), ((8,),))
