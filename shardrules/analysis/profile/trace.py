@@ -13,6 +13,7 @@ JAX's profiler writes planes, which have lines, which have events. Each platform
 
 import bisect
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -149,11 +150,13 @@ def read_trace(trace: Trace) -> ProfileTrace:
         )
     devices: list[DeviceTrace] = []
     transfers: list[HostTransfer] = []
-    for host, profile in profiles.items():
-        planes = list(profile.planes)
-        prefix = f"{host} " if host else ""
-        devices += _devices(planes, prefix)
-        transfers += _host_transfers(planes)
+    # Some versions of jaxlib make the classes of iterators when they are first used, with a warning: as an error it
+    # would end the process.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        for host, profile in profiles.items():
+            planes = list(profile.planes)
+            devices += _devices(planes, f"{host} " if host else "")
+            transfers += _host_transfers(planes)
     if not any(device.activities for device in devices):
         names = [plane.name for profile in profiles.values() for plane in profile.planes]
         raise TraceError(
