@@ -100,16 +100,17 @@ def _run_times(run: Run, modelled: ModelledProgram, device: DeviceRuns) -> _RunT
     around = [part for part in parts.values() if any(name in matched for name in part.inside)]
     graphs = [part for part in parts.values() if part.kind == "control" and part not in around]
     kernels = [part for part in parts.values() if part.kind == "kernel"]
+    copies = [part for part in parts.values() if part.kind == "copy"]
     collectives = [part for part in parts.values() if part.kind == "collective"]
     # A copy that is in flight keeps no kernel from running.
     working = [*(matched[part.name] for part in (*kernels, *graphs)), *unknown.values()]
     busy = _extent(activity for group in working for activity in group if not activity.in_flight)
     sent = _extent(activity for part in collectives for activity in matched[part.name])
-    seen = union([*busy, *sent])
+    seen = union([*busy, *sent, *_extent(activity for part in copies for activity in matched[part.name])])
     return _RunTimes(
         {
             **{part.name: _PartTime(_direct_seconds(matched[part.name])) for part in (*kernels, *graphs)},
-            **{part.name: _collective_time(part, matched[part.name], busy) for part in collectives},
+            **{part.name: _transfer_time(part, matched[part.name], busy) for part in (*collectives, *copies)},
         },
         {part.name: outside(_extent(matched[part.name]), seen) * _NS for part in around},
         {name: (_direct_seconds(group), len(group)) for name, group in unknown.items()},
@@ -134,7 +135,7 @@ def _direct_seconds(activities: Iterable[Activity]) -> float:
     return sum(activity.self_ns for activity in activities if not activity.in_flight) * _NS
 
 
-def _collective_time(part: ModelledPart, activities: Sequence[Activity], busy: Intervals) -> _PartTime:
+def _transfer_time(part: ModelledPart, activities: Sequence[Activity], busy: Intervals) -> _PartTime:
     extent = _extent(activities)
     exposed = outside(extent, busy) * _NS
     if not any(activity.in_flight for activity in activities):

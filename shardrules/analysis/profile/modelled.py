@@ -15,12 +15,13 @@ from shardrules.analysis.profile.trace import Activity
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flops import find_matmuls
 from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES
-from shardrules.analysis.program.kernels import find_kernels
+from shardrules.analysis.program.kernels import Kernel, find_kernels
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction, read_types
+from shardrules.analysis.schedule.tasks import COPY_STARTS, copy_task, host_copy
 
-PartKind: TypeAlias = Literal["kernel", "collective", "control"]
-"""What a part of a program is: a kernel, a collective, or a loop, branch or call around others."""
+PartKind: TypeAlias = Literal["kernel", "collective", "copy", "control"]
+"""What a part is: a kernel, a collective, a copy beside kernels, or a loop, a branch or a call around others."""
 
 _CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done", "call-start", "call-done")
 
@@ -103,24 +104,45 @@ def model_program(program: CompiledProgram, collectives: Sequence[Collective], h
         for instruction in computation.instructions:
             if instruction.name in parts or instruction.op == "parameter":
                 continue
-            kernel = kernels.get(instruction.name)
-            if kernel is None and instruction.op in _CONTROL_FLOW:
+            if instruction.op in COPY_STARTS:
+                part = _copy_part(program, computation, instruction, hardware)
+                for name in _starts_and_ends(computation, instruction):
+                    parts[name] = part
+            elif instruction.op in _CONTROL_FLOW and instruction.name not in kernels:
                 control.append((computation, instruction))
-                continue
-            times = program.times(computation.name)
-            parts[instruction.name] = ModelledPart(
-                instruction.name,
-                "kernel",
-                0.0 if kernel is None else kernel_seconds(kernel, hardware) * kernel.times.count,
-                times.count,
-                _line(program, computation, instruction),
-                instruction.custom_call_target or instruction.op,
-                times.conditional,
-            )
+            else:
+                kernel = kernels.get(instruction.name)
+                parts[instruction.name] = _kernel_part(program, computation, instruction, kernel, hardware)
     for computation, instruction in control:
         parts[instruction.name] = _control_part(program, computation, instruction, parts)
     types = {instruction.name: instruction.types for _, instruction in program.walk()}
     return ModelledProgram(program.name, parts, types)
+
+
+def _kernel_part(
+    program: CompiledProgram,
+    computation: Computation,
+    instruction: Instruction,
+    kernel: Kernel | None,
+    hardware: Hardware,
+) -> ModelledPart:
+    """A kernel, or an instruction that takes no time."""
+    times, line = program.times(computation.name), _line(program, computation, instruction)
+    seconds = 0.0
+    if kernel is not None:
+        copy = host_copy(computation, instruction, kernel.read_bytes, kernel.written_bytes, line, hardware)
+        seconds = kernel_seconds(kernel, hardware) if copy is None else copy.seconds
+    label = instruction.custom_call_target or instruction.op
+    return ModelledPart(instruction.name, "kernel", seconds * times.count, times.count, line, label, times.conditional)
+
+
+def _copy_part(
+    program: CompiledProgram, computation: Computation, instruction: Instruction, hardware: Hardware
+) -> ModelledPart:
+    times, line = program.times(computation.name), _line(program, computation, instruction)
+    seconds = copy_task(computation, instruction, line, hardware).seconds * times.count
+    label = instruction.op.removesuffix("-start")
+    return ModelledPart(instruction.name, "copy", seconds, times.count, line, label, times.conditional)
 
 
 def _collective_part(collective: Collective, hardware: Hardware) -> ModelledPart:
@@ -141,17 +163,22 @@ def _ends(program: CompiledProgram, collective: Collective, distant_ends: Mappin
     instruction = computation.by_name[collective.name]
     channel = instruction.attributes.get("channel_id")
     while True:
-        waiting = [instruction]
-        for start in waiting:  # grows while iterated
-            yield start.name
-            users = computation.users.get(start.name, ())
-            waiting += [user for user in users if _waits(user) and user not in waiting]
+        yield from _starts_and_ends(computation, instruction)
         calls = [call for call in program.callers(computation.name) if call.role not in LOOP_ROLES]
         # Only fusions and wrappers are one with what they hold; a call or a branch runs other kernels, too.
         if len(calls) != 1 or calls[0].instruction.op not in ("fusion", "async-start"):
             break
         computation, instruction = program.find(calls[0].caller), calls[0].instruction
     yield from distant_ends.get(channel or "", ())
+
+
+def _starts_and_ends(computation: Computation, start: Instruction) -> Iterator[str]:
+    """The names of an instruction, and of those that wait for it in the same computation."""
+    waiting = [start]
+    for instruction in waiting:  # grows while iterated
+        yield instruction.name
+        users = computation.users.get(instruction.name, ())
+        waiting += [user for user in users if _waits(user) and user not in waiting]
 
 
 def _distant_ends(program: CompiledProgram) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from shardrules.analysis.profile.trace import read_trace
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from tests.analysis.audits.sample_report import REPORT
-from tests.analysis.profile.planes import PROGRAM, gpu_trace, tpu_trace
+from tests.analysis.profile.planes import PROGRAM, gpu_trace, tpu_trace, trace
 
 MODELLED_SECONDS = 80e-6
 V5E = attrs.evolve(
@@ -101,6 +101,28 @@ def test_a_graph_of_a_gpu_stands_for_what_is_inside() -> None:
     assert graph.measured_seconds == pytest.approx(30e-6)
     assert loop.modelled_seconds <= graph.modelled_seconds < 1.1 * loop.modelled_seconds
     assert comparison.missing == ()
+
+
+def test_a_copy_to_the_host_is_a_transfer() -> None:
+    copying = PROGRAM.replace(
+        "  %tuple.1 = ",
+        "  %copy-start.1 = (bf16[1024,1024]{1,0:S(5)}, bf16[1024,1024]{1,0}, u32[]{:S(2)}) copy-start(%x)\n"
+        "  %copy-done.1 = bf16[1024,1024]{1,0:S(5)} copy-done(%copy-start.1)\n  %tuple.1 = ",
+    )
+    lines = {
+        "XLA Modules": [("jit_step(1)", 0.0, 300.0, {})],
+        "XLA Ops": [("copy-start.1", 0.0, 1.0, {}), ("fusion.1", 1.0, 200.0, {}), ("copy-done.1", 201.0, 20.0, {})],
+        "Async XLA Ops": [("copy-start", 0.5, 220.0, {"hlo_op": "copy-start.1"})],
+    }
+    comparison = compare(trace({"/device:TPU:0": lines}), copying)
+    copy = by_name(comparison.kernels)["copy-start.1"]
+    # 2 MiB at 25 GB/s; it took between the 21 microseconds without a kernel and the 221 from its start to its end.
+    assert copy.label == "copy"
+    assert copy.modelled_seconds == pytest.approx(2**21 / V5E.host_link_bytes_per_second)
+    assert 21e-6 < copy.modelled_seconds < 221e-6
+    assert copy.measured_seconds == copy.modelled_seconds
+    assert copy.exposed_seconds == pytest.approx(21e-6)
+    assert comparison.devices[0].idle_seconds == pytest.approx(79e-6)
 
 
 def test_what_only_the_trace_has_is_listed() -> None:
