@@ -77,7 +77,8 @@ def finding_line(finding: Finding) -> str:
 
 def add_level(parser: argparse.ArgumentParser) -> None:
     """Adds the option that says which findings make a command end with 1."""
-    meaning = f"exit 1 for findings from this severity up: {', '.join(LEVELS)} (default: {_DEFAULT_LEVEL})"
+    levels = ", ".join(level + " (default)" * (level == _DEFAULT_LEVEL) for level in LEVELS)
+    meaning = f"exit 1 from here up: {levels}"
     parser.add_argument("--level", choices=LEVELS, metavar="LEVEL", help=meaning)
 
 

@@ -67,31 +67,34 @@ class Convolution:
         # Grouped convolutions need no case of their own: `i` of the kernel is the size of one group.
         _, kernel_sizes, result_sizes = self._sizes()
         flops = 2 * result_sizes["b"] * result_sizes["f"] * kernel_sizes["i"]
-        return flops * math.prod(products for _, _, products in self._spatial())
+        return flops * math.prod(products for *_, products in self._spatial())
 
     def product(self) -> Product:
         """Returns the matmul that it is: TPUs write every matmul as a convolution.
 
-        A spatial dim along which each result meets one element of a kernel of its own is a batch dim; along any other,
-        results are rows, and what each of them sums is contracted.
+        A spatial dim along which each result meets one element of a kernel of its own is a batch dim, or has columns if
+        the image has a single element there. Along any other, results are rows, and what each sums is contracted.
         """
         _, kernel_sizes, result_sizes = self._sizes()
-        batch, rows, inner = 1, result_sizes["b"], kernel_sizes["i"]
-        for result, kernel, products in self._spatial():
-            if products == result == kernel:
+        batch, rows, columns, inner = 1, result_sizes["b"], result_sizes["f"], kernel_sizes["i"]
+        for image, result, kernel, products in self._spatial():
+            if products == result == kernel and image == 1:
+                columns *= result
+            elif products == result == kernel:
                 batch *= result
             else:
                 rows *= result
                 inner *= max(1, round(products / max(1, result)))
-        return Product(batch, rows, result_sizes["f"], inner)
+        return Product(batch, rows, columns, inner)
 
     def _sizes(self) -> list[dict[str, int]]:
         labels = re.split(r"_|->", self.attributes["dim_labels"])
         arrays = (self.image, self.kernel, self.result)
         return [dict(zip(label, array.shape, strict=True)) for label, array in zip(labels, arrays, strict=True)]
 
-    def _spatial(self) -> list[tuple[int, int, int]]:
-        """For each spatial dim the sizes of result and kernel, and how many pairs of them meet an image element."""
+    def _spatial(self) -> list[tuple[int, int, int, int]]:
+        """For each spatial dim the sizes of image, result and kernel, and how many pairs of the latter meet an image
+        element."""
         image_sizes, kernel_sizes, result_sizes = self._sizes()
         window = dict(re.findall(r"(\w+)=(\S+)", self.attributes.get("window", "").strip("{}")))
         spatial = []
@@ -106,7 +109,7 @@ class Convolution:
                 _window_field(window, "rhs_dilate", dim),
                 int(window["pad"].split("x")[dim].split("_")[0]) if "pad" in window else 0,
             )
-            spatial.append((result_sizes[label], kernel_sizes[label], count))
+            spatial.append((image_sizes[label], result_sizes[label], kernel_sizes[label], count))
         return spatial
 
 

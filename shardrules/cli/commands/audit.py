@@ -30,9 +30,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add_rules(parser)
     parser.add_argument("--target", default="cpu", metavar="TARGET", help="cpu, cuda:h100:8, tpu:v5e:4x4, ...")
-    parser.add_argument(
-        "--hardware", metavar="NAME", help="a sheet, or a file from Hardware.save (default: the target's)"
-    )
+    parser.add_argument("--hardware", metavar="NAME", help="a sheet, or a file from Hardware.save")
     parser.add_argument("--flags", metavar="FLAGS", help="compiler flags: --flags=--xla_a=1, maxtext:v5p")
     parser.add_argument("--params", metavar="NAME", help="the argument, or a part of it, for the rules: state/model")
     parser.add_argument("--batch", metavar="AXES", help="axes that split dimension 0 of other arguments: data")
