@@ -114,7 +114,7 @@ def figure_of(result: Any) -> dict[str, Any]:
 def line(figure: dict[str, Any]) -> str:
     """A figure as text."""
     return (
-        f"{figure['name']:16}{figure['model']:12}{figure['devices']:>5} {figure['chip']:11}{figure['layout']:20}"
+        f"{figure['name']:18}{figure['model']:12}{figure['devices']:>5} {figure['chip']:11}{figure['layout']:20}"
         f"{figure['measured']:10.4g}{figure['predicted']:10.4g}{figure['ratio']:7.3f}"
         f"{figure['compute']:10.4g}{figure['communication']:10.4g}{figure['exposed']:10.4g}{figure['seconds']:8.0f}"
     )
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = sys.stderr if options.json else sys.stdout
     heads = ("measured", "predicted", "ratio", "compute", "comm.", "exposed", "rebuilt")
     sizes = (10, 10, 7, 10, 10, 10, 8)
-    print(f"{'':65}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
+    print(f"{'':67}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
     for row in rows:
         if not options.row or any(row.name.startswith(name) for name in options.row):
             figures.append(figure_of(rebuild(row, options.texts)))

@@ -58,8 +58,7 @@ def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...]
         for name in [name for name in shapes if not name.startswith("norm")]:
             # A bias has the dims that its matmul makes.
             shape, spec = shapes[name]
-            made = (shape[-1:], P()) if name in ("out", "down") else (shape[1:], P(*spec[1:]))
-            shapes[f"{name}_bias"] = made
+            shapes[f"{name}_bias"] = (shape[-1:], P()) if name in ("out", "down") else (shape[1:], P(*spec[1:]))
         shapes |= {f"{name}_bias": ((embed,), P()) for name in ("norm_attention", "norm_mlp")}
     return shapes
 

@@ -76,15 +76,13 @@ class Row:
         """Why the row cannot be rebuilt."""
         import shardrules as sr
 
-        problems = []
+        problems, count = [], None
         try:
-            found_count = sr.Target.parse(self.compiled_for).count
+            count = sr.Target.parse(self.compiled_for).count
         except sr.errors.TargetError as error:
             problems.append(str(error))
-        if found_count not in (None, self.device_count):
-            problems.append(
-                f"mesh {dict(self.mesh)} has {self.device_count} devices, target {self.target} {found_count}"
-            )
+        if count not in (None, self.device_count):
+            problems.append(f"mesh {dict(self.mesh)} has {self.device_count} devices, target {self.target} {count}")
         if self.remat not in POLICIES:
             problems.append(f"unknown remat {self.remat!r}; known are {', '.join(POLICIES)}")
         positive = {name: getattr(self, name) for name in ("batch", "length", "seconds")}
@@ -106,13 +104,16 @@ def read_rows(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
 
     A row that cannot be rebuilt raises `RowError`, which lists everything that is wrong with any of them.
     """
-    own = tomllib.loads(FILE.read_text("utf-8"))
+    published = tomllib.loads(FILE.read_text("utf-8"))
     files = [tomllib.loads(path.read_text("utf-8")) for path in paths]
     tables = {
-        kind: {**own.get(kind, {}), **{name: table for file in files for name, table in file.get(kind, {}).items()}}
+        kind: {
+            **published.get(kind, {}),
+            **{name: table for file in files for name, table in file.get(kind, {}).items()},
+        }
         for kind in ("models", "recipes")
     }
-    entries = [entry for file in files or [own] for entry in file.get("rows", ())]
+    entries = [entry for file in files or [published] for entry in file.get("rows", ())]
     rows, problems = [], []
     for index, entry in enumerate(entries):
         name = entry.get("name", f"row {index}")
