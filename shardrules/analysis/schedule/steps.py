@@ -39,6 +39,10 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _CHANNEL = re.compile(r"channel_id=\d+")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
 
+_MAX_NEAR = 24
+"""How many instructions around one without a line are searched for one. Of six programs for TPUs and GPUs up to 2 % of
+the time then has no line; with half as many up to 12 %. Four times as many find nearly all, and take longer."""
+
 
 @final
 @attrs.frozen
@@ -272,8 +276,18 @@ class StepReader:
 
         Compilers add copies and conversions, and JAX operations of its own, as those around the body of a scan.
         """
-        near = self.program.nearby(computation, instruction)
-        return next(filter(None, map(self._line, near)), "")
+        near = [instruction]
+        for each in near:  # grows while iterated
+            inside = fusion_of(self.program, each)
+            parts = inside.top.instructions if inside else ()
+            line = next(filter(None, map(self._line, (each, *parts))), "")
+            if line:
+                return line
+            if len(near) < _MAX_NEAR:
+                # What uses a result is more often the reason for it than what made its operands.
+                near += computation.users.get(each.name, ())
+                near += [computation.by_name[operand] for operand in each.operands]
+        return ""
 
     def _line(self, instruction: Instruction) -> str:
         return self._line_of(self.program.stack(instruction))
