@@ -173,6 +173,4 @@ def read_hardware(text: str) -> Hardware:
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Adds the argument that names a step."""
-    parser.add_argument(
-        "step", metavar="STEP", help="module:function or file.py:function that returns (step, *arguments)"
-    )
+    parser.add_argument("step", metavar="STEP", help="module:function or file.py:function: (step, *arguments)")

@@ -87,10 +87,11 @@ def _inner_constants(
     elif len(jaxpr.invars) != len(values):
         return {}
     # Inside a `shard_map` a device has a part of the constant.
+    shapes: list[tuple[int, ...]] = [getattr(variable.aval, "shape", ()) for variable in jaxpr.invars]
     return {
-        variable: _largest_part(value, variable.aval.shape)
-        for variable, value in zip(jaxpr.invars, values, strict=False)
-        if value is not None and len(variable.aval.shape) == len(value.shape)
+        variable: _largest_part(value, shape)
+        for variable, shape, value in zip(jaxpr.invars, shapes, values, strict=False)
+        if value is not None and len(shape) == len(value.shape)
     }
 
 

@@ -296,9 +296,8 @@ def _grouped(
     shape = instruction.types[0].shape
     if rows is None or len(shape) not in (2, 3):
         return None
-    if len(shape) == 2:
-        return (Product(1, *shape, rows.size // max(1, shape[0])),)
-    return (Product(1, *shape[1:], rows.size // max(1, shape[1])),)
+    m, n = shape[-2:]
+    return (Product(1, m, n, rows.size // max(1, m)),)
 
 
 def _elementwise(

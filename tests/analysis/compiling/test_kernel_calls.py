@@ -20,6 +20,16 @@ MESH = sr.mesh_shape("data:2,model:2")
 LENGTH, SIZE, HEADS, BLOCK = 1024, 128, 8, 256
 QUERY = jax.ShapeDtypeStruct((4, HEADS, LENGTH, SIZE), jnp.bfloat16)
 SHARD = (2, HEADS // 2, LENGTH, SIZE)
+SIZES = splash.BlockSizes(
+    block_q=BLOCK,
+    block_kv=BLOCK,
+    block_kv_compute=BLOCK,
+    block_q_dkv=BLOCK,
+    block_kv_dkv=BLOCK,
+    block_kv_dkv_compute=BLOCK,
+    block_q_dq=BLOCK,
+    block_kv_dq=BLOCK,
+)
 
 
 def double(x_ref: Any, o_ref: Any) -> None:
@@ -40,8 +50,7 @@ def masked(mask: Any) -> Any:
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         heads = splash.MultiHeadMask([mask] * query.shape[1])
-        sizes = splash.BlockSizes(*[BLOCK] * 8)
-        kernel = splash.make_splash_mha(heads, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+        kernel = splash.make_splash_mha(heads, head_shards=1, q_seq_shards=1, block_sizes=SIZES)
         return jax.vmap(kernel)(query, key, value)
 
     spec = P("data", "model")
@@ -94,9 +103,7 @@ def test_a_split_mask_counts_for_the_busiest_device() -> None:
 
     def fn(query: Any) -> Any:
         heads = splash.MultiHeadMask([mask] * HEADS)
-        kernel = splash.make_splash_mha(
-            heads, head_shards=1, q_seq_shards=2, block_sizes=splash.BlockSizes(*[BLOCK] * 8)
-        )
+        kernel = splash.make_splash_mha(heads, head_shards=1, q_seq_shards=2, block_sizes=SIZES)
         specs = kernel.manual_sharding_spec(jax.NamedSharding(MESH, P(None, "data")))
         run = jax.shard_map(
             lambda kernel, query, key: kernel(query, key, key),
