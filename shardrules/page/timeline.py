@@ -111,14 +111,17 @@ def _boxes(events: Sequence[Event], y: float, axis: _Axis) -> list[Box]:
     together: list[Event] = []
     for event in events:
         x, right = axis.position(event.start), axis.position(event.end)
-        if right - x >= _LEAST_WIDTH:
-            boxes += [*_box(together, y, axis), *_box([event], y, axis)]
-            together = []
-        elif together and right - axis.position(together[0].start) >= _LEAST_WIDTH:
-            boxes += _box([*together, event], y, axis)
-            together = []
+        # Idle time that can be seen must stay idle.
+        has_gap = bool(together) and x - axis.position(together[-1].end) >= _LEAST_WIDTH
+        is_wide = bool(together) and right - axis.position(together[0].start) >= _LEAST_WIDTH
+        if right - x >= _LEAST_WIDTH or has_gap:
+            boxes += _box(together, y, axis)
+            together = [event]
         else:
             together.append(event)
+        if right - x >= _LEAST_WIDTH or (is_wide and not has_gap):
+            boxes += _box(together, y, axis)
+            together = []
     return [*boxes, *_box(together, y, axis)]
 
 

@@ -63,5 +63,13 @@ def test_thin_events_share_a_box() -> None:
     assert ", and 4 more" in svg
 
 
+def test_thin_events_far_apart_do_not_fill_the_time_between() -> None:
+    long = Event("k", "", "compute", 0.0, 1000.0, "compute")
+    thin = [Event(f"c.{index}", "", "copies", 100.0 * index, 0.01, "copy") for index in range(10)]
+    drawn = [box for box in boxes(timeline_svg(Timeline("far apart", (long, *thin)))) if box[0] == 2]
+    assert len(drawn) == 10
+    assert max(width for _, _, _, width, _ in drawn) <= 1
+
+
 def test_nothing_has_no_drawing() -> None:
     assert timeline_svg(Timeline("nothing")) == ""
