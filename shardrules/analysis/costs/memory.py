@@ -1,11 +1,7 @@
 """What reading and writing the memory of a device takes."""
 
-from typing import Literal, TypeAlias
-
 from shardrules.analysis.machine.hardware import Hardware, fraction
-
-Access: TypeAlias = Literal["copy", "read", "gather"]
-"""How memory is used: read and written in order, read in order, or in rows at any positions."""
+from shardrules.analysis.machine.measured import Access
 
 
 def traffic_seconds(nbytes: float, hardware: Hardware, access: Access = "copy") -> float:

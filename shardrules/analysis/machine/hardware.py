@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, final, get_args
 
 import attrs
 import jax
@@ -19,6 +19,7 @@ from shardrules.analysis.machine.kinds import sheet_name
 from shardrules.analysis.machine.measure import measure
 from shardrules.analysis.machine.measured import (
     KINDS,
+    Access,
     CollectiveTimes,
     Fractions,
     MatmulRates,
@@ -30,9 +31,6 @@ from shardrules.analysis.machine.measured_sheet import MeasuredSheet
 from shardrules.analysis.machine.sheet_files import sheet_problems, sheet_text
 from shardrules.core.errors import ConfigError, HardwareError, ShardingWarning, suggest
 from shardrules.core.storage.files import read_text, write_text
-
-ACCESSES = ("copy", "read", "gather")
-"""How memory is used: most of it read and written in its order, read only, or in rows at any positions."""
 
 RATES = ("bf16", "f16", "f32", "f32_highest", "f8", "s8", "f64")
 """The kinds of multiplication that a sheet has rates for.
@@ -182,7 +180,7 @@ class Hardware:
             *_named_problems("peak_flops", self.peak_flops, RATES),
             *_number_problems(self),
             *_fraction_problems("matmul_fractions", self.matmul_fractions, RATES),
-            *_fraction_problems("memory_fractions", self.memory_fractions, ACCESSES),
+            *_fraction_problems("memory_fractions", self.memory_fractions, get_args(Access)),
             *_fraction_problems("link_fractions", self.link_fractions, KINDS),
             *_fraction_problems(
                 "overlap_fraction", (("all", self.overlap_fraction),) * (self.overlap_fraction > 1), ("all",)

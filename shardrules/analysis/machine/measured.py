@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from typing import Any, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import attrs
 
@@ -15,6 +15,9 @@ KINDS = (
     *("collective-permute", "collective-broadcast"),
 )
 """The kinds of collectives, as XLA writes them."""
+
+Access: TypeAlias = Literal["copy", "read", "gather"]
+"""How memory is used: read and written in order, read in order, or in rows at any positions."""
 
 _Table = TypeVar("_Table")
 

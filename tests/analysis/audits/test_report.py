@@ -106,6 +106,14 @@ def test_json_has_the_timeline_if_requested() -> None:
     assert AuditReport.from_json(report.to_json()).timeline == Timeline("")
 
 
+def test_json_names_the_tables_of_ready_sheets() -> None:
+    report = attrs.evolve(REPORT, hardware=sr.Hardware.named("cuda:h100"))
+    assert json.loads(report.to_json())["hardware"]["matmul_rates"] == "cuda:h100"
+    assert AuditReport.from_json(report.to_json()) == report
+    with pytest.raises(ReportError, match="unknown sheet 'cuda:h10'"):
+        AuditReport.from_json(report.to_json().replace('"cuda:h100"', '"cuda:h10"'))
+
+
 def test_json_has_totals_for_other_programs() -> None:
     data = json.loads(REPORT.to_json())
     assert data["shardrules_audit"] == 2
