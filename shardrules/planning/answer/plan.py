@@ -99,7 +99,7 @@ class AutoPlan:
 
     @functools.cached_property
     def cost(self) -> float:
-        """The modelled time of one call in seconds, if nothing overlaps."""
+        """The modelled time of one call in seconds, which the search minimizes."""
         return self.task.problem.cost(self.choice)
 
     @property
@@ -124,17 +124,20 @@ class AutoPlan:
 
     @functools.cached_property
     def step_time(self) -> StepTime:
-        """The modelled time of one call, in its parts."""
+        """The modelled time of one call, in its parts, as an audit reports it of the compiled plan."""
         moves = self.task.problem.chosen_moves(self.choice)
-        communication = sum(seconds * count for seconds, count, _ in moves)
-        return StepTime(self.cost - communication, communication)
+        exposed = sum(move.seconds * move.count for move in moves)
+        communication = sum(move.busy_seconds * move.count for move in moves)
+        compute = self.cost - exposed
+        # Nothing hides behind more computing than there is.
+        return StepTime(compute, communication, exposed_seconds=max(exposed, communication - compute))
 
     @functools.cached_property
     def sent_bytes(self) -> dict[str, int]:
         """What a device sends in one call, by kind of collective."""
         total = np.zeros(len(COLLECTIVE_KINDS))
-        for _, count, sent in self.task.problem.chosen_moves(self.choice):
-            total += sent * count
+        for move in self.task.problem.chosen_moves(self.choice):
+            total += move.sent * move.count
         return dict(zip(COLLECTIVE_KINDS, map(int, total), strict=True))
 
     @property
@@ -142,10 +145,10 @@ class AutoPlan:
         """What a device sends in one call."""
         return sum(self.sent_bytes.values())
 
-    @property
+    @functools.cached_property
     def peak_bytes(self) -> int:
-        """The most memory that a device uses, as modelled."""
-        return int(self.result.peak_bytes)
+        """The most memory that a device uses once the plan is compiled, as modelled."""
+        return int(self.task.compiled_peak(self.choice, self.memory_limit))
 
     @functools.cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -211,7 +214,7 @@ class AutoPlan:
             self.result_specs,
             donated_arguments(donate_argnums, len(self.args)),
             self.memory_limit,
-            self.peak_bytes,
+            int(self.result.peak_bytes),
         )
 
     @functools.cached_property

@@ -19,13 +19,14 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import axis_names, spec_repr
-from shardrules.planning.graph.compute_cost import compute_seconds
+from shardrules.planning.graph.compute_cost import ComputeCosts
 from shardrules.planning.graph.edges import EdgeBuilder
 from shardrules.planning.graph.layouts import WHOLE, all_layouts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Home, Node, Problem, project
 from shardrules.planning.traced.alike import op_classes
 from shardrules.planning.traced.clusters import Clusters, find_clusters
+from shardrules.planning.traced.fusion import Fusion
 from shardrules.planning.traced.program import TracedProgram
 from shardrules.planning.traced.sums import PartialSums
 
@@ -50,7 +51,9 @@ def build_problem(
     partial_ops = [op_index for op_index in range(len(program.operations)) if sums.may_add_parts(op_index)]
     clusters = find_clusters(program, partial_ops, tie)
     classes = op_classes(program, paths, tie)
-    builder = _GraphBuilder(program, machine, feedback, sums, clusters)
+    fusion = Fusion.of(program)
+    costs = ComputeCosts(fusion, machine)
+    builder = _GraphBuilder(program, machine, costs, feedback, sums, clusters)
     for position, array in enumerate(program.arguments):
         spec = pinned.get(position)
         builder.add_argument(position, array, ("argument", classes.arguments[position], spec), spec)
@@ -63,6 +66,7 @@ def build_problem(
     return Problem(
         program,
         machine,
+        fusion,
         builder.nodes,
         edges.edges,
         list(edges.group_counts.items()),
@@ -83,6 +87,7 @@ class _GraphBuilder:
 
     program: TracedProgram
     machine: Machine
+    costs: ComputeCosts
     feedback: Mapping[int, int]
     sums: PartialSums
     clusters: Clusters
@@ -257,9 +262,7 @@ class _GraphBuilder:
 
     def _add_compute_seconds(self, op_index: int, node_index: int) -> None:
         node = self.nodes[node_index]
-        node.seconds = node.seconds + compute_seconds(
-            self.program, self.machine, op_index, node_index, node.layouts, self.operand_homes
-        )
+        node.seconds = node.seconds + self.costs.seconds(op_index, node_index, node.layouts, self.operand_homes)
 
     def _restrict(self, home: Home, spec: PartitionSpec) -> None:
         """Leaves a node only the layouts that a spec allows; all of them if the spec is not a layout of this mesh."""

@@ -1,5 +1,6 @@
 """The edges of the graph: arrays on their way from the layout that they have to the layouts that operations need."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -10,6 +11,7 @@ from shardrules.planning.graph.layouts import Moves, moves
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
 from shardrules.planning.traced.program import TracedProgram
+from shardrules.planning.traced.waiting import Waiting
 
 _LOOP_COMBINE_DIVISOR = 128
 """In a loop compilers combine collectives only below `combined_bytes` divided by this: 64 KiB by default.
@@ -57,8 +59,11 @@ class EdgeBuilder:
                 readers.setdefault(key, []).append((op_index, operand_index))
         for (array, region), readers in groups.items():
             by_count: dict[int, dict[int, None]] = {}
+            # A copy that several read is there for all of them once the first needs it: they share its timing, too.
+            timing = self._timing([op_index for operands in readers.values() for op_index, _ in operands], array)
             for (count, _), operands in readers.items():
-                edge_index = self._edge_index(array, self.homes[array], self._copy_home(operands), count, region)
+                home = self._copy_home(operands)
+                edge_index = self._edge_index(array, self.homes[array], home, count, region, timing)
                 by_count.setdefault(count, {})[edge_index] = None
                 self.edge_indices.update(dict.fromkeys(operands, edge_index))
             for count, edge_indices in by_count.items():
@@ -69,7 +74,9 @@ class EdgeBuilder:
         for (op_index, result_index), produced in produced_homes.items():
             operation = self.program.operations[op_index]
             array = operation.results[result_index]
-            edge_index = self._edge_index(array, produced, self.homes[array], operation.run_count, operation.region)
+            home, count = self.homes[array], operation.run_count
+            timing = self._timing([op_index], array)
+            edge_index = self._edge_index(array, produced, home, count, operation.region, timing)
             self.edge_indices[op_index, -1 - result_index] = edge_index
             self._count_group((edge_index,), operation.run_count)
 
@@ -91,16 +98,28 @@ class EdgeBuilder:
             self.equal_homes += [(Home(self._copy_nodes[ends], dims), end) for end in ends]
         return Home(self._copy_nodes[ends], dims)
 
-    def _edge_index(self, array: int, start: Home, end: Home, count: int, region: int) -> int:
+    @functools.cached_property
+    def _waiting(self) -> Waiting:
+        return Waiting.of(self.program)
+
+    def _timing(self, op_indices: Sequence[int], array: int) -> tuple[float, bool]:
+        """Which fraction of moving an array to some operations is not hidden, and whether it is between matmuls."""
+        has_time = all(self._waiting.has_time(op_index, array) for op_index in op_indices)
+        is_between = any(self._waiting.is_between(op_index, array) for op_index in op_indices)
+        return 1.0 - self.machine.assumptions.hidden * has_time, is_between
+
+    def _edge_index(
+        self, array: int, start: Home, end: Home, count: int, region: int, timing: tuple[float, bool]
+    ) -> int:
         """The index of an edge, which equal moves of equal arrays share."""
         nbytes, in_loop = self.program.arrays[array].nbytes, self.program.regions[region].run_count > 1
-        key = (start, end, nbytes, count, in_loop)
+        key = (start, end, nbytes, count, in_loop, timing)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
-            self.edges.append(self._edge(start, end, nbytes, count, in_loop))
+            self.edges.append(self._edge(start, end, nbytes, count, in_loop, timing))
         return self._indices_by_key[key]
 
-    def _edge(self, start: Home, end: Home, nbytes: int, count: int, in_loop: bool) -> Edge:
+    def _edge(self, start: Home, end: Home, nbytes: int, count: int, in_loop: bool, timing: tuple[float, bool]) -> Edge:
         # Many layouts of a node are one layout of the array. The tables of moves, which are most of the memory of a
         # problem, are over these few, and edges between the same layouts share them.
         first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
@@ -119,4 +138,5 @@ class EdgeBuilder:
             last,
             self._moves[key],
             self.machine.assumptions.combined_bytes // (_LOOP_COMBINE_DIVISOR if in_loop else 1),
+            *timing,
         )

@@ -1,4 +1,4 @@
-"""What communicating and computing cost on a mesh: the figures of a hardware sheet, less what no program reaches."""
+"""What communicating costs on a mesh, by the same model as in audits, and what compilers for its devices do."""
 
 import math
 from typing import Any, Literal, TypeAlias, final, get_args
@@ -17,8 +17,9 @@ CollectiveKind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter"
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 """All of them, in the order of the tables over them."""
 
-_PROBE_BYTES = 10**9
-"""The bytes of a collective whose time gives the seconds per byte: so many that latency hardly counts."""
+_PROBE_BYTES = 10**8
+"""The bytes of a collective whose time gives the seconds per byte. Tables of measured collectives are steeper below: a
+tenth as much makes large collectives dearer by a few per cent, ten times as much small ones cheaper."""
 
 _GPU_SHEETS = {"A100": "cuda:a100", "H100": "cuda:h100", "H200": "cuda:h200", "B200": "cuda:b200"}
 _TPU_SHEETS = {
@@ -39,34 +40,28 @@ _TPU_SHEETS = {
 @final
 @attrs.frozen
 class Assumptions:
-    """What the cost model assumes. No hardware reaches its peaks; these are the usual fractions of them.
+    """What the cost model assumes about compilers. What hardware reaches is in its sheet.
 
     **Arguments:**
 
-    - `compute`: the fraction of the peak FLOPs that large matmuls reach.
-    - `memory`: the fraction of the memory bandwidth.
-    - `links`: the fraction of the bandwidth of links and network.
-    - `launch_seconds`: what starting a collective takes, besides its latency.
     - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share their fixed costs.
-    - `temporaries`: how much more memory intermediate results take than if operations ran one by one.
+    - `temporaries`: how much more memory intermediate results take than they have bytes: gaps between them.
+    - `hidden`: the fraction of the time of collectives that compilers hide behind computing, where there is a matmul
+        that does not wait for them.
 
     ```python
-    assert sr.Assumptions(compute=0.4).links == 0.8
+    assert sr.Assumptions(temporaries=1.2).combined_bytes == 2**23
     ```
     """
 
-    # Doubling one of the first three halves the modelled time of what it is about. Plans depend on their ratios: more
-    # `compute` makes communication relatively expensive, so plans communicate less and compute or store more twice.
-    compute: float = 0.5
-    memory: float = 0.8
-    links: float = 0.8
-    # The time between two kernels on a GPU. More of it makes plans with few large collectives better.
-    launch_seconds: float = 5e-6
     # The order of magnitude of XLA's own thresholds. With half as much, more small collectives pay their latency alone.
     combined_bytes: int = 8 * 2**20
-    # Compilers order, pad and overlap operations in their own ways. With a lower factor plans fill more of the memory,
-    # and some do not fit when they are compiled.
-    temporaries: float = 1.4
+    # What XLA for GPUs needs for the models of the benchmark, over what is in memory at once. With a lower factor plans
+    # fill more of the memory, and some do not fit when they are compiled.
+    temporaries: float = 1.1
+    # XLA for GPUs hides between a tenth and two thirds in the models of the benchmark, and 0.4 in the median. With
+    # more, plans send more and compute less twice.
+    hidden: float = 0.4
 
 
 @final
@@ -106,17 +101,18 @@ class Machine:
         sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
         axes = tuple(sizes)
         groups = [_device_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
-        rates = {kind: _collective_rates(kind, groups, sheet, assumptions) for kind in COLLECTIVE_KINDS}
+        rates = {kind: _collective_rates(kind, groups, sheet) for kind in COLLECTIVE_KINDS}
         return cls(mesh, sheet, assumptions, axes, tuple(sizes.values()), rates)
 
-    def flops_per_second(self, dtype: Any) -> float:
-        """How fast a device multiplies arrays of a dtype."""
-        return self.hardware.flops_per_second(dtype) * self.assumptions.compute
+    @property
+    def has_ragged_kernels(self) -> bool:
+        """Whether compilers for it have a kernel for ragged matmuls, as they have for TPUs, whose links are a torus."""
+        return self.hardware.torus_dims > 0
 
     @property
-    def memory_bytes_per_second(self) -> float:
-        """How fast a device reads and writes its memory."""
-        return self.hardware.memory_bytes_per_second * self.assumptions.memory
+    def puts_off(self) -> bool:
+        """Whether compilers for it put off what nothing waits for, as XLA does for GPUs."""
+        return self.hardware.torus_dims == 0 and not self.hardware.name.startswith("CPU")
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:
@@ -148,17 +144,7 @@ def _sheet_name(mesh: AnyMesh) -> str | None:
     return next((sheet for name, sheet in _GPU_SHEETS.items() if name in device.device_kind), None)
 
 
-@final
-@attrs.frozen
-class _DeviceGroup:
-    """The devices that a collective over some axes joins."""
-
-    size: int
-    host_count: int
-    torus_dims: int
-
-
-def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardware) -> _DeviceGroup:
+def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardware) -> Group:
     """The group of the first device along the axes of a bit mask: the other groups of a mesh look the same."""
     group_axes = [axis for index, axis in enumerate(axes) if mask >> index & 1]
     sizes = mesh_sizes(mesh)
@@ -168,15 +154,16 @@ def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardwa
     if not isinstance(mesh, Mesh):
         # Without devices: hosts are filled in the order of the mesh.
         per_host = sheet.devices_per_host or positions.size
-        return _DeviceGroup(len(group), len(dict.fromkeys(int(position) // per_host for position in group)), 0)
+        return Group(len(group), len(dict.fromkeys(int(position) // per_host for position in group)))
     devices = mesh.devices.ravel()
     host_count = len(dict.fromkeys(_host(devices[position]) for position in group))
-    torus_dims = 0
+    torus_dims, chip_devices = 0, 1
     if sheet.torus_dims and devices[0].platform == "tpu":
         # A ring has links of its own along every dim of the torus in which its devices differ.
         coords = np.array([devices[position].coords for position in group])
         torus_dims = int((coords != coords[0]).any(axis=0).sum())
-    return _DeviceGroup(len(group), host_count, torus_dims)
+        chip_devices = len(group) // len(np.unique(coords, axis=0)) // host_count or 1
+    return Group(len(group), host_count, torus_dims, chip_devices=chip_devices)
 
 
 def _host(device: Any) -> Any:
@@ -186,33 +173,11 @@ def _host(device: Any) -> Any:
     return device.process_index
 
 
-def _collective_rates(
-    kind: CollectiveKind, groups: list[_DeviceGroup], sheet: Hardware, assumptions: Assumptions
-) -> Rates:
+def _collective_rates(kind: CollectiveKind, groups: list[Group], sheet: Hardware) -> Rates:
+    """What a collective costs over each group: the model of an audit, at two sizes."""
     per_byte, fixed = np.zeros(len(groups)), np.zeros(len(groups))
     for mask, group in enumerate(groups):
         if group.size > 1:
-            per_byte[mask] = _seconds_per_byte(kind, group, sheet) / assumptions.links
-            fixed[mask] = _latency(kind, group, sheet) + assumptions.launch_seconds
+            fixed[mask] = collective_cost(kind, 0, group, sheet).seconds
+            per_byte[mask] = (collective_cost(kind, _PROBE_BYTES, group, sheet).seconds - fixed[mask]) / _PROBE_BYTES
     return Rates(per_byte, fixed)
-
-
-def _seconds_per_byte(kind: CollectiveKind, group: _DeviceGroup, sheet: Hardware) -> float:
-    """What sending a byte takes, apart from latency: the model of an audit, for many bytes."""
-    hosts = min(2, group.host_count) if kind == "collective-permute" else group.host_count
-    cost = collective_cost(kind, _PROBE_BYTES, Group(group.size, hosts, group.torus_dims), sheet)
-    return max(cost.link_seconds, cost.network_seconds) / _PROBE_BYTES
-
-
-def _latency(kind: CollectiveKind, group: _DeviceGroup, sheet: Hardware) -> float:
-    """What a collective takes however little it sends: for small amounts trees are faster than rings.
-
-    A tree has a step inside hosts or slices for each doubling of the devices there, and one between them for each
-    doubling of their count.
-    """
-    if kind == "collective-permute":
-        return sheet.network_latency_seconds if group.host_count > 1 else sheet.link_latency_seconds
-    link_steps = math.ceil(math.log2(math.ceil(group.size / group.host_count)))
-    network_steps = math.ceil(math.log2(group.host_count))
-    rounds = 2 if kind == "all-reduce" else 1  # up the tree and down again
-    return rounds * (link_steps * sheet.link_latency_seconds + network_steps * sheet.network_latency_seconds)

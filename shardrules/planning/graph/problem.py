@@ -18,6 +18,7 @@ import numpy as np
 
 from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
 from shardrules.planning.graph.machine import Machine
+from shardrules.planning.traced.fusion import Fusion
 from shardrules.planning.traced.program import TracedProgram
 
 _SLICE_SECONDS = 1e-9
@@ -66,6 +67,8 @@ class Edge:
     to_layouts: np.ndarray
     moves: Moves
     combined_bytes: int  # collectives that send fewer bytes are combined, and share their fixed cost
+    exposed: float = 1.0  # the fraction of a move's time that compilers do not hide behind computing
+    is_between: bool = False  # the array comes from a matmul, and another waits for it
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
@@ -73,8 +76,24 @@ class Edge:
         moves = self.moves
         fixed_share = np.minimum(1.0, moves.sent.sum(axis=0) * self.nbytes / self.combined_bytes)
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
-        seconds = moves.seconds * self.nbytes + moves.fixed * fixed_share + _SLICE_SECONDS * differs
-        return np.where(moves.allowed, seconds, np.inf)
+        sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
+        return np.where(moves.allowed, self.exposed * sending + _SLICE_SECONDS * differs, np.inf)
+
+
+@final
+@attrs.frozen(eq=False)
+class ChosenMove:
+    """A move that a choice makes."""
+
+    seconds: float
+    """What it costs each time: the part that is not hidden."""
+    busy_seconds: float
+    """How long links or networks are busy, each time."""
+    count: float
+    sent: np.ndarray
+    """The bytes that a device sends each time, by kind of collective."""
+    is_between: bool
+    """Whether it is between two matmuls."""
 
 
 @final
@@ -84,6 +103,7 @@ class Problem:
 
     program: TracedProgram
     machine: Machine
+    fusion: Fusion
     nodes: list[Node]
     edges: list[Edge]
     edge_groups: list[tuple[tuple[int, ...], int]]
@@ -122,13 +142,13 @@ class Problem:
         if any(self.layout(first, choice) != self.layout(second, choice) for first, second in self.equal_homes):
             return np.inf
         total = sum(float(node.seconds[index]) for node, index in zip(self.nodes, choice, strict=True))
-        return total + sum(seconds * count for seconds, count, _ in self.chosen_moves(choice))
+        return total + sum(move.seconds * move.count for move in self.chosen_moves(choice))
 
-    def chosen_moves(self, choice: Sequence[int]) -> list[tuple[float, float, np.ndarray]]:
-        """For each move of a choice its seconds, how often it happens, and the bytes a device sends, by collective."""
-        moves = []
+    def chosen_moves(self, choice: Sequence[int]) -> list["ChosenMove"]:
+        """The moves of a choice."""
+        moves: list[ChosenMove] = []
         for group, count in self.edge_groups:
-            by_target: dict[tuple[int, ...], tuple[float, float, np.ndarray]] = {}
+            by_target: dict[tuple[int, ...], ChosenMove] = {}
             for edge_index in group:
                 edge = self.edges[edge_index]
                 row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
@@ -137,8 +157,9 @@ class Problem:
                     continue
                 # Edges of a group that go to one layout are one move: the most expensive of them covers the others.
                 target = tuple(edge.to_layouts[column])
-                if target not in by_target or seconds > by_target[target][0]:
-                    by_target[target] = (seconds, count, edge.moves.sent[:, row, column] * edge.nbytes)
+                if target not in by_target or seconds > by_target[target].seconds:
+                    sent = edge.moves.sent[:, row, column] * edge.nbytes
+                    by_target[target] = ChosenMove(seconds, seconds / edge.exposed, count, sent, edge.is_between)
             moves += by_target.values()
         return moves
 

@@ -6,7 +6,7 @@ fed back as arguments are written over them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
@@ -14,18 +14,19 @@ import numpy as np
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.problem import Home, Problem, project, read_region
 from shardrules.planning.solve.formulation import MemoryConstraint
-from shardrules.planning.traced.fusion import reads_operands, writes_result
+from shardrules.planning.traced.fusion import IN_PLACE
 from shardrules.planning.traced.program import TracedProgram
-
-_IN_PLACE = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
-"""Operations that write their result over their first operand, if nothing else needs it."""
+from shardrules.planning.traced.ragged import expansions
 
 _PEAK_WINDOWS = 24
 """Into how many parts a program is cut to look for operations at which memory is full. Each becomes a constraint: with
 twice as many, linear programs are larger, with half as many, more rounds are needed until all peaks are watched."""
 
+_Positions: TypeAlias = Sequence[int]
+"""For each operation when it runs."""
+
 _Spans: TypeAlias = Mapping[int, tuple[int, int]]
-"""For each region the indices of its first and its last operation."""
+"""For each region the positions of its first and its last operation."""
 
 
 @final
@@ -39,6 +40,8 @@ class Stay:
     """The bytes of the whole array."""
     first: int
     last: int
+    is_lasting: bool = False
+    """Whether it is an argument."""
 
 
 @final
@@ -49,7 +52,7 @@ class Copy:
     array: tuple[int, int]
     """The array and the region: copies of the same array to the same layout are one."""
     edge: int
-    op_index: int
+    first: int
     last: int
     """The last operation at which the copy is needed here."""
     until: int
@@ -68,20 +71,23 @@ class Occupancy:
     """What is there in any case: arguments without a layout to choose, and constants."""
 
     @classmethod
-    def of(cls, problem: Problem) -> "Occupancy":
-        """Returns the occupancy of a problem."""
-        spans = _region_spans(problem.program)
-        last_uses = _last_uses(problem.program, spans)
+    def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
+        """Returns the occupancy of a problem whose operations run at some positions."""
+        spans = _region_spans(problem.program, positions)
+        last_uses = _last_uses(problem, positions, spans)
         homeless = [array for array in problem.program.arguments if array not in problem.homes]
         # Arrays without a home, such as scalars, have no layout to choose.
         fixed = sum(problem.program.arrays[array].nbytes for array in (*homeless, *problem.program.constants))
-        stays = (*_argument_stays(problem), *_result_stays(problem, spans, last_uses))
-        return cls(problem, stays, _copies(problem, spans), fixed)
+        stays = (
+            *_argument_stays(problem),
+            *_result_stays(problem, positions, spans, last_uses),
+            *_expansion_stays(problem, positions),
+        )
+        return cls(problem, stays, _copies(problem, positions, spans), fixed)
 
     def overhead(self, stay: Stay) -> float:
         """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
-        lasting = stay.first == 0 and stay.last == len(self.problem.program.operations)
-        return 1.0 if lasting else self.problem.machine.assumptions.temporaries
+        return 1.0 if stay.is_lasting else self.problem.machine.assumptions.temporaries
 
     def timeline(self, choice: Sequence[int]) -> np.ndarray:
         """Returns the bytes in memory under a choice, at each operation and at the end."""
@@ -89,14 +95,22 @@ class Occupancy:
         # Changes at each operation, added up at the end: one pass, however long arrays stay.
         changes = np.zeros(len(problem.program.operations) + 2)
         for stay in self.stays:
-            layout = np.array([problem.layout(stay.home, choice)], np.int8)
-            nbytes = stay.nbytes * self.overhead(stay) / float(shard_counts(layout, problem.machine)[0])
+            nbytes = self._stay_bytes(stay, choice)
             changes[stay.first] += nbytes
             changes[stay.last + 1] -= nbytes
         for (first, last), nbytes in self._copy_spans(choice):
             changes[first] += nbytes * problem.machine.assumptions.temporaries
             changes[last + 1] -= nbytes * problem.machine.assumptions.temporaries
         return np.cumsum(changes)[:-1] + self.fixed_bytes
+
+    def argument_bytes(self, choice: Sequence[int]) -> float:
+        """Returns the bytes of what is in memory from the beginning to the end, under a choice."""
+        lasting = [stay for stay in self.stays if stay.is_lasting]
+        return self.fixed_bytes + sum(self._stay_bytes(stay, choice) for stay in lasting)
+
+    def _stay_bytes(self, stay: Stay, choice: Sequence[int]) -> float:
+        layout = np.array([self.problem.layout(stay.home, choice)], np.int8)
+        return stay.nbytes * self.overhead(stay) / float(shard_counts(layout, self.problem.machine)[0])
 
     def _copy_spans(self, choice: Sequence[int]) -> list[tuple[tuple[int, int], float]]:
         """Returns the copies under a choice: from the first operation that takes each to the last, and its bytes."""
@@ -109,9 +123,9 @@ class Occupancy:
             if (edge.from_layouts[row] == target).all():
                 continue
             key = (copy.array, target.tobytes())
-            first, last, _ = spans.get(key, (copy.op_index, copy.last, 0.0))
+            first, last, _ = spans.get(key, (copy.first, copy.last, 0.0))
             nbytes = edge.nbytes / float(shard_counts(target[None], problem.machine)[0])
-            spans[key] = (min(first, copy.op_index), max(last, copy.last), nbytes)
+            spans[key] = (min(first, copy.first), max(last, copy.last), nbytes)
         return [((first, last), nbytes) for first, last, nbytes in spans.values()]
 
     def constraint(self, op_index: int, limit_bytes: float, certain: bool = False) -> MemoryConstraint:
@@ -133,10 +147,10 @@ class Occupancy:
                 layout_bytes[node] = layout_bytes.get(node, np.zeros(len(sizes))) + sizes
         copy_bytes: dict[int, np.ndarray] = {}
         for copy in self.copies:
-            if not copy.op_index <= op_index <= (copy.last if certain else copy.until):
+            if not copy.first <= op_index <= (copy.last if certain else copy.until):
                 continue
             # Operations alike share an edge: of their copies, only the one made right here may come on top.
-            if copy.edge in copy_bytes and copy.op_index != op_index:
+            if copy.edge in copy_bytes and copy.first != op_index:
                 continue
             if certain and copy.array in counted_arrays:
                 continue
@@ -163,38 +177,39 @@ def peaks(timeline: np.ndarray, limit_bytes: float) -> list[int]:
     return op_indices
 
 
-def _region_spans(program: TracedProgram) -> dict[int, tuple[int, int]]:
-    """Returns the first and the last operation of each region, those inside of it included."""
+def _region_spans(program: TracedProgram, positions: _Positions) -> dict[int, tuple[int, int]]:
+    """Returns when the first and the last operation of each region run, those inside of it included."""
     spans: dict[int, tuple[int, int]] = {}
     for op_index, operation in enumerate(program.operations):
-        region = operation.region
+        region, position = operation.region, positions[op_index]
         while region >= 0:
-            spans[region] = (spans.get(region, (op_index, op_index))[0], op_index)
-            region = program.regions[region][0]
+            first, last = spans.get(region, (position, position))
+            spans[region] = (min(first, position), max(last, position))
+            region = program.regions[region].parent
     return spans
 
 
-def _last_uses(program: TracedProgram, spans: _Spans) -> dict[int, int]:
-    """Returns for each array that anything takes the last operation at which it has to be there."""
+def _last_uses(problem: Problem, positions: _Positions, spans: _Spans) -> dict[int, int]:
+    """Returns for each array that anything takes the last position at which it has to be there."""
+    program, fusion = problem.program, problem.fusion
     last_uses: dict[int, int] = {}
     # Backwards, so that the last use of what is computed from an array is known when the array's own is needed.
-    for op_index in range(len(program.operations) - 1, -1, -1):
-        operation = program.operations[op_index]
-        until = op_index
+    for op_index in sorted(range(len(positions)), key=lambda op_index: -positions[op_index]):
+        operation, here = program.operations[op_index], positions[op_index]
+        until = here
         for result in operation.results:
-            # A result that is not written is computed where it is taken: its operands have to last until then.
-            if not writes_result(program, op_index, result):
-                until = max(until, last_uses.get(result, op_index))
-        for position, operand in enumerate(operation.operands):
+            # A result that is not written is computed where it is taken, and a view is the same memory: either way the
+            # operands have to last until then.
+            if not fusion.writes(op_index, result):
+                until = max(until, last_uses.get(result, here))
+        for operand_index, operand in enumerate(operation.operands):
             if operand is None:
                 continue
-            if position == 0 and operation.name in _IN_PLACE and until == op_index:
+            if operand_index == 0 and until == here and (operation.name in IN_PLACE or operation.role == "join"):
                 # The result takes its memory over: counted from here on, and the operand to just before.
-                last_uses[operand] = max(last_uses.get(operand, 0), op_index - 1)
+                last_uses[operand] = max(last_uses.get(operand, 0), here - 1)
                 continue
-            producer = program.producers.get(operand)
-            birth_region = 0 if producer is None else program.operations[producer].region
-            loop_end = _loop_end(program, spans, operation.region, birth_region)
+            loop_end = _loop_end(program, spans, operation.region, _birth_region(program, operand))
             last_uses[operand] = max(last_uses.get(operand, 0), until, loop_end)
     return last_uses
 
@@ -204,58 +219,125 @@ def _argument_stays(problem: Problem) -> Iterator[Stay]:
     for array in problem.program.arguments:
         if array in problem.homes:
             nbytes = problem.program.arrays[array].nbytes
-            yield Stay(problem.homes[array], nbytes, 0, len(problem.program.operations))
+            yield Stay(problem.homes[array], nbytes, 0, len(problem.program.operations), is_lasting=True)
 
 
-def _result_stays(problem: Problem, spans: _Spans, last_uses: Mapping[int, int]) -> Iterator[Stay]:
+def _result_stays(
+    problem: Problem, positions: _Positions, spans: _Spans, last_uses: Mapping[int, int]
+) -> Iterator[Stay]:
     """Yields what operations write, from then to the last operation that takes it."""
-    program = problem.program
+    program, fusion = problem.program, problem.fusion
+    overwritten = _overwritten(problem)
+    stacks = _first_stacks(program, spans)
     for op_index, operation in enumerate(program.operations):
-        for position, result in enumerate(operation.results):
+        here = positions[op_index]
+        for result_index, result in enumerate(operation.results):
             home = problem.homes.get(result)
             if home is None or result in problem.feedback:  # written over the argument, which is counted
                 continue
             nbytes = program.arrays[result].nbytes
-            computed_home = problem.produced_homes.get((op_index, position))
-            if computed_home is not None:  # a sum that is added up into another layout: both are there for a moment
-                yield Stay(computed_home, nbytes, op_index, op_index)
-            first = op_index if computed_home is None else op_index + 1
             if operation.role == "return":
-                yield Stay(home, nbytes, op_index + 1, len(program.operations))  # until then the operand is counted
-            elif operation.role in ("leave", "join") or writes_result(program, op_index, result):
-                if operation.role == "leave":  # a stacked result is allocated before the loop begins
-                    first = spans[operation.region][0]
-                yield Stay(home, nbytes, first, max(first, last_uses.get(result, op_index)))
+                yield Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
+                continue
+            if not fusion.writes(op_index, result):
+                continue
+            computed_home = problem.produced_homes.get((op_index, result_index))
+            if computed_home is not None:  # a sum that is added up into another layout: both are there for a moment
+                yield Stay(computed_home, nbytes, here, here)
+            first = here if computed_home is None else here + 1
+            if operation.role == "leave":
+                first = stacks[_stack_key(program, result)]
+            last = max(first, last_uses.get(result, here))
+            argument = overwritten.get(result)
+            if argument is not None and problem.homes.get(argument) == home:
+                # Written over the argument from the start, unless something takes that later.
+                last = last_uses.get(argument, 0)
+                if last <= first:
+                    continue
+            yield Stay(home, nbytes, first, last)
 
 
-def _copies(problem: Problem, spans: _Spans) -> tuple[Copy, ...]:
-    """Returns the arrays that are brought to another layout; those that enter a loop stay to its end."""
+def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
+    """Yields the masked copies of ragged matmuls."""
+    if problem.machine.has_ragged_kernels:
+        return
     program = problem.program
+    for expansion in expansions(program):
+        operand = program.operations[expansion.op_index].operands[expansion.operand_index]
+        home = problem.operand_homes.get((expansion.op_index, expansion.operand_index))
+        if operand is None or home is None:
+            continue
+        nbytes = expansion.group_count * program.arrays[operand].nbytes
+        # The copies of one depth are made together, by the first matmul that takes any of them.
+        first = min(positions[op_index] for op_index in expansion.alongside)
+        yield Stay(home, nbytes, first, max(positions[op_index] for op_index in expansion.users))
+
+
+def _stack_key(program: TracedProgram, array: int) -> tuple[Any, ...]:
+    return program.arrays[array].shape, program.arrays[array].dtype
+
+
+def _first_stacks(program: TracedProgram, spans: _Spans) -> dict[tuple[Any, ...], int]:
+    """Returns when stacked results are allocated: those of one shape by one kernel, before the first of their loops."""
+    firsts: dict[tuple[Any, ...], int] = {}
+    for operation in program.operations:
+        if operation.role == "leave":
+            key, first = _stack_key(program, operation.results[0]), spans[operation.region][0]
+            firsts[key] = min(firsts.get(key, first), first)
+    return firsts
+
+
+def _overwritten(problem: Problem) -> dict[int, int]:
+    """Returns the arguments over which arrays are written that the caller passes again, by array."""
+    program, sources = problem.program, problem.fusion.sources
+    arguments: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.role == "return" and operation.results[0] in problem.feedback:
+            (operand,) = operation.operands
+            assert operand is not None, "a result of the function is an array"
+            arguments[sources.get(operand, operand)] = problem.feedback[operation.results[0]]
+    return arguments
+
+
+def _copies(problem: Problem, positions: _Positions, spans: _Spans) -> tuple[Copy, ...]:
+    """Returns the arrays that are brought to another layout; those that enter a loop stay to its end."""
+    program, fusion = problem.program, problem.fusion
     copies: list[Copy] = []
     kept_until: dict[tuple[int, int], int] = {}
     for op_index, operation in enumerate(program.operations):
-        for position, operand in enumerate(operation.operands):
-            if (op_index, position) not in problem.edge_indices:
+        if operation.role == "return":  # counted as a result
+            continue
+        for operand_index, operand in enumerate(operation.operands):
+            if (op_index, operand_index) not in problem.edge_indices:
                 continue
-            if not (reads_operands(operation) or operation.role == "enter"):
+            if not (fusion.read_counts.get((op_index, operand_index)) or operation.role == "enter"):
                 continue
             assert operand is not None, "an operand that has an edge is an array"
-            region = read_region(program, op_index, position)
-            until = len(program.operations) if operation.role == "return" else op_index
+            region = read_region(program, op_index, operand_index)
+            here = until = positions[op_index]
             if region != operation.region:
                 until = max(until, spans[operation.region][1])
             array = (operand, region)
-            copies.append(Copy(array, problem.edge_indices[op_index, position], op_index, until, until))
+            copies.append(Copy(array, problem.edge_indices[op_index, operand_index], here, until, until))
             kept_until[array] = max(kept_until.get(array, 0), until)
     return tuple(attrs.evolve(copy, until=kept_until[copy.array]) for copy in copies)
 
 
+def _birth_region(program: TracedProgram, array: int) -> int:
+    producer = program.producers.get(array)
+    return 0 if producer is None else program.operations[producer].region
+
+
 def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: int) -> int:
     """Returns when the outermost loop ends that an operation is in and its operand is not; 0 if there is none."""
+    around: list[int] = []
+    while birth_region >= 0:
+        around.append(birth_region)
+        birth_region = program.regions[birth_region].parent
     # Each round of a loop reads it again, so it stays until the last: of the outermost loop, if loops are nested.
     # Branches and recomputed parts are regions too, but run once for each round of the region around them.
     end = 0
-    while region >= 0 and region != birth_region:
+    while region >= 0 and region not in around:
         outside, times = program.regions[region]
         if outside >= 0 and times != program.regions[outside][1]:
             end = max(end, spans[region][1])

@@ -1,55 +1,319 @@
-"""What compilers fuse: which operations read memory, and which results they write there.
+"""What compilers fuse: which arrays are in memory, and which kernels read and write them.
 
-An elementwise operation is computed along with the operation that uses it, so its operands and its result never reach
-memory. This is a model: XLA decides by heuristics of its own, which differ between backends.
+A kernel is a matmul, a sort or the like, a reduction, or a chain of elementwise operations up to where something else
+than such an operation takes its result. What is inside of a chain is never written: each kernel that takes it computes
+it again, however far apart they are. This is a model: XLA decides by heuristics of its own, which differ between
+backends.
 """
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import final
+
+import attrs
 
 from shardrules.planning.traced.program import Operation, TracedProgram
 
-_RECOMPUTE_DISTANCE = 48
-"""A result whose next use is this many operations away is kept in memory instead of being computed again.
-
-On the order of a transformer block. With half of it, short-lived activations count as written; with twice as much,
-what the backward pass needs counts as recomputed, although compilers keep it.
+_WHOLE = """
+scatter scatter-add scatter-mul scatter-min scatter-max sort top_k approx_top_k while fft dynamic_update_slice cumsum
+cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min
+select_and_scatter select_and_scatter_add triangular_solve cholesky qr lu eigh svd
 """
+"""Primitives without FLOPs that are kernels of their own all the same: they look at elements in another order, so what
+they read has to be in memory, as what matmuls read."""
 
-_NEVER_FUSED = (
-    "gather",
-    "scatter",
-    "scatter-add",
-    "sort",
-    "top_k",
-    "cumsum",
-    "while",
-    "reduce_window",
-    "select_and_scatter_add",
-    "fft",
-    "dynamic_update_slice",
+_ENDS = "transpose gather random_bits threefry2x32 rng_bit_generator random_split random_fold_in argmax argmin"
+"""Primitives, with all reductions, that end a chain: what they read may be computed on the way, what they return is
+written."""
+
+_VIEWS = "reshape squeeze copy copy_p name stop_gradient pvary device_put optimization_barrier"
+"""Primitives that pass their operands on, in the same memory."""
+
+_PARTIAL_READS = "gather dynamic_slice slice split"
+"""Primitives that read no more of their first operand than they return."""
+
+_IN_PLACE = "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice"
+"""Primitives that write their result over their first operand, and touch only what they change."""
+
+_LONGEST_ROW = 8192
+"""How long the rows may be that one kernel reduces and then computes from, in elements. XLA for GPUs keeps rows of
+attention and norms on chip, and reads those of a vocabulary again for each reduction."""
+
+WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
+    frozenset(names.split()) for names in (_WHOLE, _ENDS, _VIEWS, _PARTIAL_READS, _IN_PLACE)
 )
-"""Primitives without FLOPs that are kernels of their own all the same: they look at elements in another order."""
 
 
-def reads_operands(operation: Operation) -> bool:
-    """Whether an operation reads its operands from memory, instead of being fused with what computes them."""
-    return bool(operation.flops) or operation.role == "return" or not _is_fused(operation)
+@final
+@attrs.frozen(eq=False)
+class Fusion:
+    """What a compiler makes of a program."""
+
+    program: TracedProgram
+    written: frozenset[int]
+    """The arrays that are in memory: written by a kernel, or arguments."""
+    sources: Mapping[int, int]
+    """For each view the array in whose memory it is."""
+    read_counts: Mapping[tuple[int, int], int]
+    """How many kernels read an operand, at `(op_index, operand_index)`. What a kernel reads twice counts once."""
+    kernels: frozenset[int]
+    """The operations at which a kernel ends."""
+
+    @classmethod
+    def of(cls, program: TracedProgram) -> "Fusion":
+        """Returns what a compiler makes of a program."""
+        written = _written(program)
+        sources = _sources(program)
+        kernels_of = _kernels_of(program, written)
+        joined = _Joined()
+        _join_optimizer(program, kernels_of, sources, joined)
+        _join_rows(program, kernels_of, sources, written, joined)
+        read_counts: dict[tuple[int, int], int] = {}
+        counted: set[tuple[int, int]] = set()
+        for op_index, operation in enumerate(program.operations):
+            if _is_view(operation):
+                continue
+            ends = dict.fromkeys(joined.leader(kernel) for kernel in sorted(kernels_of[op_index]))
+            for operand_index, operand in enumerate(operation.operands):
+                source = None if operand is None else sources.get(operand, operand)
+                if source is None or source not in written:
+                    continue
+                keys = [(kernel, source) for kernel in ends if (kernel, source) not in counted]
+                counted.update(keys)
+                read_counts[op_index, operand_index] = len(keys)
+        ending = frozenset(
+            joined.leader(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
+        )
+        return cls(program, written, sources, read_counts, ending)
+
+    def writes(self, op_index: int, result: int) -> bool:
+        """Whether an operation writes a result to memory that it does not share with an operand."""
+        return result in self.written and not _is_view(self.program.operations[op_index])
+
+    def is_elementwise(self, op_index: int) -> bool:
+        """Whether a chain of elementwise operations ends at an operation."""
+        operation = self.program.operations[op_index]
+        return op_index in self.kernels and operation.role == "compute" and not _ends_chain(operation)
+
+    def read_bytes(self, op_index: int, operand_index: int) -> int:
+        """Returns the bytes of an operand that all kernels together read at an operation, in one run."""
+        operation, arrays = self.program.operations[op_index], self.program.arrays
+        operand = operation.operands[operand_index]
+        count = self.read_counts.get((op_index, operand_index), 0)
+        if not count or operand is None:
+            return 0
+        nbytes = arrays[operand].nbytes
+        if operand_index == 0 and (operation.name in PARTIAL_READS or operation.role == "enter"):
+            nbytes = min(nbytes, sum(arrays[result].nbytes for result in operation.results))
+        elif operand_index == 0 and operation.name in IN_PLACE:
+            nbytes = min(nbytes, arrays[_update(operation)].nbytes)
+        return count * nbytes
+
+    def written_bytes(self, op_index: int, result_index: int) -> int:
+        """Returns the bytes of a result that an operation writes, in one run."""
+        operation, arrays = self.program.operations[op_index], self.program.arrays
+        result = operation.results[result_index]
+        if operation.role == "leave":  # piece by piece, one in each round
+            (piece,) = operation.operands
+            return 0 if piece is None else arrays[piece].nbytes
+        if operation.role == "join" or not self.writes(op_index, result):
+            return 0
+        if operation.name in IN_PLACE:
+            return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
+        return arrays[result].nbytes
 
 
-def writes_result(program: TracedProgram, op_index: int, result: int) -> bool:
-    """Whether a result is written to memory."""
-    operation = program.operations[op_index]
-    # What enters or goes round a loop is the same memory as before; what leaves it is stacked somewhere else.
-    if operation.role in ("enter", "join", "leave"):
-        return operation.role == "leave"
-    if not _is_fused(operation) or operation.role == "return":
+def _update(operation: Operation) -> int:
+    """The operand that is written into the first one: the second of `dynamic_update_slice`, the last of a scatter."""
+    update = operation.operands[1 if operation.name == "dynamic_update_slice" else 2]
+    first = operation.operands[0]
+    chosen = update if update is not None else first
+    assert chosen is not None, "one of the two is an array"
+    return chosen
+
+
+def _is_view(operation: Operation) -> bool:
+    """Whether an operation passes its operands on in the same memory."""
+    if operation.role in ("exit", "fixed", "return"):
         return True
-    return any(
-        not _is_fused(program.operations[user]) or user - op_index > _RECOMPUTE_DISTANCE
-        for user, _ in program.users.get(result, ())
-    )
+    if operation.role == "enter":
+        return operation.factors.operands[0] == operation.factors.results[0]
+    return operation.role == "compute" and (operation.name in VIEWS or _is_free_transpose(operation))
 
 
-def _is_fused(operation: Operation) -> bool:
-    """Whether an operation is computed along with those that use its result."""
-    if operation.role in ("enter", "join", "fixed"):
+def _is_free_transpose(operation: Operation) -> bool:
+    """Whether a transpose moves nothing: matmuls take and return matrices with either dim first, in batches."""
+    if operation.name != "transpose":
+        return False
+    permutation = operation.equation.params["permutation"]
+    first = next((dim for dim, source in enumerate(permutation) if dim != source), len(permutation))
+    rest = permutation[first:]
+    return all((source - rest[0]) % len(rest) == dim for dim, source in enumerate(rest))
+
+
+def _view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
+    """Yields the operands of a view with the results that they become."""
+    for operand, result in zip(operation.operands, operation.results, strict=False):
+        if operand is not None:
+            yield operand, result
+
+
+def _takes_whole(operation: Operation) -> bool:
+    """Whether what an operation reads has to be in memory before it."""
+    if operation.role in ("join", "opaque"):
         return True
-    return operation.role == "compute" and not operation.flops and operation.name not in _NEVER_FUSED
+    return operation.role == "compute" and (bool(operation.flops) or operation.name in WHOLE)
+
+
+def _ends_chain(operation: Operation) -> bool:
+    """Whether what an operation returns is written wherever it goes."""
+    name = operation.name
+    return _takes_whole(operation) or operation.role == "leave" or name in ENDS or name.startswith("reduce_")
+
+
+def _written(program: TracedProgram) -> frozenset[int]:
+    """The arrays in memory. Backwards: whether a view is needed there decides about what it is a view of."""
+    written: set[int] = {*program.arguments, *program.constants, *program.kept}
+    pieces = {
+        operation.results[0]
+        for operation in program.operations
+        if operation.role == "enter"
+        and not _is_view(operation)
+        and len(program.users.get(operation.results[0], ())) == 1
+    }
+    for operation in reversed(program.operations):
+        if _is_view(operation):
+            is_returned = operation.role == "return"
+            written.update(operand for operand, result in _view_pairs(operation) if is_returned or result in written)
+        elif _takes_whole(operation):
+            written.update(operand for operand in operation.operands if operand is not None)
+            first = operation.operands[0]
+            # An update of a piece that a loop reads is made on the way: the piece is not copied before.
+            if operation.name in IN_PLACE and first in pieces:
+                written.discard(first)
+        if _ends_chain(operation):
+            written.update(operation.results)
+    # What goes round a loop is taken at its start, which the walk above has passed by then.
+    for operation in program.operations:
+        if _is_view(operation):
+            written.update(result for operand, result in _view_pairs(operation) if operand in written)
+    return frozenset(written)
+
+
+def _sources(program: TracedProgram) -> dict[int, int]:
+    """For each view the array in whose memory it is."""
+    sources: dict[int, int] = {}
+    for operation in program.operations:
+        if _is_view(operation):
+            for operand, result in _view_pairs(operation):
+                sources[result] = sources.get(operand, operand)
+    return sources
+
+
+def _kernels_of(program: TracedProgram, written: frozenset[int]) -> list[frozenset[int]]:
+    """For each operation the kernels in which it is computed, by the operations at which they end."""
+    taken_by: dict[int, frozenset[int]] = {}
+    kernels_of: list[frozenset[int]] = [frozenset()] * len(program.operations)
+    for op_index in range(len(program.operations) - 1, -1, -1):
+        operation = program.operations[op_index]
+        if _is_view(operation):
+            for operand, result in _view_pairs(operation):
+                taken_by[operand] = taken_by.get(operand, frozenset()) | taken_by.get(result, frozenset())
+            continue
+        kernels: frozenset[int] = frozenset()
+        if operation.role == "join":
+            pass  # moves nothing: what goes round stays in its memory
+        elif _ends_chain(operation) or any(result in written for result in operation.results):
+            kernels = frozenset((op_index,))
+        else:
+            for result in operation.results:
+                kernels |= taken_by.get(result, frozenset())
+        kernels_of[op_index] = kernels
+        for operand in operation.operands:
+            if operand is not None:
+                taken_by[operand] = taken_by.get(operand, frozenset()) | kernels
+    return kernels_of
+
+
+@final
+@attrs.frozen(eq=False)
+class _Joined:
+    """Kernels that are one: a union-find over the operations at which they end."""
+
+    leaders: dict[int, int] = attrs.field(factory=dict)
+
+    def leader(self, kernel: int) -> int:
+        while self.leaders.get(kernel, kernel) != kernel:
+            kernel = self.leaders[kernel]
+        return kernel
+
+    def join(self, first: int, second: int) -> None:
+        low, high = sorted((self.leader(first), self.leader(second)))
+        if low != high:
+            self.leaders[high] = low
+
+
+def _join_optimizer(
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: _Joined
+) -> None:
+    """Joins kernels that end at results of the function and compute them from each other, as an optimizer does."""
+    returned: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.role == "return" and operation.operands[0] is not None:
+            array = sources.get(operation.operands[0], operation.operands[0])
+            producer = program.producers.get(array)
+            if producer is not None and not _ends_chain(program.operations[producer]):
+                returned[producer] = array
+    shapes = {kernel: program.arrays[array].shape for kernel, array in returned.items()}
+    for operation, kernels in zip(program.operations, kernels_of, strict=True):
+        ends = [kernel for kernel in sorted(kernels) if kernel in returned]
+        # Scalars, such as the rate of learning, are computed along with everything that takes them.
+        if not any(program.arrays[result].shape for result in operation.results):
+            continue
+        for operand in operation.operands:
+            producer = None if operand is None else program.producers.get(sources.get(operand, operand))
+            if producer in returned:
+                ends.append(producer)
+        for first, second in itertools.pairwise(ends):
+            if shapes[first] == shapes[second]:
+                joined.join(first, second)
+
+
+def _join_rows(
+    program: TracedProgram,
+    kernels_of: list[frozenset[int]],
+    sources: Mapping[int, int],
+    written: frozenset[int],
+    joined: _Joined,
+) -> None:
+    """Joins reductions of rows with the kernel that takes them and the same rows again, as in a softmax or a norm."""
+    read_by: dict[int, set[int]] = {}
+    for operation, kernels in zip(program.operations, kernels_of, strict=True):
+        for operand in operation.operands:
+            source = None if operand is None else sources.get(operand, operand)
+            for kernel in kernels if source in written else ():
+                read_by.setdefault(kernel, set()).add(source)
+    taken_by: dict[int, list[int]] = {}
+    for op_index, operation in enumerate(program.operations):
+        for operand in operation.operands:
+            if operand is not None:
+                taken_by.setdefault(sources.get(operand, operand), []).append(op_index)
+    for op_index, operation in enumerate(program.operations):
+        operand = operation.operands[0] if operation.operands else None
+        if operand is None or not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
+            continue
+        shape = program.arrays[operand].shape
+        if operation.equation.params["axes"] != (len(shape) - 1,) or shape[-1] > _LONGEST_ROW:
+            continue
+        rows = {source for source in read_by.get(op_index, ()) if program.arrays[source].shape == shape}
+        for user in taken_by.get(operation.results[0], ()):
+            nearest = min(kernels_of[user], default=None)
+            is_near = nearest is not None and program.operations[nearest].region == operation.region
+            if (
+                nearest is not None
+                and is_near
+                and rows & read_by.get(nearest, set())
+                and not _takes_whole(program.operations[nearest])
+            ):
+                joined.join(op_index, nearest)
+                break

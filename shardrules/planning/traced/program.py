@@ -102,6 +102,8 @@ class TracedProgram:
     regions: tuple[Region, ...]
     unknown_primitives: tuple[tuple[str, int], ...]
     """Primitives that no rule covers, with how often they occur."""
+    kept: tuple[int, ...] = ()
+    """Arrays that are in memory before a part that is computed again: compilers must not look behind them."""
 
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:
@@ -165,6 +167,7 @@ class _JaxprReader:
         self.regions: list[Region] = [Region(-1, 1)]
         self.unknown_primitives: dict[str, int] = {}
         self.equation_count = 0
+        self.kept: dict[int, None] = {}
 
     def read(self, jaxpr: ClosedJaxpr) -> TracedProgram:
         arguments = [self.add_array(var.aval) for var in jaxpr.jaxpr.invars]
@@ -185,6 +188,7 @@ class _JaxprReader:
             tuple(results),
             tuple(self.regions),
             tuple(sorted(self.unknown_primitives.items())),
+            tuple(self.kept),
         )
 
     def add_array(self, aval: Any) -> int:
@@ -256,6 +260,8 @@ class _JaxprReader:
         inlined = inlined_jaxpr(equation)
         if inlined is not None:
             inside = self.add_region(region, 1) if name in _RECOMPUTED else region
+            if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
+                self.kept.update(dict.fromkeys(operand for operand in operands if operand is not None))
             # Shardings of an inner jit are orders to the partitioner, as constraints are.
             in_shardings, out_shardings = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
             results = self.read_body(inlined, self.constrain(in_shardings, operands, region), inside)

@@ -52,7 +52,8 @@ def test_a_plan_prints_what_matters(planned: sr.reports.AutoPlan) -> None:
 
 def test_time_has_two_parts(planned: sr.reports.AutoPlan) -> None:
     time = planned.step_time
-    assert time.compute_seconds + time.communication_seconds == pytest.approx(planned.cost)
+    assert time.seconds == pytest.approx(planned.cost)
+    assert time.compute_seconds + time.communication_seconds >= planned.cost
     assert min(time.compute_seconds, time.communication_seconds) >= 0
     assert sum(planned.sent_bytes.values()) == planned.wire_bytes
 

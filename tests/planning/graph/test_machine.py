@@ -1,22 +1,24 @@
 """Meshes as the planner sees them: groups of axes, and what collectives over them cost."""
 
 import attrs
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shardrules as sr
+from shardrules.analysis.costs.collective import Group, collective_cost
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Assumptions, Machine, hardware_of, has_sheet
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine, hardware_of, has_sheet
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
-H100 = attrs.evolve(sr.Hardware.named("cuda:h100"), link_fractions=1.0, network_fraction=1.0, collective_times=())
-"""Without what is reached, so that figures are those of the sheet."""
-PERFECT = Assumptions(compute=1.0, memory=1.0, links=1.0, launch_seconds=0.0)
+H100 = sr.Hardware.named("cuda:h100")
+PEAKS = attrs.evolve(
+    H100, link_fractions=1.0, network_fraction=1.0, collective_times=(), collective_launch_seconds=0.0, torus_dims=0
+)
+"""The peaks of an H100, as if programs reached them."""
 
 
-def machine(axes: str, sheet: Hardware = H100, assumptions: Assumptions = PERFECT) -> Machine:
-    return Machine.of(sr.mesh_shape(axes), sheet, assumptions)
+def machine(axes: str, sheet: Hardware = PEAKS) -> Machine:
+    return Machine.of(sr.mesh_shape(axes), sheet)
 
 
 def test_axes_of_one_device_are_left_out() -> None:
@@ -35,7 +37,7 @@ def test_a_byte_within_a_host_costs_what_links_do(kind: str) -> None:
     rates = machine("data:4,model:2").rates[kind]
     assert rates.per_byte.shape == rates.fixed.shape == (4,)
     assert rates.per_byte[0] == rates.fixed[0] == 0
-    np.testing.assert_allclose(rates.per_byte[1:], 1 / H100.link_bytes_per_second, rtol=1e-6)
+    np.testing.assert_allclose(rates.per_byte[1:], 1 / PEAKS.link_bytes_per_second, rtol=0.2)
     assert (rates.fixed[1:] > 0).all()
 
 
@@ -49,21 +51,21 @@ def test_a_byte_between_hosts_costs_more(kind: str) -> None:
     assert data == pytest.approx(1 / H100.network_bytes_per_second, rel=0.1)
 
 
-def test_assumptions_make_everything_slower() -> None:
-    sure, careful = machine("x:8"), machine("x:8", assumptions=Assumptions())
-    assert careful.flops_per_second(jnp.bfloat16) == sure.flops_per_second(jnp.bfloat16) / 2
-    assert careful.memory_bytes_per_second == pytest.approx(0.8 * sure.memory_bytes_per_second)
-    for kind in COLLECTIVE_KINDS:
-        assert careful.rates[kind].per_byte[1] == pytest.approx(sure.rates[kind].per_byte[1] / 0.8)
-        assert careful.rates[kind].fixed[1] == pytest.approx(sure.rates[kind].fixed[1] + 5e-6)
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
+@pytest.mark.parametrize("axes", ["data:8", "data:4", "data:16,model:4"])
+def test_collectives_cost_what_an_audit_says(kind: str, axes: str) -> None:
+    """At any size far from where tables bend, since the planner's costs are linear in the bytes."""
+    plan = machine(axes, H100)
+    for mask, group in ((1, Group(plan.sizes[0], max(1, plan.mesh.size // 8))), (0, Group(1))):
+        for nbytes in (0, 10**8):
+            modelled = plan.rates[kind].fixed[mask] + nbytes * plan.rates[kind].per_byte[mask]
+            assert modelled == pytest.approx(collective_cost(kind, nbytes, group, H100).seconds)
 
 
-def test_rates_without_assumptions_are_the_sheet() -> None:
-    assert machine("x:8").flops_per_second(jnp.bfloat16) == H100.flops_per_second(jnp.bfloat16)
-    assert machine("x:8").memory_bytes_per_second == H100.memory_bytes_per_second
-    slow = attrs.evolve(H100, link_bytes_per_second=H100.link_bytes_per_second / 2)
+def test_faster_links_make_collectives_cheaper() -> None:
+    slow = attrs.evolve(PEAKS, link_bytes_per_second=PEAKS.link_bytes_per_second / 2)
     ratio = machine("x:8", slow).rates["all-gather"].per_byte[1] / machine("x:8").rates["all-gather"].per_byte[1]
-    assert ratio == pytest.approx(2)
+    assert ratio == pytest.approx(2, rel=0.1)
 
 
 @pytest.mark.slow
@@ -89,17 +91,13 @@ def test_an_axis_of_a_torus_has_links_along_its_dims() -> None:
     groups = mesh.devices[:, 0], mesh.devices[0], mesh.devices.ravel()
     dims = [sum(len({device.coords[dim] for device in group}) > 1 for dim in range(2)) for group in groups]
     assert dims == [2, 1, 2]
-    whole = 1 / sr.Hardware.named("tpu:v5e").link_bytes_per_second
-    rates = Machine.of(mesh, assumptions=PERFECT).rates["all-gather"]
-    assert rates.per_byte[1:] == pytest.approx([whole, 2 * whole, whole])
+    whole, half = Machine.of(mesh).rates["all-gather"].per_byte[1:3]
+    assert half == pytest.approx(2 * whole)
 
 
-def test_latency_grows_with_doublings() -> None:
-    sheet = attrs.evolve(H100, devices_per_host=8)
-    inside, across = machine("a:8", sheet), machine("a:64", sheet)
-    link, network = sheet.link_latency_seconds, sheet.network_latency_seconds
-    for rates, steps in ((inside.rates, 3 * link), (across.rates, 3 * link + 3 * network)):
-        assert rates["all-gather"].fixed[1] == pytest.approx(steps)
-        assert rates["all-reduce"].fixed[1] == pytest.approx(2 * steps)
-    assert inside.rates["collective-permute"].fixed[1] == link
-    assert across.rates["collective-permute"].fixed[1] == network
+def test_latency_grows_with_the_group() -> None:
+    pair, inside, across = machine("a:2", H100), machine("a:8", H100), machine("a:64", H100)
+    for kind in ("all-gather", "all-reduce"):
+        fixed = [plan.rates[kind].fixed[1] for plan in (pair, inside, across)]
+        assert fixed == sorted(fixed)
+        assert fixed[2] > fixed[1] + H100.network_latency_seconds / 10

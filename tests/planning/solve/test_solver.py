@@ -485,4 +485,4 @@ def test_fed_back_results_have_the_layout_of_the_argument() -> None:
     assert choice is not None
     assert task.problem.layout(task.problem.homes[program.results[0]], choice) == (0,)  # pyright: ignore[reportArgumentType]
     assert task.problem.cost(choice) == pytest.approx(best_cost(task.problem), rel=1e-6)
-    assert sum(paid for paid, _, _ in task.problem.chosen_moves(choice)) > 0  # x goes from columns to rows
+    assert sum(move.seconds for move in task.problem.chosen_moves(choice)) > 0  # x goes from columns to rows

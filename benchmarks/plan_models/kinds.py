@@ -1,0 +1,424 @@
+"""More kinds of steps, small, for what plans predict: no experts are written for them.
+
+`KINDS[name](devices, smoke)` gives a `Step`. They have what the models of the benchmark do not: layers that are kept
+instead of recomputed, experts by sorting, depthwise convolutions, caches that are written in place, frozen weights,
+gradients that are added up over microbatches.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+from plan_models.parts import (
+    array,
+    attend,
+    cross_entropy,
+    layer_norm,
+    rms_norm,
+    tokens,
+    train_step,
+    with_moments,
+)
+
+
+@final
+@attrs.frozen
+class Step:
+    """A step to plan, the shapes of its arguments, and the arguments that it may write over."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...] = (0,)
+
+
+def _heads(x: jax.Array, count: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], count, x.shape[-1] // count)
+
+
+def _grouped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention in which several queries share a key, by repeating keys and values."""
+    repeats = q.shape[2] // k.shape[2]
+    return attend(q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2), causal=True)
+
+
+def grouped_queries(devices: int, smoke: bool) -> Step:
+    """A Llama of four layers written out, with grouped queries; nothing is recomputed."""
+    width, heads, kv_heads, hidden, layers, vocab, length, batch = 2048, 16, 4, 5632, 4, 32000, 1024, 4 * devices
+    if smoke:
+        width, heads, kv_heads, hidden, layers, vocab, length, batch = 64, 8, 4, 128, 2, 128, 16, devices
+    size = width // heads
+    layer = {
+        **dict.fromkeys(("q", "out"), array(width, width)),
+        **dict.fromkeys(("k", "v"), array(width, kv_heads * size)),
+        **dict.fromkeys(("gate", "up"), array(width, hidden)),
+        "down": array(hidden, width),
+        **dict.fromkeys(("norm_1", "norm_2"), array(width)),
+    }
+    params = {
+        "embed": array(vocab, width),
+        "layers": [layer] * layers,
+        "norm": array(width),
+        "head": array(width, vocab),
+    }
+
+    def loss(p: Any, text: jax.Array) -> jax.Array:
+        x = p["embed"][text[:, :-1]]
+        for w in p["layers"]:
+            y = rms_norm(x, w["norm_1"])
+            q, k, v = _heads(y @ w["q"], heads), _heads(y @ w["k"], kv_heads), _heads(y @ w["v"], kv_heads)
+            x = x + _grouped(q, k, v) @ w["out"]
+            y = rms_norm(x, w["norm_2"])
+            x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+        return cross_entropy(rms_norm(x, p["norm"]) @ p["head"], text[:, 1:])
+
+    return Step(train_step(loss), (with_moments(params), tokens(batch, length + 1)))
+
+
+def sorted_experts(devices: int, smoke: bool) -> Step:
+    """A mixture without capacity: tokens are sorted by expert, and multiplied in groups of any length."""
+    width, hidden, experts, chosen, layers, vocab, length, batch = 1024, 2048, 8, 2, 2, 32000, 1024, 4 * devices
+    if smoke:
+        width, hidden, experts, chosen, layers, vocab, length, batch = 32, 64, 4, 2, 1, 64, 16, devices
+    layer = {
+        "norm": array(width),
+        "router": array(width, experts),
+        **dict.fromkeys(("gate", "up"), array(experts, width, hidden)),
+        "down": array(experts, hidden, width),
+    }
+    params = {
+        "embed": array(vocab, width),
+        "layers": [layer] * layers,
+        "norm": array(width),
+        "head": array(width, vocab),
+    }
+
+    def routed(w: Any, x: jax.Array) -> jax.Array:
+        weights, ids = jax.lax.top_k(jax.nn.softmax((x @ w["router"]).astype(jnp.float32), -1), chosen)
+        order = jnp.argsort(ids.reshape(-1))
+        rows = x[order // chosen]
+        sizes = jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.int32)
+        inner = jax.nn.silu(jax.lax.ragged_dot(rows, w["gate"], sizes)) * jax.lax.ragged_dot(rows, w["up"], sizes)
+        results = jax.lax.ragged_dot(inner, w["down"], sizes)
+        back = results[jnp.argsort(order)].reshape(-1, chosen, width)
+        return jnp.einsum("tcd,tc->td", back, weights.astype(x.dtype))
+
+    def loss(p: Any, text: jax.Array) -> jax.Array:
+        x = p["embed"][text[:, :-1]].reshape(-1, width)
+        for w in p["layers"]:
+            x = x + jax.checkpoint(routed)(w, rms_norm(x, w["norm"]))
+        return cross_entropy(rms_norm(x, p["norm"]) @ p["head"], text[:, 1:].reshape(-1))
+
+    return Step(train_step(loss), (with_moments(params), tokens(batch, length + 1)))
+
+
+def relative_positions(devices: int, smoke: bool) -> Step:
+    """A T5: biases by relative position that all layers share, a gated MLP, dropout."""
+    width, heads, hidden, layers, vocab, source, target, batch = 768, 12, 2048, 2, 32128, 512, 256, 8 * devices
+    if smoke:
+        width, heads, hidden, layers, vocab, source, target, batch = 32, 4, 64, 1, 64, 16, 8, devices
+    names = ("q", "k", "v", "out")
+    reader = {
+        **dict.fromkeys(names, array(width, width)),
+        **dict.fromkeys(("gate", "up"), array(width, hidden)),
+        "down": array(hidden, width),
+        **dict.fromkeys(("norm_1", "norm_2"), array(width)),
+    }
+    writer = {**reader, **{f"cross_{name}": reader[name] for name in names}, "norm_3": array(width)}
+    params = {
+        "embed": array(vocab, width),
+        "bias": array(32, heads),
+        "encoder": [reader] * layers,
+        "decoder": [writer] * layers,
+        "norm": array(width),
+    }
+
+    def attention(w: Any, x: jax.Array, read: jax.Array, bias: Any, prefix: str = "") -> jax.Array:
+        q, k, v = (
+            _heads(source @ w[f"{prefix}{name}"], heads) for name, source in (("q", x), ("k", read), ("v", read))
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) + bias
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(x.dtype), v)
+        return mixed.reshape(x.shape) @ w[f"{prefix}out"]
+
+    def position_bias(table: jax.Array, length: int, *, causal: bool) -> jax.Array:
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
+        bias = table[jnp.clip(distance, -16, 15) + 16].transpose(2, 0, 1)[None].astype(jnp.float32)
+        return jnp.where(distance >= 0, bias, -1e9) if causal else bias
+
+    def dropout(x: jax.Array, key: jax.Array) -> jax.Array:
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+    def mlp(w: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        y = rms_norm(x, w["norm_2"])
+        return x + dropout((jax.nn.gelu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], key)
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        keys = iter(jax.random.split(jax.random.wrap_key_data(batch["key"]), 4 * layers))
+        bias = position_bias(p["bias"], source, causal=False)
+        x = p["embed"][batch["source"]]
+        for w in p["encoder"]:
+            y = rms_norm(x, w["norm_1"])
+            x = mlp(w, x + dropout(attention(w, y, y, bias), next(keys)), next(keys))
+        read, bias = x, position_bias(p["bias"], target, causal=True)
+        x = p["embed"][batch["target"][:, :-1]]
+        for w in p["decoder"]:
+            y = rms_norm(x, w["norm_1"])
+            x = x + dropout(attention(w, y, y, bias), next(keys))
+            x = mlp(w, x + attention(w, rms_norm(x, w["norm_3"]), read, 0.0, "cross_"), next(keys))
+        return cross_entropy(rms_norm(x, p["norm"]) @ p["embed"].T, batch["target"][:, 1:])
+
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    texts = {"source": tokens(batch, source), "target": tokens(batch, target + 1), "key": key}
+    return Step(train_step(loss), (with_moments(params), texts))
+
+
+def unet(devices: int, smoke: bool) -> Step:
+    """A U-Net that predicts noise: convolutions down and up again, with skips and attention at the bottom."""
+    widths, image, batch, groups = (128, 256, 512), 64, 8 * devices, 32
+    if smoke:
+        widths, image, batch, groups = (8, 16), 8, devices, 4
+
+    def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32).reshape(*x.shape[:3], groups, -1)
+        mean, variance = jnp.mean(y, (1, 2, 4), keepdims=True), jnp.var(y, (1, 2, 4), keepdims=True)
+        return ((y - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape).astype(x.dtype) * scale
+
+    def block(w: Any, x: jax.Array) -> jax.Array:
+        y = conv(jax.nn.silu(norm(x, w["scale_1"])), w["first"])
+        y = conv(jax.nn.silu(norm(y, w["scale_2"])), w["second"])
+        return y + (conv(x, w["skip"]) if "skip" in w else x)
+
+    def block_params(before: int, width: int) -> dict[str, Any]:
+        w = {"first": array(3, 3, before, width), "second": array(3, 3, width, width)}
+        w |= {"scale_1": array(before), "scale_2": array(width)}
+        return w | ({"skip": array(1, 1, before, width)} if before != width else {})
+
+    before = (widths[0], *widths)
+    params = {
+        "stem": array(3, 3, 3, widths[0]),
+        "down": [
+            {"block": block_params(before[n], width), "pool": array(3, 3, width, width)}
+            for n, width in enumerate(widths)
+        ],
+        "middle": {
+            **dict.fromkeys(("q", "k", "v", "out"), array(widths[-1], widths[-1])),
+            "block": block_params(widths[-1], widths[-1]),
+        },
+        "up": [block_params(before[n + 1] + width, before[n]) for n, width in reversed([*enumerate(widths)])],
+        "last": array(3, 3, widths[0], 3),
+    }
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        x, skips = conv(batch["images"], p["stem"]), []
+        for w in p["down"]:
+            x = block(w["block"], x)
+            skips.append(x)
+            x = conv(x, w["pool"], 2)
+        y = x.reshape(x.shape[0], -1, 1, x.shape[-1])
+        q, k, v = (y @ p["middle"][name] for name in "qkv")
+        x = block(p["middle"]["block"], x + (attend(q, k, v, causal=False) @ p["middle"]["out"]).reshape(x.shape))
+        for w, skip in zip(p["up"], reversed(skips), strict=True):
+            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+            x = block(w, jnp.concatenate([x, skip], -1))
+        return jnp.mean((conv(x, p["last"]) - batch["noise"]).astype(jnp.float32) ** 2)
+
+    images = array(batch, image, image, 3)
+    return Step(train_step(loss), (with_moments(params), {"images": images, "noise": images}))
+
+
+def state_space(devices: int, smoke: bool) -> Step:
+    """A Mamba: a depthwise convolution over time, then a scan of a state that the input selects."""
+    width, inner, states, layers, vocab, length, batch = 768, 1536, 16, 2, 32000, 512, 4 * devices
+    if smoke:
+        width, inner, states, layers, vocab, length, batch = 32, 64, 4, 1, 64, 16, devices
+    layer = {
+        "norm": array(width),
+        "into": array(width, 2 * inner),
+        "conv": array(4, 1, inner),
+        "select": array(inner, 2 * states + 1),
+        "rate": array(inner),
+        "decay": array(inner, states),
+        "skip": array(inner),
+        "out": array(inner, width),
+    }
+    params = {"embed": array(vocab, width), "layers": [layer] * layers, "norm": array(width)}
+
+    @jax.checkpoint
+    def block(w: Any, x: jax.Array) -> jax.Array:
+        y, gate = jnp.split(rms_norm(x, w["norm"]) @ w["into"], 2, -1)
+        y = jax.nn.silu(
+            jax.lax.conv_general_dilated(
+                y, w["conv"], (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=inner
+            )
+        )
+        selected = (y @ w["select"]).astype(jnp.float32)
+        rate = jax.nn.softplus(selected[..., :1] + w["rate"].astype(jnp.float32))
+        keep = jnp.exp(-rate[..., None] * jnp.exp(w["decay"].astype(jnp.float32)))
+        add = (rate * y)[..., None] * selected[..., None, 1 : states + 1]
+
+        def cell(state: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:
+            kept, added, read = now
+            state = kept * state + added
+            return state, jnp.einsum("bis,bs->bi", state, read)
+
+        start = jnp.zeros((x.shape[0], inner, states))
+        times = (keep.swapaxes(0, 1), add.swapaxes(0, 1), selected[..., states + 1 :].swapaxes(0, 1))
+        _, z = jax.lax.scan(cell, start, times)
+        z = z.swapaxes(0, 1).astype(x.dtype) + y * w["skip"]
+        return x + (z * jax.nn.silu(gate)) @ w["out"]
+
+    def loss(p: Any, text: jax.Array) -> jax.Array:
+        x = p["embed"][text[:, :-1]]
+        for w in p["layers"]:
+            x = block(w, x)
+        return cross_entropy(rms_norm(x, p["norm"]) @ p["embed"].T, text[:, 1:])
+
+    return Step(train_step(loss), (with_moments(params), tokens(batch, length + 1)))
+
+
+def _decoder(width: int, hidden: int, layers: int, vocab: int) -> dict[str, Any]:
+    """The weights of a decoder whose layers are stacked."""
+    layer = {
+        **dict.fromkeys(("q", "k", "v", "out"), array(layers, width, width)),
+        **dict.fromkeys(("gate", "up"), array(layers, width, hidden)),
+        "down": array(layers, hidden, width),
+        **dict.fromkeys(("norm_1", "norm_2"), array(layers, width)),
+    }
+    return {"embed": array(vocab, width), "layers": layer, "norm": array(width), "head": array(width, vocab)}
+
+
+def _mlp(w: Any, x: jax.Array) -> jax.Array:
+    y = rms_norm(x, w["norm_2"])
+    return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+
+
+def low_rank(devices: int, smoke: bool) -> Step:
+    """LoRA: the weights are frozen, and only two narrow matrices beside `q` and `v` learn."""
+    width, heads, hidden, layers, vocab, rank, length, batch = 2048, 16, 5632, 4, 32000, 16, 1024, 2 * devices
+    if smoke:
+        width, heads, hidden, layers, vocab, rank, length, batch = 64, 4, 128, 2, 128, 8, 16, devices
+    frozen = _decoder(width, hidden, layers, vocab)
+    pair = {"a": array(layers, width, rank), "b": array(layers, rank, width)}
+
+    def loss(adapters: Any, batch: Any) -> jax.Array:
+        p, text = batch["frozen"], batch["text"]
+
+        @jax.checkpoint
+        def block(x: jax.Array, ws: Any) -> jax.Array:
+            w, adapter = ws
+            y = rms_norm(x, w["norm_1"])
+            q, v = (y @ w[name] + (y @ adapter[name]["a"]) @ adapter[name]["b"] for name in ("q", "v"))
+            x = x + attend(_heads(q, heads), _heads(y @ w["k"], heads), _heads(v, heads), causal=True) @ w["out"]
+            return _mlp(w, x)
+
+        x, _ = jax.lax.scan(lambda x, ws: (block(x, ws), None), p["embed"][text[:, :-1]], (p["layers"], adapters))
+        return cross_entropy(rms_norm(x, p["norm"]) @ p["head"], text[:, 1:])
+
+    args = (with_moments({"q": pair, "v": pair}), {"frozen": frozen, "text": tokens(batch, length + 1)})
+    return Step(train_step(loss), args)
+
+
+def prefill(devices: int, smoke: bool) -> Step:
+    """The first pass over prompts, which fills the cache of keys and values."""
+    width, heads, hidden, layers, vocab, length, batch = 2048, 16, 5632, 4, 32000, 2048, 2 * devices
+    if smoke:
+        width, heads, hidden, layers, vocab, length, batch = 64, 4, 128, 2, 128, 16, devices
+
+    def step(p: Any, text: jax.Array) -> Any:
+        def block(x: jax.Array, w: Any) -> Any:
+            y = rms_norm(x, w["norm_1"])
+            q, k, v = (_heads(y @ w[name], heads) for name in ("q", "k", "v"))
+            return _mlp(w, x + attend(q, k, v, causal=True) @ w["out"]), (k, v)
+
+        x, cache = jax.lax.scan(block, p["embed"][text], p["layers"])
+        return rms_norm(x[:, -1], p["norm"]) @ p["head"], cache
+
+    return Step(step, (_decoder(width, hidden, layers, vocab), tokens(batch, length)), ())
+
+
+def decode(devices: int, smoke: bool) -> Step:
+    """One more token for each sequence, with a cache that is written in place."""
+    width, heads, hidden, layers, vocab, length, batch = 2048, 16, 5632, 4, 32000, 2048, 8 * devices
+    if smoke:
+        width, heads, hidden, layers, vocab, length, batch = 64, 4, 128, 2, 128, 16, devices
+    cache = array(layers, batch, length, heads, width // heads)
+
+    def step(p: Any, state: Any) -> Any:
+        position = state["position"]
+
+        def block(x: jax.Array, layer: Any) -> Any:
+            w, keys, values = layer
+            y = rms_norm(x, w["norm_1"])
+            q, k, v = (_heads(y @ w[name], heads) for name in ("q", "k", "v"))
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(old, new, position, 1) for old, new in ((keys, k), (values, v))
+            )
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, keys).astype(jnp.float32)
+            scores = jnp.where(jnp.arange(length) <= position, scores, -1e9)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(x.dtype), values)
+            return _mlp(w, x + mixed.reshape(x.shape) @ w["out"]), (keys, values)
+
+        x, (keys, values) = jax.lax.scan(
+            block, p["embed"][state["token"]], (p["layers"], state["keys"], state["values"])
+        )
+        token = jnp.argmax(rms_norm(x, p["norm"]) @ p["head"], -1).astype(jnp.int32)
+        return {"token": token, "keys": keys, "values": values, "position": position + 1}
+
+    state = {"token": tokens(batch, 1), "keys": cache, "values": cache, "position": tokens()}
+    return Step(step, (_decoder(width, hidden, layers, vocab), state), (1,))
+
+
+def accumulation(devices: int, smoke: bool) -> Step:
+    """Gradients are added up in float32 over four microbatches, in a loop around a loop over layers."""
+    width, heads, hidden, layers, vocab, length, batch, parts = 1024, 16, 4096, 4, 32000, 1024, 8 * devices, 4
+    if smoke:
+        width, heads, hidden, layers, vocab, length, batch, parts = 32, 4, 64, 2, 64, 16, 2 * devices, 2
+
+    def loss(p: Any, text: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def block(x: jax.Array, w: Any) -> jax.Array:
+            y = layer_norm(x, w["norm_1"], w["norm_1"])
+            q, k, v = (_heads(y @ w[name], heads) for name in ("q", "k", "v"))
+            return _mlp(w, x + attend(q, k, v, causal=True) @ w["out"])
+
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), p["embed"][text[:, :-1]], p["layers"])
+        return cross_entropy(rms_norm(x, p["norm"]) @ p["head"], text[:, 1:])
+
+    def step(state: Any, text: jax.Array) -> Any:
+        def add(total: Any, part: jax.Array) -> Any:
+            value, gradients = jax.value_and_grad(loss)(state["params"], part)
+            return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, gradients), value
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state["params"])
+        gradients, values = jax.lax.scan(add, zeros, text.reshape(parts, -1, text.shape[-1]))
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g / parts, state["momentum"], gradients)
+        params = jax.tree.map(lambda p, m: (p - 1e-3 * m).astype(p.dtype), state["params"], momentum)
+        return {"params": params, "momentum": momentum}, values.mean()
+
+    params = _decoder(width, hidden, layers, vocab)
+    momentum = jax.tree.map(lambda leaf: array(*leaf.shape, dtype=jnp.float32), params)
+    return Step(step, ({"params": params, "momentum": momentum}, tokens(batch, length + 1)))
+
+
+KINDS: dict[str, Callable[[int, bool], Step]] = {
+    build.__name__: build
+    for build in (
+        grouped_queries,
+        sorted_experts,
+        relative_positions,
+        unet,
+        state_space,
+        low_rank,
+        prefill,
+        decode,
+        accumulation,
+    )
+}
