@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from shardrules.analysis.costs.collective import Group, collective_cost
 from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.machine.kinds import sheet_name
 from shardrules.core.axes import AnyMesh, mesh_sizes
 
 CollectiveKind: TypeAlias = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -20,21 +21,6 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _PROBE_BYTES = 10**8
 """The bytes of a collective whose time gives the seconds per byte. Tables of measured collectives are steeper below: a
 tenth as much makes large collectives dearer by a few per cent, ten times as much small ones cheaper."""
-
-_GPU_SHEETS = {"A100": "cuda:a100", "H100": "cuda:h100", "H200": "cuda:h200", "B200": "cuda:b200"}
-_TPU_SHEETS = {
-    "TPU v2": "tpu:v2",
-    "TPU v3": "tpu:v3",
-    "TPU v4": "tpu:v4",
-    "TPU v5 lite": "tpu:v5e",
-    "TPU v5e": "tpu:v5e",
-    "TPU v5": "tpu:v5p",
-    "TPU v5p": "tpu:v5p",
-    "TPU v6 lite": "tpu:v6e",
-    "TPU v6e": "tpu:v6e",
-    "TPU7x": "tpu:v7x",
-}
-"""Sheets by what JAX calls the devices: a part of the name for GPUs, all of it for TPUs."""
 
 
 @final
@@ -137,11 +123,7 @@ def _sheet_name(mesh: AnyMesh) -> str | None:
     if not isinstance(mesh, Mesh):
         return None
     device = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return "cpu"
-    if device.platform == "tpu":
-        return _TPU_SHEETS.get(device.device_kind)
-    return next((sheet for name, sheet in _GPU_SHEETS.items() if name in device.device_kind), None)
+    return sheet_name(device.platform, device.device_kind)
 
 
 def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardware) -> Group:
