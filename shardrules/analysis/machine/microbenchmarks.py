@@ -128,7 +128,7 @@ def launch_seconds(device: Any, end: float) -> float:
 
         return multiply
 
-    short, long = (_fastest(jax.jit(chain(length)).lower(w, w).compile(), (w, w), end) for length in _LAUNCHES)
+    short, long = (_fastest(_compiled(chain(length), (w, w)), (w, w), end) for length in _LAUNCHES)
     return max(0.0, long - short) / (_LAUNCHES[1] - _LAUNCHES[0]) or long / _LAUNCHES[1]
 
 
@@ -244,7 +244,7 @@ def _program_seconds(
         return lax.fori_loop(0, rounds, lambda _, carry: step(carry, *constants), carry)
 
     # Each run goes on with what the last one returned, in the same memory: nothing is copied.
-    compiled = jax.jit(wrap(run), donate_argnums=0).lower(carry, *constants).compile()
+    compiled = _compiled(wrap(run), (carry, *constants), donated=(0,))
     state = jax.tree.map(lambda array: array + 0, carry)
 
     def again() -> Any:
@@ -253,6 +253,10 @@ def _program_seconds(
         return state
 
     return _fastest(again, (), end)
+
+
+def _compiled(fn: Step, args: tuple[Any, ...], donated: tuple[int, ...] = ()) -> Step:
+    return jax.jit(fn, donate_argnums=donated).lower(*args).compile()
 
 
 def _fastest(run: Step, args: tuple[Any, ...], end: float) -> float:

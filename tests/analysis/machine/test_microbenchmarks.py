@@ -1,0 +1,60 @@
+"""What is timed is in the compiled programs: no compiler has dropped, merged or moved it."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from shardrules.analysis.machine import microbenchmarks
+from shardrules.analysis.machine.measure import COLLECTIVE_KINDS, MATMUL_KINDS
+from shardrules.analysis.machine.microbenchmarks import Overhead
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.flops import find_matmuls
+from shardrules.analysis.program.program import CompiledProgram, read_program
+
+NOTHING = Overhead(0.0, 0.0)
+ROUNDS = 5
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[CompiledProgram]:
+    """The programs that are timed, in place of timing them."""
+    compiled: list[CompiledProgram] = []
+
+    def compile_only(fn: Any, args: Any, donated: Any = ()) -> Any:
+        compiled.append(read_program(jax.jit(fn, donate_argnums=donated).lower(*args).compile().as_text()))
+
+    monkeypatch.setattr(microbenchmarks, "_compiled", compile_only)
+    monkeypatch.setattr(microbenchmarks, "_fastest", lambda *_: 1.0)
+    return compiled
+
+
+@pytest.mark.parametrize("kind", MATMUL_KINDS)
+def test_every_round_multiplies(kind: str, programs: list[CompiledProgram]) -> None:
+    microbenchmarks.matmul_seconds(kind, (16, 8, 32), jax.devices()[0], ROUNDS, NOTHING, 0.0)
+    assert sum(matmul.total_flops for matmul in find_matmuls(programs[0])) == ROUNDS * 2 * 16 * 8 * 32
+
+
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
+def test_every_round_sends(kind: str, programs: list[CompiledProgram]) -> None:
+    microbenchmarks.collective_seconds(kind, 4096, jax.devices(), ROUNDS, NOTHING, 0.0)
+    (collective,) = find_collectives(programs[0])
+    assert (collective.kind, collective.group_size, collective.times.count) == (kind, 8, ROUNDS)
+    assert collective.payload_bytes == 4096
+
+
+@pytest.mark.parametrize("access", ["copy", "read", "gather"])
+def test_every_round_goes_through_memory(access: str, programs: list[CompiledProgram]) -> None:
+    microbenchmarks.memory_seconds(access, 2**16, jax.devices()[0], ROUNDS, NOTHING, 0.0)
+    (loop,) = [instruction for _, instruction in programs[0].walk() if instruction.op == "while"]
+    body = programs[0].find(loop.references("body")[0])
+    # An array of the size that counts is used in every round.
+    nbytes = 2**16 if access == "read" else 2**15
+    used = [array.nbytes for instruction in body.instructions for array in body.operand_types(instruction)]
+    assert nbytes in used
+    assert programs[0].times(body.name).count == ROUNDS
+
+
+def test_launches_are_a_chain_of_kernels(programs: list[CompiledProgram]) -> None:
+    microbenchmarks.launch_seconds(jax.devices()[0], 0.0)
+    assert [len(find_matmuls(program)) for program in programs] == [32, 160]
