@@ -34,8 +34,8 @@ _LAUNCHES = (32, 160)
 longer to compile; a shorter one is lost in the noise."""
 
 _ROW_BYTES = 512
-"""The rows that are gathered: 128 numbers of 4 bytes, as a TPU holds them together. Larger rows are read as fast as a
-whole array; smaller ones take a part of what a memory reads at once."""
+"""The rows of arrays: 128 numbers of 4 bytes, as a TPU holds them together. Larger rows are gathered as fast as a whole
+array is read; smaller ones take a part of what a memory reads at once."""
 
 _DTYPES: dict[str, Any] = {
     "bf16": jnp.bfloat16,
@@ -79,9 +79,6 @@ def matmul_seconds(
     def multiply(carry: Any, b: Any) -> Any:
         a, y = carry
         a = a.at[0, 0].set(y[0, 0].astype(a.dtype))
-        if kind == "f8":
-            # The form in which libraries scale float8, and compilers recognize its matmuls.
-            return a, jnp.dot(a.astype(y.dtype) * 0.5, b.astype(y.dtype) * 0.5)
         precision = lax.Precision.HIGHEST if kind == "f32_highest" else None
         return a, jnp.dot(a, b, precision=precision, preferred_element_type=y.dtype)
 
@@ -146,9 +143,11 @@ def collective_seconds(
 ) -> float:
     """Returns what a collective over all of these devices takes. The bytes are those of `Collective.payload_bytes`."""
     count, mesh = len(devices), _line(devices)
-    size = max(1, payload_bytes // 4 // count) * count
-    operand, result = {"all-gather": (size // count, size), "reduce-scatter": (size, size // count)}.get(
-        kind, (size, size)
+    # In rows, as large arrays are: the compiler for TPUs scatters them, and not the elements of a vector.
+    columns = _ROW_BYTES // 4 if payload_bytes >= count * _ROW_BYTES else 1
+    rows = max(1, payload_bytes // 4 // columns // count) * count
+    operand, result = {"all-gather": (rows // count, rows), "reduce-scatter": (rows, rows // count)}.get(
+        kind, (rows, rows)
     )
     pairs = [(index, (index + 1) % count) for index in range(count)]
     collectives: dict[str, Step] = {
@@ -160,11 +159,11 @@ def collective_seconds(
     }
 
     def send(carry: Any, scale: Any) -> Any:
-        # An element differs from device to device: what is equal on all of them need not be sent.
+        # A row differs from device to device: what is equal on all of them need not be sent.
         x = _touched(carry, scale[0])
         return x, collectives[kind](x)
 
-    x, y = (_on_all(np.ones(local, np.float32), mesh) for local in (operand, result))
+    x, y = (_on_all(np.ones((local, columns), np.float32), mesh) for local in (operand, result))
     scale = _on_all(np.full(1, 0.5, np.float32), mesh)
     return _round_seconds(send, (x, y), (scale,), rounds, overhead, end, _mapped_over(mesh))
 
@@ -197,7 +196,7 @@ def _line(devices: Sequence[Any]) -> Mesh:
 
 def _on_all(local: np.ndarray, mesh: Mesh) -> Any:
     """An array of which each device of the mesh has these values."""
-    shape = (local.shape[0] * mesh.size,)
+    shape = (local.shape[0] * mesh.size, *local.shape[1:])
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P("d")), lambda _: local)
 
 
@@ -210,7 +209,7 @@ def _mapped_over(mesh: Mesh) -> Callable[[Step], Step]:
 
 
 def _touched(carry: Any, scale: Any) -> Any:
-    """The first of two arrays, with an element that depends on the second."""
+    """The first of two arrays, with an element or a row that depends on the second."""
     x, y = carry
     return x.at[0].set(y[0] * scale)
 
