@@ -12,7 +12,7 @@ A100, H100, B200 = (Hardware.named(f"cuda:{chip}") for chip in ("a100", "h100", 
 BURST = attrs.evolve(H100, matmul_fractions={"f8": 0.71, "bf16": 0.8})
 """A cool chip that multiplies for less than a second: no power limit slows its clock yet."""
 
-V5P, V6E, V7X = (Hardware.named(f"tpu:{chip}") for chip in ("v5p", "v6e", "v7x"))
+V5E, V5P, V6E, V7X = (Hardware.named(f"tpu:{chip}") for chip in ("v5e", "v5p", "v6e", "v7x"))
 
 TOLERANCE = 0.1
 """Machines, clocks and versions of libraries differ by about as much between those who measure."""
@@ -50,6 +50,20 @@ def test_matmuls(hardware: Hardware, dtype: str, sizes: tuple[int, int, int, int
     batch, m, n, k = sizes
     seconds = hardware.launch_seconds + matmul_seconds(batch, m, n, k, dtype, "default", hardware)
     assert holds(2 * batch * m * n * k / seconds / 1e12, tera)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "size", "microseconds"),
+    [
+        *((V5E, 256, 3.44), (V5E, 512, 6.77), (V5E, 1024, 20.0), (V5E, 2048, 95.2), (V5E, 4096, 721)),
+        *((V5P, 256, 2.84), (V5P, 512, 4.02), (V5P, 1024, 9.65), (V5P, 2048, 42.8), (V5P, 4096, 311)),
+        *((V6E, 256, 2.83), (V6E, 512, 4.04), (V6E, 1024, 9.93), (V6E, 2048, 31.9), (V6E, 4096, 172)),
+    ],
+)
+def test_cubes_on_tpus_take_what_their_compiler_expects(hardware: Hardware, size: int, microseconds: float) -> None:
+    """The `estimated_cycles` of libtpu for a matmul of bf16, at the clock of the sheet."""
+    seconds = hardware.launch_seconds + matmul_seconds(1, size, size, size, "bf16", "default", hardware)
+    assert holds(seconds * 1e6, microseconds, 0.2)
 
 
 @pytest.mark.parametrize(
