@@ -51,9 +51,9 @@ def compiler_options(target: Target) -> Options:
 @functools.lru_cache(maxsize=64)  # a search for the largest batch compiles for the same target again and again
 def _options(target: Target) -> tuple[tuple[str, str | bool], ...]:
     options: Options = dict(target.flags)
-    given_names = {name: name for name in options}
+    user_names = {name: name for name in options}
     problems: dict[str, str] = {}
-    tried = set(options.items())
+    spellings = set(options.items())
     while True:
         # With the last flag a compiler reads all flags and stops. Some are only read when it starts to compile.
         refusal = _refusal(target, {**options, _LAST: "1"})
@@ -62,15 +62,15 @@ def _options(target: Target) -> tuple[tuple[str, str | bool], ...]:
         if name is None:
             break
         other = _other_spelling(name, options.pop(name), refusal)
-        given = given_names.pop(name)
-        if other is not None and other not in tried and other[0] not in options:
-            tried.add(other)
+        user_name = user_names.pop(name)
+        if other is not None and other not in spellings and other[0] not in options:
+            spellings.add(other)
             options |= dict([other])
-            given_names[other[0]] = given
+            user_names[other[0]] = user_name
         elif _UNKNOWN in refusal:
-            problems[given] = f"unknown flag {given!r}"
+            problems[user_name] = f"unknown flag {user_name!r}"
         else:
-            problems[given] = refusal.partition("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".: ")
+            problems[user_name] = refusal.partition("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".: ")
     if problems:
         listed = "; ".join(problems[name] for name, _ in target.flags if name in problems)
         raise TargetError(
@@ -78,8 +78,8 @@ def _options(target: Target) -> tuple[tuple[str, str | bool], ...]:
             "into XLA_FLAGS or LIBTPU_INIT_ARGS, before Python starts"
         )
     # In the user's order, whatever the order in which compilers complain.
-    names = {given: name for name, given in given_names.items()}
-    return tuple((names[given], options[names[given]]) for given, _ in target.flags)
+    names = {user_name: name for name, user_name in user_names.items()}
+    return tuple((names[user_name], options[names[user_name]]) for user_name, _ in target.flags)
 
 
 def _other_spelling(name: str, value: str | bool, refusal: str) -> tuple[str, str | bool] | None:

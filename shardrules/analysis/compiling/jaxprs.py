@@ -1,6 +1,6 @@
 """Walks through a traced program and the programs inside its operations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -22,3 +22,11 @@ def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
         yield equation
         for inner in programs_in(equation):
             yield from equations(inner)
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many arrays a scan reads whole in every round, and how many go round in it."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
+    return len(list(consts)), len(list(carry))

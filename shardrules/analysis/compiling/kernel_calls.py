@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardrules.analysis.compiling.jaxprs import programs_in
+from shardrules.analysis.compiling.jaxprs import programs_in, scan_counts
 from shardrules.analysis.program.kernel_costs import KernelCall
 
 _MAX_CONSTANT_SIZE = 2**20
@@ -43,15 +43,15 @@ def find_kernel_calls(program: ClosedJaxpr) -> tuple[KernelCall, ...]:
 def _kernel_calls(program: ClosedJaxpr | Jaxpr, constants: Mapping[Any, np.ndarray]) -> Iterator[KernelCall]:
     """Yields the kernels of a program; `constants` are the values of some of its variables."""
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    known = dict(constants)
+    array_values = dict(constants)
     if isinstance(program, ClosedJaxpr):
-        known |= {
+        array_values |= {
             variable: np.asarray(value)
             for variable, value in zip(jaxpr.constvars, program.consts, strict=True)
             if _may_be_mask(value)
         }
     for equation in jaxpr.eqns:
-        values = [_value(variable, known) for variable in equation.invars]
+        values = [_value(variable, array_values) for variable in equation.invars]
         if equation.primitive.name == "pallas_call":
             yield _kernel_call(equation, values)
             continue
@@ -65,10 +65,10 @@ def _may_be_mask(value: Any) -> bool:
     return is_integer and len(shape) > 1 and math.prod(shape) <= _MAX_CONSTANT_SIZE
 
 
-def _value(variable: Any, known: Mapping[Any, np.ndarray]) -> np.ndarray | None:
+def _value(variable: Any, constants: Mapping[Any, np.ndarray]) -> np.ndarray | None:
     if isinstance(variable, Literal):
         return np.asarray(variable.val) if _may_be_mask(variable.val) else None
-    return known.get(variable)
+    return constants.get(variable)
 
 
 def _inner_constants(
@@ -78,7 +78,7 @@ def _inner_constants(
     jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
     name, params = equation.primitive.name, equation.params
     if name == "scan":  # carries and rows of arrays change from round to round
-        values = values[: params["num_consts"]]
+        values = values[: scan_counts(params)[0]]
     elif name == "while":
         first = params["cond_nconsts"]
         values = values[first : first + params["body_nconsts"]] if inner is params["body_jaxpr"] else values[:first]

@@ -12,11 +12,12 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardrules.analysis.compiling.jaxprs import scan_counts
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
 from shardrules.planning.graph.layouts import relayout_steps, spec_of
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.traced.program import INLINED, inlined_jaxpr, open_jaxpr, scan_counts
+from shardrules.planning.traced.program import INLINED, inlined_jaxpr, open_jaxpr
 
 _OpKey: TypeAlias = tuple[int, str, int]
 """The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from shardrules.analysis.compiling.jaxprs import scan_counts
 from shardrules.analysis.compiling.model_flops import equation_flops
 from shardrules.planning.traced.factors.table import Factors, op_factors
 
@@ -141,14 +142,6 @@ def inlined_jaxpr(equation: Any) -> Any:
         if parameter in equation.params:
             return equation.params[parameter]
     return None
-
-
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many arrays a scan reads whole in every round, and how many go round in it."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
-    return len(list(consts)), len(list(carry))
 
 
 def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:

@@ -75,13 +75,13 @@ MASKS = [
 
 @pytest.mark.parametrize(("mask", "blocks"), [case[1:] for case in MASKS], ids=[case[0] for case in MASKS])
 def test_masks_are_followed_to_their_kernels(mask: Any, blocks: int) -> None:
-    known = calls(masked(mask), WEIGHTS, QUERY)
-    assert {name.split("_")[2]: call.block_count for name, call in known.items()} == {
+    kernels = calls(masked(mask), WEIGHTS, QUERY)
+    assert {name.split("_")[2]: call.block_count for name, call in kernels.items()} == {
         "fwd": blocks,
         "dq": blocks,
         "dkv": blocks,
     }
-    assert all(SHARD in call.operands for call in known.values())
+    assert all(SHARD in call.operands for call in kernels.values())
 
 
 def test_estimates_and_names_are_kept() -> None:
@@ -91,8 +91,8 @@ def test_estimates_and_names_are_kept() -> None:
     def fn(x: Any) -> Any:
         return doubled(doubled(x, cost_estimate=estimate), name="mine")
 
-    known = calls(jax.jit(fn), x)
-    assert known == {
+    kernels = calls(jax.jit(fn), x)
+    assert kernels == {
         "double": KernelCall("double", ((8, 128),), ((8, 128),), 77, 88),
         "mine": KernelCall("mine", ((8, 128),), ((8, 128),)),
     }
@@ -113,8 +113,8 @@ def test_a_split_mask_counts_for_the_busiest_device() -> None:
         )
         return run(kernel, query, query)
 
-    known = calls(fn, jax.ShapeDtypeStruct((HEADS, LENGTH, SIZE), jnp.bfloat16))
-    assert [call.block_count for call in known.values()] == [7], "the second half has rows of 3 and 4 blocks"
+    kernels = calls(fn, jax.ShapeDtypeStruct((HEADS, LENGTH, SIZE), jnp.bfloat16))
+    assert [call.block_count for call in kernels.values()] == [7], "the second half has rows of 3 and 4 blocks"
 
 
 @pytest.mark.slow

@@ -66,8 +66,8 @@ def test_masked_blocks_do_not_count(name: str, operands: str, result: str, matmu
     text = program(name, operands, result)
     (call,) = [each for each in text.entry_computation.instructions if each.op == "custom-call"]
     shapes = tuple(operand.shape for operand in text.entry_computation.operand_types(call))
-    known = KernelCall(name, shapes, tuple(each.shape for each in call.types), block_count=10)
-    (matmul,) = find_matmuls(text, KernelFacts((), [known]))
+    mine = KernelCall(name, shapes, tuple(each.shape for each in call.types), block_count=10)
+    (matmul,) = find_matmuls(text, KernelFacts((), [mine]))
     assert matmul.flops == matmuls * MATMUL * 10 // BLOCK_TOTAL
 
 
@@ -122,15 +122,15 @@ def test_a_cost_may_name_the_target_of_any_custom_call() -> None:
 
 def test_jax_knows_estimates_that_the_program_lacks() -> None:
     text = program("pallas_call", "f32[8,8]", "f32[8,8]", "mosaic_gpu_v2", scope="shard_map")
-    known = KernelCall("mine", ((8, 8),), ((8, 8),), 99, 512)
-    (matmul,) = find_matmuls(text, KernelFacts((), [known]))
+    mine = KernelCall("mine", ((8, 8),), ((8, 8),), 99, 512)
+    (matmul,) = find_matmuls(text, KernelFacts((), [mine]))
     assert (matmul.flops, matmul.nbytes) == (99, 512)
     # By its name as the function has it, too.
-    (matmul,) = find_matmuls(text, KernelFacts([sr.kernel_cost("mine", 1)], [known]))
+    (matmul,) = find_matmuls(text, KernelFacts([sr.kernel_cost("mine", 1)], [mine]))
     assert matmul.flops == 1
     # Two kernels of the same shapes cannot be told apart without their names.
     other = KernelCall("other", ((8, 8),), ((8, 8),), 7)
-    assert find_matmuls(text, KernelFacts((), [known, other])) == ()
+    assert find_matmuls(text, KernelFacts((), [mine, other])) == ()
 
 
 def cudnn(mask: str, rows: int, columns: int, window: int = 0) -> int:
