@@ -7,6 +7,7 @@ from typing import final
 import attrs
 from jax.sharding import PartitionSpec
 
+from shardrules.analysis.compiling.saved_names import saved_name_findings
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
@@ -58,6 +59,7 @@ def program_findings(call: Call, task: Task) -> Iterator[Finding]:
     # First what the plan assumes about the call, then what it could not plan for.
     yield from _feedback_findings(call)
     yield from _operation_findings(program)
+    yield from saved_name_findings(call.jaxpr)
     for spec in task.problem.ignored_specs:
         yield Finding(
             "warning",

@@ -17,7 +17,7 @@ from shardrules.analysis.audits.report import AuditReport
 from tests.analysis.audited import con, f32, i32, normed
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
-WIDTH, HEAD_SIZE, HEADS, HIDDEN, LAYERS, VOCABULARY = 1024, 128, 8, 4096, 2, 4096
+WIDTH, HEAD_SIZE, HEADS, HIDDEN, LAYERS, VOCABULARY = 256, 64, 4, 1024, 2, 1024
 BATCH_AXES = ("data", "fsdp")
 
 POLICIES: Mapping[str, Any] = MappingProxyType(
@@ -39,7 +39,7 @@ class Decoder:
     target: str
     remat: str
     batch: int  # sequences on each device that has examples of its own
-    length: int = 2048
+    length: int = 256
     kv_heads: int = HEADS
     is_gated: bool = True
 
@@ -80,7 +80,8 @@ class Decoder:
         return con(x + hidden @ weights["down"], BATCH_AXES), None
 
     def loss(self, weights: Any, tokens: Any) -> Any:
-        x = con(weights["embed"].astype(jnp.bfloat16)[tokens[:, :-1]], BATCH_AXES)
+        table = con(weights["embed"].astype(jnp.bfloat16), "tensor")  # whole rows, which are looked up
+        x = con(table[tokens[:, :-1]], BATCH_AXES)
         angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
 
         def layer(x: Any, weights: Any) -> tuple[Any, None]:
@@ -127,16 +128,16 @@ FSDP, BOTH, REPLICATED = "data:1,fsdp:8,tensor:1", "data:1,fsdp:4,tensor:2", "da
 
 PUBLISHED: Mapping[str, Decoder] = MappingProxyType(
     {
-        "GPT3-175B on v6e": Decoder(FSDP, TPU, "full", 3, is_gated=False),
-        "16B on v5e": Decoder(FSDP, TPU, "full", 6),
-        "16B on slices": Decoder(REPLICATED, TPU, "full", 6),
-        "32B on v5p": Decoder(BOTH, TPU, "minimal", 6),
-        "128B on v5p": Decoder(BOTH, TPU, "minimal", 2),
-        "512B on v5p": Decoder(BOTH, TPU, "full", 4),
-        "Llama2-7B on H100": Decoder(FSDP, CUDA, "minimal", 2, 4096),
-        "Llama3-70B on H100": Decoder(FSDP, CUDA, "qkv", 2, 8192, 2),
-        "Llama2-70B on H100": Decoder(REPLICATED, CUDA, "all but mlp", 2, 4096, 2),
-        "MPT-7B on H100": Decoder(FSDP, CUDA, "none", 6, is_gated=False),
+        "GPT3-175B on v6e": Decoder(FSDP, TPU, "full", 24, is_gated=False),
+        "16B on v5e": Decoder(FSDP, TPU, "full", 48),
+        "16B on slices": Decoder(REPLICATED, TPU, "full", 48),
+        "32B on v5p": Decoder(BOTH, TPU, "minimal", 48),
+        "128B on v5p": Decoder(BOTH, TPU, "minimal", 16),
+        "512B on v5p": Decoder(BOTH, TPU, "full", 32),
+        "Llama2-7B on H100": Decoder(FSDP, CUDA, "minimal", 32),
+        "Llama3-70B on H100": Decoder(FSDP, CUDA, "qkv", 16, 1024, 2),
+        "Llama2-70B on H100": Decoder(REPLICATED, CUDA, "all but mlp", 32, 256, 2),
+        "MPT-7B on H100": Decoder(FSDP, CUDA, "none", 48, is_gated=False),
     }
 )
 """Steps by the published step whose structure they have."""
