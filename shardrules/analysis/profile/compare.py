@@ -16,7 +16,7 @@ from shardrules.analysis.profile.comparison import (
 )
 from shardrules.analysis.profile.intervals import Intervals, length, outside, union
 from shardrules.analysis.profile.modelled import ModelledPart, ModelledProgram
-from shardrules.analysis.profile.runs import DeviceRuns, Run, find_program, find_runs
+from shardrules.analysis.profile.runs import DeviceRuns, Run, find_programs, find_runs
 from shardrules.analysis.profile.trace import Activity, ProfileTrace
 
 _NS = 1e-9
@@ -48,8 +48,8 @@ def compare_trace(
     trace: ProfileTrace, modelled: ModelledProgram, name: str, modelled_seconds: float, module: str | None
 ) -> TraceComparison:
     """Compares a program with its runs in a trace; `module` is its name there, by default its own."""
-    program = find_program(trace, modelled, module)
-    devices = find_runs(trace, program, modelled)
+    programs = find_programs(trace, modelled, module)
+    devices = find_runs(trace, programs, modelled)
     parts = {part.name: part for part in modelled.all_parts}
     times = [[_run_times(run, modelled, device) for run in device.runs] for device in devices]
     names = dict.fromkeys(name for runs in times for run in runs for name in run.parts)
@@ -65,7 +65,7 @@ def compare_trace(
     return TraceComparison(
         name,
         trace.source,
-        str(program),
+        ", ".join(dict.fromkeys(map(str, programs.values()))),
         min(len(device.runs) for device in devices),
         max(len(device.left_out) for device in devices),
         modelled_seconds,
@@ -90,7 +90,7 @@ def _run_times(run: Run, modelled: ModelledProgram, device: DeviceRuns) -> _RunT
     parts: dict[str, ModelledPart] = {}
     unknown: dict[str, list[Activity]] = {}
     for activity in run.activities:
-        part = modelled.find(activity)
+        part = modelled.find(activity.name, activity.text)
         if part is None:
             unknown.setdefault(activity.name, []).append(activity)
         else:
@@ -218,7 +218,6 @@ def _in_runs(device: DeviceRuns, runs: Sequence[_RunTimes]) -> list[UnmatchedTim
 def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]:
     """Runs that are not compared, other programs, kernels of no program, and copies that the host saw."""
     first, last = device.runs[0], device.runs[-1]
-    program = first.activities[0].program
     totals: dict[tuple[UnmatchedKind, str], list[float]] = {}
 
     def add(kind: UnmatchedKind, name: str, start_ns: float, seconds: float) -> None:
@@ -230,10 +229,10 @@ def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]
     for activity in device.device.activities:
         if activity.program is None:
             add("kernel", activity.name, activity.start_ns, activity.self_ns * _NS)
-        elif activity.program != program:
+        elif activity.program != device.program:
             add("other program", str(activity.program), activity.start_ns, activity.self_ns * _NS)
     for run in device.left_out:
-        add("run left out", str(program), float("-inf"), (run.end_ns - run.start_ns) * _NS)
+        add("run left out", str(device.program), float("-inf"), (run.end_ns - run.start_ns) * _NS)
     for transfer in trace.host_transfers:
         add("host transfer", transfer.name, transfer.start_ns, (transfer.end_ns - transfer.start_ns) * _NS)
     steps = len(device.runs)

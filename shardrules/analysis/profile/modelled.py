@@ -11,7 +11,6 @@ from shardrules.analysis.compiling.source import short_line, user_line
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.costs.kernels import kernel_seconds
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.analysis.profile.trace import Activity
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flops import find_matmuls
 from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES
@@ -57,16 +56,21 @@ class ModelledProgram:
     parts: Mapping[str, ModelledPart] = attrs.field(repr=False)
     """By the names of all instructions that are a part, or one end of one."""
     types: Mapping[str, tuple[ArrayType, ...]] = attrs.field(repr=False)
+    _same_types: dict[str, bool] = attrs.field(factory=dict, init=False, repr=False)
+    """Traces have thousands of events of each text."""
 
-    def find(self, activity: Activity) -> ModelledPart | None:
-        """Returns the part that an activity is a run of; `None` if the program has none of this name and type."""
-        part = self.parts.get(activity.name)
-        if part is None or not activity.text:
+    def find(self, name: str, text: str = "") -> ModelledPart | None:
+        """Returns the part that an instruction is, or is an end of; `None` if the program has none of this name.
+
+        Where the `text` of the instruction is known, it tells another program's `fusion.1` apart by its type.
+        """
+        part = self.parts.get(name)
+        if part is None or not text:
             return part
-        # Where the trace has the text of the instruction, another program's `fusion.1` is told apart by its type.
-        text = activity.text.partition(" = ")[2]
-        result = text[: _type_end(text)]
-        return part if read_types(result) == self.types[activity.name] else None
+        if text not in self._same_types:
+            definition = text.partition(" = ")[2]
+            self._same_types[text] = read_types(definition[: _type_end(definition)]) == self.types[name]
+        return part if self._same_types[text] else None
 
     def times(self, name: str) -> int:
         """Returns how often an instruction runs in one call; 1 if it is unknown."""

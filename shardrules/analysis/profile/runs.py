@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -46,6 +46,8 @@ class DeviceRuns:
     """The runs of the program on one device that are compared, in order."""
 
     device: DeviceTrace
+    program: ProfiledProgram
+    """The ids of one program differ from host to host."""
     runs: tuple[Run, ...]
     left_out: tuple[Run, ...]
     """The first run, which may have warmed up, and runs that the trace has only a part of."""
@@ -73,17 +75,23 @@ class _Candidate:
         return f"{self.program} ({self.seconds * 1e3:,.3g} ms, {share})"
 
 
-def find_program(trace: ProfileTrace, modelled: ModelledProgram, module: str | None) -> ProfiledProgram:
-    """Returns the program of the trace that is the audited one. The `TraceError` for another trace lists its programs.
+def find_programs(
+    trace: ProfileTrace, modelled: ModelledProgram, module: str | None = None
+) -> dict[str, ProfiledProgram]:
+    """Returns the program that is the audited one, by device. The `TraceError` for another trace lists its programs.
 
     `module` is the program's name in the trace; by default it has the same name as the audited one.
     """
-    candidates = _candidates(trace, modelled)
     name = modelled.name if module is None else module
-    matching = [candidate for candidate in candidates if candidate.program.name == name]
-    best = max(matching, key=lambda candidate: (candidate.share, candidate.seconds), default=None)
-    if best is not None and best.share >= _LEAST_SHARE:
-        return best.program
+    programs = {}
+    for device in trace.devices:
+        best = _best(_candidates([device], modelled), name)
+        if best is not None and best.share >= _LEAST_SHARE:
+            programs[device.device] = best.program
+    if programs:
+        return programs
+    candidates = _candidates(trace.devices, modelled)
+    best = _best(candidates, name)
     shown = [str(candidate) for candidate in candidates[:_SHOWN]]
     rest = [f"{len(candidates) - _SHOWN} more"] if len(candidates) > _SHOWN else []
     listing = "; ".join([*shown, *rest])
@@ -99,36 +107,45 @@ def find_program(trace: ProfileTrace, modelled: ModelledProgram, module: str | N
     )
 
 
-def _candidates(trace: ProfileTrace, modelled: ModelledProgram) -> list[_Candidate]:
-    """The programs of a trace, those that take most time first."""
-    times: dict[ProfiledProgram, dict[Activity, float]] = {}
-    for device in trace.devices:
+def _best(candidates: Iterable[_Candidate], name: str) -> _Candidate | None:
+    matching = [candidate for candidate in candidates if candidate.program.name == name]
+    return max(matching, key=lambda candidate: (candidate.share, candidate.seconds), default=None)
+
+
+def _candidates(devices: Iterable[DeviceTrace], modelled: ModelledProgram) -> list[_Candidate]:
+    """The programs of devices, those that take most time first."""
+    times: dict[ProfiledProgram, dict[tuple[str, str], float]] = {}
+    for device in devices:
         for activity in device.activities:
             if activity.program is not None and not activity.in_flight:
-                # Only the name and the text matter here: runs of an instruction add up.
-                key = attrs.evolve(activity, start_ns=0, end_ns=0, self_ns=0, run=None)
                 by_name = times.setdefault(activity.program, {})
+                key = activity.name, activity.text
                 by_name[key] = by_name.get(key, 0.0) + activity.self_ns
     candidates = []
     for program, by_name in times.items():
         total = sum(by_name.values())
-        unmatched = {activity.name: ns for activity, ns in by_name.items() if modelled.find(activity) is None}
-        matched = total - sum(unmatched.values())
+        unmatched = {name: ns for (name, text), ns in by_name.items() if modelled.find(name, text) is None}
         names = sorted(unmatched, key=lambda name: -unmatched[name])
-        candidates.append(_Candidate(program, total / 1e9, matched / total if total else 0.0, tuple(names)))
+        share = 1 - sum(unmatched.values()) / total if total else 0.0
+        candidates.append(_Candidate(program, total / 1e9, share, tuple(names)))
     return sorted(candidates, key=lambda candidate: -candidate.seconds)
 
 
-def find_runs(trace: ProfileTrace, program: ProfiledProgram, modelled: ModelledProgram) -> tuple[DeviceRuns, ...]:
-    """Returns the runs of a program on each device that has it, without the first where there are several."""
+def find_runs(
+    trace: ProfileTrace, programs: Mapping[str, ProfiledProgram], modelled: ModelledProgram
+) -> tuple[DeviceRuns, ...]:
+    """Returns the runs of the program on each device that has it, without the first where there are several."""
     by_device = []
     for device in trace.devices:
-        runs = _split(device, program, modelled.times)
+        program = programs.get(device.device)
+        runs = _split(device, program, modelled.times) if program is not None else []
         usual = statistics.median(len(run.activities) for run in runs) if runs else 0
-        whole = [run for run in runs if len(run.activities) >= _WHOLE_RUN * usual]
+        whole = [run for run in runs if run.activities and len(run.activities) >= _WHOLE_RUN * usual]
         kept = whole[1:] if len(whole) > 1 else whole
-        if kept:
-            by_device.append(DeviceRuns(device, tuple(kept), tuple(run for run in runs if run not in kept)))
+        if kept and program is not None:
+            starts = [run.start_ns for run in kept]
+            left_out = tuple(run for run in runs if run.start_ns not in starts)
+            by_device.append(DeviceRuns(device, program, tuple(kept), left_out))
     return tuple(by_device)
 
 

@@ -132,14 +132,22 @@ def tpu_trace(steps: int = 4, devices: int = 2, *, period: float = 120.0) -> byt
     return trace(planes)
 
 
-def gpu_trace(steps: int = 4, *, module: str = "jit_step", cut: bool = False, graph: bool = False) -> bytes:
+def gpu_trace(
+    steps: int = 4, *, module: str = "jit_step", program_id: int = 7, cut: bool = False, graph: bool = False
+) -> bytes:
     """A trace of a GPU, whose streams have kernels by their own names. `cut`: it ends in the middle of the last step.
 
     `graph`: the rounds of the loop are launched as one CUDA graph.
     """
 
     def event(kernel: str, op: str, start: float, duration: float) -> Event:
-        stats = {"correlation_id": 3, "tf_op": "XlaModule:", "hlo_op": op, "hlo_module": module, "program_id": 7}
+        stats = {
+            "correlation_id": 3,
+            "tf_op": "XlaModule:",
+            "hlo_op": op,
+            "hlo_module": module,
+            "program_id": program_id,
+        }
         return kernel, start, duration, stats
 
     compute: list[Event] = []

@@ -1,12 +1,14 @@
 """The runs of a program are found on devices that say where they begin, and on those that do not."""
 
+from pathlib import Path
+
 import pytest
 from jax.profiler import ProfileData
 
 import shardrules as sr
 from shardrules.analysis.profile.modelled import ModelledProgram, model_program
-from shardrules.analysis.profile.runs import find_program, find_runs
-from shardrules.analysis.profile.trace import ProfileTrace, read_trace
+from shardrules.analysis.profile.runs import find_programs, find_runs
+from shardrules.analysis.profile.trace import ProfiledProgram, ProfileTrace, read_trace
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import TraceError
@@ -24,7 +26,7 @@ def read(data: bytes) -> ProfileTrace:
 
 def test_the_first_run_is_left_out() -> None:
     profile = read(tpu_trace(steps=4, devices=2))
-    devices = find_runs(profile, find_program(profile, modelled(), None), modelled())
+    devices = find_runs(profile, find_programs(profile, modelled()), modelled())
     lengths = [[run.end_ns - run.start_ns for run in device.runs] for device in devices]
     assert lengths == [[100_000] * 3, [110_000] * 3]
     assert [len(device.left_out) for device in devices] == [1, 1]
@@ -33,14 +35,14 @@ def test_the_first_run_is_left_out() -> None:
 
 def test_a_single_run_is_compared() -> None:
     profile = read(gpu_trace(steps=1))
-    (device,) = find_runs(profile, find_program(profile, modelled(), None), modelled())
+    (device,) = find_runs(profile, find_programs(profile, modelled()), modelled())
     assert (len(device.runs), len(device.left_out)) == (1, 0)
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_runs_on_gpus_begin_with_the_first_instruction(graph: bool) -> None:
     profile = read(gpu_trace(steps=4, graph=graph))
-    (device,) = find_runs(profile, find_program(profile, modelled(), None), modelled())
+    (device,) = find_runs(profile, find_programs(profile, modelled()), modelled())
     assert [run.start_ns for run in device.runs] == [1000 + 100_000 * step for step in (1, 2, 3)]
     names = {"fusion.1", "all-gather-start.1", "dot.1", "while.1" if graph else "dot.2"}
     assert all({activity.name for activity in run.activities} == names for run in device.runs)
@@ -48,7 +50,7 @@ def test_runs_on_gpus_begin_with_the_first_instruction(graph: bool) -> None:
 
 def test_a_run_that_is_cut_off_is_left_out() -> None:
     profile = read(gpu_trace(steps=4, cut=True))
-    (device,) = find_runs(profile, find_program(profile, modelled(), None), modelled())
+    (device,) = find_runs(profile, find_programs(profile, modelled()), modelled())
     assert (len(device.runs), len(device.left_out)) == (2, 2)
 
 
@@ -59,8 +61,10 @@ def test_a_trace_of_another_program_lists_its_programs() -> None:
         r"audited program\). If jit_train_step is this function, pass module='jit_train_step'"
     )
     with pytest.raises(TraceError, match=message):
-        find_program(profile, modelled(), None)
-    assert find_program(profile, modelled(), "jit_train_step").name == "jit_train_step"
+        find_programs(profile, modelled())
+    assert find_programs(profile, modelled(), "jit_train_step") == {
+        "/device:GPU:0": ProfiledProgram("jit_train_step", "7")
+    }
 
 
 def test_a_program_with_other_instructions_is_refused() -> None:
@@ -68,12 +72,21 @@ def test_a_program_with_other_instructions_is_refused() -> None:
     with pytest.raises(
         TraceError, match=r"program 'jit_step' is not the audited one: .* dot.2, fusion.1, dot.1 are not"
     ):
-        find_program(read(gpu_trace()), modelled(other), None)
+        find_programs(read(gpu_trace()), modelled(other))
 
 
 def test_instructions_of_another_shape_are_told_apart_on_tpus() -> None:
     # The same names, for another batch: only the texts of the events differ.
     other = PROGRAM.replace("1024,1024]", "2048,1024]")
     with pytest.raises(TraceError, match="is not the audited one"):
-        find_program(read(tpu_trace()), modelled(other), None)
-    assert find_program(read(gpu_trace()), modelled(other), None).program_id == "7"
+        find_programs(read(tpu_trace()), modelled(other))
+    assert find_programs(read(gpu_trace()), modelled(other)) == {"/device:GPU:0": ProfiledProgram("jit_step", "7")}
+
+
+def test_ids_of_programs_may_differ_from_host_to_host(tmp_path: Path) -> None:
+    for host, program_id in (("a", 7), ("b", 8)):
+        (tmp_path / f"{host}.xplane.pb").write_bytes(gpu_trace(program_id=program_id))
+    profile = read_trace(tmp_path)
+    programs = find_programs(profile, modelled())
+    assert [program.program_id for program in programs.values()] == ["7", "8"]
+    assert [len(device.runs) for device in find_runs(profile, programs, modelled())] == [3, 3]
