@@ -107,7 +107,7 @@ def multiplication(dtype: Any, precision: str, hardware: Hardware) -> tuple[str,
 
 
 def _start_seconds(moved_bytes: int, hardware: Hardware) -> float:
-    """What a matmul without a table takes besides multiplying: loading a block, or what the smallest of a table take."""
+    """What a matmul without a table takes besides multiplying: loading a block, or a table's least time."""
     if hardware.matmul_tile > 1:
         return traffic_seconds(min(moved_bytes, _BLOCK_BYTES), hardware)
     return min((math.exp(_logs(measured)[0][0][0]) for measured in hardware.matmul_rates), default=0.0)
