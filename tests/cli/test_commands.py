@@ -394,8 +394,9 @@ def test_golden_plans_must_be_sound_plans(tmp_path: Path, plans: tuple[Path, Pat
 def test_audit_autoplan_and_report_work_together(tmp_path: Path) -> None:
     step = f"{EXAMPLES}/train_gpt.py:training"
     words = ("--mesh", "data:4,model:2")
+    rules = ("--rules", GPT_RULES, "--params", "state/model")
     process = shardrules(
-        "audit", step, *words, "--rules", GPT_RULES, "--params", "state/model", "-o", "audit.json", cwd=tmp_path
+        "audit", step, *words, *rules, "--flags=--xla_cpu_enable_fast_math=false", "-o", "audit.json", cwd=tmp_path
     )
     assert process.returncode == 1
     assert "warning gathered: " in process.stdout
@@ -404,6 +405,7 @@ def test_audit_autoplan_and_report_work_together(tmp_path: Path) -> None:
     )
     report = sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text())
     assert process.stdout == f"{report}\n"
+    assert report.target == sr.Target("cpu", flags={"xla_cpu_enable_fast_math": False})
     requested = {array.path: array.requested for array in report.arrays}
     assert (
         requested["state/model/blocks/0/up/weight"]

@@ -61,9 +61,8 @@ _H100_PEAK = 989.4
 
 
 def is_attention(matmul: Matmul) -> bool:
-    """Whether a kernel is attention with a formula of its own. Of a single query, memory is the limit."""
-    has_formula = matmul.op.startswith("__cudnn$fmha") or matmul.origin == "formula"
-    return has_formula and len(matmul.products) in _PHASES and matmul.products[0].m > 1
+    """Whether a kernel is attention, with several matmuls. Of a single query, memory is the limit."""
+    return len(matmul.products) in _PHASES and matmul.products[0].m > 1
 
 
 def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:

@@ -15,8 +15,8 @@ from shardrules.core.errors import ConfigTypeError, TargetError, suggest
 Flags: TypeAlias = tuple[tuple[str, str], ...]
 """Names without dashes and values as text, each name once, in the order of their last mention."""
 
-FlagsLike: TypeAlias = "str | Mapping[str, object] | Iterable[tuple[str, object]]"
-"""What flags may be written as: a string, or names with values."""
+FlagsLike: TypeAlias = "str | Mapping[str, object] | Iterable[tuple[str, object]] | None"
+"""What flags may be written as: a string, or names with values; `None` for no flags."""
 
 _SET_MARK = ":"
 """Names of sets have a colon, as `maxtext:v5p` does, and those of flags never do."""
@@ -43,8 +43,8 @@ def read_flags(flags: FlagsLike) -> Flags:
     assert read_flags({"xla_tpu_scoped_vmem_limit_kib": 65536, "xla_enable_async_all_gather": True}) == flags
     ```
     """
-    if isinstance(flags, str):
-        pairs = [pair for word in _words(flags) for pair in _read_word(word)]
+    if flags is None or isinstance(flags, str):
+        pairs = [pair for word in _words(flags or "") for pair in _read_word(word)]
     elif isinstance(flags, Mapping):
         pairs = list(flags.items())
     else:

@@ -87,17 +87,24 @@ def call_cost(computation: Computation, instruction: Instruction, facts: KernelF
         return library
     # Compilers for GPUs do not print the estimate of a kernel's author, and JAX still knows it.
     call = _call_of(computation, instruction, facts)
+    products = _formula_products(names, operands, instruction, None if call is None else call.block_count)
     estimate = find_config(instruction.backend_config, "cost_estimate")
     if estimate and "flops" in estimate:
-        return CallCost(int(estimate["flops"]), (), int(estimate.get("bytes_accessed", 0)) or None, "estimate")
+        nbytes = int(estimate.get("bytes_accessed", 0))
+        return CallCost(int(estimate["flops"]), products or (), nbytes or None, "estimate")
     if call is not None and call.flops is not None:
-        return CallCost(call.flops, (), call.nbytes or None, "estimate")
+        return CallCost(call.flops, products or (), call.nbytes or None, "estimate")
+    return None if products is None else CallCost(sum(each.flops for each in products), products, None, "formula")
+
+
+def _formula_products(
+    names: Sequence[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """The matmuls of a kernel that JAX has; `None` for any other."""
     for pattern, formula in _FORMULAS.items():
         match = next(filter(None, (re.fullmatch(pattern, name) for name in names)), None)
         if match is not None:
-            products = formula(match, operands, instruction, None if call is None else call.block_count)
-            if products is not None:
-                return CallCost(sum(product.flops for product in products), products, None, "formula")
+            return formula(match, operands, instruction, block_count)
     return None
 
 
@@ -257,7 +264,8 @@ def _flash(
     if len(arrays) < 3:
         return None
     (batch, heads, rows, size), columns = arrays[0].shape, arrays[1].shape[2]
-    return _attention(batch * heads, rows, columns, size, arrays[2].shape[3], match["phase"])
+    phase = "fwd" if match["phase"] == "kernel" else match["phase"]
+    return _attention(batch * heads, rows, columns, size, arrays[2].shape[3], phase)
 
 
 def _triton_attention(
@@ -309,13 +317,14 @@ def _elementwise(
 
 _FORMULAS: Mapping[str, _Formula] = {
     r"splash_m[hq]a_(?P<phase>fwd|dq|dkv)\w*": _splash,
-    r"(_flash_attention|flash_mha_bwd)_(?P<phase>dq|dkv)\w*": _flash,
+    r"(_flash_attention|flash_mha_bwd)_(?P<phase>dq|dkv|kernel)\w*": _flash,
     r"mha_(?P<phase>forward|backward)\w*": _triton_attention,
     r"(ragged_)?paged_(flash_)?attention\w*": _paged,
     r"t?gmm\w*|(transposed_)?ragged_dot\w*": _grouped,
     r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*|ragged-dot-metadata": _elementwise,
 }
-"""Formulas for the kernels of `jax.experimental.pallas.ops` that have no estimate, by patterns of their names."""
+"""Formulas for the kernels of `jax.experimental.pallas.ops`, by patterns of their names. An author's estimate of the FLOPs
+comes first, and the formula still says which matmuls they are."""
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -24,6 +24,10 @@ def test_spellings_of_flags_are_equal(flags: Any) -> None:
     assert read_flags(flags) == (("xla_a", "1"), ("xla_b", "true"))
 
 
+def test_no_flags_are_an_empty_tuple() -> None:
+    assert sr.Target("cpu", flags=None) == sr.Target("cpu", flags="") == sr.Target("cpu")
+
+
 def test_values_may_be_empty_or_quoted() -> None:
     flags = read_flags("--xla_gpu_enable_command_buffer='' --xla_disable_hlo_passes='a,b c'")
     assert flags == (("xla_gpu_enable_command_buffer", ""), ("xla_disable_hlo_passes", "a,b c"))

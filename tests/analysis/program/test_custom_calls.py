@@ -104,6 +104,13 @@ def test_an_authors_estimate_comes_before_a_formula() -> None:
     assert kernel.total_bytes == 4096
 
 
+def test_a_formula_says_which_matmuls_an_estimate_is() -> None:
+    operands = f"{QUERY}; {QUERY}; {QUERY}"
+    (matmul,) = find_matmuls(program("_flash_attention_kernel", operands, QUERY, config=ESTIMATE))
+    assert (matmul.flops, matmul.origin) == (123, "estimate")
+    assert sum(product.flops for product in matmul.products) == 2 * MATMUL
+
+
 def test_the_users_cost_comes_first() -> None:
     cost = sr.kernel_cost("splash_mha_*", flops=lambda *shapes: shapes[2].size, bytes=10)
     text = program("splash_mha_fwd_residuals", SPLASH, QUERY, config=ESTIMATE)
