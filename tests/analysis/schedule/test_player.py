@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardrules.analysis.schedule import player
 from shardrules.analysis.schedule.schedule import PlayedSchedule
 from tests.analysis.schedule.handmade import CLOCK, STATE, at, blocking, body, done, kernel, loop, play, start
 
@@ -287,3 +288,17 @@ def test_laws_of_schedules(program: tuple[str, tuple[str, ...]], links: str) -> 
     assert sum(line.seconds for line in schedule.lines) == close(time.seconds)
     assert sum(line.critical_seconds for line in schedule.lines) == close(time.seconds)
     assert schedule.timeline.seconds == close(time.seconds)
+
+
+@given(programs())
+def test_rounds_that_are_not_played_take_as_long_as_if_they_were(program: tuple[str, tuple[str, ...]]) -> None:
+    entry, computations = program
+    short = play(entry, *computations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(player, "_MAX_ROUNDS", 1000)
+        patch.setattr(player, "_is_steady", lambda *_: False)
+        full = play(entry, *computations)
+    assert parts(short) == close(parts(full), abs=1e-6)
+    assert dict(short.resources) == close(dict(full.resources))
+    # Not so the critical path: where two paths are equally long, either is right.
+    assert {line.line: line.seconds for line in short.lines} == close({line.line: line.seconds for line in full.lines})
