@@ -61,12 +61,11 @@ def kernel_names(instruction: Instruction) -> tuple[str, ...]:
     assert kernel_names(read_instruction(line, {})[0]) == ("scan", "f", "tpu_custom_call")
     ```
     """
-    config = instruction.attributes.get("backend_config", "")
-    written = _CONFIG_NAME.search(config)
-    name = written[1] if written else _SUFFIX.sub("", instruction.name)
+    match = _CONFIG_NAME.search(instruction.attributes.get("backend_config", ""))
+    name = match[1] if match else _SUFFIX.sub("", instruction.name)
     path = instruction.op_name.split("/")
-    scope = path[-2:-1] if path[-1] == "pallas_call" and "(" not in path[-2] else []
-    return tuple(dict.fromkeys([name, *scope, instruction.custom_call_target]))
+    scopes = [scope for scope in path[-2:-1] if path[-1] == "pallas_call" and "(" not in scope]
+    return tuple(dict.fromkeys([name, *scopes, instruction.custom_call_target]))
 
 
 def names_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> tuple[str, ...]:

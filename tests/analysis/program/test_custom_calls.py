@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 import shardrules as sr
+from shardrules.analysis.program.custom_calls import kernel_names
 from shardrules.analysis.program.flops import find_matmuls, total_flops, uncounted_kernels
 from shardrules.analysis.program.kernel_costs import KernelCall, KernelFacts
 from shardrules.analysis.program.kernels import find_kernels
 from shardrules.analysis.program.program import CompiledProgram, read_program
+from shardrules.analysis.program.text import read_instruction
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 2048, 128
 MATMUL = 2 * BATCH * HEADS * LENGTH * LENGTH * SIZE
@@ -138,6 +140,23 @@ def test_jax_knows_estimates_that_the_program_lacks() -> None:
     # Two kernels of the same shapes cannot be told apart without their names.
     other = KernelCall("other", ((8, 8),), ((8, 8),), 7)
     assert find_matmuls(text, KernelFacts((), [mine, other])) == ()
+
+
+NAMES = [  # the line of a kernel, its names
+    ('%scan.3.clone = f32[8] custom-call(%x), custom_call_target="t"', ("scan", "t")),
+    ('%c = f32[8] custom-call(%x), custom_call_target="t", metadata={op_name="pallas_call"}', ("c", "t")),
+    (
+        '%c = f32[8] custom-call(%x), custom_call_target="t", metadata={op_name="f/mine/pallas_call"}',
+        ("c", "mine", "t"),
+    ),
+    ('%c = f32[8] custom-call(%x), custom_call_target="t", metadata={op_name="jit(f)/pallas_call"}', ("c", "t")),
+    ('%c = f32[8] custom-call(%x), custom_call_target="t", backend_config={name = "mha", grid_x = 1}', ("mha", "t")),
+]
+
+
+@pytest.mark.parametrize(("line", "names"), NAMES)
+def test_kernels_have_names(line: str, names: tuple[str, ...]) -> None:
+    assert kernel_names(read_instruction(line, {})[0]) == names
 
 
 def cudnn(mask: str, rows: int, columns: int, window: int = 0) -> int:
