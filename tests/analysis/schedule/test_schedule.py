@@ -1,5 +1,6 @@
 """Schedules of real programs, and what each line of a program takes."""
 
+import attrs
 import jax
 import jax.numpy as jnp
 import pytest
