@@ -322,8 +322,9 @@ _FORMULAS: Mapping[str, _Formula] = {
     r"t?gmm\w*|(transposed_)?ragged_dot\w*": _grouped,
     r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*|ragged-dot-metadata": _elementwise,
 }
-"""Formulas for the kernels of `jax.experimental.pallas.ops`, by patterns of their names. An author's estimate of the FLOPs
-comes first, and the formula still says which matmuls they are."""
+"""Formulas for the kernels of `jax.experimental.pallas.ops`, by patterns of their names.
+
+An author's estimate of the FLOPs comes first, and the formula still says which matmuls they are."""
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
