@@ -1,6 +1,7 @@
 """The runs of a program in a trace: which program it is, and where each of its runs begins on each device."""
 
 import bisect
+import functools
 import itertools
 import math
 import statistics
@@ -52,7 +53,7 @@ class DeviceRuns:
     left_out: tuple[Run, ...]
     """The first run, which may have warmed up, and runs that the trace has only a part of."""
 
-    @property
+    @functools.cached_property
     def period_ns(self) -> float:
         """The usual time from the start of a run to that of the next; of a single run its duration."""
         starts = [run.start_ns for run in self.runs]
@@ -143,7 +144,7 @@ def find_runs(
         whole = [run for run in runs if run.activities and len(run.activities) >= _WHOLE_RUN * usual]
         kept = whole[1:] if len(whole) > 1 else whole
         if kept and program is not None:
-            starts = [run.start_ns for run in kept]
+            starts = {run.start_ns for run in kept}
             left_out = tuple(run for run in runs if run.start_ns not in starts)
             by_device.append(DeviceRuns(device, program, tuple(kept), left_out))
     return tuple(by_device)

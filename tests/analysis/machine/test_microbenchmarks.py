@@ -22,7 +22,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[CompiledProgram]:
     compiled: list[CompiledProgram] = []
 
     def compile_only(fn: Any, args: Any, donated: Any = ()) -> Any:
-        compiled.append(read_program(jax.jit(fn, donate_argnums=donated).lower(*args).compile().as_text()))
+        compiled.append(read_program(str(jax.jit(fn, donate_argnums=donated).lower(*args).compile().as_text())))
 
     monkeypatch.setattr(microbenchmarks, "_compiled", compile_only)
     monkeypatch.setattr(microbenchmarks, "_fastest", lambda *_: 1.0)
