@@ -1,5 +1,6 @@
 """Puts what a trace measured beside what is modelled: by line of code, by collective, by kernel."""
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
@@ -20,6 +21,8 @@ from shardrules.analysis.profile.runs import DeviceRuns, Run, find_programs, fin
 from shardrules.analysis.profile.trace import Activity, ProfileTrace
 
 _NS = 1e-9
+_HOST_COPY = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)")
+"""What GPUs call copies from their host and to it, which no instruction of a program asks for."""
 
 
 @final
@@ -228,7 +231,8 @@ def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]
 
     for activity in device.device.activities:
         if activity.program is None:
-            add("kernel", activity.name, activity.start_ns, activity.self_ns * _NS)
+            kind = "host transfer" if _HOST_COPY.match(activity.name) else "kernel"
+            add(kind, activity.name, activity.start_ns, activity.self_ns * _NS)
         elif activity.program != device.program:
             add("other program", str(activity.program), activity.start_ns, activity.self_ns * _NS)
     for run in device.left_out:
