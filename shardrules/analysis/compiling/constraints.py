@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -75,11 +75,12 @@ def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Co
     """Adds the constraints of a program whose operands depend on `bits`; returns what its results depend on."""
     depends = dict(zip(map(id, program.invars), bits, strict=True))
     for equation in program.eqns:
-        operands = [depends.get(id(operand), 0) for operand in equation.invars]
+        operands = [depends.get(id(value), 0) for value in equation.invars]
         if equation.primitive.name in ("sharding_constraint", "reshard"):
             sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
             if isinstance(sharding, NamedSharding):
-                constraint = equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)
+                operand: Any = equation.invars[0]
+                constraint = operand.aval.shape, sharding.spec, equation_stack(equation)
                 for index in range(operands[0].bit_length()):
                     if operands[0] >> index & 1:
                         constraints.setdefault(index, []).append(constraint)
