@@ -19,6 +19,10 @@ case was run on data:4,model:2 only: four of seven plans fit, at 0.931 to 1.011 
 other three (GPT-2, the convolution net, the LSTM) `autoplan` raises, because its model predicts more memory than the
 compiler needs.
 
+Each plan's predictions are printed beside what they predict: bytes on the wire and peak beside the compiler's, the
+time of a step beside an audit's of the compiled plan. `--predictions` prints these alone, without any expert, of the
+seven models and of nine more kinds of steps (`plan_models/kinds.py`), in half a minute to two for each.
+
 Run it as `python benchmarks/plan_quality.py`; see `--help` for less. It needs the extras `cuda` and `bench`.
 Most of the time goes into compiling the experts' plans: `--cache DIR` keeps their figures.
 """
@@ -53,6 +57,10 @@ SHARE_LIMIT, WORST_LIMIT = 0.80, 1.10
 MEDIAN_LIMIT, TAIL_LIMIT = 0.10, 0.30
 """The least share of cases that are as good as the best expert, the worst ratio; and the largest median and 95th
 percentile of the error of the predicted bytes on the wire."""
+
+PREDICTION_LIMITS = {"time_within_10": 0.8, "time_within_25": 1.0, "peak_within_15": 0.8, "lowest_peak": 0.9}
+"""The least shares of cases whose modelled time is that near to an audit's, and whose predicted peak is that near to
+the compiler's; and the lowest ratio of peaks: what is predicted to fit has to fit."""
 
 ROUNDING = 1e-3
 """Ratios that differ by this much count as equal: programs differ in a few scalar reductions."""
@@ -101,6 +109,20 @@ class Result:
     peak_bytes: int = 0
     seconds: float = 0.0  # of planning
     error: str = ""
+    modelled_seconds: float = 0.0
+    """What the plan says that a step takes."""
+    audited_seconds: float = 0.0
+    """What an audit says of the compiled plan, on the hardware that was planned for."""
+
+    @property
+    def time_ratio(self) -> float:
+        """The modelled time over the audited one."""
+        return self.modelled_seconds / self.audited_seconds if self.audited_seconds else math.inf
+
+    @property
+    def peak_ratio(self) -> float:
+        """The predicted peak over the compiler's."""
+        return self.peak_bytes / self.row.peak_bytes if self.row is not None else math.inf
 
     @property
     def ratio(self) -> float:
@@ -227,21 +249,44 @@ class Question:
 
         allowed = self.target.hardware.memory_bytes if limit_bytes is None else limit_bytes
         one_host = attrs.evolve(self.target.hardware, devices_per_host=self.device_mesh.size)  # as the measure assumes
-        best = min((row for row in experts if row.peak_bytes <= allowed), key=lambda row: row.ms)
-        result = Result(self.model.name, self.mesh, case, allowed, None, best.name, best.ms)
+        best = min((row for row in experts if row.peak_bytes <= allowed), key=lambda row: row.ms, default=None)
+        name, ms = ("", math.inf) if best is None else (best.name, best.ms)
+        result = Result(self.model.name, self.mesh, case, allowed, None, name, ms)
         try:
             start = time.perf_counter()
             mesh = self.device_mesh.abstract_mesh
             plan = sr.autoplan(self.step, *self.args, mesh=mesh, memory_limit=limit_bytes, hardware=one_host)
             planned = time.perf_counter()
             with jax.set_mesh(self.device_mesh):
-                compiled = plan.jit(self.step, donate_argnums=0).lower(*self.args).compile()
+                compiled = plan.jit(self.step, donate_argnums=self.model.donated).lower(*self.args).compile()
             row = self.read_row("autoplan", compiled, time.perf_counter() - planned)
         except Exception as error:  # noqa: BLE001  a failure is a result, and the other cases go on
             return attrs.evolve(result, error=f"{type(error).__name__}: {error}")
         return attrs.evolve(
-            result, row=row, wire_bytes=plan.wire_bytes, peak_bytes=plan.peak_bytes, seconds=planned - start
+            result,
+            row=row,
+            wire_bytes=plan.wire_bytes,
+            peak_bytes=plan.peak_bytes,
+            seconds=planned - start,
+            modelled_seconds=plan.step_time.seconds,
+            audited_seconds=self.audited_seconds(compiled, one_host),
         )
+
+    def audited_seconds(self, compiled: Any, hardware: Any) -> float:
+        """What an audit says that a compiled step takes if links connect all devices."""
+        from shardrules.analysis.program.collectives import find_collectives
+        from shardrules.analysis.program.flops import find_matmuls
+        from shardrules.analysis.program.kernels import find_kernels
+        from shardrules.analysis.program.program import read_program
+        from shardrules.analysis.schedule.schedule import play_schedule
+
+        program = read_program(compiled.as_text())
+        collectives = [
+            attrs.evolve(collective, host_count=1)
+            for collective in find_collectives(program, self.device_mesh, self.target)
+        ]
+        kernels = find_kernels(program, find_matmuls(program))
+        return play_schedule(program, collectives, kernels, hardware).time.seconds
 
 
 def is_shape(leaf: Any) -> bool:
@@ -304,6 +349,22 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.inf
 
 
+def predictions(results: Sequence[Result]) -> dict[str, float]:
+    """Summarizes how near predictions are to compiled plans: times to an audit's, peaks to the compiler's."""
+    compiled = [result for result in results if result.row is not None]
+    times, peaks = [result.time_ratio for result in compiled], [result.peak_ratio for result in compiled]
+
+    def share(ratios: list[float], error: float) -> float:
+        return sum(abs(ratio - 1) <= error for ratio in ratios) / len(ratios) if ratios else 0.0
+
+    return {
+        "time_within_10": share(times, 0.1),
+        "time_within_25": share(times, 0.25),
+        "peak_within_15": share(peaks, 0.15),
+        "lowest_peak": min(peaks, default=math.inf),
+    }
+
+
 def summary(results: Sequence[Result]) -> dict[str, float]:
     """Summarizes all results. Errors of predictions leave out plans that were not compiled."""
     ratios, tight = ([result.ratio for result in results if result.case == case] for case in ("device", "tight"))
@@ -318,6 +379,7 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
         **{f"{name}_error_median": percentile(values, 0.5) for name, values in errors.items()},
         **{f"{name}_error_95th": percentile(values, 0.95) for name, values in errors.items()},
         "longest_planning_seconds": max(result.seconds for result in results),
+        **predictions(results),
     }
 
 
@@ -325,7 +387,8 @@ def missed(totals: dict[str, float]) -> list[str]:
     """The limits that were missed."""
     limits = {"worst": WORST_LIMIT, "wire_error_median": MEDIAN_LIMIT, "wire_error_95th": TAIL_LIMIT}
     over = [f"{name} {totals[name]:.3f}, at most {limit}" for name, limit in limits.items() if totals[name] > limit]
-    low = [f"share {totals['share']:.2f}, at least {SHARE_LIMIT}"] if totals["share"] < SHARE_LIMIT else []
+    least = {"share": SHARE_LIMIT, **PREDICTION_LIMITS}
+    low = [f"{name} {totals[name]:.2f}, at least {limit}" for name, limit in least.items() if totals[name] < limit]
     return low + over
 
 
@@ -344,9 +407,12 @@ def result_lines(result: Result) -> list[str]:
         return [f"  autoplan, {result.case}, {limit}: {result.error}"]
     row = attrs.evolve(result.row, name=f"autoplan, {result.case}, {limit}")
     note = f"{result.ratio:.3f} of {result.best}" if math.isfinite(result.ratio) else "does not fit"
+    note = note if result.best else ""
     predictions = (
         f"planned in {result.seconds:.1f} s; predicted {result.wire_bytes / 1e6:.1f} MB on the wire (off by "
-        f"{result.wire_error:.1%}), peak {result.peak_bytes / 1e9:.2f} GB (off by {result.peak_error:.1%})"
+        f"{result.wire_error:.1%}), peak {result.peak_bytes / 1e9:.2f} GB ({result.peak_ratio:.3f} of the compiler's), "
+        f"{1e3 * result.modelled_seconds:.2f} ms ({result.time_ratio:.3f} of the audit's "
+        f"{1e3 * result.audited_seconds:.2f} ms)"
     )
     return [line(row, note), f"    {predictions}"]
 
@@ -358,6 +424,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON; the table goes to the standard error")
     parser.add_argument("--models", nargs="*", help="only these models")
     parser.add_argument("--meshes", nargs="*", help=f"other meshes than {' '.join(MESHES)}")
+    parser.add_argument(
+        "--predictions", action="store_true", help="no experts: what plans predict, of the models and of more kinds"
+    )
     parser.add_argument("--experts-only", action="store_true", help="leave autoplan out")
     parser.add_argument("--check", action="store_true", help="fail where a limit is missed")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the experts' figures in this folder")
@@ -369,17 +438,18 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.smoke:
         jax.config.update("jax_num_cpu_devices", 8)
-    from plan_models import MODELS
+    from plan_models import KINDS, MODELS
 
-    unknown = [name for name in options.models or () if name not in MODELS]
+    models = {**MODELS, **KINDS} if options.predictions else MODELS
+    unknown = [name for name in options.models or () if name not in models]
     if unknown:
-        parser.error(f"unknown model {', '.join(unknown)}; the models are {', '.join(MODELS)}")
+        parser.error(f"unknown model {', '.join(unknown)}; the models are {', '.join(models)}")
     meshes = options.meshes or (MESHES[1:2] if options.smoke else MESHES)
     cache, cases, results = Cache.of(options.cache), [], []
     out = sys.stderr if options.json else sys.stdout
-    for name in options.models or (TOYS if options.smoke else MODELS):
+    for name in options.models or (TOYS if options.smoke else models):
         for mesh in meshes:
-            question = Question.of(MODELS[name], mesh, options.smoke)
+            question = Question.of(models[name], mesh, options.smoke)
             head = f"\n{name} on {mesh}: {question.requested_flops / 1e12:.4g} TFLOP requested"
             columns = ("ms", "roofline", "TFLOP", "work", "MB wire", "GB", "compiled")
             print(f"{head}\n{'':64}{columns[0]:>9}", end="", file=out)
@@ -387,18 +457,22 @@ def main(arguments: list[str] | None = None) -> int:
                 "".join(f"{column:>{size}}" for column, size in zip(columns[1:], (10, 9, 7, 10, 8, 10), strict=True)),
                 file=out,
             )
-            rows, experts = [], question.experts
-            for expert in experts[:: len(experts) - 1] if options.smoke else experts:  # for toys the first and the last
+            rows, experts = [], [] if options.predictions else question.experts
+            for expert in (
+                experts[:: max(1, len(experts) - 1)] if options.smoke else experts
+            ):  # for toys the first and the last
                 rows.append(cache.row(question, expert, options.smoke))
                 print(line(rows[-1]), file=out, flush=True)
             cases.append({"model": name, "mesh": mesh, "experts": [attrs.asdict(row) for row in rows]})
-            limits = {} if options.experts_only else {"device": None, "tight": tight_limit(rows)}
+            limits: dict[str, int | None] = {} if options.experts_only else {"device": None}
+            if rows and limits:
+                limits["tight"] = tight_limit(rows)
             for case, limit in limits.items():
                 results.append(question.by_autoplan(case, limit, rows))
                 print(*result_lines(results[-1]), sep="\n", file=out, flush=True)
             jax.clear_caches()
-    totals = summary(results) if results else {}
-    over = missed(totals) if results and not options.smoke else []
+    totals = {} if not results else predictions(results) if options.predictions else summary(results)
+    over = missed(totals) if results and not options.smoke and not options.predictions else []
     print("", *(f"{name}: {value:.3f}" for name, value in totals.items()), sep="\n", file=out)
     print(*(f"missed: {limit}" for limit in over), sep="\n", file=out)
     if options.json:

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, vocabularies
+from plan_models.kinds import KINDS as BUILDS
 from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
 from plan_models.recurrent import lstm, lstm_experts
@@ -27,7 +28,7 @@ from plan_models.text import (
 )
 from plan_models.vision import VIT_SPLITS, conv_experts, conv_net, vit
 
-__all__ = ["MODELS", "Expert", "Model", "expert_constraints"]
+__all__ = ["KINDS", "MODELS", "Expert", "Model", "expert_constraints"]
 
 
 @final
@@ -36,11 +37,14 @@ class Model:
     """A train step and its experts."""
 
     name: str
-    build: Callable[[int, bool], tuple[Callable[[Any, Any], Any], tuple[Any, Any]]]
+    build: Callable[[int, bool], tuple[Callable[..., Any], tuple[Any, ...]]]
     """From a number of devices, and whether to build a toy, to `(step, (state, batch))` of shapes."""
 
     experts: tuple[Expert, ...]
     """The plans written by hand, for all meshes; `Expert.suits` selects those for one mesh."""
+
+    donated: tuple[int, ...] = (0,)
+    """The arguments that the step may write over."""
 
     def arrays(self, seed: int, devices: int = 8) -> tuple[Any, Any]:
         """Small random arguments for the step of the toy; moments are zero."""
@@ -94,3 +98,17 @@ MODELS: dict[str, Model] = {
         Model("lstm", lstm, lstm_experts()),
     )
 }
+
+
+def _without_experts(name: str) -> Model:
+    """A kind of step as a model for which no expert has written plans."""
+
+    def build(devices: int, smoke: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        step = BUILDS[name](devices, smoke)
+        return step.run, step.args
+
+    return Model(name, build, (), BUILDS[name](8, True).donated)
+
+
+KINDS: dict[str, Model] = {name: _without_experts(name) for name in BUILDS}
+"""More kinds of steps, to hold predictions against compiled programs."""

@@ -4,6 +4,7 @@ The figures are those of an audit: the rates that hardware reaches for matmuls o
 layout, for memory traffic, and the launch of a kernel.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -20,9 +21,13 @@ from shardrules.planning.traced.fusion import Fusion
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 
+_LOOP_KERNELS = 2
+"""The kernels of a round that the function does not write: one counts rounds, one compares. Loops of small rounds, as
+over time steps, would be too fast without them."""
+
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class ComputeCosts:
     """What the operations of a program take. Equal matmuls in equal layouts are priced once."""
 
@@ -39,8 +44,18 @@ class ComputeCosts:
         if operation.flops:
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
             seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
-        launch = hardware.launch_seconds * (op_index in self.fusion.kernels)
-        return (seconds + launch) * operation.run_count
+        launches = int(op_index in self.fusion.kernels) + _LOOP_KERNELS * (op_index in self._loop_heads)
+        return (seconds + launches * hardware.launch_seconds) * operation.run_count
+
+    @functools.cached_property
+    def _loop_heads(self) -> frozenset[int]:
+        """The first array that goes round each loop."""
+        program = self.fusion.program
+        heads: dict[int, int] = {}
+        for op_index, operation in enumerate(program.operations):
+            if operation.role == "join" and operation.name == "join" and program.arrays[operation.results[0]].shape:
+                heads.setdefault(operation.region, op_index)
+        return frozenset(heads.values())
 
     def _traffic_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]

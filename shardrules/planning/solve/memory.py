@@ -235,7 +235,7 @@ def _result_stays(
             home = problem.homes.get(result)
             if home is None or result in problem.feedback:  # written over the argument, which is counted
                 continue
-            nbytes = program.arrays[result].nbytes
+            nbytes = fusion.nbytes(result)
             if operation.role == "return":
                 yield Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
                 continue

@@ -58,6 +58,8 @@ class Fusion:
     """How many kernels read an operand, at `(op_index, operand_index)`. What a kernel reads twice counts once."""
     kernels: frozenset[int]
     """The operations at which a kernel ends."""
+    widened: Mapping[int, int]
+    """For transposed arrays that are only read as a wider dtype, and written in it, by what factor that is wider."""
 
     @classmethod
     def of(cls, program: TracedProgram) -> "Fusion":
@@ -84,7 +86,7 @@ class Fusion:
         ending = frozenset(
             joined.leader(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
-        return cls(program, written, sources, read_counts, ending)
+        return cls(program, written, sources, read_counts, ending, _widened(program))
 
     def writes(self, op_index: int, result: int) -> bool:
         """Whether an operation writes a result to memory that it does not share with an operand."""
@@ -102,7 +104,7 @@ class Fusion:
         count = self.read_counts.get((op_index, operand_index), 0)
         if not count or operand is None:
             return 0
-        nbytes = arrays[operand].nbytes
+        nbytes = self.nbytes(operand)
         if operand_index == 0 and (operation.name in PARTIAL_READS or operation.role == "enter"):
             nbytes = min(nbytes, sum(arrays[result].nbytes for result in operation.results))
         elif operand_index == 0 and operation.name in IN_PLACE:
@@ -120,7 +122,11 @@ class Fusion:
             return 0
         if operation.name in IN_PLACE:
             return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
-        return arrays[result].nbytes
+        return self.nbytes(result)
+
+    def nbytes(self, array: int) -> int:
+        """Returns the bytes of an array as it is written."""
+        return self.program.arrays[array].nbytes * self.widened.get(array, 1)
 
 
 def _update(operation: Operation) -> int:
@@ -169,6 +175,21 @@ def _ends_chain(operation: Operation) -> bool:
     """Whether what an operation returns is written wherever it goes."""
     name = operation.name
     return _takes_whole(operation) or operation.role == "leave" or name in ENDS or name.startswith("reduce_")
+
+
+def _widened(program: TracedProgram) -> dict[int, int]:
+    """For each transposed array that is only read as a wider dtype, by what factor that is wider."""
+    widened: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.name != "transpose" or _is_view(operation):
+            continue
+        users = [program.operations[op_index] for op_index, _ in program.users.get(operation.results[0], ())]
+        if users and all(user.name == "convert_element_type" for user in users):
+            nbytes = program.arrays[operation.results[0]].nbytes
+            widest = max(program.arrays[user.results[0]].nbytes for user in users)
+            if widest > nbytes > 0:
+                widened[operation.results[0]] = widest // nbytes
+    return widened
 
 
 def _written(program: TracedProgram) -> frozenset[int]:

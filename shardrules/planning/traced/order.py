@@ -109,9 +109,17 @@ class _Items:
         program = self.order.program
         multiplying = {self.item_of[op_index]: None for op_index in self.item_of if program.operations[op_index].flops}
         waiting: dict[int, None] = {}
-        for op_index in sorted(self.item_of, reverse=True):
-            if any(user in multiplying or user in waiting for user in self.users(op_index)):
-                waiting[self.item_of[op_index]] = None
+        # What goes round is known to be waited for once the walk has come to the front: twice finds what it comes from.
+        for _ in range(2):
+            carried = [
+                program.operations[op_index].operands[1]
+                for op_index in self.item_of
+                if program.operations[op_index].name == "join" and self.item_of[op_index] in waiting
+            ]
+            for op_index in sorted(self.item_of, reverse=True):
+                is_carried = any(result in carried for result in program.operations[op_index].results)
+                if is_carried or any(user in multiplying or user in waiting for user in self.users(op_index)):
+                    waiting[self.item_of[op_index]] = None
         return waiting
 
     def late(self, waiting: dict[int, None]) -> dict[int, None]:

@@ -1,0 +1,62 @@
+"""What compilers put off."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardrules.planning.traced.order import late_order, program_order
+from shardrules.planning.traced.program import TracedProgram, read_jaxpr
+
+W = [jnp.ones((16, 16))] * 3
+X = jnp.ones((8, 16))
+
+
+def loss(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def scanned(ws: Any, x: Any) -> Any:
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+
+def read(fn: Any, *args: Any) -> TracedProgram:
+    return read_jaxpr(jax.make_jaxpr(fn)(*args))
+
+
+def matmuls(program: TracedProgram, positions: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the results of matmuls, in order."""
+    order = sorted(range(len(positions)), key=lambda op_index: positions[op_index])
+    operations = [program.operations[op_index] for op_index in order]
+    return [program.arrays[operation.results[0]].shape for operation in operations if operation.flops]
+
+
+def test_gradients_of_weights_come_last() -> None:
+    program = read(jax.grad(loss), W, X)
+    forward, cotangents, weights = [(8, 16)] * 3, [(8, 16)] * 2, [(16, 16)] * 3
+    assert matmuls(program, late_order(program)) == forward + cotangents + weights
+    assert matmuls(program, program_order(program)) != forward + cotangents + weights
+
+
+def test_loops_stay_together_and_are_ordered_inside() -> None:
+    program = read(jax.grad(scanned), jnp.stack(W), X)
+    positions = late_order(program)
+    for region in dict.fromkeys(operation.region for operation in program.operations if operation.run_count > 1):
+        inside = [
+            positions[op_index] for op_index, operation in enumerate(program.operations) if operation.region == region
+        ]
+        assert max(inside) - min(inside) == len(inside) - 1
+    assert matmuls(program, positions) == [(8, 16), (8, 16), (16, 16)]
+
+
+def test_nothing_runs_before_what_it_takes() -> None:
+    for fn, args in ((jax.grad(loss), (W, X)), (jax.grad(scanned), (jnp.stack(W), X))):
+        program = read(fn, *args)
+        positions = late_order(program)
+        assert sorted(positions) == list(range(len(program.operations)))
+        for op_index, operation in enumerate(program.operations):
+            for operand in operation.operands if operation.role != "join" else operation.operands[:1]:
+                if operand in program.producers:
+                    assert positions[program.producers[operand]] < positions[op_index]
