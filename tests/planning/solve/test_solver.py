@@ -184,6 +184,11 @@ def random_hardware(rng: np.random.Generator) -> Hardware:
         link_latency_seconds=between(-7, -5),
         network_bytes_per_second=between(8, 11),
         devices_per_host=int(rng.choice([2, 4, 8])),
+        # What does not depend on layouts would outweigh the rest in programs as small as these.
+        launch_seconds=0.0,
+        collective_launch_seconds=0.0,
+        matmul_rates=(),
+        collective_times=(),
     )
 
 
