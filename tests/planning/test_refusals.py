@@ -228,3 +228,19 @@ def test_a_function_that_writes_to_its_arguments_is_refused() -> None:
     model = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     with pytest.raises(sr.errors.TreeError, match=r"^count: the function writes to .* nnx\.update\(model, state\)"):
         sr.autoplan(count, model, X, mesh=sr.mesh_shape(BOTH))
+
+
+def test_names_that_a_policy_saves_in_vain_are_reported() -> None:
+    policy = jax.checkpoint_policies.save_only_these_names("hiden")
+
+    def layer(w: Any, x: Any) -> Any:
+        return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x @ w), "hidden"))
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.checkpoint(layer, policy=policy)(w, x))
+
+    w = jax.ShapeDtypeStruct((256, 256), np.float32)
+    planned = sr.autoplan(jax.grad(loss), w, X, mesh=sr.mesh_shape("data:8"))
+    (finding,) = [finding for finding in planned.findings if finding.code == "unmatched-names"]
+    assert finding.severity == "warning"
+    assert "did you mean 'hidden'?" in finding.message

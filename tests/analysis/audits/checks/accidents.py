@@ -58,7 +58,7 @@ def head(is_bad: bool, target: str) -> Step:
 
     specs = (P("tensor"), P("data", None, "tensor")) if is_bad else (P(None, "tensor"), P("data"))
     options = _options(*specs, P("data"), out=(None, specs), roles=("parameters", "batch", "batch"))
-    return Step(step, (f32(256, 4096), f32(16, 64, 256), i32(16, 64)), "data:4,tensor:2", options)
+    return Step(step, (f32(256, 8192), f32(16, 128, 256), i32(16, 128)), "data:4,tensor:2", options)
 
 
 def head_over_batch(is_bad: bool, target: str) -> Step:
@@ -198,7 +198,7 @@ def microbatches(is_bad: bool, target: str) -> Step:
         return lax.scan(add, jnp.zeros_like(w), xs)[0]
 
     def of_device(w: Any, xs: Any) -> Any:
-        # Without `pcast` the transpose of the gathered weight would sum in every round.
+        # Gathered outside of the loss, whose gradient is then of this device alone.
         w = lax.all_gather(w, "data", tiled=True)
         return lax.psum_scatter(accumulated(w, xs), "data", tiled=True)
 
