@@ -44,9 +44,10 @@ _MOST_ROUNDS = 200
 _RUNS = 6
 """How often a program runs: once to warm up, and as often as it is timed."""
 
-_LEAST_FLOPS, _LEAST_BYTES_PER_SECOND, _FIRST_SECONDS = 1e10, 1e10, 1e-3
-"""What is assumed before anything is measured: how fast matmuls and memory are at least, and how long a collective
-takes at most. On a device that is half as fast the first measurement takes twice as long."""
+_CPU_RATES, _RATES = (1e10, 1e10, 1e-4), (1e13, 1e12, 1e-5)
+"""What is assumed before anything is measured, of CPUs and of accelerators: FLOPs and bytes per second, and the seconds
+of the smallest collective. It only decides how many rounds the first programs have: on a device that is half as fast
+these take twice as long."""
 
 _WAIT_SECONDS = 300.0
 """How much longer than the time limit processes wait for process 0, which may be compiling. With half as much a slow
@@ -161,6 +162,11 @@ class _Session:
     """What the last program took beside its runs."""
 
     @property
+    def rates(self) -> tuple[float, float, float]:
+        """What is assumed before anything is measured."""
+        return _CPU_RATES if self.devices[0].platform == "cpu" else _RATES
+
+    @property
     def device(self) -> Any:
         """The device of this process that measures what a device does alone."""
         return next(device for device in self.devices if device.process_index == jax.process_index())
@@ -246,7 +252,7 @@ def _measure_device(session: _Session) -> None:
     limit = _memory_bytes(device)
     nbytes = min(sizes.memory_bytes, int(limit * _MEMORY_SHARE)) if limit else sizes.memory_bytes
     for access in ("copy", "read", "gather"):
-        rounds = _rounds(nbytes / _LEAST_BYTES_PER_SECOND)
+        rounds = _rounds(nbytes / session.rates[1])
         seconds = session.measured(
             f"memory: {access}",
             lambda access=access, rounds=rounds: microbenchmarks.memory_seconds(
@@ -296,7 +302,7 @@ def _measure_matmul(session: _Session, kind: str, dims: tuple[int, int, int], st
     if any((time.m, time.n, time.k) == dims for time in like):
         return
     # By the fastest so far; the first of a kind by what any device does.
-    seconds = 2 * math.prod(dims) / max((time.flops_per_second for time in like), default=_LEAST_FLOPS)
+    seconds = 2 * math.prod(dims) / max((time.flops_per_second for time in like), default=session.rates[0])
     rounds, end = _rounds(seconds), session.end(step)
     name = f"{kind} matmuls{' of some sizes' if like else ''}"
     # A sheet needs the rate of at least one matmul.
@@ -326,12 +332,14 @@ def _measure_collective(
     session: _Session, kind: str, group: Sequence[Any], hosts: Sequence[str], overhead: Overhead | None
 ) -> None:
     """One kind over one group, of growing sizes."""
-    limit, seconds, end = _memory_bytes(session.device), _FIRST_SECONDS, session.end("collectives")
+    limit, end = _memory_bytes(session.device), session.end("collectives")
+    # The next one is larger: it takes at least as long, and at most that many times.
+    seconds, growth = session.rates[2], _growth(session.sizes.collective_bytes)
     host_count = len(dict.fromkeys(_host(device, hosts) for device in group))
     for payload_bytes in session.sizes.collective_bytes:
         name = f"{kind} of {bytes_text(payload_bytes)} over {len(group)} devices"
         fits = not limit or payload_bytes <= limit * _MEMORY_SHARE
-        rounds = _agreed_rounds(session, name, seconds, fits)
+        rounds = _agreed_rounds(session, name, seconds, growth, fits)
         if not rounds:
             return
         if jax.process_index() not in [device.process_index for device in group]:
@@ -348,20 +356,19 @@ def _measure_collective(
             session.collectives.append(
                 CollectiveTime(kind, len(group), host_count, *dims, payload_bytes=payload_bytes, seconds=measured)
             )
-            # The next one is larger, and takes at most that many times as long.
-            seconds = measured * _growth(session.sizes.collective_bytes)
+            seconds = measured
 
 
 def _growth(sizes: Sequence[int]) -> float:
     return max((later / earlier for earlier, later in itertools.pairwise(sizes)), default=1.0)
 
 
-def _agreed_rounds(session: _Session, name: str, seconds: float, fits: bool) -> int:
+def _agreed_rounds(session: _Session, name: str, seconds: float, growth: float, fits: bool) -> int:
     """How many rounds of a collective all processes run; 0 where process 0 has no time or no memory for it."""
     rounds = _rounds(seconds)
     if not fits:
         session.skipped.setdefault("large collectives", "the memory of a device")
-    elif not session.has_time("collectives", seconds * rounds):
+    elif not session.has_time("collectives", seconds * growth * rounds):
         session.skipped.setdefault("some collectives", "the time limit")
         fits = False
     if process_count() == 1:
