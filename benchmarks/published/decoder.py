@@ -34,13 +34,16 @@ class Dims:
     vocab: int
     gated: bool = True
     family: Family = "llama"
+    parallel: bool = False
+    """Attention and MLP read the same normed input, and their results are added to it together."""
 
 
 def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights of a layer, with MaxText's specs: the model's width over `fsdp`, heads and MLP over `tensor`."""
     embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
     column, row = P("fsdp", "tensor"), P("tensor", "fsdp")
-    shapes: dict[str, tuple[tuple[int, ...], P]] = {"norm_attention": ((embed,), P()), "norm_mlp": ((embed,), P())}
+    norms = ("norm_attention",) if dims.parallel else ("norm_attention", "norm_mlp")
+    shapes: dict[str, tuple[tuple[int, ...], P]] = {name: ((embed,), P()) for name in norms}
     if recipe.fused_qkv:
         shapes["qkv"] = ((embed, heads + 2 * kv_heads, size), column)
     else:
@@ -59,7 +62,7 @@ def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...]
             # A bias has the dims that its matmul makes.
             shape, spec = shapes[name]
             shapes[f"{name}_bias"] = (shape[-1:], P()) if name in ("out", "down") else (shape[1:], P(*spec[1:]))
-        shapes |= {f"{name}_bias": ((embed,), P()) for name in ("norm_attention", "norm_mlp")}
+        shapes |= {f"{name}_bias": ((embed,), P()) for name in norms}
     return shapes
 
 
@@ -159,15 +162,17 @@ class Decoder:
     def _layer(self, x: Any, weights: Any) -> tuple[Any, None]:
         weights = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights)
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
-        query, key, value = self._heads(self._residual(self._norm(x, weights, "norm_attention")), weights)
-        context = self._fence(attend(self.platform, self.recipe.blocks, query, key, value))
+        normed = self._residual(self._norm(x, weights, "norm_attention"))
+        context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(normed, weights)))
         context = _constrain(context, BATCH, None, "tensor")
-        out = checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj")
-        x = self._fence(x + self._residual(out))
-        hidden = self._hidden(self._residual(self._norm(x, weights, "norm_mlp")), weights)
-        hidden = _constrain(hidden, BATCH, None, "tensor")
-        down = checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo")
-        return self._residual(self._fence(x + self._residual(down))), None
+        out = self._residual(checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj"))
+        if not self.dims.parallel:
+            x = self._fence(x + out)
+            normed = self._residual(self._norm(x, weights, "norm_mlp"))
+        hidden = _constrain(self._hidden(normed, weights), BATCH, None, "tensor")
+        down = self._residual(checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo"))
+        added = down + out if self.dims.parallel else down
+        return self._residual(self._fence(x + added)), None
 
     def _layers(self, x: Any, weights: Any) -> Any:
         layer: Callable[..., Any] = self._layer
