@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -234,7 +235,7 @@ def test_names_that_a_policy_saves_in_vain_are_reported() -> None:
     policy = jax.checkpoint_policies.save_only_these_names("hiden")
 
     def layer(w: Any, x: Any) -> Any:
-        return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x @ w), "hidden"))
+        return jnp.sin(checkpoint_name(jnp.sin(x @ w), "hidden"))
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jax.checkpoint(layer, policy=policy)(w, x))
