@@ -44,7 +44,8 @@ def check_regathered(facts: AuditFacts) -> Iterator[Finding]:
         f"{names_text(paths)}: gathered to compute with, and gathered again ({runs} x all-gather over "
         f"{', '.join(axes)}, largest array {largest}, {bytes_text(wire_bytes)} on the wire per device and step) "
         "to compute the same again in the backward pass. Too little is computed meanwhile to hide that: "
-        f"{cost_text(facts, seconds)}. To keep them takes {bytes_text(kept_bytes)}, and {bytes_text(max(0, free_bytes))} are free",
+        f"{cost_text(facts, seconds)}. To keep them takes {bytes_text(kept_bytes)}, and "
+        f"{bytes_text(max(0, free_bytes))} are free",
         remedy="Give the gathered weights a name, checkpoint_name(with_sharding_constraint(w, P()), 'gathered'), and "
         "save it (jax.checkpoint_policies.save_only_these_names); or compute with more tokens on each device",
         axis=axes[0] if len(axes) == 1 and axes[0] in facts.sizes else None,
