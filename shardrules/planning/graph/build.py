@@ -26,7 +26,7 @@ from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Home, Node, Problem, project
 from shardrules.planning.traced.alike import op_classes
 from shardrules.planning.traced.clusters import Clusters, find_clusters
-from shardrules.planning.traced.fusion import Fusion
+from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 from shardrules.planning.traced.sums import PartialSums
 
@@ -51,7 +51,7 @@ def build_problem(
     partial_ops = [op_index for op_index in range(len(program.operations)) if sums.may_add_parts(op_index)]
     clusters = find_clusters(program, partial_ops, tie)
     classes = op_classes(program, paths, tie)
-    fusion = Fusion.of(program)
+    fusion = FusedProgram.of(program)
     costs = ComputeCosts(fusion, machine)
     builder = _GraphBuilder(program, machine, costs, feedback, sums, clusters)
     for position, array in enumerate(program.arguments):

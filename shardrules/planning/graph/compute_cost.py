@@ -17,7 +17,7 @@ from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Home, project
-from shardrules.planning.traced.fusion import Fusion
+from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 
@@ -31,7 +31,7 @@ over time steps, would be too fast without them."""
 class ComputeCosts:
     """What the operations of a program take. Equal matmuls in equal layouts are priced once."""
 
-    fusion: Fusion
+    fusion: FusedProgram
     machine: Machine
     _matmuls: dict[Any, np.ndarray] = attrs.field(factory=dict, init=False)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.traced.fusion import Fusion
+from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 
 _SLICE_SECONDS = 1e-9
@@ -103,7 +103,7 @@ class Problem:
 
     program: TracedProgram
     machine: Machine
-    fusion: Fusion
+    fusion: FusedProgram
     nodes: list[Node]
     edges: list[Edge]
     edge_groups: list[tuple[tuple[int, ...], int]]

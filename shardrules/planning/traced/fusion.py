@@ -46,7 +46,7 @@ WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
 
 @final
 @attrs.frozen(eq=False)
-class Fusion:
+class FusedProgram:
     """What a compiler makes of a program."""
 
     program: TracedProgram
@@ -62,7 +62,7 @@ class Fusion:
     """For transposed arrays that are only read as a wider dtype, and written in it, by what factor that is wider."""
 
     @classmethod
-    def of(cls, program: TracedProgram) -> "Fusion":
+    def of(cls, program: TracedProgram) -> "FusedProgram":
         """Returns what a compiler makes of a program."""
         written = _written(program)
         sources = _sources(program)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardrules.planning.traced.fusion import Fusion
+from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
@@ -19,12 +19,12 @@ def read(fn: Callable[..., Any], *args: Any) -> TracedProgram:
 
 def reading(program: TracedProgram) -> dict[str, int]:
     """How many kernels read something at each operation, by its name."""
-    counts = Fusion.of(program).read_counts
+    counts = FusedProgram.of(program).read_counts
     return {program.operations[op_index].name: count for (op_index, _), count in counts.items() if count}
 
 
 def writing(program: TracedProgram) -> list[str]:
-    fusion = Fusion.of(program)
+    fusion = FusedProgram.of(program)
     return [
         operation.name
         for op_index, operation in enumerate(program.operations)
@@ -57,7 +57,7 @@ def test_a_result_is_computed_again_however_late_it_is_used() -> None:
 def test_each_kernel_reads_what_it_computes_from() -> None:
     """A chain in two kernels reads its start in both, and a kernel reads nothing twice."""
     program = read(lambda x, w: (jnp.exp(x) @ w, jnp.exp(x) * 2 + x), X, W)
-    assert [count for (_, operand), count in Fusion.of(program).read_counts.items() if not operand][:2] == [1, 1]
+    assert [count for (_, operand), count in FusedProgram.of(program).read_counts.items() if not operand][:2] == [1, 1]
     twice = read(lambda x, w: (lambda y: (y @ w, jnp.cumsum(y + 1, 0)))(jnp.exp(x)), X, W)
     assert writing(twice)[:2] == ["exp", "dot_general"]
 
@@ -81,13 +81,13 @@ def test_what_is_computed_again_keeps_what_it_starts_from() -> None:
     program = read(jax.grad(loss), X, W)
     kept = [program.operations[program.producers[array]].name for array in program.kept if array in program.producers]
     assert "add" in kept
-    assert all(array in Fusion.of(program).written for array in program.kept)
+    assert all(array in FusedProgram.of(program).written for array in program.kept)
 
 
 def test_a_softmax_reads_its_rows_once() -> None:
     def bytes_read(fn: Any, *shape: int) -> int:
         program = read(fn, jnp.ones(shape, jnp.bfloat16), jnp.ones((shape[-1], 4), jnp.bfloat16))
-        fusion = Fusion.of(program)
+        fusion = FusedProgram.of(program)
         size = 2 * shape[0] * shape[1]
         return sum(fusion.read_bytes(*key) for key in fusion.read_counts) // size
 
@@ -104,7 +104,7 @@ def test_an_optimizer_is_one_kernel_for_each_parameter() -> None:
         return p - m, m
 
     program = read(step, X, X, X)
-    assert len(Fusion.of(program).kernels) == 1
+    assert len(FusedProgram.of(program).kernels) == 1
     assert reading(program) == {"mul": 1, "sub": 1}
 
 
@@ -112,10 +112,10 @@ def test_updates_touch_only_what_they_change() -> None:
     cache, new = jnp.ones((1024, 16)), jnp.ones((1, 16))
     program = read(lambda cache, new: lax.dynamic_update_slice_in_dim(cache, new, 3, 0), cache, new)
     fusion, (op_index,) = (
-        Fusion.of(program),
+        FusedProgram.of(program),
         [op_index for op_index, operation in enumerate(program.operations) if operation.name == "dynamic_update_slice"],
     )
     assert fusion.written_bytes(op_index, 0) == new.nbytes
     table = read(lambda table, rows: table[rows], jnp.ones((1000, 16)), jnp.arange(4))
     (gather,) = [index for index, operation in enumerate(table.operations) if operation.name == "gather"]
-    assert Fusion.of(table).read_bytes(gather, 0) == 4 * 16 * 4
+    assert FusedProgram.of(table).read_bytes(gather, 0) == 4 * 16 * 4
