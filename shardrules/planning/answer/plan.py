@@ -99,7 +99,7 @@ class AutoPlan:
 
     @functools.cached_property
     def cost(self) -> float:
-        """The modelled time of one call in seconds, which the search minimizes."""
+        """What the search minimizes: the modelled time of one call in seconds, if nothing overlaps."""
         return self.task.problem.cost(self.choice)
 
     @property
@@ -126,9 +126,9 @@ class AutoPlan:
     def step_time(self) -> StepTime:
         """The modelled time of one call, in its parts, as an audit reports it of the compiled plan."""
         moves = self.task.problem.chosen_moves(self.choice)
-        exposed = sum(move.seconds * move.count for move in moves)
-        communication = sum(move.busy_seconds * move.count for move in moves)
-        compute = self.cost - exposed
+        exposed = sum(move.exposed_seconds * move.count for move in moves)
+        communication = sum(move.seconds * move.count for move in moves)
+        compute = self.cost - communication
         # Nothing hides behind more computing than there is.
         return StepTime(compute, communication, exposed_seconds=max(exposed, communication - compute))
 

@@ -45,8 +45,8 @@ class Assumptions:
     # What XLA for GPUs needs for the models of the benchmark, over what is in memory at once. With a lower factor plans
     # fill more of the memory, and some do not fit when they are compiled.
     temporaries: float = 1.1
-    # XLA for GPUs hides between a quarter and three quarters in the models of the benchmark. With more, plans send more
-    # and compute less twice.
+    # XLA for GPUs hides between a quarter and three quarters in the models of the benchmark. Plans do not
+    # depend on it: with more, their modelled times are shorter.
     hidden: float = 0.5
 
 

@@ -77,7 +77,7 @@ class Edge:
         fixed_share = np.minimum(1.0, moves.sent.sum(axis=0) * self.nbytes / self.combined_bytes)
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
-        return np.where(moves.allowed, self.exposed * sending + _SLICE_SECONDS * differs, np.inf)
+        return np.where(moves.allowed, sending + _SLICE_SECONDS * differs, np.inf)
 
 
 @final
@@ -86,9 +86,9 @@ class ChosenMove:
     """A move that a choice makes."""
 
     seconds: float
-    """What it costs each time: the part that is not hidden."""
-    busy_seconds: float
     """How long links or networks are busy, each time."""
+    exposed_seconds: float
+    """The part of it that compilers do not hide behind computing."""
     count: float
     sent: np.ndarray
     """The bytes that a device sends each time, by kind of collective."""
@@ -159,7 +159,7 @@ class Problem:
                 target = tuple(edge.to_layouts[column])
                 if target not in by_target or seconds > by_target[target].seconds:
                     sent = edge.moves.sent[:, row, column] * edge.nbytes
-                    by_target[target] = ChosenMove(seconds, seconds / edge.exposed, count, sent, edge.is_between)
+                    by_target[target] = ChosenMove(seconds, seconds * edge.exposed, count, sent, edge.is_between)
             moves += by_target.values()
         return moves
 

@@ -94,7 +94,7 @@ class Task:
             return least
         moves = self.problem.chosen_moves(choice)
         computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
-        between = sum(move.busy_seconds * move.count for move in moves if move.is_between)
+        between = sum(move.seconds * move.count for move in moves if move.is_between)
         part = _PUT_OFF_BUSY if between > _BUSY * computing else _PUT_OFF
         latest = max(least, float(self.late_occupancy.timeline(choice).max()))
         most = least + (_MOST_PUT_OFF - 1) * (least - self.occupancy.argument_bytes(choice))
