@@ -312,8 +312,9 @@ def _join_rows(
     for operation, kernels in zip(program.operations, kernels_of, strict=True):
         for operand in operation.operands:
             source = None if operand is None else sources.get(operand, operand)
-            for kernel in kernels if source in written else ():
-                read_by.setdefault(kernel, set()).add(source)
+            if source is not None and source in written:
+                for kernel in kernels:
+                    read_by.setdefault(kernel, set()).add(source)
     taken_by: dict[int, list[int]] = {}
     for op_index, operation in enumerate(program.operations):
         for operand in operation.operands:
