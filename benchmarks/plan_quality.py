@@ -20,8 +20,8 @@ other three (GPT-2, the convolution net, the LSTM) `autoplan` raises, because it
 compiler needs.
 
 Predictions, 2026-11-22, of 13 plans for 8 GPUs (data:8 and data:4,model:2): times within 10 % of an audit's for 11, at
-most 12 % off; peaks within 15 % of the compiler's for 11, from 0.905 to 1.45 of it (ViT-B on data:4,model:2, of which XLA
-puts nothing off). Other plans of the same models were up to 1.47 (GPT-2) and down to 0.83 (the mixture on 64 GPUs).
+most 12 % off; peaks within 15 % of the compiler's for 11, from 0.905 to 1.45 of it (ViT-B on data:4,model:2, of which
+XLA puts nothing off). Other plans of the same models were up to 1.47 (GPT-2) and down to 0.83 (the mixture on 64 GPUs).
 
 Each plan's predictions are printed beside what they predict: bytes on the wire and peak beside the compiler's, the
 time of a step beside an audit's of the compiled plan. `--predictions` prints these alone, without any expert, of the
