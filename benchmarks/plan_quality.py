@@ -20,10 +20,10 @@ other three (GPT-2, the convolution net, the LSTM) `autoplan` raises, because it
 compiler needs.
 
 Predictions, 2026-11-22, of 14 plans for 8 GPUs, on which the model of memory was adjusted: times within 10 % of an
-audit's for 12, 12 % off at most; peaks within 15 % of the compiler's for 12, from 0.905 to 1.47 of it. Of 21 other plans
-of the same models, for 8 and 64 GPUs, which it was not adjusted on: peaks within 15 % for 12, from 0.83 (the mixture on
-64 GPUs) to 1.47 (GPT-2), so the limits of peaks are missed there; times, of the 13 for which they were compared, within
-10 % for 11, 14 % off at most.
+audit's for 12, 12 % off at most; peaks within 15 % of the compiler's for 12, from 0.905 to 1.47 of it. Of 21 other
+plans of the same models, for 8 and 64 GPUs, which it was not adjusted on: peaks within 15 % for 12, from 0.83 (the
+mixture on 64 GPUs) to 1.47 (GPT-2), so the limits of peaks are missed there; times, of the 13 for which they were
+compared, within 10 % for 11, 14 % off at most.
 
 Each plan's predictions are printed beside what they predict: bytes on the wire and peak beside the compiler's, the
 time of a step beside an audit's of the compiled plan. `--predictions` prints these alone, without any expert, of the
