@@ -94,6 +94,9 @@ class Collective:
     torus_along: tuple[int, ...] = ()
     """The dimensions of that torus along which the devices of any group differ."""
 
+    torus_ways: tuple[int, ...] = ()
+    """Which way a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which send both."""
+
     @property
     def source(self) -> Source | None:
         """The innermost line of Python behind it, if known."""
@@ -257,6 +260,7 @@ def _read_collective(
         reach.open_dims,
         reach.chip_devices,
         reach.torus_along,
+        reach.torus_ways,
     )
 
 

@@ -86,6 +86,20 @@ class Topology:
         )
         return tuple(sorted(dict.fromkeys(dim for dim, does_differ in differs if does_differ)))
 
+    def torus_way(self, pairs: Groups, dim: int) -> int:
+        """Returns which way pairs of source and target send along a dimension: 1 up, -1 down, 0 both.
+
+        ```python
+        ring = Topology((0,) * 4, ((0,), (1,), (2,), (3,)), (4,))
+        assert ring.torus_way(((0, 1), (1, 2), (2, 3), (3, 0)), 0) == 1
+        ```
+        """
+        steps = {self.coords[target][dim] - self.coords[source][dim] for source, target in pairs} - {0}
+        size = self.ring_sizes[dim] if dim < len(self.ring_sizes) else 0
+        if size:  # Around a ring data takes the shorter way, and any of two that are as long.
+            steps = {0 if 2 * abs(step) == size else (step + size // 2) % size - size // 2 for step in steps}
+        return all(step > 0 for step in steps) - all(step < 0 for step in steps)
+
 
 @final
 @attrs.frozen
@@ -110,6 +124,9 @@ class GroupReach:
 
     torus_along: tuple[int, ...] = ()
     """The dimensions of the torus along which the devices of any group differ."""
+
+    torus_ways: tuple[int, ...] = ()
+    """Which way a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which send both."""
 
 
 @final
@@ -161,6 +178,7 @@ class GroupReader:
             size = max(1, len({device for pair in groups for device in pair}))
         if self.topology is None:
             return GroupReach(mesh_span, size, host_count=1, torus_dims=0)
+        along = self.topology.torus_along(groups)
         return GroupReach(
             mesh_span,
             size,
@@ -168,7 +186,8 @@ class GroupReader:
             self.topology.torus_dims(groups),
             self.topology.open_dims(groups),
             self.topology.chip_devices(groups),
-            self.topology.torus_along(groups),
+            along,
+            tuple(self.topology.torus_way(groups, dim) for dim in along) if is_permute else (),
         )
 
     def _groups(self, instruction: Instruction) -> Groups:

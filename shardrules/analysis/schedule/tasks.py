@@ -44,6 +44,9 @@ def collective_task(collective: Collective, line: str, hardware: Hardware) -> Ba
 def collective_resources(collective: Collective, hardware: Hardware) -> tuple[str, ...]:
     """Returns what a collective takes: the links of each dimension of a torus that its groups span, and the network.
 
+    Links up and down a dimension are two resources: each link carries data both ways at once. Permutes that go around a
+    ring in opposite directions, as a compiler for TPUs writes a collective fused with matmuls, take one each.
+
     A switch, or a torus where the position of the groups is unknown, counts as one resource: its collectives run one
     after the other.
     """
@@ -54,13 +57,19 @@ def collective_resources(collective: Collective, hardware: Hardware) -> tuple[st
         return ()
     if hosts > 1 and (hosts == size or collective.kind == "collective-permute"):
         return (NETWORK,)
-    dims = collective.torus_along if hardware.torus_dims else ()
-    links = tuple(f"{LINKS} {'xyz'[dim]}" if dim < 3 else f"{LINKS} {dim}" for dim in dims) or _all_links(hardware)
+    links = _torus_links(collective, hardware) if hardware.torus_dims else (LINKS,)
     return links if hosts == 1 else (*links, NETWORK)
 
 
-def _all_links(hardware: Hardware) -> tuple[str, ...]:
-    return tuple(f"{LINKS} {axis}" for axis in "xyz"[: hardware.torus_dims]) or (LINKS,)
+def _torus_links(collective: Collective, hardware: Hardware) -> tuple[str, ...]:
+    dims = collective.torus_along or tuple(range(hardware.torus_dims))
+    ways = collective.torus_ways or (0,) * len(dims)
+    return tuple(
+        f"{LINKS} {'xyz'[dim]}{sign}"
+        for dim, way in zip(dims, ways, strict=True)
+        for sign, other_way in (("+", -1), ("-", 1))
+        if way != other_way
+    )
 
 
 def copy_task(computation: Computation, start: Instruction, line: str, hardware: Hardware) -> BackgroundTask:

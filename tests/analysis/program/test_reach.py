@@ -10,6 +10,7 @@ from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from shardrules.analysis.program.reach import Topology
 from shardrules.analysis.program.replica_groups import Span, span
+from shardrules.analysis.program.slices import Slices
 from tests.analysis.programs import mesh_on
 
 HOSTS = Topology((0, 0, 0, 1, 1, 1), ((),) * 6)
@@ -69,6 +70,53 @@ LINE = Topology((0,) * 8, tuple((x, 0, 0) for x in range(8)), (8, 0, 4))
 )
 def test_dims_that_do_not_close_to_a_ring(topology: Topology, groups: tuple[tuple[int, ...], ...], count: int) -> None:
     assert topology.open_dims(groups) == count
+
+
+RING = Topology((0,) * 8, tuple((x, y) for x in range(4) for y in range(2)), (4, 0))
+"""Four chips in a ring along the first dimension, and two in a line along the second."""
+
+
+@pytest.mark.parametrize(
+    ("pairs", "ways"),
+    [
+        (tuple((x, (x + 2) % 8) for x in range(8)), (1, None)),
+        (tuple(((x + 2) % 8, x) for x in range(8)), (-1, None)),
+        (((0, 2), (2, 4)), (1, None)),
+        (((6, 0),), (1, None)),
+        (((0, 4), (4, 0)), (0, None)),
+        (((0, 2), (6, 4)), (0, None)),
+        (((0, 1), (2, 3)), (None, 1)),
+        (((0, 1), (1, 0)), (None, 0)),
+        (((0, 7),), (-1, 1)),
+        # A ring through a plane goes up along both, and returns to its begin.
+        (tuple((x, (x + 1) % 8) for x in range(8)), (1, 0)),
+    ],
+    ids=["around", "back", "a part", "over the edge", "halves", "towards", "line", "swap", "diagonal", "plane"],
+)
+def test_ways_of_permutes_around_a_ring(pairs: tuple[tuple[int, int], ...], ways: tuple[int | None, ...]) -> None:
+    along = RING.torus_along(pairs)
+    assert {dim: RING.torus_way(pairs, dim) for dim in along} == {
+        dim: way for dim, way in enumerate(ways) if way is not None
+    }
+
+
+def test_only_permutes_go_one_way() -> None:
+    topology = Topology((0,) * 4, tuple((x, 0) for x in range(4)), (4, 0))
+    lines = "".join(
+        f"  %p{shift} = f32[8]{{0}} collective-permute(%x), channel_id={shift}, source_target_pairs="
+        f"{{{','.join(f'{{{device},{(device + shift) % 4}}}' for device in range(4))}}}\n"
+        for shift in (1, 3, 2)
+    )
+    program = read_program(
+        "HloModule m, num_partitions=4\n\nENTRY %e (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+        f"{lines}  ROOT %g = f32[32]{{0}} all-gather(%x), channel_id=9, replica_groups=[1,4]<=[4], "
+        "use_global_device_ids=true, dimensions={0}\n}\n"
+    )
+    reader = reach.GroupReader(program, {"x": 4}, Slices.of(None, 4), topology)
+    kinds = {"p1": "collective-permute", "p3": "collective-permute", "p2": "collective-permute", "g": "all-gather"}
+    by_name = program.find(program.entry).by_name
+    ways = {name: reader.read(kind, by_name[name]).torus_ways for name, kind in kinds.items()}
+    assert ways == {"p1": (1,), "p3": (-1,), "p2": (0,), "g": ()}
 
 
 def test_devices_of_a_chip() -> None:

@@ -50,7 +50,7 @@ def test_collectives_on_different_links_overlap() -> None:
         TWO, hardware=torus, change=lambda each: {"torus_dims": 1, "torus_along": (0 if each.name == "s" else 1,)}
     )
     assert parts(schedule) == close((6, 6, 5, 0))
-    assert dict(schedule.resources) == close({"links x": 4, "links y": 5})
+    assert dict(schedule.resources) == close({"links x+": 4, "links x-": 4, "links y+": 5, "links y-": 5})
 
 
 def test_a_group_along_two_dimensions_takes_the_links_of_both() -> None:
@@ -60,7 +60,19 @@ def test_a_group_along_two_dimensions_takes_the_links_of_both() -> None:
         TWO, hardware=torus, change=lambda each: {"torus_dims": len(dims[each.name]), "torus_along": dims[each.name]}
     )
     assert parts(schedule) == close((9, 6, 9, 3))
-    assert dict(schedule.resources) == close({"links x": 4, "links y": 9})
+    assert dict(schedule.resources) == close({"links x+": 4, "links x-": 4, "links y+": 9, "links y-": 9})
+
+
+def test_permutes_in_opposite_directions_overlap() -> None:
+    torus = attrs.evolve(CLOCK, torus_dims=1, link_bytes_per_second=8.0)
+
+    def play_with(first: int, second: int) -> PlayedSchedule:
+        ways = {"s": (first,), "t": (second,)}
+        return play(TWO, hardware=torus, change=lambda each: {"torus_along": (0,), "torus_ways": ways[each.name]})
+
+    assert parts(play_with(1, -1)) == close((6, 6, 5, 0))
+    for ways in ((1, 1), (0, 1), (-1, 0)):
+        assert parts(play_with(*ways)) == close((9, 6, 9, 3))
 
 
 def test_the_network_and_links_overlap() -> None:

@@ -21,19 +21,34 @@ def collective(kind: str = "all-gather", size: int = 8, **more: Any) -> Collecti
     return Collective(kind, None, (), size, (), 4, 4, Times(1), "main", "c", **more)
 
 
+def permute(*ways: int) -> Collective:
+    """A permute along the first dimensions."""
+    return collective("collective-permute", torus_along=tuple(range(len(ways))), torus_ways=ways)
+
+
+X, Y, Z = ([f"links {dim}{way}" for way in "+-"] for dim in "xyz")
+
+
 @pytest.mark.parametrize(
     ("sample", "switch", "torus"),
     [
-        (collective(), ["links"], ["links x", "links y", "links z"]),
-        (collective(torus_dims=1, torus_along=(2,)), ["links"], ["links z"]),
-        (collective(torus_dims=2, torus_along=(0, 1)), ["links"], ["links x", "links y"]),
+        (collective(), ["links"], [*X, *Y, *Z]),
+        (collective(torus_dims=1, torus_along=(2,)), ["links"], Z),
+        (collective(torus_dims=2, torus_along=(0, 1)), ["links"], [*X, *Y]),
+        (permute(1), ["links"], X[:1]),
+        (permute(-1), ["links"], X[1:]),
+        (permute(0), ["links"], X),
+        (permute(-1, 1), ["links"], ["links x-", "links y+"]),
         (collective(size=1), [], []),
-        (collective(host_count=2, torus_along=(0,)), ["links", "network"], ["links x", "network"]),
+        (collective(host_count=2, torus_along=(0,)), ["links", "network"], [*X, "network"]),
         (collective(host_count=8), ["network"], ["network"]),
         (collective("collective-permute", host_count=2), ["network"], ["network"]),
         (collective(between_slices=True), ["network"], ["network"]),
     ],
-    ids=["somewhere", "a line", "a plane", "alone", "hosts", "one on each host", "to another host", "slices"],
+    ids=[
+        *("somewhere", "a line", "a plane", "up", "down", "both ways", "diagonal"),
+        *("alone", "hosts", "one on each host", "to another host", "slices"),
+    ],
 )
 def test_collectives_take_links_and_networks(sample: Collective, switch: list[str], torus: list[str]) -> None:
     assert list(collective_resources(sample, CLOCK)) == switch
