@@ -13,8 +13,10 @@ import shardrules as sr
 from published.attention import BATCH
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
+from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flops import find_matmuls
+from shardrules.analysis.program.kernel_costs import KernelFacts
 from shardrules.analysis.program.kernels import find_kernels
 from shardrules.analysis.program.program import read_program
 from shardrules.analysis.schedule.schedule import play_schedule
@@ -58,22 +60,27 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
     return Result(row, modelled, time.perf_counter() - start)
 
 
-def _audit(row: Row, mesh: Any) -> Any:
-    platform = row.target.split(":")[0]
-    decoder = Decoder(row.dims, row.recipe, platform, row.remat)
+def _decoder(row: Row) -> Decoder:
+    return Decoder(row.dims, row.recipe, row.target.split(":")[0], row.remat)
+
+
+def _arguments(row: Row) -> tuple[Any, ...]:
+    """The shapes that a step takes."""
     weights = weight_shapes(row.dims, row.recipe, row.length)
-    plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(weights, mesh)
-    shape, spec = (row.batch * row.device_count, row.length), P(BATCH)
+    shape = (row.batch * row.device_count, row.length)
     if row.recipe.accumulations > 1:
-        shape, spec = (row.recipe.accumulations, *shape), P(None, BATCH)
+        shape = (row.recipe.accumulations, *shape)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    state = state_shapes(weights)
+    return weights, state_shapes(weights), tokens, tokens
+
+
+def _audit(row: Row, mesh: Any) -> Any:
+    arguments = _arguments(row)
+    plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(arguments[0], mesh)
+    spec = P(None, BATCH) if row.recipe.accumulations > 1 else P(BATCH)
     return sr.ShardingAnalyzer(mesh).audit(
-        decoder.step,
-        weights,
-        state,
-        tokens,
-        tokens,
+        _decoder(row).step,
+        *arguments,
         target=row.compiled_for,
         plan=plan,
         in_shardings=(None, None, spec, spec),
@@ -84,9 +91,16 @@ def _audit(row: Row, mesh: Any) -> Any:
 
 def _model(row: Row, text: str, mesh: Any) -> StepTime:
     target = sr.Target.parse(row.target)
-    program = read_program(text)
-    collectives = find_collectives(program, target.mesh(mesh), target)
-    return play_schedule(program, collectives, find_kernels(program, find_matmuls(program)), target.hardware).time
+    program, devices = read_program(text), target.mesh(mesh)
+    facts = KernelFacts()
+    if target.platform == "tpu":
+        # The text does not say how many blocks the mask of splash attention leaves.
+        with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+            step = jax.make_jaxpr(_decoder(row).step)(*_arguments(row))
+        facts = KernelFacts(calls=find_kernel_calls(step))
+    matmuls = find_matmuls(program, facts)
+    collectives = find_collectives(program, devices, target)
+    return play_schedule(program, collectives, find_kernels(program, matmuls), target.hardware).time
 
 
 def _slug(name: str) -> str:

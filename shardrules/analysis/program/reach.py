@@ -90,6 +90,8 @@ class Topology:
         """Returns which way pairs of source and target send along a dimension: 1 up, -1 down, 0 both.
 
         ```python
+        from shardrules.analysis.program.reach import Topology
+
         ring = Topology((0,) * 4, ((0,), (1,), (2,), (3,)), (4,))
         assert ring.torus_way(((0, 1), (1, 2), (2, 3), (3, 0)), 0) == 1
         ```
