@@ -459,7 +459,7 @@ def test_help_fits_a_screen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_and_audit_fail_from_warnings_up() -> None:
     for name in ("check", "audit"):
         parser = load_command(name).parser()
-        assert "(default: warning)" in " ".join(parser.format_help().split())
+        assert "warning (default)" in " ".join(parser.format_help().split())
         warning = sr.Finding("warning", "slow", "it is slow")
         assert failing([warning], parser.parse_args(["x"]), Limits()) == [warning]
         assert failing([warning], parser.parse_args(["x"]), Limits(level="error")) == []
