@@ -65,7 +65,7 @@ def _torus_links(collective: Collective, hardware: Hardware) -> tuple[str, ...]:
     dims = collective.torus_along or tuple(range(hardware.torus_dims))
     ways = collective.torus_ways or (0,) * len(dims)
     return tuple(
-        f"{LINKS} {'xyz'[dim]}{sign}"
+        f"{LINKS} {'xyz'[dim] if dim < 3 else dim}{sign}"
         for dim, way in zip(dims, ways, strict=True)
         for sign, other_way in (("+", -1), ("-", 1))
         if way != other_way

@@ -55,6 +55,10 @@ def test_collectives_take_links_and_networks(sample: Collective, switch: list[st
     assert list(collective_resources(sample, V5P)) == torus
 
 
+def test_links_of_more_than_three_dimensions() -> None:
+    assert len(dict.fromkeys(collective_resources(collective(), attrs.evolve(CLOCK, torus_dims=5)))) == 10
+
+
 def test_memory_spaces_are_read_from_layouts() -> None:
     text = "(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128]{1,0:T(8,128)(2,1)}, f32[4]{0:S(5)}, u32[]{:S(2)})"
     assert [array.memory_space for array in read_types(text)] == [1, 0, 5, 2]
