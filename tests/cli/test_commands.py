@@ -112,6 +112,7 @@ def test_plan_of_an_orbax_checkpoint(checkpoint: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_explain(large_index: Path) -> None:
     golden("explain-gpt", fine("explain", GPT, "blocks/0/up/weight", *ON_EIGHT, env=NO_BACKEND))
     golden("explain-llama", fine("explain", LLAMA[0], "layers/7/mlp/down", *LLAMA[1:], env=NO_BACKEND))
@@ -173,6 +174,7 @@ def test_check_takes_what_the_rules_file_says(tmp_path: Path) -> None:
     assert shardrules(*words, "--budget", "1GiB", "--level", "error", cwd=tmp_path).stdout.count("over-budget") == 0
 
 
+@pytest.mark.slow
 def test_golden_plans_are_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "golden" / "plan.json"
     words = ("check", GPT, *ON_EIGHT, "--golden", str(file))
@@ -199,6 +201,7 @@ def test_diff(plans: tuple[Path, Path], tmp_path: Path) -> None:
     assert "to move from the old plan to the new, devices receive" in fine("diff", before, str(other), env=NO_BACKEND)
 
 
+@pytest.mark.slow
 def test_diff_writes_a_page(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import numpy as np\ndef make():\n    return {'w': np.ones((8, 8))}\n")
     for name, rule in (("a", "replicate"), ("b", "shard_dim('data', 0)")):

@@ -24,7 +24,7 @@ def toy(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Any
     return names, model, step, model.arrays(0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixture", "vit", "encoder_decoder", "conv_net", "lstm"])
 def test_planned_models_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step, args = toy(name, monkeypatch)

@@ -53,9 +53,16 @@ def arguments(scanned: bool, batch: int, layers: int = LAYERS) -> tuple[Any, jax
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("axes", ["data:8", "data:4,model:2", "data:2,model:4"])
 @pytest.mark.parametrize(
-    ("scanned", "part"), [(True, None), (True, 0.9), (False, None)], ids=["scanned", "scanned, tight", "unrolled"]
+    ("axes", "scanned", "part"),
+    [
+        *(
+            (axes, scanned, None)
+            for axes in ("data:8", "data:4,model:2", "data:2,model:4")
+            for scanned in (True, False)
+        ),
+        ("data:4,model:2", True, 0.9),
+    ],
 )
 def test_planned_and_compiled_wire_bytes_agree(axes: str, scanned: bool, part: float | None) -> None:
     mesh = mesh_on(CUDA, axes)

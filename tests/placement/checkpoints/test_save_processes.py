@@ -21,8 +21,8 @@ from tests.mesh.cluster import PRELUDE, free_port, run_processes
 from tests.mesh.test_processes import printed_lines
 from tests.placement.checkpoints.states import State, facts, like_state, make_state, place
 
-NAMES = ("safetensors", "orbax", "equinox")
 PROCESSES = pytest.mark.parametrize("processes", [2, 4])
+EACH_FORMAT = pytest.mark.parametrize(("name", "processes"), [("safetensors", 4), ("orbax", 2), ("equinox", 4)])
 TREES = """
 from tests.placement.checkpoints.states import facts, like_state, make_state, place
 def state_on(mesh, seed=0, epoch=3):
@@ -43,8 +43,7 @@ def load(name: str, path: Path, mesh: jax.sharding.Mesh) -> State:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@PROCESSES
+@EACH_FORMAT
 def test_what_processes_save_comes_back_in_another_number_of_them(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     for seed in (5, 0):  # the second save replaces the first
@@ -107,8 +106,7 @@ def test_arrays_of_one_process_and_of_all_are_saved_once(processes: int, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@PROCESSES
+@EACH_FORMAT
 def test_a_failure_on_one_process_is_an_error_on_all(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     getattr(sr, f"save_{name}")(path, make_state())
@@ -156,8 +154,7 @@ for turn in itertools.count():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@PROCESSES
+@EACH_FORMAT
 def test_a_killed_process_leaves_a_whole_checkpoint(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     for delay in (0.0, 0.013, 0.031, 0.07):
@@ -247,8 +244,7 @@ print(json.dumps(losses))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("name", "before", "after"), [("safetensors", 2, 4), ("orbax", 4, 2), ("equinox", 4, 2)])
 def test_training_continues_with_equal_losses(name: str, before: int, after: int, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
 

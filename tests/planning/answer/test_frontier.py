@@ -51,17 +51,20 @@ def test_more_memory_is_never_slower(frontier: Frontier) -> None:
         assert point.peak_bytes <= point.limit_bytes * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_no_point_is_worse_than_a_smaller_budget(frontier: Frontier) -> None:
     """A plan that takes less memory and less time fits a larger budget, too."""
     for point, other in itertools.permutations(frontier.points, 2):
         assert other.seconds >= point.seconds * (1 - 1e-3) or other.peak_bytes > point.limit_bytes
 
 
+@pytest.mark.slow
 def test_the_last_point_is_the_plan_without_a_budget(planned: sr.reports.AutoPlan, frontier: Frontier) -> None:
     assert frontier.points[-1].seconds == pytest.approx(planned.cost, rel=1e-3)
     assert frontier.points[0].seconds > planned.cost * 1.005  # otherwise the above says little
 
 
+@pytest.mark.slow
 def test_prices_are_about_what_memory_saves(frontier: Frontier) -> None:
     """The price is the slope of the linear program: over all of the frontier the savings are about its integral."""
     assert all(point.price >= 0 for point in frontier.points)
@@ -77,6 +80,7 @@ def test_without_a_budget_memory_is_worth_nothing(planned: sr.reports.AutoPlan) 
     assert "more memory" not in str(planned)
 
 
+@pytest.mark.slow
 def test_within_a_budget_the_price_is_shown(frontier: Frontier) -> None:
     limit = frontier.points[0].limit_bytes
     tight = sr.autoplan(step, *ARGS, mesh=sr.mesh_shape("data:4,model:2"), memory_limit=limit)
@@ -84,6 +88,7 @@ def test_within_a_budget_the_price_is_shown(frontier: Frontier) -> None:
     assert re.search(r"^1 % more memory \(.*\) would save about [\d.e-]+ ms a call$", str(tight), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_frontier_is_a_table_and_a_picture(frontier: Frontier) -> None:
     assert len(str(frontier).splitlines()) == len(frontier.points) + 4
     picture = ET.fromstring(frontier.to_svg())
