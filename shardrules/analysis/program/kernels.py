@@ -25,7 +25,8 @@ _NO_KERNELS = (
     *("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"),
 )
 NO_WORK = re.compile(
-    r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|Sharding|SPMD|Assume|MoveTo|PinTo|annotate_"
+    r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|PrepareAsyncCall(Start|Done)|Sharding|SPMD|Assume|MoveTo"
+    r"|PinTo|annotate_"
 )
 """Targets of custom calls that pass information to the compiler and move nothing."""
 

@@ -231,7 +231,8 @@ def _sections(lines: list[str]) -> tuple[dict[str, list[str]], tuple[Computation
     name, entry, body = None, None, []
     for line in lines:
         if name is not None:
-            if line == "}" or line.startswith("} "):
+            # Other lines with a brace may be of a kernel's metadata: }, metadata={...}
+            if line == "}" or line.startswith(("} ", "}, execution_thread=")):
                 computations.append(Computation.read(name, body, types_by_text))
                 name, body = None, []
             elif not line or line.isspace():

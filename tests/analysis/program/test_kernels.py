@@ -455,6 +455,7 @@ def test_instructions_that_move_nothing_are_not_kernels() -> None:
     text = (
         "HloModule m\n\nENTRY %e (x: f32[64,8]) -> f32[64,8] {\n  %x = f32[64,8]{1,0} parameter(0)\n"
         '  %b = f32[64,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n  %p = u32[] partition-id()\n'
+        '  %a = u32[] custom-call(%x), custom_call_target="PrepareAsyncCallStart"\n'
         "  %s = (f32[64,8]{1,0:S(1)}, f32[64,8]{1,0}, u32[]) copy-start(%x)\n"
         "  %d = f32[64,8]{1,0:S(1)} copy-done(%s)\n  %k = token[] after-all()\n"
         "  %o = (f32[64,8]{1,0}, token[]) tuple(%d, %k)\n  ROOT %r = f32[64,8]{1,0} get-tuple-element(%o), index=0\n}\n"

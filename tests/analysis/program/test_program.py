@@ -165,6 +165,27 @@ ENTRY %main.1 (p.0: f32[8]) -> f32[8] {
     assert (kernel.op_name, kernel.backend_config) == ("jit(f)/pallas_call", {"flag_configs": []})
 
 
+def test_computations_of_other_threads_are_read() -> None:
+    text = """HloModule m
+
+%sum (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %kernel = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+}, metadata={op_name="kernel"}
+  ROOT %all-reduce = f32[8]{0} all-reduce(%kernel), replica_groups={}
+}, execution_thread="sparsecore"
+
+ENTRY %main (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %start = ((f32[8]), f32[8], u32[]) async-start(%q), async_execution_thread="sparsecore", calls=%sum
+  ROOT %done = f32[8]{0} async-done(%start)
+}
+"""
+    program = read_program(text)
+    names = [[instruction.name for instruction in computation.instructions] for computation in program.computations]
+    assert names == [["p", "kernel", "all-reduce"], ["q", "start", "done"]]
+
+
 def test_programs_are_values() -> None:
     text = text_of("attention", CPU)
     assert read_program(text) == read_program(text)
