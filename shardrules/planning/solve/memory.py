@@ -75,15 +75,17 @@ class Occupancy:
         """Returns the occupancy of a problem whose operations run at some positions."""
         spans = _region_spans(problem.program, positions)
         last_uses = _last_uses(problem, positions, spans)
+        overwritten = _overwritten(problem)
+        updated = _updated(problem, overwritten)
         homeless = [array for array in problem.program.arguments if array not in problem.homes]
         # Arrays without a home, such as scalars, have no layout to choose.
         fixed = sum(problem.program.arrays[array].nbytes for array in (*homeless, *problem.program.constants))
         stays = (
             *_argument_stays(problem),
-            *_result_stays(problem, positions, spans, last_uses),
+            *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
             *_expansion_stays(problem, positions),
         )
-        return cls(problem, stays, _copies(problem, positions, spans), fixed)
+        return cls(problem, stays, _copies(problem, positions, spans, last_uses, updated), fixed)
 
     def overhead(self, stay: Stay) -> float:
         """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
@@ -223,11 +225,15 @@ def _argument_stays(problem: Problem) -> Iterator[Stay]:
 
 
 def _result_stays(
-    problem: Problem, positions: _Positions, spans: _Spans, last_uses: Mapping[int, int]
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    last_uses: Mapping[int, int],
+    overwritten: Mapping[int, int],
+    updated: Mapping[int, int],
 ) -> Iterator[Stay]:
     """Yields what operations write, from then to the last operation that takes it."""
     program, fusion = problem.program, problem.fusion
-    overwritten = _overwritten(problem)
     stacks = _first_stacks(program, spans)
     for op_index, operation in enumerate(program.operations):
         here = positions[op_index]
@@ -249,9 +255,12 @@ def _result_stays(
                 first = stacks[_stack_key(program, result)]
             last = max(first, last_uses.get(result, here))
             argument = overwritten.get(result)
-            if argument is not None and problem.homes.get(argument) == home:
-                # Written over the argument from the start, unless something takes that later.
-                last = last_uses.get(argument, 0)
+            if argument is not None and problem.homes.get(argument) != home:
+                argument = None
+            memory = updated.get(result, argument)
+            if memory is not None:
+                # Written over it from the start, unless something takes an argument as it was later.
+                last = last_uses.get(memory, 0) if memory in program.arguments else first
                 if last <= first:
                     continue
             yield Stay(home, nbytes, first, last)
@@ -299,9 +308,44 @@ def _overwritten(problem: Problem) -> dict[int, int]:
     return arguments
 
 
-def _copies(problem: Problem, positions: _Positions, spans: _Spans) -> tuple[Copy, ...]:
-    """Returns the arrays that are brought to another layout; those that enter a loop stay to its end."""
+def _updated(problem: Problem, overwritten: Mapping[int, int]) -> dict[int, int]:
+    """Returns by array in whose memory updates in place write it: of an argument, or of what goes round a loop."""
+    program, sources = problem.program, problem.fusion.sources
+    ends = list(overwritten.items())
+    for operation in program.operations:
+        if operation.role == "join" and operation.name != "cond" and operation.operands[1] is not None:
+            ends.append((operation.operands[1], operation.results[0]))
+    updated: dict[int, int] = {}
+    for end, memory in ends:
+        array, updates = sources.get(end, end), list[int]()
+        while array != memory and array in program.producers:
+            operation = program.operations[program.producers[array]]
+            is_loop = operation.role == "join" and operation.name != "cond"
+            first = operation.operands[0] if is_loop or operation.name in IN_PLACE else None
+            if first is None:
+                break
+            updates.append(array)
+            array = sources.get(first, first)
+        if array == memory:
+            updated.update(dict.fromkeys(updates, memory))
+    return updated
+
+
+def _copies(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    last_uses: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> tuple[Copy, ...]:
+    """Returns the arrays that are brought to another layout.
+
+    Those that enter a loop stay to its end, and those that are updated in place until nothing takes the last update.
+    """
     program, fusion = problem.program, problem.fusion
+    last_updates: dict[int, int] = {}
+    for result, memory in updated.items():
+        last_updates[memory] = max(last_updates.get(memory, 0), last_uses.get(result, 0))
     copies: list[Copy] = []
     kept_until: dict[tuple[int, int], int] = {}
     for op_index, operation in enumerate(program.operations):
@@ -317,6 +361,8 @@ def _copies(problem: Problem, positions: _Positions, spans: _Spans) -> tuple[Cop
             here = until = positions[op_index]
             if region != operation.region:
                 until = max(until, spans[operation.region][1])
+            if operand_index == 0 and operation.results[0] in updated:
+                until = max(until, last_updates[updated[operation.results[0]]])
             array = (operand, region)
             copies.append(Copy(array, problem.edge_indices[op_index, operand_index], here, until, until))
             kept_until[array] = max(kept_until.get(array, 0), until)

@@ -85,6 +85,42 @@ def test_fed_back_results_are_written_over_arguments() -> None:
     assert apart[-1] >= arguments + FOUR * 256 * 512 // 4
 
 
+def decode(cache: Any, x: Any) -> Any:
+    cache = jax.lax.dynamic_update_slice(cache, x[:, None], (0, 3, 0))
+    return cache, jnp.einsum("be,bte->bt", x, cache)
+
+
+def decode_scattered(cache: Any, x: Any) -> Any:
+    cache = cache.at[:, 3].set(x).at[:, 4].set(2 * x)
+    return cache, jnp.einsum("be,bte->bt", x, cache)
+
+
+def decode_often(cache: Any, x: Any) -> Any:
+    return jax.lax.fori_loop(0, 8, lambda _, carry: decode(*carry)[:1] + (carry[1],), (cache, x))
+
+
+@pytest.mark.parametrize("fn", [decode, decode_scattered, decode_often])
+def test_updates_in_place_are_written_over_the_argument(fn: Callable[..., Any]) -> None:
+    shapes, pins = ((64, 512, 256), (64, 256)), {0: P("x"), 1: P("x")}
+    _, _, back = planned(fn, *shapes, pins=pins, feedback={0: 0})
+    _, _, apart = planned(fn, *shapes, pins=pins)
+    cache = FOUR * 64 * 512 * 256 // 4
+    assert back.max() < 1.1 * cache
+    assert apart.max() >= 2 * cache
+
+
+def test_an_update_in_another_layout_takes_memory_until_it_is_taken() -> None:
+    """The copy that is updated lasts as long as what is computed from it waits."""
+    task, choice, _ = planned(decode, (64, 512, 256), (64, 256), pins={0: P("x"), 1: P("x")}, feedback={0: 0})
+    problem, cache = task.problem, FOUR * 64 * 512 * 256 // 4
+    update = names(task).index("dynamic_update_slice")
+    node = problem.operand_homes[update, 0].node
+    rows = [row.tolist() for row in problem.nodes[node].layouts]
+    elsewhere = tuple(rows.index([2]) if index == node else row for index, row in enumerate(choice))
+    timeline = task.occupancy.timeline(elsewhere)
+    assert (timeline[update : names(task).index("return") + 1] >= 2 * cache).all()
+
+
 def test_scan_residuals_stay_until_the_gradient_is_done() -> None:
     layers, rows, width = 6, 2**16, 256
 
