@@ -1,17 +1,29 @@
 """A sheet of hardware from measurements: what was measured, and where that is missing the figures of another sheet."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import jax
 
-from shardrules.analysis.machine.measure import CollectiveTime, MatmulTime, Measurements, cubes
+from shardrules.analysis.machine.measure import (
+    COLLECTIVE_KINDS,
+    CollectiveTime,
+    MatmulTime,
+    Measurements,
+    Sizes,
+    cubes,
+)
 from shardrules.core.errors import HardwareError
 
 _AS_THEY_ARE = ("torus_dims", "devices_per_chip", "matmul_tile", "clock_hertz", "collective_launch_seconds")
 """Figures that no benchmark tells."""
+
+_LARGE = 0.5
+"""The growth of time, over the growth of bytes or FLOPs, from which on a size is large enough to tell a rate. Sizes
+grow 16 times and more, so that fixed costs are then below a tenth. With 0.9 noise leaves kinds out that tell one; with
+0.1 rates are up to 2.5 times too low."""
 
 
 @final
@@ -58,6 +70,24 @@ class MeasuredSheet:
         source = dict(self.base["sources"]).get(figure, "")
         self.sources[figure] = f"not measured{f': {reason}' if reason else ''}; {source}".rstrip("; ")
 
+    def _overwrite(self, figure: str, measured: Mapping[str, float] | list[dict[str, Any]], how: str = "") -> None:
+        """Takes fractions or tables: what was measured, and of other kinds and groups what the other sheet has."""
+        base = {} if self.is_nominal else _by_kind(self.base[figure])
+        ours = _by_kind(_rounded(measured))
+        if not ours:
+            if base:
+                self._keep(figure, "; ".join(self.measurements.skipped))
+            return
+        self._measured(figure, measured, how)
+        if base.keys() - ours.keys():
+            self.sources[figure] += f"; the rest: {dict(self.base['sources']).get(figure, '')}".removesuffix(": ")
+        both = base | ours
+        self.values[figure] = both if isinstance(measured, Mapping) else [*both.values()]
+
+    @property
+    def _sizes(self) -> Sizes:
+        return Sizes.of(self.measurements.platform)
+
     def _best_rates(self) -> dict[str, float]:
         best: dict[str, float] = {}
         for time in self.measurements.matmuls:
@@ -65,9 +95,17 @@ class MeasuredSheet:
         return best
 
     def _add_compute(self, best: Mapping[str, float]) -> None:
-        peaks = dict(best) if self.is_nominal else dict(self.base["peak_flops"])
+        matmuls = self.measurements.matmuls
+        cut = [kind for kind in best if not _is_large_matmul(matmuls, kind, self._sizes.matmuls[-1])]
+        if cut:
+            self.missing.append(f"matmul_fractions of {', '.join(cut)}")
+        large = {kind: rate for kind, rate in best.items() if kind not in cut}
+        how = ": the fastest matmul of each kind" + ", none of them large" * (not large)
+        # Of a device without a sheet nothing else is known than its small matmuls.
+        best = large or (dict(best) if self.is_nominal else {})
+        peaks = best if self.is_nominal else dict(self.base["peak_flops"])
         if self.is_nominal:
-            self._measured("peak_flops", peaks, ": the fastest matmul of each kind")
+            self._measured("peak_flops", peaks, how)
         else:
             # A clock above the one that peaks are quoted for, or a kind that the sheet does not have.
             peaks |= {kind: rate for kind, rate in best.items() if rate > peaks.get(kind, 0.0) and kind in peaks}
@@ -75,12 +113,10 @@ class MeasuredSheet:
             self.values["peak_flops"] = peaks
         peaks = {kind: _rounded(rate) for kind, rate in peaks.items()}
         fractions = {kind: min(1.0, rate / peaks[kind]) for kind, rate in best.items() if kind in peaks}
-        self._measured("matmul_fractions", fractions, ": the fastest matmul of each kind")
-        tables = [_matmul_table(self.measurements.matmuls, kind, peaks[kind]) for kind in fractions]
-        if any(tables):
-            self._measured("matmul_rates", [table for table in tables if table])
-        else:
-            self.missing.append("matmul_rates")
+        self._overwrite("matmul_fractions", fractions, how)
+        tables = [table for kind in fractions if (table := _matmul_table(matmuls, kind, peaks[kind]))]
+        self._overwrite("matmul_rates", tables)
+        self.missing += ["matmul_rates"] * (not tables)
         if self.measurements.launch_seconds:
             self._measured("launch_seconds", self.measurements.launch_seconds)
         else:
@@ -102,7 +138,7 @@ class MeasuredSheet:
         else:
             peak = self.base["memory_bytes_per_second"]
             self._keep("memory_bytes_per_second")
-        self._measured("memory_fractions", {access: min(1.0, rate / peak) for access, rate in rates.items()})
+        self._overwrite("memory_fractions", {access: min(1.0, rate / peak) for access, rate in rates.items()})
         links = dict(self.measurements.host_links)
         if links:
             how = ", ".join(f"{direction} {rate / 1e9:.3g} GB/s" for direction, rate in links.items())
@@ -130,20 +166,24 @@ class MeasuredSheet:
                 self._keep(figure, "a single device has no links" if per_host == 1 else "")
             self.missing += ["collective_times"] * (per_host > 1)
             return
-        rates = _best_bandwidths(times)
-        if self.is_nominal:
-            self._measured("link_bytes_per_second", max(rates.values()), ": the fastest collective")
-            self._measured("link_latency_seconds", _latency(times), ": the smallest collective")
-        else:
-            for figure in figures:
-                self._keep(figure)
-        peak = self.values["link_bytes_per_second"]
         torus_dims = 0 if self.is_nominal else self.base["torus_dims"]
-        if torus_dims:
-            rates = _best_bandwidths(times, torus_dims)
-        self._measured("link_fractions", {kind: min(1.0, rate / peak) for kind, rate in rates.items()})
+        large = _large_collectives(times, self._sizes.collective_bytes[-1])
+        cut = [kind for kind in COLLECTIVE_KINDS if not any(time.kind == kind for time in large)]
+        cut += [time.kind for time in times if time not in large]
+        if cut:
+            figure = "link_fractions" if torus_dims else "collective_times"
+            self.missing.append(f"{figure} of {', '.join(dict.fromkeys(cut))}")
+        rates = _best_bandwidths(large, torus_dims)
+        for figure in figures:
+            self._keep(figure)
+        if self.is_nominal:
+            if rates:
+                self._measured("link_bytes_per_second", max(rates.values()), ": the fastest collective")
+            self._measured("link_latency_seconds", _latency(times), ": the smallest collective")
+        peak = self.values["link_bytes_per_second"]
+        self._overwrite("link_fractions", {kind: min(1.0, rate / peak) for kind, rate in rates.items()})
         if not torus_dims:
-            self._measured("collective_times", _collective_tables(times, peak))
+            self._overwrite("collective_times", _collective_tables(large, peak))
 
     def _add_network(self, times: Sequence[CollectiveTime]) -> None:
         if not times:
@@ -154,10 +194,14 @@ class MeasuredSheet:
             return
         # What leaves a host goes over the shares of all devices of the group there.
         shares = [
-            attrs.evolve(time, payload_bytes=time.payload_bytes * time.host_count // time.group_size) for time in times
+            attrs.evolve(time, payload_bytes=time.payload_bytes * time.host_count // time.group_size)
+            for time in _large_collectives(times, self._sizes.collective_bytes[-1])
         ]
-        rate = max(_best_bandwidths(shares).values())
-        if self.is_nominal or rate > self.base["network_bytes_per_second"]:
+        rate = max(_best_bandwidths(shares).values(), default=0.0)
+        if not rate:
+            for figure in ("network_bytes_per_second", "network_fraction"):
+                self._miss(figure)
+        elif self.is_nominal or rate > self.base["network_bytes_per_second"]:
             self._measured("network_bytes_per_second", rate, ": the fastest collective between hosts")
             self._measured("network_fraction", 1.0)
         else:
@@ -173,6 +217,40 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def _by_kind(entries: Any) -> dict[Any, Any]:
+    """Fractions by kind, or tables by kind and size of group."""
+    pairs = entries.items() if isinstance(entries, Mapping) else entries
+    return dict(((pair["kind"], pair.get("group_size")), pair) if isinstance(pair, Mapping) else pair for pair in pairs)
+
+
+def _is_large(points: Iterable[tuple[float, float]], last: float) -> bool:
+    """Whether sizes, as pairs of work and seconds, grew until they tell a rate: up to the last, or until time grows
+    with them. Those that a time limit has cut short tell what the smallest take."""
+    ordered = sorted(points)
+    if not ordered or ordered[-1][0] >= last:
+        return bool(ordered)
+    (work, seconds), (more_work, more_seconds) = ordered[-2:] if len(ordered) > 1 else ordered * 2
+    return more_work > work and more_seconds / seconds >= _LARGE * more_work / work
+
+
+def _is_large_matmul(matmuls: Sequence[MatmulTime], kind: str, last: int) -> bool:
+    equal = [time for time in matmuls if time.kind == kind and time.m == time.n == time.k]
+    return _is_large([(time.m**3, time.seconds) for time in equal], last**3)
+
+
+def _large_collectives(times: Sequence[CollectiveTime], last: int) -> list[CollectiveTime]:
+    """The collectives of each kind and group whose sizes tell a rate."""
+    groups: dict[tuple[str, int, int], list[CollectiveTime]] = {}
+    for time in times:
+        groups.setdefault((time.kind, time.group_size, time.host_count), []).append(time)
+    return [
+        time
+        for group in groups.values()
+        if _is_large([(time.payload_bytes, time.seconds) for time in group], last)
+        for time in group
+    ]
 
 
 def _matmul_table(matmuls: Sequence[MatmulTime], kind: str, peak: float) -> dict[str, Any] | None:

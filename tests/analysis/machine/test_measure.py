@@ -42,7 +42,8 @@ def test_everything_is_measured_where_there_is_time(monkeypatch: pytest.MonkeyPa
 def test_a_short_limit_leaves_out_and_says_so(tiny: None) -> None:
     start = time.monotonic()
     with pytest.warns(
-        ShardingWarning, match=r"has not measured matmul_rates.*bf16 matmuls of some sizes \(the time limit\)"
+        ShardingWarning,
+        match=r"has not measured matmul_fractions of bf16, matmul_rates: .*bf16 matmuls of some sizes \(the time limit",
     ):
         hardware = sr.Hardware.measure(jax.devices()[:1], time_limit=0.01, name="one core")
     # What is always taken compiles a dozen small programs.

@@ -8,7 +8,8 @@ import pytest
 import shardrules as sr
 from shardrules.analysis.costs.collective import Group, collective_cost
 from shardrules.analysis.costs.matmul import matmul_seconds
-from shardrules.analysis.machine.measure import CollectiveTime, MatmulTime, Measurements
+from shardrules.analysis.machine.measure import COLLECTIVE_KINDS, CollectiveTime, MatmulTime, Measurements
+from shardrules.analysis.machine.measured import CollectiveTimes
 from shardrules.analysis.machine.measured_sheet import MeasuredSheet
 from shardrules.core.errors import HardwareError
 
@@ -28,7 +29,7 @@ H100 = Measurements(
     host_links=(("to device", 52e9), ("to host", 48e9)),
     collectives=tuple(
         CollectiveTime(kind, size, 1, 0, 0, payload, 20e-6 + payload / 300e9)
-        for kind in ("all-gather", "all-reduce")
+        for kind in COLLECTIVE_KINDS
         for size in (2, 8)
         for payload in (2**10, 2**20, 2**30)
     ),
@@ -62,7 +63,7 @@ def test_peaks_are_those_of_the_sheet_and_fractions_are_measured() -> None:
 
 def test_matmuls_that_were_measured_take_what_they_took() -> None:
     hardware, _ = sheet(H100, "cuda:h100")
-    (table,) = hardware.matmul_rates
+    table = next(table for table in hardware.matmul_rates if table.kind == "bf16")
     assert (table.kind, table.m, table.k) == ("bf16", SIZES, SIZES)
     for time in MATMULS[::5]:
         # Measured times hold a launch, which the cost of a kernel adds again.
@@ -90,9 +91,11 @@ def test_a_device_without_a_sheet_has_the_best_that_was_measured() -> None:
 
 def test_links_of_a_torus_have_fractions_instead_of_tables() -> None:
     # A line of 2 x 4 chips of a v5e: 2 of its 4 links lead nowhere.
-    times = (CollectiveTime("all-gather", 8, 1, 2, 2, 8 * 2**26, 7 * 2**26 / 80e9),)
-    hardware, _ = sheet(H100, "tpu:v5e", device_kind="TPU v5 lite", platform="tpu", collectives=times)
-    assert dict(hardware.link_fractions) == pytest.approx({"all-gather": 0.8})
+    times = (CollectiveTime("all-gather", 8, 1, 2, 2, 8 * 2**27, 7 * 2**27 / 80e9),)
+    hardware, missing = sheet(H100, "tpu:v5e", device_kind="TPU v5 lite", platform="tpu", collectives=times)
+    named = sr.Hardware.named("tpu:v5e")
+    assert dict(hardware.link_fractions) == pytest.approx({**dict(named.link_fractions), "all-gather": 0.8})
+    assert missing == ["link_fractions of all-reduce, reduce-scatter, all-to-all, collective-permute"]
     assert hardware.collective_times == ()
     assert (hardware.torus_dims, hardware.devices_per_host) == (2, None)
     cost = collective_cost("all-gather", times[0].wire_bytes, Group(8, torus_dims=2, open_dims=2), hardware)
@@ -109,7 +112,13 @@ def test_the_network_is_measured_between_hosts() -> None:
 
 def test_what_could_not_be_measured_is_listed() -> None:
     hardware, missing = sheet(H100, "cuda:h100", launch_seconds=0.0, host_links=(), collectives=(), matmuls=MATMULS[:1])
-    assert missing == ["matmul_rates", "launch_seconds", "host_link_bytes_per_second", "collective_times"]
+    assert missing == [
+        "matmul_fractions of bf16",
+        "matmul_rates",
+        "launch_seconds",
+        "host_link_bytes_per_second",
+        "collective_times",
+    ]
     assert hardware.launch_seconds == sr.Hardware.named("cuda:h100").launch_seconds
     assert hardware.source("launch_seconds").startswith("not measured: f16 matmuls (the time limit)")
     with pytest.raises(HardwareError, match=r"no matmul and no memory bandwidth of NVIDIA .* could be measured: f16"):
@@ -119,7 +128,80 @@ def test_what_could_not_be_measured_is_listed() -> None:
 def test_noise_never_makes_fewer_bytes_slower() -> None:
     times = tuple(
         CollectiveTime("all-reduce", 8, 1, 0, 0, 2**power, seconds)
-        for power, seconds in ((10, 9e-6), (12, 7e-6), (20, 3e-5))
+        for power, seconds in ((10, 9e-6), (12, 7e-6), (30, 3e-3))
     )
     hardware, _ = sheet(H100, "cuda:h100", collectives=times)
-    assert hardware.collective_times[0].seconds == (7e-6, 7e-6, 3e-5)
+    assert table_of("all-reduce", 8, hardware).seconds == (7e-6, 7e-6, 3e-3)
+
+
+def table_of(kind: str, group_size: int, hardware: sr.Hardware) -> CollectiveTimes:
+    (table,) = [each for each in hardware.collective_times if (each.kind, each.group_size) == (kind, group_size)]
+    return table
+
+
+def up_to(kind: str, largest: int) -> tuple[CollectiveTime, ...]:
+    """The measurements whose time was up after a size of one kind."""
+    return tuple(time for time in H100.collectives if time.kind != kind or time.payload_bytes <= largest)
+
+
+@pytest.mark.parametrize("largest", [0, 2**10])
+def test_kinds_that_were_cut_short_are_as_in_the_sheet(largest: int) -> None:
+    hardware, missing = sheet(H100, "cuda:h100", collectives=up_to("reduce-scatter", largest))
+    named = sr.Hardware.named("cuda:h100")
+    assert missing == ["collective_times of reduce-scatter"]
+    for size in (2, 4, 8):
+        assert table_of("reduce-scatter", size, hardware) == table_of("reduce-scatter", size, named)
+    fractions = dict(hardware.link_fractions)
+    assert fractions["reduce-scatter"] == dict(named.link_fractions)["reduce-scatter"]
+    assert fractions["all-gather"] != dict(named.link_fractions)["all-gather"]
+
+
+def test_a_kind_counts_once_its_time_grows_with_its_bytes() -> None:
+    cut = [attrs.evolve(time, payload_bytes=2**26, seconds=240e-6) for time in up_to("reduce-scatter", 2**10)[:1]]
+    for seconds, is_measured in ((240e-6 / 10, True), (240e-6 / 4, False)):
+        times = (*cut, attrs.evolve(cut[0], payload_bytes=2**22, seconds=seconds))
+        hardware, _ = sheet(H100, "cuda:h100", collectives=times)
+        table = table_of(cut[0].kind, cut[0].group_size, hardware)
+        assert (table.payload_bytes == (2**22, 2**26)) is is_measured
+
+
+def test_a_device_without_a_sheet_has_no_peak_of_small_messages() -> None:
+    times = tuple(time for time in H100.collectives if time.payload_bytes == 2**10)
+    hardware, missing = sheet(UNKNOWN, "cpu", collectives=times)
+    assert hardware.link_bytes_per_second == sr.Hardware.named("cpu").link_bytes_per_second
+    assert hardware.collective_times == ()
+    assert missing == [f"collective_times of {', '.join(COLLECTIVE_KINDS)}"]
+    small = MatmulTime("f8", 256, 256, 256, 5e-6)
+    hardware, missing = sheet(UNKNOWN, "cpu", matmuls=(*H100.matmuls, small))
+    assert [kind for kind, _ in hardware.peak_flops] == ["bf16", "f32"]
+    assert missing == ["matmul_fractions of f8"]
+
+
+def test_networks_are_not_as_slow_as_small_messages() -> None:
+    between = (CollectiveTime("all-gather", 16, 2, 0, 0, 2**10, 50e-6),)
+    hardware, missing = sheet(H100, "cuda:h100", device_count=16, host_count=2, collectives=between)
+    named = sr.Hardware.named("cuda:h100")
+    assert hardware.network_fraction == named.network_fraction
+    assert hardware.network_latency_seconds == pytest.approx(50e-6 / 15, rel=1e-3)
+    assert {"network_bytes_per_second", "network_fraction"} < {*missing}
+
+
+def test_what_was_not_measured_is_as_in_the_sheet() -> None:
+    measured = tuple(time for time in H100.collectives if (time.kind, time.group_size) == ("all-reduce", 8))
+    hardware, _ = sheet(H100, "cuda:h100", collectives=measured, memory=(("copy", 2.9e12),))
+    named = sr.Hardware.named("cuda:h100")
+    ours, theirs = dict(hardware.matmul_fractions), dict(named.matmul_fractions)
+    assert (ours["f8"], ours["all"]) == (theirs["f8"], theirs["all"])
+    assert ours["bf16"] != theirs["bf16"]
+    rest = [table for table in named.matmul_rates if table.kind != "bf16"]
+    assert [table for table in hardware.matmul_rates if table.kind != "bf16"] == rest != []
+    assert table_of("all-reduce", 8, hardware).payload_bytes == (2**10, 2**20, 2**30)
+    for kind, size in (("all-reduce", 4), ("all-gather", 8)):
+        assert table_of(kind, size, hardware) == table_of(kind, size, named)
+    assert dict(hardware.link_fractions) == {
+        **dict(named.link_fractions),
+        "all-reduce": dict(hardware.link_fractions)["all-reduce"],
+    }
+    assert dict(hardware.memory_fractions)["gather"] == dict(named.memory_fractions)["gather"]
+    assert hardware.source("link_fractions").startswith("measured on 8 x ")
+    assert hardware.source("link_fractions").endswith(f"; the rest: {named.source('link_fractions')}")
