@@ -1,5 +1,6 @@
 """Attention as the published steps ran it: a kernel of the platform, which never writes the scores to memory."""
 
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +13,11 @@ BATCH = ("data", "fsdp")
 Blocks: TypeAlias = tuple[int, int, int, int]
 """Rows of queries or keys that splash attention works on at a time: queries and keys forward, queries for the gradients
 of keys and values, and queries for the gradients of queries."""
+
+RATES = MappingProxyType({"flash2": (346e12, 322e12), "flash1-triton": (346e12 / 1.4, 322e12 / 2)})
+"""The FLOP/s of other kernels on an H100, forward and backward, for long sequences and heads of 128. FlashAttention-2
+reaches 35 % of the peak forward, and 322 TFLOP/s backward (arXiv 2407.08608, abstract and figure 6). It is 1.3 to 1.5
+times as fast as the first FlashAttention in Triton forward, and twice backward (arXiv 2307.08691, section 4.1)."""
 
 
 def attend(platform: str, blocks: Blocks, query: Any, key: Any, value: Any) -> Any:

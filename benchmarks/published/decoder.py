@@ -4,6 +4,7 @@ Weights and Adam's states are float32, compute is bfloat16, and the gathers of w
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -13,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from published.attention import BATCH, attend
+from published.eager import kernel, layer_norm
+from published.fsdp import gathered, without_gathers
 from published.recipe import POLICIES, Recipe
 
 Family: TypeAlias = Literal["llama", "gpt"]
@@ -66,17 +69,25 @@ def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...]
     return shapes
 
 
+def _root_shapes(dims: Dims, length: int) -> dict[str, tuple[tuple[int, ...], P]]:
+    """The weights outside of layers."""
+    shapes = {"embed": ((dims.vocab, dims.embed), P("tensor", "fsdp")), "norm": ((dims.embed,), P())}
+    if dims.family == "llama":
+        return shapes | {"head": ((dims.embed, dims.vocab), P("fsdp", "tensor"))}
+    return shapes | {"norm_bias": ((dims.embed,), P()), "positions": ((length, dims.embed), P(None, "fsdp"))}
+
+
 def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
-    layer = _layer_shapes(dims, recipe)
+    layer, root = _layer_shapes(dims, recipe), _root_shapes(dims, length)
+    if recipe.fsdp:  # FSDP splits vectors
+        layer, root = (
+            {name: ((prod(shape),), P("fsdp")) for name, (shape, _) in shapes.items()} for shapes in (layer, root)
+        )
     if recipe.scan:
         layers: Any = {name: ((dims.layers, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()}
     else:
         layers = [layer] * dims.layers
-    table = ((dims.vocab, dims.embed), P("tensor", "fsdp"))
-    shapes = {"embed": table, "layers": layers, "norm": ((dims.embed,), P())}
-    if dims.family == "llama":
-        return shapes | {"head": ((dims.embed, dims.vocab), P("fsdp", "tensor"))}
-    return shapes | {"norm_bias": ((dims.embed,), P()), "positions": ((length, dims.embed), P(None, "fsdp"))}
+    return root | {"layers": layers}
 
 
 def _is_shape(node: Any) -> bool:
@@ -95,10 +106,6 @@ def weight_specs(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
     return jax.tree.map(lambda item: item[1], _shapes(dims, recipe, length), is_leaf=_is_shape)
 
 
-def _constrain(x: Any, *spec: Any) -> Any:
-    return jax.lax.with_sharding_constraint(x, P(*spec))
-
-
 @final
 @attrs.frozen
 class Decoder:
@@ -113,14 +120,27 @@ class Decoder:
         """Ends a kernel, where each operation is one."""
         return jax.lax.optimization_barrier(x) if self.recipe.eager else x
 
+    def _constrain(self, x: Any, *spec: Any) -> Any:
+        """Says how XLA splits an array; with FSDP each device has its own."""
+        return x if self.recipe.fsdp else jax.lax.with_sharding_constraint(x, P(*spec))
+
+    def _whole(self, weights: Any, shapes: dict[str, tuple[tuple[int, ...], P]]) -> Any:
+        """Weights as the model computes with them."""
+        if not self.recipe.fsdp:
+            return jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights)
+        vectors = gathered(weights, self.recipe.reduce_dtype, self._fence)
+        return {name: vector.reshape(shapes[name][0]) for name, vector in vectors.items()}
+
     def _residual(self, x: Any) -> Any:
-        return _constrain(x, BATCH, None, "tensor" if self.recipe.split_residual else None)
+        return self._constrain(x, BATCH, None, "tensor" if self.recipe.split_residual else None)
 
     def _norm(self, x: Any, weights: Any, name: str) -> Any:
-        if self.dims.family == "gpt":  # in bfloat16, as MaxText and llm-foundry do it for GPTs
+        if self.dims.family == "gpt" and self.recipe.eager:
+            return layer_norm(x, weights[name], weights[f"{name}_bias"])
+        if self.dims.family == "gpt":  # in bfloat16, as MaxText does it for GPTs
             y = x - jnp.mean(x, -1, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
-            return self._fence(y * weights[name] + weights[f"{name}_bias"])
+            return y * weights[name] + weights[f"{name}_bias"]
         y = x.astype(jnp.float32)
         y = (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)).astype(x.dtype)
         return self._fence(y * weights[name])
@@ -142,7 +162,7 @@ class Decoder:
             query, key = self._fence(_rotary(query)), self._fence(_rotary(key))
         names = ("query_proj", "key_proj", "value_proj")
         query, key, value = (
-            checkpoint_name(_constrain(part, BATCH, None, "tensor"), name)
+            checkpoint_name(self._constrain(part, BATCH, None, "tensor"), name)
             for part, name in zip((query, key, value), names, strict=True)
         )
         return query, key, value
@@ -156,28 +176,34 @@ class Decoder:
             gate = checkpoint_name(self._dense("bse,em->bsm", x, weights, "gate"), "mlpwi_0")
             up = checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi_1")
         else:
-            return self._fence(jax.nn.gelu(checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi")))
-        return self._fence(jax.nn.silu(gate) * up)
+            up = checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi")
+            return kernel(jax.nn.gelu, up) if self.recipe.eager else jax.nn.gelu(up)
+        if self.recipe.eager:
+            return kernel(jnp.multiply, kernel(jax.nn.silu, gate), up)
+        return jax.nn.silu(gate) * up
 
     def _layer(self, x: Any, weights: Any) -> tuple[Any, None]:
-        weights = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights)
+        weights = self._whole(weights, _layer_shapes(self.dims, self.recipe))
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
         normed = self._residual(self._norm(x, weights, "norm_attention"))
         context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(normed, weights)))
-        context = _constrain(context, BATCH, None, "tensor")
+        context = self._constrain(context, BATCH, None, "tensor")
         out = self._residual(checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj"))
         if not self.dims.parallel:
             x = self._fence(x + out)
             normed = self._residual(self._norm(x, weights, "norm_mlp"))
-        hidden = _constrain(self._hidden(normed, weights), BATCH, None, "tensor")
+        hidden = self._constrain(self._hidden(normed, weights), BATCH, None, "tensor")
         down = self._residual(checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo"))
         added = down + out if self.dims.parallel else down
         return self._residual(self._fence(x + added)), None
 
     def _layers(self, x: Any, weights: Any) -> Any:
         layer: Callable[..., Any] = self._layer
-        if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=POLICIES[self.remat](), prevent_cse=not self.recipe.scan)
+        policy = POLICIES[self.remat]()
+        if self.recipe.fsdp == "FULL_SHARD":
+            policy = without_gathers(policy)
+        if self.remat != "none" or self.recipe.fsdp == "FULL_SHARD":
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.recipe.scan)
         if self.recipe.scan:
             return jax.lax.scan(layer, x, weights)[0]
         for layer_weights in weights:
@@ -186,18 +212,19 @@ class Decoder:
 
     def loss(self, weights: Any, tokens: Any, targets: Any) -> Any:
         """The mean cross entropy of a batch."""
-        table = weights["embed"].astype(jnp.bfloat16)
+        root = {name: weight for name, weight in weights.items() if name != "layers"}
+        root = self._whole(root, _root_shapes(self.dims, tokens.shape[1]))
+        table = root["embed"]
         if self.recipe.one_hot_lookup:
             x = jnp.einsum("bsv,ve->bse", jax.nn.one_hot(tokens, self.dims.vocab, dtype=jnp.bfloat16), table)
         else:
             x = jnp.take(table, tokens, axis=0)
-        if "positions" in weights:
-            x = x + weights["positions"].astype(jnp.bfloat16)
+        if "positions" in root:
+            x = x + root["positions"]
         x = self._layers(self._residual(x), weights["layers"])
-        norms = {name: weights[name].astype(jnp.bfloat16) for name in ("norm", "norm_bias") if name in weights}
-        x = self._norm(x, norms, "norm")
-        head = table.T if self.dims.family == "gpt" else weights["head"].astype(jnp.bfloat16)
-        logits = self._fence(_constrain(jnp.einsum("bse,ev->bsv", x, head), BATCH, None, "tensor"))
+        x = self._norm(x, root, "norm")
+        head = table.T if self.dims.family == "gpt" else root["head"]
+        logits = self._fence(self._constrain(jnp.einsum("bse,ev->bsv", x, head), BATCH, None, "tensor"))
         return jnp.mean(_cross_entropy(logits.astype(jnp.float32), targets))
 
     def step(self, weights: Any, state: Any, tokens: Any, targets: Any) -> tuple[Any, Any, Any]:
@@ -205,7 +232,7 @@ class Decoder:
         if self.recipe.accumulations > 1:
             loss, gradients = self._accumulated(weights, tokens, targets)
         else:
-            loss, gradients = jax.value_and_grad(self.loss)(weights, tokens, targets)
+            loss, gradients = self._gradients(weights, tokens, targets)
         norm = _norm_of(gradients)
         if self.recipe.clip:
             scale = jnp.minimum(1.0, 1.0 / norm)
@@ -218,14 +245,32 @@ class Decoder:
             for arrays in zip(leaves, *(jax.tree.leaves(tree) for tree in (gradients, first, second)), strict=True)
         ]
         weights, first, second = (jax.tree.unflatten(structure, part) for part in zip(*updated, strict=True))
-        # MaxText logs these norms in every step.
-        return weights, (count, first, second), {"loss": loss, "gradients": norm, "weights": _norm_of(weights)}
+        logged = {"loss": loss, "gradients": norm}
+        if not self.recipe.eager:  # MaxText logs it in every step
+            logged["weights"] = _norm_of(weights)
+        return weights, (count, first, second), logged
+
+    def _gradients(self, weights: Any, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """The loss and its gradients."""
+        gradients = jax.value_and_grad(self.loss)
+        if not self.recipe.fsdp:
+            return gradients(weights, tokens, targets)
+
+        def local(*arguments: Any) -> tuple[Any, Any]:
+            loss, parts = gradients(*arguments)
+            return jax.lax.pmean(loss, BATCH), parts
+
+        batch = P(BATCH)
+        specs = weight_specs(self.dims, self.recipe, tokens.shape[1])
+        return jax.shard_map(local, in_specs=(specs, batch, batch), out_specs=(P(), specs), check_vma=False)(
+            weights, tokens, targets
+        )
 
     def _accumulated(self, weights: Any, tokens: Any, targets: Any) -> tuple[Any, Any]:
         """Adds up the gradients of several batches, which are the first dim of tokens and targets."""
 
         def add(total: Any, batch: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(self.loss)(weights, *batch)), None
+            return jax.tree.map(jnp.add, total, self._gradients(weights, *batch)), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights))
         return jax.lax.scan(add, zeros, (tokens, targets))[0]
@@ -236,8 +281,9 @@ class Decoder:
         first = fence(fence(0.9 * first) + 0.1 * gradient)
         second = fence(fence(0.95 * second) + 0.05 * gradient * gradient)
         root = fence(fence(fence(jnp.sqrt(second)) / jnp.sqrt(1 - 0.95**count)) + 1e-8)
-        decayed = fence(weight * (1 - 1e-5))
-        return fence(decayed - 1e-4 * first / (1 - 0.9**count) / root), first, second
+        if self.recipe.weight_decay:
+            weight = fence(weight * (1 - 1e-5))
+        return fence(weight - 1e-4 * first / (1 - 0.9**count) / root), first, second
 
 
 def state_shapes(weights: Any) -> tuple[Any, Any, Any]:

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from published.attention import BATCH
+from published.attention import BATCH, RATES
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
 from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
+from shardrules.analysis.costs.attention import is_attention
+from shardrules.analysis.costs.matmul import flops_seconds
 from shardrules.analysis.program.collectives import find_collectives
-from shardrules.analysis.program.flops import find_matmuls
+from shardrules.analysis.program.flops import Matmul, find_matmuls
 from shardrules.analysis.program.kernel_costs import KernelFacts
 from shardrules.analysis.program.kernels import find_kernels
 from shardrules.analysis.program.program import read_program
@@ -50,13 +52,13 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
     path = None if texts is None else texts / f"{_slug(row.name)}.txt"
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
     if path is not None and path.exists():
-        modelled = _model(row, path.read_text("utf-8"), mesh)
+        text = path.read_text("utf-8")
     else:
-        report = _audit(row, mesh)
+        text = _audit(row, mesh).hlo_text
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(report.hlo_text, "utf-8")
-        modelled = report.time
+            path.write_text(text, "utf-8")
+    modelled = _model(row, text, mesh)
     return Result(row, modelled, time.perf_counter() - start)
 
 
@@ -98,9 +100,20 @@ def _model(row: Row, text: str, mesh: Any) -> StepTime:
         with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
             step = jax.make_jaxpr(_decoder(row).step)(*_arguments(row))
         facts = KernelFacts(calls=find_kernel_calls(step))
-    matmuls = find_matmuls(program, facts)
+    attention = row.recipe.attention
+    matmuls = tuple(_at_rate(matmul, attention, target.hardware) for matmul in find_matmuls(program, facts))
     collectives = find_collectives(program, devices, target)
     return play_schedule(program, collectives, find_kernels(program, matmuls), target.hardware).time
+
+
+def _at_rate(matmul: Matmul, attention: str, hardware: sr.Hardware) -> Matmul:
+    """Attention as other kernels than the compiled ones: the FLOPs that matmuls would do in the time they take."""
+    if not attention or not is_attention(matmul):
+        return matmul
+    forward, backward = RATES[attention]
+    seconds = matmul.flops / (forward if len(matmul.products) == 2 else backward)
+    flops = seconds / flops_seconds(1.0, matmul.dtype, matmul.precision, hardware)
+    return attrs.evolve(matmul, flops=round(flops), products=())
 
 
 def _slug(name: str) -> str:

@@ -47,6 +47,9 @@ POLICIES: dict[str, Any] = {
 }
 """What the backward pass keeps, by MaxText's names. `none` recomputes nothing, `full` all of a layer but its input."""
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+"""Of FSDP: the first gathers weights again for the backward pass, the second keeps them."""
+
 
 @final
 @attrs.frozen
@@ -59,6 +62,15 @@ class Recipe:
     eager: bool = False
     """Each operation is a kernel of its own, as PyTorch runs them: XLA may fuse nothing."""
 
+    fsdp: str = ""
+    """The strategy of PyTorch's FSDP (`STRATEGIES`), which splits weights instead of XLA."""
+
+    reduce_dtype: str = "bfloat16"
+    """What FSDP reduces gradients in."""
+
+    attention: str = ""
+    """The kernels that attention runs as (`RATES`); by default those of the platform."""
+
     fused_qkv: bool = False
     fused_mlp: bool = False
     one_hot_lookup: bool = True
@@ -70,6 +82,7 @@ class Recipe:
     clip: bool = True
     """Gradients are clipped by their global norm."""
 
+    weight_decay: bool = True
     accumulations: int = 1
     """Batches of the row's size whose gradients one step adds up."""
 

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, final
 
 import attrs
+import jax
 
-from published.decoder import Dims
-from published.recipe import POLICIES, Recipe
+from published.attention import RATES
+from published.decoder import Dims, weight_shapes
+from published.recipe import POLICIES, STRATEGIES, Recipe
 
 FILE = Path(__file__).with_name("rows.toml")
 AXES = ("data", "fsdp", "tensor")
@@ -87,6 +89,9 @@ class Row:
             problems.append(f"unknown remat {self.remat!r}; known are {', '.join(POLICIES)}")
         positive = {name: getattr(self, name) for name in ("batch", "length", "seconds")}
         problems += [f"{name} must be positive, got {value}" for name, value in positive.items() if not value > 0]
+        if self.recipe.attention and self.recipe.attention not in RATES:
+            problems.append(f"unknown attention {self.recipe.attention!r}; known are {', '.join(RATES)}")
+        problems += self._fsdp_problems
         dims, tensor, fsdp = self.dims, self.mesh["tensor"], self.mesh["fsdp"]
         splits = {"heads": tensor, "kv_heads": tensor, "mlp": tensor, "vocab": tensor, "embed": math.lcm(fsdp, tensor)}
         problems += [
@@ -97,6 +102,19 @@ class Row:
         if dims.heads % dims.kv_heads:
             problems.append(f"heads {dims.heads} are not a multiple of kv_heads {dims.kv_heads}")
         return problems
+
+    @property
+    def _fsdp_problems(self) -> list[str]:
+        recipe, size = self.recipe, self.mesh["fsdp"]
+        if not recipe.fsdp:
+            return []
+        if recipe.fsdp not in STRATEGIES:
+            return [f"unknown strategy {recipe.fsdp!r} of FSDP; known are {', '.join(STRATEGIES)}"]
+        if self.mesh["tensor"] > 1:
+            return [f"PyTorch's FSDP splits nothing over tensor, got mesh {dict(self.mesh)}"]
+        weights = jax.tree.leaves(weight_shapes(self.dims, recipe, self.length))
+        uneven = sorted({weight.shape[-1] for weight in weights if weight.shape[-1] % size})
+        return [f"weights of {', '.join(map(str, uneven))} elements do not split over fsdp {size}"] if uneven else []
 
 
 def read_rows(paths: Iterable[Path] = ()) -> tuple[Row, ...]:

@@ -1,9 +1,15 @@
 """The benchmark of published steps rebuilds toys, reads rows of others, and holds its limits."""
 
+import importlib
 import json
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.tests.smoke import BENCHMARKS, run
@@ -36,6 +42,12 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
         [(row["name"], row["predicted"]) for row in json.loads(text)["rows"]] for text in (again.stdout, done.stdout)
     ]
     assert times[0] == times[1]
+    # PyTorch's FSDP gathers weights again for the backward pass, and here reduces gradients in float32.
+    text = (tmp_path / "toy__eager.txt").read_text()
+    gathers = re.findall(r'= .* all-gather(?:-start)?\(.*op_name="([^"]*)"', text)
+    assert {"checkpoint" in name for name in gathers} == {False, True}
+    reduced = re.findall(r"= (.*?) reduce-scatter(?:-start)?\(", text)
+    assert [dtype[:3] for dtype in reduced] == ["f32", "f32"]  # of the layer, and of the weights outside of it
 
 
 def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
@@ -47,9 +59,12 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
         {"remat": "some"},
         {"target": "tpu:v9:16x16"},
         {"target": "cuda:h100:96", "mesh": "fsdp:1,tensor:96"},
+        {"target": "cuda:h100:8", "mesh": "fsdp:4,tensor:2"},
     ]
     rows = [ROW.format(**{**good, **change}).replace("mine", f"mine {index}") for index, change in enumerate(wrong)]
-    (tmp_path / "rows.toml").write_text("".join(rows))
+    rows[-1] += 'recipe = "torch"\n'
+    recipe = '[recipes.torch]\nfsdp = "FULL_SHARD"\nattention = "slow"\n'
+    (tmp_path / "rows.toml").write_text("".join(rows) + recipe)
     done = run("published_steps.py", "--rows", str(tmp_path / "rows.toml"))
     assert done.returncode == 2
     for text in (
@@ -59,8 +74,40 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
         "mine 3: unknown remat 'some'; known are none, full, minimal",
         "mine 4: no recipe 'tpu:v9' or 'tpu'",
         "mine 5: heads 64 is not divisible by 96",
+        "mine 6: unknown attention 'slow'; known are flash2, flash1-triton",
+        "mine 6: PyTorch's FSDP splits nothing over tensor",
     ):
         assert text in done.stderr
+
+
+def test_eager_kernels_have_the_gradients_of_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    eager, fsdp = (importlib.import_module(f"published.{name}") for name in ("eager", "fsdp"))
+    x, weight, bias = (jnp.sin(jnp.arange(1.0, size + 1)) for size in (24, 8, 8))
+
+    def plain(x: Any, weight: Any, bias: Any) -> Any:
+        y = x - x.mean(-1, keepdims=True)
+        return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5) * weight + bias) ** 2
+
+    def through(norm: Any, x: Any, *weights: Any) -> Any:
+        return jnp.sum(norm(x.reshape(3, 8), *weights))
+
+    arguments = jax.grad(through, (1, 2, 3))(plain, x, weight, bias)
+    of_kernel = jax.grad(through, (1, 2, 3))(lambda *xs: eager.layer_norm(*xs) ** 2, x, weight, bias)
+    for ours, theirs in zip(of_kernel, arguments, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    product = jax.grad(lambda x: jnp.sum(eager.kernel(jnp.multiply, x, x)))(x)
+    np.testing.assert_allclose(product, 2 * x)
+
+    def loss(shards: Any, batch: Any) -> Any:
+        whole = fsdp.gathered(shards, "float32", lambda x: x)
+        return jnp.sum(whole["a"].astype(jnp.float32) * batch) + jnp.sum(whole["b"].astype(jnp.float32))
+
+    shards, batch = {"a": x.reshape(4, 6), "b": weight.reshape(4, 2)}, jnp.arange(96.0).reshape(4, 24)
+    step = jax.vmap(jax.vmap(jax.grad(loss), axis_name="fsdp"), axis_name="data")
+    of_shards = step(*jax.tree.map(lambda x: x[None], (shards, batch)))
+    np.testing.assert_allclose(of_shards["a"][0], batch.mean(0).reshape(4, 6), rtol=1e-2)
+    np.testing.assert_allclose(of_shards["b"][0], jnp.ones((4, 2)))
 
 
 def test_published_rows_are_read() -> None:
