@@ -76,7 +76,7 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
             2 * product.batch * math.prod(_padded(size, tile) for size in (product.m, product.n, product.k))
             for product in matmul.products
         )
-        cores = max(1, round(dict(hardware.peak_flops)["bf16"] / (2 * _UNITS * tile**2 * hardware.clock_hertz)))
+        cores = max(1, round(hardware.flops_per_second("bf16") / (2 * _UNITS * tile**2 * hardware.clock_hertz)))
         score_count = scores.batch * scores.m * scores.n
         blocks = max(scores.batch, score_count / _BLOCK_SCORES)
         vector = score_count / 1024 * _VECTOR_CYCLES[tile][phase]
@@ -89,7 +89,7 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
         return matmul.flops / (peak * _TRITON[pass_name] / _H100_PEAK)
     size = 64 if scores.k <= 96 else 128 if scores.k <= 192 else 256
     rate, half = _CUDNN[pass_name, size]
-    causal = _CAUSAL if scores.n <= 0.8 * scores.m else 1.0
+    causal = _CAUSAL if matmul.is_masked else 1.0
     return matmul.flops / (peak * rate * causal / _H100_PEAK) * (1 + half / scores.m)
 
 

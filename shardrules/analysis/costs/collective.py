@@ -11,6 +11,7 @@ from typing import TypeAlias, final
 
 import attrs
 
+from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware, fraction
 from shardrules.analysis.machine.measured import CollectiveTimes
 from shardrules.analysis.program.collectives import Collective
@@ -195,6 +196,9 @@ def _sent_bytes(kind: str, wire_bytes: float, group: Group) -> tuple[float, floa
 
 def _torus_seconds(kind: str, wire_bytes: float, group: Group, hardware: Hardware) -> float:
     """How long bytes occupy the links of a torus."""
+    if group.chip_devices > 1 and not group.torus_dims:
+        # Inside a chip, through its memory: what a device sends is read, and what it gets is written.
+        return traffic_seconds(2 * wire_bytes, hardware)
     dims = _dims(group, hardware)
     # Each dimension has two links in each direction; at the ends of a line one of them leads nowhere.
     link = hardware.link_bytes_per_second * _link_fraction(kind, hardware) / (2 * hardware.torus_dims)

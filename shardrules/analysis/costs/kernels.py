@@ -10,6 +10,8 @@ other kernels it is twice too long in bfloat16: it gives a copy as many cycles a
 
 import math
 
+import attrs
+
 from shardrules.analysis.costs.attention import attention_seconds, is_attention
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.analysis.costs.memory import traffic_seconds
@@ -34,6 +36,8 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     ```
     """
     estimate = estimated_seconds(kernel, hardware)
+    if hardware.clock_hertz and kernel.is_scalar and not kernel.matmuls and estimate is None:
+        return traffic_part(kernel, hardware)  # TPUs have a core for scalars: nothing is launched
     roofline = hardware.launch_seconds + max(flops_part(kernel, hardware), traffic_part(kernel, hardware))
     if estimate is None or any(matmul.origin == "user" for matmul in kernel.matmuls):
         return roofline
@@ -61,10 +65,15 @@ def traffic_part(kernel: Kernel, hardware: Hardware) -> float:
 
 
 def _matmul_seconds(matmul: Matmul, hardware: Hardware) -> float:
-    if is_attention(matmul):
-        return attention_seconds(matmul, hardware)
     if not matmul.products:
         return flops_seconds(matmul.flops, matmul.dtype, matmul.precision, hardware)
+    formula_flops = sum(product.flops for product in matmul.products)
+    if matmul.origin == "estimate" and formula_flops:
+        # The author says how much it computes, the formula in which shapes.
+        whole = attrs.evolve(matmul, flops=formula_flops, origin="formula")
+        return matmul.flops / formula_flops * _matmul_seconds(whole, hardware)
+    if is_attention(matmul):
+        return attention_seconds(matmul, hardware)
     return math.fsum(
         matmul_seconds(product.batch, product.m, product.n, product.k, matmul.dtype, matmul.precision, hardware)
         for product in matmul.products

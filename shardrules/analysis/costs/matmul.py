@@ -19,6 +19,9 @@ from shardrules.analysis.machine.measured import MatmulRates
 _PASSES = re.compile(r"_x(\d+)$")
 """How many matmuls in a smaller dtype an algorithm adds up: 3 in `dot_bf16_bf16_f32_x3`."""
 
+_COMPLEX = re.compile(r"c(omplex)?\d")
+"""The names of complex dtypes, XLA's and NumPy's."""
+
 _DTYPES = {"tf32": "f32", "any": "f8"}
 """Dtypes that only the names of algorithms have, as `dot_any_f8_any_f8_f32`, and what hardware sheets call them."""
 
@@ -103,7 +106,9 @@ def multiplication(dtype: Any, precision: str, hardware: Hardware) -> tuple[str,
     highest = precision == "highest" or precision.startswith("dot_f32")
     passes = _PASSES.search(precision)
     kind = multiplied_as(hardware, _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, highest=highest)
-    return kind, int(passes[1]) if passes else 1
+    # A product of complex numbers is four of real ones.
+    products = 4 if _COMPLEX.match(dtype if isinstance(dtype, str) else np.dtype(dtype).name) else 1
+    return kind, products * (int(passes[1]) if passes else 1)
 
 
 def _start_seconds(moved_bytes: int, hardware: Hardware) -> float:

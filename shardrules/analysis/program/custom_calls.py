@@ -43,6 +43,8 @@ class CallCost:
     nbytes: int | None = None
     """What it reads and writes, where that is not all of its operands and results."""
     origin: Origin = "library"
+    is_masked: bool = False
+    """Whether it is attention that leaves scores out."""
 
 
 def may_be_matmul(instruction: Instruction) -> bool:
@@ -167,14 +169,12 @@ def _cudnn_attention(target: str, config: Mapping[str, Any], query: ArrayType) -
     attention = next(part for part in _parts(config) if "intermediate_tensor_shape" in part)
     window = int(attention.get("sliding_window_length", 0) or 0)
     blocks = _cudnn_blocks(str(attention.get("mask_type", "")), rows, columns, window)
-    height, width = min(rows, _CUDNN_TILE), min(columns, _CUDNN_TILE)
     phase = "backward" if "Backward" in target else "fwd"
-    if blocks is None:
-        return _of(*_attention(batch * heads, rows, columns, head_size, head_size, phase))
-    # As wide as the blocks of a row are on average, or block by block where that is no number.
-    if rows % height == 0 and blocks * height * width % rows == 0:
-        return _of(*_attention(batch * heads, rows, blocks * height * width // rows, head_size, head_size, phase))
-    return _of(*_attention(batch * heads * blocks, height, width, head_size, head_size, phase))
+    # As wide as the blocks of a row are on average.
+    area = min(rows, _CUDNN_TILE) * min(columns, _CUDNN_TILE)
+    width = columns if blocks is None else min(columns, round(blocks * area / rows))
+    cost = _of(*_attention(batch * heads, rows, width, head_size, head_size, phase))
+    return attrs.evolve(cost, is_masked=blocks is not None)
 
 
 def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int | None:

@@ -51,6 +51,8 @@ class Matmul:
     """What a kernel reads and writes, where that is not all of its operands and results."""
     origin: Origin = "library"
     """Who says what it computes: the program, the author of a kernel, a formula for its name, or the user."""
+    is_masked: bool = False
+    """Whether it is attention that leaves scores out."""
 
     @property
     def total_flops(self) -> int:
@@ -91,6 +93,7 @@ def find_matmuls(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tu
                 cost.products,
                 cost.nbytes,
                 cost.origin,
+                cost.is_masked,
             )
             matmuls.append(matmul)
     return tuple(matmuls)
@@ -137,11 +140,15 @@ def _dtype(computation: Computation, instruction: Instruction) -> str:
     algorithm = re.match(r"dot_([a-z0-9]+)_", instruction.attributes.get("algorithm", ""))
     if algorithm:
         return algorithm[1]
+    # Tokens have no bits. A kernel may have no other operands, and only write.
+    operands, results = (
+        [each for each in types if each.bits] for types in (computation.operand_types(instruction), instruction.types)
+    )
+    types = operands or results
     # Indices and masks may be operands, too: they are not multiplied.
-    types = computation.operand_types(instruction)
     floats = [operand for operand in types if not re.match(r"[su]\d+$|pred", operand.dtype)]
     # Biases and scales follow the two factors.
-    return max((floats or types)[:2], key=lambda operand: operand.bits).dtype
+    return max((floats or types)[:2], key=lambda operand: operand.bits).dtype if types else "f32"
 
 
 def _precision(instruction: Instruction) -> str:

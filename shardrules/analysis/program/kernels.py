@@ -56,6 +56,9 @@ class Kernel:
     names: tuple[str, ...] = ()
     """For a custom call the name of its kernel and its target."""
 
+    is_scalar: bool = False
+    """Whether its results are scalars, such as the counter of a loop."""
+
     @property
     def total_bytes(self) -> int:
         """What it reads and writes in one call of the program."""
@@ -151,6 +154,7 @@ def _read_kernel(
         tuple(matmuls),
         _estimated_cycles(instruction),
         kernel_names(instruction) if instruction.op == "custom-call" else (),
+        instruction.op != "custom-call" and not any(each.shape for each in instruction.types),
     )
 
 

@@ -1,5 +1,6 @@
 """What attention kernels take: below the rate of a matmul, and closer to it the longer the sequence."""
 
+import attrs
 import pytest
 
 import shardrules as sr
@@ -19,10 +20,13 @@ def attention(
     matmuls: int = 2,
     batch: int = 64,
     op: str = "__cudnn$fmha",
+    *,
+    is_masked: bool = False,
 ) -> Matmul:
     product = Product(batch, length, columns or length, size)
     flops = matmuls * product.flops
-    return Matmul(op, flops, "bf16", "default", Times(1), "c", "k", products=(product,) * matmuls, origin="formula")
+    matmul = Matmul(op, flops, "bf16", "default", Times(1), "c", "k", products=(product,) * matmuls, origin="formula")
+    return attrs.evolve(matmul, is_masked=is_masked)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def attention(
         *[(attention(length, size=64, matmuls=5), rate) for length, rate in ((512, 266), (2048, 395), (16384, 433))],
         # A causal kernel computes whole blocks along the diagonal: (n + 1) / n of the FLOPs that the figure counts.
         *[
-            (attention(length, length // 2 + 64), rate * (1 + 128 / length))
+            (attention(length, length // 2 + 64, is_masked=True), rate * (1 + 128 / length))
             for length, rate in ((1024, 410), (4096, 518), (16384, 539))
         ],
         (attention(16384, op="__gpu$xla.gpu.triton"), 395),
@@ -69,6 +73,18 @@ def test_small_heads_fill_half_of_a_large_unit() -> None:
     v6e = sr.Hardware.named("tpu:v6e")
     heads = [attention(512, size=size, matmuls=5, op="tpu_custom_call") for size in (128, 256)]
     assert attention_seconds(heads[0], v6e) == pytest.approx(attention_seconds(heads[1], v6e))
+
+
+def test_fewer_keys_than_queries_are_no_mask() -> None:
+    cross, masked = (attention(4096, 1024, is_masked=is_masked) for is_masked in (False, True))
+    assert attention_seconds(cross, H100) == pytest.approx(attention_seconds(attention(4096), H100) / 4)
+    assert attention_seconds(masked, H100) > 1.1 * attention_seconds(cross, H100)
+
+
+def test_sheets_without_a_rate_for_bf16_serve() -> None:
+    peaks = {"f32": 49e12}
+    old = attrs.evolve(sr.Hardware.named("tpu:v5e"), peak_flops=peaks, matmul_fractions=(), matmul_rates=())
+    assert attention_seconds(attention(512), old) >= attention(512).flops / 49e12
 
 
 def test_a_single_query_is_no_case_for_it() -> None:

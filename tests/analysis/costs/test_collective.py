@@ -314,8 +314,14 @@ def test_devices_of_a_chip_share_what_arrives() -> None:
     together = collective_cost("all-gather", 700, Group(8, torus_dims=2, chip_devices=2), TORUS)
     # Six of seven parts come from other chips, once for both devices.
     assert together.link_seconds == pytest.approx(apart.link_seconds * 6 / 7 / 2)
-    alone = collective_cost("all-gather", 700, Group(2, chip_devices=2), TORUS)
-    assert alone.link_seconds == 0
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute"])
+def test_inside_a_chip_bytes_go_through_memory(kind: str) -> None:
+    """Each device reads what it sends and writes what it gets, at 100 bytes a second."""
+    assert collective_cost(kind, 700, Group(2, chip_devices=2), TORUS).link_seconds == pytest.approx(2 * 700 / 100)
+    apart = collective_cost(kind, 700, Group(4, torus_dims=1, chip_devices=2), TORUS)
+    assert apart.link_seconds != pytest.approx(2 * 700 / 100)
 
 
 def test_slices_are_joined_by_the_network() -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules.analysis.costs.kernels import kernel_seconds
+from shardrules.analysis.costs.kernels import flops_part, kernel_seconds
 from shardrules.analysis.costs.matmul import matmul_seconds
 from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.analysis.machine.hardware import sheets
@@ -46,6 +46,26 @@ def test_cycles_of_other_kernels_only_shorten_them() -> None:
 def test_cycles_without_a_clock_are_left_out() -> None:
     blind = attrs.evolve(V5E, clock_hertz=0)
     assert kernel_seconds(kernel(0, SQUARE, 7), blind) == kernel_seconds(kernel(0, SQUARE), blind)
+
+
+def test_scalars_are_not_launched_on_tpus() -> None:
+    counter = attrs.evolve(kernel(12), is_scalar=True)
+    assert kernel_seconds(counter, V5E) < 1e-9 < V5E.launch_seconds < kernel_seconds(kernel(12), V5E)
+    assert kernel_seconds(counter, H100) == kernel_seconds(kernel(12), H100) > H100.launch_seconds
+    # A sum of a large array is not free, with an estimate or without.
+    assert kernel_seconds(attrs.evolve(kernel(10**9), is_scalar=True), V5E) == pytest.approx(
+        traffic_seconds(10**9, V5E)
+    )
+    assert kernel_seconds(attrs.evolve(counter, estimated_cycles=1503), V5E) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("hardware", [V5E, H100], ids=["v5e", "h100"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_an_estimate_counts_in_time_as_in_flops(hardware: sr.Hardware, count: int) -> None:
+    formula = kernel(0, SQUARE, products=(SQUARE,) * count, flops=count * SQUARE.flops, origin="formula")
+    (matmul,) = formula.matmuls
+    half = attrs.evolve(formula, matmuls=(attrs.evolve(matmul, flops=matmul.flops // 2, origin="estimate"),))
+    assert flops_part(half, hardware) == pytest.approx(flops_part(formula, hardware) / 2)
 
 
 @pytest.mark.parametrize("name", [name for name in sheets() if name != "cpu"])

@@ -143,3 +143,12 @@ def test_more_work_never_takes_less_time(batch: int, m: int, n: int, k: int, har
     for more in ((batch + 1, m, n, k), (batch, m + 1, n, k), (batch, m, n + 1, k), (batch, m, n, k + 1)):
         assert seconds(*more, hardware=hardware) >= base
     assert seconds(batch, m, n, k, hardware=hardware, precision="dot_bf16_bf16_f32_x3") >= base
+
+
+@pytest.mark.parametrize("hardware", [ROUND, MEASURED, sr.Hardware.named("cuda:h100")], ids=lambda each: each.name)
+def test_complex_products_are_four_real_ones(hardware: Hardware) -> None:
+    for dtype in ("c64", jnp.complex64, jnp.dtype("complex64")):
+        real = flops_seconds(1e12, "f32", "highest", hardware)
+        assert flops_seconds(1e12, dtype, "default", hardware) == pytest.approx(4 * real)
+        time = matmul_seconds(1, 4096, 4096, 4096, dtype, "default", hardware)
+        assert time > 3.9 * matmul_seconds(1, 4096, 4096, 4096, "f32", "highest", hardware)

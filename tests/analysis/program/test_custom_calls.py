@@ -7,7 +7,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.analysis.program.custom_calls import kernel_names
-from shardrules.analysis.program.flops import find_matmuls, total_flops, uncounted_kernels
+from shardrules.analysis.program.flops import Matmul, find_matmuls, total_flops, uncounted_kernels
 from shardrules.analysis.program.kernel_costs import KernelCall, KernelFacts
 from shardrules.analysis.program.kernels import find_kernels
 from shardrules.analysis.program.program import CompiledProgram, read_program
@@ -159,13 +159,14 @@ def test_kernels_have_names(line: str, names: tuple[str, ...]) -> None:
     assert kernel_names(read_instruction(line, {})[0]) == names
 
 
-def cudnn(mask: str, rows: int, columns: int, window: int = 0) -> int:
+def cudnn(mask: str, rows: int, columns: int, window: int = 0) -> Matmul:
     scores = {"dimensions": ["1", "2", str(rows), str(columns)]}
     config = {"mask_type": mask, "sliding_window_length": window, "intermediate_tensor_shape": scores}
     text = program(
         "a", f"bf16[1,{rows},2,64]", "(bf16[8], u8[0])", "__cudnn$fmhaSoftmax", {"cudnn_fmha_backend_config": config}
     )
-    return total_flops(find_matmuls(text)) // (2 * 2 * 2 * 64)
+    (matmul,) = find_matmuls(text)
+    return matmul
 
 
 @pytest.mark.parametrize(
@@ -181,4 +182,14 @@ def cudnn(mask: str, rows: int, columns: int, window: int = 0) -> int:
     ],
 )
 def test_masks_of_cudnn(mask: str, rows: int, columns: int, window: int, scores: int) -> None:
-    assert cudnn(mask, rows, columns, window) == scores
+    matmul = cudnn(mask, rows, columns, window)
+    assert matmul.flops // (2 * 2 * 2 * 64) == scores
+    assert matmul.is_masked == ("CAUSAL" in mask)
+
+
+@pytest.mark.parametrize("length", [200, 1000, 1500, 4000])
+def test_masks_of_cudnn_with_any_length(length: int) -> None:
+    causal, full = cudnn("CAUSAL", length, length), cudnn("NO_MASK", length, length)
+    assert (causal.is_masked, full.is_masked) == (True, False)
+    assert causal.products[0].m == length, "all queries, not those of a block"
+    assert full.flops / 2 < causal.flops <= min(1.0, 0.5 + 256 / length) * full.flops

@@ -268,6 +268,20 @@ def test_kernels_without_an_estimate_are_listed(target: str, config: str) -> Non
     assert [kernel.name for kernel in uncounted_kernels(program)] == ["c"]
 
 
+@pytest.mark.parametrize(
+    ("operand", "result", "dtype"), [(None, "bf16[8,8]", "bf16"), ("token[]", "f16[8]", "f16"), (None, "()", "f32")]
+)
+def test_kernels_that_only_write_count(operand: str | None, result: str, dtype: str) -> None:
+    parameter, name = ("", "") if operand is None else (f"  %p = {operand} parameter(0)\n", "%p")
+    config = '{"custom_call_config":{"cost_estimate":{"flops":"7"}}}'
+    text = (
+        f"HloModule m\n\nENTRY %e () -> f32[] {{\n{parameter}  ROOT %c = {result} custom-call({name}), "
+        f'custom_call_target="tpu_custom_call", backend_config={config}\n}}\n'
+    )
+    (matmul,) = find_matmuls(read_program(text))
+    assert (matmul.flops, matmul.dtype) == (7, dtype)
+
+
 @pytest.mark.parametrize("target", ["AllocateBuffer", "TopK", "lapack_spotrf_ffi"])
 def test_other_custom_calls_have_no_flops(target: str) -> None:
     program = read_program(custom(target, "{}", "f32[8,8]", "f32[8,8]"))

@@ -25,6 +25,11 @@ def test_amounts_are_numbers_or_functions_of_shapes() -> None:
     assert seen[0].shape == (8, 16)
 
 
+def test_tokens_are_no_operands() -> None:
+    operands = read_types("(token[], f32[8])")
+    assert sr.kernel_cost("k", lambda *shapes: len(shapes)).amounts(operands) == (1, None)
+
+
 def test_names_may_be_globs() -> None:
     assert sr.kernel_cost("scan_*", 1).matches(["tpu_custom_call", "scan_fwd"])
     assert not sr.kernel_cost("scan", 1).matches(["scan_fwd"])
