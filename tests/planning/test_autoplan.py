@@ -307,6 +307,20 @@ def test_assumed_hardware_is_reported() -> None:
     assert "assumed-hardware" not in codes(planned)
 
 
+def test_counting_rounds_is_free_on_tpus() -> None:
+    """They have a core for scalars; elsewhere two kernels count each round, which take their launches."""
+    v5e = sr.Hardware.named("tpu:v5e")
+    layers, x = jax.ShapeDtypeStruct((64, 128, 128), jnp.float32), jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    free, launched = (
+        sr.autoplan(
+            lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], layers, x, mesh=DATA, hardware=sheet
+        )
+        for sheet in (v5e, attrs.evolve(v5e, clock_hertz=0))
+    )
+    saved = launched.step_time.seconds - free.step_time.seconds
+    assert saved == pytest.approx(64 * 2 * v5e.launch_seconds)
+
+
 # ---- using a plan ----
 
 PROGRAM = """

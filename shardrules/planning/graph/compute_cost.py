@@ -44,7 +44,8 @@ class ComputeCosts:
         if operation.flops:
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
             seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
-        launches = int(op_index in self.fusion.kernels) + _LOOP_KERNELS * (op_index in self._loop_heads)
+        loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
+        launches = int(op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         return (seconds + launches * hardware.launch_seconds) * operation.run_count
 
     @functools.cached_property

@@ -463,6 +463,15 @@ def test_instructions_that_move_nothing_are_not_kernels() -> None:
     assert kernels_of(read_program(text)) == ()
 
 
+def test_results_of_scalar_kernels_are_scalars() -> None:
+    text = (
+        "HloModule m\n\nENTRY %e (i: s32[], x: f32[8]) -> f32[8] {\n  %i = s32[] parameter(0)\n"
+        "  %x = f32[8]{0} parameter(1)\n  %n = s32[] add(%i, %i)\n"
+        '  %c = s32[] custom-call(%x), custom_call_target="tpu_custom_call"\n  ROOT %y = f32[8]{0} add(%x, %x)\n}\n'
+    )
+    assert [kernel.is_scalar for kernel in kernels_of(read_program(text))] == [True, False, False]
+
+
 def test_kernels_have_lines_of_python() -> None:
     for kernel in kernels_of(read_program(text_of("scanned", CPU))):
         if kernel.flops:
