@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from published.attention import BATCH, attend
 from published.eager import kernel, layer_norm
-from published.fsdp import gathered, without_gathers
+from published.fsdp import gathered, with_strategy
 from published.recipe import POLICIES, Recipe
 
 Family: TypeAlias = Literal["llama", "gpt"]
@@ -200,8 +200,8 @@ class Decoder:
     def _layers(self, x: Any, weights: Any) -> Any:
         layer: Callable[..., Any] = self._layer
         policy = POLICIES[self.remat]()
-        if self.recipe.fsdp == "FULL_SHARD":
-            policy = without_gathers(policy)
+        if self.recipe.fsdp:
+            policy = with_strategy(policy, self.recipe.fsdp)
         if self.remat != "none" or self.recipe.fsdp == "FULL_SHARD":
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.recipe.scan)
         if self.recipe.scan:

@@ -16,11 +16,13 @@ _GATHERS = ("all_gather", "reshape")
 """What makes whole weights of shards, and views of them."""
 
 
-def without_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy that keeps no whole weights, so that the backward pass gathers them again."""
+def with_strategy(policy: Callable[..., Any], strategy: str) -> Callable[..., Any]:
+    """A policy that keeps whole weights for the backward pass only where the strategy does."""
 
     def keeps(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
-        return primitive.name not in _GATHERS and policy(primitive, *arguments, **parameters)
+        if strategy == "FULL_SHARD":
+            return primitive.name not in _GATHERS and policy(primitive, *arguments, **parameters)
+        return primitive.name in _GATHERS[:1] or policy(primitive, *arguments, **parameters)
 
     return keeps
 
