@@ -14,10 +14,14 @@ import attrs
 
 from shardrules.analysis.costs.attention import attention_seconds, is_attention
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
-from shardrules.analysis.costs.memory import traffic_seconds
+from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.kernels import Kernel
+
+_READS_PER_WRITE = 20
+"""A kernel that reads this many times what it writes is as fast as one that only reads, within 1 %: on GPUs reads are
+up to 10 % faster than copies. With half as many it is within 1 %, too; with twice as many fewer kernels count."""
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
@@ -60,8 +64,13 @@ def flops_part(kernel: Kernel, hardware: Hardware) -> float:
 
 
 def traffic_part(kernel: Kernel, hardware: Hardware) -> float:
-    """What the memory traffic of a kernel takes."""
-    return traffic_seconds(kernel.read_bytes + kernel.written_bytes, hardware)
+    """What the memory traffic of a kernel takes, all of its passes together."""
+    access = "read" if kernel.read_bytes >= _READS_PER_WRITE * kernel.written_bytes else "copy"
+    gathered = min(kernel.gathered_bytes, kernel.device_bytes)
+    seconds = traffic_seconds(gathered, hardware, "gather")
+    seconds += traffic_seconds(kernel.device_bytes - gathered, hardware, access)
+    # What it reads and writes in the memory of the host is on its way at the same time.
+    return max(seconds * kernel.pass_count, *(host_seconds(nbytes, hardware) for nbytes in kernel.host_bytes))
 
 
 def _matmul_seconds(matmul: Matmul, hardware: Hardware) -> float:

@@ -18,6 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from shardrules.analysis.machine.measured import ROW_BYTES
+
 Step: TypeAlias = Callable[..., Any]
 """A round: takes what the round before returned, and constants; returns the same types."""
 
@@ -32,10 +34,6 @@ second, a round is measured as well in the same noise, with half as many it is l
 _LAUNCHES = (32, 160)
 """The lengths of the two chains of tiny kernels whose difference is the time of a launch. A longer second chain takes
 longer to compile; a shorter one is lost in the noise."""
-
-_ROW_BYTES = 512
-"""The rows of arrays: 128 numbers of 4 bytes, as a TPU holds them together. Larger rows are gathered as fast as a whole
-array is read; smaller ones take a part of what a memory reads at once."""
 
 _DTYPES: dict[str, Any] = {
     "bf16": jnp.bfloat16,
@@ -93,10 +91,10 @@ def memory_seconds(access: str, nbytes: int, device: Any, rounds: int, overhead:
     sharding = SingleDeviceSharding(device)
     size = max(2, nbytes // 4)
     if access == "gather":
-        rows = max(2, nbytes // 2 // _ROW_BYTES)
+        rows = max(2, nbytes // 2 // ROW_BYTES)
         order = np.random.default_rng(0).permutation(rows).astype(np.int32)
         table, indices = (
-            jax.device_put(array, sharding) for array in (np.zeros((rows, _ROW_BYTES // 4), np.float32), order)
+            jax.device_put(array, sharding) for array in (np.zeros((rows, ROW_BYTES // 4), np.float32), order)
         )
 
         def gather(carry: Any, table: Any) -> Any:
@@ -144,7 +142,7 @@ def collective_seconds(
     """Returns what a collective over all of these devices takes. The bytes are those of `Collective.payload_bytes`."""
     count, mesh = len(devices), _line(devices)
     # In rows, as large arrays are: the compiler for TPUs scatters them, and not the elements of a vector.
-    columns = _ROW_BYTES // 4 if payload_bytes >= count * _ROW_BYTES else 1
+    columns = ROW_BYTES // 4 if payload_bytes >= count * ROW_BYTES else 1
     rows = max(1, payload_bytes // 4 // columns // count) * count
     operand, result = {"all-gather": (rows // count, rows), "reduce-scatter": (rows, rows // count)}.get(
         kind, (rows, rows)

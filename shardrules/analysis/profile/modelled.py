@@ -134,7 +134,7 @@ def _kernel_part(
     times, line = program.times(computation.name), _line(program, computation, instruction)
     seconds = 0.0
     if kernel is not None:
-        copy = host_copy(computation, instruction, kernel.read_bytes, kernel.written_bytes, line, hardware)
+        copy = host_copy(kernel, line, hardware)
         seconds = kernel_seconds(kernel, hardware) if copy is None else copy.seconds
     label = instruction.custom_call_target or instruction.op
     return ModelledPart(instruction.name, "kernel", seconds * times.count, times.count, line, label, times.conditional)

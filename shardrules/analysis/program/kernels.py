@@ -10,8 +10,16 @@ from shardrules.analysis.program.custom_calls import kernel_names
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES, Times
 from shardrules.analysis.program.program import CompiledProgram, Source
-from shardrules.analysis.program.text import Computation, Instruction
-from shardrules.analysis.program.traffic import fusion_of, is_collective, read_bytes, written_bytes
+from shardrules.analysis.program.text import HOST_MEMORY, Computation, Instruction
+from shardrules.analysis.program.traffic import (
+    fusion_of,
+    gathered_bytes,
+    is_collective,
+    pass_count,
+    read_bytes,
+    result_types,
+    written_bytes,
+)
 
 _CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
 """Operations that run another computation kernel by kernel."""
@@ -58,6 +66,25 @@ class Kernel:
 
     is_scalar: bool = False
     """Whether its results are scalars, such as the counter of a loop."""
+
+    gathered_bytes: int = 0
+    """How much of what it reads and writes is in short rows at any positions."""
+
+    pass_count: int = 1
+    """How often it reads and writes all of that: sorting takes several passes."""
+
+    host_bytes: tuple[int, int] = (0, 0)
+    """How much of what it reads and of what it writes is in the memory of the host."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What each pass reads from the memory of the device, and writes to it."""
+        return self.read_bytes + self.written_bytes - sum(self.host_bytes)
+
+    @property
+    def is_host_copy(self) -> bool:
+        """Whether it does little but fetch an array from the memory of the host, or send one there."""
+        return sum(self.host_bytes) > 0 and not self.flops and self.device_bytes <= 2 * sum(self.host_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -141,6 +168,10 @@ def _read_kernel(
     if known_bytes:  # a kernel need not read all of its operands, and may read some of them many times
         bytes_written = min(bytes_written, sum(known_bytes))
         bytes_read = sum(known_bytes) - bytes_written
+    host_results = sum(
+        result.nbytes for result in result_types(computation, instruction) if result.memory_space == HOST_MEMORY
+    )
+    from_host = min(bytes_read, read_bytes(program, computation, instruction, of_host=True))
     return Kernel(
         instruction.name,
         computation.name,
@@ -155,6 +186,9 @@ def _read_kernel(
         _estimated_cycles(instruction),
         kernel_names(instruction) if instruction.op == "custom-call" else (),
         instruction.op != "custom-call" and not any(each.shape for each in instruction.types),
+        min(bytes_read + bytes_written, gathered_bytes(program, computation, instruction)),
+        pass_count(computation, instruction),
+        (from_host, min(bytes_written, host_results)),
     )
 
 

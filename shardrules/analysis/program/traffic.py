@@ -9,19 +9,27 @@ layers reads each layer once:
       ...
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import final
 
 import attrs
 
-from shardrules.analysis.machine.measured import KINDS
+from shardrules.analysis.machine.measured import KINDS, ROW_BYTES
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import CompiledProgram
-from shardrules.analysis.program.text import ArrayType, Computation, Instruction
+from shardrules.analysis.program.text import HOST_MEMORY, ArrayType, Computation, Instruction
 
 _WITH_SCRATCH = re.compile(r"__cublas|__cudnn|cusolver")
 """Targets of custom calls whose last result is their scratch memory."""
+
+_RADIX_SORT, _DIGIT_BITS = "__cub$DeviceRadixSort", 8
+"""CUB sorts by 8 bits of the keys in each pass: https://nvidia.github.io/cccl/unstable/cub/api/device.html"""
+
+_SORTED_TILE = 2048
+"""How many elements a pass of XLA's bitonic sort has in shared memory: `IrEmitterUnnested::EmitSort`,
+https://github.com/openxla/xla/tree/main/xla/service/gpu. Steps between elements closer than that are one pass."""
 
 _TAKE_A_PART = ("slice", "dynamic-slice", "gather")
 _UPDATE_IN_PLACE = ("dynamic-update-slice", "scatter")
@@ -36,8 +44,12 @@ def is_collective(instruction: Instruction) -> bool:
     return instruction.op.removesuffix("-start") in KINDS
 
 
-def read_bytes(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
+def read_bytes(
+    program: CompiledProgram, computation: Computation, instruction: Instruction, *, of_host: bool = False
+) -> int:
     """Returns the bytes that an instruction reads: its operands, each array once, or the parts of them that it takes.
+
+    With `of_host`, only those that it reads from memory of the host.
 
     ```python
     from shardrules.analysis.program.program import read_program
@@ -55,7 +67,10 @@ def read_bytes(program: CompiledProgram, computation: Computation, instruction: 
     parameters = fusion.top.parameters if fusion else ()
     bytes_by_array: dict[str, int] = {}
     for index, name in enumerate(instruction.operands):
-        whole = _bytes(computation.by_name[name].types)
+        types = computation.by_name[name].types
+        if of_host and all(array.memory_space != HOST_MEMORY for array in types):
+            continue
+        whole = _bytes(types)
         if fusion:
             part = fusion.read_bytes(parameters[index])
         else:
@@ -80,14 +95,52 @@ def written_bytes(program: CompiledProgram, computation: Computation, instructio
         return sum(_packed_bytes(result, elements) for result in instruction.types)
     types = instruction.types
     if instruction.op.endswith("-start"):
-        # The results of a start include its operands and signals; its end has the results alone.
-        users = computation.users.get(instruction.name, ())
-        ends = [user for user in users if user.op.endswith("-done")]
-        types = ends[0].types if ends else types
+        types = result_types(computation, instruction)
     if _WITH_SCRATCH.match(instruction.custom_call_target) and len(types) > 1:
         is_bytes = types[-1].dtype in ("s8", "u8") and len(types[-1].shape) == 1
         types = types[:-1] if is_bytes else types
     return _bytes(types)
+
+
+def result_types(computation: Computation, instruction: Instruction) -> tuple[ArrayType, ...]:
+    """Returns the types of the results. Those of a start, which also has its operands and signals, are at its end."""
+    users = computation.users.get(instruction.name, ()) if instruction.op.endswith("-start") else ()
+    ends = [user for user in users if user.op.endswith("-done")]
+    return ends[0].types if ends else instruction.types
+
+
+def gathered_bytes(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
+    """Returns the bytes that an instruction reads and writes in short rows at any positions, as many of each."""
+    fusion = fusion_of(program, instruction)
+    if fusion is None:
+        return 2 * _short_rows_bytes(computation, instruction)
+    return 2 * sum(_short_rows_bytes(part, inner) for part in fusion.computations for inner in part.instructions)
+
+
+def _short_rows_bytes(computation: Computation, instruction: Instruction) -> int:
+    if instruction.op == "gather":
+        sizes, moved = instruction.dims("slice_sizes"), instruction.types[0].size
+    elif instruction.op == "scatter":
+        update = computation.by_name[instruction.operands[-1]].types[0]
+        sizes, moved = [update.shape[dim] for dim in instruction.dims("update_window_dims")], update.size
+    else:
+        return 0
+    row_bytes = _packed_bytes(instruction.types[0], math.prod(sizes))
+    return sum(_packed_bytes(result, moved) for result in instruction.types) if row_bytes <= ROW_BYTES else 0
+
+
+def pass_count(computation: Computation, instruction: Instruction) -> int:
+    """Returns how often an instruction goes over its arrays: sorting takes several passes, everything else takes one.
+
+    XLA's own sort is bitonic: each doubling of the tile that is sorted has one more pass than the one before.
+    """
+    if instruction.custom_call_target == _RADIX_SORT:
+        return -(-computation.operand_types(instruction)[0].bits // _DIGIT_BITS)
+    if instruction.op != "sort":
+        return 1
+    array, dims = computation.operand_types(instruction)[0], instruction.dims("dimensions")
+    doublings = max(0, math.ceil(math.log2(max(1, array.shape[dims[0]] if dims else 1) / _SORTED_TILE)))
+    return 1 + doublings * (doublings + 3) // 2
 
 
 def fusion_of(program: CompiledProgram, instruction: Instruction) -> "Fusion | None":

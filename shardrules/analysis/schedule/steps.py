@@ -227,7 +227,7 @@ class StepReader:
 
     def _run(self, computation: Computation, instruction: Instruction, kernel: Kernel) -> Step:
         line = self._line_of(kernel.stack) or self._line_near(computation, instruction)
-        copy = host_copy(computation, instruction, kernel.read_bytes, kernel.written_bytes, line, self.hardware)
+        copy = host_copy(kernel, line, self.hardware)
         if copy is not None:
             return StartStep(kernel.name, copy, blocks=not instruction.op.endswith("-start"))
         seconds = kernel_seconds(kernel, self.hardware)

@@ -8,7 +8,9 @@ from shardrules.analysis.costs.collective import compiled_cost
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.kernels import Kernel
 from shardrules.analysis.program.text import HOST_MEMORY, ArrayType, Computation, Instruction
+from shardrules.analysis.program.traffic import result_types
 
 COMPUTE = "compute"
 """The resource that runs kernels, one after the other."""
@@ -80,37 +82,20 @@ def copy_task(computation: Computation, start: Instruction, line: str, hardware:
     """
     moved = start.operands[1 if start.op == "dynamic-update-slice-start" else 0]
     source = computation.by_name[moved].types[:1]
-    results = _result_types(computation, start)[:1]
+    results = result_types(computation, start)[:1]
     size = sum(result.nbytes for result in results)
     if start.op == "dynamic-update-slice-start":
         size = sum(array.nbytes for array in source)
     return BackgroundTask(start.name, line, "copy", *_copy_cost(source, results, size, hardware))
 
 
-def host_copy(
-    computation: Computation,
-    instruction: Instruction,
-    read_bytes: int,
-    written_bytes: int,
-    line: str,
-    hardware: Hardware,
-) -> BackgroundTask | None:
-    """Returns the copy that a kernel is which reads or writes memory of the host; `None` for any other kernel."""
-    operands = computation.operand_types(instruction)
-    if any(result.memory_space == HOST_MEMORY for result in _result_types(computation, instruction)):
-        seconds, resource = host_seconds(written_bytes, hardware), TO_HOST
-    elif any(operand.memory_space == HOST_MEMORY for operand in operands):
-        seconds, resource = host_seconds(read_bytes, hardware), FROM_HOST
-    else:
+def host_copy(kernel: Kernel, line: str, hardware: Hardware) -> BackgroundTask | None:
+    """Returns the copy that a kernel is which only moves an array from or to the host; `None` for any other kernel."""
+    if not kernel.is_host_copy:
         return None
-    return BackgroundTask(instruction.name, line, "copy", (resource,), seconds)
-
-
-def _result_types(computation: Computation, instruction: Instruction) -> tuple[ArrayType, ...]:
-    """The types of the results; those of a start, which also has its operands, are at its end."""
-    users = computation.users.get(instruction.name, ()) if instruction.op.endswith("-start") else ()
-    ends = [user for user in users if user.op.endswith("-done")]
-    return ends[0].types if ends else instruction.types
+    fetched, sent = kernel.host_bytes
+    resource = TO_HOST if sent >= fetched else FROM_HOST
+    return BackgroundTask(kernel.name, line, "copy", (resource,), host_seconds(max(fetched, sent), hardware))
 
 
 def _copy_cost(

@@ -75,7 +75,7 @@ def test_shapes_give_the_time_of_a_matmul(name: str) -> None:
     assert kernel_seconds(kernel(0, SQUARE), hardware) == pytest.approx(expected)
     # A product of a vector reads a matrix for each of its rows, and takes as long as that.
     thin = kernel(2 * 4096**2, Product(1, 1, 4096, 4096))
-    assert kernel_seconds(thin, hardware) >= hardware.launch_seconds + traffic_seconds(2 * 4096**2, hardware)
+    assert kernel_seconds(thin, hardware) >= hardware.launch_seconds + traffic_seconds(2 * 4096**2, hardware, "read")
 
 
 def test_the_users_cost_comes_first() -> None:
@@ -83,6 +83,53 @@ def test_the_users_cost_comes_first() -> None:
     assert kernel_seconds(users, V5E) != pytest.approx(1e-3)
     twice = attrs.evolve(users, matmuls=tuple(attrs.evolve(each, flops=2 * each.flops) for each in users.matmuls))
     assert kernel_seconds(twice, H100) > 1.9 * kernel_seconds(users, H100)
+
+
+def run_alone(lines: str, hardware: sr.Hardware) -> tuple[Kernel, float]:
+    """The kernel at the end of a program, and what it takes without its launch."""
+    program = read_program(f"HloModule m\n\nENTRY %e () -> f32[] {{\n{lines}\n}}\n")
+    kernel = find_kernels(program, find_matmuls(program))[-1]
+    return kernel, kernel_seconds(kernel, hardware) - hardware.launch_seconds
+
+
+ROWS = "  %t = f32[100000,{width}] parameter(0)\n  %i = s32[4096,1] parameter(1)\n"
+
+
+@pytest.mark.parametrize(("width", "access"), [(16, "gather"), (128, "gather"), (4096, "copy")])
+def test_short_rows_at_any_positions_take_longer(width: int, access: str) -> None:
+    lines, size = ROWS.format(width=width), 4096 * width * 4
+    gather = f"  ROOT %g = f32[4096,{width}] gather(%t, %i), offset_dims={{1}}, slice_sizes={{1,{width}}}"
+    kernel, seconds = run_alone(lines + gather, H100)
+    in_order = kernel.device_bytes - kernel.gathered_bytes
+    assert in_order == (4096 * 4 if access == "gather" else 2 * size + 4096 * 4)
+    expected = traffic_seconds(kernel.gathered_bytes, H100, "gather") + traffic_seconds(in_order, H100)
+    assert seconds == pytest.approx(expected)
+    update = f"  %u = f32[4096,{width}] parameter(2)\n  ROOT %g = f32[100000,{width}] scatter(%t, %i, %u), "
+    scatter, _ = run_alone(lines + update + "update_window_dims={1}, to_apply=%add", H100)
+    assert scatter.gathered_bytes == (2 * size if access == "gather" else 0)
+
+
+def test_what_only_reads_is_faster_than_a_copy() -> None:
+    expected = H100.launch_seconds + traffic_seconds(10**9, H100, "read")
+    assert kernel_seconds(kernel(10**9), H100) == pytest.approx(expected)
+    assert kernel_seconds(attrs.evolve(kernel(10**9), written_bytes=10**9), H100) == pytest.approx(
+        H100.launch_seconds + traffic_seconds(2 * 10**9, H100)
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "passes"),
+    [
+        ("sort(%x), dimensions={1}, to_apply=%less", 1),
+        ("sort(%x), dimensions={0}, to_apply=%less", 1 + (2 + 3 + 4 + 5 + 6)),
+        ('custom-call(%x), custom_call_target="__cub$DeviceRadixSort"', 4),
+        ("negate(%x)", 1),
+    ],
+)
+def test_sorting_takes_several_passes(line: str, passes: int) -> None:
+    kernel, seconds = run_alone(f"  %x = f32[65536,8] parameter(0)\n  ROOT %s = f32[65536,8] {line}", H100)
+    assert (kernel.read_bytes, kernel.written_bytes) == (65536 * 32, 65536 * 32)
+    assert seconds == pytest.approx(passes * traffic_seconds(2 * 65536 * 32, H100))
 
 
 def test_every_tpu_has_the_clock_of_its_peak() -> None:

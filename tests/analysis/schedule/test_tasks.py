@@ -127,6 +127,21 @@ def test_kernels_of_another_stream_that_reach_the_host_are_copies(source: str, t
     assert (schedule.time.seconds, schedule.time.copy_seconds) == close((20, 5))
 
 
+def test_kernels_that_read_a_number_of_the_host_stay_kernels() -> None:
+    entry = "  %x = f32[10]{0} constant({...})\n  %c = f32[]{:S(5)} constant(2)\n"
+    fused = "%f (p: f32[10], q: f32[]) -> f32[10] {\n  %p = f32[10]{0} parameter(0)\n  %q = f32[]{:S(5)} parameter(1)\n"
+    fused += "  %b = f32[10]{0} broadcast(%q), dimensions={}\n  ROOT %r = f32[10]{0} multiply(%p, %b)\n}\n\n"
+    schedule = play(entry + "  %k = f32[10]{0} fusion(%x, %c), kind=kLoop, calls=%f\n", fused, hardware=PCIE)
+    assert schedule.time.compute_seconds == schedule.time.seconds == close(20)
+    # Where most of it is on the host, the link decides.
+    schedule = play(
+        "  %x = f32[10]{0} constant({...})\n  %y = f32[40]{0:S(5)} constant({...})\n"
+        '  %k = f32[10]{0} custom-call(%x, %y), custom_call_target="mine"\n',
+        hardware=PCIE,
+    )
+    assert dict(schedule.resources) == close({"from host": 80})
+
+
 @pytest.mark.parametrize(
     ("start", "end", "size"),
     [
