@@ -21,10 +21,11 @@ from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.costs.kernels import kernel_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective, channel
+from shardrules.analysis.program.custom_calls import is_black_box
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import LOOP_ROLES, Value
 from shardrules.analysis.program.kernel_costs import KernelFacts
-from shardrules.analysis.program.kernels import NO_WORK, Kernel, find_kernels
+from shardrules.analysis.program.kernels import Kernel, find_kernels
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Instruction
 from shardrules.analysis.program.uses import Use, is_elementwise, is_move, uses
@@ -47,19 +48,10 @@ _EXPLICIT_MOVES = (
 )
 """JAX operations that move data because a person wrote them."""
 
-_OF_COMPILERS = ("__cublas", "__cudnn", "__onednn", "cublas", "TopK", "SliceToDynamic", "PadToStatic", "__gpu$TopK")
-"""How targets begin that compilers put in for operations of their own, after these were split."""
-
 
 def is_explicit(collective: Collective) -> bool:
     """Whether a person wrote it. The compiler may name a combined collective after any part of its `shard_map`."""
     return collective.op_name.rsplit("/", 1)[-1] in _EXPLICIT_MOVES or "shard_map" in collective.op_name
-
-
-def is_black_box(instruction: Instruction) -> bool:
-    """Whether it is a kernel that XLA does not know, and cannot split: one of Pallas, or of another library."""
-    target = instruction.custom_call_target
-    return bool(target) and not NO_WORK.match(target) and not target.startswith(_OF_COMPILERS)
 
 
 @final

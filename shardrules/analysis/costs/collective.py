@@ -136,9 +136,10 @@ def collective_cost(kind: str, wire_bytes: float, group: Group, hardware: Hardwa
         link_seconds = link_bytes / (hardware.link_bytes_per_second * _link_fraction(kind, hardware))
     network_seconds = network_bytes / (hardware.network_bytes_per_second * hardware.network_fraction)
     cost = _with_latency(kind, link_seconds, network_seconds, group, hardware)
-    # What a group inside a host waits, one over several hosts waits too.
-    least = _measured(tables, 0, group.size, hardware).latency_seconds if tables else 0.0
-    return attrs.evolve(cost, latency_seconds=max(cost.latency_seconds, least))
+    # What a group inside a host takes, one over several hosts takes too: the rest is waiting.
+    least = _measured(tables, wire_bytes, group.size, hardware) if tables else CollectiveCost()
+    waiting = max(cost.latency_seconds, least.latency_seconds, least.seconds - cost.seconds + cost.latency_seconds)
+    return attrs.evolve(cost, latency_seconds=waiting)
 
 
 def _with_latency(

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from shardrules.analysis.machine.flags import Flags, flag_sets, flags_text, read_flags
+from shardrules.analysis.machine.flags import Flags, flags_text, read_flags
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import MissingCompilerError, ShardRulesError, TargetError, UnavailableTargetError, suggest
@@ -297,9 +297,8 @@ def closed_dims(chip: str, sizes: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _split_flags(text: str) -> tuple[str, str]:
-    """A target and its flags, which begin with two dashes or with the name of a set."""
-    names = "|".join(map(re.escape, flag_sets()))
-    match = re.search(rf"\s(?=--|(?:{names})(?:\s|$))", text)
+    """A target and its flags, which begin with a dash or with the name of a set, which has a colon."""
+    match = re.search(r"(?<=[^\s:])\s+(?=-|[^\s:]+:)", text)
     return (text, "") if match is None else (text[: match.start()], text[match.end() :])
 
 

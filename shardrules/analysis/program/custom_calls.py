@@ -21,6 +21,18 @@ Origin: TypeAlias = Literal["library", "estimate", "formula", "user"]
 _KERNEL = re.compile(r"tpu_custom_call|triton|mosaic|pallas|__(cublas|cudnn|onednn|gpu)\$", re.IGNORECASE)
 """Targets of custom calls that may be matmuls."""
 
+NO_WORK = re.compile(
+    r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|PrepareAsyncCall(Start|Done)|Sharding|SPMD|Assume|MoveTo"
+    r"|PinTo|annotate_"
+)
+"""Targets of custom calls that pass information to the compiler and move nothing."""
+
+_OF_COMPILERS = (
+    *("__cublas", "__cudnn", "__onednn", "__cub$", "cublas", "__gpu$TopK", "TopK", "ApproxTopK", "PartialReduce"),
+    *("SliceToDynamic", "PadToStatic", "GatherScatterIndicesBitpacked", "X64"),
+)
+"""How targets begin that compilers put in for operations of their own, after these were split."""
+
 _SUFFIX = re.compile(r"(\.(\d+|clone|remat\d*))+$")
 """What XLA appends to a name to make it unique."""
 
@@ -50,6 +62,12 @@ class CallCost:
 def may_be_matmul(instruction: Instruction) -> bool:
     """Whether a custom call may be a matmul: a library for them, or a kernel that a user wrote."""
     return _KERNEL.match(instruction.custom_call_target) is not None
+
+
+def is_black_box(instruction: Instruction) -> bool:
+    """Whether it is a kernel that XLA does not know, and cannot split: one of Pallas, or of another library."""
+    target = instruction.custom_call_target
+    return bool(target) and not NO_WORK.match(target) and not target.startswith(_OF_COMPILERS)
 
 
 def kernel_names(instruction: Instruction) -> tuple[str, ...]:
@@ -321,6 +339,8 @@ _FORMULAS: Mapping[str, _Formula] = {
     r"(ragged_)?paged_(flash_)?attention\w*": _paged,
     r"t?gmm\w*|(transposed_)?ragged_dot\w*": _grouped,
     r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*|ragged-dot-metadata": _elementwise,
+    # Random numbers on GPUs.
+    r"(cu|hip)_threefry2x32\w*": _elementwise,
 }
 """Formulas for the kernels of `jax.experimental.pallas.ops`, by patterns of their names.
 

@@ -12,7 +12,14 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.program.custom_calls import CallCost, Origin, call_cost, find_config, may_be_matmul
+from shardrules.analysis.program.custom_calls import (
+    CallCost,
+    Origin,
+    call_cost,
+    find_config,
+    is_black_box,
+    may_be_matmul,
+)
 from shardrules.analysis.program.flow import Times
 from shardrules.analysis.program.kernel_costs import KernelFacts
 from shardrules.analysis.program.products import Convolution, Product, dot_product
@@ -100,12 +107,16 @@ def find_matmuls(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tu
 
 
 def uncounted_kernels(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tuple[Instruction, ...]:
-    """Finds the custom calls that may be matmuls but do not say how many FLOPs they have, such as Pallas kernels."""
+    """Finds the custom calls whose FLOPs nothing says: Pallas kernels, and calls of libraries such as cuSOLVER.
+
+    A callback is not among them: its FLOPs are not those of the device.
+    """
     return tuple(
         instruction
         for computation, instruction, cost in _candidates(program, facts)
         if cost is None
-        and may_be_matmul(instruction)
+        and (may_be_matmul(instruction) or is_black_box(instruction))
+        and "callback" not in instruction.custom_call_target
         and any(len(operand.shape) > 1 for operand in computation.operand_types(instruction))
     )
 

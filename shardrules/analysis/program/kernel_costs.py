@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from shardrules.analysis.program.text import ArrayType
 from shardrules.core.errors import ConfigTypeError
 
-Amount: TypeAlias = int | Callable[..., int]
-"""FLOPs or bytes of a kernel: a number, or a function of its operands' shapes."""
+Amount: TypeAlias = float | Callable[..., int]
+"""FLOPs or bytes of a kernel: a whole number, or a function of its operands' shapes."""
 
 _DTYPES = {"bf16": "bfloat16", "pred": "bool", "c64": "complex64", "c128": "complex128"}
 """XLA's names of dtypes that differ from NumPy's in more than the kind."""
@@ -20,12 +20,17 @@ _DTYPES = {"bf16": "bfloat16", "pred": "bool", "c64": "complex64", "c128": "comp
 _KINDS = {"f": "float", "s": "int", "u": "uint"}
 
 
+def _as_amount(value: Any) -> Any:
+    """Converts a float that is a whole number: `1e12`."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _is_amount(instance: Any, attribute: Any, value: Any) -> None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not is_count and not callable(value) and not (value is None and attribute.name == "bytes"):
         raise ConfigTypeError(
-            f"kernel_cost: {attribute.name} must be a number of at least 0, or a function of the operands' shapes; got "
-            f"{value!r:.60}"
+            f"kernel_cost: {attribute.name} must be a whole number of at least 0, or a function of the operands' "
+            f"shapes; got {value!r:.60}"
         )
 
 
@@ -46,8 +51,8 @@ class KernelCost:
     """
 
     name: str = attrs.field(validator=_is_name)
-    flops: Amount = attrs.field(validator=_is_amount)
-    bytes: Amount | None = attrs.field(default=None, validator=_is_amount)
+    flops: Amount = attrs.field(converter=_as_amount, validator=_is_amount)
+    bytes: Amount | None = attrs.field(default=None, converter=_as_amount, validator=_is_amount)
 
     def matches(self, names: Iterable[str]) -> bool:
         """Whether it is for a kernel of any of these names."""

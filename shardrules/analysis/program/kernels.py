@@ -1,12 +1,11 @@
 """The kernels of a compiled program: what each reads from memory and writes to it, and the FLOPs inside it."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import final
 
 import attrs
 
-from shardrules.analysis.program.custom_calls import kernel_names
+from shardrules.analysis.program.custom_calls import NO_WORK, kernel_names
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES, Times
 from shardrules.analysis.program.program import CompiledProgram, Source
@@ -32,11 +31,6 @@ _NO_KERNELS = (
     # Copies between the memories of a device, or to its host: the kernels that use the array count its bytes.
     *("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"),
 )
-NO_WORK = re.compile(
-    r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|PrepareAsyncCall(Start|Done)|Sharding|SPMD|Assume|MoveTo"
-    r"|PinTo|annotate_"
-)
-"""Targets of custom calls that pass information to the compiler and move nothing."""
 
 
 @final

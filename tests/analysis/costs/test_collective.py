@@ -303,6 +303,19 @@ def test_exchanges_pass_through_the_chips_between(size: int, factor: float) -> N
     assert collective_cost("ragged-all-to-all", 600, Group(size, torus_dims=1), TORUS) == cost
 
 
+@pytest.mark.parametrize("name", ["cuda:h100", "cuda:b200", "cuda:a100"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_hosts_are_never_faster_than_one(name: str, kind: str) -> None:
+    hardware = sr.Hardware.named(name)
+    for power in range(10, 32):
+        payload, rounds = 2**power, 2 if kind == "all-reduce" else 1
+        inside, across = (
+            collective_cost(kind, rounds * payload * (size - 1) / size, Group(size, hosts), hardware).seconds
+            for size, hosts in ((8, 1), (16, 2))
+        )
+        assert across >= inside
+
+
 def test_a_permute_has_one_link() -> None:
     cost = collective_cost("collective-permute", 600, Group(8, torus_dims=1), TORUS)
     assert (cost.link_seconds, cost.latency_seconds) == pytest.approx((60, 0.1))

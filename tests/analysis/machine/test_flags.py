@@ -96,3 +96,21 @@ def test_targets_with_other_flags_have_the_same_devices() -> None:
     plain, tuned = sr.Target("cpu"), sr.Target("cpu", flags="--xla_cpu_enable_fast_math=true")
     assert plain != tuned
     assert plain.devices() == tuned.devices()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("tpu:v5p:2x2x2 maxtext:v5q", "unknown set of flags 'maxtext:v5q'"),
+        ("tpu:v5p:2x2x2 --xla_a=1 maxtext:v5q", "unknown set of flags 'maxtext:v5q'"),
+        ("cpu:8 -- --xla_a", "expected a flag such as"),
+    ],
+)
+def test_wrong_flags_of_a_target_are_named(target: str, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        sr.Target.parse(target)
+
+
+def test_flags_of_a_target_may_have_one_dash() -> None:
+    assert sr.Target.parse("cpu:8 -xla_foo=1") == sr.Target.parse("cpu:8 --xla_foo=1")
+    assert sr.Target.parse("tpu: v5p: 2x2x2").flags == ()

@@ -30,6 +30,12 @@ def test_tokens_are_no_operands() -> None:
     assert sr.kernel_cost("k", lambda *shapes: len(shapes)).amounts(operands) == (1, None)
 
 
+def test_whole_floats_are_amounts() -> None:
+    amounts = sr.kernel_cost("k", flops=1e12, bytes=2e9).amounts(())
+    assert amounts == (10**12, 2 * 10**9)
+    assert all(isinstance(amount, int) for amount in amounts)
+
+
 def test_names_may_be_globs() -> None:
     assert sr.kernel_cost("scan_*", 1).matches(["tpu_custom_call", "scan_fwd"])
     assert not sr.kernel_cost("scan", 1).matches(["scan_fwd"])
@@ -47,11 +53,12 @@ def test_the_first_cost_that_matches_counts() -> None:
     [
         ((7, 1), "name must be the name of a kernel or a glob, got 7"),
         (("", 1), "name must be the name"),
-        (("k", "1"), "flops must be a number of at least 0, or a function .* got '1'"),
+        (("k", "1"), "flops must be a whole number of at least 0, or a function .* got '1'"),
         (("k", -1), "flops must be"),
         (("k", True), "flops must be"),
         (("k", None), "flops must be"),
-        (("k", 1, 2.5), "bytes must be a number"),
+        (("k", float("inf")), "flops must be"),
+        (("k", 1, 2.5), "bytes must be a whole number"),
     ],
 )
 def test_other_costs_are_refused(args: tuple[Any, ...], message: str) -> None:

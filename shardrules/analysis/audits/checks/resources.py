@@ -7,7 +7,7 @@ from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.audits.memory import MEMORY_REMEDIES
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.analysis.program.custom_calls import names_of
+from shardrules.analysis.program.custom_calls import may_be_matmul, names_of
 from shardrules.analysis.program.flops import uncounted_kernels
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
@@ -64,12 +64,15 @@ def check_uncounted(facts: AuditFacts) -> Iterator[Finding]:
         if call.op == "custom-call"
     }
     for kernel in uncounted_kernels(facts.program, facts.kernel_facts):
-        name = names[kernel.name][0]
+        # The call of a library has no name of its own but its target.
+        is_written = may_be_matmul(kernel)
+        name = names[kernel.name][0] if is_written else kernel.custom_call_target
         yield Finding(
             "note",
             "uncounted-kernel",
             f"the FLOPs of kernel {name!r} ({kernel.custom_call_target}) are unknown and count as 0",
-            remedy=f"Give pallas_call a cost_estimate, or pass kernel_costs=[kernel_cost({name!r}, flops=...)]",
+            remedy=f"{'Give pallas_call a cost_estimate, or pass' if is_written else 'Pass'} "
+            f"kernel_costs=[kernel_cost({name!r}, flops=...)]",
             source=user_line(facts.program.stack(kernel)),
         )
     for cost in facts.kernel_facts.unused(names.values()):
