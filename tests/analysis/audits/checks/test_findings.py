@@ -32,9 +32,10 @@ from tests.analysis.audited import (
     language,
     line_of,
 )
-from tests.analysis.programs import CLOSED_FORMS, CPU, CUDA, TARGETS, TPU, mesh_on
+from tests.analysis.programs import CLOSED_FORMS, CPU, CUDA, TPU, mesh_on
 
-targets = pytest.mark.parametrize("target", TARGETS)
+targets = pytest.mark.parametrize("target", [CPU, TPU])
+"""GPUs write most programs as CPUs do, and are slower to compile for."""
 W, X = f32(64, 1536), f32(48, 64)
 """No part of the weight is as large as a part of a product of both."""
 OWN = sr.create_mesh(audited.AXES)
@@ -51,7 +52,7 @@ def only(report: AuditReport, code: str) -> sr.Finding:
 
 @pytest.mark.parametrize(
     ("plan", "target"),
-    [*((plan, target) for plan in PLANS for target in (CPU, TPU)), ("fully sharded", CUDA), ("both", CUDA)],
+    [*((plan, CPU) for plan in PLANS), ("fully sharded", TPU), ("both", CUDA)],
 )
 def test_programs_with_constraints_have_no_problems(plan: str, target: str) -> None:
     report = language(target, plan)

@@ -16,7 +16,7 @@ from docs.examples import train_gpt
 from shardrules.analysis.audits.report import AuditReport
 from tests.analysis.audited import PLANS, audit, closed, f32, language
 from tests.analysis.audits.checks.healthy import PUBLISHED
-from tests.analysis.programs import CPU
+from tests.analysis.programs import CPU, TPU
 from tests.zoo import TREES, as_shapes
 
 
@@ -63,7 +63,10 @@ OTHERS: Mapping[str, Callable[[], AuditReport]] = MappingProxyType(
         "columns and rows": lambda: closed("column then row", CPU, True),
         "layer norm": lambda: data_parallel("layer_norm", lambda model, row: model(row), 64, 16),
         "example GPT": gpt,
-        **{f"language model, {plan}": (lambda plan=plan: language(CPU, plan)) for plan in PLANS},
+        **{
+            f"language model, {plan}": (lambda plan=plan: language(TPU if plan == "both" else CPU, plan))
+            for plan in PLANS
+        },
     }
 )
 
