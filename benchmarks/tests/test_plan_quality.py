@@ -37,10 +37,12 @@ def test_unknown_models_are_errors() -> None:
 def test_limits_apply_to_plans_within_the_device() -> None:
     names = runpy.run_path(str(BENCHMARKS / "plan_quality.py"))
     row = names["Row"]("autoplan", 1, 100, 10, 1.0, 1.0, 1.0, 0.0)
-    within = names["Result"]("llama", "data:8", "device", 20, row, "FSDP", 1.0, 100, 10, 1.0)
+    within = names["Result"]("llama", "data:8", "device", 20, row, "FSDP", 1.0, 100, 10, 1.0, "", 1.0, 1.0)
     failed = names["Result"]("llama", "data:8", "tight", 5, None, "FSDP", 1.0, error="does not fit")
     totals = names["summary"]([within, failed])
     assert (totals["share"], totals["worst"], totals["tight_fits"]) == (1.0, 1.0, 0.0)
     assert names["missed"](totals) == []
     late = names["summary"]([names["attrs"].evolve(within, best_ms=0.5), failed])
     assert [line.split()[0] for line in names["missed"](late)] == ["share", "worst"]
+    far = names["summary"]([names["attrs"].evolve(within, modelled_seconds=0.8), failed])
+    assert [line.split()[0] for line in names["missed"](far)] == ["time_within_10"]
