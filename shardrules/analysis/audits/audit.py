@@ -12,6 +12,7 @@ from shardrules.analysis.audits.report import AuditedArray, AuditReport
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
 from shardrules.analysis.compiling.request import CompileRequest
+from shardrules.analysis.costs.kernels import kernel_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
@@ -81,6 +82,11 @@ def audit(
         findings=run_checks(facts),
         compile_seconds=result.seconds,
         hlo_text=result.compiled.text,
+        kernel_seconds=tuple(
+            (kernel.name, kernel_seconds(kernel, sheet))
+            for kernel in facts.kernels
+            if kernel.names or any(matmul.origin != "library" for matmul in kernel.matmuls)
+        ),
         timeline=attrs.evolve(schedule.timeline, name=f"{name_of(request.fn)} on {target}"),
     )
 

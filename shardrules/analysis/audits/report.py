@@ -100,6 +100,8 @@ class AuditReport:
     """Tracing and lowering included."""
     hlo_text: str = attrs.field(default="", repr=False, eq=False)
     """The compiled program."""
+    kernel_seconds: tuple[tuple[str, float], ...] = attrs.field(default=(), repr=False)
+    """What each run is modelled to take of kernels that the compiled program may not say it of, by instruction."""
     timeline: Timeline = attrs.field(default=Timeline(""), repr=False, eq=False)
     """What runs when; empty in a report that was read from JSON without it."""
 
@@ -243,7 +245,8 @@ class AuditReport:
                 f"the report of {self.name} has no program to compare with, as one that was read back: save it with "
                 "report.to_json(hlo=True), or audit again"
             )
-        program = model_program(read_program(self.hlo_text), self.collectives, self.hardware)
+        seconds = dict(self.kernel_seconds)
+        program = model_program(read_program(self.hlo_text), self.collectives, self.hardware, seconds)
         where = f"{self.name} on {self.target} ({self.hardware.name}), mesh {self.mesh}"
         return compare_trace(read_trace(trace), program, where, self.step_time(), module)
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, TypeAlias, final
 
 import attrs
@@ -92,8 +93,16 @@ def _type_end(text: str) -> int:
     return len(text)
 
 
-def model_program(program: CompiledProgram, collectives: Sequence[Collective], hardware: Hardware) -> ModelledProgram:
-    """Models every instruction of a program that a trace may have an event of."""
+def model_program(
+    program: CompiledProgram,
+    collectives: Sequence[Collective],
+    hardware: Hardware,
+    known_seconds: Mapping[str, float] = MappingProxyType({}),
+) -> ModelledProgram:
+    """Models every instruction of a program that a trace may have an event of.
+
+    `known_seconds`: what a run takes of kernels that the program may not say it of, by their instructions.
+    """
     parts: dict[str, ModelledPart] = {}
     kernels = {kernel.name: kernel for kernel in find_kernels(program, find_matmuls(program))}
     distant_ends = _distant_ends(program)
@@ -116,7 +125,8 @@ def model_program(program: CompiledProgram, collectives: Sequence[Collective], h
                 control.append((computation, instruction))
             else:
                 kernel = kernels.get(instruction.name)
-                parts[instruction.name] = _kernel_part(program, computation, instruction, kernel, hardware)
+                seconds = known_seconds.get(instruction.name)
+                parts[instruction.name] = _kernel_part(program, computation, instruction, kernel, hardware, seconds)
     for computation, instruction in control:
         parts[instruction.name] = _control_part(program, computation, instruction, parts)
     types = {instruction.name: instruction.types for _, instruction in program.walk()}
@@ -129,13 +139,17 @@ def _kernel_part(
     instruction: Instruction,
     kernel: Kernel | None,
     hardware: Hardware,
+    known_seconds: float | None,
 ) -> ModelledPart:
     """A kernel, or an instruction that takes no time."""
     times, line = program.times(computation.name), _line(program, computation, instruction)
     seconds = 0.0
     if kernel is not None:
         copy = host_copy(kernel, line, hardware)
-        seconds = kernel_seconds(kernel, hardware) if copy is None else copy.seconds
+        if copy is not None:
+            seconds = copy.seconds
+        else:
+            seconds = kernel_seconds(kernel, hardware) if known_seconds is None else known_seconds
     label = instruction.custom_call_target or instruction.op
     return ModelledPart(instruction.name, "kernel", seconds * times.count, times.count, line, label, times.conditional)
 

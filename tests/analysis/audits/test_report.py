@@ -201,7 +201,7 @@ def edited(*path: Any, value: Any = None, lacks: bool = False) -> str:
     return json.dumps(data)
 
 
-OPTIONAL = ("flags", "totals", "compile_seconds", "hlo_text", "timeline")
+OPTIONAL = ("flags", "totals", "compile_seconds", "hlo_text", "kernel_seconds", "timeline")
 """What a report may lack. Totals are for other programs: here they are added up again."""
 
 

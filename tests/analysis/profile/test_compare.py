@@ -207,6 +207,20 @@ def test_a_trace_recorded_here_is_matched_by_name(tmp_path: Path) -> None:
     assert all(0 < device.step_seconds <= device.period_seconds * 1.5 for device in comparison.devices)
 
 
+def test_kernels_take_what_the_report_says_of_them() -> None:
+    audited = sr.ShardingAnalyzer(sr.mesh_shape("data:1")).audit(
+        lambda x: jax.lax.top_k(x, 2),
+        jax.ShapeDtypeStruct((64,), "float32"),
+        kernel_costs=[sr.kernel_cost("TopK", flops=10**12)],
+    )
+    assert max(seconds for _, seconds in audited.kernel_seconds) == pytest.approx(audited.step_time(), rel=0.01)
+    assert audited.step_time() >= 10**12 / audited.hardware.flops_per_second("f32")
+    report = attrs.evolve(REPORT, collectives=(), hlo_text=PROGRAM, kernel_seconds=(("dot.1", 2.0),))
+    saved = sr.reports.AuditReport.from_json(report.to_json(hlo=True))
+    comparison = saved.compare(ProfileData.from_serialized_xspace(gpu_trace()))
+    assert {time.name: time.modelled_seconds for time in comparison.kernels}["dot.1"] == 2
+
+
 def test_a_report_without_its_program_says_how_to_save_it() -> None:
     report = attrs.evolve(REPORT, collectives=(), hlo_text=PROGRAM)
     trace = ProfileData.from_serialized_xspace(gpu_trace())

@@ -75,6 +75,13 @@ def test_parts_have_their_lines_and_counts() -> None:
     assert {"less", "dot.2"} <= set(parts["while.1"].inside)
 
 
+def test_what_is_known_of_a_kernel_counts_in_each_of_its_runs() -> None:
+    program = read_program(PROGRAM)
+    parts = model_program(program, (), V5E, {"dot.2": 2.0}).parts
+    assert (parts["dot.2"].seconds, parts["dot.2"].count) == (6.0, 3)
+    assert parts["dot.1"].seconds == model_program(program, (), V5E).parts["dot.1"].seconds < 1
+
+
 def test_both_ends_of_a_collective_are_one_part() -> None:
     program = read_program(PROGRAM)
     collectives = find_collectives(program)
