@@ -311,12 +311,13 @@ def _overwritten(problem: Problem) -> dict[int, int]:
 def _updated(problem: Problem, overwritten: Mapping[int, int]) -> dict[int, int]:
     """Returns by array in whose memory updates in place write it: of an argument, or of what goes round a loop."""
     program, sources = problem.program, problem.fusion.sources
-    ends = list(overwritten.items())
-    for operation in program.operations:
-        if operation.role == "join" and operation.name != "cond" and operation.operands[1] is not None:
-            ends.append((operation.operands[1], operation.results[0]))
+    rounds = {
+        end: operation.results[0]
+        for operation in program.operations
+        if operation.role == "join" and operation.name != "cond" and (end := operation.operands[1]) is not None
+    }
     updated: dict[int, int] = {}
-    for end, memory in ends:
+    for end, memory in (*overwritten.items(), *rounds.items()):
         array, updates = sources.get(end, end), list[int]()
         while array != memory and array in program.producers:
             operation = program.operations[program.producers[array]]

@@ -96,7 +96,7 @@ def decode_scattered(cache: Any, x: Any) -> Any:
 
 
 def decode_often(cache: Any, x: Any) -> Any:
-    return jax.lax.fori_loop(0, 8, lambda _, carry: decode(*carry)[:1] + (carry[1],), (cache, x))
+    return jax.lax.fori_loop(0, 8, lambda _, carry: (*decode(*carry)[:1], carry[1]), (cache, x))
 
 
 @pytest.mark.parametrize("fn", [decode, decode_scattered, decode_often])
