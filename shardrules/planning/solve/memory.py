@@ -2,7 +2,7 @@
 
 Arrays that are computed together with what takes them are never written, so they take no room; what they are computed
 from has to stay until then. Arrays that enter a loop stay until its end. Arguments stay throughout; results that are
-fed back as arguments are written over them.
+fed back as arguments are written over them, and so are updates in place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

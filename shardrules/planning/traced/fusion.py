@@ -1,9 +1,14 @@
-"""What compilers fuse: which arrays are in memory, and which kernels read and write them.
+"""Which operations a compiler fuses into one kernel, and so which arrays it writes to memory.
 
-A kernel is a matmul, a sort or the like, a reduction, or a chain of elementwise operations up to where something else
-than such an operation takes its result. What is inside of a chain is never written: each kernel that takes it computes
-it again, however far apart they are. This is a model: XLA decides by heuristics of its own, which differ between
-backends.
+There are three kinds of kernels:
+
+- one operation that reads elements in another order, such as a matmul or a sort;
+- a reduction, with the elementwise operations that compute what it reduces;
+- a chain of elementwise operations. It ends where an operation of another kind uses its result, or the function
+  returns it.
+
+Results inside of a kernel are never written. A kernel that needs one computes it again, even if another kernel does
+the same. This is a model: XLA decides by heuristics, which differ between backends.
 """
 
 import itertools
@@ -19,21 +24,21 @@ scatter scatter-add scatter-mul scatter-min scatter-max sort top_k approx_top_k 
 cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min
 select_and_scatter select_and_scatter_add triangular_solve cholesky qr lu eigh svd
 """
-"""Primitives without FLOPs that are kernels of their own all the same: they look at elements in another order, so what
-they read has to be in memory, as what matmuls read."""
+"""Primitives that are kernels of their own, although they are not matmuls. They read elements in another order than
+they write them, so their operands have to be in memory."""
 
 _ENDS = "transpose gather random_bits threefry2x32 rng_bit_generator random_split random_fold_in argmax argmin"
-"""Primitives, with all reductions, that end a chain: what they read may be computed on the way, what they return is
-written."""
+"""Primitives at which a chain ends, as it does at all reductions: their operands may be computed in the same kernel,
+and their results are written."""
 
 _VIEWS = "reshape squeeze copy copy_p name stop_gradient pvary device_put optimization_barrier"
-"""Primitives that pass their operands on, in the same memory."""
+"""Primitives whose results are their operands, in the same memory."""
 
 _PARTIAL_READS = "gather dynamic_slice slice split"
-"""Primitives that read no more of their first operand than they return."""
+"""Primitives that read only as many elements of their first operand as they return."""
 
 _IN_PLACE = "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice"
-"""Primitives that write their result over their first operand, and touch only what they change."""
+"""Primitives that write their result over their first operand, and only the elements that change."""
 
 _LONGEST_ROW = 8192
 """How long the rows may be that one kernel reduces and then computes from, in elements. XLA for GPUs keeps rows of
@@ -55,11 +60,13 @@ class FusedProgram:
     sources: Mapping[int, int]
     """For each view the array in whose memory it is."""
     read_counts: Mapping[tuple[int, int], int]
-    """How many kernels read an operand, at `(op_index, operand_index)`. What a kernel reads twice counts once."""
+    """How many kernels read an operand, at `(op_index, operand_index)`. If several operations of a kernel read an
+    array, only the first of them counts it."""
     kernels: frozenset[int]
     """The operations at which a kernel ends."""
     widened: Mapping[int, int]
-    """For transposed arrays that are only read as a wider dtype, and written in it, by what factor that is wider."""
+    """For transposed arrays that are only used after a conversion to a wider dtype: how many times wider that is. They
+    are written in the wider dtype."""
 
     @classmethod
     def of(cls, program: TracedProgram) -> "FusedProgram":
@@ -139,7 +146,7 @@ def _update(operation: Operation) -> int:
 
 
 def _is_view(operation: Operation) -> bool:
-    """Whether an operation passes its operands on in the same memory."""
+    """Whether the results of an operation are its operands, in the same memory."""
     if operation.role in ("exit", "fixed", "return"):
         return True
     if operation.role == "enter":
@@ -148,7 +155,8 @@ def _is_view(operation: Operation) -> bool:
 
 
 def _is_free_transpose(operation: Operation) -> bool:
-    """Whether a transpose moves nothing: matmuls take and return matrices with either dim first, in batches."""
+    """Whether a transpose only swaps two neighboring groups of dims, the last of all. That moves nothing: matmuls can
+    read and write matrices with either dim first."""
     if operation.name != "transpose":
         return False
     permutation = operation.equation.params["permutation"]
@@ -165,20 +173,20 @@ def _view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def _takes_whole(operation: Operation) -> bool:
-    """Whether what an operation reads has to be in memory before it."""
+    """Whether the operands of an operation have to be in memory before it runs."""
     if operation.role in ("join", "opaque"):
         return True
     return operation.role == "compute" and (bool(operation.flops) or operation.name in WHOLE)
 
 
 def _ends_chain(operation: Operation) -> bool:
-    """Whether what an operation returns is written wherever it goes."""
+    """Whether the results of an operation are written, whatever uses them."""
     name = operation.name
     return _takes_whole(operation) or operation.role == "leave" or name in ENDS or name.startswith("reduce_")
 
 
 def _widened(program: TracedProgram) -> dict[int, int]:
-    """For each transposed array that is only read as a wider dtype, by what factor that is wider."""
+    """For each transposed array that is only used after a conversion to a wider dtype, how many times wider that is."""
     widened: dict[int, int] = {}
     for operation in program.operations:
         if operation.name != "transpose" or _is_view(operation):
@@ -193,7 +201,7 @@ def _widened(program: TracedProgram) -> dict[int, int]:
 
 
 def _written(program: TracedProgram) -> frozenset[int]:
-    """The arrays in memory. Backwards: whether a view is needed there decides about what it is a view of."""
+    """The arrays in memory. The walk goes backwards, because an array has to be in memory if a view of it has to be."""
     written: set[int] = {*program.arguments, *program.constants, *program.kept}
     pieces = {
         operation.results[0]
@@ -214,7 +222,7 @@ def _written(program: TracedProgram) -> frozenset[int]:
                 written.discard(first)
         if _ends_chain(operation):
             written.update(operation.results)
-    # What goes round a loop is taken at its start, which the walk above has passed by then.
+    # Views of arrays that turned out to be in memory only later in that walk, as in loops, are in memory too.
     for operation in program.operations:
         if _is_view(operation):
             written.update(result for operand, result in _view_pairs(operation) if operand in written)

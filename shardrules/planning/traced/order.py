@@ -1,9 +1,14 @@
-"""The order in which compilers run a program where they have the memory for it.
+"""The order in which compilers run a program if it fits in memory that way.
 
-A scheduler that hides collectives keeps work at hand to hide them behind: matmuls that no other matmul waits for, as
-those of the gradients of weights, run after everything that does wait. What they read has to be kept until then.
+Compilers run matmuls that are needed only at the end, such as the gradients of weights, as late as possible: they
+fill the time while collectives run. The arrays that these matmuls read stay in memory until then.
+
+There are three groups. Last come matmuls whose result no other matmul uses. Just before them come matmuls that only
+those use, such as the gradient of an attention's values: XLA for GPUs usually runs it after the gradient of the scores,
+so that probabilities, scores and the gradients of both are in memory together. Everything else comes first.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import attrs
@@ -17,9 +22,9 @@ def program_order(program: TracedProgram) -> tuple[int, ...]:
 
 
 def late_order(program: TracedProgram) -> tuple[int, ...]:
-    """For each operation its position where matmuls that no other matmul waits for run last.
+    """For each operation its position if matmuls that are needed only at the end run late.
 
-    That is within the whole program, and within the body of each loop: a loop is one operation of what is around it.
+    The whole program is ordered like that, and so is the body of each loop. A loop itself counts as one operation.
     """
     order = _Order(program).of_region(0)
     positions = [0] * len(order)
@@ -35,7 +40,8 @@ class _Order:
         loops = dict.fromkeys(
             operation.region for operation in program.operations if operation.role in ("enter", "join", "leave")
         )
-        # A branch or a loop stays together; what is only computed again is a part of what is around it.
+        # The operations of a branch or a loop stay together. A recomputed part (`jax.checkpoint`) is not kept apart:
+        # its operations are ordered with those around it.
         self.loops = {region: None for region in loops if region > 0}
         self.bodies: dict[int, list[int]] = {region: [] for region in (0, *self.loops)}
         for op_index, operation in enumerate(program.operations):
@@ -50,26 +56,24 @@ class _Order:
     def of_region(self, loop: int) -> list[int]:
         """The operations of a loop, with those of the loops inside of it, in order."""
         items = _Items.of(self, loop)
-        waiting = items.waiting()
-        late = items.late(waiting)
-        order: list[int] = []
-        for is_late in (False, True):
-            for item in items.heads:
-                if (item in late) is is_late:
-                    order += items.inner(item)
-        return order
+        matmuls = items.matmuls()
+        last = items.late(items.waiting(matmuls))
+        late = items.late(items.waiting([item for item in matmuls if item not in last]))
+        ordered = sorted(items.heads, key=lambda item: (item in late) + (item in last))
+        return [op_index for item in ordered for op_index in items.inner(item)]
 
 
 @final
 @attrs.frozen(eq=False)
 class _Items:
-    """What is ordered in one loop: operations, and whole loops inside of it, by their first operation."""
+    """What is ordered in one loop. An item is an operation, or a whole inner loop; its index is that of its first
+    operation."""
 
     order: _Order
     loop: int
     heads: tuple[int, ...]
     item_of: dict[int, int]
-    """For each operation in the loop, however deep, the item that it is a part of."""
+    """For each operation in the loop, at any depth, the item that it belongs to."""
     inner_loops: dict[int, int]
     """For each item that is a loop, that loop."""
 
@@ -94,22 +98,27 @@ class _Items:
         return self.order.of_region(self.inner_loops[item]) if item in self.inner_loops else [item]
 
     def users(self, op_index: int) -> list[int]:
-        """The items that take a result of an operation, but for the next round of the loop."""
+        """The items that use a result of an operation in the same round of the loop."""
         program, item = self.order.program, self.item_of[op_index]
         items = []
         for result in program.operations[op_index].results:
             for user, _ in program.users.get(result, ()):
                 other = self.item_of.get(user, item)
-                if other > item:  # only what goes round comes back to the front
+                if other > item:  # an earlier item uses it in the next round
                     items.append(other)
         return items
 
-    def waiting(self) -> dict[int, None]:
-        """The items that a matmul waits for."""
-        program = self.order.program
-        multiplying = {self.item_of[op_index]: None for op_index in self.item_of if program.operations[op_index].flops}
+    def matmuls(self) -> list[int]:
+        """The items that multiply."""
+        operations = self.order.program.operations
+        return list(dict.fromkeys(item for op_index, item in self.item_of.items() if operations[op_index].flops))
+
+    def waiting(self, matmuls: Sequence[int]) -> dict[int, None]:
+        """The items that any of these matmuls needs, directly or through other items."""
+        program, multiplying = self.order.program, frozenset(matmuls)
         waiting: dict[int, None] = {}
-        # What goes round is known to be waited for once the walk has come to the front: twice finds what it comes from.
+        # The walk goes backwards. Only at the start of the loop does it see which values of the last round are needed,
+        # so a second walk marks what those are computed from.
         for _ in range(2):
             carried = [
                 program.operations[op_index].operands[1]
@@ -123,7 +132,7 @@ class _Items:
         return waiting
 
     def late(self, waiting: dict[int, None]) -> dict[int, None]:
-        """The matmuls that no other waits for, and what is computed from them."""
+        """The matmuls that are not in `waiting`, and what is computed from them."""
         program = self.order.program
         late: dict[int, None] = {}
         for op_index in sorted(self.item_of):

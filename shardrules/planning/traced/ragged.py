@@ -1,7 +1,8 @@
-"""What compilers without a kernel for ragged matmuls make of them: a dense matmul over masked copies of the rows.
+"""What ragged matmuls (`jax.lax.ragged_dot`) cost where the compiler has no kernel for them.
 
-There is a copy of the rows for each group, so both the FLOPs and these copies are as many times larger as there are
-groups. XLA for GPUs and CPUs does that; TPUs have a kernel.
+XLA for TPUs has such a kernel. XLA for GPUs and CPUs runs a dense matmul instead: it copies the rows once for each
+group, sets the rows of other groups in that copy to zero, and multiplies all copies. With n groups, that takes n times
+the FLOPs, and n times the memory of the rows.
 """
 
 from typing import final
@@ -14,13 +15,14 @@ from shardrules.planning.traced.program import Operation, TracedProgram
 @final
 @attrs.frozen
 class Expansion:
-    """The masked copies of an operand of some ragged matmuls, which share them."""
+    """The masked copies of one operand. All ragged matmuls that take it (`users`) share them."""
 
     op_index: int
     operand_index: int
     group_count: int
     alongside: tuple[int, ...]
-    """The ragged matmuls that run side by side with them: their copies are made in one kernel, before the first."""
+    """The ragged matmuls at the same depth of the same region: all their copies are made by one kernel, before the
+    first of them runs."""
     users: tuple[int, ...]
 
 
@@ -62,7 +64,7 @@ def _sums_rows(operation: Operation) -> bool:
 
 
 def _depths(program: TracedProgram) -> dict[int, int]:
-    """For each ragged matmul how many others in a row it waits for."""
+    """For each ragged matmul how many others have to run before it, one after the other."""
     depths: dict[int, int] = {}
     behind: dict[int, int] = {}
     for op_index, operation in enumerate(program.operations):

@@ -1,8 +1,9 @@
-"""Which matmuls wait for which arrays: what a compiler can move while it multiplies.
+"""Which arrays a compiler can send to other devices while matmuls run, so that sending takes no extra time.
 
-The parameters that a matmul takes can be brought to it while others run, and gradients can be sent while the rest of
-them is computed. What lies between two matmuls cannot be, unless there are matmuls that nothing waits for, such as
-those of gradients, to run meanwhile.
+- A parameter: it can be gathered while earlier matmuls run.
+- A gradient of a parameter: it can be summed over devices while later matmuls run.
+- An array between two matmuls, computed from one and needed by the other: neither of the two can run meanwhile. Other
+  matmuls can, if no matmul needs their results, such as those of gradients of parameters.
 """
 
 from typing import Self, final
@@ -12,28 +13,29 @@ import attrs
 from shardrules.planning.traced.program import Operation, TracedProgram
 
 _BEGINNING = ("gather", "random_bits")
-"""Primitives that what is computed from the batch begins with, as embeddings do, although they multiply nothing."""
+"""Primitives with which computing from the batch often starts, such as the lookup of embeddings. Their results count as
+results of matmuls: they are not parameters, so they cannot be sent early."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Waiting:
-    """What lies between matmuls."""
+    """Which arrays and operations come before and after matmuls."""
 
     behind: frozenset[int]
     """The arrays that are computed from the result of a matmul."""
     before: frozenset[int]
-    """The operations whose results a matmul is computed from."""
+    """The operations whose results a matmul needs, directly or through other operations."""
     matmuls: tuple[int, ...]
     """The operations that multiply, in order."""
 
     @classmethod
     def of(cls, program: TracedProgram) -> Self:
-        """Finds what lies between the matmuls of a program."""
+        """Finds them in a program."""
         behind: set[int] = set()
         needed: set[int] = set()
         before: set[int] = set()
-        # What goes round a loop is known at its end: the second walk takes it to the beginning.
+        # A loop's body uses values of its last round, which are found only at the body's end: hence a second walk.
         for _ in range(2):
             for operation in program.operations:
                 if _begins(operation) or any(operand in behind for operand in operation.operands):
@@ -48,11 +50,11 @@ class Waiting:
         return cls(frozenset(behind), frozenset(before), matmuls)
 
     def is_between(self, op_index: int, array: int) -> bool:
-        """Whether an array that an operation takes or returns comes from a matmul, and another waits for it."""
+        """Whether an array that an operation takes or returns is computed from a matmul and needed by another."""
         return array in self.behind and op_index in self.before
 
     def has_time(self, op_index: int, array: int) -> bool:
-        """Whether compilers can move an array that an operation takes or returns while other operations multiply."""
+        """Whether compilers can send an array that an operation takes or returns while matmuls run."""
         if len(self.matmuls) < 2:
             return False
         if array not in self.behind:  # a parameter, on its way to a matmul that is not the first

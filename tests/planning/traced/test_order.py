@@ -40,6 +40,27 @@ def test_gradients_of_weights_come_last() -> None:
     assert matmuls(program, program_order(program)) != forward + cotangents + weights
 
 
+def test_what_only_gradients_of_weights_wait_for_comes_just_before_them() -> None:
+    """The gradient of an attention's values runs after that of its scores, so that probabilities stay until then."""
+
+    def attention(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.nn.softmax((x @ w["q"]) @ x.T) @ (x @ w["v"]) @ w["o"])
+
+    w = {"q": jnp.ones((16, 16)), "v": jnp.ones((16, 5)), "o": jnp.ones((5, 3))}
+    program = read(jax.grad(attention), w, X)
+    products = {
+        program.arrays[operation.results[0]].shape: op_index
+        for op_index, operation in enumerate(program.operations)
+        if operation.flops
+    }
+    of_values, of_queries, of_weights = products[5, 8], products[8, 16], products[5, 16]
+    scores = program.operations[of_queries].operands[0]
+    assert scores is not None
+    before, after = program_order(program), late_order(program)
+    assert before[of_values] < before[program.producers[scores]]
+    assert after[program.producers[scores]] < after[of_values] < after[of_weights]
+
+
 def test_loops_stay_together_and_are_ordered_inside() -> None:
     program = read(jax.grad(scanned), jnp.stack(W), X)
     positions = late_order(program)
