@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final, get_args
+from typing import Any, final
 
 import attrs
 import jax
@@ -18,8 +18,6 @@ import numpy as np
 from shardrules.analysis.machine.kinds import sheet_name
 from shardrules.analysis.machine.measure import measure
 from shardrules.analysis.machine.measured import (
-    KINDS,
-    Access,
     CollectiveTimes,
     Fractions,
     MatmulRates,
@@ -28,6 +26,7 @@ from shardrules.analysis.machine.measured import (
     as_tables,
 )
 from shardrules.analysis.machine.measured_sheet import MeasuredSheet
+from shardrules.analysis.machine.sheet_checks import hardware_problems
 from shardrules.analysis.machine.sheet_files import sheet_problems, sheet_text
 from shardrules.core.errors import ConfigError, HardwareError, ShardingWarning, suggest
 from shardrules.core.storage.files import read_text, write_text
@@ -64,8 +63,6 @@ FIGURES = (
     "overlap_fraction",
 )
 """The figures of a sheet, which are also the names that `Hardware.sources` may use."""
-
-_POSITIVE = (*FIGURES[1:7], "network_fraction", "host_link_bytes_per_second", "overlap_fraction")
 
 # Hardware without a unit for a kind converts to a wider one: the first of these that has a rate.
 _FALLBACKS = {
@@ -176,20 +173,8 @@ class Hardware:
     overlap_fraction: float = attrs.field(default=1.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        problems = [
-            *_named_problems("peak_flops", self.peak_flops, RATES),
-            *_number_problems(self),
-            *_fraction_problems("matmul_fractions", self.matmul_fractions, RATES),
-            *_fraction_problems("memory_fractions", self.memory_fractions, get_args(Access)),
-            *_fraction_problems("link_fractions", self.link_fractions, KINDS),
-            *_fraction_problems(
-                "overlap_fraction", (("all", self.overlap_fraction),) * (self.overlap_fraction > 1), ("all",)
-            ),
-            *_table_problems(self),
-            *(f"sources: {_unknown_figure(figure)}" for figure, _ in self.sources if figure not in FIGURES),
-        ]
-        if not self.peak_flops:
-            problems.append("peak_flops is empty")
+        problems = hardware_problems({figure: getattr(self, figure) for figure in FIGURES}, RATES)
+        problems += [f"sources: {_unknown_figure(figure)}" for figure, _ in self.sources if figure not in FIGURES]
         if problems:
             raise HardwareError(f"hardware {self.name!r}: {'; '.join(problems)}")
 
@@ -242,8 +227,8 @@ class Hardware:
 
         **Raises:**
 
-        `HardwareError` where the devices differ, or multiply and copy nothing; `ConfigError` for a bad time limit.
-        Warns with a `ShardingWarning` of figures that it could not measure although the devices have them.
+        `HardwareError` where the devices differ, are no devices, or multiply and copy nothing; `ConfigError` for a bad
+        time limit. Warns with a `ShardingWarning` of figures that it could not measure although the devices have them.
 
         ```python
         import warnings
@@ -256,7 +241,10 @@ class Hardware:
         """
         if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 < time_limit < math.inf:
             raise ConfigError(f"time_limit must be a positive number of seconds, got {time_limit!r}")
-        measurements = measure(jax.devices() if devices is None else devices, time_limit)
+        devices = jax.devices() if devices is None else devices
+        if not isinstance(devices, Sequence) or not all(isinstance(device, jax.Device) for device in devices):
+            raise HardwareError(f"devices must be a list of JAX devices, such as jax.devices(); got {devices!r:.80}")
+        measurements = measure(devices, time_limit)
         base = sheet_name(measurements.platform, measurements.device_kind) or "cpu"
         sheet = MeasuredSheet.of(measurements, attrs.asdict(Hardware.named(base)), is_nominal=base == "cpu")
         if sheet.missing:
@@ -382,65 +370,6 @@ def fraction(fractions: Fractions, *names: str) -> float:
     """The fraction for the first of the names that has any, else the one for everything, else 1."""
     by_name = dict(fractions)
     return next((by_name[name] for name in (*names, "all") if name in by_name), 1.0)
-
-
-def _number_problems(hardware: Hardware) -> list[str]:
-    figures = {
-        **{f"peak_flops[{kind!r}]": rate for kind, rate in hardware.peak_flops},
-        **{figure: getattr(hardware, figure) for figure in _POSITIVE},
-    }
-    problems = [
-        f"{figure} must be positive and finite, got {value!r}"
-        for figure, value in figures.items()
-        if not 0 < value < math.inf
-    ]
-    if hardware.devices_per_host is not None and hardware.devices_per_host < 1:
-        problems.append(
-            f"devices_per_host must be at least 1, or None for all devices; got {hardware.devices_per_host}"
-        )
-    least = {
-        "torus_dims": 0,
-        "devices_per_chip": 1,
-        "matmul_tile": 1,
-        "launch_seconds": 0,
-        "collective_launch_seconds": 0,
-        "clock_hertz": 0,
-    }
-    values = {figure: getattr(hardware, figure) for figure in least}
-    return problems + [
-        f"{figure} must be at least {least[figure]}, got {value!r}"
-        for figure, value in values.items()
-        if not least[figure] <= value < math.inf
-    ]
-
-
-def _named_problems(figure: str, pairs: Sequence[tuple[str, float]], names: Sequence[str]) -> list[str]:
-    problems = [
-        f"{figure}: unknown kind {name!r}{suggest(name, names)}; the kinds are {', '.join(names)}"
-        for name, _ in pairs
-        if name not in names
-    ]
-    return problems + [f"{figure} has the same kind twice"] * (len(dict(pairs)) < len(pairs))
-
-
-def _fraction_problems(figure: str, fractions: Fractions, names: Sequence[str]) -> list[str]:
-    bad = [
-        f"{figure}[{name!r}] must be above 0 and at most 1, got {value!r}"
-        for name, value in fractions
-        if not 0 < value <= 1
-    ]
-    return [*_named_problems(figure, fractions, (*names, "all")), *bad]
-
-
-def _table_problems(hardware: Hardware) -> list[str]:
-    kinds = [table.kind for table in hardware.matmul_rates]
-    groups = [(table.kind, table.group_size) for table in hardware.collective_times]
-    problems = _named_problems("matmul_rates", [(kind, 0.0) for kind in kinds], RATES)
-    problems += _named_problems("collective_times", [(kind, 0.0) for kind in dict(groups)], KINDS)
-    if len(dict.fromkeys(groups)) < len(groups):
-        problems.append("collective_times has the same kind and group size twice")
-    tables = (*hardware.matmul_rates, *hardware.collective_times)
-    return problems + [problem for table in tables for problem in table.problems()]
 
 
 def _unknown_figure(name: str) -> str:

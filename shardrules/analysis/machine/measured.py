@@ -1,6 +1,7 @@
 """Tables of what a chip was measured at: matmuls by size, collectives by kind, group and bytes."""
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final
@@ -26,22 +27,38 @@ a whole array is read; smaller ones take a part of what a memory reads at once."
 _Table = TypeVar("_Table")
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a number, which bools are not here."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+# Converters leave what they cannot convert as it is: `sheet_checks` lists everything that is wrong in one error.
 def as_pairs(value: Mapping[str, float] | Iterable[tuple[str, float]]) -> Fractions:
     """Converts a mapping, or its pairs."""
-    pairs = value.items() if isinstance(value, Mapping) else value
-    return tuple((str(name), float(number)) for name, number in pairs)
+    try:
+        pairs = [(name, number) for name, number in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError):
+        return value  # pyright: ignore[reportReturnType]
+    return tuple((str(name), float(number) if is_number(number) else number) for name, number in pairs)
 
 
 def as_fractions(value: float | Mapping[str, float] | Iterable[tuple[str, float]]) -> Fractions:
     """Converts a mapping, its pairs, or a single fraction for everything."""
-    return (("all", float(value)),) if isinstance(value, int | float) else as_pairs(value)
+    return (("all", float(value)),) if is_number(value) else as_pairs(value)  # pyright: ignore[reportArgumentType]
 
 
 def as_tables(kind: Callable[..., _Table]) -> Callable[[Iterable[Any]], tuple[_Table, ...]]:
     """Returns a converter of tables, each of which may be a mapping of the fields of its class."""
 
+    def convert_table(table: Any) -> Any:
+        try:
+            return kind(**table) if isinstance(table, Mapping) else table
+        except (TypeError, ValueError):
+            return table
+
     def convert(value: Iterable[Any]) -> tuple[_Table, ...]:
-        return tuple(kind(**table) if isinstance(table, Mapping) else table for table in value)
+        is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
+        return tuple(map(convert_table, value)) if is_list else value  # pyright: ignore[reportReturnType]
 
     return convert
 
@@ -59,7 +76,7 @@ def _as_floats(value: Iterable[Any]) -> tuple[float, ...]:
 class MatmulRates:
     """What matmuls of one kind reached, for each combination of sizes, each in ascending order."""
 
-    kind: str
+    kind: str = attrs.field(validator=attrs.validators.instance_of(str))
     """One of the kinds of `peak_flops`."""
     m: tuple[int, ...] = attrs.field(converter=_as_sizes)
     n: tuple[int, ...] = attrs.field(converter=_as_sizes)
@@ -92,8 +109,8 @@ class MatmulRates:
 class CollectiveTimes:
     """How long a collective of one kind took in groups of one size inside a host, by its bytes in ascending order."""
 
-    kind: str
-    group_size: int
+    kind: str = attrs.field(validator=attrs.validators.instance_of(str))
+    group_size: int = attrs.field(validator=attrs.validators.instance_of(int))
     payload_bytes: tuple[int, ...] = attrs.field(converter=_as_sizes, repr=False)
     """The bytes of the whole array: gathered, reduced, or exchanged or sent by one device."""
     seconds: tuple[float, ...] = attrs.field(converter=_as_floats, repr=False)
