@@ -61,7 +61,10 @@ class KernelCost:
     def amounts(self, operands: Iterable[ArrayType]) -> tuple[int, int | None]:
         """The FLOPs and the bytes of a kernel with these operands; `None` for the bytes of its arrays."""
         shapes = [jax.ShapeDtypeStruct(operand.shape, _dtype(operand.dtype)) for operand in operands if operand.bits]
-        flops, size = (int(amount(*shapes)) if callable(amount) else amount for amount in (self.flops, self.bytes))
+        flops, size = (
+            None if amount is None else int(amount(*shapes) if callable(amount) else amount)
+            for amount in (self.flops, self.bytes)
+        )
         assert flops is not None, "the validator refuses None"
         return flops, size
 
