@@ -265,10 +265,10 @@ def step(name: str) -> tuple[Callable[..., Any], Any, Any]:
 
 # Predicted over what the compiler says, on 8 devices and on 4 x 2, jax 0.10.2:
 #              CPU          CUDA (H100)
-# adam         1.11  1.34   1.18  1.11
-# scan         1.27  1.37   1.40  1.35
-# recomputed   1.29  1.43   1.53  1.46
-# attention    1.21  1.20   1.00  1.07
+# adam         0.92  1.10   0.98  1.04
+# scan         1.05  1.10   1.01  1.09
+# recomputed   1.14  1.17   1.17  1.13
+# attention    0.99  0.96   1.12  0.93
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "name"),
