@@ -226,7 +226,10 @@ class AuditFacts:
 
     def parameters_like(self, collective: Collective, array: ArrayType) -> tuple[str, ...]:
         """Returns the paths of the parameters of which an array in a collective may be the whole or the gradient."""
-        whole = () if collective.kind == "reduce-scatter" else collective.crossed
+        return self.parameters_of(array, () if collective.kind == "reduce-scatter" else collective.crossed)
+
+    def parameters_of(self, array: ArrayType, whole: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the paths of the parameters that have this shape where the axes in `whole` do not split them."""
         sizes = {name: size for name, size in self.sizes.items() if name not in whole}
         paths = []
         for parameter, role in zip(self.arguments, self.roles, strict=True):

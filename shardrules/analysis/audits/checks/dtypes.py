@@ -107,7 +107,7 @@ def _casts(facts: AuditFacts, array: ArrayType, values: tuple) -> Iterator[_Cast
         if _is_narrowing(array, use.instruction):
             line = user_line(facts.program.stack(facts.program.cause(use.computation, use.instruction)))
             yield _Cast(use.instruction.types[0], line)
-        elif not _is_statistic(use):
+        elif not _is_statistic(array, use):
             yield None
 
 
@@ -115,6 +115,11 @@ def _is_narrowing(array: ArrayType, instruction: Instruction) -> bool:
     return instruction.op == "convert" and instruction.types[0].bits < array.bits
 
 
-def _is_statistic(use: Use) -> bool:
-    """Whether it is one number, such as the largest element: that can be computed from parts of the array."""
-    return use.instruction.op == "reduce" and use.instruction.types[0].size == 1
+def _is_statistic(array: ArrayType, use: Use) -> bool:
+    """Whether it is a few numbers, such as the largest element: parts of the array give them. GPUs take two stages."""
+    return use.instruction.op == "reduce" and _MIN_REDUCTION * use.instruction.types[0].size <= array.size
+
+
+_MIN_REDUCTION = 16
+"""How many times smaller a statistic is. Scales are for 32 elements each or more: half as many change nothing, and
+with twice as many those of 16 would be uses of all of it."""

@@ -8,15 +8,14 @@ from shardrules.analysis.audits.checks.dtypes import check_wire_dtypes
 from shardrules.analysis.audits.checks.kernels import check_kernels
 from shardrules.analysis.audits.checks.moves import check_moves, check_rematerialised
 from shardrules.analysis.audits.checks.optimizer_state import check_optimizer_state
+from shardrules.analysis.audits.checks.recomputed import check_regathered, check_saved_names
 from shardrules.analysis.audits.checks.reductions import check_whole_reductions
-from shardrules.analysis.audits.checks.regathered import check_regathered
 from shardrules.analysis.audits.checks.resources import (
     check_constants,
     check_donation,
     check_memory,
     check_uncounted,
 )
-from shardrules.analysis.audits.checks.saved_names import check_saved_names
 from shardrules.analysis.audits.checks.small import check_small_collectives
 from shardrules.analysis.audits.checks.specs import check_batch, check_specs
 from shardrules.analysis.audits.checks.tables import check_tables

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import TypeAlias, final
 
 import attrs
+import jax.numpy as jnp
 
-from shardrules.analysis.audits.checks.costs import cost_text, severity
+from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
 from shardrules.analysis.audits.facts import AuditFacts
-from shardrules.analysis.compiling.roles import BATCH
+from shardrules.analysis.compiling.roles import BATCH, PARAMETERS
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.text import Computation, Instruction
@@ -45,8 +46,12 @@ _PURE = (
     "or",
     "not",
     "remainder",
+    *("complex", "real", "imag", "reduce-window"),
     *_EXPENSIVE,
 )
+
+_DETAILS = ("slice", "direction", "padding", "window")
+"""Attributes by which operations on equal operands give different results."""
 
 _MAX_DEPTH = 100
 """How many operations deep an expression may be. Tables of positions have 10 to 30, so that half as many would do; what
@@ -80,16 +85,27 @@ def check_tables(facts: AuditFacts) -> Iterator[Finding]:
                 elements = max(instruction.types[0].size, _expanded(computation, instruction))
                 tables.setdefault(key, []).append(_Evaluation(computation, instruction, runs, elements))
     lines: dict[str, list[list[_Evaluation]]] = {}
-    for evaluations in tables.values():
-        if sum(each.runs for each in evaluations) > 1:
+    sources: dict[str, list[int]] = {}
+    for key, evaluations in tables.items():
+        indices = _arguments(key)
+        # A learned array is used once, and perhaps again to recompute it. Only a loop repeats it for nothing.
+        is_learned = facts.has_gradients and any(_is_learned(facts, index) for index in indices)
+        is_repeated = max(each.runs for each in evaluations) > 1
+        if is_repeated or (not is_learned and len(evaluations) > 1):
             first = evaluations[0]
             cause = facts.program.cause(first.computation, first.instruction)
-            lines.setdefault(user_line(facts.program.stack(cause)), []).append(evaluations)
+            line = user_line(facts.program.stack(cause))
+            lines.setdefault(line, []).append(evaluations)
+            sources.setdefault(line, []).extend(indices)
     for line, group in lines.items():
-        yield _finding(facts, line, group)
+        yield _finding(facts, line, group, names_text(facts.arguments[index].path for index in sources[line]))
 
 
-def _finding(facts: AuditFacts, line: str, group: list[list[_Evaluation]]) -> Finding:
+def _is_learned(facts: AuditFacts, index: int) -> bool:
+    return facts.roles[index] == PARAMETERS and jnp.issubdtype(facts.arguments[index].dtype, jnp.floating)
+
+
+def _finding(facts: AuditFacts, line: str, group: list[list[_Evaluation]], arguments: str) -> Finding:
     excess, runs, nbytes = 0, 0, 0
     for evaluations in group:
         total = sum(each.runs * each.elements for each in evaluations)
@@ -102,7 +118,8 @@ def _finding(facts: AuditFacts, line: str, group: list[list[_Evaluation]]) -> Fi
     return Finding(
         severity(facts, seconds),
         "recomputed-table",
-        f"{names}: a table {largest.types[0]} of positions and constants, {bytes_text(nbytes)}, is computed {runs} "
+        f"{names}: a table {largest.types[0]} of positions and constants{f' and {arguments}' * bool(arguments)}, "
+        f"{bytes_text(nbytes)}, is computed {runs} "
         f"times in a step, {excess:.3g} elements more than once: {cost_text(facts, seconds)}",
         remedy="Compute it once, before the layers (outside of scan and jax.checkpoint), and pass it to them through "
         "jax.lax.optimization_barrier, or compilers may move it back into the loop; or make it an argument of the step",
@@ -147,7 +164,10 @@ class _Expressions:
         if instruction.op == "parameter":
             return self._argument_key(value, instruction)
         if instruction.op in _MOVES:
-            return self.key(Value(value.computation, instruction.operands[0]), depth)
+            key = self.key(Value(value.computation, instruction.operands[0]), depth)
+            if instruction.op != "transpose" or key is None or not _is_ambiguous(instruction):
+                return key
+            return ("transpose", instruction.dims("dimensions"), key)
         if instruction.op not in _PURE and not is_elementwise(instruction):
             return None
         keys = []
@@ -158,8 +178,10 @@ class _Expressions:
         # Layouts and dimensions of size 1 differ from copy to copy.
         dims = tuple(sorted(size for size in instruction.types[0].shape if size > 1))
         literal = instruction.literal if "..." not in instruction.literal else instruction.name
-        details = [instruction.attributes.get(name) for name in ("slice", "direction", "padding")]
-        return (instruction.op, dims, literal, *details, *keys)
+        details = [instruction.attributes.get(name) for name in _DETAILS]
+        inside = [program.find(name) for name in instruction.references("to_apply")]
+        details += [each.by_name[each.root].op for each in inside]
+        return (instruction.op, dims, _dims(instruction), literal, *details, *keys)
 
     def _argument_key(self, value: Value, instruction: Instruction) -> _Key | None:
         """Positions and parameters are arguments as well; numbers of the batch are not what a table is made from."""
@@ -168,3 +190,30 @@ class _Expressions:
             return None
         is_number = instruction.types[0].dtype[0] in "bf" and self.facts.roles[index] == BATCH
         return None if is_number else ("argument", index)
+
+
+def _dims(instruction: Instruction) -> _Key:
+    """The dimensions that an operation names: by size, which no layout changes, or by index where sizes are equal."""
+    dims = (*instruction.dims("iota_dimension"), *instruction.dims("dimensions"))
+    shape = instruction.types[0].shape
+    if _is_ambiguous(instruction):
+        return tuple(sum(size > 1 for size in shape[:dim]) for dim in dims if shape[dim] > 1)
+    return tuple(sorted(shape[dim] for dim in dims if shape[dim] > 1))
+
+
+def _is_ambiguous(instruction: Instruction) -> bool:
+    sizes = [size for size in instruction.types[0].shape if size > 1]
+    return len(set(sizes)) < len(sizes)
+
+
+def _arguments(key: object) -> tuple[int, ...]:
+    """The indices of the arguments that a table is computed from."""
+    pending, indices, seen = [key], [], set()
+    for each in pending:  # grows while iterated
+        if isinstance(each, tuple) and id(each) not in seen:
+            seen.add(id(each))
+            if each[:1] == ("argument",):
+                indices.append(each[1])
+            else:
+                pending += each
+    return tuple(dict.fromkeys(indices))

@@ -8,6 +8,7 @@ from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.source import short_line, user_line
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.text import ArrayType
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 
@@ -80,11 +81,13 @@ def check_repeated_update(facts: AuditFacts) -> Iterator[Finding]:
         if model_flops
         else ""
     )
-    largest = max((array for _, array in arrays), key=lambda array: array.nbytes, default=None)
-    sent = (
-        f"{sum(collective.times.count for collective in gathers)} collectives for its matmuls, largest array "
-        f"{largest}, {bytes_text(wire_bytes)} on the wire per device and step"
-    )
+    factors = [] if arrays else list(_factors(facts, lines))
+    axes = tuple(facts.sizes)
+    paths += [path for factor in factors for path in facts.parameters_of(factor, axes)]
+    largest = max((*(array for _, array in arrays), *factors), key=lambda array: array.nbytes, default=None)
+    count = sum(collective.times.count for collective in gathers)
+    sent = f"{count} collectives for its matmuls, " * bool(gathers) + f"largest array {largest}"
+    sent += f", {bytes_text(wire_bytes)} on the wire per device and step" * bool(gathers)
     sources = dict.fromkeys([*lines, *(user_line(collective.stack) for collective in gathers)])
     yield Finding(
         severity(facts, seconds),
@@ -95,6 +98,14 @@ def check_repeated_update(facts: AuditFacts) -> Iterator[Finding]:
         "P(<axes>, None, None) before the update, so that each device updates its own",
         source=next(filter(None, sources), ""),
     )
+
+
+def _factors(facts: AuditFacts, lines: tuple[str, ...]) -> Iterator[ArrayType]:
+    """Yields what the matmuls of these lines multiply on each device."""
+    for matmul in facts.matmuls:
+        if user_line(matmul.stack) in lines:
+            inside = facts.program.find(matmul.computation)
+            yield from inside.operand_types(inside.by_name[matmul.name])
 
 
 def _is_for_update(facts: AuditFacts, collective: Collective) -> bool:

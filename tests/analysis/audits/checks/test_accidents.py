@@ -41,6 +41,7 @@ def test_an_accident_is_a_warning_and_its_twin_has_none(fn: Callable[[bool, str]
         assert re.search(r"\d (B|KiB|MiB)|FLOPs", finding.message), "it has bytes"
         assert COST.search(finding.message), "it has a cost"
         assert finding.remedy
+        assert "None" not in finding.message
         assert re.search(r"\[[\d,]+\]|'hiden'", finding.message) or finding.shape, "it has an array"
     twin = fn(False, target).audit(target)
     assert [finding for finding in twin.problems if finding.code == code] == []

@@ -1,4 +1,4 @@
-"""Weights that are gathered once to compute a layer, and again where `jax.checkpoint` computes it again.
+"""What is gathered or computed again for the backward pass, because `jax.checkpoint` does not save it.
 
 Gathering again saves the memory of gathered weights, and costs nothing while devices compute for longer than they
 gather. With few tokens on a device it is the other way around: every step waits for weights that it had already.
@@ -6,9 +6,12 @@ gather. With few tokens on a device it is the other way around: every step waits
 
 from collections.abc import Iterator
 
+import attrs
+
 from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.roles import PARAMETERS
+from shardrules.analysis.compiling.saved_names import saved_name_findings
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.program.collectives import Collective
@@ -83,3 +86,14 @@ def _is_recomputed(facts: AuditFacts, collective: Collective) -> bool:
 def _is_in_backward(op_name: str) -> bool:
     """Whether an operation repeats a part of a checkpointed function, or is of its backward pass."""
     return RECOMPUTED in op_name or ("transpose(" in op_name and "checkpoint" in op_name)
+
+
+def check_saved_names(facts: AuditFacts) -> Iterator[Finding]:
+    """Names of policies that match nothing, with what it costs to compute everything again."""
+    recomputed = [kernel for kernel in facts.kernels if RECOMPUTED in kernel.op_name]
+    seconds = facts.seconds_of(recomputed)
+    flops = sum(kernel.total_flops for kernel in recomputed)
+    for finding in saved_name_findings(facts.compiled.jaxpr):
+        text = f"{finding.message}. The step computes {flops:.3g} FLOPs again: {cost_text(facts, seconds)}"
+        level = severity(facts, seconds) if finding.severity == "warning" else finding.severity
+        yield attrs.evolve(finding, message=text, severity=level)
