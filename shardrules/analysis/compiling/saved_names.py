@@ -68,15 +68,33 @@ def saving_policies(program: ClosedJaxpr | Jaxpr) -> tuple[SavingPolicy, ...]:
     assert (saving_policy.names, saving_policy.missing) == (("hiden",), ("hiden",))
     ```
     """
-    existing = existing_names(program)
+    named = [
+        (str(each.params["name"]), _function(each)) for each in equations(program) if each.primitive.name == "name"
+    ]
     policies: dict[tuple[str, ...], SavingPolicy] = {}
     for equation in equations(program):
         if equation.primitive.name in _CHECKPOINTS and callable(equation.params.get("policy")):
             names = policy_names(equation.params["policy"])
-            if names and names not in policies:
-                matching = tuple(name for name in names if name in existing)
-                policies[names] = SavingPolicy(names, matching, _line_inside(equation))
+            if not names:
+                continue
+            # Of what the backward pass computes, names that are saved are left out: they are where the same functions
+            # run in the forward pass.
+            functions = {_function(each) for each in equations(equation.params["jaxpr"])}
+            existing = {name for name, function in named if function is None or function in functions}
+            earlier = policies.get(names, SavingPolicy(names, (), _line_inside(equation)))
+            matching = tuple(name for name in names if name in existing or name in earlier.matching)
+            policies[names] = attrs.evolve(earlier, matching=matching)
     return tuple(policies.values())
+
+
+def _function(equation: Any) -> tuple[str, str] | None:
+    """File and name of the function that was traced when an operation was: the body of a loop, or what is checkpointed.
+
+    JAX starts the traceback of an operation there.
+    """
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    return (frames[-1].file_name, frames[-1].function_name) if frames else None
 
 
 def _line_inside(equation: Any) -> str:
@@ -149,7 +167,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def saved_name_findings(program: ClosedJaxpr | Jaxpr) -> Iterator[Finding]:
-    """Yields a finding for each policy that saves a name which no array of the function has.
+    """Yields a finding for each policy that saves a name which no array of its function has.
 
     A list of names that many models share may have some for other models: then it is a note, but for misspelt names.
     """
@@ -161,11 +179,11 @@ def saved_name_findings(program: ClosedJaxpr | Jaxpr) -> Iterator[Finding]:
             name for name in policy.missing if suggest(name, [each for each in existing if each not in policy.names])
         ]
         missing = ", ".join(f"{name!r}{suggest(name, existing)}" for name in policy.missing)
-        consequence = "" if policy.matching else ": nothing is saved, and the backward pass computes everything again"
+        consequence = "" if policy.matching else ": nothing is saved by name"
         yield Finding(
             "note" if policy.matching and not misspelt else "warning",
             "unmatched-names",
-            f"a policy of jax.checkpoint saves arrays by name, and no array of the function is called {missing}"
+            f"a policy of jax.checkpoint saves arrays by name, and no array of the checkpointed function is called {missing}"
             f"{consequence}. The function has {', '.join(map(repr, existing)) or 'no names'}",
             remedy="Name the array, jax.ad_checkpoint.checkpoint_name(x, name), or correct the name in the policy",
             source=policy.source,

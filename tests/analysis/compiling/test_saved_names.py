@@ -85,7 +85,7 @@ def program(*names: str, scanned: bool = False) -> Any:
 def test_unmatched_names_are_warnings(scanned: bool) -> None:
     (finding,) = saved_name_findings(program("attention", scanned=scanned))
     assert (finding.severity, finding.code) == ("warning", "unmatched-names")
-    assert "'attention': nothing is saved" in finding.message
+    assert "'attention': nothing is saved by name" in finding.message
     assert "The function has 'hidden'" in finding.message
     assert finding.source.startswith(__file__)
 
@@ -100,3 +100,23 @@ def test_matching_names_are_no_finding() -> None:
     assert existing_names(program("hidden")) == ("hidden",)
     assert [policy.missing for policy in saving_policies(program("hidden"))] == [()]
     assert list(saved_name_findings(program("hidden"))) == []
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize(("kept_name", "count"), [("embedded", 1), ("logits", 1), ("hidden", 0)])
+def test_names_outside_of_the_checkpointed_function_save_nothing(kept_name: str, count: int, scanned: bool) -> None:
+    def inner(x: Any) -> Any:
+        return checkpoint_name(jnp.sin(x), "hidden")
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.sin(inner(x * w)), None
+
+    kept = jax.checkpoint(layer, policy=POLICIES.save_only_these_names(kept_name))
+
+    def loss(w: Any) -> Any:
+        x = checkpoint_name(jnp.cos(w[0]), "embedded")
+        y = jax.lax.scan(kept, x, w)[0] if scanned else kept(x, w[1])[0]
+        return jnp.sum(checkpoint_name(jnp.sin(y), "logits"))
+
+    findings = list(saved_name_findings(jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 4)))))
+    assert len(findings) == count

@@ -94,6 +94,7 @@ def check_saved_names(facts: AuditFacts) -> Iterator[Finding]:
     seconds = facts.seconds_of(recomputed)
     flops = sum(kernel.total_flops for kernel in recomputed)
     for finding in saved_name_findings(facts.compiled.jaxpr):
-        text = f"{finding.message}. The step computes {flops:.3g} FLOPs again: {cost_text(facts, seconds)}"
+        again = f"{flops:.3g} FLOPs" if flops else "no matmuls"
+        text = f"{finding.message}. The backward pass computes {again} again: {cost_text(facts, seconds)}"
         level = severity(facts, seconds) if finding.severity == "warning" else finding.severity
         yield attrs.evolve(finding, message=text, severity=level)
