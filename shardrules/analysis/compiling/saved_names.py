@@ -183,8 +183,8 @@ def saved_name_findings(program: ClosedJaxpr | Jaxpr) -> Iterator[Finding]:
         yield Finding(
             "note" if policy.matching and not misspelt else "warning",
             "unmatched-names",
-            f"a policy of jax.checkpoint saves arrays by name, and no array of the checkpointed function is called {missing}"
-            f"{consequence}. The function has {', '.join(map(repr, existing)) or 'no names'}",
+            f"a policy of jax.checkpoint saves arrays by name, and no array of the checkpointed function is called "
+            f"{missing}{consequence}. The function has {', '.join(map(repr, existing)) or 'no names'}",
             remedy="Name the array, jax.ad_checkpoint.checkpoint_name(x, name), or correct the name in the policy",
             source=policy.source,
         )

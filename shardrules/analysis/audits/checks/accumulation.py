@@ -111,6 +111,7 @@ def _repeated_sums(facts: AuditFacts) -> Iterator[_RepeatedSum]:
 
 def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], int]]:
     """Yields the additions of loops that add to an element of the state: computation and name, and the rounds."""
+    scalings = frozenset(_scalings(program))
     for computation, loop in program.walk():
         rounds = program.flow.trips.get(loop.name) if loop.op == "while" else None
         if not rounds or rounds < 2 or not program.times(computation.name).count:
@@ -118,11 +119,23 @@ def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], int]]:
         (body,) = loop.references("body")
         root = program.find(body).by_name[program.find(body).root]
         for index in range(len(root.operands)):
-            for addition in _additions_to(program, body, index):
+            for addition in _additions_to(program, body, index, scalings):
                 yield (addition.computation, addition.instruction), rounds
 
 
-def _additions_to(program: CompiledProgram, body: str, index: int) -> Iterator[Value]:
+def _scalings(program: CompiledProgram) -> Iterator[str]:
+    """Yields the names of multiplications and divisions by the same scalar for all elements."""
+    for computation, instruction in program.walk():
+        if instruction.op in ("multiply", "divide"):
+            factors = instruction.operands if instruction.op == "multiply" else instruction.operands[1:]
+            makers = [program.instruction(program.flow.in_round(Value(computation.name, name))) for name in factors]
+            if any(
+                maker.op == "constant" or (maker.op == "broadcast" and not maker.dims("dimensions")) for maker in makers
+            ):
+                yield instruction.name
+
+
+def _additions_to(program: CompiledProgram, body: str, index: int, scalings: frozenset[str]) -> Iterator[Value]:
     """Yields the additions by which a round changes element `index` of the state, from the last to the first."""
     pending = [program.flow.in_round(Value(body, program.find(body).root, index))]
     additions: list[Value] = []
@@ -132,7 +145,13 @@ def _additions_to(program: CompiledProgram, body: str, index: int) -> Iterator[V
         if instruction.op == "parameter" and (value.computation, value.index) == (body, index):
             # What was added up to here goes round the loop, and is a total if a round does nothing else with it.
             names = [addition.instruction for addition in additions]
-            others = [use for use in uses(program, [value], _is_kept) if use.instruction.name not in names]
+
+            def passes_on(user: Instruction, names: list[str] = names) -> bool:
+                # A running mean adds (gradient - mean) / count.
+                is_scaled = user.op in ("subtract", "negate", "convert") or user.name in scalings
+                return _is_kept(user) or (is_scaled and user.name not in names)
+
+            others = [use for use in uses(program, [value], passes_on) if use.instruction.name not in names]
             yield from () if others else additions
             return
         if instruction.op == "add" and len(additions) < _MAX_ADDITIONS:
