@@ -23,7 +23,7 @@ _LEAST = {
     "collective_launch_seconds": 0,
     "clock_hertz": 0,
 }
-_MOST = {"torus_dims": 3, "network_fraction": 1, "overlap_fraction": 1}
+_MOST = {"network_fraction": 1, "overlap_fraction": 1}
 _WHOLE = ("torus_dims", "devices_per_chip", "matmul_tile")
 
 
@@ -35,8 +35,8 @@ def hardware_problems(figures: Mapping[str, Any], rates: Sequence[str]) -> list[
 
     from shardrules.analysis.machine.sheet_checks import hardware_problems
 
-    figures = {**attrs.asdict(sr.Hardware.named("cpu"), recurse=False), "torus_dims": 7}
-    assert hardware_problems(figures, ["bf16", "f32"])[0] == "torus_dims must be at most 3, got 7"
+    figures = {**attrs.asdict(sr.Hardware.named("cpu"), recurse=False), "network_fraction": 3}
+    assert hardware_problems(figures, ["bf16", "f32"])[0] == "network_fraction must be at most 1, got 3"
     ```
     """
     problems = [problem for figure in (*_POSITIVE, *_LEAST) for problem in _number_problems(figure, figures[figure])]

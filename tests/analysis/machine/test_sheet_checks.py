@@ -16,7 +16,7 @@ WRONG = [
     ({"launch_seconds": "fast"}, "launch_seconds must be a number, got 'fast'"),
     ({"network_fraction": 3}, "network_fraction must be at most 1, got 3"),
     ({"overlap_fraction": 1.5}, "overlap_fraction must be at most 1, got 1.5"),
-    ({"torus_dims": 7}, "torus_dims must be at most 3, got 7"),
+    ({"torus_dims": True}, "torus_dims must be a whole number, got True"),
     ({"matmul_tile": 8.5}, "matmul_tile must be a whole number, got 8.5"),
     ({"devices_per_host": 8.5}, "devices_per_host must be at least 1, or None for all devices; got 8.5"),
     ({"peak_flops": "fast"}, "peak_flops must be a mapping of names to numbers, got 'fast'"),
