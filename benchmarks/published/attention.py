@@ -50,7 +50,7 @@ def _splash(blocks: Blocks, query: Any, key: Any, value: Any) -> Any:
     def local(query: Any, key: Any, value: Any) -> Any:
         mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * query.shape[2])
         # The name lets a policy keep the output together with the sums that the backward kernels need.
-        kernel = splash.make_splash_mha(
+        kernel: Any = splash.make_splash_mha(
             mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, residual_checkpoint_name="context"
         )
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))

@@ -173,5 +173,7 @@ def _row(entry: dict[str, Any], models: Mapping[str, Any], recipes: Mapping[str,
     name = next((name for name in names if name in recipes), None)
     if name is None:
         raise RowError(f"no recipe {' or '.join(map(repr, names))}; known are {', '.join(recipes)}")
-    recipe = Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in recipes[name].items()})
-    return Row(**{**entry, "dims": Dims(**models[model]), "mesh": mesh, "recipe": recipe})
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in recipes[name].items()
+    }
+    return Row(**{**entry, "dims": Dims(**models[str(model)]), "mesh": mesh, "recipe": Recipe(**fields)})

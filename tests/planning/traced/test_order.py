@@ -79,5 +79,5 @@ def test_nothing_runs_before_what_it_takes() -> None:
         assert sorted(positions) == list(range(len(program.operations)))
         for op_index, operation in enumerate(program.operations):
             for operand in operation.operands if operation.role != "join" else operation.operands[:1]:
-                if operand in program.producers:
+                if operand is not None and operand in program.producers:
                     assert positions[program.producers[operand]] < positions[op_index]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.analysis.programs import CPU, CUDA, TPU
 
 COST = re.compile(r"modelled [\d.,]+ (ms|µs), [\d.e+-]+ % of the step")
 
-COMPILERS = {
+COMPILERS: dict[Any, tuple[str, ...]] = {
     accidents.narrow: (TPU,),  # GPUs scatter rows of any size, and CPUs have no reduce-scatter.
     accidents.float8: (CUDA,),  # CPUs compute in float32 what is written in 8 bits,
     accidents.bfloat16: (TPU,),
