@@ -22,7 +22,7 @@ class StepTime:
 
     ```python
     time = sr.reports.StepTime(0.012, 0.0051, 0.004, 0.001)
-    assert time.seconds == 0.013 and time.bound == "compute"
+    assert np.isclose(time.seconds, 0.013) and time.bound == "compute"
     assert str(time) == "13 ms: compute 12 ms (4 ms of it memory-bound), communication 5.1 ms (1 ms of it exposed)"
     ```
     """
