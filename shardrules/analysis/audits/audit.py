@@ -56,7 +56,6 @@ def audit(
         sheet,
         kernel_facts,
     )
-    model_matmuls = facts.model_matmuls
     schedule = facts.schedule
     return AuditReport(
         name=name_of(request.fn),
@@ -71,12 +70,7 @@ def audit(
         modules=module_costs(facts.collectives, matmuls),
         memory=facts.memory,
         flops_by_dtype=tuple(flops_by_dtype(matmuls).items()),
-        # A loop of unknown length would make the sum a guess.
-        model_flops=(
-            sum(matmul.flops for matmul in model_matmuls)
-            if all(matmul.is_certain for matmul in model_matmuls)
-            else None
-        ),
+        model_flops=facts.model_flops,
         time=schedule.time,
         lines=schedule.lines,
         findings=run_checks(facts),

@@ -101,6 +101,13 @@ class AuditFacts:
         """The matmuls of the function itself."""
         return tuple(model_matmuls(without_dead_code(self.compiled.jaxpr)))
 
+    @property
+    def model_flops(self) -> int | None:
+        """The function's own FLOPs; `None` where a loop of unknown length would make the sum a guess."""
+        if not all(matmul.is_certain for matmul in self.model_matmuls):
+            return None
+        return sum(matmul.flops for matmul in self.model_matmuls)
+
     @functools.cached_property
     def flops_by_line(self) -> Mapping[str, tuple[int, int]]:
         """For each line of code its FLOPs in the function, and what all devices together compute for it.

@@ -9,7 +9,7 @@ import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.analysis.compiling.jaxprs import equations, programs_in
+from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, equations, programs_in
 from shardrules.analysis.compiling.source import called_from, equation_stack, user_line
 from shardrules.analysis.program.program import Source
 from shardrules.core.check import check_spec
@@ -101,9 +101,7 @@ _CALLS = (
     "pjit",
     "closed_call",
     "core_call",
-    "checkpoint",
-    "remat",
-    "remat2",
+    *CHECKPOINTS,
     "custom_jvp_call",
     "custom_vjp_call",
 )

@@ -5,6 +5,9 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+"""What versions of JAX call the equation of a checkpointed function."""
+
 
 def programs_in(equation: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     """Yields the programs inside an operation: the body of a loop, the branches of a conditional."""

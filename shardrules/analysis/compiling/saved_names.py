@@ -17,13 +17,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, equations
 from shardrules.analysis.compiling.source import equation_line
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
-
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
-"""What versions of JAX call the equation of a checkpointed function."""
 
 _NO_NAME = "a name that no function has"
 
@@ -73,7 +70,7 @@ def saving_policies(program: ClosedJaxpr | Jaxpr) -> tuple[SavingPolicy, ...]:
     ]
     policies: dict[tuple[str, ...], SavingPolicy] = {}
     for equation in equations(program):
-        if equation.primitive.name in _CHECKPOINTS and callable(equation.params.get("policy")):
+        if equation.primitive.name in CHECKPOINTS and callable(equation.params.get("policy")):
             names = policy_names(equation.params["policy"])
             if not names:
                 continue

@@ -11,7 +11,7 @@ figures 5 and 6, which measures cuDNN and Triton as well, at 16 thousand tokens 
 import math
 from types import MappingProxyType
 
-from shardrules.analysis.costs.matmul import flops_seconds, multiplication
+from shardrules.analysis.costs.matmul import flops_seconds, multiplication, padded_size
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.flops import Matmul
 
@@ -73,7 +73,7 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
     if hardware.clock_hertz:
         tile = 256 if hardware.matmul_tile > 128 else 128
         padded = sum(
-            2 * product.batch * math.prod(_padded(size, tile) for size in (product.m, product.n, product.k))
+            2 * product.batch * math.prod(padded_size(size, tile) for size in (product.m, product.n, product.k))
             for product in matmul.products
         )
         cores = max(1, round(hardware.flops_per_second("bf16") / (2 * _UNITS * tile**2 * hardware.clock_hertz)))
@@ -91,7 +91,3 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
     rate, half = _CUDNN[pass_name, size]
     causal = _CAUSAL if matmul.is_masked else 1.0
     return matmul.flops / (peak * rate * causal / _H100_PEAK) * (1 + half / scores.m)
-
-
-def _padded(size: int, tile: int) -> int:
-    return math.ceil(size / tile) * tile

@@ -98,16 +98,20 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     return compiled_cost(collective, hardware).seconds * collective.times.count
 
 
-def compiled_cost(collective: Collective, hardware: Hardware) -> CollectiveCost:
-    """What each run of a compiled collective takes."""
+def group_of(collective: Collective) -> Group:
+    """The devices that a compiled collective joins."""
     host_count = collective.host_count
     # Without a target, hosts are known only of collectives between slices.
     if collective.between_slices and host_count == 1:
         host_count = collective.group_size
-    group = Group(
+    return Group(
         collective.group_size, host_count, collective.torus_dims, collective.open_dims, collective.chip_devices
     )
-    return collective_cost(collective.kind, collective.wire_bytes, group, hardware)
+
+
+def compiled_cost(collective: Collective, hardware: Hardware) -> CollectiveCost:
+    """What each run of a compiled collective takes."""
+    return collective_cost(collective.kind, collective.wire_bytes, group_of(collective), hardware)
 
 
 def collective_cost(kind: str, wire_bytes: float, group: Group, hardware: Hardware) -> CollectiveCost:

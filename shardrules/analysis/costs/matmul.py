@@ -70,7 +70,7 @@ def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: st
     peak, table = dict(hardware.peak_flops)[kind], _table(hardware, kind)
     if table is None:
         seconds = _start_seconds(batch * (m * k + k * n + m * n) * _BYTES.get(kind, 2), hardware)
-        padded = [math.ceil(size / hardware.matmul_tile) * hardware.matmul_tile for size in (m, n, k)]
+        padded = [padded_size(size, hardware.matmul_tile) for size in (m, n, k)]
         seconds += flops_seconds(2 * batch * math.prod(padded), dtype, precision, hardware)
     else:
         # The tiles of all results of a batch run side by side, as those of one matmul with as many rows.
@@ -88,6 +88,11 @@ def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: st
         seconds - (hardware.launch_seconds if hardware.matmul_rates else 0.0),
         flops_seconds(2 * batch * m * n * k, dtype, precision, hardware),
     )
+
+
+def padded_size(size: int, tile: int) -> int:
+    """The next multiple of a unit's tile."""
+    return math.ceil(size / tile) * tile
 
 
 def flops_seconds(flops: float, dtype: Any, precision: str, hardware: Hardware) -> float:

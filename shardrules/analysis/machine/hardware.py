@@ -299,7 +299,7 @@ class Hardware:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise HardwareError(f"{file} is not a sheet of hardware, which is TOML: {error}") from error
-        problems = sheet_problems(table, FIGURES, required=[*FIGURES[:7]])
+        problems = sheet_problems(table, FIGURES, required=_required())
         if problems:
             raise HardwareError(f"{file} is not a sheet of hardware: {'; '.join(problems)}")
         try:
@@ -370,6 +370,12 @@ def fraction(fractions: Fractions, *names: str) -> float:
     """The fraction for the first of the names that has any, else the one for everything, else 1."""
     by_name = dict(fractions)
     return next((by_name[name] for name in (*names, "all") if name in by_name), 1.0)
+
+
+def _required() -> list[str]:
+    """The figures without a default."""
+    fields = attrs.fields_dict(Hardware)
+    return [figure for figure in FIGURES if fields[figure].default is attrs.NOTHING]
 
 
 def _unknown_figure(name: str) -> str:

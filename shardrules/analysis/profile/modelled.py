@@ -15,10 +15,10 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flops import find_matmuls
 from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES
-from shardrules.analysis.program.kernels import Kernel, find_kernels
+from shardrules.analysis.program.kernels import COPY_STARTS, Kernel, control_computations, find_kernels
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Computation, Instruction, read_types
-from shardrules.analysis.schedule.tasks import COPY_STARTS, copy_task, host_copy
+from shardrules.analysis.schedule.tasks import copy_task, host_copy
 
 PartKind: TypeAlias = Literal["kernel", "collective", "copy", "control"]
 """What a part is: a kernel, a collective, a copy beside kernels, or a loop, a branch or a call around others."""
@@ -113,7 +113,7 @@ def model_program(
             if name not in kernels:
                 parts[name] = part
     control: list[tuple[Computation, Instruction]] = []
-    for computation in _control_computations(program):
+    for computation in control_computations(program):
         for instruction in computation.instructions:
             if instruction.name in parts or instruction.op == "parameter":
                 continue
@@ -220,17 +220,6 @@ def _waits(user: Instruction) -> bool:
         "AsyncCollectiveStart",
         "AsyncCollectiveDone",
     )
-
-
-def _control_computations(program: CompiledProgram) -> Iterator[Computation]:
-    """The computations that run instruction by instruction, the entry first: not those inside of fusions."""
-    names = [program.entry]
-    for name in names:  # grows while iterated
-        computation = program.find(name)
-        yield computation
-        for instruction in computation.instructions:
-            if instruction.op in _CONTROL_FLOW:
-                names += [callee for callee in _callees(instruction) if callee not in names]
 
 
 def _callees(instruction: Instruction) -> list[str]:

@@ -23,13 +23,16 @@ from shardrules.analysis.program.traffic import (
 _CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
 """Operations that run another computation kernel by kernel."""
 
+COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+"""Operations that begin a copy from one memory to another, or inside one."""
+
 _NO_KERNELS = (
     *_CONTROL_FLOW,
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "async-update", "after-all", "add-dependency"),
     *("optimization-barrier", "opt-barrier", "domain", "partition-id", "replica-id"),
     *("send", "recv", "infeed", "outfeed"),
     # Copies between the memories of a device, or to its host: the kernels that use the array count its bytes.
-    *("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"),
+    *COPY_STARTS,
 )
 
 
@@ -114,13 +117,13 @@ def find_kernels(program: CompiledProgram, matmuls: Iterable[Matmul]) -> tuple[K
         matmuls_in.setdefault(matmul.computation, []).append(matmul)
     kernels = (
         _read_kernel(program, computation, instruction, matmuls_in)
-        for computation in _control_computations(program)
+        for computation in control_computations(program)
         for instruction in computation.instructions
     )
     return tuple(kernel for kernel in kernels if kernel is not None)
 
 
-def _control_computations(program: CompiledProgram) -> Iterator[Computation]:
+def control_computations(program: CompiledProgram) -> Iterator[Computation]:
     """Yields the computations that run kernel by kernel, in the order of the text."""
     names = [program.entry]
     for name in names:  # grows while iterated

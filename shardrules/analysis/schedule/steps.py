@@ -14,12 +14,11 @@ from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.kernels import flops_part, kernel_seconds, traffic_part
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
-from shardrules.analysis.program.kernels import Kernel
+from shardrules.analysis.program.kernels import COPY_STARTS, Kernel
 from shardrules.analysis.program.program import CompiledProgram, Source
 from shardrules.analysis.program.text import Computation, Instruction
 from shardrules.analysis.program.traffic import fusion_of, is_collective
 from shardrules.analysis.schedule.tasks import (
-    COPY_STARTS,
     OTHER_STREAM,
     BackgroundTask,
     collective_task,

@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from shardrules.analysis.costs.collective import compiled_cost
+from shardrules.analysis.costs.collective import compiled_cost, group_of
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective
@@ -20,9 +20,6 @@ TO_HOST, FROM_HOST = "to host", "from host"
 OTHER_STREAM = "other stream"
 
 TaskKind: TypeAlias = Literal["compute", "communication", "copy"]
-
-COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
-"""Operations that begin a copy from one memory to another, or inside one."""
 
 
 @final
@@ -52,9 +49,8 @@ def collective_resources(collective: Collective, hardware: Hardware) -> tuple[st
     A switch, or a torus where the position of the groups is unknown, counts as one resource: its collectives run one
     after the other.
     """
-    size, hosts = collective.group_size, collective.host_count
-    if collective.between_slices and hosts == 1:
-        hosts = size
+    group = group_of(collective)
+    size, hosts = group.size, group.host_count
     if size < 2:
         return ()
     if hosts > 1 and (hosts == size or collective.kind == "collective-permute"):

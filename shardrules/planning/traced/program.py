@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardrules.analysis.compiling.jaxprs import scan_counts
+from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, scan_counts
 from shardrules.analysis.compiling.model_flops import equation_flops
 from shardrules.planning.traced.factors.table import Factors, op_factors
 
@@ -38,15 +38,10 @@ INLINED: Mapping[str, tuple[str, ...]] = {
     "custom_jvp_call": ("call_jaxpr", "fun_jaxpr"),
     "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
     "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
-    "checkpoint": ("jaxpr",),
-    "remat": ("jaxpr",),
-    "remat2": ("jaxpr",),
+    **dict.fromkeys(CHECKPOINTS, ("jaxpr",)),
     "custom_lin": (),
 }
 """Primitives that only call another jaxpr, and the parameters that may hold it, in one JAX version or another."""
-
-_RECOMPUTED = ("checkpoint", "remat", "remat2")
-"""Calls that get a region of their own: compilers compute the inside again, and share nothing of it."""
 
 
 @final
@@ -252,7 +247,8 @@ class _JaxprReader:
         equation_index, self.equation_count = self.equation_count, self.equation_count + 1
         inlined = inlined_jaxpr(equation)
         if inlined is not None:
-            inside = self.add_region(region, 1) if name in _RECOMPUTED else region
+            # Compilers compute what is checkpointed again, and share nothing of it.
+            inside = self.add_region(region, 1) if name in CHECKPOINTS else region
             if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
                 self.kept.update(dict.fromkeys(operand for operand in operands if operand is not None))
             # Shardings of an inner jit are orders to the partitioner, as constraints are.

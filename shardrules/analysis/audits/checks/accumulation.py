@@ -12,7 +12,7 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
+from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity, share_of
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
@@ -91,7 +91,7 @@ def check_accumulation(facts: AuditFacts) -> Iterator[Finding]:
 
 
 def _share(repeated: _RepeatedSum) -> float:
-    return repeated.array.nbytes / max(1, sum(array.nbytes for array in repeated.collective.arrays))
+    return share_of(repeated.collective, repeated.array)
 
 
 def _repeated_sums(facts: AuditFacts) -> Iterator[_RepeatedSum]:

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable
 
+import attrs
+
 from shardrules.analysis.audits.facts import AuditFacts
+from shardrules.analysis.costs.collective import collective_seconds
+from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.text import ArrayType
 from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.finding import Severity, common_path, template
 
@@ -38,6 +43,16 @@ def cost_text(facts: AuditFacts, seconds: float) -> str:
     """Returns a cost for a sentence: `"modelled 3.2 ms, 4.1 % of the step"`."""
     share = seconds / facts.time.seconds if facts.time.seconds else 0.0
     return f"modelled {seconds_text(seconds)}, {100 * share:.2g} % of the step"
+
+
+def latency_seconds(facts: AuditFacts, collective: Collective) -> float:
+    """Returns how long all runs of a collective would take if it sent nothing."""
+    return collective_seconds(attrs.evolve(collective, wire_bytes=0), facts.hardware)
+
+
+def share_of(collective: Collective, array: ArrayType) -> float:
+    """Returns the share of one array in the bytes that a collective moves."""
+    return array.nbytes / max(1, sum(each.nbytes for each in collective.arrays))
 
 
 def names_text(paths: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
+from shardrules.analysis.audits.checks.costs import cost_text, latency_seconds, names_text, severity, share_of
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
@@ -69,16 +69,14 @@ def _wide_moves(facts: AuditFacts) -> Iterator[_WideMove]:
     for collective in facts.collectives:
         if collective.kind not in _COPIES or not collective.total_wire_bytes:
             continue
-        total = max(1, sum(array.nbytes for array in collective.arrays))
         for array, values in zip(collective.arrays, facts.results_of(collective), strict=True):
             casts = list(_casts(facts, array, values))
             if not casts or any(cast is None for cast in casts):
                 continue
             narrow = max((cast for cast in casts if cast is not None), key=lambda cast: cast.array.bits)
-            share = array.nbytes / total * (1 - narrow.array.bits / array.bits)
+            share = share_of(collective, array) * (1 - narrow.array.bits / array.bits)
             # Latencies stay as they are.
-            empty = attrs.evolve(collective, wire_bytes=0)
-            transfer = collective_seconds(collective, facts.hardware) - collective_seconds(empty, facts.hardware)
+            transfer = collective_seconds(collective, facts.hardware) - latency_seconds(facts, collective)
             yield _WideMove(
                 collective,
                 array,

@@ -4,7 +4,7 @@ Gathering again saves the memory of gathered weights, and costs nothing while de
 gather. With few tokens on a device it is the other way around: every step waits for weights that it had already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 
 import attrs
 
@@ -24,7 +24,7 @@ RECOMPUTED = "rematted_computation"
 
 def check_regathered(facts: AuditFacts) -> Iterator[Finding]:
     """Weights that are gathered again for the backward pass, where that is not hidden and memory is left."""
-    again = [collective for collective in facts.collectives if _is_again(facts, collective)]
+    again = _gathers_again(facts)
     if not again:
         return
     # What devices compute meanwhile hides the gathers of the same loop.
@@ -56,20 +56,25 @@ def check_regathered(facts: AuditFacts) -> Iterator[Finding]:
     )
 
 
-def _is_again(facts: AuditFacts, collective: Collective) -> bool:
-    """Whether it gathers parameters to recompute something, after they were gathered to compute it."""
-    if collective.kind != "all-gather" or not _is_recomputed(facts, collective):
-        return False
-    indices = [facts.argument_indices.get(name) for name in collective.arguments]
-    if not indices or any(index is None or facts.roles[index] != PARAMETERS for index in indices):
-        return False
-    others = [
-        name
-        for other in facts.collectives
-        if other.kind == "all-gather" and other is not collective and not _is_recomputed(facts, other)
-        for name in other.arguments
-    ]
-    return all(name in others for name in collective.arguments)
+def _gathers_again(facts: AuditFacts) -> list[Collective]:
+    """The gathers of parameters to recompute something, after they were gathered to compute it."""
+    again: list[Collective] = []
+    gathered: set[str] = set()
+    for collective in facts.collectives:
+        if collective.kind == "all-gather":
+            if _is_recomputed(facts, collective):
+                again.append(collective)
+            else:
+                gathered.update(collective.arguments)
+    return [collective for collective in again if _are_parameters(facts, collective.arguments, gathered)]
+
+
+def _are_parameters(facts: AuditFacts, names: Sequence[str], gathered: Container[str]) -> bool:
+    """Whether all of these are parameters that are `gathered` before."""
+    indices = [facts.argument_indices.get(name) for name in names if name in gathered]
+    return 0 < len(indices) == len(names) and all(
+        index is not None and facts.roles[index] == PARAMETERS for index in indices
+    )
 
 
 def _is_recomputed(facts: AuditFacts, collective: Collective) -> bool:

@@ -9,7 +9,7 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
+from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity, share_of
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
@@ -76,7 +76,6 @@ def _whole_sums(facts: AuditFacts) -> Iterator[_WholeSum]:
             continue
         scatter = attrs.evolve(collective, kind="reduce-scatter", wire_bytes=-(-collective.wire_bytes // 2))
         saved = collective_seconds(collective, facts.hardware) - collective_seconds(scatter, facts.hardware)
-        total = max(1, sum(array.nbytes for array in collective.arrays))
         for array, values in zip(collective.arrays, facts.results_of(collective), strict=True):
             kept = [
                 use.instruction.types[0] if use.instruction.op in _SLICES else None
@@ -89,7 +88,7 @@ def _whole_sums(facts: AuditFacts) -> Iterator[_WholeSum]:
                 and len(slices) == len(kept)
                 and all(each.size * collective.group_size <= array.size for each in slices)
             ):
-                yield _WholeSum(collective, array, slices[0], saved * array.nbytes / total)
+                yield _WholeSum(collective, array, slices[0], saved * share_of(collective, array))
 
 
 def _wire_bytes(whole: _WholeSum) -> int:

@@ -5,9 +5,7 @@ Compilers combine neighbors, but not what depends on something in between, and e
 
 from collections.abc import Iterator
 
-import attrs
-
-from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
+from shardrules.analysis.audits.checks.costs import cost_text, latency_seconds, names_text, severity
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
@@ -32,7 +30,7 @@ def check_small_collectives(facts: AuditFacts) -> Iterator[Finding]:
     """Hundreds of small collectives of the same kind over the same axes, in one computation, that nobody combined."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for collective in facts.collectives:
-        is_small = _latency_seconds(facts, collective) > _LATENCY_SHARE * _seconds(facts, collective)
+        is_small = latency_seconds(facts, collective) > _LATENCY_SHARE * _seconds(facts, collective)
         if collective.group_size > 1 and is_small and _is_independent(facts, collective):
             groups.setdefault((collective.kind, collective.axes_text), []).append(collective)
     for (kind, axes), group in groups.items():
@@ -74,17 +72,12 @@ def _seconds(facts: AuditFacts, collective: Collective) -> float:
     return collective_seconds(collective, facts.hardware)
 
 
-def _latency_seconds(facts: AuditFacts, collective: Collective) -> float:
-    """How long all runs of a collective would take if it sent nothing."""
-    return _seconds(facts, attrs.evolve(collective, wire_bytes=0))
-
-
 def _combined(facts: AuditFacts, group: list[Collective]) -> tuple[int, float]:
     """How often collectives would run if they were combined, also those of all rounds of a loop, and for how long.
 
     They are combined until they send for as long as their messages travel: larger ones gain little.
     """
-    transfer = sum(_seconds(facts, each) - _latency_seconds(facts, each) for each in group)
-    latency = max(_latency_seconds(facts, each) / each.times.count for each in group)
+    transfer = sum(_seconds(facts, each) - latency_seconds(facts, each) for each in group)
+    latency = max(latency_seconds(facts, each) / each.times.count for each in group)
     count = max(1, round(transfer / latency))
     return count, transfer + count * latency
