@@ -90,6 +90,7 @@ def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
     return analysis.argument_size_in_bytes
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_estimate_is_what_xla_allocates(seed: int) -> None:
     axes, tree, specs = random_tree(seed)

@@ -40,6 +40,7 @@ def test_paths_are_those_of_jax(name: str) -> None:
     assert sr.leaf_paths(tree) == tuple("/".join(map(text, path)) for path, _ in pairs)
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("reads", ["no", "width", "value"])
 def test_what_is_grouped_is_alike_and_keeps_its_place(name: str, reads: Any) -> None:

@@ -118,6 +118,7 @@ def possible_outer(shape: tuple[int, ...], granules: int, dcn_mesh_dims: tuple[i
     ]
 
 
+@pytest.mark.sample(70)
 @pytest.mark.parametrize("seed", range(200))
 def test_a_layout_is_as_requested_or_the_error_lists_others(seed: int) -> None:
     shape, devices, granules, dcn_mesh_dims = random_job(seed)

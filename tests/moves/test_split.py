@@ -170,6 +170,7 @@ SPECS = [P(), P("a"), P(None, "b"), P("a", "b"), P("b", "a"), P(("a", "b")), P(N
 TYPES = [(AUTO,) * 3, (EXPLICIT,) * 3, (AUTO, EXPLICIT, AUTO), (EXPLICIT, AUTO, EXPLICIT)]
 
 
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(kind.name for kind in types))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("axis", ["a", "b", "c"])

@@ -155,6 +155,7 @@ def rounds(start: int, end: int, by: int, direction: str, add: bool, mirrored: b
     return text, count
 
 
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("by", [1, 3, -1, -2])

@@ -420,6 +420,7 @@ def test_brute_force_finds_what_trying_everything_finds() -> None:
     assert tried >= 10
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_solver_finds_the_least_cost(seed: int) -> None:
     problem = random_task(seed).problem
@@ -463,6 +464,7 @@ def every_array_apart(program: TracedProgram, *_: Any) -> Clusters:
     return Clusters(roots, sizes)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_clusters_rule_out_nothing_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays that are computed elementwise share a layout: that rules out nothing better."""

@@ -345,6 +345,7 @@ def test_other_primitives_have_no_factors(fn: Any) -> None:
     assert op_factors(jax.make_jaxpr(fn)(jnp.ones(8)).eqns[-1]) is None
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("name", RULES)
 def test_other_forms_of_a_primitive_raise_nothing(name: str) -> None:
     """As if another version of JAX had other parameters, and more arrays."""
@@ -373,6 +374,7 @@ def test_every_primitive_of_jax_has_a_rule_or_a_reason() -> None:
     assert sorted({name for name in primitive_names if name not in RULES and name not in UNKNOWN.split()}) == []
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_rule_needs_its_parameters(case: Case) -> None:
     """As if another version of JAX had renamed them."""
