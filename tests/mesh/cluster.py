@@ -44,7 +44,8 @@ def free_port() -> int:
 def run_processes(code: str, *, processes: int, devices: int, timeout: float = 120) -> list[Ended]:
     """Runs `code` in several processes at once, with `process` and `processes` defined and JAX initialised.
 
-    Warnings are errors. A process that does not end in time is killed, and its exit code is negative.
+    Warnings are errors. A process that does not end in time is killed, and its exit code is negative. The first line of
+    `code` is line 2 of "<string>".
     """
     removed = ("XLA_FLAGS", "JAX_PLATFORMS")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
@@ -53,7 +54,7 @@ def run_processes(code: str, *, processes: int, devices: int, timeout: float = 1
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(REPOSITORY),
     }
-    text = PRELUDE + textwrap.dedent(code)
+    text = f"exec({PRELUDE!r})\n" + textwrap.dedent(code).lstrip("\n")
     port = free_port()
     children = [
         subprocess.Popen(

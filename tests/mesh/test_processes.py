@@ -121,8 +121,8 @@ def test_a_missing_process_is_named_after_the_timeout() -> None:
     assert first == "True True", ended[0].out + ended[0].err
     assert rest == [
         "barrier 'checkpoint written': not all processes arrived within 2 s:",
-        "  process 0: gave up at 'checkpoint written' (<string>:17) after 2 s",
-        "  process 1: past 'start' (<string>:11)",
+        "  process 0: gave up at 'checkpoint written' (<string>:8) after 2 s",
+        "  process 1: past 'start' (<string>:2)",
     ]
 
 
@@ -151,8 +151,8 @@ def test_each_process_keeps_its_own_timeout() -> None:
         )
     )
     assert lines == [
-        ["True", "process 0: gave up at 'x' (<string>:14) after 1 s", "met"],
-        ["True", "process 1: gave up at 'x' (<string>:14) after 3 s", "met"],
+        ["True", "process 0: gave up at 'x' (<string>:5) after 1 s", "met"],
+        ["True", "process 1: gave up at 'x' (<string>:5) after 3 s", "met"],
         ["met"],
     ]
 
@@ -298,10 +298,10 @@ def test_processes_at_different_barriers_raise_at_once() -> None:
     assert lines[0][:3] == [
         "True",
         "processes wait at different barriers:",
-        "  process 0: waiting at 'even' (<string>:13)",
+        "  process 0: waiting at 'even' (<string>:4)",
     ]
-    assert lines[0][4] == "  process 2: waiting at 'even' (<string>:13)"
-    assert lines[0][5] == "  process 3: waiting at 'odd' (<string>:13)"
+    assert lines[0][4] == "  process 2: waiting at 'even' (<string>:4)"
+    assert lines[0][5] == "  process 3: waiting at 'odd' (<string>:4)"
 
 
 @pytest.mark.slow
