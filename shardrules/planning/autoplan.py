@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import (
-    ConfigError,
-    DoesNotFitError,
     MeshError,
     PlanError,
     RuleTypeError,
@@ -35,11 +32,12 @@ from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.findings import (
     COSTLY_RATIO,
     PinCosts,
-    does_not_fit_text,
     machine_findings,
+    may_not_fit,
     nothing_split,
     pin_findings,
     program_findings,
+    time_is_up,
     untried_meshes,
 )
 from shardrules.planning.answer.plan import AutoPlan, Candidate
@@ -80,8 +78,8 @@ def autoplan(
     - `pins`: a rule for the tuple of arguments. Where it has an opinion, the plan follows it.
     - `hardware`: what the devices reach; by default the sheet of the mesh's devices, or of H100s if it has none.
     - `assumptions`: which part of that functions reach; by default `Assumptions()`.
-    - `time_limit`: the seconds that searching may take, over all meshes and pins. If it is reached, the best plan so
-        far is returned, with its gap.
+    - `time_limit`: the seconds that planning may take, over all meshes and pins. If it is reached, the best plan so
+        far is returned, with its gap and a finding. Plans do not depend on it otherwise.
 
     **Returns:**
 
@@ -89,9 +87,9 @@ def autoplan(
 
     **Raises:**
 
-    `DoesNotFitError` if nothing fits, with about the smallest limit that something fits in; `ConfigError` if no plan
-    was found in time; `PlanError` if pins do not divide; `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh`
-    is neither a mesh nor a device count; and whatever `fn` raises when it is traced.
+    `PlanError` if pins do not divide; `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh
+    nor a device count; and whatever `fn` raises when it is traced. Where no plan fits by the model, the one with the
+    least memory is returned, with the finding `may-not-fit`.
 
     ```python
     def loss(w, x):
@@ -220,8 +218,8 @@ def _best_mesh(
             continue
         result = query.search(deadline.share(len(texts) - index))
         outcomes.append((query, result))
-        seconds = None if result.solution is None else query.task.problem.cost(result.choice)
-        candidates.append(Candidate(text, seconds, 0 if result.is_late else int(result.peak_bytes)))
+        seconds = query.task.problem.cost(result.choice) if result.fits else None
+        candidates.append(Candidate(text, seconds, int(result.peak_bytes)))
     if not outcomes:
         assert refusal is not None, "every mesh is searched or refused"
         raise refusal
@@ -235,11 +233,11 @@ def _best_mesh(
 
 
 def _rank(outcome: tuple[_Query, SearchResult]) -> tuple[int, float, str]:
-    """Orders outcomes: plans by their cost, then what does not fit by what it needs, then searches without a result."""
+    """Orders outcomes: plans that fit by their cost, then others by what they need."""
     query, result = outcome
-    if result.solution is not None:
+    if result.fits:
         return 0, query.task.problem.cost(result.choice), mesh_text(query.mesh)
-    return (2, 0.0, "") if result.is_late else (1, int(result.peak_bytes), "")
+    return 1, int(result.peak_bytes), mesh_text(query.mesh)
 
 
 def _mesh_texts(count: int) -> list[str]:
@@ -250,25 +248,18 @@ def _mesh_texts(count: int) -> list[str]:
 
 
 def _answer(query: _Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
-    """Returns the plan that a search found, with its findings, or raises what kept it from finding any."""
-    if result.solution is None and result.is_late:
-        raise ConfigError(
-            f"{query.call.name}: no plan that fits in {bytes_text(query.limit_bytes)} on {mesh_text(query.mesh)} was "
-            f"found within time_limit={query.options.time_limit:.3g} s; the smallest plan met needs "
-            f"{bytes_text(result.peak_bytes)}. Raise time_limit, or pin what you know"
-        )
+    """Returns the plan that a search found, with its findings."""
     costs = _pin_costs(query, result, deadline)
-    if result.solution is None:
-        text = does_not_fit_text(
-            query.call, query.mesh, query.limit_bytes, result.peak_bytes, list(query.pinned), costs
-        )
-        raise DoesNotFitError(text, int(result.peak_bytes))
     # Findings come last, and search nothing: they only read the plan.
     plan = AutoPlan(query.call, query.args, query.mesh, query.limit_bytes, query.options.time_limit, query.task, result)
     return attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
 
 
 def _findings(query: _Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
+    if not plan.result.fits:
+        yield may_not_fit(query.call, query.limit_bytes, plan.result.peak_bytes, list(query.pinned), costs)
+    if plan.result.is_late:
+        yield time_is_up(query.options.time_limit, plan.gap)
     yield from machine_findings(query.mesh, query.options.hardware)
     yield from program_findings(query.call, query.task)
     if query.pinned:
@@ -286,10 +277,10 @@ def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCo
         return PinCosts()
     free = query.with_pins({})
     free_result = free.search(deadline)
-    if free_result.solution is None:  # nothing to compare with: pins are not what it fails on
+    if not free_result.fits:  # pins are not what keeps it from fitting
         return PinCosts(is_complete=not free_result.is_late)
     free_seconds = free.task.problem.cost(free_result.choice)
-    if result.solution is None or query.task.problem.cost(result.choice) < COSTLY_RATIO * free_seconds:
+    if not result.fits or query.task.problem.cost(result.choice) < COSTLY_RATIO * free_seconds:
         return PinCosts(True, free_seconds)
     # Arrays of repeated layers share a node: with the same spec, they are pinned by the same line of a rule.
     groups: dict[tuple[int, str], list[int]] = {}
@@ -303,7 +294,7 @@ def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCo
             break
         alone = query.with_pins({index: query.pinned[index] for index in indices})
         alone_result = alone.search(deadline.share(len(groups) - count))
-        if alone_result.solution is not None:
+        if alone_result.fits:
             group_seconds.append((tuple(indices), alone.task.problem.cost(alone_result.choice)))
         elif not alone_result.is_late:
             group_seconds.append((tuple(indices), math.inf))

@@ -52,9 +52,7 @@ def in_products(planned: sr.reports.AutoPlan, path: str) -> list[P]:
 
 
 def least(fn: Callable[..., Any], *args: Any, **how: Any) -> int:
-    with pytest.raises(sr.errors.DoesNotFitError, match="does not fit") as caught:
-        sr.autoplan(fn, *args, memory_limit=1, **how)
-    return caught.value.needed_bytes
+    return int(sr.autoplan(fn, *args, **how).task.within(0.0).peak_bytes)
 
 
 # ---- theory ----
@@ -136,13 +134,15 @@ def test_by_default_a_tenth_of_the_memory_is_kept_free() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [DATA, GRID], ids=["data", "grid"])
-def test_the_least_limit_that_is_named_works(mesh: Any) -> None:
+def test_the_least_limit_works(mesh: Any) -> None:
     args = mlp(1024, 4096, 2**13)
     needed = least(train, *args, mesh=mesh)
     planned = sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 1.02))
     assert planned.peak_bytes <= needed * 1.021
-    with pytest.raises(sr.errors.DoesNotFitError, match=r"it needs about .*\. Use more devices"):
-        sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 0.8))
+    smallest = sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 0.95))
+    (finding,) = [finding for finding in smallest.findings if finding.code == "may-not-fit"]
+    assert "no plan was found that fits in" in finding.message
+    assert "may-not-fit" not in codes(planned)
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_plan_that_fits_is_found_within_less() -> None:
     assert narrow.cost <= wide.cost * 1.01
 
 
-def test_an_error_names_no_more_memory_than_a_plan_takes() -> None:
+def test_the_least_memory_is_no_more_than_a_plan_takes() -> None:
     args = mlp(4096, 16384, 2**15)
     enough = sr.autoplan(train, *args, mesh=DATA, memory_limit=2_000_000_000).peak_bytes
     assert least(train, *args, mesh=DATA) <= enough * 1.1  # about the least
@@ -211,8 +211,9 @@ def test_pins_that_do_not_fit_are_named() -> None:
     args = mlp(2048, 8192, 2**12)
     limit = int(least(train, *args, mesh=DATA) * 1.2)
     pins = sr.RegexShardingRule([(r"up|down", P())])
-    with pytest.raises(sr.errors.DoesNotFitError, match=r"and fits without them\. Pinned: w/down, w/up"):
-        sr.autoplan(train, *args, mesh=DATA, memory_limit=limit, pins=pins)
+    planned = sr.autoplan(train, *args, mesh=DATA, memory_limit=limit, pins=pins)
+    (finding,) = [finding for finding in planned.findings if finding.code == "may-not-fit"]
+    assert "Without the pins one fits. Pinned: w/down, w/up" in finding.message
 
 
 # ---- meshes ----

@@ -26,7 +26,7 @@ _LARGE_CONSTANT = 2**20
 """Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
 
 _SHOWN_PINS = 8
-"""How many pinned arguments an error lists: those that take most of the memory, as they come first."""
+"""How many pinned arguments a finding lists: those that take most of the memory, as they come first."""
 
 
 @final
@@ -169,12 +169,22 @@ def untried_meshes(meshes: Sequence[str]) -> Finding:
     )
 
 
-def does_not_fit_text(
-    call: Call, mesh: AnyMesh, limit_bytes: int, least_bytes: float, pinned: Sequence[int], costs: PinCosts
-) -> str:
-    """Returns the message of a plan that does not fit: whether the pins are behind it, and what to do."""
-    text = f"{call.name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}: it needs about "
-    text += bytes_text(least_bytes)
+def time_is_up(time_limit: float, gap: float) -> Finding:
+    """Returns the finding that the search was not done when its time was up."""
+    return Finding(
+        "warning",
+        "time-is-up",
+        f"the search was not done after time_limit={time_limit:.3g} s: a plan may exist that is up to "
+        f"{100 * gap:.1f} % faster, and another run may find another plan",
+        remedy="Raise time_limit",
+    )
+
+
+def may_not_fit(call: Call, limit_bytes: int, peak_bytes: float, pinned: Sequence[int], costs: PinCosts) -> Finding:
+    """Returns the finding that no plan was found that fits by the model: whether pins are behind it, and what to do."""
+    message = f"no plan was found that fits in {bytes_text(limit_bytes)} by the model; this one is modelled to take "
+    message += bytes_text(peak_bytes)
+    remedy = "Pass prove=True to ask the compiler; use more devices, a smaller batch, or jax.checkpoint"
     if pinned and costs.free_seconds is not None:
         # Those that take most memory come first: they are the likely reason.
         largest = sorted(pinned, key=lambda index: -math.prod(call.structs[index].shape))
@@ -182,8 +192,8 @@ def does_not_fit_text(
         shown = ", ".join(names[:_SHOWN_PINS])
         if len(names) > _SHOWN_PINS:
             shown += f" and {len(names) - _SHOWN_PINS} more"
-        return f"{text} with these pins, and fits without them. Pinned: {shown}. Remove the pins that split least"
-    remedy = "Use more devices, a smaller batch, or recompute activations (jax.checkpoint)"
-    if pinned and not costs.is_complete:
-        return f"{text} with these pins; the time limit was reached before a search without them. {remedy}"
-    return f"{text}. {remedy}"
+        message += f". Without the pins one fits. Pinned: {shown}"
+        remedy = "Remove the pins that split least, or pass prove=True to ask the compiler"
+    elif pinned and not costs.is_complete:
+        message += "; the time limit was reached before a search without the pins"
+    return Finding("warning", "may-not-fit", message, remedy=remedy)

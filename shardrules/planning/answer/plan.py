@@ -51,7 +51,7 @@ class Candidate:
     seconds: float | None
     """The modelled time of a call on it; `None` where nothing fits."""
     peak_bytes: int
-    """The peak of the best plan; where nothing fits, about the least that would."""
+    """The peak of the best plan; where nothing fits, the least that was met."""
 
 
 @final
@@ -238,7 +238,7 @@ class AutoPlan:
         if not len(keep[home.node]):
             return None
         other = self.task.only(keep).within(self.memory_limit, Deadline.after(self.time_limit))
-        if other.solution is None:
+        if not other.fits:
             return None
         changed = attrs.evolve(self, result=other.reindexed(keep))
         return Alternative(
@@ -278,7 +278,7 @@ class AutoPlan:
         # Geometric steps: near the least memory, where plans change most, budgets are close together.
         for limit in np.geomspace(first, max(fastest.peak_bytes, first * _FRONTIER_STEP), count):
             result = self.task.within(float(limit), Deadline.after(max(1.0, self.time_limit / count)))
-            if result.solution is not None:  # what fits in less fits in more, and may be the better of the two
+            if result.fits:  # what fits in less fits in more, and may be the better of the two
                 best = min(best, result.choice, key=self.task.problem.cost)
             cost, peak = self.task.problem.cost(best), self.task.occupancy.timeline(best).max()
             points.append(FrontierPoint(int(limit), cost, int(peak), result.price))

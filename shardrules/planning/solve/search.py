@@ -129,10 +129,20 @@ class Task:
         return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
     def within(self, limit_bytes: float, deadline: Deadline = NO_DEADLINE) -> "SearchResult":
-        """Finds the best choice that fits."""
+        """Finds the best choice that fits, or the one with the least memory where it finds none that fits."""
         if variable_count(self.problem) > _MAX_JOINT_SIZE and len(self.problem.machine.sizes) > 1:
-            return self._by_parts(limit_bytes, deadline)
-        return self._jointly(limit_bytes, deadline, {})
+            return self._answer(self._by_parts(limit_bytes, deadline))
+        return self._answer(self._jointly(limit_bytes, deadline, {}))
+
+    def _answer(self, result: "SearchResult") -> "SearchResult":
+        """Returns the result of a search with a choice, whether it fits or not."""
+        if result.solution is None:
+            cost = self.problem.cost(result.emptiest)
+            bound = min(result.bound, cost)
+            solution = Solution(result.emptiest, cost, bound, "feasible", ()) if np.isfinite(cost) else None
+            result = attrs.evolve(result, solution=solution, fits=False, bound=bound)
+        option = Option(result.choice, _cost(result), result.peak_bytes)
+        return attrs.evolve(result, candidates=(option,) if result.solution is not None else ())
 
     def _jointly(self, limit_bytes: float, deadline: Deadline, moments: dict[int, None]) -> "SearchResult":
         """Solves it for all axes together. `moments` are operations at which memory is watched."""
@@ -310,21 +320,41 @@ class Task:
 
 
 @final
+@attrs.frozen
+class Option:
+    """A choice that a search met."""
+
+    choice: tuple[int, ...]
+    """For each node the index of its layout."""
+    cost: float
+    """What the model says that a call takes, in seconds."""
+    peak_bytes: float
+    """The most memory that it takes by the model."""
+    origin: str = "search"
+    """The pattern that it is the best of, such as `"data parallel"`."""
+
+
+@final
 @attrs.frozen(eq=False)
 class SearchResult:
     """What a search found."""
 
     solution: Solution | None
-    """The best choice; `None` where nothing fits."""
+    """The cheapest choice that fits by the model; where none was found, the one with the least peak. `None` only where
+    every choice that was met is impossible."""
     peak_bytes: float
-    """The peak of `choice`: where nothing fits, about the least that would."""
+    """The peak of `choice`."""
     bound: float
     """What every choice that fits costs at least."""
     seconds: float = 0.0
     is_late: bool = False
-    """Whether the time was up before anything that fits was found."""
+    """Whether the time was up before the search was done."""
     emptiest: tuple[int, ...] = ()
     """Where nothing fits, the choice with the least memory."""
+    fits: bool = True
+    """Whether the peak of `choice` is within the limit."""
+    candidates: tuple[Option, ...] = ()
+    """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
 
     @property
     def price(self) -> float:

@@ -85,7 +85,7 @@ def test_layouts_cost_at_least_the_bound_and_their_extra(seed: int) -> None:
                 keep = [np.arange(len(other.layouts)) for other in problem.nodes]
                 keep[node] = np.array([layout_index])
                 with_it = task.only(keep).within(limit if price else np.inf)
-                if with_it.solution is not None:
+                if with_it.fits and with_it.solution is not None:
                     least = relaxed.bound + relaxed.extra[node][layout_index]
                     assert with_it.solution.cost >= least * (1 - 1e-6) - preferred(problem)
 
@@ -121,7 +121,8 @@ def test_late_searches_return_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -
     assert result.solution is not None
     assert result.solution.cost <= task.problem.cost((0,) * len(task.problem.nodes))
     late = task.within(task.within(0.0).peak_bytes * 0.99, Deadline(0.0))
-    assert late.solution is None
+    assert not late.fits
+    assert late.solution is not None
     assert late.peak_bytes > 0
 
 

@@ -46,7 +46,7 @@ def budget(task: Task, part: float) -> float:
 
 
 def cost(result: SearchResult) -> float:
-    return np.inf if result.solution is None else result.solution.cost
+    return result.solution.cost if result.fits and result.solution is not None else np.inf
 
 
 @pytest.mark.sample(3)
@@ -60,10 +60,11 @@ def test_search_with_a_budget_is_near_the_best(seed: int, part: float) -> None:
         pytest.fail("brute force does not end: choose another program")
     result = task.within(limit)
     slack = preferred(task.problem)
-    if result.solution is None:
-        assert not np.isfinite(best)
-        return
+    assert result.solution is not None
     assert result.solution.choice is not None
+    assert result.fits == np.isfinite(best)
+    if not result.fits:
+        return
     assert task.occupancy.timeline(result.solution.choice).max() == result.peak_bytes <= limit * (1 + 1e-6)
     assert result.solution.cost == task.problem.cost(result.solution.choice)
     assert result.solution.cost <= best * 1.01 + slack
@@ -86,7 +87,7 @@ def test_budgets_make_random_programs_slower() -> None:
 def test_less_memory_is_never_faster(seed: int) -> None:
     task = random_task(seed)
     least = task.within(0.0)
-    assert least.solution is None
+    assert not least.fits
     limits = np.geomspace(least.peak_bytes * 1.001, task.within(np.inf).peak_bytes * 1.1, 6)
     costs = [cost(task.within(float(limit))) for limit in limits]
     assert np.isfinite(costs[1:]).all()  # about the least there is: whole numbers may take a little more
@@ -142,9 +143,8 @@ def test_three_axes_on_which_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
     task = random_task(6, THREE)
     result = task.within(1.0, Deadline.after(30))
-    assert result.solution is None
-    needed = task.within(result.peak_bytes * 1.05, Deadline.after(30))
-    assert needed.solution is not None
+    assert not result.fits
+    assert task.within(result.peak_bytes * 1.05, Deadline.after(30)).fits
 
 
 def test_a_restricted_problem_costs_the_same() -> None:
