@@ -13,10 +13,30 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, vocabularies
-from plan_models.kinds import KINDS as BUILDS
+from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, published, vocabularies
+from plan_models.kinds import (
+    CACHE_SPLITS,
+    LORA_SPLITS,
+    MAMBA_SPLITS,
+    SORTED_SPLITS,
+    T5_SPLITS,
+    UNET_SPLITS,
+    accumulation,
+    decode,
+    grouped_queries,
+    low_rank,
+    prefill,
+    relative_positions,
+    sorted_experts,
+    state_space,
+    switch_experts,
+    unet,
+)
+from plan_models.mixture import SPLITS as MIXTURE_SPLITS
 from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
+from plan_models.modules import BATCH_NORM_SPLITS, GRU_SPLITS, ODE_SPLITS, batch_norm, gru, neural_ode
+from plan_models.pairs import CLIP_SPLITS, TABLE_SPLITS, image_text_pairs, preferences, recommendations
 from plan_models.recurrent import lstm, lstm_experts
 from plan_models.text import (
     ENCODER_DECODER_SPLITS,
@@ -44,7 +64,14 @@ class Model:
     """The plans written by hand, for all meshes; `Expert.suits` selects those for one mesh."""
 
     donated: tuple[int, ...] = (0,)
-    """The arguments that the step may write over."""
+    """The argument that the step may write over: the first result replaces the state, all of them another one."""
+
+    def result_shardings(self, shardings: tuple[Any, Any]) -> Any:
+        """The shardings of the results: an argument that they replace has its own; `None` leaves them to compilers."""
+        if not self.donated:
+            return None
+        (index,) = self.donated
+        return (shardings[0], None) if index == 0 else shardings[index]
 
     def arrays(self, seed: int, devices: int = 8) -> tuple[Any, Any]:
         """Small random arguments for the step of the toy; moments are zero."""
@@ -100,15 +127,35 @@ MODELS: dict[str, Model] = {
 }
 
 
-def _without_experts(name: str) -> Model:
-    """A kind of step as a model for which no expert has written plans."""
+SERVING: Splits = (*LLAMA_SPLITS, *CACHE_SPLITS)
 
-    def build(devices: int, smoke: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        step = BUILDS[name](devices, smoke)
-        return step.run, step.args
-
-    return Model(name, build, (), BUILDS[name](8, True).donated)
-
-
-KINDS: dict[str, Model] = {name: _without_experts(name) for name in BUILDS}
-"""More kinds of steps, to hold predictions against compiled programs."""
+KINDS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model("grouped_queries", grouped_queries, published(LLAMA_SPLITS, tensor=True, sequence=True, vocab=True)),
+        Model("sorted_experts", sorted_experts, published(SORTED_SPLITS, tensor=True, vocab=True)),
+        Model("switch_experts", switch_experts, published(MIXTURE_SPLITS, vocab=True, experts=True)),
+        Model("relative_positions", relative_positions, published(T5_SPLITS, tensor=True, vocab=True)),
+        Model("unet", unet, published(UNET_SPLITS, tensor=True)),
+        Model("state_space", state_space, published(MAMBA_SPLITS, tensor=True, vocab=True)),
+        Model(
+            "low_rank",
+            low_rank,
+            published(LORA_SPLITS, tensor=True, sequence=True, vocab=True, stacked=LAYERS, frozen="^frozen/"),
+        ),
+        Model("prefill", prefill, published(SERVING, tensor=True, serving=True, stacked=LAYERS), ()),
+        Model("decode", decode, published(SERVING, tensor=True, serving=True, stacked=LAYERS), (1,)),
+        Model("recommendations", recommendations, published(TABLE_SPLITS, tensor=True, vocab=True, columns=True)),
+        Model("accumulation", accumulation, published(LLAMA_SPLITS, tensor=True, vocab=True, stacked=LAYERS)),
+        Model("gru", gru, published(GRU_SPLITS, vocab=True, columns=True)),
+        Model("neural_ode", neural_ode, published(ODE_SPLITS, tensor=True)),
+        Model("batch_norm", batch_norm, published(BATCH_NORM_SPLITS, tensor=True)),
+        Model(
+            "preferences",
+            preferences,
+            published(LLAMA_SPLITS, tensor=True, vocab=True, stacked=LAYERS, frozen="^reference/"),
+        ),
+        Model("image_text_pairs", image_text_pairs, published(CLIP_SPLITS, tensor=True)),
+    )
+}
+"""Sixteen more kinds of steps, which `autoplan` was not made on, with a few plans of experts each."""

@@ -17,8 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Axes = tuple[str, ...]
-Splits = tuple[tuple[str, int, str], ...]
-"""Patterns of paths, with the dimension of such a parameter that is split, and its name as in `constrain`."""
+Splits = tuple[tuple[str, int, str | None], ...]
+"""Patterns of paths, with the dimension of such a parameter that is split, and its name as in `constrain`.
+
+They apply to inputs too: those that no pattern matches are split by examples on their first dimension."""
 
 
 @final
@@ -57,6 +59,9 @@ class Expert:
 
     gathers: bool = False
     """Whether stored parameters are gathered before they are used, once for the forward and backward pass."""
+
+    frozen: str = "^$"
+    """A pattern of the paths in the batch that are parameters, such as weights that do not learn."""
 
     def suits(self, mesh: Mesh) -> bool:
         """Whether it uses exactly the axes of a mesh."""
@@ -121,13 +126,18 @@ class Expert:
             if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
                 return None
             text = jtu.keystr(path, simple=True, separator="/")
-            axes = self.moments if re.search(r"(^|/)(mu|nu)(/|$)", text) else self.parameters
+            axes = self.moments if re.search(r"(^|/)(mu|nu|momentum)(/|$)", text) else self.parameters
             return NamedSharding(mesh, self.spec(text, leaf.shape, mesh, axes))
 
-        def of_batch(leaf: Any) -> NamedSharding:
-            return NamedSharding(mesh, _checked_spec([self.batch], leaf.shape, mesh, "batch"))
+        def of_batch(path: Any, leaf: Any) -> NamedSharding:
+            text = jtu.keystr(path, simple=True, separator="/")
+            if re.search(self.frozen, text):
+                return NamedSharding(mesh, self.spec(text, leaf.shape, mesh, self.parameters))
+            if any(re.search(pattern, text) for pattern, _, _ in self.splits):
+                return NamedSharding(mesh, self.spec(text, leaf.shape, mesh, ()))
+            return NamedSharding(mesh, _checked_spec([self.batch][: leaf.ndim], leaf.shape, mesh, "batch"))
 
-        return jtu.tree_map_with_path(of_state, state), jax.tree.map(of_batch, batch)
+        return jtu.tree_map_with_path(of_state, state), jtu.tree_map_with_path(of_batch, batch)
 
 
 def _checked_spec(entries: list[Axes], shape: tuple[int, ...], mesh: Mesh, array: str) -> P:
@@ -247,4 +257,48 @@ def megatron(splits: Splits, *, sequence: bool, **shared: Any) -> tuple[Expert, 
             for expert in plans
             if "FSDP over data" in expert.name or "ZeRO-1" in expert.name
         ]
+    return tuple(plans)
+
+
+def published(
+    splits: Splits = (),
+    *,
+    tensor: bool = False,
+    sequence: bool = False,
+    vocab: bool = False,
+    columns: bool = False,
+    experts: bool = False,
+    serving: bool = False,
+    **shared: Any,
+) -> tuple[Expert, ...]:
+    """Three to nine plans for every mesh, as papers have them, without variants: ZeRO, Megatron, GShard.
+
+    The last axis is the one of tensors and experts. The flags say which dimensions a model has besides its examples:
+    tensors, positions beside them, a vocabulary, columns of tables, experts. `serving` adds the plan that splits
+    tensors over all axes and no examples.
+    """
+    shared = {"splits": splits, **shared}
+    plans: list[Expert] = []
+    for axes in (("data",), ("data", "model"), ("data", "fsdp", "model")):
+        plans += replicas(axes, **shared)
+        rest, last = axes[:-1], axes[-1:]
+        if serving:
+            plans.append(Expert("tensors over all axes", (), tensor=axes, **shared))
+        if vocab and rest:
+            plans.append(Expert(f"FSDP, vocabulary over {last[0]}", axes, axes, axes, vocab=last, **shared))
+        if vocab and not rest:
+            plans.append(Expert("FSDP, vocabulary over data", axes, axes, axes, vocab=axes, **shared))
+        if columns:
+            plans.append(Expert("FSDP, tables by columns", axes, axes, axes, columns=axes, **shared))
+        if experts:
+            plans.append(Expert("experts over all axes, ZeRO-1", axes, (), axes, experts=axes, **shared))
+        if tensor and rest:
+            base = Expert(f"Megatron over {last[0]}, FSDP over {'+'.join(rest)}", rest, rest, rest, last, **shared)
+            plans.append(base)
+            plans.append(attrs.evolve(base, name=base.name.replace("FSDP", "ZeRO-1"), parameters=()))
+            if sequence:
+                plans.append(attrs.evolve(base, name=f"{base.name}, sequence parallel", sequence=True))
+        if experts and rest:
+            over = f"experts over {last[0]}, FSDP over {'+'.join(rest)}"
+            plans.append(Expert(over, axes, rest, rest, experts=last, **shared))
     return tuple(plans)

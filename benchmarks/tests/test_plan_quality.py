@@ -1,9 +1,14 @@
 """The benchmark of plans runs on toy models. Its figures are not checked here."""
 
+import importlib
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+import shardrules as sr
 from benchmarks.tests.smoke import BENCHMARKS, run
 
 
@@ -28,19 +33,50 @@ def test_smoke_run_compiles_plans_of_experts_and_of_autoplan(tmp_path: Path) -> 
     assert cached.stderr.count("data parallel") == 2
 
 
+def test_kinds_of_steps_are_rated_with_the_bytes_that_kernels_move() -> None:
+    done = run("plan_quality.py", "--smoke", "--json", "--kinds")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert [(result["model"], result["case"], result["error"]) for result in figures["planned"]] == [
+        ("decode", "device", ""),
+        ("switch_experts", "device", ""),
+    ]
+    rows = [row for case in figures["cases"] for row in case["experts"]]
+    assert all(row["memory_bytes"] > 0 and row["ms"] > row["flops_and_wire_ms"] > 0 for row in rows)
+
+
+def test_each_kind_has_a_few_plans_that_its_mesh_divides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    kinds: dict[str, Any] = vars(importlib.import_module("plan_models"))["KINDS"]
+    assert len(kinds) == 16
+    for kind in kinds.values():
+        _, args = kind.build(8, False)
+        for text in ("data:8", "data:4,model:2"):
+            mesh = sr.create_mesh(text, axis_types="auto")
+            suiting = [expert for expert in kind.experts if expert.suits(mesh)]
+            assert [expert.name for expert in suiting if not expert.fits(args, mesh)] == []
+            assert 3 <= len({expert.name for expert in suiting}) == len(suiting) <= 7
+
+
 def test_unknown_models_are_errors() -> None:
     done = run("plan_quality.py", "--smoke", "--models", "gpt3")
     assert done.returncode == 2
     assert "unknown model gpt3; the models are gpt2, llama" in done.stderr
 
 
-def test_limits_apply_to_plans_within_the_device() -> None:
+def test_limits_apply_to_plans_within_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = runpy.run_path(str(BENCHMARKS / "plan_quality.py"))
-    row = names["Row"]("autoplan", 1, 100, 10, 1.0, 1.0, 1.0, 0.0)
-    within = names["Result"]("llama", "data:8", "device", 20, row, "FSDP", 1.0, 100, 10, 1.0, "", 1.0, 1.0)
+    row = names["Row"]("autoplan", 1, 100, 50, 10, 1.0, 0.5, 1.0, 1.0, 0.0)
+    within = names["Result"](
+        *("llama", "data:8", "device", 20, row, "FSDP", 1.0, 0.5, 100, 10),
+        modelled_seconds=1.0,
+        audited_seconds=1.0,
+    )
     failed = names["Result"]("llama", "data:8", "tight", 5, None, "FSDP", 1.0, error="does not fit")
     totals = names["summary"]([within, failed])
     assert (totals["share"], totals["worst"], totals["tight_fits"]) == (1.0, 1.0, 0.0)
+    assert (totals["worst_without_memory"], totals["mean"]) == (1.0, 1.0)
     assert names["missed"](totals) == []
     late = names["summary"]([names["attrs"].evolve(within, best_ms=0.5), failed])
     assert [line.split()[0] for line in names["missed"](late)] == ["share", "worst"]

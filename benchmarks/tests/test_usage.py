@@ -4,12 +4,14 @@ import pytest
 
 from benchmarks.tests.smoke import BENCHMARKS, run
 
-SCRIPTS = sorted(file.name for end in ("time", "memory", "quality") for file in BENCHMARKS.glob(f"*_{end}.py"))
+SCRIPTS = sorted(
+    file.name for end in ("time", "memory", "quality", "limits") for file in BENCHMARKS.glob(f"*_{end}.py")
+)
 
 
 def test_every_benchmark_runs_at_toy_size() -> None:
     tests = {file.name: file.read_text() for file in (BENCHMARKS / "tests").glob("test_*.py")}
-    assert len(SCRIPTS) >= 7
+    assert len(SCRIPTS) >= 8
     for script in SCRIPTS:
         assert f'"{script}", "--smoke"' in tests[f"test_{script}"]
 
