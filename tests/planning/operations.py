@@ -51,6 +51,18 @@ def bound(primitive: Any, **params: Any) -> Callable[..., Any]:
     return lambda *args: primitive.bind(*args, **params)
 
 
+def mapped(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective over the axis of a `vmap`."""
+    return jax.vmap(lambda x: collective(x, "rows"), axis_name="rows", out_axes=None)
+
+
+def reshard(x: jax.Array) -> jax.Array:
+    """As tracing adds it on a mesh of Auto axes."""
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.reshard(x, jax.P(None, None))
+
+
 X, Y, N = real(8, 16), real(8, 16, seed=1), integers(8, 16)
 IMAGE, SMALL = real(4, 8, 8, 6), real(4, 4, 4, 6)
 CACHE = real(4, 8, 2, 6)
@@ -97,6 +109,8 @@ SHAPED = (
     Case("reshape: ones", lambda x: lax.reshape(x, (1, 8, 1, 16)), (X,)),
     Case("squeeze", lambda x: lax.squeeze(x, (1,)), (real(8, 1, 6),)),
     Case("rev", lambda x: lax.rev(x, (1,)), (X,)),
+    Case("reshape: transposed", lambda x: lax.reshape(x, (24, 8), (1, 2, 0)), (real(8, 4, 6),)),
+    Case("reshard", reshard, (X,)),
     Case("slice", lambda x: lax.slice(x, (0, 2), (8, 10)), (X,)),
     Case("slice with steps", lambda x: lax.slice(x, (0, 0), (8, 16), (1, 2)), (X,)),
     Case("dynamic_slice", bound(lax.dynamic_slice_p, slice_sizes=(8, 4)), (X, I0, I3)),
@@ -121,6 +135,9 @@ REDUCING = (
     Case("reduce_max", lambda x: lax.reduce_max(x, (0,)), (X,)),
     Case("reduce_min", lambda x: lax.reduce_min(x, (0,)), (X,)),
     Case("reduce_prod", lambda x: lax.reduce_prod(x, (0,)), (X,)),
+    Case("psum under vmap", mapped(lax.psum), (X,)),
+    Case("pmax under vmap", mapped(lax.pmax), (X,)),
+    Case("pmin under vmap", mapped(lax.pmin), (X,)),
     Case("reduce_and", lambda x: lax.reduce_and(x, (0,)), (X > 0.2,)),
     Case("reduce_or", lambda x: lax.reduce_or(x, (0,)), (X > 0.8,)),
     Case("reduce_xor", lambda x: lax.reduce_xor(x, (0,)), (N,)),
@@ -156,6 +173,13 @@ def channels_first(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(x, kernel, (2, 2), "SAME")
 
 
+def kernel_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Of a convolution of separate channels, for its kernel."""
+    kernel = jax.ShapeDtypeStruct((3, 1, x.shape[-1]), x.dtype)
+    (result,) = jax.linear_transpose(lambda k: conv("W", feature_group_count=x.shape[-1])(x, k), kernel)(gradient)
+    return result
+
+
 LINEAR = (
     Case("dot", jnp.dot, (X, real(16, 4))),
     Case("dot with a vector", jnp.dot, (X, real(16))),
@@ -176,7 +200,18 @@ LINEAR = (
     Case("conv of one dim", conv("W"), (real(4, 8, 6), real(3, 6, 4))),
     Case("conv, channels first", channels_first, (real(4, 6, 8, 8), real(8, 6, 3, 3))),
     Case("conv of separate channels", conv("HW", feature_group_count=6), (IMAGE, real(3, 3, 1, 6))),
+    Case("conv of groups of channels", conv("W", feature_group_count=2), (real(4, 8, 8), real(3, 4, 6))),
+    Case("conv of groups of the batch", conv("W", batch_group_count=4), (real(8, 8, 6), real(3, 6, 8))),
+    Case("conv of separate channels, its gradient", kernel_gradient, (real(4, 8, 6), real(4, 8, 6))),
     Case("conv of each channel to two", conv("W", feature_group_count=6), (real(4, 8, 6), real(3, 1, 12))),
+    Case("fft", bound(lax.fft_p, fft_type=lax.FftType.FFT, fft_lengths=(8,)), (real(4, 6, 8).astype(jnp.complex64),)),
+    Case(
+        "fft of two dims",
+        bound(lax.fft_p, fft_type=lax.FftType.RFFT, fft_lengths=(6, 8)),
+        (real(4, 6, 8),),
+    ),
+    Case("top_k", lambda x: lax.top_k(x, 3), (X,)),
+    Case("approx_max_k", lambda x: lax.approx_max_k(x, 3), (X,)),
     Case("reduce_window_sum", bound(lax.reduce_window_sum_p, **SQUARES, **DENSE), (IMAGE,)),
     Case("reduce_window_max", bound(lax.reduce_window_max_p, **SQUARES, **DENSE), (IMAGE,)),
     Case(
@@ -334,11 +369,6 @@ INDEXED = (
 )
 
 UNSPLIT = (
-    Case("top_k", lambda x: lax.top_k(x, 3), (X,)),
-    Case("approx_max_k", lambda x: lax.approx_max_k(x, 3), (X,)),
-    Case("conv of groups of channels", conv("HW", feature_group_count=2), (IMAGE, real(3, 3, 3, 4))),
-    Case("conv of groups of the batch", conv("HW", batch_group_count=2), (IMAGE, real(3, 3, 6, 4))),
-    Case("fft", bound(lax.fft_p, fft_type=lax.FftType.FFT, fft_lengths=(8,)), (real(4, 6, 8).astype(jnp.complex64),)),
     Case("random_fold_in, rbg", FOLD_IN, (keys(4, "unsafe_rbg"), COUNTS)),
     Case("rng_bit_generator", lambda key: lax.rng_bit_generator(key, (8, 6)), (COUNTS,)),
 )

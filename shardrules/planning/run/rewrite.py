@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.analysis.compiling.jaxprs import scan_counts
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
-from shardrules.planning.graph.layouts import relayout_steps, spec_of
-from shardrules.planning.graph.problem import Problem
-from shardrules.planning.traced.program import INLINED, inlined_jaxpr, open_jaxpr
+from shardrules.planning.graph.layouts import PARTIAL, dim_shard_count, relayout_steps, spec_of
+from shardrules.planning.graph.problem import Home, Problem
+from shardrules.planning.run.local import LocalSplit, local_jaxpr
+from shardrules.planning.traced.calls import InlinedCall, closed_like, open_jaxpr
 
 _OpKey: TypeAlias = tuple[int, str, int]
 """The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""
@@ -32,6 +33,8 @@ class OperationLayouts:
     """For each operand the layouts that it is brought through; none where it stays as it is."""
     results: tuple[tuple[PartitionSpec, ...], ...]
     """For each result the layouts that it goes through; it keeps the last."""
+    local: LocalSplit | None = None
+    """How the operation is split if each device is given its own."""
 
 
 def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
@@ -67,8 +70,45 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
             results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
         if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
-            layouts[operation.equation_index, role, operation.slot] = OperationLayouts(tuple(operands), tuple(results))
+            local = _local_split(problem, choice, op_index)
+            layouts[operation.equation_index, role, operation.slot] = OperationLayouts(
+                tuple(operands), tuple(results), local
+            )
     return layouts
+
+
+def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> LocalSplit | None:
+    """Returns how an operation is split that XLA would not split by itself; `None` for others."""
+    program, machine = problem.program, problem.machine
+    operation = program.operations[op_index]
+    if not operation.factors.is_local:
+        return None
+    factors, summed = operation.factors, dict[str, None]()
+    is_even, is_split = True, False
+
+    def spec(array: int | None, home: Home | None, names: Sequence[int | None]) -> PartitionSpec:
+        nonlocal is_even, is_split
+        if array is None or home is None:
+            return PartitionSpec()
+        # What a caller passes again may be split along other dims, too: it is sliced afterwards.
+        dims = [dim if name is not None else None for dim, name in zip(home.dims, names, strict=True)]
+        layout = problem.layout(attrs.evolve(home, dims=tuple(dims)), choice)
+        summed.update((axis, None) for axis, dim in zip(machine.axes, layout, strict=True) if dim == PARTIAL)
+        for dim, name in enumerate(names):
+            count = dim_shard_count(layout, dim, machine)
+            is_split |= count > 1
+            is_even &= count == 1 or (name is not None and factors.sizes[name] % count == 0)
+        return spec_of(layout, len(names), machine)
+
+    operands = tuple(
+        spec(operand, problem.operand_homes.get((op_index, index)), names)
+        for index, (operand, names) in enumerate(zip(operation.operands, factors.operands, strict=True))
+    )
+    results = tuple(
+        spec(result, problem.produced_homes.get((op_index, index), problem.homes.get(result)), names)
+        for index, (result, names) in enumerate(zip(operation.results, factors.results, strict=True))
+    )
+    return LocalSplit(operands, results, tuple(summed)) if is_split and is_even else None
 
 
 def with_layouts(program: ClosedJaxpr, layouts: dict[_OpKey, OperationLayouts], mesh: AnyMesh) -> ClosedJaxpr:
@@ -140,12 +180,11 @@ class _Rewriter:
         # Equations are counted in the order in which `read_jaxpr` did, so that the keys of layouts agree.
         index, self.equation_count = self.equation_count, self.equation_count + 1
         name = equation.primitive.name
-        inner = inlined_jaxpr(equation)
+        call = InlinedCall.of(equation)
         inputs = [var if isinstance(var, Literal) else current.get(var, var) for var in equation.invars]
-        if inner is not None:
-            key = next(key for key in INLINED[name] if key in equation.params)
-            body = self.body(open_jaxpr(inner), (), ())
-            equations.append(equation.replace(invars=inputs, params={**equation.params, key: _closed(inner, body)}))
+        if call is not None:
+            params = call.params_with(self.body(open_jaxpr(call.jaxpr), (), ()))
+            equations.append(equation.replace(invars=inputs, params=params))
             return
         nested = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if nested is not None:
@@ -165,8 +204,22 @@ class _Rewriter:
                     copies[key] = self.constrain(last, spec, equations, equation)
                 last = copies[key]
             operands.append(last)
-        equations.append(equation.replace(invars=operands))
+        if layouts.local is None:
+            equations.append(equation.replace(invars=operands))
+        else:
+            self.add_local(equation, operands, layouts.local, equations)
         self.constrain_results(equation, layouts.results, equations, current)
+
+    def add_local(self, equation: Any, operands: list[Any], split: LocalSplit, equations: list[Any]) -> None:
+        """Adds the equations in which each device computes its pieces of an equation's results."""
+        program = local_jaxpr(equation, split, self.mesh).jaxpr
+        results = dict(zip(program.outvars, equation.outvars, strict=True))
+        current: dict[Any, Any] = dict(zip(program.invars, operands, strict=True))
+        for step in program.eqns:
+            current |= {var: results.get(var, Var(var.aval)) for var in step.outvars}
+            invars = [var if isinstance(var, Literal) else current[var] for var in step.invars]
+            outvars = [current[var] for var in step.outvars]
+            equations.append(step.replace(invars=invars, outvars=outvars, source_info=equation.source_info))
 
     def constrain_results(
         self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], current: dict[Var, Var]
@@ -212,7 +265,9 @@ class _Rewriter:
         stacked_count = len(equation.outvars) - carry_count
         stacked = [self.slice_spec(index, slot) for slot in range(stacked_count)]
         body = self.body(open_jaxpr(params["jaxpr"]), [*consts, *carry, *slices], [*carry_out, *stacked])
-        equations.append(equation.replace(invars=inputs, params={**params, "jaxpr": _closed(params["jaxpr"], body)}))
+        equations.append(
+            equation.replace(invars=inputs, params={**params, "jaxpr": closed_like(params["jaxpr"], body)})
+        )
         specs = self.carry_specs(index, carry_count)
         for slot in range(stacked_count):
             layouts = self.layouts.get((index, "leave", slot))
@@ -242,8 +297,8 @@ class _Rewriter:
         body = self.body(open_jaxpr(params["body_jaxpr"]), [*body_consts, *carry], carry)
         condition = self.body(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], ())
         changed = {
-            "body_jaxpr": _closed(params["body_jaxpr"], body),
-            "cond_jaxpr": _closed(params["cond_jaxpr"], condition),
+            "body_jaxpr": closed_like(params["body_jaxpr"], body),
+            "cond_jaxpr": closed_like(params["cond_jaxpr"], condition),
         }
         equations.append(equation.replace(invars=inputs, params={**params, **changed}))
         self.constrain_results(equation, self.carry_specs(index, len(carry)), equations, current)
@@ -256,12 +311,8 @@ class _Rewriter:
             program = open_jaxpr(branch)
             count = len(program.invars)
             operands = [self.spec_inside(index, "enter", branch_index * count + slot) for slot in range(count)]
-            branches.append(_closed(branch, self.body(program, operands, results)))
+            branches.append(closed_like(branch, self.body(program, operands, results)))
         params = {**equation.params, "branches": tuple(branches)}
         equations.append(equation.replace(invars=inputs, params=params))
         specs = [() if spec is None else (spec,) for spec in results]
         self.constrain_results(equation, specs, equations, current)
-
-
-def _closed(like: Any, body: Jaxpr) -> Any:
-    return ClosedJaxpr(body, like.consts) if isinstance(like, ClosedJaxpr) else body

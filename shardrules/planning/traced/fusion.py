@@ -31,7 +31,7 @@ _ENDS = "transpose gather random_bits threefry2x32 rng_bit_generator random_spli
 """Primitives at which a chain ends, as it does at all reductions: their operands may be computed in the same kernel,
 and their results are written."""
 
-_VIEWS = "reshape squeeze copy copy_p name stop_gradient pvary device_put optimization_barrier"
+_VIEWS = "reshape squeeze copy copy_p name stop_gradient pvary device_put optimization_barrier reshard relayout"
 """Primitives whose results are their operands, in the same memory."""
 
 _PARTIAL_READS = "gather dynamic_slice slice split"
@@ -151,6 +151,8 @@ def _is_view(operation: Operation) -> bool:
         return True
     if operation.role == "enter":
         return operation.factors.operands[0] == operation.factors.results[0]
+    if operation.name == "reshape" and operation.equation.params.get("dimensions") is not None:
+        return False  # it transposes first
     return operation.role == "compute" and (operation.name in VIEWS or _is_free_transpose(operation))
 
 
@@ -182,7 +184,8 @@ def _takes_whole(operation: Operation) -> bool:
 def _ends_chain(operation: Operation) -> bool:
     """Whether the results of an operation are written, whatever uses them."""
     name = operation.name
-    return _takes_whole(operation) or operation.role == "leave" or name in ENDS or name.startswith("reduce_")
+    reduces = name.startswith("reduce_") and name != "reduce_precision"
+    return _takes_whole(operation) or operation.role == "leave" or name in ENDS or reduces
 
 
 def _widened(program: TracedProgram) -> dict[int, int]:

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import attrs
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.extend.core import Literal as Constant
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, scan_counts
 from shardrules.analysis.compiling.model_flops import equation_flops
+from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 from shardrules.planning.traced.factors.table import Factors, op_factors
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
@@ -29,19 +30,6 @@ what comes out at the end (`exit`); what is stacked, one piece per round (`leave
 
 Users: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """For each array the operations that read it, and as which operand: `(op_index, operand_index)`."""
-
-INLINED: Mapping[str, tuple[str, ...]] = {
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
-    "custom_jvp_call": ("call_jaxpr", "fun_jaxpr"),
-    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
-    "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
-    **dict.fromkeys(CHECKPOINTS, ("jaxpr",)),
-    "custom_lin": (),
-}
-"""Primitives that only call another jaxpr, and the parameters that may hold it, in one JAX version or another."""
 
 
 @final
@@ -129,19 +117,6 @@ def read_jaxpr(jaxpr: ClosedJaxpr) -> TracedProgram:
     ```
     """
     return _JaxprReader().read(jaxpr)
-
-
-def inlined_jaxpr(equation: Any) -> Any:
-    """The jaxpr that an equation only calls; `None` where it is not such a call."""
-    for parameter in INLINED.get(equation.primitive.name, ()):
-        if parameter in equation.params:
-            return equation.params[parameter]
-    return None
-
-
-def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """A jaxpr without its constants."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 @final
@@ -245,15 +220,16 @@ class _JaxprReader:
         name = equation.primitive.name
         # Calls are counted, too, and before what is inside of them: the replay does the same.
         equation_index, self.equation_count = self.equation_count, self.equation_count + 1
-        inlined = inlined_jaxpr(equation)
-        if inlined is not None:
+        call = InlinedCall.of(equation)
+        if call is not None:
+            operands = [operands[index] for index in call.operands]
             # Compilers compute what is checkpointed again, and share nothing of it.
             inside = self.add_region(region, 1) if name in CHECKPOINTS else region
             if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
                 self.kept.update(dict.fromkeys(operand for operand in operands if operand is not None))
             # Shardings of an inner jit are orders to the partitioner, as constraints are.
             in_shardings, out_shardings = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
-            results = self.read_body(inlined, self.constrain(in_shardings, operands, region), inside)
+            results = self.read_body(call.jaxpr, self.constrain(in_shardings, operands, region), inside)
             return self.constrain(out_shardings, results, region)
         read_loop = {"scan": self.read_scan, "while": self.read_while, "cond": self.read_cond}.get(name)
         if read_loop is not None:
@@ -276,7 +252,7 @@ class _JaxprReader:
     def read_operation(
         self, equation: Any, equation_index: int, operands: list[int | None], region: int
     ) -> list[int | None]:
-        name, run_count = equation.primitive.name, self.regions[region].run_count
+        name, run_count = operation_name(equation), self.regions[region].run_count
         results = [self.add_array(var.aval) for var in equation.outvars]
         role: Role = "compute"
         spec: Any = None
@@ -292,7 +268,8 @@ class _JaxprReader:
             rule_factors = op_factors(equation)
             # Debug callbacks print their operands, which have to be whole: that is not a missing rule.
             if rule_factors is None and not name.startswith("debug_"):
-                self.unknown_primitives[name] = self.unknown_primitives.get(name, 0) + 1
+                primitive = equation.primitive.name
+                self.unknown_primitives[primitive] = self.unknown_primitives.get(primitive, 0) + 1
             factors = _whole_factors(equation) if rule_factors is None else rule_factors
         flops, dtype = _flops(equation)
         self.operations.append(
@@ -467,6 +444,26 @@ _UNFINISHED = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0
 
 def _spec_of_sharding(sharding: Sharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+_MAPPED_REDUCTIONS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
+
+
+def operation_name(equation: Any) -> str:
+    """The name of a primitive that does the same: reductions over axes of `vmap` are reductions, over no axis copies.
+
+    ```python
+    from shardrules.planning.traced.program import operation_name
+
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: jax.lax.psum(x, "rows"), axis_name="rows"))(jnp.ones((8, 4)))
+    assert operation_name(jaxpr.eqns[0]) == "reduce_sum"
+    ```
+    """
+    name, axes = equation.primitive.name, equation.params.get("axes")
+    if name in _MAPPED_REDUCTIONS and all(isinstance(axis, int) for axis in axes):
+        name = _MAPPED_REDUCTIONS[name]
+    is_reduction = name in _MAPPED_REDUCTIONS.values()
+    return "copy" if is_reduction and not axes else name
 
 
 def _whole_factors(equation: Any) -> Factors:

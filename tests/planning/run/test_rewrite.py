@@ -63,7 +63,10 @@ def operation_list(jaxpr: Any) -> list[Any]:
     operations: list[Any] = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name != "sharding_constraint":
+        bodies = list(inner(equation))
+        if name == "shard_map" and len(bodies[0].eqns) == 1:  # each device is given the operation on its pieces
+            operations.append((bodies[0].eqns[0].primitive.name, tuple(var.aval for var in equation.outvars)))
+        elif name != "sharding_constraint":
             operations += [(name, tuple(var.aval for var in equation.outvars)), *map(operation_list, inner(equation))]
     return operations
 

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive, Var, primitives
+from jax.extend.core import Primitive, Var, jaxpr_as_fun, primitives
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
+from shardrules.planning.run.local import LocalSplit, local_jaxpr
 from shardrules.planning.traced.factors import table
 from shardrules.planning.traced.factors.loops import LoopRule, Loops
 from shardrules.planning.traced.factors.table import RULES, Factors, op_factors
@@ -65,15 +66,26 @@ def sharding(mesh: Mesh, names: Sequence[int | None], split: Split) -> NamedShar
     return NamedSharding(mesh, P(*(None if name is None else split.get(name) for name in names)))
 
 
-def all_ways(case: Case) -> tuple[Any, list[Split]]:
+def all_ways(case: Case, mesh: Mesh) -> tuple[Any, list[Split]]:
     """The operation once for every way to split it, each with operands of its own; and these ways."""
-    ways = splits(factors(case))
+    ways, each = splits(factors(case)), len(case.args)
+    fns = [local(case, mesh, way) if factors(case).is_local else case.fn for way in ways]
 
     def fn(*args: Any) -> list[Any]:
-        each = len(case.args)
-        return [jax.tree.leaves(case.fn(*args[way * each : (way + 1) * each])) for way in range(len(ways))]
+        return [jax.tree.leaves(fn(*args[way * each : (way + 1) * each])) for way, fn in enumerate(fns)]
 
     return fn, ways
+
+
+def local(case: Case, mesh: Mesh, way: Split) -> Any:
+    """The operation as each device runs it on its pieces."""
+    case_factors = factors(case)
+    operands, results = (
+        tuple(sharding(mesh, names, way).spec for names in side)
+        for side in (case_factors.operands, case_factors.results)
+    )
+    summed = tuple(axis for factor, axis in way.items() if factor in case_factors.reduced)
+    return jaxpr_as_fun(local_jaxpr(equation(case), LocalSplit(operands, results, summed), mesh))
 
 
 def shardings(case: Case, mesh: Mesh) -> tuple[list[Any], list[list[Any]]]:
@@ -89,7 +101,7 @@ def shardings(case: Case, mesh: Mesh) -> tuple[list[Any], list[list[Any]]]:
 
 
 def compiled(case: Case, mesh: Mesh) -> Any:
-    fn, ways = all_ways(case)
+    fn, ways = all_ways(case, mesh)
     operands, results = shardings(case, mesh)
     pairs = zip(case.args * len(ways), operands, strict=True)
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=operand) for x, operand in pairs]
@@ -152,6 +164,11 @@ ON_GPUS = (
         "ragged_dot, its gradient",
         "conv",
         "conv of separate channels",
+        "conv of separate channels, its gradient",
+        "conv of groups of channels",
+        "conv of groups of the batch",
+        "fft",
+        "top_k",
     ),
     *("lu", "svd", "random_bits", "random_bits of keys, rbg", "random_gamma", "gather rows, fill", "gather elements"),
     *("gather in batches", "gather windows of one", "scatter_add rows", "scatter_max rows", "scatter_sub rows"),
@@ -255,12 +272,19 @@ BY_HAND = {
     "conv, channels first": "ab..,cb..->ac../b",
     "conv of separate channels": "a..b,...b->a..b",
     "conv of each channel to two": "a.b,..b->a.b",
-    "conv of groups of channels": "....,....->....",
-    "conv of groups of the batch": "....,....->....",
+    "conv of groups of channels": "a.b,..b->a.b",
+    "conv of groups of the batch": "a.b,.ba->..a/b",
+    "conv of separate channels, its gradient": "a.b,a.b->..b/a",
     "reduce_window_sum": "a..b->a..b",
     "select_and_scatter_add": "a..b,a..b->a..b",
-    "fft": "...->...",
-    "top_k": "..->..,..",
+    "fft": "ab.->ab.",
+    "fft of two dims": "a..->a..",
+    "top_k": "a.->a.,a.",
+    "approx_max_k": "a.->a.,a.",
+    "psum under vmap": "ab->b/a",
+    "pmax under vmap": "ab->b/a",
+    "reshape: transposed": "ab.->ba",
+    "reshard": "ab->ab",
     "cholesky": "ab..->ab..",
     "triangular_solve": "a..,a..->a..",
     "lu": "a..->a..,a.,a.",
@@ -309,6 +333,8 @@ def test_factors_are_as_written_by_hand(name: str) -> None:
         ("reshape: regroup more", (4, 2, 12)),
         ("tile", (8, 2)),
         ("conv of each channel to two", (4, 6)),
+        ("conv of groups of channels", (4, 2)),
+        ("conv of groups of the batch", (4, 6)),
         ("dot", (8, 16, 4)),
     ],
 )

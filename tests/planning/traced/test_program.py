@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.planning.traced.factors.table import Factors
-from shardrules.planning.traced.program import Operation, TracedProgram, inlined_jaxpr, open_jaxpr, read_jaxpr
+from shardrules.planning.traced.program import Operation, TracedProgram, read_jaxpr
 from tests.planning.models import SMALL, TRAINED, WRITTEN, Case, bent, clipped
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
@@ -293,13 +293,3 @@ def test_unknown_primitives_are_whole_and_named() -> None:
     assert outer.factors == Factors(((None, None),), ((None, None),), ())
     assert outer.role == "compute"
     assert (outer.run_count, inner.run_count) == (1, 3)
-
-
-def test_inlined_and_open_jaxprs() -> None:
-    (call,) = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns
-    inner = inlined_jaxpr(call)
-    assert isinstance(inner, ClosedJaxpr)
-    assert open_jaxpr(inner) is inner.jaxpr
-    assert open_jaxpr(inner.jaxpr) is inner.jaxpr
-    (sin,) = inner.jaxpr.eqns
-    assert inlined_jaxpr(sin) is None

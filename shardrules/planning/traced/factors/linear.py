@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
+import attrs
+
 from shardrules.planning.traced.factors.loops import (
     ONE,
     SOME,
@@ -59,25 +61,45 @@ def _ragged_dot(op: OpSignature) -> Loops | None:
 
 
 def _convolution(op: OpSignature) -> Loops | None:
-    """Channels and batch, never space: devices would need the margins of their neighbours' pieces."""
-    numbers, groups = op.params["dimension_numbers"], op.params["feature_group_count"]
-    batch, channels = numbers.lhs_spec[:2]
+    """Batch and channels, never space: devices would need the margins of their neighbours' pieces.
+
+    Of groups of channels, or of the batch, each device computes whole groups.
+    """
+    numbers, params = op.params["dimension_numbers"], op.params
+    channel_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+    (batch, channels), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     left: list[Hashable] = [None] * len(op.operands[0])
     right: list[Hashable] = [None] * len(op.operands[1])
     result: list[Hashable] = [None] * len(op.results[0])
-    # XLA gathers everything for other groups of channels, and adds too much up for groups of the batch.
-    each_channel_alone = groups == op.operands[0][channels]
-    if op.params["batch_group_count"] == 1 and (groups == 1 or each_channel_alone):
+    sizes: dict[Hashable, int] = {}
+    if channel_groups > 1:
         left[batch] = result[numbers.out_spec[0]] = "batch"
-        right[numbers.rhs_spec[0]] = result[numbers.out_spec[1]] = "out"
-        left[channels] = "in" if groups == 1 else "out"
-        right[numbers.rhs_spec[1]] = "in" if groups == 1 else None
-    return Loops([left, right], [result], ["in"] if "in" in left else [])
+        left[channels] = right[out] = result[numbers.out_spec[1]] = "group"
+        sizes = {"group": channel_groups}
+    elif batch_groups > 1:
+        left[batch] = right[out] = result[numbers.out_spec[1]] = "group"
+        left[channels] = right[into] = "in"
+        sizes = {"group": batch_groups}
+    else:
+        left[batch] = result[numbers.out_spec[0]] = "batch"
+        right[out] = result[numbers.out_spec[1]] = "out"
+        left[channels] = right[into] = "in"
+    # XLA gathers everything for groups of several channels, and adds too much up for groups of the batch.
+    each_channel_alone = channel_groups == op.operands[0][channels]
+    is_local = batch_groups > 1 or (channel_groups > 1 and not each_channel_alone)
+    return Loops([left, right], [result], ["in"] if "in" in left else [], sizes, is_local)
 
 
 def _reduction(op: OpSignature) -> Loops | None:
     dims, axes = range(len(op.operands[0])), op.params["axes"]
     return Loops([dims], [[dim for dim in dims if dim not in axes]], sorted(axes))
+
+
+def _mapped_reduction(op: OpSignature) -> Loops | None:
+    """Under `vmap` the axis is a dim of the operand, and reduced as any other. Axes of a mesh are for `shard_map`."""
+    axes = op.params["axes"]
+    is_plain = op.params.get("axis_index_groups") is None and all(isinstance(axis, int) for axis in axes)
+    return _reduction(op) if is_plain else None
 
 
 def _unsplit_reduction(op: OpSignature) -> Loops | None:
@@ -106,12 +128,27 @@ def _window(op: OpSignature) -> Loops | None:
     return same_dims(op, [sizes == [1, 1, 1, 1] and tuple(margins) == (0, 0) for *sizes, margins in along])
 
 
+def _transform(op: OpSignature) -> Loops | None:
+    """A transform is over the last dims. Before JAX 0.12 XLA gathers the others, too."""
+    count = len(op.params["fft_lengths"])
+    return attrs.evolve(leading_dims(op, len(op.operands[0]) - count), is_local=True)
+
+
+def _greatest(op: OpSignature) -> Loops | None:
+    """Each row has its own greatest elements. XLA gathers the rows."""
+    dim = op.params["axis"] if "axis" in op.params else op.params["reduction_dimension"]
+    ndim = len(op.operands[0])
+    return attrs.evolve(same_dims(op, [other != dim % ndim for other in range(ndim)]), is_local=True)
+
+
 def _matrices(op: OpSignature) -> Loops | None:
-    """Stacks of matrices. Compilers for TPUs gather the stacks of `lu`, `eigh` and `svd`; others do not."""
-    return leading_dims(op, len(op.operands[0]) - 2)
+    """Stacks of matrices are split, and each matrix is whole. Compilers for TPUs gather the stacks of some."""
+    count = len(op.operands[0]) - 2
+    return attrs.evolve(leading_dims(op, count), is_local=op.name in _GATHERED_BY_TPUS)
 
 
 def _vectors(op: OpSignature) -> Loops | None:
+    """Stacks of vectors are split, and each vector is whole."""
     return leading_dims(op, len(op.operands[0]) - 1)
 
 
@@ -119,11 +156,12 @@ _REDUCTIONS = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _WINDOWS = (
     *("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-    *("select_and_scatter_add", "select_and_gather_add"),
+    *("select_and_scatter", "select_and_scatter_add", "select_and_gather_add"),
 )
+_GATHERED_BY_TPUS = ("lu", "eigh", "svd")
 _DECOMPOSITIONS = (
-    *("cholesky", "triangular_solve", "lu", "qr", "householder_product"),
-    *("eigh", "eig", "svd", "schur", "hessenberg"),
+    *("cholesky", "cholesky_update", "triangular_solve", "symmetric_product", "tridiagonal"),
+    *("qr", "geqrf", "ormqr", "householder_product", "eig", "schur", "hessenberg", *_GATHERED_BY_TPUS),
 )
 _CONVOLUTION_PARAMS = ("dimension_numbers", "feature_group_count", "batch_group_count")
 
@@ -132,11 +170,15 @@ LINEAR_RULES: Mapping[str, LoopRule] = {
     "ragged_dot_general": LoopRule(_ragged_dot, SOME, ONE, ("ragged_dot_dimension_numbers",)),
     "conv_general_dilated": LoopRule(_convolution, TWO, ONE, _CONVOLUTION_PARAMS),
     **dict.fromkeys(_REDUCTIONS, LoopRule(_reduction, ONE, ONE, ("axes",))),
+    **dict.fromkeys(("psum", "pmax", "pmin"), LoopRule(_mapped_reduction, ONE, ONE, ("axes",))),
     **dict.fromkeys(("argmax", "argmin", "reduce_xor"), LoopRule(_unsplit_reduction, params=("axes",))),
     "reduce": LoopRule(_unsplit_reduction, params=("dimensions",)),
     "sort": LoopRule(_along_dim, params=("dimension",)),
     **dict.fromkeys(_RUNNING, LoopRule(_along_dim, params=("axis",))),
     **dict.fromkeys(_WINDOWS, LoopRule(_window, params=("window_dimensions", "padding"))),
+    "fft": LoopRule(_transform, ONE, ONE, ("fft_lengths",)),
+    "top_k": LoopRule(_greatest, ONE, TWO, ("axis",)),
+    "approx_top_k": LoopRule(_greatest, ONE, TWO, ("reduction_dimension",)),
     **dict.fromkeys(_DECOMPOSITIONS, LoopRule(_matrices)),
     **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), LoopRule(_vectors)),
 }

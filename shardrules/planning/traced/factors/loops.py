@@ -39,6 +39,8 @@ class Loops:
     """Loops over which the results are sums, or the like, of the results of the pieces."""
     sizes: Mapping[Hashable, int] = attrs.field(factory=dict, hash=False)
     """Sizes of loops that cannot be split into every divisor of their dims."""
+    is_local: bool = False
+    """Whether XLA splits the operation only if each device is given its own (`shard_map`): otherwise it gathers."""
 
 
 @final

@@ -36,13 +36,12 @@ def _squeeze(op: OpSignature) -> Loops | None:
 
 def _reshape(op: OpSignature) -> Loops | None:
     """A piece of a major dim is one run of elements, the same before and after; a piece of a minor dim is not."""
-    if op.params.get("dimensions") is not None:
-        return None
     (shape,), (result,) = op.operands, op.results
+    dims = op.params.get("dimensions") or tuple(range(len(shape)))  # the order in which the elements are read
     operand_names: list[Hashable] = [None] * len(shape)
     result_names: list[Hashable] = [None] * len(result)
-    for run, (dim, result_dim) in enumerate(_major_dims(shape, result)):
-        operand_names[dim] = result_names[result_dim] = run
+    for run, (dim, result_dim) in enumerate(_major_dims(tuple(shape[dim] for dim in dims), result)):
+        operand_names[dims[dim]] = result_names[result_dim] = run
     return Loops([operand_names], [result_names])
 
 
@@ -124,7 +123,7 @@ def _fresh(op: OpSignature) -> Loops | None:
 
 
 SHAPE_RULES: Mapping[str, LoopRule] = {
-    **dict.fromkeys(("iota", "empty", "empty2"), LoopRule(_fresh, ANY, ANY)),
+    **dict.fromkeys(("iota", "empty", "empty2", "platform_index"), LoopRule(_fresh, ANY, ANY)),
     "broadcast_in_dim": LoopRule(_broadcast, ONE, ONE, ("broadcast_dimensions",)),
     "transpose": LoopRule(_transpose, ONE, ONE, ("permutation",)),
     "squeeze": LoopRule(_squeeze, ONE, ONE, ("dimensions",)),

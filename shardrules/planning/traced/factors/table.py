@@ -12,7 +12,7 @@ from typing import Any, final
 import attrs
 from jax import Device
 from jax.core import ShapedArray
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Sharding
 
 from shardrules.planning.traced.factors.index import INDEX_RULES
 from shardrules.planning.traced.factors.linear import LINEAR_RULES
@@ -52,6 +52,8 @@ class Factors:
     """For each factor the size that the number of pieces has to divide."""
     reduced: tuple[int, ...] = ()
     """Factors over which the results are sums, maxima or the like: one all-reduce completes them."""
+    is_local: bool = False
+    """Whether XLA would gather the operands, unless each device is given an operation of its own on its pieces."""
 
 
 def op_factors(equation: Any) -> Factors | None:
@@ -96,7 +98,7 @@ def _number_loops(loops: Loops, op: OpSignature) -> Factors:
         tuple(tuple(factors.get(name) for name in names) for names in side) for side in (loops.operands, loops.results)
     )
     reduced = tuple(factors[name] for name in loops.reduced if name in factors)
-    return Factors(operands, results, tuple(sizes[name] for name in kept), reduced)
+    return Factors(operands, results, tuple(sizes[name] for name in kept), reduced, loops.is_local and bool(kept))
 
 
 def _pointwise(op: OpSignature) -> Loops | None:
@@ -148,12 +150,14 @@ def _key_data(op: OpSignature) -> Loops | None:
     return leading_dims(op, min(len(op.operands[0]), len(op.results[0])))
 
 
-def _whole(op: OpSignature) -> Loops | None:
-    """XLA gathers the operands, along whatever dim they are split.
+def _reshard(op: OpSignature) -> Loops | None:
+    """Tracing adds it on a mesh. It asks for nothing on Auto axes, which are all that a planned function has."""
+    types = op.params["dst_sharding"].mesh.axis_types
+    return _passed_on(op) if all(axis_type == AxisType.Auto for axis_type in types) else None
 
-    It does so for the greatest `k`, on CPUs and GPUs, although rows are independent, and for Fourier transforms before
-    JAX 0.12.
-    """
+
+def _whole(op: OpSignature) -> Loops | None:
+    """One state gives all bits, on every device."""
     return Loops([whole(shape) for shape in op.operands], [whole(shape) for shape in op.results])
 
 
@@ -170,12 +174,13 @@ converged. To find out, devices exchange one byte in each round: splitting them 
 
 RULES: Mapping[str, LoopRule] = {
     **dict.fromkeys(_POINTWISE.split(), LoopRule(_pointwise, ANY)),
-    **dict.fromkeys(("optimization_barrier", "pvary"), LoopRule(_passed_on, ANY, ANY)),
+    **dict.fromkeys(("optimization_barrier", "pvary", "relayout"), LoopRule(_passed_on, ANY, ANY)),
+    "reshard": LoopRule(_reshard, ONE, ONE, ("dst_sharding",)),
     "device_put": LoopRule(_device_put, ANY, ANY, ("devices",)),
     **dict.fromkeys(("random_bits", "random_split"), LoopRule(_from_keys, ONE, ONE)),
     **dict.fromkeys(("random_fold_in", "random_gamma"), LoopRule(_with_keys)),
     **dict.fromkeys(("random_wrap", "random_unwrap"), LoopRule(_key_data, ONE, ONE)),
-    **dict.fromkeys(("top_k", "approx_top_k", "fft", "rng_bit_generator", "rng_uniform"), LoopRule(_whole, ANY, ANY)),
+    **dict.fromkeys(("rng_bit_generator", "rng_uniform"), LoopRule(_whole, ANY, ANY)),
     **SHAPE_RULES,
     **INDEX_RULES,
     **LINEAR_RULES,

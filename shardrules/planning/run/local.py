@@ -1,0 +1,67 @@
+"""Operations that each device runs on its own pieces (`jax.shard_map`), where XLA would gather the operands instead."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from shardrules.core.axes import AnyMesh
+from shardrules.planning.run.call import axis_names_of
+
+
+@final
+@attrs.frozen
+class LocalSplit:
+    """How an operation is split over devices."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    summed: tuple[str, ...]
+    """The axes along which each device has a part of a sum."""
+
+
+def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
+    """Returns an equation as a program in which each device computes its pieces of the results.
+
+    ```python
+    from shardrules.planning.run.local import LocalSplit, local_jaxpr
+
+    mesh = sr.create_mesh("data:8")
+    equation = jax.make_jaxpr(lambda x: jax.lax.top_k(x, 2))(jnp.ones((16, 4))).eqns[0]
+    split = LocalSplit((P("data"),), (P("data"), P("data")), ())
+    assert [var.aval.shape for var in local_jaxpr(equation, split, mesh).jaxpr.outvars] == [(16, 2), (16, 2)]
+    ```
+    """
+
+    def on_device(*operands: jax.Array) -> list[jax.Array]:
+        results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
+        results = results if equation.primitive.multiple_results else [results]
+        # The parts of a sum lie side by side in a new dim, one on each device.
+        return [lax.expand_dims(result, (0,)) for result in results] if split.summed else results
+
+    def on_all(*operands: jax.Array) -> list[jax.Array]:
+        parts = [PartitionSpec(split.summed, *spec) if split.summed else spec for spec in split.results]
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split.operands, out_specs=parts, check_vma=False)
+        results = mapped(*operands)
+        # The partitioner completes this sum as it does others: with an all-reduce, or a reduce-scatter.
+        return [lax.reduce_sum(result, (0,)) for result in results] if split.summed else results
+
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
+    with axis_names_of(mesh):
+        return jax.make_jaxpr(on_all)(*avals)
+
+
+def _params_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns the parameters that an equation has for the pieces of its operands."""
+    params = dict(equation.params)
+    if equation.primitive.name == "conv_general_dilated":
+        # A device has whole groups: as much fewer of them as its kernel has fewer results.
+        dim = params["dimension_numbers"].rhs_spec[0]
+        pieces = equation.invars[1].aval.shape[dim] // operands[1].shape[dim]
+        for name in ("feature_group_count", "batch_group_count"):
+            params[name] = max(1, params[name] // pieces)
+    return params
