@@ -25,9 +25,8 @@ _LEAST_ROUNDS = 4
 """Loops with fewer rounds do not count: a compiler may write them out, and then nothing has to be stacked. Doubled,
 bounds of models with few layers would be those of their arguments."""
 
-_KEPT_OTHERWISE = frozenset(
-    ["convert_element_type", "broadcast_in_dim", "iota", "copy", "copy_p", "reshape", "squeeze", "transpose", "name", "device_put"]
-)
+_CONVERSIONS = "convert_element_type broadcast_in_dim iota copy copy_p reshape squeeze transpose name device_put"
+_KEPT_OTHERWISE = frozenset(_CONVERSIONS.split())
 """Primitives whose results a compiler may keep in another form: narrower, not repeated, or in the host's memory."""
 
 
