@@ -5,18 +5,20 @@ deadline; findings are made from what the searches returned.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.errors import (
+    DoesNotFitError,
     MeshError,
     PlanError,
     RuleTypeError,
@@ -32,6 +34,7 @@ from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.findings import (
     COSTLY_RATIO,
     PinCosts,
+    does_not_fit_text,
     machine_findings,
     may_not_fit,
     nothing_split,
@@ -41,9 +44,11 @@ from shardrules.planning.answer.findings import (
     untried_meshes,
 )
 from shardrules.planning.answer.plan import AutoPlan, Candidate
+from shardrules.planning.answer.prove import device_mesh, prove_plan
 from shardrules.planning.graph.machine import Assumptions, Machine
 from shardrules.planning.run.call import Call, read_call
 from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.proof import memory_bound
 from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
@@ -61,11 +66,12 @@ def autoplan(
     hardware: Hardware | None = None,
     assumptions: Assumptions | None = None,
     time_limit: float = 60,
+    prove: bool = False,
 ) -> AutoPlan:
     """Finds how to split the arguments, the results and everything inside of a function so that it runs fastest.
 
     The function is traced, and every layout of every array in it is weighed by what computing and communicating would
-    cost. Nothing is run or compiled.
+    cost. Nothing is run, and nothing compiled unless you ask for it.
 
     **Arguments:**
 
@@ -80,6 +86,10 @@ def autoplan(
     - `assumptions`: which part of that functions reach; by default `Assumptions()`.
     - `time_limit`: the seconds that planning may take, over all meshes and pins. If it is reached, the best plan so
         far is returned, with its gap and a finding. Plans do not depend on it otherwise.
+    - `prove`: whether the compiler decides what fits, instead of a model of it: the best few plans are compiled within
+        the time limit, for the mesh's devices, or for those of the hardware if the mesh has none. What they need
+        corrects the model for this function, and the cheapest that fits is returned. Arguments that come back as
+        results count as donated.
 
     **Returns:**
 
@@ -87,9 +97,11 @@ def autoplan(
 
     **Raises:**
 
-    `PlanError` if pins do not divide; `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh
-    nor a device count; and whatever `fn` raises when it is traced. Where no plan fits by the model, the one with the
-    least memory is returned, with the finding `may-not-fit`.
+    `DoesNotFitError` if no plan can fit, with the bound that proves it; `PlanError` if pins do not divide;
+    `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh nor a device count; with `prove`,
+    `MissingCompilerError` if the compiler is not installed and `ConfigError` if it is not known for which devices to
+    compile; and whatever `fn` raises when it is traced. Where no plan fits by the model, the one with the least memory
+    is returned, with the finding `may-not-fit`.
 
     ```python
     def loss(w, x):
@@ -102,12 +114,15 @@ def autoplan(
     ```
     """
     deadline = Deadline.after(time_limit)
-    options = _Options(memory_limit, pins, hardware, assumptions, time_limit)
+    options = _Options(memory_limit, pins, hardware, assumptions, time_limit, prove)
     if isinstance(mesh, int):
         return _best_mesh(fn, args, mesh, options, deadline)
     check_mesh(mesh)
     query = _read(fn, args, mesh, options)
-    return _answer(query, query.search(deadline), deadline)
+    query.check_possible()
+    # If the compiler is to decide what fits, the first plan it is asked about is the fastest of all.
+    first = query if not prove else attrs.evolve(query, limit_bytes=sys.maxsize)
+    return _answer(query, first.search(deadline.share(2) if prove else deadline), deadline)
 
 
 @final
@@ -120,6 +135,7 @@ class _Options:
     hardware: Hardware | None
     assumptions: Assumptions | None
     time_limit: float
+    prove: bool
 
 
 @final
@@ -127,6 +143,7 @@ class _Options:
 class _Query:
     """A function to plan on one mesh: everything that is read before a search."""
 
+    fn: Callable[..., Any]
     call: Call
     args: tuple[Any, ...]
     mesh: AnyMesh
@@ -139,6 +156,17 @@ class _Query:
     task: Task
     read_seconds: float
     """How long reading took: another mesh, or other pins, take about as long again, which no deadline interrupts."""
+    device_mesh: Mesh | None
+    """What to compile for, if the compiler is to decide what fits."""
+
+    def check_possible(self) -> None:
+        """Raises `DoesNotFitError` if it is certain that no plan fits."""
+        bound = memory_bound(self.program, self.machine, self.call.paths, self.pinned)
+        if bound.nbytes > self.limit_bytes:
+            free = memory_bound(self.program, self.machine, self.call.paths, {}) if self.pinned else None
+            pinned_paths = [self.call.paths[index] for index in self.pinned]
+            text = does_not_fit_text(self.call.name, self.mesh, self.limit_bytes, bound, pinned_paths, free)
+            raise DoesNotFitError(text, bound.nbytes)
 
     def search(self, deadline: Deadline) -> SearchResult:
         """Finds the best choice that fits."""
@@ -161,8 +189,9 @@ def _read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options:
         limit_bytes = read_bytes("memory_limit", options.memory_limit)
     pinned = _pinned_specs(args, options.pins, mesh)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
+    target_mesh = device_mesh(mesh, machine.hardware) if options.prove else None
     read_seconds = time.monotonic() - start
-    return _Query(call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds)
+    return _Query(fn, call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds, target_mesh)
 
 
 def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
@@ -212,7 +241,9 @@ def _best_mesh(
             break
         try:
             query = _read(fn, args, mesh_shape(text), options)
-        except (PlanError, UnknownAxisError) as error:  # pins and constraints may name axes that not all meshes have
+            query.check_possible()
+        # Pins and constraints may name axes that not all meshes have.
+        except (PlanError, UnknownAxisError, DoesNotFitError) as error:
             refusal = refusal or error
             candidates.append(Candidate(text, None, 0))
             continue
@@ -252,7 +283,8 @@ def _answer(query: _Query, result: SearchResult, deadline: Deadline) -> AutoPlan
     costs = _pin_costs(query, result, deadline)
     # Findings come last, and search nothing: they only read the plan.
     plan = AutoPlan(query.call, query.args, query.mesh, query.limit_bytes, query.options.time_limit, query.task, result)
-    return attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
+    plan = attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
+    return plan if query.device_mesh is None else prove_plan(plan, query.fn, query.device_mesh, deadline)
 
 
 def _findings(query: _Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:

@@ -259,26 +259,38 @@ def compile_for(
                 if not problems:
                     raise
                 raise plan_error("the function cannot be compiled", problems) from error
-    # XLA plans the memory while it compiles, so that nothing has to run for it.
-    usage, text = compiled.memory_analysis(), compiled.as_text()
-    assert usage is not None, "every backend of a Target reports its memory"
+    text = compiled.as_text()
     assert text is not None, "every backend of a Target prints its program"
     output_shardings = jtu.tree_leaves(compiled.output_shardings)
     return Compiled(
         jaxpr,
         text,
-        CompilerMemory(
-            usage.argument_size_in_bytes,
-            usage.output_size_in_bytes,
-            usage.alias_size_in_bytes,
-            usage.temp_size_in_bytes,
-            usage.host_argument_size_in_bytes,
-        ),
+        _memory_of(compiled),
         tuple(jtu.tree_leaves(compiled.input_shardings)),
         tuple(map(ResultArray, paths, traced.structs, requested, output_shardings)),
         all_donated,
         tuple(messages),
         refusal,
+    )
+
+
+def compiled_memory(lowered: jax.stages.Lowered, mesh: Mesh) -> CompilerMemory:
+    """Returns what a lowered function needs once it is compiled for `mesh`."""
+    with _capturing_stderr():
+        compiled, _ = _compile(lowered, mesh, tolerant=True, options={})
+    return _memory_of(compiled)
+
+
+def _memory_of(compiled: jax.stages.Compiled) -> CompilerMemory:
+    # XLA plans the memory while it compiles, so that nothing has to run for it.
+    usage = compiled.memory_analysis()
+    assert usage is not None, "every backend of a Target reports its memory"
+    return CompilerMemory(
+        usage.argument_size_in_bytes,
+        usage.output_size_in_bytes,
+        usage.alias_size_in_bytes,
+        usage.temp_size_in_bytes,
+        usage.host_argument_size_in_bytes,
     )
 
 

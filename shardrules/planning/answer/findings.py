@@ -15,6 +15,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.spec import spec_repr
 from shardrules.planning.graph.machine import has_sheet
 from shardrules.planning.run.call import Call
+from shardrules.planning.solve.proof import MemoryBound
 from shardrules.planning.solve.search import Task
 from shardrules.planning.traced.program import TracedProgram
 
@@ -24,6 +25,9 @@ know, so that a few per cent are not worth a warning; with 4, tensor parallelism
 
 _LARGE_CONSTANT = 2**20
 """Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
+
+_SHOWN_ARRAYS = 5
+"""How many arrays an error lists behind a bound: the largest, which usually take most of it."""
 
 _SHOWN_PINS = 8
 """How many pinned arguments a finding lists: those that take most of the memory, as they come first."""
@@ -197,3 +201,30 @@ def may_not_fit(call: Call, limit_bytes: int, peak_bytes: float, pinned: Sequenc
     elif pinned and not costs.is_complete:
         message += "; the time limit was reached before a search without the pins"
     return Finding("warning", "may-not-fit", message, remedy=remedy)
+
+
+def does_not_fit_text(
+    name: str,
+    mesh: AnyMesh,
+    limit_bytes: int,
+    bound: MemoryBound,
+    pinned_paths: Sequence[str],
+    free: MemoryBound | None,
+) -> str:
+    """Returns the message of a function for which a bound proves that no plan fits. `free` is the bound without pins."""
+    arrays = [f"{array.name} ({bytes_text(array.nbytes)})" for array in bound.arrays[:_SHOWN_ARRAYS]]
+    if len(bound.arrays) > _SHOWN_ARRAYS:
+        arrays.append(f"{len(bound.arrays) - _SHOWN_ARRAYS} more")
+    pins = " with these pins" if pinned_paths else ""
+    text = (
+        f"{name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}{pins}: whatever its layouts, it needs at "
+        f"least {bytes_text(bound.nbytes)} {bound.operation}, for {', '.join(arrays)}"
+    )
+    if free is not None and free.nbytes <= limit_bytes:
+        sizes = {array.name: array.nbytes for array in bound.arrays}
+        paths = sorted(pinned_paths, key=lambda path: -sizes.get(path, 0))
+        shown = ", ".join(paths[:_SHOWN_PINS])
+        if len(paths) > _SHOWN_PINS:
+            shown += f" and {len(paths) - _SHOWN_PINS} more"
+        return f"{text}. Without the pins nothing proves that. Pinned: {shown}. Remove the pins that split least"
+    return f"{text}. Use more devices, a smaller batch, or recompute activations (jax.checkpoint)"

@@ -55,6 +55,20 @@ class Candidate:
 
 
 @final
+@attrs.frozen
+class CompiledPlan:
+    """A plan that was compiled to see what it needs."""
+
+    seconds: float
+    """The modelled time of a call."""
+    predicted_bytes: int
+    """The peak as modelled, before compiling."""
+    peak_bytes: int
+    """The peak as the compiler reports it."""
+    is_chosen: bool = False
+
+
+@final
 @attrs.frozen(eq=False)
 class AutoPlan:
     """A plan for a function: where its arguments, its results and everything in between are. `autoplan` makes them.
@@ -85,6 +99,8 @@ class AutoPlan:
     findings: tuple[Finding, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     """The meshes that were tried, the best first, if a device count was given."""
+    compiled: tuple[CompiledPlan, ...] = ()
+    """What was compiled, in that order, with `prove=True`: this plan is one of them, unless there was no time for any."""
 
     @property
     def choice(self) -> tuple[int, ...]:
@@ -304,6 +320,8 @@ class AutoPlan:
         lines = [*map(printable, self._summary()), "", *self._argument_table()]
         if self.candidates:
             lines += ["", *self._candidate_table()]
+        if self.compiled:
+            lines += ["", *self._compiled_table()]
         if self.findings:
             lines += ["", listing(self.findings)]
         return "\n".join(line.rstrip() for line in lines)
@@ -318,7 +336,8 @@ class AutoPlan:
             + f", found in {self.seconds:.1f} s"
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
-        memory = f"{bytes_text(self.peak_bytes)} of {bytes_text(self.memory_limit)}"
+        proof = next((f" ({bytes_text(trial.peak_bytes)} compiled)" for trial in self.compiled if trial.is_chosen), "")
+        memory = f"{bytes_text(self.peak_bytes)}{proof} of {bytes_text(self.memory_limit)}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
         if self.price_of_memory:
             percent = self.memory_limit // 100
@@ -344,3 +363,15 @@ class AutoPlan:
             time = "does not fit" if candidate.seconds is None else f"{1000 * candidate.seconds:.4g} ms"
             rows.append((candidate.mesh, time, bytes_text(candidate.peak_bytes)))
         return aligned(rows)
+
+    def _compiled_table(self) -> list[str]:
+        rows = [("compiled", "time", "memory", "as modelled")]
+        for index, trial in enumerate(self.compiled):
+            notes = [name for name, holds in (("chosen", trial.is_chosen), ("fits", self._fits(trial))) if holds]
+            label = f"{index + 1}" + f" ({', '.join(notes)})" * bool(notes)
+            time = f"{1000 * trial.seconds:.4g} ms"
+            rows.append((label, time, bytes_text(trial.peak_bytes), bytes_text(trial.predicted_bytes)))
+        return aligned(rows)
+
+    def _fits(self, trial: CompiledPlan) -> bool:
+        return trial.peak_bytes <= self.memory_limit

@@ -13,7 +13,7 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import SAVE_AGAIN, problem, record
 from shardrules.planning.answer.explain import SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
-from shardrules.planning.answer.plan import AutoPlan, Candidate
+from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.planning.answer.version import FORMAT
 from shardrules.planning.solve.solver import Status
 
@@ -50,6 +50,8 @@ class AutoPlanReport:
     """The best plans for other budgets, if requested."""
     candidates: tuple[Candidate, ...]
     """The meshes that were tried, if there were several."""
+    compiled: tuple[CompiledPlan, ...]
+    """The plans that were compiled, if the compiler was to decide which fit."""
     findings: tuple[Finding, ...]
     plan: ShardingPlan
     """The plan of all arguments."""
@@ -71,6 +73,7 @@ class AutoPlanReport:
             planned.split_dims,
             planned.frontier(frontier).points if frontier else (),
             planned.candidates,
+            planned.compiled,
             planned.findings,
             planned.plan,
         )

@@ -1,4 +1,4 @@
 """The version of the JSON of autoplans, apart from what writes it: a command that reads one needs no planner."""
 
-FORMAT = 1
+FORMAT = 2
 """A change that older readers would misread raises it."""

@@ -1,0 +1,212 @@
+"""`autoplan(prove=True)`: the compiler decides which plans fit.
+
+First the fastest plan of all is compiled, unless it is far from fitting. What the compiler needs says by what factor the
+model of memory is off for this function, and the next search knows that factor. It ends at the cheapest plan that the
+compiler says fits.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
+from jax.sharding import Mesh
+
+from shardrules.analysis.compiling.compile import compiled_memory
+from shardrules.analysis.machine.hardware import Hardware, sheets
+from shardrules.analysis.machine.targets import Target
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import ConfigError, DoesNotFitError
+from shardrules.core.finding import Finding
+from shardrules.planning.answer.plan import AutoPlan, CompiledPlan
+from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.search import SearchResult, Task
+from shardrules.planning.solve.solver import Solution
+
+_MOST_COMPILED = 6
+"""How many plans are compiled at most. What the second says hardly changes the factor of a function; with twice as many,
+functions that take minutes to compile use up every time limit."""
+
+_HOPELESS = 2.0
+"""How many times the limit the fastest plan of all may take, by the model, to be compiled before any other: the model
+is off by less than that. With more, functions are compiled for nothing."""
+
+_SAME_FACTOR = 0.01
+"""Factors that differ by less are the same: another search would find the same plans."""
+
+_LEAST_FACTOR, _MOST_FACTOR = 0.2, 5.0
+"""Between what the factor of a function has to be: beyond, it is not intermediate results that the model is off by, and
+the search would look for plans that do not exist."""
+
+
+def device_mesh(mesh: AnyMesh, hardware: Hardware) -> Mesh:
+    """Returns a mesh to compile for: the mesh itself, or one like it of devices that need not be present."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    name = next((name for name, sheet in sheets().items() if sheet.name == hardware.name), "")
+    platform, _, chip = name.partition(":")
+    if platform == "cuda":
+        return Target("cuda", chip, (mesh.size,)).mesh(mesh)
+    if platform == "cpu":
+        return Target("cpu", shape=(mesh.size,)).mesh(mesh)
+    cause = f"{chip} slices have several shapes" if platform == "tpu" else f"{hardware.name!r} is not a ready sheet"
+    raise ConfigError(
+        f"autoplan(prove=True) compiles, and the mesh {mesh_text(mesh)} has no devices to compile for: {cause}. Pass "
+        'a mesh of a target, such as mesh=sr.Target.parse("tpu:v5e:4x4").mesh(mesh)'
+    )
+
+
+def prove_plan(plan: AutoPlan, fn: Callable[..., Any], mesh: Mesh, deadline: Deadline) -> AutoPlan:
+    """Returns the cheapest plan that fits once it is compiled for a mesh; where none does, the one that needs least.
+
+    `plan.compiled` has all that were compiled. Arguments that come back as results are donated.
+    """
+    return _Trials(plan, fn, mesh, deadline).best()
+
+
+def _with_temporaries(task: Task, temporaries: float) -> Task:
+    """Returns the task with another factor for intermediate results."""
+    machine = task.problem.machine
+    assumptions = attrs.evolve(machine.assumptions, temporaries=temporaries)
+    problem = attrs.evolve(task.problem, machine=attrs.evolve(machine, assumptions=assumptions))
+    return attrs.evolve(task, problem=problem, occupancy=attrs.evolve(task.occupancy, problem=problem))
+
+
+@final
+@attrs.define(eq=False)
+class _Trials:
+    plan: AutoPlan
+    fn: Callable[..., Any]
+    mesh: Mesh
+    deadline: Deadline
+    compiled: dict[tuple[int, ...], tuple[AutoPlan, CompiledPlan]] = attrs.field(factory=dict)
+    """By choice, in the order in which they were compiled."""
+    choices: dict[tuple[int, ...], None] = attrs.field(factory=dict)
+    """Everything that searches came across."""
+    longest_seconds: float = 0.0
+    """The longest that compiling took."""
+
+    def best(self) -> AutoPlan:
+        """Compiles as many plans as there is time for, and returns the best."""
+        task, result = self.plan.task, self.plan.result
+        if float(task.occupancy.timeline(result.choice).max()) > _HOPELESS * self.plan.memory_limit:
+            result = self.search(task)
+        is_late = False
+        while len(self.compiled) < _MOST_COMPILED:
+            self.choices.update(dict.fromkeys((result.choice, *(option.choice for option in result.candidates))))
+            choice = self.next_choice(task, result)
+            # Compiling cannot be interrupted. Of the first it is unknown how long it takes.
+            is_late = self.deadline.seconds_left <= self.longest_seconds
+            if choice is None or is_late:
+                break
+            self.compile(task, choice, result)
+            corrected = self.corrected(task, choice)
+            if corrected is not task and not self.is_cheapest(choice) and not self.deadline.is_over:
+                task, result = corrected, self.search(corrected)
+        if not self.compiled:
+            return attrs.evolve(self.plan, findings=(*self.plan.findings, _not_compiled()))
+        best, trial = min(self.compiled.values(), key=self.rank)
+        trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
+        findings = tuple(finding for finding in best.findings if finding.code != "may-not-fit")
+        if trial.peak_bytes > self.plan.memory_limit:
+            findings += (_does_not_fit(self.plan, trial, is_late),)
+        return attrs.evolve(best, compiled=tuple(trials), findings=findings)
+
+    def search(self, task: Task) -> SearchResult:
+        """Searches within the limit, for half of the time that is left."""
+        return task.within(self.plan.memory_limit, self.deadline.share(2))
+
+    def is_cheapest(self, choice: tuple[int, ...]) -> bool:
+        """Whether a choice fits, and is the one without any limit."""
+        _, trial = self.compiled[choice]
+        return trial.peak_bytes <= self.plan.memory_limit and choice == self.plan.result.choice
+
+    def rank(self, compiled: tuple[AutoPlan, CompiledPlan]) -> tuple[bool, float]:
+        """Orders plans: those that fit by their cost, then the others by what they need."""
+        plan, trial = compiled
+        fits = trial.peak_bytes <= self.plan.memory_limit
+        return not fits, plan.cost if fits else float(trial.peak_bytes)
+
+    def next_choice(self, task: Task, result: SearchResult) -> tuple[int, ...] | None:
+        """Returns the cheapest choice that is expected to fit, if it may be better than what does.
+
+        Until anything fits, and where nothing is expected to, it is the one that is expected to need least.
+        """
+        if not self.compiled:
+            return result.choice
+        limit, cost = self.plan.memory_limit, task.problem.cost
+        most = min((plan.cost for plan, trial in self.compiled.values() if trial.peak_bytes <= limit), default=None)
+        new = [choice for choice in self.choices if choice not in self.compiled]
+        peaks = {choice: float(task.occupancy.timeline(choice).max()) for choice in new}
+        fitting = [choice for choice in new if peaks[choice] <= limit and (most is None or cost(choice) < most)]
+        if fitting or most is not None:
+            return min(fitting, key=cost, default=None)
+        return min(new, key=peaks.__getitem__, default=None)
+
+    def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
+        """Compiles a choice; `result` is of the last search, which may have found another."""
+        peak, cost = float(task.occupancy.timeline(choice).max()), task.problem.cost(choice)
+        if choice != result.choice or result.solution is None:
+            solution = Solution(choice, cost, min(result.bound, cost), "feasible", ())
+            result = attrs.evolve(result, solution=solution)
+        result = attrs.evolve(result, peak_bytes=peak, fits=True)
+        # A compiled function passes its limit on to the compiler unless the model says that more is needed.
+        plan = attrs.evolve(self.plan, task=self.fitted(task, choice), result=result)
+        owners = self.plan.call.argument_indices
+        donated = sorted(dict.fromkeys(owners[index] for index in self.plan.call.feedback.values()))
+        start = time.monotonic()
+        with jax.set_mesh(self.mesh), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            lowered = plan.jit(self.fn, donate_argnums=donated).lower(*self.plan.args)
+            try:
+                peak_bytes = compiled_memory(lowered, self.mesh).peak_bytes
+            except DoesNotFitError as error:  # the compiler for TPUs gives up on what is far too large
+                peak_bytes = max(error.needed_bytes, self.plan.memory_limit + 1)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
+        modelled = float(self.plan.task.occupancy.timeline(choice).max())
+        self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
+
+    def fitted(self, task: Task, choice: tuple[int, ...]) -> Task:
+        """Returns the task with such a factor that a choice fits, if arguments leave room for anything."""
+        limit, peak = self.plan.memory_limit, float(task.occupancy.timeline(choice).max())
+        arguments = task.occupancy.argument_bytes(choice)
+        if peak <= limit or arguments >= limit:
+            return task
+        factor = (limit - arguments) / (peak - arguments)
+        return _with_temporaries(task, task.problem.machine.assumptions.temporaries * factor)
+
+    def corrected(self, task: Task, choice: tuple[int, ...]) -> Task:
+        """Returns the task with the factor that a compiled choice shows; the same one if that says nothing new."""
+        _, trial = self.compiled[choice]
+        arguments = task.occupancy.argument_bytes(choice)
+        modelled = float(task.occupancy.timeline(choice).max()) - arguments
+        factor = (trial.peak_bytes - arguments) / modelled if modelled > 0 else 1.0
+        # Where there is room, compilers fill it: only what does not fit shows that the model says too little.
+        if trial.peak_bytes <= self.plan.memory_limit:
+            factor = min(factor, 1.0)
+        if abs(factor - 1) < _SAME_FACTOR:
+            return task
+        factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
+        return _with_temporaries(task, task.problem.machine.assumptions.temporaries * factor)
+
+
+def _does_not_fit(plan: AutoPlan, trial: CompiledPlan, is_late: bool) -> Finding:
+    more = ". Raise time_limit: it was reached before more plans could be compiled" if is_late else ""
+    return Finding(
+        "warning",
+        "does-not-fit",
+        f"no plan that was compiled fits in {bytes_text(plan.memory_limit)}; this one needs {bytes_text(trial.peak_bytes)}",
+        remedy=f"Use more devices, a smaller batch, or recompute activations (jax.checkpoint){more}",
+    )
+
+
+def _not_compiled() -> Finding:
+    return Finding(
+        "warning",
+        "not-compiled",
+        "the time limit was reached before any plan could be compiled",
+        remedy="Raise time_limit",
+    )
