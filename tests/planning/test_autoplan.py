@@ -207,10 +207,21 @@ def test_cheap_pins_are_not_named() -> None:
     assert "costly-pin" not in codes(sr.autoplan(loss, *mlp(256, 1024, 2**16)[::2], mesh=DATA, pins=pins))
 
 
-def test_pins_that_do_not_fit_are_named() -> None:
+def test_pins_that_cannot_fit_are_named() -> None:
     args = mlp(2048, 8192, 2**12)
     limit = int(least(train, *args, mesh=DATA) * 1.2)
     pins = sr.RegexShardingRule([(r"up|down", P())])
+    needed = r"needs at least 388\.0 MiB for its arguments and results, for w/down \(64\.0 MiB\), w/up .* 3 more"
+    pinned = r"Without the pins nothing proves that\. Pinned: w/down, w/up"
+    with pytest.raises(sr.errors.DoesNotFitError, match=rf"{needed}\. {pinned}") as caught:
+        sr.autoplan(train, *args, mesh=DATA, memory_limit=limit, pins=pins)
+    assert caught.value.needed_bytes > limit
+
+
+def test_pins_that_do_not_fit_by_the_model_are_named() -> None:
+    args = mlp(2048, 8192, 2**12)
+    limit = int(least(train, *args, mesh=DATA) * 1.2)
+    pins = sr.RegexShardingRule([(r"^0/(up|down)", P())])
     planned = sr.autoplan(train, *args, mesh=DATA, memory_limit=limit, pins=pins)
     (finding,) = [finding for finding in planned.findings if finding.code == "may-not-fit"]
     assert "Without the pins one fits. Pinned: w/down, w/up" in finding.message

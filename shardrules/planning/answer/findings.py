@@ -211,14 +211,14 @@ def does_not_fit_text(
     pinned_paths: Sequence[str],
     free: MemoryBound | None,
 ) -> str:
-    """Returns the message of a function for which a bound proves that no plan fits. `free` is the bound without pins."""
+    """Returns the message where a bound proves that no plan fits. `free` is the bound without pins."""
     arrays = [f"{array.name} ({bytes_text(array.nbytes)})" for array in bound.arrays[:_SHOWN_ARRAYS]]
     if len(bound.arrays) > _SHOWN_ARRAYS:
         arrays.append(f"{len(bound.arrays) - _SHOWN_ARRAYS} more")
     pins = " with these pins" if pinned_paths else ""
     text = (
-        f"{name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}{pins}: whatever its layouts, it needs at "
-        f"least {bytes_text(bound.nbytes)} {bound.operation}, for {', '.join(arrays)}"
+        f"{name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}{pins}: whatever its layouts, it needs "
+        f"at least {bytes_text(bound.nbytes)} {bound.operation}, for {', '.join(arrays)}"
     )
     if free is not None and free.nbytes <= limit_bytes:
         sizes = {array.name: array.nbytes for array in bound.arrays}

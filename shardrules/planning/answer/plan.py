@@ -100,7 +100,7 @@ class AutoPlan:
     candidates: tuple[Candidate, ...] = ()
     """The meshes that were tried, the best first, if a device count was given."""
     compiled: tuple[CompiledPlan, ...] = ()
-    """What was compiled, in that order, with `prove=True`: this plan is one of them, unless there was no time for any."""
+    """What was compiled with `prove=True`, in that order: this plan, and others."""
 
     @property
     def choice(self) -> tuple[int, ...]:

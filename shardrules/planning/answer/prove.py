@@ -1,8 +1,8 @@
 """`autoplan(prove=True)`: the compiler decides which plans fit.
 
-First the fastest plan of all is compiled, unless it is far from fitting. What the compiler needs says by what factor the
-model of memory is off for this function, and the next search knows that factor. It ends at the cheapest plan that the
-compiler says fits.
+First the fastest plan of all is compiled, unless it is far from fitting. What the compiler needs says by what factor
+the model of memory is off for this function, and the next search knows that factor. It ends at the cheapest plan that
+the compiler says fits.
 """
 
 import time
@@ -27,8 +27,8 @@ from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.solve.solver import Solution
 
 _MOST_COMPILED = 6
-"""How many plans are compiled at most. What the second says hardly changes the factor of a function; with twice as many,
-functions that take minutes to compile use up every time limit."""
+"""How many plans are compiled at most. What the second says hardly changes the factor of a function; with twice as
+many, functions that take minutes to compile use up every time limit."""
 
 _HOPELESS = 2.0
 """How many times the limit the fastest plan of all may take, by the model, to be compiled before any other: the model
@@ -198,7 +198,8 @@ def _does_not_fit(plan: AutoPlan, trial: CompiledPlan, is_late: bool) -> Finding
     return Finding(
         "warning",
         "does-not-fit",
-        f"no plan that was compiled fits in {bytes_text(plan.memory_limit)}; this one needs {bytes_text(trial.peak_bytes)}",
+        f"no plan that was compiled fits in {bytes_text(plan.memory_limit)}; this one needs "
+        f"{bytes_text(trial.peak_bytes)}",
         remedy=f"Use more devices, a smaller batch, or recompute activations (jax.checkpoint){more}",
     )
 
