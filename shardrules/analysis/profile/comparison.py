@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, TypeAlias, final
 
 import attrs
 
+from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.errors import ReportError, printable
 from shardrules.core.storage.records import problem, record
 from shardrules.core.views.table import aligned
@@ -212,23 +213,6 @@ class TraceComparison:
             if isinstance(error, ReportError):
                 raise
             raise ReportError(f"this text is not a comparison with a trace: {problem(error)}") from error
-
-
-def seconds_text(seconds: float) -> str:
-    """Returns a time with three significant digits and a unit.
-
-    ```python
-    from shardrules.analysis.profile.comparison import seconds_text
-
-    assert [seconds_text(seconds) for seconds in (12.3456, 0.0123456, -4.2e-6)] == ["12.3 s", "12.3 ms", "-4.2 µs"]
-    ```
-    """
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        value = seconds * factor
-        # What rounds to 1 takes the larger unit.
-        if abs(value) >= 0.9995:
-            return f"{value:,.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0"
 
 
 def _device_text(device: DeviceTime) -> str:

@@ -66,8 +66,10 @@ class StepTime:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a time in milliseconds, or below a tenth of one in microseconds, with three significant digits."""
-    if 0 < seconds < 0.9995e-4:
-        return f"{1e6 * seconds:.3g} µs"
-    value = 1000 * seconds
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+    """Returns a time with three significant digits and a unit."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        value = seconds * factor
+        # What rounds to 1 takes the larger unit.
+        if abs(value) >= 0.9995:
+            return f"{value:,.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 ms"

@@ -38,12 +38,14 @@ def test_a_step_says_what_it_waits_for(time: StepTime, text: str) -> None:
     ("seconds", "text"),
     [
         (0.0, "0 ms"),
-        (1.23456e-6, "1.23 µs"),
+        (1.23456e-9, "1.23 ns"),
+        (-4.2e-6, "-4.2 µs"),
         (0.0000996, "99.6 µs"),
-        (0.0001, "0.1 ms"),
-        (0.0123456, "12.3 ms"),
+        (0.0009994, "999 µs"),
+        (0.0009996, "1 ms"),
         (0.0996, "99.6 ms"),
-        (12.3456, "12,346 ms"),
+        (12.3456, "12.3 s"),
+        (1234.5, "1,234 s"),
     ],
 )
 def test_times_for_people(seconds: float, text: str) -> None:
