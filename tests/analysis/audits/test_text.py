@@ -36,8 +36,8 @@ loss    1.0 G  25%    1.8 KiB   1%
   time       critical  compute   sends  exposed  copies  line                 hidden by
 ------  ---  --------  -------  ------  -------  ------  -------------------  -------------------
  10 ms  76%       95%     9 ms    5 ms     1 ms          project/model.py:12  project/train.py:30
-  3 ms  23%        4%     3 ms  0.1 ms                   project/train.py:30
-0.1 ms   1%        1%                            0.1 ms  (unknown)
+  3 ms  23%        4%     3 ms  100 µs                   project/train.py:30
+100 µs   1%        1%                            100 µs  (unknown)
 
 findings: 1 warning, 1 note
   warning gathered: it is gathered
