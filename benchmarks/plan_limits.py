@@ -230,7 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.smoke:
         jax.config.update("jax_num_cpu_devices", 8)
     if options.small_step:
-        print(json.dumps(attrs.asdict(small_plan(*options.small_step, options.smoke))))
+        mesh, setting = options.small_step
+        print(json.dumps(attrs.asdict(small_plan(mesh, setting, options.smoke))))
         return 0
     out, cache = sys.stderr if options.json else sys.stdout, Cache(options.cache)
     steps = [ask(Question.of(KINDS[name], options.mesh, options.smoke, cache), options, out) for name in options.kinds]

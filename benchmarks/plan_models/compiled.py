@@ -279,7 +279,7 @@ class Question:
         result = Result(self.model.name, self.mesh, case, allowed, None, name, ms, least)
         start, used = time.perf_counter(), time.process_time()
         try:
-            mesh = self.device_mesh.abstract_mesh
+            mesh = self.device_mesh if options.get("prove") else self.device_mesh.abstract_mesh
             plan = sr.autoplan(
                 self.step, *self.args, mesh=mesh, memory_limit=limit_bytes, hardware=self.one_host, **options
             )
