@@ -107,11 +107,13 @@ def ask(question: Question, options: argparse.Namespace, out: TextIO) -> Step:
         print(f"  {row.name:44}{row.ms:10.3f} ms{row.peak_bytes / 1e9:10.3f} GB", file=out, flush=True)
     unlimited = question.by_autoplan("no limit", None, experts, **more)
     print(result_line(unlimited, ()), file=out, flush=True)
-    results = []
+    tried, results = [*experts, *([unlimited.row] if unlimited.row is not None else [])], []
     for case, limit in limits_of(experts, unlimited.row).items():
-        results.append(question.by_autoplan(case, limit, experts, **more))
-        print(result_line(results[-1], faults_of(results[-1], experts, options.time_limit)), file=out, flush=True)
-    tried = [*experts, *(result.row for result in (unlimited, *results) if result.row is not None)]
+        result = question.by_autoplan(case, limit, experts, **more)
+        print(result_line(result, faults_of(result, tried, options.time_limit)), file=out, flush=True)
+        tried += [result.row] if result.row is not None else []
+        results.append(result)
+    # Once more, since a later plan may fit where an earlier search had none.
     faults = tuple(tuple(faults_of(result, tried, options.time_limit)) for result in results)
     jax.clear_caches()
     return Step(question.model.name, experts, unlimited, tuple(results), faults)
@@ -123,7 +125,8 @@ def result_line(result: Result, faults: Sequence[str] | Iterator[str]) -> str:
         answer = result.error
     else:
         fits = "" if result.fits else ", does not fit"
-        predicted = f"predicted {result.peak_bytes / 1e9:.3f}{fits} {result.findings}".rstrip()
+        gap = f", gap {result.gap:.1%}" if result.gap > 0.002 else ""
+        predicted = f"predicted {result.peak_bytes / 1e9:.3f}{fits}{gap} {result.findings}".rstrip()
         ratio = f"{result.ratio:.3f} of {result.best}" if result.best and result.fits else "no expert to compare with"
         answer = f"{result.row.ms:.3f} ms, {result.row.peak_bytes / 1e9:.3f} GB ({predicted}), {ratio}"
     spent = f"{result.seconds:.1f} s, {result.processor_seconds:.1f} s of processors"

@@ -168,7 +168,7 @@ def result_lines(result: Result) -> list[str]:
         f"planned in {spent} of processors; predicted {result.wire_bytes / 1e6:.1f} MB on the wire (off by "
         f"{result.wire_error:.1%}), peak {result.peak_bytes / 1e9:.3f} GB ({result.peak_ratio:.3f} of the compiler's), "
         f"{1e3 * result.modelled_seconds:.2f} ms ({result.time_ratio:.3f} of the audit's "
-        f"{1e3 * result.audited_seconds:.2f} ms) {result.findings}"
+        f"{1e3 * result.audited_seconds:.2f} ms), gap {result.gap:.1%} {result.findings}"
     )
     return [line(row, note), f"    {predictions.rstrip()}"]
 

@@ -132,6 +132,9 @@ class Result:
     findings: str = ""
     """The codes of the plan's warnings and errors."""
 
+    gap: float = 0.0
+    """By what part of its cost the best plan of the model may be better."""
+
     modelled_seconds: float = 0.0
     """What the plan says that a step takes."""
 
@@ -291,6 +294,7 @@ class Question:
             wire_bytes=plan.wire_bytes,
             peak_bytes=plan.peak_bytes,
             modelled_seconds=plan.step_time.seconds,
+            gap=plan.gap,
             findings=" ".join(finding.code for finding in plan.findings if finding.severity != "note"),
         )
         try:
