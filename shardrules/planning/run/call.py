@@ -20,6 +20,7 @@ from shardrules.core.boxes import ArgumentVariables, share_variables, shared_lea
 from shardrules.core.errors import TreeError
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.planning.run.expand import expanded
 
 _Kind: TypeAlias = tuple[tuple[int, ...], Any] | None
 """Shape and dtype of an array; `None` for other leaves."""
@@ -119,7 +120,7 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
     structs = tuple(map(struct, array_leaves))
     with axis_names_of(mesh):
         traced = jax.make_jaxpr(run)(*structs)
-    program = ClosedJaxpr(without_dead_code(traced), traced.consts)
+        program = ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
     returned, returned_treedef = jtu.tree_flatten(outputs[-1])
     names = argument_names(fn, len(args))
     paths: list[str] = []

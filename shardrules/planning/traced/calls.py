@@ -11,18 +11,17 @@ from shardrules.analysis.compiling.jaxprs import CHECKPOINTS
 INLINED: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
     "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
+    **dict.fromkeys(("call", "closed_call", "core_call"), ("call_jaxpr",)),
+    "eval_jaxpr": ("jaxpr",),
     "custom_jvp_call": ("call_jaxpr", "fun_jaxpr"),
     "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
     "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
     "custom_vmap_call": ("call",),
     "custom_linear_solve": ("jaxprs",),
     "linear_call": ("callee",),
-    "composite": ("jaxpr",),
+    "composite": ("jaxpr", "call_jaxpr"),
     "xla_metadata_call": ("jaxpr",),
     **dict.fromkeys(CHECKPOINTS, ("jaxpr",)),
-    "custom_lin": (),
 }
 """Primitives that only call another jaxpr, and the parameters that may hold it, in one JAX version or another."""
 

@@ -9,7 +9,8 @@ _UPDATE_BY_UPDATE = ("scatter", "scatter-sub")
 
 
 def _gather(op: OpSignature) -> Loops | None:
-    """A dim that is looked up in is reduced: each device gives what it has and zeros for the rest."""
+    """Any dim may be split unless longer parts of it are read. Where one that is looked up in is split, devices give
+    what they have, and an all-reduce completes the result."""
     numbers, lengths = op.params["dimension_numbers"], op.params["slice_sizes"]
     (shape, indices), (result,) = op.operands, op.results
     batch_dims = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -37,7 +38,8 @@ def _gather(op: OpSignature) -> Loops | None:
 
 
 def _scatter(op: OpSignature) -> Loops | None:
-    """Each device writes what falls into its piece, or all of its part of the updates where results can be combined."""
+    """Dims of the operand may be split, and each device writes what falls into its piece. So may the updates of sums,
+    products, maxima and minima: an all-reduce combines the results."""
     numbers = op.params["dimension_numbers"]
     shape, indices, updates = op.operands
     batch_dims = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))

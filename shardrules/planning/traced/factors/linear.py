@@ -22,6 +22,7 @@ _DimPairs: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
 def _dot(op: OpSignature) -> Loops | None:
+    """Any dim may be split. Where a summed one is, devices hold parts of a sum."""
     contracted, batch = op.params["dimension_numbers"]
     left, right = _dot_names(op, contracted, batch)
     result = [left[dim] for dim in batch[0]] + _without_dims(left, contracted[0], batch[0])
@@ -42,7 +43,7 @@ def _without_dims(names: list[Hashable], *omitted: Sequence[int]) -> list[Hashab
 
 
 def _ragged_dot(op: OpSignature) -> Loops | None:
-    """Rows come in groups of any length, one after the other: rows and groups have to be whole."""
+    """Columns and summed dims may be split. Rows come in groups of any length, so rows and groups are whole."""
     numbers = op.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
     rows, groups = list(numbers.lhs_ragged_dimensions), list(numbers.rhs_group_dimensions)
@@ -61,10 +62,7 @@ def _ragged_dot(op: OpSignature) -> Loops | None:
 
 
 def _convolution(op: OpSignature) -> Loops | None:
-    """Batch and channels, never space: devices would need the margins of their neighbours' pieces.
-
-    Of groups of channels, or of the batch, each device computes whole groups.
-    """
+    """Batch and channels may be split, or whole groups of either. Space is whole: windows would need its neighbours."""
     numbers, params = op.params["dimension_numbers"], op.params
     channel_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
     (batch, channels), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
@@ -91,22 +89,20 @@ def _convolution(op: OpSignature) -> Loops | None:
 
 
 def _reduction(op: OpSignature) -> Loops | None:
+    """Any dim may be split. Where a reduced one is, an all-reduce completes the result."""
     dims, axes = range(len(op.operands[0])), op.params["axes"]
     return Loops([dims], [[dim for dim in dims if dim not in axes]], sorted(axes))
 
 
 def _mapped_reduction(op: OpSignature) -> Loops | None:
-    """Under `vmap` the axis is a dim of the operand, and reduced as any other. Axes of a mesh are for `shard_map`."""
+    """An axis of `vmap` is a dim of the operand, and reduced as any other. Axes of a mesh have no rule."""
     axes = op.params["axes"]
     is_plain = op.params.get("axis_index_groups") is None and all(isinstance(axis, int) for axis in axes)
     return _reduction(op) if is_plain else None
 
 
 def _unsplit_reduction(op: OpSignature) -> Loops | None:
-    """Reductions that devices cannot complete: argmax, any function, exclusive or.
-
-    XLA has an all-reduce for sums, products, maxima, minima, and, or: for no others.
-    """
+    """Dims that are not reduced may be split: XLA has no all-reduce that would complete the others."""
     dims = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
     names = [dim if dim not in dims else None for dim in range(len(op.operands[0]))]
     rest = [name for name in names if name is not None]
@@ -114,13 +110,13 @@ def _unsplit_reduction(op: OpSignature) -> Loops | None:
 
 
 def _along_dim(op: OpSignature) -> Loops | None:
-    """Sorting and running sums work along one dim."""
+    """Dims other than the one that they work along may be split."""
     dim = op.params["dimension"] if "dimension" in op.params else op.params["axis"]
     return same_dims(op, [other != dim for other in range(len(op.operands[0]))])
 
 
 def _window(op: OpSignature) -> Loops | None:
-    """Dims along which the window is one element long, without steps and padding, are not touched."""
+    """Dims along which the window is one element long, without steps and padding, may be split."""
     dims, params = op.params["window_dimensions"], op.params
     # Some primitives lack some of these, and some have `None` for them.
     steps = (params.get(name) or (1,) * len(dims) for name in ("window_strides", "base_dilation", "window_dilation"))
@@ -129,26 +125,35 @@ def _window(op: OpSignature) -> Loops | None:
 
 
 def _transform(op: OpSignature) -> Loops | None:
-    """A transform is over the last dims. Before JAX 0.12 XLA gathers the others, too."""
+    """Dims that are not transformed may be split.
+
+    Before JAX 0.12 XLA gathers them by itself.
+    """
     count = len(op.params["fft_lengths"])
     return attrs.evolve(leading_dims(op, len(op.operands[0]) - count), is_local=True)
 
 
 def _greatest(op: OpSignature) -> Loops | None:
-    """Each row has its own greatest elements. XLA gathers the rows."""
+    """Dims other than the one that they search may be split.
+
+    XLA gathers them by itself.
+    """
     dim = op.params["axis"] if "axis" in op.params else op.params["reduction_dimension"]
     ndim = len(op.operands[0])
     return attrs.evolve(same_dims(op, [other != dim % ndim for other in range(ndim)]), is_local=True)
 
 
 def _matrices(op: OpSignature) -> Loops | None:
-    """Stacks of matrices are split, and each matrix is whole. Compilers for TPUs gather the stacks of some."""
+    """The dims of a stack of matrices may be split, and each matrix is whole.
+
+    Compilers for TPUs gather the stacks of some by themselves.
+    """
     count = len(op.operands[0]) - 2
     return attrs.evolve(leading_dims(op, count), is_local=op.name in _GATHERED_BY_TPUS)
 
 
 def _vectors(op: OpSignature) -> Loops | None:
-    """Stacks of vectors are split, and each vector is whole."""
+    """The dims of a stack of vectors may be split, and each vector is whole."""
     return leading_dims(op, len(op.operands[0]) - 1)
 
 

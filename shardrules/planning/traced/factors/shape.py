@@ -17,7 +17,7 @@ from shardrules.planning.traced.factors.loops import (
 
 
 def _broadcast(op: OpSignature) -> Loops | None:
-    """New dims may be split without splitting the operand."""
+    """Any dim may be split, new ones without splitting the operand."""
     (shape,), (result,) = op.operands, op.results
     result_dims = op.params["broadcast_dimensions"]
     names = [dim if size == result[dim] else None for dim, size in zip(result_dims, shape, strict=True)]
@@ -25,17 +25,19 @@ def _broadcast(op: OpSignature) -> Loops | None:
 
 
 def _transpose(op: OpSignature) -> Loops | None:
+    """Any dim may be split."""
     return Loops([range(len(op.operands[0]))], [op.params["permutation"]])
 
 
 def _squeeze(op: OpSignature) -> Loops | None:
+    """Any dim may be split."""
     ndim = len(op.operands[0])
     removed = [dim % ndim for dim in op.params["dimensions"]]
     return Loops([range(ndim)], [[dim for dim in range(ndim) if dim not in removed]])
 
 
 def _reshape(op: OpSignature) -> Loops | None:
-    """A piece of a major dim is one run of elements, the same before and after; a piece of a minor dim is not."""
+    """Of dims that are merged or split up, the major one may be split: a piece of it is one run of elements."""
     (shape,), (result,) = op.operands, op.results
     dims = op.params.get("dimensions") or tuple(range(len(shape)))  # the order in which the elements are read
     operand_names: list[Hashable] = [None] * len(shape)
@@ -62,21 +64,23 @@ def _major_dims(shape: Shape, result: Shape) -> Iterator[tuple[int, int]]:
 
 
 def _reverse(op: OpSignature) -> Loops | None:
+    """Dims that are not reversed may be split."""
     return same_dims(op, [dim not in op.params["dimensions"] for dim in range(len(op.operands[0]))])
 
 
 def _pad(op: OpSignature) -> Loops | None:
+    """Dims that are not padded may be split."""
     return same_dims(op, [tuple(padding) == (0, 0, 0) for padding in op.params["padding_config"]])
 
 
 def _cut(op: OpSignature) -> Loops | None:
-    """A dim that is cut has to be whole: XLA gathers all pieces of it, even for a slice of one element."""
+    """Dims that are not cut may be split: XLA gathers the others, even for one element."""
     shape = op.operands[0]
     return same_dims(op, [all(size == result[dim] for result in op.results) for dim, size in enumerate(shape)])
 
 
 def _update(op: OpSignature) -> Loops | None:
-    """A dim that is written to in part has to be whole.
+    """Dims that are written to from end to end may be split.
 
     XLA moves nothing for an update of length one, but drops it where it starts beyond the end, instead of moving it to
     the last position.
@@ -87,15 +91,18 @@ def _update(op: OpSignature) -> Loops | None:
 
 
 def _concatenate(op: OpSignature) -> Loops | None:
+    """Dims other than that of the concatenation may be split."""
     return same_dims(op, [dim != op.params["dimension"] for dim in range(len(op.results[0]))])
 
 
 def _stack(op: OpSignature) -> Loops | None:
+    """Dims other than the new one may be split."""
     dims = list(range(len(op.operands[0])))
     return Loops([dims for _ in op.operands], [_with_whole_dim(dims, op.params["axis"])])
 
 
 def _unstack(op: OpSignature) -> Loops | None:
+    """Dims other than that of the parts may be split."""
     dims = list(range(len(op.results[0])))
     return Loops([_with_whole_dim(dims, op.params["axis"])], [dims for _ in op.results])
 
@@ -106,7 +113,7 @@ def _with_whole_dim(names: list[int], axis: int) -> list[int | None]:
 
 
 def _tile(op: OpSignature) -> Loops | None:
-    """Copies may be on different devices; the operand then is on all of them."""
+    """Any dim may be split. Copies may be on different devices; the operand then is on all of them."""
     reps = dict(enumerate(op.params["reps"]))
     # A piece of a repeated dim is a number of whole copies, so the copies have to divide, not the size.
     names = [dim if count == 1 else None for dim, count in reps.items()]
@@ -114,11 +121,12 @@ def _tile(op: OpSignature) -> Loops | None:
 
 
 def _bitcast(op: OpSignature) -> Loops | None:
-    """Between dtypes of different widths a last dim comes or goes."""
+    """Any dim may be split, but for the last one that comes or goes between dtypes of different widths."""
     return leading_dims(op, min(len(op.operands[0]), len(op.results[0])))
 
 
 def _fresh(op: OpSignature) -> Loops | None:
+    """Any dim may be split: each device makes its own pieces."""
     return Loops([whole(shape) for shape in op.operands], [range(len(shape)) for shape in op.results])
 
 

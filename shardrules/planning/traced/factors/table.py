@@ -102,7 +102,7 @@ def _number_loops(loops: Loops, op: OpSignature) -> Factors:
 
 
 def _pointwise(op: OpSignature) -> Loops | None:
-    """Operands have the shape of the result, except for dims of size 1, or are scalars."""
+    """Any dim may be split. Operands that have it are split with the result; scalars and dims of size 1 are whole."""
     shape = op.results[0]
     if any(other != shape for other in op.results) or any(not _broadcasts(other, shape) for other in op.operands):
         return None
@@ -124,29 +124,26 @@ def _passed_on(op: OpSignature) -> Loops | None:
 
 
 def _device_put(op: OpSignature) -> Loops | None:
-    """Between kinds of memory. A sharding among the devices is a constraint, which is up to the caller."""
+    """Between kinds of memory any dim may be split. A sharding among the devices has no rule."""
     is_placement = any(isinstance(device, Sharding | Device) for device in op.params["devices"])
     return None if is_placement else _passed_on(op)
 
 
 def _from_keys(op: OpSignature) -> Loops | None:
-    """Every key gives its own bits, and each device computes those that it needs.
-
-    That holds for Threefry. Other generators take one key for all of the bits, wherever it is.
-    """
+    """Threefry: every key gives its own bits, and each device computes those that it needs. Others: keys are whole."""
     (shape,), (result,) = op.operands, op.results
     is_per_key = op.dtypes[0] == "key<fry>" and result[: len(shape)] == shape
     return Loops([range(len(shape)) if is_per_key else whole(shape)], [range(len(result))])
 
 
 def _with_keys(op: OpSignature) -> Loops | None:
-    """One result for each key and number, computed by itself if the keys are Threefry's."""
+    """Threefry: there is one result for each key, computed by itself. Others: everything is whole."""
     is_per_key = op.dtypes[0] == "key<fry>" or not op.results[0]
     return _pointwise(op) if is_per_key else _whole(op)
 
 
 def _key_data(op: OpSignature) -> Loops | None:
-    """Between keys and the numbers that they are."""
+    """Dims of keys may be split; the numbers of one key are whole."""
     return leading_dims(op, min(len(op.operands[0]), len(op.results[0])))
 
 
@@ -172,9 +169,15 @@ shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefr
 """Of these `igamma*` and `regularized_incomplete_beta` are, as `random_gamma` is, loops that end when all elements have
 converged. To find out, devices exchange one byte in each round: splitting them is worth that."""
 
+
+def is_whole(rule: LoopRule) -> bool:
+    """Whether a rule splits nothing, whatever the operation."""
+    return rule.find_loops is _whole
+
+
 RULES: Mapping[str, LoopRule] = {
     **dict.fromkeys(_POINTWISE.split(), LoopRule(_pointwise, ANY)),
-    **dict.fromkeys(("optimization_barrier", "pvary", "relayout"), LoopRule(_passed_on, ANY, ANY)),
+    **dict.fromkeys(("optimization_barrier", "pvary", "relayout", "stage"), LoopRule(_passed_on, ANY, ANY)),
     "reshard": LoopRule(_reshard, ONE, ONE, ("dst_sharding",)),
     "device_put": LoopRule(_device_put, ANY, ANY, ("devices",)),
     **dict.fromkeys(("random_bits", "random_split"), LoopRule(_from_keys, ONE, ONE)),
