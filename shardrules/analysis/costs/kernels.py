@@ -19,7 +19,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.kernels import Kernel
 
-_READS_PER_WRITE = 20
+READS_PER_WRITE = 20
 """A kernel that reads this many times what it writes is as fast as one that only reads, within 1 %: on GPUs reads are
 up to 10 % faster than copies. With half as many it is within 1 %, too; with twice as many fewer kernels count."""
 
@@ -65,7 +65,7 @@ def flops_part(kernel: Kernel, hardware: Hardware) -> float:
 
 def traffic_part(kernel: Kernel, hardware: Hardware) -> float:
     """What the memory traffic of a kernel takes, all of its passes together."""
-    access = "read" if kernel.read_bytes >= _READS_PER_WRITE * kernel.written_bytes else "copy"
+    access = "read" if kernel.read_bytes >= READS_PER_WRITE * kernel.written_bytes else "copy"
     gathered = min(kernel.gathered_bytes, kernel.device_bytes)
     seconds = traffic_seconds(gathered, hardware, "gather")
     seconds += traffic_seconds(kernel.device_bytes - gathered, hardware, access)

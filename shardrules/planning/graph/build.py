@@ -52,7 +52,7 @@ def build_problem(
     clusters = find_clusters(program, partial_ops, tie)
     classes = op_classes(program, paths, tie)
     fusion = FusedProgram.of(program)
-    costs = ComputeCosts(fusion, machine)
+    costs = ComputeCosts(fusion, machine, feedback)
     builder = _GraphBuilder(program, machine, costs, feedback, sums, clusters)
     for position, array in enumerate(program.arguments):
         spec = pinned.get(position)

@@ -12,10 +12,13 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.analysis.costs.kernels import READS_PER_WRITE
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.analysis.costs.memory import traffic_seconds
+from shardrules.analysis.machine.measured import ROW_BYTES
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
+from shardrules.planning.graph.operand_copies import OperandCopies
 from shardrules.planning.graph.problem import Home, project
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import Operation
@@ -26,6 +29,10 @@ _LOOP_KERNELS = 2
 over time steps, would be too fast without them."""
 
 
+_STACK_FILLS = 1
+"""How often what a loop stacks is written besides its pieces. """
+
+
 @final
 @attrs.define(eq=False)
 class ComputeCosts:
@@ -33,6 +40,7 @@ class ComputeCosts:
 
     fusion: FusedProgram
     machine: Machine
+    feedback: Mapping[int, int]
     _matmuls: dict[Any, np.ndarray] = attrs.field(factory=dict, init=False)
 
     def seconds(
@@ -40,10 +48,12 @@ class ComputeCosts:
     ) -> np.ndarray:
         """The seconds that all runs of an operation take, for each of the `layouts` of its node."""
         operation, hardware = self.fusion.program.operations[op_index], self.machine.hardware
-        seconds = self._traffic_bytes(op_index, node, layouts, operand_homes) * traffic_seconds(1, hardware)
+        seconds = self._traffic_seconds(op_index, node, layouts, operand_homes)
         if operation.flops:
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
             seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
+        copied = self._copy_bytes(op_index, layouts, operand_homes)
+        seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
         launches = int(op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         return (seconds + launches * hardware.launch_seconds) * operation.run_count
@@ -58,31 +68,110 @@ class ComputeCosts:
                 heads.setdefault(operation.region, op_index)
         return frozenset(heads.values())
 
-    def _traffic_bytes(
+    def _traffic_seconds(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What a device reads and writes."""
+        """What reading and writing takes in each layout."""
+        read, written = self._traffic_bytes(op_index, node, layouts, operand_homes)
+        hardware = self.machine.hardware
+        # A kernel that begins at another operation may read less than it writes there.
+        only_reads = (op_index in self.fusion.kernels) & (read >= READS_PER_WRITE * written)
+        access = np.where(only_reads, traffic_seconds(1, hardware, "read"), traffic_seconds(1, hardware))
+        gathered = np.minimum(self._gathered_bytes(op_index, node, layouts, operand_homes), read + written)
+        return (read + written - gathered) * access + gathered * traffic_seconds(1, hardware, "gather")
+
+    def _gathered_bytes(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a gather or a scatter reads and writes in short rows at any positions, in each layout."""
+        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
+        operand_index = 0 if operation.name == "gather" else 2
+        is_gather = operation.name == "gather" or operation.name.startswith("scatter")
+        operand = operation.operands[operand_index] if is_gather else None
+        if operand is None:
+            return np.zeros(len(layouts))
+        home = operand_homes.get((op_index, operand_index))
+        sizes = self._local_shapes(arrays[operand].shape, layouts, home)
+        numbers = operation.equation.params["dimension_numbers"]
+        if operation.name == "gather":
+            # A window over all of a dim has its piece on each device.
+            row = np.minimum(sizes, np.array(operation.equation.params["slice_sizes"])).prod(axis=1)
+            (result,) = operation.results
+            moved = math.prod(arrays[result].shape) / self._result_counts(operation, node, layouts, 0)
+        else:
+            row, moved = sizes[:, list(numbers.update_window_dims)].prod(axis=1), sizes.prod(axis=1)
+        itemsize = arrays[operand].nbytes / max(1, math.prod(arrays[operand].shape))
+        return np.where(row * itemsize <= ROW_BYTES, 2 * moved * itemsize, 0.0)
+
+    def _traffic_bytes(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What a device reads, and what it writes, in each layout."""
         fusion, machine = self.fusion, self.machine
         operation = fusion.program.operations[op_index]
         expanded = 1 if machine.has_ragged_kernels else group_count(operation)
-        total = np.zeros(len(layouts))
+        read, written = np.zeros(len(layouts)), np.zeros(len(layouts))
         for operand_index in range(len(operation.operands)):
             home, nbytes = operand_homes.get((op_index, operand_index)), fusion.read_bytes(op_index, operand_index)
             if home is not None and nbytes:
                 # The masked copies of a ragged operand are written first, then read.
                 nbytes *= 2 * expanded if expanded > 1 and operand_index == 0 else 1
-                total += nbytes / shard_counts(project(layouts, home), machine)
+                read += nbytes / shard_counts(project(layouts, home), machine)
         for result_index, result in enumerate(operation.results):
             nbytes = fusion.written_bytes(op_index, result_index)
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
-            # A node of one result has the layouts of that result; one over the loops of an operation has to be
-            # projected.
-            rows, factors = layouts, operation.factors
-            if len(operation.results) > 1 or factors.reduced:
-                rows = project(layouts, Home(node, factors.results[result_index], factors.reduced))
-            total += nbytes / shard_counts(rows, machine)
+            written += nbytes / self._result_counts(operation, node, layouts, result_index)
+        return read, written
+
+    def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
+        """Into how many pieces a result is split, in each layout."""
+        # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
+        rows, factors = layouts, operation.factors
+        if len(operation.results) > 1 or factors.reduced:
+            rows = project(layouts, Home(node, factors.results[result_index], factors.reduced))
+        return shard_counts(rows, self.machine)
+
+    def _copy_bytes(
+        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a device reads and writes for copies that the function does not ask for."""
+        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
+        total = np.zeros(len(layouts))
+        if operation.name == "dot_general" and self.machine.is_gpu and None not in operation.operands:
+            shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
+            homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
+            sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
+            total += self._operand_copies.nbytes(op_index, sizes)
+        if operation.role == "leave":
+            # A stack is filled with zeros before the loop. If it is passed again as the argument that the loop reads,
+            # whose memory it cannot take before the end of the loop, it is copied there.
+            copied = _STACK_FILLS + 2 * (op_index in self._copied_stacks)
+            (piece,) = operation.operands
+            total += 0 if piece is None else copied * arrays[piece].nbytes / shard_counts(layouts, self.machine)
         return total
+
+    @functools.cached_property
+    def _copied_stacks(self) -> frozenset[int]:
+        """The stacks that leave a loop which reads the argument that they become in the next call."""
+        program, sources = self.fusion.program, self.fusion.sources
+        read = {
+            (operation.equation_index, sources.get(operand, operand))
+            for operation in program.operations
+            for operand in operation.operands
+            if operation.role == "enter" and operand is not None
+        }
+        arguments = {sources.get(result, result): argument for result, argument in self.feedback.items()}
+        return frozenset(
+            op_index
+            for op_index, operation in enumerate(program.operations)
+            if operation.role == "leave"
+            and (operation.equation_index, arguments.get(operation.results[0])) in read
+        )
+
+    @functools.cached_property
+    def _operand_copies(self) -> OperandCopies:
+        return OperandCopies(self.fusion)
 
     def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
         """What multiplying takes in each layout, at the rate of the shapes that a device has."""

@@ -96,9 +96,14 @@ class Machine:
         return self.hardware.torus_dims > 0
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether its devices are GPUs."""
+        return self.hardware.torus_dims == 0 and not self.hardware.name.startswith("CPU")
+
+    @property
     def puts_off(self) -> bool:
         """Whether compilers for it put off what nothing waits for, as XLA does for GPUs."""
-        return self.hardware.torus_dims == 0 and not self.hardware.name.startswith("CPU")
+        return self.is_gpu
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:

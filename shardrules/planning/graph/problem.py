@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
-from shardrules.planning.graph.machine import Machine
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 
@@ -75,6 +75,9 @@ class Edge:
         """What one move costs, from each of `from_layouts` to each of `to_layouts`; infinite where it is impossible."""
         moves = self.moves
         fixed_share = np.minimum(1.0, moves.sent.sum(axis=0) * self.nbytes / self.combined_bytes)
+        # Compilers combine no exchanges.
+        exchanged = moves.sent[[COLLECTIVE_KINDS.index("all-to-all"), COLLECTIVE_KINDS.index("collective-permute")]]
+        fixed_share[exchanged.any(axis=0)] = 1.0
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
         return np.where(moves.allowed, sending + _SLICE_SECONDS * differs, np.inf)
