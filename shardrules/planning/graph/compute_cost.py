@@ -18,7 +18,7 @@ from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.analysis.machine.measured import ROW_BYTES
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.operand_copies import OperandCopies
+from shardrules.planning.graph.operand_copies import OperandCopies, is_vector
 from shardrules.planning.graph.problem import Home, project
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import Operation
@@ -27,10 +27,6 @@ from shardrules.planning.traced.ragged import group_count
 _LOOP_KERNELS = 2
 """The kernels of a round that the function does not write: one counts rounds, one compares. Loops of small rounds, as
 over time steps, would be too fast without them."""
-
-
-_STACK_FILLS = 1
-"""How often what a loop stacks is written besides its pieces. """
 
 
 @final
@@ -52,7 +48,7 @@ class ComputeCosts:
         if operation.flops:
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
             seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
-        copied = self._copy_bytes(op_index, layouts, operand_homes)
+        copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
         seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
         launches = int(op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
@@ -113,14 +109,18 @@ class ComputeCosts:
         read, written = np.zeros(len(layouts)), np.zeros(len(layouts))
         for operand_index in range(len(operation.operands)):
             home, nbytes = operand_homes.get((op_index, operand_index)), fusion.read_bytes(op_index, operand_index)
-            if home is not None and nbytes:
+            if home is not None and nbytes and op_index not in self._updated_pieces:
                 # The masked copies of a ragged operand are written first, then read.
                 nbytes *= 2 * expanded if expanded > 1 and operand_index == 0 else 1
                 read += nbytes / shard_counts(project(layouts, home), machine)
         for result_index, result in enumerate(operation.results):
-            nbytes = fusion.written_bytes(op_index, result_index)
+            nbytes = self._updated_pieces.get(op_index, fusion.written_bytes(op_index, result_index))
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
+            if operation.role == "leave":
+                # A stack is filled with zeros before the loop. If it is passed again as the argument that the loop
+                # reads, whose memory it cannot take before the end of the loop, it is copied there.
+                nbytes *= 4 if op_index in self._copied_stacks else 2
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 
@@ -132,24 +132,40 @@ class ComputeCosts:
             rows = project(layouts, Home(node, factors.results[result_index], factors.reduced))
         return shard_counts(rows, self.machine)
 
-    def _copy_bytes(
+    def _operand_copy_bytes(
         self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What a device reads and writes for copies that the function does not ask for."""
+        """What a device reads and writes to copy operands into the order that a dot takes."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        total = np.zeros(len(layouts))
-        if operation.name == "dot_general" and self.machine.is_gpu and None not in operation.operands:
-            shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
-            homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
-            sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
-            total += self._operand_copies.nbytes(op_index, sizes)
-        if operation.role == "leave":
-            # A stack is filled with zeros before the loop. If it is passed again as the argument that the loop reads,
-            # whose memory it cannot take before the end of the loop, it is copied there.
-            copied = _STACK_FILLS + 2 * (op_index in self._copied_stacks)
-            (piece,) = operation.operands
-            total += 0 if piece is None else copied * arrays[piece].nbytes / shard_counts(layouts, self.machine)
-        return total
+        if operation.name != "dot_general" or not self.machine.is_gpu or None in operation.operands:
+            return np.zeros(len(layouts))
+        shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
+        homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
+        sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
+        return self._operand_copies.nbytes(op_index, sizes)
+
+    @functools.cached_property
+    def _operand_copies(self) -> OperandCopies:
+        return OperandCopies(self.fusion)
+
+    @functools.cached_property
+    def _updated_pieces(self) -> dict[int, int]:
+        """What is written where a loop takes its piece of a stack and updates it: nothing if the kernels that use the
+        result read the piece and the update, and for a matmul the updated piece, and the piece as it was."""
+        program, fusion = self.fusion.program, self.fusion
+        written: dict[int, int] = {}
+        for op_index, operation in enumerate(program.operations):
+            piece = operation.operands[0] if operation.operands else None
+            producer = None if piece is None else program.producers.get(piece)
+            if operation.name != "dynamic_update_slice" or piece is None or producer is None:
+                continue
+            if program.operations[producer].role == "enter" and piece not in fusion.written:
+                users = [program.operations[user] for user, _ in program.users.get(operation.results[0], ())]
+                if any(user.flops and not is_vector(user) for user in users):
+                    written[op_index] = 2 * program.arrays[piece].nbytes
+                else:
+                    written[producer] = 0
+        return written
 
     @functools.cached_property
     def _copied_stacks(self) -> frozenset[int]:
@@ -165,13 +181,8 @@ class ComputeCosts:
         return frozenset(
             op_index
             for op_index, operation in enumerate(program.operations)
-            if operation.role == "leave"
-            and (operation.equation_index, arguments.get(operation.results[0])) in read
+            if operation.role == "leave" and (operation.equation_index, arguments.get(operation.results[0])) in read
         )
-
-    @functools.cached_property
-    def _operand_copies(self) -> OperandCopies:
-        return OperandCopies(self.fusion)
 
     def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
         """What multiplying takes in each layout, at the rate of the shapes that a device has."""

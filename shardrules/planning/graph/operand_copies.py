@@ -134,6 +134,15 @@ class OperandCopies:
         return order if operand is None else tuple(permutation.index(dim) for dim in self._order(operand))
 
 
+def is_vector(operation: Operation) -> bool:
+    """Whether an operand of a dot has only dims of the batch and dims that are summed over."""
+    if operation.name != "dot_general":
+        return False
+    shapes = [var.aval.shape for var in operation.equation.invars]
+    groups = zip(_groups(operation), shapes, strict=True)
+    return any(all(shape[dim] == 1 for dim in others) for (_, _, others), shape in groups)
+
+
 def _groups(operation: Operation) -> Iterable[tuple[tuple[int, ...], ...]]:
     """For both operands of a dot the dims of the batch, those that are summed over, and the others."""
     summed, batch = operation.equation.params["dimension_numbers"]

@@ -1,0 +1,87 @@
+"""What operations cost beside their matmuls: kinds of access to memory, and copies that compilers add."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules.planning.graph.compute_cost import ComputeCosts
+from shardrules.planning.graph.machine import Machine
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.program import read_jaxpr
+
+H100, V5E = sr.Hardware.named("cuda:h100"), sr.Hardware.named("tpu:v5e")
+COPY, READ, GATHER = (
+    H100.memory_bytes_per_second * dict(H100.memory_fractions)[access] for access in ("copy", "read", "gather")
+)
+BIG = 2**26
+
+
+def costs(
+    fn: Callable[..., Any], *shapes: tuple[int, ...], hardware: sr.Hardware = H100, feedback: Mapping[int, int] = {}
+) -> dict[str, float]:
+    """The seconds of operations on one device, by name or role, without launches."""
+    program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]))
+    fusion = FusedProgram.of(program)
+    arguments = {program.results[result]: program.arguments[argument] for result, argument in feedback.items()}
+    machine = Machine.of(sr.mesh_shape("x:1"), hardware)
+    model = ComputeCosts(fusion, machine, {result: key for result, key in arguments.items() if result is not None})
+    seconds: dict[str, float] = {}
+    whole = np.zeros((1, 0), np.int8)
+    homes = _Anywhere()
+    for op_index, operation in enumerate(program.operations):
+        launches = (op_index in fusion.kernels) * hardware.launch_seconds * operation.run_count
+        value = float(model.seconds(op_index, 0, whole, homes)[0]) - launches
+        seconds[operation.name] = seconds.get(operation.name, 0.0) + value
+    return seconds
+
+
+class _Anywhere(dict[tuple[int, int], Any]):
+    """Homes of operands on one device."""
+
+    def get(self, key: tuple[int, int], default: Any = None) -> Any:
+        from shardrules.planning.graph.problem import Home
+
+        return Home(0, ())
+
+
+def test_kernels_that_only_read_are_faster_than_copies() -> None:
+    read = costs(lambda x: jnp.max(x, 0), (BIG // 64, 64))["reduce_max"]
+    assert read == pytest.approx(2 * BIG / READ, rel=0.01)
+    assert costs(jnp.exp, (BIG,))["exp"] == pytest.approx(4 * BIG / COPY, rel=0.01)
+
+
+def test_short_rows_are_gathered_slowly() -> None:
+    rows = jnp.zeros(BIG // 64, jnp.int32)
+    short = costs(lambda x: x.at[rows].get(mode="clip"), (BIG // 16, 64))["gather"]
+    long = costs(lambda x: x.at[rows[: BIG // 1024]].get(mode="clip"), (BIG // 256, 1024))["gather"]
+    assert short > 1.8 * long > 0
+    scatter = costs(lambda x, y: x.at[rows].add(y, mode="clip"), (BIG // 16, 64), (BIG // 64, 64))["scatter-add"]
+    assert scatter > 4 * BIG / GATHER * 0.99
+
+
+def test_stacks_are_filled_first_and_copied_to_what_the_loop_reads() -> None:
+    """A cache that goes in and out of a loop over layers: the loop still reads it while it writes the next."""
+
+    def step(x: jax.Array, cache: jax.Array) -> Any:
+        return jax.lax.scan(lambda x, layer: (x + 1, layer * x), x, cache)
+
+    shapes = (128,), (8, 2**20, 128)
+    alone, fed_back = costs(step, *shapes)["leave"], costs(step, *shapes, feedback={1: 1})["leave"]
+    stack_bytes = 2 * 8 * 2**20 * 128
+    assert alone == pytest.approx(2 * stack_bytes / COPY, rel=0.01)
+    assert fed_back - alone == pytest.approx(2 * stack_bytes / COPY, rel=0.01)
+
+
+def test_dots_on_gpus_pay_for_copies_of_their_operands() -> None:
+    shapes = (4, 16, 4, 64), (4, 8192, 16, 64)
+    score = lambda q, k: jnp.einsum("bgrd,btgd->bgrt", q, k)
+    ready = lambda q, k: jnp.einsum("bgrd,bgtd->bgrt", q, k.reshape(4, 16, 8192, 64))
+    copy_seconds = 2 * 2 * 4 * 8192 * 16 * 64 / COPY + H100.launch_seconds
+    assert costs(score, *shapes)["dot_general"] - costs(ready, *shapes)["dot_general"] == pytest.approx(copy_seconds)
+    on_tpu = [costs(fn, *shapes, hardware=V5E)["dot_general"] for fn in (score, ready)]
+    assert on_tpu[0] == on_tpu[1]
