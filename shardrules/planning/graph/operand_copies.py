@@ -1,9 +1,9 @@
 """Which operands of dots compilers for GPUs copy first, because of the order in which their dims are in memory.
 
-A kernel for matmuls takes matrices: the dims of the batch have to be next to each other in memory and in their order, and
-so have those that are summed over, and all others; those of the batch must not come last. An operand in another order
-is copied into that of batch, sums, others. Keys of attention, (batch, length, heads, size), are such an operand, as long
-as a device has several rows of the batch and several heads.
+A kernel for matmuls takes matrices: the dims of the batch have to be next to each other in memory and in their order,
+and so have those that are summed over, and all others; those of the batch must not come last. An operand in another
+order is copied into that of batch, sums, others. Keys of attention, (batch, length, heads, size), are such an operand,
+as long as a device has several rows of the batch and several heads.
 
 What a kernel computes element by element is written in the order that the dot takes, which costs nothing. A dot with a
 vector is no matmul: it is computed like a reduction, which reads any order.

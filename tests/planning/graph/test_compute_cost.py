@@ -11,6 +11,7 @@ import pytest
 import shardrules as sr
 from shardrules.planning.graph.compute_cost import ComputeCosts
 from shardrules.planning.graph.machine import Machine
+from shardrules.planning.graph.problem import Home
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import read_jaxpr
 
@@ -22,12 +23,15 @@ BIG = 2**26
 
 
 def costs(
-    fn: Callable[..., Any], *shapes: tuple[int, ...], hardware: sr.Hardware = H100, feedback: Mapping[int, int] = {}
+    fn: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    hardware: sr.Hardware = H100,
+    feedback: Mapping[int, int] | None = None,
 ) -> dict[str, float]:
     """The seconds of operations on one device, by name or role, without launches."""
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]))
     fusion = FusedProgram.of(program)
-    arguments = {program.results[result]: program.arguments[argument] for result, argument in feedback.items()}
+    arguments = {program.results[result]: program.arguments[argument] for result, argument in (feedback or {}).items()}
     machine = Machine.of(sr.mesh_shape("x:1"), hardware)
     model = ComputeCosts(fusion, machine, {result: key for result, key in arguments.items() if result is not None})
     seconds: dict[str, float] = {}
@@ -44,8 +48,6 @@ class _Anywhere(dict[tuple[int, int], Any]):
     """Homes of operands on one device."""
 
     def get(self, key: tuple[int, int], default: Any = None) -> Any:
-        from shardrules.planning.graph.problem import Home
-
         return Home(0, ())
 
 
@@ -79,8 +81,13 @@ def test_stacks_are_filled_first_and_copied_to_what_the_loop_reads() -> None:
 
 def test_dots_on_gpus_pay_for_copies_of_their_operands() -> None:
     shapes = (4, 16, 4, 64), (4, 8192, 16, 64)
-    score = lambda q, k: jnp.einsum("bgrd,btgd->bgrt", q, k)
-    ready = lambda q, k: jnp.einsum("bgrd,bgtd->bgrt", q, k.reshape(4, 16, 8192, 64))
+
+    def score(q: Any, k: Any) -> Any:
+        return jnp.einsum("bgrd,btgd->bgrt", q, k)
+
+    def ready(q: Any, k: Any) -> Any:
+        return jnp.einsum("bgrd,bgtd->bgrt", q, k.reshape(4, 16, 8192, 64))
+
     copy_seconds = 2 * 2 * 4 * 8192 * 16 * 64 / COPY + H100.launch_seconds
     assert costs(score, *shapes)["dot_general"] - costs(ready, *shapes)["dot_general"] == pytest.approx(copy_seconds)
     on_tpu = [costs(fn, *shapes, hardware=V5E)["dot_general"] for fn in (score, ready)]

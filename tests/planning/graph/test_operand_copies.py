@@ -89,13 +89,20 @@ def test_kernels_write_what_dots_take() -> None:
     """What is computed element by element is written in the order of the dot; what a matmul gives is not."""
     shapes = (B, T, H, D), (B, T, H, D)
     assert copied(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", jnp.tanh(q), jnp.exp(k)), *shapes) == 0
-    projected = lambda x, w: jnp.einsum("bqhd,bkhd->bhqk", *[(x @ w).reshape(B, T, H, D)] * 2)
+
+    def projected(x: Any, w: Any) -> Any:
+        heads = (x @ w).reshape(B, T, H, D)
+        return jnp.einsum("bqhd,bkhd->bhqk", heads, heads)
+
     assert copied(projected, (B, T, D), (D, H * D)) > 0
 
 
 def test_equal_copies_are_made_once() -> None:
     once = einsum("bqhd,bkhd->bhqk")
-    twice = lambda q, k: once(q, k) + once(2 * q, k)
+
+    def twice(q: Any, k: Any) -> Any:
+        return once(q, k) + once(2 * q, k)
+
     shapes = (B, T, H, D), (B, T, H, D)
     assert copied(twice, *shapes) == copied(once, *shapes)
 
