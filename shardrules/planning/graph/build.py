@@ -51,7 +51,7 @@ def build_problem(
     partial_ops = [op_index for op_index in range(len(program.operations)) if sums.may_add_parts(op_index)]
     clusters = find_clusters(program, partial_ops, tie)
     classes = op_classes(program, paths, tie)
-    fusion = FusedProgram.of(program)
+    fusion = FusedProgram.of(program, feedback)
     costs = ComputeCosts(fusion, machine, feedback)
     builder = _GraphBuilder(program, machine, costs, feedback, sums, clusters)
     for position, array in enumerate(program.arguments):

@@ -20,7 +20,7 @@ from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.operand_copies import OperandCopies, is_vector
 from shardrules.planning.graph.problem import Home, project
-from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 
@@ -112,15 +112,21 @@ class ComputeCosts:
             if home is not None and nbytes and op_index not in self._updated_pieces:
                 # The masked copies of a ragged operand are written first, then read.
                 nbytes *= 2 * expanded if expanded > 1 and operand_index == 0 else 1
-                read += nbytes / shard_counts(project(layouts, home), machine)
+                # However a part is looked up, and whatever splits it, each device touches its piece of it.
+                is_part = bool(operation.factors.reduced) and fusion.touches_part(op_index, operand_index)
+                read += nbytes / shard_counts(layouts if is_part else project(layouts, home), machine)
+            copied = fusion.copied_bytes(op_index) if home is not None and operand_index == 0 else 0.0
+            if copied and home is not None:
+                pieces = copied / shard_counts(project(layouts, home), machine)
+                read, written = read + pieces, written + pieces
         for result_index, result in enumerate(operation.results):
             nbytes = self._updated_pieces.get(op_index, fusion.written_bytes(op_index, result_index))
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
             if operation.role == "leave":
-                # A stack is filled with zeros before the loop. If it is passed again as the argument that the loop
-                # reads, whose memory it cannot take before the end of the loop, it is copied there.
-                nbytes *= 4 if op_index in self._copied_stacks else 2
+                # A stack is filled with zeros before the loop, but not by compilers for TPUs. If it is passed again as
+                # the argument that the loop reads, whose memory it cannot take before the end, it is copied there.
+                nbytes *= 1 + (machine.hardware.torus_dims == 0) + 2 * (op_index in self._copied_stacks)
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 
@@ -128,7 +134,8 @@ class ComputeCosts:
         """Into how many pieces a result is split, in each layout."""
         # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
         rows, factors = layouts, operation.factors
-        if len(operation.results) > 1 or factors.reduced:
+        is_part = bool(factors.reduced) and operation.name in IN_PLACE
+        if (len(operation.results) > 1 or factors.reduced) and not is_part:
             rows = project(layouts, Home(node, factors.results[result_index], factors.reduced))
         return shard_counts(rows, self.machine)
 

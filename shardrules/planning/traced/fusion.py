@@ -17,6 +17,7 @@ from typing import final
 
 import attrs
 
+from shardrules.planning.traced.copies import copied_parts
 from shardrules.planning.traced.program import Operation, TracedProgram
 
 _WHOLE = """
@@ -27,7 +28,7 @@ select_and_scatter select_and_scatter_add triangular_solve cholesky qr lu eigh s
 """Primitives that are kernels of their own, although they are not matmuls. They read elements in another order than
 they write them, so their operands have to be in memory."""
 
-_ENDS = "transpose gather random_bits threefry2x32 rng_bit_generator random_split random_fold_in argmax argmin"
+_ENDS = "transpose random_bits threefry2x32 rng_bit_generator random_split random_fold_in argmax argmin"
 """Primitives at which a chain ends, as it does at all reductions: their operands may be computed in the same kernel,
 and their results are written."""
 
@@ -67,10 +68,13 @@ class FusedProgram:
     widened: Mapping[int, int]
     """For transposed arrays that are only used after a conversion to a wider dtype: how many times wider that is. They
     are written in the wider dtype."""
+    copied: Mapping[int, float]
+    """For each operation that copies its first operand instead of overwriting it: how often it does in one run."""
 
     @classmethod
-    def of(cls, program: TracedProgram) -> "FusedProgram":
-        """Returns what a compiler makes of a program."""
+    def of(cls, program: TracedProgram, feedback: Mapping[int, int] | None = None) -> "FusedProgram":
+        """Returns what a compiler makes of a program. The arguments that results replace, in `feedback`, are donated;
+        without it, all are."""
         written = _written(program)
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)
@@ -93,7 +97,8 @@ class FusedProgram:
         ending = frozenset(
             joined.leader(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
-        return cls(program, written, sources, read_counts, ending, _widened(program))
+        copied = copied_parts(program, sources, feedback, IN_PLACE)
+        return cls(program, written, sources, read_counts, ending, _widened(program), copied)
 
     def writes(self, op_index: int, result: int) -> bool:
         """Whether an operation writes a result to memory that it does not share with an operand."""
@@ -114,6 +119,8 @@ class FusedProgram:
         nbytes = self.nbytes(operand)
         if operand_index == 0 and (operation.name in PARTIAL_READS or operation.role == "enter"):
             nbytes = min(nbytes, sum(arrays[result].nbytes for result in operation.results))
+        elif operand_index == 0 and operation.name == "dynamic_update_slice":
+            return 0  # what it writes over is not read
         elif operand_index == 0 and operation.name in IN_PLACE:
             nbytes = min(nbytes, arrays[_update(operation)].nbytes)
         return count * nbytes
@@ -130,6 +137,16 @@ class FusedProgram:
         if operation.name in IN_PLACE:
             return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
         return self.nbytes(result)
+
+    def copied_bytes(self, op_index: int) -> float:
+        """Returns the bytes of its first operand that an operation copies, in one run."""
+        operand = self.program.operations[op_index].operands[0] if op_index in self.copied else None
+        return 0.0 if operand is None else self.copied[op_index] * self.nbytes(operand)
+
+    def touches_part(self, op_index: int, operand_index: int) -> bool:
+        """Whether an operation reads, or overwrites, only some elements of an operand."""
+        name = self.program.operations[op_index].name
+        return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
 
     def nbytes(self, array: int) -> int:
         """Returns the bytes of an array as it is written."""
@@ -174,6 +191,15 @@ def _view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
             yield operand, result
 
 
+def _updated_on_the_way(program: TracedProgram, array: int) -> bool:
+    """Whether an array is a piece that a loop reads, and only an update takes it: then it is not copied before."""
+    producer, users = program.producers.get(array), program.users.get(array, ())
+    if producer is None or len(users) != 1 or users[0][1] != 0:
+        return False
+    operation = program.operations[producer]
+    return operation.role == "enter" and not _is_view(operation) and program.operations[users[0][0]].name in IN_PLACE
+
+
 def _takes_whole(operation: Operation) -> bool:
     """Whether the operands of an operation have to be in memory before it runs."""
     if operation.role in ("join", "opaque"):
@@ -206,22 +232,16 @@ def _widened(program: TracedProgram) -> dict[int, int]:
 def _written(program: TracedProgram) -> frozenset[int]:
     """The arrays in memory. The walk goes backwards, because an array has to be in memory if a view of it has to be."""
     written: set[int] = {*program.arguments, *program.constants, *program.kept}
-    pieces = {
-        operation.results[0]
-        for operation in program.operations
-        if operation.role == "enter"
-        and not _is_view(operation)
-        and len(program.users.get(operation.results[0], ())) == 1
-    }
     for operation in reversed(program.operations):
         if _is_view(operation):
             is_returned = operation.role == "return"
             written.update(operand for operand, result in _view_pairs(operation) if is_returned or result in written)
         elif _takes_whole(operation):
-            written.update(operand for operand in operation.operands if operand is not None)
+            # What is written into the first operand may be computed on the way.
+            taken = operation.operands[:1] if operation.name in IN_PLACE else operation.operands
+            written.update(operand for operand in taken if operand is not None)
             first = operation.operands[0]
-            # An update of a piece that a loop reads is made on the way: the piece is not copied before.
-            if operation.name in IN_PLACE and first in pieces:
+            if operation.name in IN_PLACE and first is not None and _updated_on_the_way(program, first):
                 written.discard(first)
         if _ends_chain(operation):
             written.update(operation.results)
