@@ -59,6 +59,7 @@ class Formulation:
             np.asarray(node.seconds, float) * MICRO + extra
             for node, extra in zip(problem.nodes, preference, strict=True)
         ]
+        self.preference = preference
         # The bound of the program counts the preference too: a bound on time alone is lower by at most this.
         self.slack = float(sum(np.max(extra, initial=0.0) for extra in preference))
         self.equations: list[Entries] = []
@@ -75,6 +76,10 @@ class Formulation:
             self._tie(first, second)
         for group, count in problem.edge_groups:
             self._add_group(group, count)
+
+    def preferred(self, choice: Sequence[int]) -> float:
+        """What a choice costs beyond its time."""
+        return sum(float(extra[layout_index]) for extra, layout_index in zip(self.preference, choice, strict=True))
 
     def _add_equations(self, entries: Entries, right: np.ndarray) -> None:
         """Adds one equation for each right side; the rows of the entries count from 0."""

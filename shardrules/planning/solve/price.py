@@ -1,9 +1,8 @@
 """Finds choices that fit in memory by putting a price on it: a Lagrangian relaxation.
 
-Bounds on memory make a linear program slow to solve; a price for each byte does not, since all that changes is what
-layouts and moves cost. The higher the prices, the less memory the cheapest choice takes; and what it costs, prices
-included, is a lower bound for every choice that fits. The prices are chosen where that bound is highest, as far as the
-choices met so far show (Kelley's cutting planes).
+A price for each byte only changes what layouts and moves cost. The higher the prices, the less memory the cheapest
+choice takes; and what it costs, prices included, is a lower bound for every choice that fits. The prices are chosen
+where that bound is highest, as far as the choices met so far show (Kelley's cutting planes).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,37 @@ import numpy as np
 from scipy.optimize import linprog
 
 from shardrules.planning.solve.deadline import Deadline
-from shardrules.planning.solve.formulation import Formulation, MemoryConstraint
-from shardrules.planning.solve.memory import Occupancy, peaks
-from shardrules.planning.solve.solver import CLOSE, cheapest
+from shardrules.planning.solve.formulation import MemoryConstraint
+from shardrules.planning.solve.memory import peaks
+from shardrules.planning.solve.messages import Messages
+from shardrules.planning.solve.options import Option, Options
+from shardrules.planning.solve.solver import CLOSE
 
-_ROUNDS = 12
-"""How many prices are tried, each by a linear program. Searches that come within `CLOSE` end earlier. With fewer, more
-is left for the exact search, which is slower; with more, the last rounds gain next to nothing."""
+_ROUNDS = 16
+"""How many prices are tried. Searches that come within `CLOSE` end earlier. With half as many, gaps near full memory
+are larger; with twice as many, the last rounds gain next to nothing."""
+
+_FREE_SWEEPS, _PRICED_SWEEPS = 100, 30
+"""How often messages are passed without prices, and in each round: most programs settle in 30 and 15. With fewer,
+bounds are lower; searches that settle end earlier."""
+
+_MIN_GAIN = 1e-5
+"""By what part the bound has to rise in `_SWEEPS` sweeps to go on. Ten times as large, some searches would end while it
+still rises."""
+
+CLOSER = 1e-5
+"""By what part a choice may cost more than the bound at some prices to end their round: sweeps are cheap, and most
+programs come that close. With `CLOSE`, plans would be worse by up to that."""
+
+_SWEEPS = 5
+"""After how many sweeps a choice is read from the messages."""
 
 _HIGHEST = 100.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
 nothing fits at that, it rises by as much again. Lower, more rounds are spent on raising it; higher, the first choices
 met are smaller than they need be."""
 
-_TOP = 1e8
+_TOP = 1e6
 """Times what the cheapest choice costs, no price is higher: with 16 digits, what a choice costs would be lost beside
 what its memory costs."""
 
@@ -37,108 +53,133 @@ what its memory costs."""
 class Budget:
     """What is known about a budget of memory."""
 
-    choice: tuple[int, ...] | None = None
-    """The cheapest choice met that fits; `None` if none did."""
-    cost: float = np.inf
-    peak_bytes: float = np.inf
-    """The peak of `choice`, or of `emptiest` if there is none."""
     bound: float = -np.inf
     """What every choice that fits costs at least."""
     price: float = 0.0
     """What one more byte would save, in seconds."""
     extra: tuple[np.ndarray, ...] = ()
     """For each node and layout how much above `bound` every choice is that takes it."""
-    emptiest: tuple[int, ...] = ()
-    """The choice met with the least memory, if none fits."""
     is_hopeless: bool = False
     """Whether `bound` proves that nothing fits: no choice costs as much."""
 
-    def after(self, choice: tuple[int, ...], cost: float, peak_bytes: float, limit_bytes: float) -> "Budget":
-        """Returns what is known once another choice has been met."""
-        if peak_bytes <= limit_bytes and cost < self.cost:
-            return attrs.evolve(self, choice=choice, cost=cost, peak_bytes=peak_bytes)
-        if self.choice is None and peak_bytes < self.peak_bytes and np.isfinite(cost):
-            return attrs.evolve(self, peak_bytes=peak_bytes, emptiest=choice)
-        return self
 
-
-def within_budget(
-    occupancy: Occupancy,
-    formulation: Formulation,
-    limit_bytes: float,
-    deadline: Deadline,
-    moments: dict[int, None],
-) -> Budget:
-    """Finds a choice that fits, and what every one that does costs at least.
+def within_budget(messages: Messages, options: Options, deadline: Deadline, moments: dict[int, None]) -> Budget:
+    """Finds choices that fit, which are added to `options`, and what every one that does costs at least.
 
     `moments` are the operations at which memory is watched; those at which it is full are added.
     """
-    problem = occupancy.problem
-    # The first layouts split nothing: a choice to return even if the deadline is over already.
-    first_layouts = (0,) * len(problem.nodes)
-    first_peak = float(occupancy.timeline(first_layouts).max())
-    budget = Budget(emptiest=first_layouts).after(first_layouts, problem.cost(first_layouts), first_peak, limit_bytes)
-    highest_cost = problem.highest_cost()
-    height = _HIGHEST
-    met: list[tuple[tuple[int, ...], float]] = []
-    constraints = {moment: occupancy.constraint(moment, limit_bytes, certain=True) for moment in moments}
-    prices: dict[int, float] = dict.fromkeys(constraints, 0.0)
-    for _ in range(_ROUNDS):
-        relaxed = cheapest(formulation, [*constraints.values()], [prices[moment] for moment in constraints], deadline)
-        if relaxed.choice is None:
-            break
-        # Every price gives a bound. The best counts, not the last.
-        if relaxed.bound > budget.bound:
-            budget = attrs.evolve(budget, bound=relaxed.bound, price=sum(prices.values()), extra=relaxed.extra)
-        timeline, cost = occupancy.timeline(relaxed.choice), problem.cost(relaxed.choice)
-        budget = budget.after(relaxed.choice, cost, float(timeline.max()), limit_bytes)
-        if budget.cost <= budget.bound * (1 + CLOSE) or deadline.is_over:
-            break
-        met.append((relaxed.choice, cost))
-        new = peaks(timeline, limit_bytes) if timeline.max() > limit_bytes else []
-        new = [moment for moment in new if moment not in constraints]
-        constraints |= {moment: occupancy.constraint(moment, limit_bytes, certain=True) for moment in new}
-        moments.update(dict.fromkeys(new))
-        if not constraints:  # it fits, and memory never mattered
-            break
-        highest = height * max(met[0][1], 1e-9) / float(timeline.max())
-        if len(met) == 1:
-            # From one choice no slope is known. The highest prices give the smallest choice, the other end.
-            prices = dict.fromkeys(constraints, highest / len(constraints))
-            continue
-        prices, value = _best_prices(occupancy, constraints, met, highest)
-        if value <= budget.bound * (1 + CLOSE) and not new:  # no prices give a bound that is higher by much
-            break
-        if budget.bound <= highest_cost and sum(prices.values()) >= highest * (1 - CLOSE):
-            height = min(height * _HIGHEST, _TOP)
-    return attrs.evolve(budget, is_hopeless=budget.bound > highest_cost)
+    return _Pricing(messages, options, deadline, moments).run()
 
 
-def _best_prices(
-    occupancy: Occupancy,
-    constraints: Mapping[int, MemoryConstraint],
-    met: Sequence[tuple[tuple[int, ...], float]],
-    highest: float,
-) -> tuple[dict[int, float], float]:
-    """Returns the prices at which the cheapest of the choices met costs most, and what it costs then."""
-    # Variables: that cost, in units of the first choice's, and each price as a part of the highest. HiGHS takes what
-    # is very small for 0, so all of them are about 1.
-    unit = max(met[0][1], 1e-12)
-    excess = [
-        [
-            constraint.used_bytes(occupancy.problem, choice) - constraint.limit_bytes
-            for constraint in constraints.values()
+@final
+@attrs.define(eq=False)
+class _Pricing:
+    """The state of the rounds."""
+
+    messages: Messages
+    options: Options
+    deadline: Deadline
+    moments: dict[int, None]
+    budget: Budget = attrs.field(factory=Budget)
+    constraints: dict[int, MemoryConstraint] = attrs.field(factory=dict)
+    met: list[Option] = attrs.field(factory=list)
+
+    def run(self) -> Budget:
+        highest_cost = self.messages.problem.highest_cost()
+        for moment in self.moments:
+            self._watch(moment)
+        prices: dict[int, float] = dict.fromkeys(self.constraints, 0.0)
+        height = _HIGHEST
+        for round_index in range(_ROUNDS):
+            self._solve(prices, _PRICED_SWEEPS if round_index else _FREE_SWEEPS)
+            if self._is_close() or self.deadline.is_over or self.budget.bound > highest_cost:
+                break
+            new = self._watch_peaks()
+            if not self.constraints or not self.met:  # it fits, and memory never mattered
+                break
+            cheapest = min(option.cost for option in self.met)
+            highest = height * max(cheapest, 1e-9) / max(option.peak_bytes for option in self.met)
+            if round_index == 0 and len(self.met) == 1:
+                # From one choice no slope is known. High prices give a small choice, the other end.
+                prices = dict.fromkeys(self.constraints, highest / len(self.constraints))
+                continue
+            prices, value = self._best_prices(highest)
+            if value <= self.budget.bound * (1 + CLOSE) and not new:  # no prices give a bound that is higher by much
+                break
+            if sum(prices.values()) >= highest * (1 - CLOSE):
+                height = min(height * _HIGHEST, _TOP)
+        return attrs.evolve(self.budget, is_hopeless=self.budget.bound > highest_cost)
+
+    def _is_close(self) -> bool:
+        best = self.options.best
+        return best is not None and best.cost <= self.budget.bound * (1 + CLOSE)
+
+    def _watch(self, moment: int) -> None:
+        occupancy = self.options.occupancy
+        self.constraints[moment] = occupancy.constraint(moment, self.options.limit_bytes, certain=True)
+        self.moments[moment] = None
+
+    def _watch_peaks(self) -> bool:
+        """Watches the operations at which the last choices exceed the limit; returns whether there is a new one."""
+        count = len(self.constraints)
+        for option in self.met[-2:]:
+            if self.options.fits(option):
+                continue
+            for moment in peaks(option.timeline, self.options.limit_bytes):
+                if moment not in self.constraints:
+                    self._watch(moment)
+        return len(self.constraints) > count
+
+    def _solve(self, prices: Mapping[int, float], sweeps: int) -> None:
+        """Passes messages at some prices, until a choice is met that costs hardly more than the bound."""
+        paid = self.messages.charge(list(self.constraints.values()), [prices[moment] for moment in self.constraints])
+        before = bound = -np.inf
+        for _ in range(0, sweeps, _SWEEPS):
+            bound = self.messages.settle(_SWEEPS, self.deadline) - paid
+            # Every price gives a bound. The best counts, not the last.
+            if bound > self.budget.bound:
+                self.budget = Budget(bound, sum(prices.values()), self.messages.extra())
+            if self._meet(self.messages.decoded(), prices, bound) or self.deadline.is_over:
+                return
+            if bound - before < _MIN_GAIN * abs(bound):
+                break
+            before = bound
+        self._meet(self.messages.narrowed(self.deadline), prices, bound)
+
+    def _meet(self, choice: tuple[int, ...], prices: Mapping[int, float], bound: float) -> bool:
+        """Adds a choice; returns whether it costs hardly more than the bound, prices included."""
+        option = self.options.add(choice)
+        if np.isfinite(option.cost) and option not in self.met:
+            self.met.append(option)
+        return option.cost + self._charges(prices, choice) <= bound + CLOSER * abs(bound)
+
+    def _charges(self, prices: Mapping[int, float], choice: Sequence[int]) -> float:
+        """What a choice pays for memory beyond what one that fits pays at most."""
+        problem = self.messages.problem
+        return sum(
+            price * (self.constraints[moment].used_bytes(problem, choice) - self.constraints[moment].limit_bytes)
+            for moment, price in prices.items()
+            if price
+        )
+
+    def _best_prices(self, highest: float) -> tuple[dict[int, float], float]:
+        """Returns the prices at which the cheapest of the choices met costs most, and what it costs then."""
+        # Variables: that cost, in units of the first choice's, and each price as a part of the highest. HiGHS takes
+        # what is very small for 0, so all of them are about 1.
+        unit = max(self.met[0].cost, 1e-12)
+        constraints = self.constraints
+        # What there really is, with all copies, which the constraints do not count: prices rise until that fits.
+        excess = [
+            [float(option.timeline[moment]) - self.options.limit_bytes for moment in constraints] for option in self.met
         ]
-        for choice, _ in met
-    ]
-    below_each = np.hstack([np.ones((len(met), 1)), -highest / unit * np.array(excess)])
-    result = linprog(
-        [-1.0, *[0.0] * len(constraints)],
-        A_ub=np.vstack([below_each, [0.0, *[1.0] * len(constraints)]]),
-        b_ub=[*(cost / unit for _, cost in met), 1.0],
-        bounds=[(None, None), *[(0.0, 1.0)] * len(constraints)],
-        method="highs-ds",
-    )
-    value, *parts = result.x
-    prices = {moment: float(part) * highest for moment, part in zip(constraints, parts, strict=True)}
-    return prices, float(value) * unit
+        below_each = np.hstack([np.ones((len(self.met), 1)), -highest / unit * np.array(excess)])
+        result = linprog(
+            [-1.0, *[0.0] * len(constraints)],
+            A_ub=np.vstack([below_each, [0.0, *[1.0] * len(constraints)]]),
+            b_ub=[*(option.cost / unit for option in self.met), 1.0],
+            bounds=[(None, None), *[(0.0, 1.0)] * len(constraints)],
+            method="highs-ds",
+        )
+        value, *parts = result.x
+        prices = {moment: float(part) * highest for moment, part in zip(constraints, parts, strict=True)}
+        return prices, float(value) * unit

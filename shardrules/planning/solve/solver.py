@@ -1,16 +1,17 @@
 """The choice with the least cost, with proof: a linear program over all layouts of all nodes, and of all moves.
 
 One variable says whether a node takes a layout, one for each edge whether an array goes from one layout to another. The
-solution of the linear program is nearly always in whole numbers, and then it is the optimum. Where it is not, the whole
-part is kept, the rest is searched, and the linear program says how far from the optimum the result can be.
+solution of the linear program is nearly always in whole numbers, and then it is the optimum. Where it is not, it is
+branched on, until its bound is near the best choice or a count of linear programs is reached.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
@@ -19,11 +20,6 @@ from shardrules.planning.solve.formulation import MICRO, Formulation, MemoryCons
 Status: TypeAlias = Literal["optimal", "feasible", "infeasible"]
 """What is known about a choice: that no other is better, that another may be, or that there is none."""
 
-SMALL = 20_000
-"""With fewer variables, whole numbers are searched for all nodes; with more, only for those that the relaxation leaves
-open. The search takes exponential time at worst: raised, large problems use up their time limit; lowered, fewer plans
-come with a proof."""
-
 CLOSE = 1e-3
 """By what part a choice may cost more than the lower bound and still count as optimal. What the cost model predicts is
 off by far more. With a tenth of it, searches near full memory go on for much longer, to gain nothing that is real."""
@@ -31,9 +27,15 @@ off by far more. With a tenth of it, searches near full memory go on for much lo
 _WHOLE = 1e-5
 """A layout counts as taken from 1 less this. HiGHS's own tolerance is 1e-6 for each row, and a few add up."""
 
-_GAP_SMALL, _GAP_LARGE = 1e-6, 1e-4
-"""At which gap the search for whole numbers stops: where it is exact, and where nodes are fixed already, so that the
-last digits mean nothing. Both are far below `CLOSE`."""
+_GAP = 1e-6
+"""At which gap a search without limits of memory stops. With limits it is `CLOSE`: gaps of knapsacks close slowly."""
+
+_WORK = 400_000
+"""How many variables the linear programs of a search have together. That takes seconds. Doubled, gaps near full memory
+are a little smaller."""
+
+_LIMIT_TOLERANCE = 1e-6
+"""By what part a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array."""
 
 _INFEASIBLE = 2
 """The status of SciPy's `linprog` for a program without a solution."""
@@ -57,26 +59,47 @@ class Solution:
     """For each memory constraint what one more byte would save."""
 
 
+@final
+@attrs.define
+class Work:
+    """What is left for a search: how many variables its linear programs may still have together."""
+
+    left: int = _WORK
+
+
 def solve(
-    formulation: Formulation, constraints: Sequence[MemoryConstraint] = (), deadline: Deadline = NO_DEADLINE
+    formulation: Formulation,
+    constraints: Sequence[MemoryConstraint] = (),
+    deadline: Deadline = NO_DEADLINE,
+    work: Work | None = None,
 ) -> Solution:
     """Finds the choice with the least cost."""
     if not formulation.problem.nodes:
         return Solution((), 0.0, 0.0, "optimal", ())
-    program = _cost_program(formulation, constraints)
-    answer = _whole_answer(formulation, program, deadline)
+    problem, program = formulation.problem, _cost_program(formulation, constraints)
+
+    def value(choice: tuple[int, ...]) -> float:
+        for constraint in constraints:
+            if constraint.used_bytes(problem, choice) > constraint.limit_bytes * (1 + _LIMIT_TOLERANCE):
+                return np.inf
+        return problem.cost(choice) * MICRO + formulation.preferred(choice)
+
+    answer = _whole_answer(formulation, program, deadline, value, CLOSE if constraints else _GAP, work or Work())
     bound = (answer.bound - formulation.slack) / MICRO
     # Duals are microseconds for each scaled byte, and negative: a higher limit lowers the cost.
     prices = tuple(-price / scale / MICRO for price, scale in zip(answer.prices, program.scales, strict=False))
     if answer.choice is None:
         return Solution(None, np.inf, max(0.0, bound), "infeasible" if answer.is_infeasible else "feasible", prices)
-    cost = formulation.problem.cost(answer.choice)
+    cost = problem.cost(answer.choice)
     status = "optimal" if cost <= bound * (1 + CLOSE) + _NANOSECOND else "feasible"
     return Solution(answer.choice, cost, min(bound, cost), status, prices)
 
 
 def least_memory(
-    formulation: Formulation, constraints: Sequence[MemoryConstraint], deadline: Deadline = NO_DEADLINE
+    formulation: Formulation,
+    constraints: Sequence[MemoryConstraint],
+    deadline: Deadline = NO_DEADLINE,
+    work: Work | None = None,
 ) -> tuple[tuple[int, ...] | None, float]:
     """Finds a choice whose fullest moment is as empty as can be, among the moments of the constraints.
 
@@ -84,43 +107,13 @@ def least_memory(
     fullest moment takes at least.
     """
     program = _memory_program(formulation, constraints)
-    answer = _whole_answer(formulation, program, deadline)
+
+    def value(choice: tuple[int, ...]) -> float:
+        fullest = max(constraint.used_bytes(formulation.problem, choice) for constraint in constraints)
+        return fullest / program.scales[0] if np.isfinite(formulation.problem.cost(choice)) else np.inf
+
+    answer = _whole_answer(formulation, program, deadline, value, CLOSE, work or Work())
     return answer.choice, max(0.0, answer.bound * program.scales[0])
-
-
-@final
-@attrs.frozen(eq=False)
-class Cheapest:
-    """What is cheapest at some prices of memory."""
-
-    choice: tuple[int, ...] | None
-    """For each node the index of its layout; `None` if the time was up before any was met."""
-    bound: float
-    """What every choice that satisfies the memory constraints costs at least."""
-    extra: tuple[np.ndarray, ...]
-    """For each node and layout how much above `bound` every choice is that takes it."""
-
-
-def cheapest(
-    formulation: Formulation,
-    constraints: Sequence[MemoryConstraint],
-    prices: Sequence[float],
-    deadline: Deadline = NO_DEADLINE,
-) -> Cheapest:
-    """Finds the choice that costs least when a byte of each constraint costs its price, in seconds."""
-    program = _cost_program(formulation, ())
-    cost = program.cost.copy()
-    refund = 0.0
-    for constraint, price in zip(constraints, prices, strict=True):
-        # Lagrangian relaxation: the constraint goes into the costs.
-        columns, sizes, free_bytes = formulation.memory(constraint)
-        np.add.at(cost, columns, sizes * price * MICRO)
-        refund += free_bytes * price  # a choice that fits pays for no more than the limit
-    answer = _whole_answer(formulation, attrs.evolve(program, cost=cost), deadline)
-    bound = (answer.bound - formulation.slack) / MICRO - refund
-    edges = formulation.offsets[1:-1]
-    extra = np.split(answer.reduced_costs[: formulation.offsets[-1]] / MICRO, edges)
-    return Cheapest(answer.choice, bound, tuple(extra))
 
 
 @final
@@ -133,35 +126,78 @@ class _Answer:
     """What all whole numbers cost at least."""
     prices: tuple[float, ...] = ()
     """What each memory constraint is worth."""
-    reduced_costs: np.ndarray = attrs.field(factory=lambda: np.zeros(0))
-    """How much above the bound everything is that takes each variable."""
     is_infeasible: bool = False
 
 
-def _whole_answer(formulation: Formulation, program: "_Program", deadline: Deadline) -> _Answer:
-    """Solves a program in whole numbers, or nearly: by its relaxation, and a search where that is not whole."""
-    relaxed = _relaxed(program, deadline)
-    if relaxed.x is None:
+@final
+@attrs.frozen(order=True)
+class _Branch:
+    """A part of the choices: the program with some layouts ruled out."""
+
+    bound: float
+    index: int
+    upper: np.ndarray = attrs.field(order=False, eq=False)
+    x: np.ndarray = attrs.field(order=False, eq=False)
+    """The solution of its relaxation."""
+
+
+def _whole_answer(
+    formulation: Formulation,
+    program: "_Program",
+    deadline: Deadline,
+    value: Callable[[tuple[int, ...]], float],
+    gap: float,
+    work: Work,
+) -> _Answer:
+    """Solves a program in whole numbers by branch and bound; `value` is what a choice costs in it."""
+    root = _relaxed(program, program.upper, deadline)
+    if root.x is None:
         # Infeasible is a proof that nothing fits; anything else, above all the time limit, proves nothing.
-        infeasible = relaxed.status == _INFEASIBLE
+        infeasible = root.status == _INFEASIBLE
         return _Answer(None, np.inf if infeasible else -np.inf, is_infeasible=infeasible)
-    prices = tuple(map(float, relaxed.ineqlin.marginals[formulation.inequality_count :]))
-    bound = float(relaxed.fun)
-    layout_indices, open_nodes = _rounded(formulation, relaxed.x)
-    if open_nodes:
-        # Searching only the nodes that are not whole is fast, and nearly always good. Small problems can do better.
-        every_node = range(len(layout_indices))
-        is_small = formulation.column_count <= SMALL
-        whole, least = _search(formulation, program, layout_indices, every_node if is_small else open_nodes, deadline)
-        if is_small and least is not None:  # only a search over everything bounds everything
-            bound = max(bound, least)
-        if whole is None and not is_small and not deadline.is_over:  # what was fixed may be what does not fit
-            whole, _ = _search(formulation, program, layout_indices, every_node, deadline)
-        if whole is None:
-            return _Answer(None, bound, prices, is_infeasible=not deadline.is_over)
-        layout_indices = whole
-    # Reduced costs are above the relaxation's bound; a higher bound leaves less on top of it.
-    return _Answer(tuple(layout_indices), bound, prices, relaxed.lower.marginals - (bound - relaxed.fun))
+    prices = tuple(map(float, root.ineqlin.marginals[formulation.inequality_count :]))
+    best, least = None, np.inf
+    count = 1
+    work.left -= formulation.column_count
+    branches = [_Branch(float(root.fun), 0, program.upper, root.x)]
+    while branches and work.left > 0 and not deadline.is_over:
+        branch = heapq.heappop(branches)
+        # From the most promising branch straight down, to a choice; what is left aside on the way waits its turn.
+        while branch is not None and branch.bound < least * (1 - gap):
+            choice, open_node = _rounded(formulation, branch.x)
+            cost = value(choice)
+            if cost < least:
+                best, least = choice, cost
+            if open_node is None:
+                break
+            if work.left <= 0 or deadline.is_over:
+                heapq.heappush(branches, branch)
+                break
+            below: list[_Branch] = []
+            for is_taken in (True, False):
+                upper = _branched(formulation, branch.upper, open_node, choice[open_node], is_taken)
+                part = _relaxed(program, upper, deadline)
+                count += 1
+                work.left -= formulation.column_count
+                if part.x is not None:
+                    below.append(_Branch(float(part.fun), count, upper, part.x))
+                elif part.status != _INFEASIBLE:  # out of time: what it costs at least is what the whole branch does
+                    below.append(attrs.evolve(branch, index=count, upper=upper))
+            for other in below[1:]:
+                heapq.heappush(branches, other)
+            branch = below[0] if below else None
+    bound = min([least, *(branch.bound for branch in branches)])
+    return _Answer(best, bound, prices, is_infeasible=best is None and not branches)
+
+
+def _branched(formulation: Formulation, upper: np.ndarray, node: int, layout_index: int, is_taken: bool) -> np.ndarray:
+    """Returns what bounds the variables where a node takes a layout, or where it does not."""
+    start, end = formulation.offsets[node], formulation.offsets[node + 1]
+    branched = upper.copy()
+    if is_taken:
+        branched[start:end] = 0.0
+    branched[start + layout_index] = 1.0 if is_taken else 0.0
+    return branched
 
 
 @final
@@ -243,7 +279,7 @@ def _widened(matrix: csr_array, shape: tuple[int, int]) -> csr_array:
     return csr_array((matrix.data, matrix.indices, matrix.indptr), shape=shape)
 
 
-def _relaxed(program: _Program, deadline: Deadline) -> Any:
+def _relaxed(program: _Program, upper: np.ndarray, deadline: Deadline) -> Any:
     """Solves a program without asking for whole numbers."""
     has_limits = len(program.limits) > 0
     return linprog(
@@ -252,7 +288,7 @@ def _relaxed(program: _Program, deadline: Deadline) -> Any:
         b_ub=program.limits if has_limits else None,
         A_eq=program.equations,
         b_eq=program.right_sides,
-        bounds=np.stack([np.zeros(len(program.upper)), program.upper], axis=1),
+        bounds=np.stack([np.zeros(len(upper)), upper], axis=1),
         method="highs-ds",  # a simplex ends at a corner, which is nearly always whole; an interior point does not
         options=deadline.solver_options(),
     )
@@ -266,47 +302,14 @@ def _bounded(formulation: Formulation, cost: np.ndarray) -> tuple[np.ndarray, np
     return np.where(np.isfinite(cost), cost, 0.0), upper
 
 
-def _rounded(formulation: Formulation, x: np.ndarray) -> tuple[list[int], list[int]]:
-    """Returns for each node the layout that it takes most of, and the nodes that do not take it wholly."""
-    layout_indices, open_nodes = [], []
+def _rounded(formulation: Formulation, x: np.ndarray) -> tuple[tuple[int, ...], int | None]:
+    """Returns for each node the layout that it takes most of, and the node that takes it least wholly, if any."""
+    choice: list[int] = []
+    open_node, least = None, 1 - _WHOLE
     for node_index in range(len(formulation.problem.nodes)):
         parts = x[formulation.offsets[node_index] : formulation.offsets[node_index + 1]]
         layout_index = int(np.argmax(parts))
-        layout_indices.append(layout_index)
-        if parts[layout_index] < 1 - _WHOLE:
-            open_nodes.append(node_index)
-    return layout_indices, open_nodes
-
-
-def _search(
-    formulation: Formulation,
-    program: _Program,
-    layout_indices: Sequence[int],
-    open_nodes: Sequence[int],
-    deadline: Deadline,
-) -> tuple[list[int] | None, float | None]:
-    """Searches whole numbers for some nodes, with all others as they are; returns them and what they cost at least."""
-    lower: Any = np.zeros(len(program.upper))
-    upper: Any = program.upper.copy()
-    is_whole = np.zeros(len(upper))
-    searched = dict.fromkeys(open_nodes)
-    for node_index, layout_index in enumerate(layout_indices):
-        start, end = formulation.offsets[node_index], formulation.offsets[node_index + 1]
-        # Fixed by bounds rather than left out: HiGHS's presolve removes them, and matrices stay as they are.
-        if node_index in searched:
-            is_whole[start:end] = 1  # moves need not be: with whole layouts at both ends they are
-        else:
-            upper[start:end] = 0
-            upper[start + layout_index] = lower[start + layout_index] = 1
-    right_sides: Any = program.right_sides
-    constraints = [LinearConstraint(program.equations, right_sides, right_sides)]
-    limits: Any = program.limits
-    if len(limits):
-        constraints.append(LinearConstraint(program.inequalities, -np.inf, limits))
-    gap = _GAP_SMALL if formulation.column_count <= SMALL else _GAP_LARGE
-    options: dict[str, Any] = {"mip_rel_gap": gap, **deadline.solver_options()}
-    bounds = Bounds(lower, upper)
-    result = milp(program.cost, constraints=constraints, bounds=bounds, integrality=is_whole, options=options)
-    if result.x is None:
-        return None, None
-    return _rounded(formulation, result.x)[0], result.mip_dual_bound
+        choice.append(layout_index)
+        if parts[layout_index] < least:
+            open_node, least = node_index, float(parts[layout_index])
+    return tuple(choice), open_node

@@ -13,7 +13,6 @@ from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.restrict import layouts_where, restrict, variable_count
 from shardrules.planning.solve import search
 from shardrules.planning.solve.deadline import Deadline
-from shardrules.planning.solve.lower_bound import lower_bound
 from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.traced.program import read_jaxpr
 from tests.planning.solve.test_solver import TooLarge, best_cost, preferred, random_task, within
@@ -94,57 +93,38 @@ def test_less_memory_is_never_faster(seed: int) -> None:
     assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(costs))
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_lower_bound_is_below_the_best(seed: int) -> None:
-    problem = random_task(seed).problem
-    assert lower_bound(problem, Deadline.after(5)).seconds <= best_cost(problem) * (1 + 1e-6)
-
-
-def test_lower_bound_is_near_the_best_mostly() -> None:
-    problems = [random_task(seed).problem for seed in range(40)]
-    near = [lower_bound(problem, Deadline.after(5)).seconds >= best_cost(problem) * 0.95 for problem in problems]
-    assert sum(near) >= 0.9 * len(near)
-
-
-def test_lower_bound_is_available_at_once() -> None:
-    problem = random_task(17).problem
-    assert 0 < lower_bound(problem, Deadline.after(0)).seconds <= best_cost(problem) * (1 + 1e-6)
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", [0, 2, 4, 6, 9, 11, 12, 14, 17, 18, 20, 23])
-def test_three_axes_by_two_at_a_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
+def test_three_axes(seed: int) -> None:
     task = random_task(seed, THREE)
     best = best_cost(task.problem)
-    result = task.within(np.inf, Deadline.after(30))
+    result = task.within(np.inf)
     assert result.solution is not None
-    assert result.solution.cost == pytest.approx(best, rel=1e-6, abs=preferred(task.problem))
+    assert result.solution.cost == pytest.approx(best, rel=1e-3, abs=preferred(task.problem))
     assert result.bound <= best * (1 + 1e-6)
-    assert result.bound >= lower_bound(task.problem, Deadline.after(5)).seconds * (1 - 1e-6)
     assert result.solution.bound == result.bound
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [6, 12, 36])
 def test_three_axes_with_a_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too much is left for the exact search, too."""
     task = random_task(seed, THREE)
     limit = budget(task, 0.3)
     exact = task.within(limit)
-    monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
-    result = task.within(limit, Deadline.after(30))
+    monkeypatch.setattr(search, "_SMALL", 0)
+    result = task.within(limit)
     assert result.solution is not None
     assert result.peak_bytes <= limit * (1 + 1e-6)
     assert result.bound <= result.solution.cost * (1 + 1e-6)
     assert result.solution.cost <= cost(exact) * 1.05
 
 
-def test_three_axes_on_which_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_MAX_JOINT_SIZE", 0)
+def test_three_axes_on_which_nothing_fits() -> None:
     task = random_task(6, THREE)
-    result = task.within(1.0, Deadline.after(30))
+    result = task.within(1.0)
     assert not result.fits
-    assert task.within(result.peak_bytes * 1.05, Deadline.after(30)).fits
+    assert task.within(result.peak_bytes * 1.05).fits
 
 
 def test_a_restricted_problem_costs_the_same() -> None:

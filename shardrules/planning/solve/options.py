@@ -1,0 +1,83 @@
+"""The choices that a search has met: the best that fits, the smallest, and those that are worth compiling."""
+
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+import numpy as np
+
+from shardrules.planning.solve.memory import Occupancy
+
+LIMIT_TOLERANCE = 1e-6
+"""By what part a choice may exceed the limit: linear programs satisfy constraints to 1e-7, in units of the largest
+array. Smaller, choices that fit would be searched for again; a thousand times as large, real bytes would be missing."""
+
+_BETTER = 1e-6
+"""By what part another choice has to be cheaper, or smaller, to replace the first: less is noise, and plans would
+differ between machines."""
+
+
+@final
+@attrs.frozen
+class Option:
+    """A choice that a search has met."""
+
+    choice: tuple[int, ...]
+    """For each node the index of its layout."""
+    cost: float
+    """What the model says that a call takes, in seconds."""
+    peak_bytes: float
+    """The most memory that it takes by the model."""
+    origin: str = "search"
+    """The pattern that it is the best of, such as `"data parallel"`."""
+    timeline: np.ndarray = attrs.field(factory=lambda: np.zeros(0), eq=False, repr=False)
+    """The bytes in memory at each operation."""
+
+
+@final
+@attrs.define(eq=False)
+class Options:
+    """Collects the choices of a search."""
+
+    occupancy: Occupancy
+    limit_bytes: float
+    best: Option | None = None
+    """The cheapest that fits."""
+    smallest: Option | None = None
+    _options: dict[tuple[int, ...], Option] = attrs.field(factory=dict)
+
+    def add(self, choice: Sequence[int], origin: str = "search") -> Option:
+        """Adds a choice, unless it is impossible."""
+        key = tuple(choice)
+        if key in self._options:
+            return self._options[key]
+        cost = self.occupancy.problem.cost(key)
+        if not np.isfinite(cost):
+            return Option(key, cost, np.inf, origin)
+        timeline = self.occupancy.timeline(key)
+        option = Option(key, cost, float(timeline.max()), origin, timeline)
+        self._options[key] = option
+        if self.fits(option) and (self.best is None or option.cost < self.best.cost * (1 - _BETTER)):
+            self.best = option
+        if self.smallest is None or option.peak_bytes < self.smallest.peak_bytes * (1 - _BETTER):
+            self.smallest = option
+        return option
+
+    def fits(self, option: Option) -> bool:
+        """Whether the peak of a choice is within the limit."""
+        return option.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)
+
+    @property
+    def answer(self) -> Option | None:
+        """The cheapest that fits, or the smallest; `None` if every choice was impossible."""
+        return self.smallest if self.best is None else self.best
+
+    def front(self) -> tuple[Option, ...]:
+        """The options that no other is cheaper and smaller than, the cheapest first."""
+        front: list[Option] = []
+        for option in sorted(
+            self._options.values(), key=lambda option: (option.cost, option.peak_bytes, option.choice)
+        ):
+            if not front or option.peak_bytes < front[-1].peak_bytes * (1 - _BETTER):
+                front.append(option)
+        return tuple(front)
