@@ -164,7 +164,7 @@ class AutoPlan:
     @functools.cached_property
     def peak_bytes(self) -> int:
         """The most memory that a device uses once the plan is compiled, as modelled."""
-        return int(self.task.compiled_peak(self.choice, self.memory_limit))
+        return int(self.task.compiled_peak(self.choice))
 
     @functools.cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:

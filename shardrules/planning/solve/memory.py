@@ -250,7 +250,8 @@ def _result_stays(
             computed_home = problem.produced_homes.get((op_index, result_index))
             if computed_home is not None:  # a sum that is added up into another layout: both are there for a moment
                 yield Stay(computed_home, nbytes, here, here)
-            first = here if computed_home is None else here + 1
+            is_reusing = computed_home is not None or _is_written_over(problem, op_index, result, here, last_uses)
+            first = here + 1 if is_reusing else here
             if operation.role == "leave":
                 first = stacks[_stack_key(program, result)]
             last = max(first, last_uses.get(result, here))
@@ -264,6 +265,31 @@ def _result_stays(
                 if last <= first:
                     continue
             yield Stay(home, nbytes, first, last)
+
+
+def _is_written_over(problem: Problem, op_index: int, result: int, here: int, last_uses: Mapping[int, int]) -> bool:
+    """Whether the kernel of a chain writes its result over an array of the same size that nothing else needs."""
+    program, fusion = problem.program, problem.fusion
+    if not fusion.is_elementwise(op_index):
+        return False
+    chain, visited = list(program.operations[op_index].operands), set[int]()
+    while chain:
+        operand = chain.pop()
+        if operand is None or operand in visited:
+            continue
+        visited.add(operand)
+        array = fusion.sources.get(operand, operand)
+        if array not in fusion.written:
+            chain += program.operations[program.producers[array]].operands
+        elif (
+            array in program.producers
+            and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
+            and problem.homes.get(array) == problem.homes[result]
+            and fusion.nbytes(array) == fusion.nbytes(result)
+            and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
+        ):
+            return True
+    return False
 
 
 def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:

@@ -110,8 +110,8 @@ class _Splits:
 
     def shares_memory(self, first: int, second: int) -> bool:
         """Whether a piece of one array may be exactly as large as a piece of another."""
-        here, there = self.whole_bytes(first), self.whole_bytes(second)
-        return any(here * count == there * other for count in self.counts for other in self.counts)
+        nbytes, other_nbytes = self.whole_bytes(first), self.whole_bytes(second)
+        return any(nbytes * count == other_nbytes * other for count in self.counts for other in self.counts)
 
 
 @functools.cache

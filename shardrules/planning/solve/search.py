@@ -46,14 +46,10 @@ _PARTS = (0.5, 0.25, 0.1, 0.03, 0.01, 0.001, 1e-5)
 """Of the gap, how much more than the bound a layout may cost at least to be searched exactly: the largest part that
 leaves few enough variables counts. With all of the gap, the search is a proof."""
 
-_PUT_OFF, _PUT_OFF_BUSY, _BUSY = 0.75, 0.3, 1 / 8
-"""Of the memory that it would take to put off all matmuls that nothing waits for, the part that compilers take: less
-where collectives between matmuls take more than `_BUSY` of the time of computing, since these use such matmuls up. XLA
-for GPUs takes between nothing and all of it in the models of the benchmark; with less, some predictions are too low."""
-
-_MOST_PUT_OFF = 2.0
-"""How many times the intermediate results that have to be in memory compilers keep there by putting work off, at most:
-the most that was seen is 2.1 times."""
+_PUT_OFF_BUSY, _BUSY = 0.55, 1 / 8
+"""Where collectives between matmuls take more than `_BUSY` of the time of computing, they use up some of the matmuls that
+nothing waits for: then compilers take that part of the memory that it would take to put off all of them. XLA for GPUs
+takes between a sixth and three quarters in the models of the benchmark; with less, some predictions are too low."""
 
 _PREFERENCE = 1e-6
 """What a layout costs more than the one before it, in microseconds: nothing beside any real cost, and enough to decide
@@ -73,27 +69,21 @@ class Task:
         """The problem as a linear program."""
         return Formulation(self.problem, layout_preference(self.problem))
 
-    @functools.cached_property
-    def late_occupancy(self) -> Occupancy:
-        """What is in memory where compilers put off what nothing waits for."""
-        return Occupancy.of(self.problem, late_order(self.problem.program))
-
-    def compiled_peak(self, choice: Sequence[int], limit_bytes: float) -> float:
+    def compiled_peak(self, choice: Sequence[int]) -> float:
         """Returns the most memory that a choice is compiled to use.
 
-        A choice fits if it does in the order in which the program is written. Where the limit leaves room, compilers
-        for GPUs put off the matmuls that nothing waits for, to have something to hide collectives behind.
+        A choice fits if it does where everything is put off that compilers for its machine put off. Where collectives
+        between matmuls need something to hide behind, they put off less.
         """
-        least = float(self.occupancy.timeline(choice).max())
-        if not self.problem.machine.puts_off or least >= limit_bytes:
-            return least
+        peak = float(self.occupancy.timeline(choice).max())
         moves = self.problem.chosen_moves(choice)
         computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
         between = sum(move.seconds * move.count for move in moves if move.is_between)
-        part = _PUT_OFF_BUSY if between > _BUSY * computing else _PUT_OFF
-        latest = max(least, float(self.late_occupancy.timeline(choice).max()))
-        most = least + (_MOST_PUT_OFF - 1) * (least - self.occupancy.argument_bytes(choice))
-        return min(least + part * (latest - least), most, limit_bytes)
+        if not self.problem.machine.puts_off or between <= _BUSY * computing:
+            return peak
+        as_written = Occupancy.of(self.problem, program_order(self.problem.program))
+        least = float(as_written.timeline(choice).max())
+        return least + _PUT_OFF_BUSY * (peak - least) if least < peak else peak
 
     @classmethod
     def of(
@@ -116,7 +106,10 @@ class Task:
             if result is not None and result_index in feedback
         }
         problem = build_problem(program, machine, paths, feedback_arrays, pinned, tie)
-        return cls(problem, Occupancy.of(problem, program_order(program)))
+        # Compilers for GPUs put off the matmuls that nothing waits for, to have something to hide collectives behind. A
+        # memory limit hardly keeps them from it.
+        order = late_order if machine.puts_off else program_order
+        return cls(problem, Occupancy.of(problem, order(program)))
 
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
         """Returns the task with fewer layouts: for each node the indices of those to keep."""

@@ -12,6 +12,7 @@ the same. This is a model: XLA decides by heuristics, which differ between backe
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import final
 
@@ -45,6 +46,14 @@ _LONGEST_ROW = 8192
 """How long the rows may be that one kernel reduces and then computes from, in elements. XLA for GPUs keeps rows of
 attention and norms on chip, and reads those of a vocabulary again for each reduction."""
 
+_OFTEN = 4
+"""How many kernels have to take a value for which one of them reduces several dims, so that it is written. With one
+more, most of what XLA for GPUs keeps of a U-Net is missing; with one less, it is too much."""
+
+_EXPENSIVE = frozenset(["exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erf_inv", "erfc", "pow", "sin", "cos", "tan", "atan2"])
+"""Elementwise primitives that compilers do not compute twice."""
+
+
 WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
     frozenset(names.split()) for names in (_WHOLE, _ENDS, _VIEWS, _PARTIAL_READS, _IN_PLACE)
 )
@@ -75,7 +84,7 @@ class FusedProgram:
     def of(cls, program: TracedProgram, feedback: Mapping[int, int] | None = None) -> "FusedProgram":
         """Returns what a compiler makes of a program. The arguments that results replace, in `feedback`, are donated;
         without it, all are."""
-        written = _written(program)
+        written = _with_normalised(program, _written(program))
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)
         joined = _Joined()
@@ -250,6 +259,65 @@ def _written(program: TracedProgram) -> frozenset[int]:
         if _is_view(operation):
             written.update(result for operand, result in _view_pairs(operation) if operand in written)
     return frozenset(written)
+
+
+def _with_normalised(program: TracedProgram, written: frozenset[int]) -> frozenset[int]:
+    """Adds what compilers keep for a norm over several dims, such as that of a group of channels, and its gradient.
+
+    A reduction over several dims with the last among them is a kernel of its own, unlike that of a row. What it and
+    several other kernels take, some of which compute much from it, is written once instead of being computed by each.
+    """
+    kept = set(written)
+    taken_by: dict[int, frozenset[int]] = {}
+    is_expensive: dict[int, bool] = {}
+    for op_index in range(len(program.operations) - 1, -1, -1):
+        operation = program.operations[op_index]
+        if _is_view(operation):
+            for operand, result in _view_pairs(operation):
+                taken_by[operand] = taken_by.get(operand, frozenset()) | taken_by.get(result, frozenset())
+                is_expensive[operand] = is_expensive.get(operand, False) or is_expensive.get(result, False)
+            continue
+        is_end = _ends_chain(operation) or any(result in kept for result in operation.results)
+        kernels = frozenset((op_index,)) if is_end and operation.role != "join" else frozenset[int]()
+        if not is_end:
+            kernels = kernels.union(*(taken_by.get(result, frozenset()) for result in operation.results))
+            user_count = sum(len(program.users.get(result, ())) for result in operation.results)
+            is_taken_often = len(kernels) >= _OFTEN and user_count > 1 and _computes_as_much(program, operation)
+            costs_much = any(is_expensive.get(result, False) for result in operation.results)
+            if is_taken_often and costs_much and any(_reduces_several_dims(program, kernel) for kernel in kernels):
+                kept.update(operation.results)
+                kernels = frozenset((op_index,))
+        is_costly = operation.name in _EXPENSIVE
+        is_costly |= not is_end and any(is_expensive.get(result, False) for result in operation.results)
+        for operand in operation.operands:
+            if operand is not None:
+                taken_by[operand] = taken_by.get(operand, frozenset()) | kernels
+                is_expensive[operand] = is_expensive.get(operand, False) or is_costly
+    for operation in program.operations:
+        if _is_view(operation):
+            kept.update(result for operand, result in _view_pairs(operation) if operand in kept)
+    return frozenset(kept)
+
+
+def _computes_as_much(program: TracedProgram, operation: Operation) -> bool:
+    """Whether an operation computes no more elements than it takes: repeating a small array is never written."""
+    elements = [math.prod(program.arrays[operand].shape) for operand in operation.operands if operand is not None]
+    results = [math.prod(program.arrays[result].shape) for result in operation.results]
+    return operation.role == "compute" and max(elements, default=0) >= max(results, default=1)
+
+
+def _reduces_several_dims(program: TracedProgram, op_index: int) -> bool:
+    """Whether an operation reduces several dims of an array with the last among them."""
+    operation = program.operations[op_index]
+    operand = operation.operands[0] if operation.operands else None
+    if operand is None or not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
+        return False
+    axes = operation.equation.params["axes"]
+    return (
+        len(axes) > 1
+        and len(program.arrays[operand].shape) - 1 in axes
+        and len(axes) < len(program.arrays[operand].shape)
+    )
 
 
 def _sources(program: TracedProgram) -> dict[int, int]:
