@@ -47,9 +47,9 @@ _PARTS = (0.5, 0.25, 0.1, 0.03, 0.01, 0.001, 1e-5)
 leaves few enough variables counts. With all of the gap, the search is a proof."""
 
 _PUT_OFF_BUSY, _BUSY = 0.55, 1 / 8
-"""Where collectives between matmuls take more than `_BUSY` of the time of computing, they use up some of the matmuls that
-nothing waits for: then compilers take that part of the memory that it would take to put off all of them. XLA for GPUs
-takes between a sixth and three quarters in the models of the benchmark; with less, some predictions are too low."""
+"""Where collectives between matmuls take more than `_BUSY` of the time of computing, they use up some of the matmuls
+that nothing waits for: compilers then take that part of the memory that it would take to put off all of them. XLA for
+GPUs takes a sixth to three quarters in the models of the benchmark; with less, some predictions are too low."""
 
 _PREFERENCE = 1e-6
 """What a layout costs more than the one before it, in microseconds: nothing beside any real cost, and enough to decide

@@ -50,7 +50,8 @@ _OFTEN = 4
 """How many kernels have to take a value for which one of them reduces several dims, so that it is written. With one
 more, most of what XLA for GPUs keeps of a U-Net is missing; with one less, it is too much."""
 
-_EXPENSIVE = frozenset(["exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erf_inv", "erfc", "pow", "sin", "cos", "tan", "atan2"])
+_COSTLY = "exp exp2 log log1p expm1 tanh logistic erf erf_inv erfc pow sin cos tan atan2"
+_EXPENSIVE = frozenset(_COSTLY.split())
 """Elementwise primitives that compilers do not compute twice."""
 
 

@@ -15,6 +15,8 @@ from shardrules.analysis.compiling.compile import CompilerMemory
 from shardrules.analysis.machine.targets import Target
 from shardrules.planning.graph.machine import Assumptions, Machine
 from shardrules.planning.solve.search import Task
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.order import late_order
 from shardrules.planning.traced.program import read_jaxpr
 from tests.planning.solve.test_solver import random_task
 
@@ -50,10 +52,71 @@ def test_a_chain() -> None:
     arguments = FOUR * (1024 * 256 // 4 + 256 * 512 + 512 * 128)
     wide, narrow = FOUR * 1024 * 512 // 4, FOUR * 1024 * 128 // 4
     assert timeline[0] == arguments + wide  # the product
-    assert timeline[1] == arguments + 2 * wide  # and its tanh
-    assert timeline[2] == arguments + wide + narrow  # the product is gone
+    assert timeline[1] == arguments + wide  # its tanh is written over it
+    assert timeline[2] == arguments + wide + narrow
     assert timeline[-1] == arguments + narrow
-    assert timeline.argmax() == 1
+    assert timeline.argmax() == 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_over"),
+    [
+        (lambda x, w: jnp.tanh(x @ w) @ w, True),
+        (lambda x, w: (lambda y: jnp.tanh(y) @ w + y)(x @ w), False),  # needed later
+        (lambda x, w: jnp.tanh(x) @ w, False),  # an argument
+    ],
+)
+def test_chains_are_written_over_what_nothing_else_needs(fn: Callable[..., Any], is_over: bool) -> None:
+    task, _, timeline = planned(fn, (1024, 256), (256, 256), pins={0: P("x"), 1: P()})
+    tanh = names(task).index("tanh")
+    assert (timeline[tanh] <= timeline[tanh - 1] if tanh else False) == is_over
+
+
+def grouped_norm(x: Any) -> Any:
+    """A norm over the rows and each of 8 groups of channels, and an activation."""
+    groups = x.reshape(x.shape[0], x.shape[1], 8, -1)
+    centred = groups - groups.mean((1, 3), keepdims=True)
+    return jax.nn.silu(centred * jax.lax.rsqrt((centred**2).mean((1, 3), keepdims=True) + 1e-5)).reshape(x.shape)
+
+
+def row_norm(x: Any) -> Any:
+    centred = x - x.mean(-1, keepdims=True)
+    return jax.nn.silu(centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5))
+
+
+def test_norms_over_several_dims_keep_what_they_compute() -> None:
+    """XLA for GPUs writes the centred values of a group, and computes those of a row again."""
+
+    def written(norm: Callable[..., Any]) -> int:
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(norm(x @ w) @ w), argnums=1))(
+            jnp.ones((8, 64, 256)), jnp.ones((256, 256))
+        )
+        program = read_jaxpr(jaxpr)
+        fused = FusedProgram.of(program)
+        return sum(
+            program.arrays[result].nbytes
+            for op_index, operation in enumerate(program.operations)
+            for result in operation.results
+            if fused.writes(op_index, result) and operation.name == "sub"
+        )
+
+    assert written(row_norm) == 0
+    assert written(grouped_norm) >= FOUR * 8 * 64 * 256
+
+
+def test_what_nothing_waits_for_is_put_off_on_gpus() -> None:
+    """Gradients of weights run last there, so that what they read stays."""
+
+    def peak(hardware: str) -> float:
+        jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(unrolled(w, x))))(
+            [{"up": jnp.ones((WIDTH, HIDDEN)), "down": jnp.ones((HIDDEN, WIDTH))}] * LAYERS, jnp.ones((2048, WIDTH))
+        )
+        machine = Machine.of(sr.mesh_shape("x:4"), sr.Hardware.named(hardware))
+        pins = {2 * LAYERS: P("x")}
+        task = Task.of(read_jaxpr(jaxpr), machine, [str(index) for index in range(2 * LAYERS + 1)], {}, pins)
+        return float(task.occupancy.timeline(task.within(np.inf).choice).max())
+
+    assert peak("cuda:h100") > 1.2 * peak("tpu:v5e")
 
 
 def test_a_gathered_parameter_is_whole_while_in_use() -> None:
@@ -144,8 +207,9 @@ def test_scan_residuals_stay_until_the_gradient_is_done() -> None:
         if task.problem.program.operations[op_index].region == next(iter(loops))
     )
     assert residuals % (FOUR * layers * rows * width // 4) == 0
+    positions = late_order(task.problem.program)
     inside = [
-        n
+        positions[n]
         for n, operation in enumerate(task.problem.program.operations)
         if operation.region in loops and operation.run_count > 1
     ]
