@@ -311,6 +311,30 @@ def mapped_loss(w: Any, x: Any) -> Any:
     return jnp.mean((y @ w["down"]) ** 2)
 
 
+def convolved_loss(w: Any, x: Any) -> Any:
+    """Convolutions of separate channels and of groups, and a norm over the batch."""
+
+    def norm(x: Any) -> Any:
+        x = x - lax.pmean(x, "batch")
+        return x * lax.rsqrt(lax.pmean(jnp.mean(x**2, 0), "batch") + 1e-3)
+
+    names = ("NWC", "WIO", "NWC")
+    x = lax.conv_general_dilated(x, w["each"], (1,), "SAME", dimension_numbers=names, feature_group_count=WIDTH)
+    x = jax.vmap(norm, axis_name="batch")(x)
+    x = lax.conv_general_dilated(x, w["groups"], (1,), "SAME", dimension_numbers=names, feature_group_count=4)
+    return jnp.mean(x**3)
+
+
+def solved(x: Any, y: Any, segments: Any) -> Any:
+    matrices = x @ jnp.swapaxes(x, -1, -2) + 8 * jnp.eye(x.shape[-1])
+    return (
+        jnp.linalg.inv(matrices),
+        jnp.linalg.solve(matrices, y),
+        jax.ops.segment_sum(x, segments, 8),
+        jnp.searchsorted(jnp.sort(y.ravel()), y),
+    )
+
+
 def twice(x: Any) -> Any:
     return x, x, x + 1
 
@@ -366,6 +390,11 @@ TRAINED = (
     Case("equinox and optax", equinox_step, equinox_args),
     Case("custom derivatives", trained(custom_loss), lambda: (real(WIDTH, HIDDEN), real(BATCH, WIDTH))),
     Case("while with data", while_not_small, lambda: (real(WIDTH, WIDTH), real(BATCH, WIDTH))),
+    Case(
+        "groups of channels",
+        trained(convolved_loss),
+        lambda: ({"each": real(3, 1, WIDTH), "groups": real(3, WIDTH // 4, HIDDEN)}, real(BATCH, LENGTH, WIDTH)),
+    ),
     Case("nested loops", nested, lambda: (real(BATCH, WIDTH), real(LAYERS, WIDTH, WIDTH))),
 )
 """What people train, and loops."""
@@ -386,6 +415,7 @@ SMALL = (
         lambda x: (jnp.fft.fft(x), jnp.linalg.cholesky(x @ x.T + 9 * jnp.eye(8))),
         lambda: (real(8, 8),),
     ),
+    Case("solves and segments", solved, lambda: (real(16, 4, 4), real(16, 4, 2), integers(16, below=8))),
     Case("no arrays", lambda a, b: (a, b, "text"), lambda: ("one", None)),
     Case("no arguments", lambda: jnp.arange(16.0), lambda: ()),
     Case("no results", lambda x: None, lambda: (real(BATCH, WIDTH),)),

@@ -132,6 +132,7 @@ def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
     reduced = summed & ~scattered
     bill.add("all-reduce", reduced, 2 * local * (1 - 1 / bill.device_counts(reduced)))
     local = local / bill.device_counts(scattered)
+    bill.add("collective-permute", _permuted_axes(scattered, before, np.where(scattered, after, before)), local)
     now = np.where(scattered, after, np.where(reduced, WHOLE, before))
     for step in _steps(now, after):
         following = np.where(step, after, now)

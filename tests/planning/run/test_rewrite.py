@@ -93,7 +93,8 @@ def test_equations_stay_and_use_defined_variables(case: Case) -> None:
         check_scopes(program.jaxpr)
         assert program.in_avals == call.jaxpr.in_avals
         assert program.out_avals == call.jaxpr.out_avals
-        if not case.axes:
+        # Where devices have parts of a sum of groups, another operation adds them up.
+        if not case.axes and case.name != "groups of channels":
             assert operation_list(program.jaxpr) == operation_list(call.jaxpr.jaxpr)
 
 
