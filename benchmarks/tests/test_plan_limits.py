@@ -11,7 +11,7 @@ from benchmarks.tests.smoke import BENCHMARKS, run
 
 
 def test_smoke_run_answers_every_limit_of_every_kind() -> None:
-    done = run("plan_limits.py", "--smoke", "--json")
+    done = run("plan_limits.py", "--smoke", "--json", "--prove", "--no-small-step")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert [step["model"] for step in figures["steps"]] == ["decode"]
@@ -19,8 +19,15 @@ def test_smoke_run_answers_every_limit_of_every_kind() -> None:
         assert [result["case"].split()[0] for result in step["results"]] == ["0.9", "0.8", "0.7", "1.05"]
         assert all(result["row"] is not None or result["error"] for result in step["results"])
         assert step["unlimited"]["row"]["peak_bytes"] > 0
-    assert [plan["setting"] for plan in figures["small"]] == ["alone", "another hash seed", "busy"]
     assert figures["summary"]["cases"] == 4
+
+
+def test_smoke_run_plans_a_small_step_alone_and_beside_busy_processes() -> None:
+    done = run("plan_limits.py", "--smoke", "--json", "--kinds")
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)["small"]
+    assert [plan["setting"] for plan in plans] == ["alone", "another hash seed", "busy"]
+    assert len({plan["digest"] for plan in plans}) == 1
 
 
 def test_unknown_kinds_are_errors() -> None:
