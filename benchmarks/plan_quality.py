@@ -112,6 +112,7 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
         "cases": len(results),
         **ratings("", [result.ratio for result in device]),
         **ratings("_without_memory", [result.flops_and_wire_ratio for result in device]),
+        **ratings("_modelled", [result.roofline_ratio for result in device]),
         "tight_fits": fitting,
         "tight_share": ratings("", [result.ratio for result in tight])["share"],
         **{f"{name}_error_median": percentile(values, 0.5) for name, values in errors.items()},
@@ -162,7 +163,7 @@ def result_lines(result: Result) -> list[str]:
     if result.row is None:
         return [f"  autoplan, {result.case}, {limit}: after {spent} of processors: {result.error}"]
     row = attrs.evolve(result.row, name=f"autoplan, {result.case}, {limit}")
-    note = f"{result.ratio:.3f} ({result.flops_and_wire_ratio:.3f} without memory) of {result.best}"
+    note = f"{result.ratio:.3f} ({result.flops_and_wire_ratio:.3f}, {result.roofline_ratio:.3f}) of {result.best}"
     note = (note if result.fits else "does not fit") if result.best else ""
     predictions = (
         f"planned in {spent} of processors; predicted {result.wire_bytes / 1e6:.1f} MB on the wire (off by "

@@ -120,7 +120,9 @@ class Result:
 
     best_ms: float
     best_flops_and_wire_ms: float = math.inf
-    """The least of any expert within the limit."""
+    """The least of any expert within the limit, as is `best_roofline_ms`."""
+
+    best_roofline_ms: float = math.inf
 
     wire_bytes: int = 0
     """Predicted, as is `peak_bytes`."""
@@ -165,6 +167,11 @@ class Result:
     def flops_and_wire_ratio(self) -> float:
         """The same if memory took no time."""
         return self.row.flops_and_wire_ms / self.best_flops_and_wire_ms if self.row and self.fits else math.inf
+
+    @property
+    def roofline_ratio(self) -> float:
+        """The same by our own model."""
+        return self.row.roofline_ms / self.best_roofline_ms if self.row and self.fits else math.inf
 
     @property
     def wire_error(self) -> float:
@@ -279,7 +286,8 @@ class Question:
         best = min(fitting, key=lambda row: row.ms, default=None)
         name, ms = ("", math.inf) if best is None else (best.name, best.ms)
         least = min((row.flops_and_wire_ms for row in fitting), default=math.inf)
-        result = Result(self.model.name, self.mesh, case, allowed, None, name, ms, least)
+        modelled = min((row.roofline_ms for row in fitting), default=math.inf)
+        result = Result(self.model.name, self.mesh, case, allowed, None, name, ms, least, modelled)
         start, used = time.perf_counter(), time.process_time()
         try:
             mesh = self.device_mesh if options.get("prove") else self.device_mesh.abstract_mesh

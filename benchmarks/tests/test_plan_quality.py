@@ -69,7 +69,7 @@ def test_limits_apply_to_plans_within_the_device(monkeypatch: pytest.MonkeyPatch
     names = runpy.run_path(str(BENCHMARKS / "plan_quality.py"))
     row = names["Row"]("autoplan", 1, 100, 50, 10, 1.0, 0.5, 1.0, 1.0, 0.0)
     within = names["Result"](
-        *("llama", "data:8", "device", 20, row, "FSDP", 1.0, 0.5, 100, 10),
+        *("llama", "data:8", "device", 20, row, "FSDP", 1.0, 0.5, 1.0, 100, 10),
         modelled_seconds=1.0,
         audited_seconds=1.0,
     )
