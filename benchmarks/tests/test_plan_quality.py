@@ -52,7 +52,7 @@ def test_each_kind_has_a_few_plans_that_its_mesh_divides(monkeypatch: pytest.Mon
     for kind in kinds.values():
         _, args = kind.build(8, False)
         for text in ("data:8", "data:4,model:2"):
-            mesh = sr.create_mesh(text, axis_types="auto")
+            mesh = sr.mesh_shape(text)
             suiting = [expert for expert in kind.experts if expert.suits(mesh)]
             assert [expert.name for expert in suiting if not expert.fits(args, mesh)] == []
             assert 3 <= len({expert.name for expert in suiting}) == len(suiting) <= 7
