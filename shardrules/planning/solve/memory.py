@@ -279,11 +279,13 @@ def _is_written_over(problem: Problem, op_index: int, result: int, here: int, la
             continue
         visited.add(operand)
         array = fusion.sources.get(operand, operand)
+        producer = program.producers.get(array)
+        if producer is None:  # an argument, or a scalar that enters a loop
+            continue
         if array not in fusion.written:
-            chain += program.operations[program.producers[array]].operands
+            chain += program.operations[producer].operands
         elif (
-            array in program.producers
-            and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
+            max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
             and problem.homes.get(array) == problem.homes[result]
             and fusion.nbytes(array) == fusion.nbytes(result)
             and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
