@@ -25,7 +25,7 @@ from shardrules.placement.functions.stages import CompiledFunction, LoweredFunct
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
-from shardrules.planning.answer.plan import AutoPlan, Candidate
+from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.rules.files.rules_file import Limits, RulesFile
@@ -45,6 +45,7 @@ __all__ = [
     "Block",
     "Blocks",
     "Candidate",
+    "CompiledPlan",
     "Change",
     "Collective",
     "CollectivesChange",

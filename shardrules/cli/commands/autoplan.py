@@ -28,6 +28,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         "--time-limit", metavar="SECONDS", type=float, default=60.0, help="for the search (default: 60)"
     )
     parser.add_argument(
+        "--prove", action="store_true", help="compile the best few plans, and let the compiler decide which fit"
+    )
+    parser.add_argument(
         "--frontier", metavar="N", type=int, default=0, help="also find the best plan for N memory budgets"
     )
     parser.add_argument(
@@ -70,6 +73,7 @@ def _run(args: argparse.Namespace) -> int:
             pins=None if pins is None else pins.rule,
             hardware=hardware,
             time_limit=args.time_limit,
+            prove=args.prove,
         )
     with working(f"searching {args.frontier} budgets"):
         report = AutoPlanReport.of(result, frontier=args.frontier)
