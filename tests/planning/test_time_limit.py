@@ -1,5 +1,7 @@
 """By behaviour: `time_limit` is kept, however slow a search is. The clock here only moves while it works."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
@@ -142,3 +144,21 @@ def test_without_time_pins_are_not_blamed(clock: Clock, monkeypatch: pytest.Monk
     planned = sr.autoplan(loss, *ARGS[::2], mesh=GRID, pins=PINS, memory_limit="30MiB", time_limit=LIMIT)
     (finding,) = [finding for finding in planned.findings if finding.code == "may-not-fit"]
     assert "the time limit was reached before a search without the pins" in finding.message
+
+
+SILENT = """
+from tests.planning.solve.test_search import TIGHT, budget
+from tests.planning.solve.test_solver import random_task
+for seed in TIGHT:
+    task = random_task(seed)
+    for part in (0.02, 0.3, 0.7):
+        task.within(budget(task, part))
+"""
+
+
+@pytest.mark.slow
+def test_searches_print_nothing() -> None:
+    """Solvers that print by themselves write to the file descriptor, past `sys.stdout`."""
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""

@@ -72,7 +72,7 @@ def test_planned_and_compiled_wire_bytes_agree(axes: str, scanned: bool, part: f
     args = arguments(scanned, 64, LAYERS if scanned else 2)  # the first few layers make searches longer
     planned = sr.autoplan(run, *args, mesh=mesh)
     if part is not None:
-        planned = sr.autoplan(run, *args, mesh=mesh, memory_limit=int(part * planned.peak_bytes))
+        planned = sr.autoplan(run, *args, mesh=mesh, memory_limit=int(part * planned.result.peak_bytes))
         assert planned.price_of_memory > 0
     text = planned.jit(run, donate_argnums=0).lower(*args).compile().as_text()
     assert text is not None

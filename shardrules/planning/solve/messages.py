@@ -17,9 +17,9 @@ from shardrules.planning.graph.problem import Problem, project
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.formulation import MemoryConstraint
 
-_STEPS, _STEP_SWEEPS = 8, 2
-"""In how many steps the nodes are fixed one after the other, and the sweeps between two of them. With half as many
-steps, more choices are worse than the bound; with twice as many, they cost twice the time and are hardly better."""
+_STEP_SWEEPS = 2
+"""The sweeps after some nodes are fixed. With one, more choices are worse than the bound; with four, narrowing takes
+twice the time."""
 
 
 @final
@@ -248,23 +248,23 @@ class Messages:
         return tuple(beliefs)
 
     def settle(self, sweeps: int, deadline: Deadline) -> float:
-        """Sweeps so many times; returns the bound, prices of memory included."""
+        """Sweeps so many times, as far as the time goes; returns the bound, prices of memory included."""
         for _ in range(sweeps):
-            self.sweep()
             if deadline.is_over:
                 break
+            self.sweep()
         return self.bound()
 
     def decoded(self) -> tuple[int, ...]:
         """A choice that costs about as little as the bound: node by node, each the best beside those before it."""
         return self._decoded()[0]
 
-    def narrowed(self, deadline: Deadline) -> tuple[int, ...]:
-        """A choice found by fixing the nodes that are clearest first, and sweeping in between; nothing stays fixed."""
+    def narrowed(self, steps: int, deadline: Deadline) -> tuple[int, ...]:
+        """A choice found by fixing nodes in steps, the clearest first, with sweeps in between. None stays fixed."""
         # Nothing is changed in place, so the arrays themselves are the state.
         unary, links = list(self.unary), [(link.cost, link.start_costs, link.end_costs) for link in self.links]
         is_open = np.ones(len(self.unary), bool)
-        for step in range(_STEPS, 1, -1):
+        for step in range(steps, 1, -1):
             choice, margins = self._decoded()
             order = np.argsort(np.where(is_open, -margins, np.inf), kind="stable")
             for node in order[: int(is_open.sum()) // step].tolist():

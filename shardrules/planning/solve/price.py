@@ -38,6 +38,10 @@ programs come that close. With `CLOSE`, plans would be worse by up to that."""
 _SWEEPS = 5
 """After how many sweeps a choice is read from the messages."""
 
+_STEPS = 8
+"""In how many steps nodes are fixed where the choices read from messages cost more than the bound. With half as many,
+more choices are worse; with twice as many, they take twice the time and are hardly better."""
+
 _HIGHEST = 100.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
 nothing fits at that, it rises by as much again. Lower, more rounds are spent on raising it; higher, the first choices
@@ -144,7 +148,7 @@ class _Pricing:
             if bound - before < _MIN_GAIN * abs(bound):
                 break
             before = bound
-        self._meet(self.messages.narrowed(self.deadline), prices, bound)
+        self._meet(self.messages.narrowed(_STEPS, self.deadline), prices, bound)
 
     def _meet(self, choice: tuple[int, ...], prices: Mapping[int, float], bound: float) -> bool:
         """Adds a choice; returns whether it costs hardly more than the bound, prices included."""

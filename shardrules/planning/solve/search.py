@@ -23,6 +23,7 @@ from shardrules.planning.solve.formulation import MICRO, Formulation
 from shardrules.planning.solve.memory import Occupancy, peaks
 from shardrules.planning.solve.messages import Messages
 from shardrules.planning.solve.options import Option, Options
+from shardrules.planning.solve.patterns import patterns
 from shardrules.planning.solve.price import CLOSER, Budget, within_budget
 from shardrules.planning.solve.solver import CLOSE, Solution, Status, Work, least_memory, solve
 from shardrules.planning.traced.order import late_order, program_order
@@ -35,9 +36,17 @@ A search that needs more is given up for what pricing found; with half as many, 
 _TIE = 1e-9
 """By what part, and by how many seconds, costs may differ and count as the same: what rounding leaves."""
 
+_PATTERN_SWEEPS, _PATTERN_STEPS = 6, 3
+"""How often messages are passed in each pattern, and in how many steps nodes are fixed where that gives nothing that is
+possible: most settle in that, since they leave few layouts. Twice as many take twice the time, and change little."""
+
 _SMALL = 12_000
 """With no more variables left, once layouts are dropped, choices are searched exactly, by linear programs. Each takes
 tens of milliseconds then. Twice as large, such searches take seconds and prove little more."""
+
+_EMPTY_WORK = 60_000
+"""How many variables the linear programs have together that look for the least memory, where nothing fits: a maximum is
+slower to minimise than a sum. Doubled, plans that do not fit are hardly smaller."""
 
 _ALL = np.inf
 """Layouts are not dropped."""
@@ -123,6 +132,7 @@ class Task:
         options.add((0,) * len(self.problem.nodes))
         if not self.problem.nodes:
             return _result(options, Budget(0.0), False, time.monotonic() - start)
+        self._weigh_patterns(options, deadline)
         moments: dict[int, None] = {}
         messages = Messages(self.problem, [extra / MICRO for extra in layout_preference(self.problem)])
         budget = within_budget(messages, options, deadline, moments)
@@ -133,6 +143,18 @@ class Task:
         if options.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
             self._empty(options, deadline, moments)
         return _result(options, budget, deadline.is_over, time.monotonic() - start)
+
+    def _weigh_patterns(self, options: Options, deadline: Deadline) -> None:
+        """Adds the best choice of each pattern that experts would write."""
+        for pattern in patterns(self.problem):
+            if deadline.is_over:
+                break
+            problem = restrict(self.problem, pattern.keep)
+            messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
+            messages.settle(_PATTERN_SWEEPS, deadline)
+            option = options.add(_whole_indices(pattern.keep, messages.decoded()), pattern.name)
+            if not np.isfinite(option.cost) and not deadline.is_over:
+                options.add(_whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name)
 
     def _closed(self, options: Options, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
         """Searches the layouts that may be part of something better exactly, or the most promising of them."""
@@ -172,6 +194,8 @@ class Task:
                 self.occupancy.constraint(op_index, limit, certain=op_index not in strict_moments)
                 for op_index, limit in limits.items()
             ]
+            if work.left <= 0:
+                break
             solution = solve(self.formulation, constraints, deadline, work)
             # Strict constraints rule out choices that fit: from then on, the program bounds nothing.
             if not strict_moments:
@@ -198,11 +222,13 @@ class Task:
         # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
         watched = dict.fromkeys([*moments, int(options.smallest.timeline.argmax())])
         strict_moments: dict[int, None] = {}
-        bound, work = 0.0, Work()
+        bound, work = 0.0, Work(_EMPTY_WORK)
         for _ in range(_ROUNDS):
             constraints = [
                 self.occupancy.constraint(op_index, 0.0, certain=op_index not in strict_moments) for op_index in watched
             ]
+            if work.left <= 0:
+                break
             choice, needed_bytes = least_memory(self.formulation, constraints, deadline, work)
             if choice is None:
                 break

@@ -1,0 +1,117 @@
+"""Patterns that experts would write, by what they do to the arguments of train steps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.planning.solve import search
+from shardrules.planning.solve.patterns import Families, patterns
+from shardrules.planning.solve.price import Budget
+from shardrules.planning.solve.search import Task
+from tests.planning.test_autoplan import DATA, GRID, mlp, real, train
+
+
+def experts_loss(w: Any, x: Any) -> Any:
+    """A layer, then experts that take all rows, mixed by a router."""
+    y = jnp.tanh(x @ w["in"])
+    inner = jax.nn.relu(jnp.einsum("bsd,edf->besf", y, w["up"]))
+    mixed = jnp.einsum("besf,efd,bse->bsd", inner, w["down"], jax.nn.softmax(y @ w["router"]))
+    return jnp.mean(mixed**2)
+
+
+def experts_step(w: Any, x: Any) -> Any:
+    return jax.tree.map(lambda old, slope: old - 0.1 * slope, w, jax.grad(experts_loss)(w, x))
+
+
+EXPERTS = {
+    "in": real(256, 256),
+    "up": real(8, 256, 512),
+    "down": real(8, 512, 256),
+    "router": real(256, 8),
+}
+
+
+def weighed(mesh: Any, fn: Any, *args: Any) -> dict[str, Any]:
+    """The layouts that each pattern leaves the arguments."""
+    planned = sr.autoplan(fn, *args, mesh=mesh)
+    problem = planned.task.problem
+    homes = [problem.homes[array] for array in problem.program.arguments if array in problem.homes]
+    return {
+        pattern.name: [
+            {tuple(problem.nodes[home.node].layouts[index]) for index in pattern.keep[home.node]} for home in homes
+        ]
+        for pattern in patterns(problem)
+    }
+
+
+def test_data_parallelism_splits_the_batch_and_nothing_else() -> None:
+    up, *_, x = weighed(DATA, train, *mlp(256, 1024, 4096))["data parallel"]
+    assert up == {(-1,)}
+    assert x == {(-1,), (0,)}
+
+
+def test_zero_3_splits_all_weights_and_zero_1_only_moments() -> None:
+    specs = weighed(DATA, train, *mlp(256, 1024, 4096))
+    down, up, mu_down, mu_up, nu_down, nu_up, x = specs["data parallel, ZeRO-3"]
+    assert all((-1,) not in layouts for layouts in (down, up, mu_down, mu_up, nu_down, nu_up))
+    assert x == {(-1,), (0,)}
+    down, up, mu_down, *_ = specs["data parallel, ZeRO-1"]
+    assert down == up == {(-1,)}
+    assert mu_down == {(-1,), (0,), (1,)}
+
+
+def test_tensor_parallelism_splits_no_rows() -> None:
+    up, *_, x = weighed(DATA, train, *mlp(256, 1024, 4096))["tensor parallel"]
+    assert up == {(-1,), (0,), (1,)}
+    assert x == {(-1,), (1,)}
+
+
+def test_products_have_a_role_for_each_axis() -> None:
+    specs = weighed(GRID, train, *mlp(256, 1024, 4096))
+    up, *_, x = specs["data parallel x tensor parallel"]
+    assert {layout[0] for layout in up} == {-1}
+    assert {layout[1] for layout in up} == {-1, 0, 1}
+    assert {layout[0] for layout in x} == {-1, 0}
+    assert {layout[1] for layout in x} == {-1, 1}
+
+
+def test_experts_are_a_batch_dim_of_weights() -> None:
+    planned = sr.autoplan(experts_step, EXPERTS, real(64, 32, 256), mesh=GRID)
+    families = Families.of(planned.task.problem)
+    assert len(families.experts) == 1
+    specs = weighed(GRID, experts_step, EXPERTS, real(64, 32, 256))
+    assert "data parallel x expert parallel" in specs
+    down, *_ = specs["expert parallel"]
+    assert down == {(-1, -1), (-1, 0), (0, -1), (0, 0)}
+
+
+def test_programs_without_matmuls_have_no_patterns() -> None:
+    planned = sr.autoplan(lambda x: 2 * x, real(64, 64), mesh=GRID)
+    assert not [*patterns(planned.task.problem)]
+
+
+@pytest.mark.parametrize("mesh", [DATA, GRID], ids=["data", "grid"])
+def test_patterns_answer_a_search_that_finds_nothing_else(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = sr.autoplan(train, *mlp(2048, 8192, 2**12), mesh=mesh).task
+    monkeypatch.setattr(search, "within_budget", lambda *_: Budget(0.0))
+    monkeypatch.setattr(Task, "_closed", lambda _self, _options, budget, *_: budget)
+    free = task.within(np.inf)
+    origins = [option.origin for option in free.candidates]
+    assert all("parallel" in origin for origin in origins)
+    for option in free.candidates:
+        tight = task.within(option.peak_bytes)
+        assert tight.fits
+        assert tight.choice == option.choice
+
+
+def test_pinned_arguments_stay_as_they_are() -> None:
+    pins = sr.RegexShardingRule([(r"^0/up", P("data"))])
+    planned = sr.autoplan(train, *mlp(256, 1024, 4096), mesh=DATA, pins=pins)
+    problem = planned.task.problem
+    up = problem.homes[problem.program.arguments[1]].node
+    assert all(len(pattern.keep[up]) == 1 for pattern in patterns(problem))
