@@ -18,9 +18,9 @@ from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.analysis.machine.measured import ROW_BYTES
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.operand_copies import OperandCopies, is_vector
+from shardrules.planning.graph.operand_copies import OperandCopies
 from shardrules.planning.graph.problem import Home, project
-from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram
+from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 
@@ -45,7 +45,7 @@ class ComputeCosts:
         """The seconds that all runs of an operation take, for each of the `layouts` of its node."""
         operation, hardware = self.fusion.program.operations[op_index], self.machine.hardware
         seconds = self._traffic_seconds(op_index, node, layouts, operand_homes)
-        if operation.flops:
+        if is_matmul(operation):
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
             seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
         copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
@@ -168,7 +168,7 @@ class ComputeCosts:
                 continue
             if program.operations[producer].role == "enter" and piece not in fusion.written:
                 users = [program.operations[user] for user, _ in program.users.get(operation.results[0], ())]
-                if any(user.flops and not is_vector(user) for user in users):
+                if any(is_matmul(user) for user in users):
                     written[op_index] = 2 * program.arrays[piece].nbytes
                 else:
                     written[producer] = 0

@@ -14,8 +14,8 @@ from shardrules.planning.traced.program import TracedProgram
 from shardrules.planning.traced.waiting import Waiting
 
 _ALONE_DIVISOR = 128
-"""In a loop, and for what is computed from the batch, compilers combine collectives only below `combined_bytes` divided
-by this: 64 KiB by default.
+"""In a loop, and between matmuls, compilers combine collectives only below `combined_bytes` divided by this: 64 KiB by
+default.
 
 Few of these could wait for each other, so most pay their latency alone. A smaller divisor makes many small moves too
 cheap, such as those of the activations of one token.
@@ -62,11 +62,9 @@ class EdgeBuilder:
             by_count: dict[int, dict[int, None]] = {}
             # A copy that several read is there for all of them once the first needs it: they share its timing, too.
             timing = self._timing([op_index for operands in readers.values() for op_index, _ in operands], array)
-            # Parameters are gathered together. What was computed from the batch is waited for wherever it is needed.
-            is_alone = array in self._waiting.behind
             for (count, _), operands in readers.items():
                 home = self._copy_home(operands)
-                edge_index = self._edge_index(array, self.homes[array], home, count, region, timing, is_alone)
+                edge_index = self._edge_index(array, self.homes[array], home, count, region, timing)
                 by_count.setdefault(count, {})[edge_index] = None
                 self.edge_indices.update(dict.fromkeys(operands, edge_index))
             for count, edge_indices in by_count.items():
@@ -79,7 +77,7 @@ class EdgeBuilder:
             array = operation.results[result_index]
             home, count = self.homes[array], operation.run_count
             timing = self._timing([op_index], array)
-            edge_index = self._edge_index(array, produced, home, count, operation.region, timing, timing[1])
+            edge_index = self._edge_index(array, produced, home, count, operation.region, timing)
             self.edge_indices[op_index, -1 - result_index] = edge_index
             self._count_group((edge_index,), operation.run_count)
 
@@ -112,27 +110,17 @@ class EdgeBuilder:
         return 1.0 - self.machine.assumptions.hidden * has_time, is_between
 
     def _edge_index(
-        self,
-        array: int,
-        start: Home,
-        end: Home,
-        count: int,
-        region: int,
-        timing: tuple[float, bool],
-        is_alone: bool,
+        self, array: int, start: Home, end: Home, count: int, region: int, timing: tuple[float, bool]
     ) -> int:
         """The index of an edge, which equal moves of equal arrays share."""
-        nbytes = self.program.arrays[array].nbytes
-        is_alone |= self.program.regions[region].run_count > 1
-        key = (start, end, nbytes, count, is_alone, timing)
+        nbytes, in_loop = self.program.arrays[array].nbytes, self.program.regions[region].run_count > 1
+        key = (start, end, nbytes, count, in_loop, timing)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
-            self.edges.append(self._edge(start, end, nbytes, count, is_alone, timing))
+            self.edges.append(self._edge(start, end, nbytes, count, in_loop, timing))
         return self._indices_by_key[key]
 
-    def _edge(
-        self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: tuple[float, bool]
-    ) -> Edge:
+    def _edge(self, start: Home, end: Home, nbytes: int, count: int, in_loop: bool, timing: tuple[float, bool]) -> Edge:
         # Many layouts of a node are one layout of the array. The tables of moves, which are most of the memory of a
         # problem, are over these few, and edges between the same layouts share them.
         first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
@@ -150,6 +138,6 @@ class EdgeBuilder:
             first,
             last,
             self._moves[key],
-            self.machine.assumptions.combined_bytes // (_ALONE_DIVISOR if is_alone else 1),
+            self.machine.assumptions.combined_bytes // (_ALONE_DIVISOR if in_loop or timing[1] else 1),
             *timing,
         )

@@ -17,7 +17,7 @@ from typing import final
 import attrs
 import numpy as np
 
-from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram
+from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul
 from shardrules.planning.traced.program import Operation
 
 _UPDATED_COPIES = 3
@@ -91,7 +91,7 @@ class OperandCopies:
         program, counted = self.fusion.program, set[tuple[object, ...]]()
         operands: dict[int, dict[int, DotOperand]] = {}
         for op_index, operation in enumerate(program.operations):
-            if operation.name != "dot_general":
+            if operation.name != "dot_general" or not is_matmul(operation):
                 continue
             for operand_index, groups in enumerate(_groups(operation)):
                 array = operation.operands[operand_index]
@@ -119,7 +119,7 @@ class OperandCopies:
             root = None if first is None else fusion.sources.get(first, first)
             copy_count = _UPDATED_COPIES if root in program.arguments else 1
             return DotOperand(order, batch, summed, others, copy_count, is_updated=True)
-        return DotOperand(order, batch, summed, others, 1, is_updated=False) if operation.flops else None
+        return DotOperand(order, batch, summed, others, 1, is_updated=False) if is_matmul(operation) else None
 
     def _order(self, array: int) -> tuple[int, ...]:
         """The order of an array's dims in memory: transposes that are views are the only ones that change it."""
@@ -132,15 +132,6 @@ class OperandCopies:
         (operand,) = operation.operands
         permutation = operation.equation.params["permutation"]
         return order if operand is None else tuple(permutation.index(dim) for dim in self._order(operand))
-
-
-def is_vector(operation: Operation) -> bool:
-    """Whether an operand of a dot has only dims of the batch and dims that are summed over."""
-    if operation.name != "dot_general":
-        return False
-    shapes = [var.aval.shape for var in operation.equation.invars]
-    groups = zip(_groups(operation), shapes, strict=True)
-    return any(all(shape[dim] == 1 for dim in others) for (_, _, others), shape in groups)
 
 
 def _groups(operation: Operation) -> Iterable[tuple[tuple[int, ...], ...]]:

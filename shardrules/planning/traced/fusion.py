@@ -214,7 +214,23 @@ def _takes_whole(operation: Operation) -> bool:
     """Whether the operands of an operation have to be in memory before it runs."""
     if operation.role in ("join", "opaque"):
         return True
-    return operation.role == "compute" and (bool(operation.flops) or operation.name in WHOLE)
+    return operation.role == "compute" and (is_matmul(operation) or operation.name in WHOLE)
+
+
+def is_matmul(operation: Operation) -> bool:
+    """Whether an operation is a kernel for matmuls or convolutions. Of a dot with a vector, or of one that adds nothing
+    up, compilers make elementwise operations and a reduction."""
+    if operation.name != "dot_general":
+        return bool(operation.flops)
+    (summed, batch), shapes = (
+        operation.equation.params["dimension_numbers"],
+        [var.aval.shape for var in operation.equation.invars],
+    )
+    others = [
+        [size for dim, size in enumerate(shape) if dim not in (*summed[side], *batch[side]) and size > 1]
+        for side, shape in enumerate(shapes)
+    ]
+    return all(others) and any(shapes[0][dim] > 1 for dim in summed[0])
 
 
 def _ends_chain(operation: Operation) -> bool:
