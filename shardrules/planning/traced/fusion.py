@@ -236,7 +236,8 @@ def is_matmul(operation: Operation) -> bool:
 def _ends_chain(operation: Operation) -> bool:
     """Whether the results of an operation are written, whatever uses them."""
     name = operation.name
-    reduces = name.startswith("reduce_") and name != "reduce_precision"
+    adds_up = name == "dot_general" and bool(operation.factors.reduced)
+    reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision")
     return _takes_whole(operation) or operation.role == "leave" or name in ENDS or reduces
 
 
