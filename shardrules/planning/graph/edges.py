@@ -14,8 +14,8 @@ from shardrules.planning.traced.program import TracedProgram
 from shardrules.planning.traced.waiting import Waiting
 
 _ALONE_DIVISOR = 128
-"""In a loop, and between matmuls, compilers combine collectives only below `combined_bytes` divided by this: 64 KiB by
-default.
+"""In a loop, and where something waits for what is computed from the batch, compilers combine collectives only below
+`combined_bytes` divided by this: 64 KiB by default.
 
 Few of these could wait for each other, so most pay their latency alone. A smaller divisor makes many small moves too
 cheap, such as those of the activations of one token.
@@ -61,10 +61,11 @@ class EdgeBuilder:
         for (array, region), readers in groups.items():
             by_count: dict[int, dict[int, None]] = {}
             # A copy that several read is there for all of them once the first needs it: they share its timing, too.
-            timing = self._timing([op_index for operands in readers.values() for op_index, _ in operands], array)
+            op_indices = [op_index for operands in readers.values() for op_index, _ in operands]
+            timing, is_alone = self._timing(op_indices, array), self._is_alone(op_indices, array)
             for (count, _), operands in readers.items():
                 home = self._copy_home(operands)
-                edge_index = self._edge_index(array, self.homes[array], home, count, region, timing)
+                edge_index = self._edge_index(array, self.homes[array], home, count, region, timing, is_alone)
                 by_count.setdefault(count, {})[edge_index] = None
                 self.edge_indices.update(dict.fromkeys(operands, edge_index))
             for count, edge_indices in by_count.items():
@@ -77,7 +78,7 @@ class EdgeBuilder:
             array = operation.results[result_index]
             home, count = self.homes[array], operation.run_count
             timing = self._timing([op_index], array)
-            edge_index = self._edge_index(array, produced, home, count, operation.region, timing)
+            edge_index = self._edge_index(array, produced, home, count, operation.region, timing, is_alone=False)
             self.edge_indices[op_index, -1 - result_index] = edge_index
             self._count_group((edge_index,), operation.run_count)
 
@@ -109,18 +110,35 @@ class EdgeBuilder:
         is_between = any(self._waiting.is_between(op_index, array) for op_index in op_indices)
         return 1.0 - self.machine.assumptions.hidden * has_time, is_between
 
+    def _is_alone(self, op_indices: Sequence[int], array: int) -> bool:
+        """Whether operations wait for an array that is computed from the batch. Gradients and updates of parameters,
+        which are moved many at once, are taken by elementwise operations only."""
+        factors = [self.program.operations[op_index].factors for op_index in op_indices]
+        adds_up = any(each.reduced or None in (*each.operands, ())[0] for each in factors)
+        return array in self._waiting.behind and adds_up
+
     def _edge_index(
-        self, array: int, start: Home, end: Home, count: int, region: int, timing: tuple[float, bool]
+        self,
+        array: int,
+        start: Home,
+        end: Home,
+        count: int,
+        region: int,
+        timing: tuple[float, bool],
+        is_alone: bool,
     ) -> int:
         """The index of an edge, which equal moves of equal arrays share."""
-        nbytes, in_loop = self.program.arrays[array].nbytes, self.program.regions[region].run_count > 1
-        key = (start, end, nbytes, count, in_loop, timing)
+        nbytes = self.program.arrays[array].nbytes
+        is_alone = is_alone or timing[1] or self.program.regions[region].run_count > 1
+        key = (start, end, nbytes, count, is_alone, timing)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
-            self.edges.append(self._edge(start, end, nbytes, count, in_loop, timing))
+            self.edges.append(self._edge(start, end, nbytes, count, is_alone, timing))
         return self._indices_by_key[key]
 
-    def _edge(self, start: Home, end: Home, nbytes: int, count: int, in_loop: bool, timing: tuple[float, bool]) -> Edge:
+    def _edge(
+        self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: tuple[float, bool]
+    ) -> Edge:
         # Many layouts of a node are one layout of the array. The tables of moves, which are most of the memory of a
         # problem, are over these few, and edges between the same layouts share them.
         first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
@@ -138,6 +156,6 @@ class EdgeBuilder:
             first,
             last,
             self._moves[key],
-            self.machine.assumptions.combined_bytes // (_ALONE_DIVISOR if in_loop or timing[1] else 1),
+            self.machine.assumptions.combined_bytes // (_ALONE_DIVISOR if is_alone else 1),
             *timing,
         )

@@ -91,6 +91,7 @@ class FusedProgram:
         joined = _Joined()
         _join_optimizer(program, kernels_of, sources, joined)
         _join_rows(program, kernels_of, sources, written, joined)
+        _join_dots(program, kernels_of, sources, joined)
         read_counts: dict[tuple[int, int], int] = {}
         counted: set[tuple[int, int]] = set()
         for op_index, operation in enumerate(program.operations):
@@ -222,10 +223,8 @@ def is_matmul(operation: Operation) -> bool:
     up, compilers make elementwise operations and a reduction."""
     if operation.name != "dot_general":
         return bool(operation.flops)
-    (summed, batch), shapes = (
-        operation.equation.params["dimension_numbers"],
-        [var.aval.shape for var in operation.equation.invars],
-    )
+    summed, batch = operation.equation.params["dimension_numbers"]
+    shapes = [var.aval.shape for var in operation.equation.invars]
     others = [
         [size for dim, size in enumerate(shape) if dim not in (*summed[side], *batch[side]) and size > 1]
         for side, shape in enumerate(shapes)
@@ -415,6 +414,22 @@ def _join_optimizer(
         for first, second in itertools.pairwise(ends):
             if shapes[first] == shapes[second]:
                 joined.join(first, second)
+
+
+def _join_dots(
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: _Joined
+) -> None:
+    """Joins dots with vectors with the elementwise kernel that writes what they add up, as in a loop over time."""
+    for op_index, operation in enumerate(program.operations):
+        if operation.name != "dot_general" or is_matmul(operation):
+            continue
+        for operand in operation.operands:
+            producer = None if operand is None else program.producers.get(sources.get(operand, operand))
+            if producer is None or kernels_of[producer] != {producer}:
+                continue
+            written_here = program.operations[producer]
+            if written_here.region == operation.region and not _ends_chain(written_here):
+                joined.join(producer, op_index)
 
 
 def _join_rows(
