@@ -134,6 +134,13 @@ def filtered(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.sum(jax.nn.silu(y) ** 2)
 
 
+def routed(w: dict[str, jax.Array], x: jax.Array, order: jax.Array) -> jax.Array:
+    """Tokens that are sorted by their expert."""
+    sizes = jnp.full((8,), TOKENS // 8, jnp.int32)
+    y = jax.lax.ragged_dot(jax.nn.relu(jax.lax.ragged_dot(x[order], w["up"], sizes)), w["down"], sizes)
+    return jnp.sum(jnp.zeros_like(x).at[order].set(y) ** 2)
+
+
 TABLE = {"table": f32((WORDS, D // 2)), "out": f32((D // 2, D // 2))}
 WORDS_AND_TARGETS = jax.ShapeDtypeStruct((64, 128), jnp.int32), f32((64, 128, D // 2))
 EXPERTS = {"up": f32((8, D // 2, D)), "down": f32((8, D, D // 2))}
@@ -146,9 +153,16 @@ TOKENS_AND_ORDER = f32((TOKENS, D // 2)), jax.ShapeDtypeStruct((TOKENS,), jnp.in
         (embedded, (TABLE, *WORDS_AND_TARGETS), "table", P("data", None)),
         (embedded, (TABLE, *WORDS_AND_TARGETS), "table", P("model", "data")),
         (permuted, (EXPERTS, *TOKENS_AND_ORDER), "^1", P("data")),
+        (routed, (EXPERTS, *TOKENS_AND_ORDER), "^1", P("data")),
         (filtered, ({"kernel": f32((4, 1, D // 2))}, f32((64, 256, D // 2))), "^1", P("data")),
     ],
-    ids=["rows of a table", "rows and columns of a table", "tokens", "batch of a depthwise convolution"],
+    ids=[
+        "rows of a table",
+        "rows and columns of a table",
+        "tokens",
+        "sorted tokens",
+        "batch of a depthwise convolution",
+    ],
 )
 def test_split_lookups_send_what_is_planned(function: Any, args: Any, path: str, spec: P) -> None:
     mesh = mesh_on(CUDA, "data:4,model:2")

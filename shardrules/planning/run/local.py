@@ -38,6 +38,7 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
     """
 
     def on_device(*operands: jax.Array) -> list[jax.Array]:
+        operands = _operands_of_pieces(equation, operands, split)
         results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
         results = results if equation.primitive.multiple_results else [results]
         # The parts of a sum lie side by side in a new dim, one on each device.
@@ -53,6 +54,22 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with axis_names_of(mesh):
         return jax.make_jaxpr(on_all)(*avals)
+
+
+def _operands_of_pieces(equation: Any, operands: tuple[jax.Array, ...], split: LocalSplit) -> tuple[jax.Array, ...]:
+    """Returns the operands that an equation has for its pieces: of ragged rows, the sizes of the groups among them."""
+    if equation.primitive.name != "ragged_dot_general":
+        return operands
+    (dim,) = equation.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    rows, sizes = operands[0].shape[dim], operands[2]
+    entries = tuple(split.operands[0])
+    axes = entries[dim] if dim < len(entries) else None
+    if axes is None:
+        return operands
+    # The rows from `first` on are here: of each group those between its start and its end.
+    first, ends = lax.axis_index(axes) * rows, lax.cumsum(sizes)
+    sizes_here = lax.clamp(0, ends - first, rows) - lax.clamp(0, ends - sizes - first, rows)
+    return (*operands[:2], sizes_here.astype(sizes.dtype), *operands[3:])
 
 
 def _params_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> dict[str, Any]:
