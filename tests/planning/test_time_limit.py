@@ -129,8 +129,8 @@ def test_meshes_without_time_are_named(clock: Clock, monkeypatch: pytest.MonkeyP
 def test_without_time_there_is_a_plan_all_the_same(mesh: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, clock, LIMIT)
     planned = plan(mesh, tight=True)
-    assert {"may-not-fit", "time-is-up"} <= {*codes(planned)}
-    assert planned.status == "feasible"
+    assert "time-is-up" in codes(planned)
+    assert "may-not-fit" not in codes(planned)  # one of the patterns fits
 
 
 def test_without_time_pins_are_not_blamed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

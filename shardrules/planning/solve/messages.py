@@ -209,13 +209,13 @@ class Messages:
             part = unary / max(len(before), len(after))
             for link in after:
                 if link.start == node:
-                    given = np.minimum.reduceat(part[link.start_order], link.start_firsts)
-                    link.start_costs = link.start_costs + given
-                    unary = unary - given[link.start_codes]
+                    moved = np.minimum.reduceat(part[link.start_order], link.start_firsts)
+                    link.start_costs = link.start_costs + moved
+                    unary = unary - moved[link.start_codes]
                 else:
-                    given = np.minimum.reduceat(part[link.end_order], link.end_firsts)
-                    link.end_costs = link.end_costs + given
-                    unary = unary - given[link.end_codes]
+                    moved = np.minimum.reduceat(part[link.end_order], link.end_firsts)
+                    link.end_costs = link.end_costs + moved
+                    unary = unary - moved[link.end_codes]
         self.unary[node] = unary
 
     def _share(self, bundle: _Bundle) -> None:

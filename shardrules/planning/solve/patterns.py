@@ -37,14 +37,14 @@ _Dim: TypeAlias = tuple[int, int]
 
 @final
 @attrs.frozen(eq=False)
-class Pattern:
+class ExpertPattern:
     """A pattern, and the indices of the layouts that it leaves each node."""
 
     name: str
     keep: tuple[np.ndarray, ...]
 
 
-def patterns(problem: Problem) -> Iterator[Pattern]:
+def patterns(problem: Problem) -> Iterator[ExpertPattern]:
     """Yields the patterns for a problem, the simplest first."""
     families = Families.of(problem)
     if families.batch is None:
@@ -63,7 +63,7 @@ def patterns(problem: Problem) -> Iterator[Pattern]:
             if "sequence" in combination and len(axes) > 1 and combination.count("rows") < len(axes) - 1:
                 continue
             name = " x ".join(dict.fromkeys(_ROLE_NAMES[role] for role in combination)) + _STAGE_NAMES[stage]
-            yield Pattern(name, families.layouts(combination, stage))
+            yield ExpertPattern(name, families.layouts(combination, stage))
 
 
 @final
@@ -101,7 +101,7 @@ class Families:
         homes = {array: problem.homes[array] for array in program.arguments if array in problem.homes}
         # Vectors do not count: masks over rows would make weights of these.
         without_batch = {array: home for array, home in homes.items() if batch not in _families(home, roots)}
-        taken = {
+        matmul_arguments = {
             array
             for array in without_batch
             if any(user in waiting.before or program.operations[user].flops for user, _ in program.users.get(array, ()))
@@ -128,7 +128,7 @@ class Families:
             batch,
             frozenset(weights),
             frozenset(experts),
-            frozenset(without_batch[array].node for array in taken),
+            frozenset(without_batch[array].node for array in matmul_arguments),
             frozenset(home.node for home in without_batch.values()),
         )
 

@@ -16,8 +16,8 @@ from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.formulation import MemoryConstraint
 from shardrules.planning.solve.memory import peaks
 from shardrules.planning.solve.messages import Messages
-from shardrules.planning.solve.options import Option, Options
 from shardrules.planning.solve.solver import CLOSE
+from shardrules.planning.solve.trials import Trial, Trials
 
 _ROUNDS = 16
 """How many prices are tried. Searches that come within `CLOSE` end earlier. With half as many, gaps near full memory
@@ -67,12 +67,12 @@ class Budget:
     """Whether `bound` proves that nothing fits: no choice costs as much."""
 
 
-def within_budget(messages: Messages, options: Options, deadline: Deadline, moments: dict[int, None]) -> Budget:
-    """Finds choices that fit, which are added to `options`, and what every one that does costs at least.
+def within_budget(messages: Messages, trials: Trials, deadline: Deadline, moments: dict[int, None]) -> Budget:
+    """Finds choices that fit, which are added to `trials`, and what every one that does costs at least.
 
     `moments` are the operations at which memory is watched; those at which it is full are added.
     """
-    return _Pricing(messages, options, deadline, moments).run()
+    return _Pricing(messages, trials, deadline, moments).run()
 
 
 @final
@@ -81,12 +81,12 @@ class _Pricing:
     """The state of the rounds."""
 
     messages: Messages
-    options: Options
+    trials: Trials
     deadline: Deadline
     moments: dict[int, None]
     budget: Budget = attrs.field(factory=Budget)
     constraints: dict[int, MemoryConstraint] = attrs.field(factory=dict)
-    met: list[Option] = attrs.field(factory=list)
+    met: list[Trial] = attrs.field(factory=list)
 
     def run(self) -> Budget:
         highest_cost = self.messages.problem.highest_cost()
@@ -101,8 +101,8 @@ class _Pricing:
             new = self._watch_peaks()
             if not self.constraints or not self.met:  # it fits, and memory never mattered
                 break
-            cheapest = min(option.cost for option in self.met)
-            highest = height * max(cheapest, 1e-9) / max(option.peak_bytes for option in self.met)
+            cheapest = min(trial.cost for trial in self.met)
+            highest = height * max(cheapest, 1e-9) / max(trial.peak_bytes for trial in self.met)
             if round_index == 0 and len(self.met) == 1:
                 # From one choice no slope is known. High prices give a small choice, the other end.
                 prices = dict.fromkeys(self.constraints, highest / len(self.constraints))
@@ -115,21 +115,21 @@ class _Pricing:
         return attrs.evolve(self.budget, is_hopeless=self.budget.bound > highest_cost)
 
     def _is_close(self) -> bool:
-        best = self.options.best
+        best = self.trials.best
         return best is not None and best.cost <= self.budget.bound * (1 + CLOSE)
 
     def _watch(self, moment: int) -> None:
-        occupancy = self.options.occupancy
-        self.constraints[moment] = occupancy.constraint(moment, self.options.limit_bytes, certain=True)
+        occupancy = self.trials.occupancy
+        self.constraints[moment] = occupancy.constraint(moment, self.trials.limit_bytes, certain=True)
         self.moments[moment] = None
 
     def _watch_peaks(self) -> bool:
         """Watches the operations at which the last choices exceed the limit; returns whether there is a new one."""
         count = len(self.constraints)
-        for option in self.met[-2:]:
-            if self.options.fits(option):
+        for trial in self.met[-2:]:
+            if self.trials.fits(trial):
                 continue
-            for moment in peaks(option.timeline, self.options.limit_bytes):
+            for moment in peaks(trial.timeline, self.trials.limit_bytes):
                 if moment not in self.constraints:
                     self._watch(moment)
         return len(self.constraints) > count
@@ -152,10 +152,10 @@ class _Pricing:
 
     def _meet(self, choice: tuple[int, ...], prices: Mapping[int, float], bound: float) -> bool:
         """Adds a choice; returns whether it costs hardly more than the bound, prices included."""
-        option = self.options.add(choice)
-        if np.isfinite(option.cost) and option not in self.met:
-            self.met.append(option)
-        return option.cost + self._charges(prices, choice) <= bound + CLOSER * abs(bound)
+        trial = self.trials.add(choice)
+        if np.isfinite(trial.cost) and trial not in self.met:
+            self.met.append(trial)
+        return trial.cost + self._charges(prices, choice) <= bound + CLOSER * abs(bound)
 
     def _charges(self, prices: Mapping[int, float], choice: Sequence[int]) -> float:
         """What a choice pays for memory beyond what one that fits pays at most."""
@@ -174,13 +174,13 @@ class _Pricing:
         constraints = self.constraints
         # What there really is, with all copies, which the constraints do not count: prices rise until that fits.
         excess = [
-            [float(option.timeline[moment]) - self.options.limit_bytes for moment in constraints] for option in self.met
+            [float(trial.timeline[moment]) - self.trials.limit_bytes for moment in constraints] for trial in self.met
         ]
         below_each = np.hstack([np.ones((len(self.met), 1)), -highest / unit * np.array(excess)])
         result = linprog(
             [-1.0, *[0.0] * len(constraints)],
             A_ub=np.vstack([below_each, [0.0, *[1.0] * len(constraints)]]),
-            b_ub=[*(option.cost / unit for option in self.met), 1.0],
+            b_ub=[*(trial.cost / unit for trial in self.met), 1.0],
             bounds=[(None, None), *[(0.0, 1.0)] * len(constraints)],
             method="highs-ds",
         )

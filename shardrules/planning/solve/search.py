@@ -22,10 +22,10 @@ from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.formulation import MICRO, Formulation
 from shardrules.planning.solve.memory import Occupancy, peaks
 from shardrules.planning.solve.messages import Messages
-from shardrules.planning.solve.options import Option, Options
 from shardrules.planning.solve.patterns import patterns
 from shardrules.planning.solve.price import CLOSER, Budget, within_budget
 from shardrules.planning.solve.solver import CLOSE, Solution, Status, Work, least_memory, solve
+from shardrules.planning.solve.trials import Trial, Trials
 from shardrules.planning.traced.order import late_order, program_order
 from shardrules.planning.traced.program import TracedProgram
 
@@ -128,23 +128,25 @@ class Task:
     def within(self, limit_bytes: float, deadline: Deadline = NO_DEADLINE) -> "SearchResult":
         """Finds the best choice that fits, or the one with the least memory where it finds none that fits."""
         start = time.monotonic()
-        options = Options(self.occupancy, limit_bytes)
-        options.add((0,) * len(self.problem.nodes))
+        trials = Trials(self.occupancy, limit_bytes)
+        trials.add((0,) * len(self.problem.nodes))
         if not self.problem.nodes:
-            return _result(options, Budget(0.0), False, time.monotonic() - start)
-        self._weigh_patterns(options, deadline)
+            return _result(trials, Budget(0.0), False, time.monotonic() - start)
+        self._weigh_patterns(trials, deadline)
         moments: dict[int, None] = {}
         messages = Messages(self.problem, [extra / MICRO for extra in layout_preference(self.problem)])
-        budget = within_budget(messages, options, deadline, moments)
-        best = options.best
+        budget = within_budget(messages, trials, deadline, moments)
+        best = trials.best
         is_close = best is not None and best.cost <= budget.bound * (1 + CLOSER)
         if not is_close and not deadline.is_over and not budget.is_hopeless:
-            budget = self._closed(options, budget, deadline, moments)
-        if options.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
-            self._empty(options, deadline, moments)
-        return _result(options, budget, deadline.is_over, time.monotonic() - start)
+            budget = self._closed(trials, budget, deadline, moments)
+        if trials.answer is None:  # a linear program knows what is possible
+            trials.add(solve(self.formulation, (), deadline).choice or ())
+        if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
+            self._empty(trials, deadline, moments)
+        return _result(trials, budget, deadline.is_over, time.monotonic() - start)
 
-    def _weigh_patterns(self, options: Options, deadline: Deadline) -> None:
+    def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
         """Adds the best choice of each pattern that experts would write."""
         for pattern in patterns(self.problem):
             if deadline.is_over:
@@ -152,40 +154,40 @@ class Task:
             problem = restrict(self.problem, pattern.keep)
             messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
             messages.settle(_PATTERN_SWEEPS, deadline)
-            option = options.add(_whole_indices(pattern.keep, messages.decoded()), pattern.name)
-            if not np.isfinite(option.cost) and not deadline.is_over:
-                options.add(_whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name)
+            trial = trials.add(_whole_indices(pattern.keep, messages.decoded()), pattern.name)
+            if not np.isfinite(trial.cost) and not deadline.is_over:
+                trials.add(_whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name)
 
-    def _closed(self, options: Options, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
+    def _closed(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
         """Searches the layouts that may be part of something better exactly, or the most promising of them."""
-        answer, best = options.answer, options.best
-        assert answer is not None, "the first layouts were added, and others that are possible"
+        answer, best = trials.answer, trials.best
+        choice = (0,) * len(self.problem.nodes) if answer is None else answer.choice
         # As long as nothing fits, no cost is too high.
         most = max(budget.bound, _TIE) if best is None else best.cost * (1 + _TIE) + _TIE - budget.bound
         for part in (_ALL if best is None else 1.0, *_PARTS):
             # Whatever rounding does, the best choice itself stays.
-            worthwhile = zip(budget.extra, answer.choice, strict=True)
+            worthwhile = zip(budget.extra, choice, strict=True)
             keep = [np.union1d(np.flatnonzero(extra <= part * most), [index]) for extra, index in worthwhile]
             task = self.only(keep)
             if variable_count(task.problem) > _SMALL:
                 continue
-            bound = task._exactly(options, keep, deadline, moments)
-            if part < 1.0 or options.best is None:  # what was dropped may be better
+            bound = task._exactly(trials, keep, deadline, moments)
+            if part < 1.0 or trials.best is None:  # what was dropped may be better
                 return budget
             # What was dropped costs at least as much as the best so far, and what was kept at least `bound`.
-            return attrs.evolve(budget, bound=max(budget.bound, min(bound, options.best.cost)))
+            return attrs.evolve(budget, bound=max(budget.bound, min(bound, trials.best.cost)))
         return budget
 
     def _exactly(
-        self, options: Options, keep: Sequence[np.ndarray], deadline: Deadline, moments: dict[int, None]
+        self, trials: Trials, keep: Sequence[np.ndarray], deadline: Deadline, moments: dict[int, None]
     ) -> float:
         """Solves it with bounds on what is in memory at the moments, which grow until no other operation exceeds it.
 
         An operation is first watched with a constraint that rules out no choice that fits, so that the bound, which is
         returned, holds. One that exceeds the limit all the same is watched strictly from then on, and with a lower
-        limit if even that fails. `keep` has the indices of its layouts in the problem of the `options`.
+        limit if even that fails. `keep` has the indices of its layouts in the problem of the `trials`.
         """
-        limit_bytes = options.limit_bytes
+        limit_bytes = trials.limit_bytes
         limits = dict.fromkeys(moments, limit_bytes)
         bound, work = 0.0, Work()
         strict_moments: dict[int, None] = {}
@@ -202,8 +204,8 @@ class Task:
                 bound = max(bound, solution.bound)
             if solution.choice is None:
                 break
-            option = options.add(_whole_indices(keep, solution.choice))
-            if options.fits(option) or deadline.is_over:
+            trial = trials.add(_whole_indices(keep, solution.choice))
+            if trials.fits(trial) or deadline.is_over:
                 break
             timeline = self.occupancy.timeline(solution.choice)
             for op_index in peaks(timeline, limit_bytes):
@@ -216,11 +218,12 @@ class Task:
                 moments[op_index] = None
         return bound
 
-    def _empty(self, options: Options, deadline: Deadline, moments: Mapping[int, None]) -> None:
+    def _empty(self, trials: Trials, deadline: Deadline, moments: Mapping[int, None]) -> None:
         """Looks for what takes the least memory, where nothing that fits was found."""
-        assert options.smallest is not None, "the first layouts were added, and others that are possible"
+        if trials.smallest is None:
+            return
         # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
-        watched = dict.fromkeys([*moments, int(options.smallest.timeline.argmax())])
+        watched = dict.fromkeys([*moments, int(trials.smallest.timeline.argmax())])
         strict_moments: dict[int, None] = {}
         bound, work = 0.0, Work(_EMPTY_WORK)
         for _ in range(_ROUNDS):
@@ -234,8 +237,8 @@ class Task:
                 break
             if not strict_moments:
                 bound = needed_bytes
-            fullest = int(options.add(choice).timeline.argmax())
-            least_peak = options.smallest.peak_bytes
+            fullest = int(trials.add(choice).timeline.argmax())
+            least_peak = trials.smallest.peak_bytes
             if least_peak <= bound * (1 + CLOSE) or fullest in strict_moments or deadline.is_over:
                 break
             if fullest in watched:
@@ -257,7 +260,7 @@ class SearchResult:
     """What every choice that fits costs at least."""
     fits: bool
     """Whether the peak of `choice` is within the limit."""
-    candidates: tuple[Option, ...]
+    candidates: tuple[Trial, ...]
     """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
     seconds: float = 0.0
     is_late: bool = False
@@ -275,9 +278,7 @@ class SearchResult:
 
     def reindexed(self, keep: Sequence[np.ndarray]) -> "SearchResult":
         """Returns the result of a search over the layouts `keep`, with the indices that the whole problem has."""
-        candidates = tuple(
-            attrs.evolve(option, choice=_whole_indices(keep, option.choice)) for option in self.candidates
-        )
+        candidates = tuple(attrs.evolve(trial, choice=_whole_indices(keep, trial.choice)) for trial in self.candidates)
         if self.solution is None:
             return self
         solution = attrs.evolve(self.solution, choice=_whole_indices(keep, self.choice))
@@ -288,16 +289,16 @@ def _whole_indices(keep: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[i
     return tuple(int(kept[layout_index]) for kept, layout_index in zip(keep, choice, strict=True))
 
 
-def _result(options: Options, budget: Budget, is_late: bool, seconds: float) -> SearchResult:
+def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> SearchResult:
     """Returns the result of a search with what it has met."""
-    answer, fits = options.answer, options.best is not None
+    answer, fits = trials.answer, trials.best is not None
     if answer is None:
         return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), seconds, is_late)
     bound = min(max(0.0, budget.bound), answer.cost)
     status: Status = "optimal" if fits and answer.cost <= bound * (1 + CLOSE) + _TIE else "feasible"
     prices = (budget.price,) if fits else ()
     solution = Solution(answer.choice, answer.cost, bound, status, prices)
-    return SearchResult(solution, answer.peak_bytes, bound, fits, options.front(), seconds, is_late)
+    return SearchResult(solution, answer.peak_bytes, bound, fits, trials.front(), seconds, is_late)
 
 
 def layout_preference(problem: Problem) -> list[np.ndarray]:

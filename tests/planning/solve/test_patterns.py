@@ -99,14 +99,14 @@ def test_programs_without_matmuls_have_no_patterns() -> None:
 def test_patterns_answer_a_search_that_finds_nothing_else(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = sr.autoplan(train, *mlp(2048, 8192, 2**12), mesh=mesh).task
     monkeypatch.setattr(search, "within_budget", lambda *_: Budget(0.0))
-    monkeypatch.setattr(Task, "_closed", lambda _self, _options, budget, *_: budget)
+    monkeypatch.setattr(Task, "_closed", lambda _self, _trials, budget, *_: budget)
     free = task.within(np.inf)
-    origins = [option.origin for option in free.candidates]
+    origins = [trial.origin for trial in free.candidates]
     assert all("parallel" in origin for origin in origins)
-    for option in free.candidates:
-        tight = task.within(option.peak_bytes)
+    for trial in free.candidates:
+        tight = task.within(trial.peak_bytes)
         assert tight.fits
-        assert tight.choice == option.choice
+        assert tight.choice == trial.choice
 
 
 def test_pinned_arguments_stay_as_they_are() -> None:

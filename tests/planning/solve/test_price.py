@@ -11,9 +11,9 @@ from shardrules.planning.solve import search
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.formulation import MICRO
 from shardrules.planning.solve.messages import Messages
-from shardrules.planning.solve.options import Options
 from shardrules.planning.solve.price import Budget, within_budget
 from shardrules.planning.solve.search import Task, layout_preference
+from shardrules.planning.solve.trials import Trials
 from shardrules.planning.traced.program import read_jaxpr
 from tests.planning.solve.test_search import LOOSE, TIGHT, budget
 from tests.planning.solve.test_solver import best_cost, preferred, random_task, within
@@ -21,24 +21,24 @@ from tests.planning.solve.test_solver import best_cost, preferred, random_task, 
 SEEDS = (*TIGHT[:4], *TIGHT[6:], *LOOSE)
 
 
-def priced(task: Task, limit: float) -> tuple[Budget, Options]:
-    options = Options(task.occupancy, limit)
+def priced(task: Task, limit: float) -> tuple[Budget, Trials]:
+    trials = Trials(task.occupancy, limit)
     messages = Messages(task.problem, [extra / MICRO for extra in layout_preference(task.problem)])
-    return within_budget(messages, options, NO_DEADLINE, {}), options
+    return within_budget(messages, trials, NO_DEADLINE, {}), trials
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_choices_fit_and_the_bound_is_below_the_best(seed: int) -> None:
     task = random_task(seed)
     limit = budget(task, 0.3)
-    best, (result, options) = within(task, limit), priced(task, limit)
+    best, (result, trials) = within(task, limit), priced(task, limit)
     assert result.bound <= best * (1 + 1e-6) + preferred(task.problem)
-    assert options.smallest is not None
-    if options.best is None:
-        assert options.smallest.peak_bytes > limit
+    assert trials.smallest is not None
+    if trials.best is None:
+        assert trials.smallest.peak_bytes > limit
     else:
-        assert task.occupancy.timeline(options.best.choice).max() == options.best.peak_bytes <= limit * (1 + 1e-6)
-        assert task.problem.cost(options.best.choice) == options.best.cost
+        assert task.occupancy.timeline(trials.best.choice).max() == trials.best.peak_bytes <= limit * (1 + 1e-6)
+        assert task.problem.cost(trials.best.choice) == trials.best.cost
 
 
 @pytest.mark.slow
@@ -55,9 +55,9 @@ def test_choices_are_near_the_best_mostly() -> None:
 @pytest.mark.parametrize("seed", SEEDS[::2])
 def test_without_a_limit_the_choice_is_the_best(seed: int) -> None:
     task = random_task(seed)
-    result, options = priced(task, np.inf)
-    assert options.best is not None
-    assert options.best.cost == pytest.approx(best_cost(task.problem), rel=1e-3, abs=preferred(task.problem))
+    result, trials = priced(task, np.inf)
+    assert trials.best is not None
+    assert trials.best.cost == pytest.approx(best_cost(task.problem), rel=1e-3, abs=preferred(task.problem))
     assert result.price == 0.0
 
 
@@ -65,11 +65,11 @@ def test_without_a_limit_the_choice_is_the_best(seed: int) -> None:
 def test_impossible_budgets_are_hopeless_and_a_small_choice_is_met(seed: int) -> None:
     task = random_task(seed)
     exact = task.within(0.0).peak_bytes
-    result, options = priced(task, exact * 0.1)
+    result, trials = priced(task, exact * 0.1)
     assert result.is_hopeless
-    assert options.best is None
-    assert options.smallest is not None
-    assert exact * (1 - 1e-3) <= options.smallest.peak_bytes <= exact * 1.5
+    assert trials.best is None
+    assert trials.smallest is not None
+    assert exact * (1 - 1e-3) <= trials.smallest.peak_bytes <= exact * 1.5
 
 
 @pytest.mark.sample(3)

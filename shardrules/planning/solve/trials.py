@@ -1,4 +1,4 @@
-"""The choices that a search has met: the best that fits, the smallest, and those that are worth compiling."""
+"""The choices that a search has tried: the best that fits, the smallest, and those that are worth compiling."""
 
 from collections.abc import Sequence
 from typing import final
@@ -19,7 +19,7 @@ differ between machines."""
 
 @final
 @attrs.frozen
-class Option:
+class Trial:
     """A choice that a search has met."""
 
     choice: tuple[int, ...]
@@ -36,48 +36,47 @@ class Option:
 
 @final
 @attrs.define(eq=False)
-class Options:
+class Trials:
     """Collects the choices of a search."""
 
     occupancy: Occupancy
     limit_bytes: float
-    best: Option | None = None
+    best: Trial | None = None
     """The cheapest that fits."""
-    smallest: Option | None = None
-    _options: dict[tuple[int, ...], Option] = attrs.field(factory=dict)
+    smallest: Trial | None = None
+    _trials: dict[tuple[int, ...], Trial] = attrs.field(factory=dict)
 
-    def add(self, choice: Sequence[int], origin: str = "search") -> Option:
+    def add(self, choice: Sequence[int], origin: str = "search") -> Trial:
         """Adds a choice, unless it is impossible."""
         key = tuple(choice)
-        if key in self._options:
-            return self._options[key]
-        cost = self.occupancy.problem.cost(key)
+        if key in self._trials:
+            return self._trials[key]
+        problem = self.occupancy.problem
+        cost = problem.cost(key) if len(key) == len(problem.nodes) else np.inf
         if not np.isfinite(cost):
-            return Option(key, cost, np.inf, origin)
+            return Trial(key, cost, np.inf, origin)
         timeline = self.occupancy.timeline(key)
-        option = Option(key, cost, float(timeline.max()), origin, timeline)
-        self._options[key] = option
-        if self.fits(option) and (self.best is None or option.cost < self.best.cost * (1 - _BETTER)):
-            self.best = option
-        if self.smallest is None or option.peak_bytes < self.smallest.peak_bytes * (1 - _BETTER):
-            self.smallest = option
-        return option
+        trial = Trial(key, cost, float(timeline.max()), origin, timeline)
+        self._trials[key] = trial
+        if self.fits(trial) and (self.best is None or trial.cost < self.best.cost * (1 - _BETTER)):
+            self.best = trial
+        if self.smallest is None or trial.peak_bytes < self.smallest.peak_bytes * (1 - _BETTER):
+            self.smallest = trial
+        return trial
 
-    def fits(self, option: Option) -> bool:
+    def fits(self, trial: Trial) -> bool:
         """Whether the peak of a choice is within the limit."""
-        return option.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)
+        return trial.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)
 
     @property
-    def answer(self) -> Option | None:
+    def answer(self) -> Trial | None:
         """The cheapest that fits, or the smallest; `None` if every choice was impossible."""
         return self.smallest if self.best is None else self.best
 
-    def front(self) -> tuple[Option, ...]:
-        """The options that no other is cheaper and smaller than, the cheapest first."""
-        front: list[Option] = []
-        for option in sorted(
-            self._options.values(), key=lambda option: (option.cost, option.peak_bytes, option.choice)
-        ):
-            if not front or option.peak_bytes < front[-1].peak_bytes * (1 - _BETTER):
-                front.append(option)
+    def front(self) -> tuple[Trial, ...]:
+        """The trials that no other is cheaper and smaller than, the cheapest first."""
+        front: list[Trial] = []
+        for trial in sorted(self._trials.values(), key=lambda trial: (trial.cost, trial.peak_bytes, trial.choice)):
+            if not front or trial.peak_bytes < front[-1].peak_bytes * (1 - _BETTER):
+                front.append(trial)
         return tuple(front)
