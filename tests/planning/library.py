@@ -232,8 +232,8 @@ def with_arrays(fn: Callable[..., Any], args: tuple[Any, ...]) -> Call:
     arrays = [index for index, arg in enumerate(args) if isinstance(arg, jax.ShapeDtypeStruct)]
 
     def run(*values: Any) -> list[Any]:
-        given = dict(zip(arrays, values, strict=True))
-        results = fn(*(given.get(index, arg) for index, arg in enumerate(args)))
+        values_by_index = dict(zip(arrays, values, strict=True))
+        results = fn(*(values_by_index.get(index, arg) for index, arg in enumerate(args)))
         return [leaf for leaf in jax.tree.leaves(results) if hasattr(leaf, "dtype")]
 
     return Call(run, tuple(args[index] for index in arrays))

@@ -126,7 +126,8 @@ class PlannedFunction:
             raise TreeError(_difference(self.planned, call))
         # Constraints need Auto axes, whatever axis types the user's mesh has.
         auto = auto_mesh(mesh)
-        program = jaxpr_as_fun(with_layouts(call.jaxpr, chosen_layouts(self.problem, self.choice), auto))
+        with axis_names_of(mesh):
+            program = jaxpr_as_fun(with_layouts(call.jaxpr, chosen_layouts(self.problem, self.choice), auto))
 
         def named(*arrays: Any) -> Any:
             with axis_names_of(mesh):

@@ -88,8 +88,8 @@ def gradient(call: Call) -> Call:
         leaves = [leaf for leaf in jax.tree.leaves(call.fn(*args)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         return sum(jnp.sum(jnp.abs(leaf)) for leaf in leaves)
 
-    wanted = tuple(index for index, arg in enumerate(call.args) if jnp.issubdtype(arg.dtype, jnp.floating))
-    return Call(jax.grad(total, wanted), call.args)
+    floats = tuple(index for index, arg in enumerate(call.args) if jnp.issubdtype(arg.dtype, jnp.floating))
+    return Call(jax.grad(total, floats), call.args)
 
 
 @pytest.mark.sample(8)
