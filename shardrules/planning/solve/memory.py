@@ -286,7 +286,8 @@ def _is_written_over(problem: Problem, op_index: int, result: int, here: int, la
             chain += program.operations[producer].operands
         elif (
             max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
-            and problem.homes.get(array) == problem.homes[result]
+            and array in problem.homes
+            and problem.homes[array].node == problem.homes[result].node
             and fusion.nbytes(array) == fusion.nbytes(result)
             and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
         ):

@@ -60,7 +60,7 @@ class _Order:
         last = items.late(items.waiting(matmuls))
         late = items.late(items.waiting([item for item in matmuls if item not in last]))
         ordered = sorted(items.heads, key=lambda item: (item in late) + (item in last))
-        return [op_index for item in ordered for op_index in items.inner(item)]
+        return [op_index for item in items.soon(ordered, matmuls) for op_index in items.inner(item)]
 
 
 @final
@@ -130,6 +130,53 @@ class _Items:
                 if is_carried or any(user in multiplying or user in waiting for user in self.users(op_index)):
                     waiting[self.item_of[op_index]] = None
         return waiting
+
+    def soon(self, ordered: Sequence[int], matmuls: Sequence[int]) -> list[int]:
+        """Moves what no matmul needs, such as the update of a parameter, to right after what it is computed from."""
+        needed = self.waiting(matmuls)
+        moved = [item for item in ordered if item not in needed and self.is_movable(item)]
+        producers = {item: self.producers(item) for item in moved}
+        # What is computed from arguments alone, such as the rate of learning, can run as soon as something takes it.
+        free: dict[int, None] = {}
+        for item in sorted(moved):
+            if all(producer in free for producer in producers[item]):
+                free[item] = None
+        missing = {item: sum(producer not in free for producer in producers[item]) for item in moved}
+        users: dict[int, list[int]] = {}
+        for item in sorted(moved, reverse=True):
+            for producer in producers[item]:
+                users.setdefault(producer, []).append(item)
+        placed: dict[int, None] = {}
+        for first in ordered:
+            ready = [first] if missing.get(first, 0) == 0 else []
+            while ready:
+                item = ready[-1]
+                before = [producer for producer in producers.get(item, ()) if producer not in placed]
+                if before:
+                    ready += before
+                    continue
+                ready.pop()
+                if item in placed:
+                    continue
+                placed[item] = None
+                for user in users.get(item, ()) if item not in free else ():
+                    missing[user] -= 1
+                    if missing[user] == 0:
+                        ready.append(user)
+        return list(placed)
+
+    def is_movable(self, item: int) -> bool:
+        """Whether an item is an operation that computes or returns, and not a matmul."""
+        operation = self.order.program.operations[item]
+        return item not in self.inner_loops and operation.role in ("compute", "fixed", "return") and not operation.flops
+
+    def producers(self, item: int) -> list[int]:
+        """The items that compute what an operation takes in the same round of the loop."""
+        program = self.order.program
+        operations = (
+            program.producers.get(operand) for operand in program.operations[item].operands if operand is not None
+        )
+        return list(dict.fromkeys(self.item_of[producer] for producer in operations if producer in self.item_of))
 
     def late(self, waiting: dict[int, None]) -> dict[int, None]:
         """The matmuls that are not in `waiting`, and what is computed from them."""

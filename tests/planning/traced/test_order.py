@@ -81,3 +81,29 @@ def test_nothing_runs_before_what_it_takes() -> None:
             for operand in operation.operands if operation.role != "join" else operation.operands[:1]:
                 if operand is not None and operand in program.producers:
                     assert positions[program.producers[operand]] < positions[op_index]
+
+
+def test_updates_follow_their_gradients() -> None:
+    """So that gradients are not all in memory at once: also where the rate of learning is computed last."""
+
+    def step(state: Any, ids: Any) -> Any:
+        tables, count = state
+
+        def loss(tables: Any) -> Any:
+            return sum(jnp.sum((table[ids] @ jnp.ones((8, 8))) ** 2) for table in tables)
+
+        slopes = jax.grad(loss)(tables)
+        rate = 1 / jnp.sqrt(count)
+        return [table - rate * slope for table, slope in zip(tables, slopes, strict=True)], count + 1
+
+    program = read_jaxpr(jax.make_jaxpr(step)(([jnp.ones((64, 8))] * 3, 1.0), jnp.arange(4)))
+    positions = late_order(program)
+    assert sorted(positions) == list(range(len(positions)))
+    ordered = sorted(range(len(positions)), key=positions.__getitem__)
+    kinds = [program.operations[op_index].name for op_index in ordered]
+    assert [name for name in kinds if name in ("scatter-add", "sub")] == ["scatter-add", "sub"] * 3
+    # Nothing runs before what it is computed from.
+    for op_index, operation in enumerate(program.operations):
+        for operand in operation.operands:
+            if operand in program.producers:
+                assert positions[program.producers[operand]] < positions[op_index]
