@@ -87,20 +87,35 @@ class _Pricing:
     budget: Budget = attrs.field(factory=Budget)
     constraints: dict[int, MemoryConstraint] = attrs.field(factory=dict)
     met: list[Trial] = attrs.field(factory=list)
+    is_certain: bool = True
+    """Whether memory counts what is there in any case, so that bounds hold, or all that may be there."""
 
     def run(self) -> Budget:
         highest_cost = self.messages.problem.highest_cost()
-        for moment in self.moments:
-            self._watch(moment)
+        for self.is_certain in (True, False):
+            self.constraints = {}
+            for moment in self.moments:
+                self._watch(moment)
+            self._run_rounds()
+            self.budget = attrs.evolve(self.budget, is_hopeless=self.budget.bound > highest_cost)
+            # Bounds count only the copies that are there in any case. Where more are, prices that lead to choices that
+            # fit are higher: a second time, all copies that may be there have a price, and nothing is bounded.
+            if self._is_done() or not self.constraints:
+                break
+        return self.budget
+
+    def _run_rounds(self) -> None:
         prices: dict[int, float] = dict.fromkeys(self.constraints, 0.0)
         height = _HIGHEST
         for round_index in range(_ROUNDS):
-            self._solve(prices, _PRICED_SWEEPS if round_index else _FREE_SWEEPS)
-            if self._is_close() or self.deadline.is_over or self.budget.bound > highest_cost:
-                break
-            new = self._watch_peaks()
-            if not self.constraints or not self.met:  # it fits, and memory never mattered
-                break
+            if self.is_certain or round_index:
+                count = len(self.met)
+                self._solve(prices, _PRICED_SWEEPS if round_index else _FREE_SWEEPS)
+                has_new = self._watch_peaks()
+                if self._is_done() or not self.constraints or not self.met:  # it fits, or memory never mattered
+                    break
+                if not self.is_certain and len(self.met) == count and not has_new:  # these prices lead to nothing new
+                    break
             cheapest = min(trial.cost for trial in self.met)
             highest = height * max(cheapest, 1e-9) / max(trial.peak_bytes for trial in self.met)
             if round_index == 0 and len(self.met) == 1:
@@ -108,11 +123,15 @@ class _Pricing:
                 prices = dict.fromkeys(self.constraints, highest / len(self.constraints))
                 continue
             prices, value = self._best_prices(highest)
-            if value <= self.budget.bound * (1 + CLOSE) and not new:  # no prices give a bound that is higher by much
+            # No prices give a bound that is higher by much.
+            if self.is_certain and value <= self.budget.bound * (1 + CLOSE) and not has_new:
                 break
             if sum(prices.values()) >= highest * (1 - CLOSE):
                 height = min(height * _HIGHEST, _TOP)
-        return attrs.evolve(self.budget, is_hopeless=self.budget.bound > highest_cost)
+
+    def _is_done(self) -> bool:
+        is_hopeless = self.budget.bound > self.messages.problem.highest_cost()
+        return self._is_close() or is_hopeless or self.deadline.is_over
 
     def _is_close(self) -> bool:
         best = self.trials.best
@@ -120,7 +139,7 @@ class _Pricing:
 
     def _watch(self, moment: int) -> None:
         occupancy = self.trials.occupancy
-        self.constraints[moment] = occupancy.constraint(moment, self.trials.limit_bytes, certain=True)
+        self.constraints[moment] = occupancy.constraint(moment, self.trials.limit_bytes, self.is_certain)
         self.moments[moment] = None
 
     def _watch_peaks(self) -> bool:
@@ -141,7 +160,7 @@ class _Pricing:
         for _ in range(0, sweeps, _SWEEPS):
             bound = self.messages.settle(_SWEEPS, self.deadline) - paid
             # Every price gives a bound. The best counts, not the last.
-            if bound > self.budget.bound:
+            if self.is_certain and bound > self.budget.bound:
                 self.budget = Budget(bound, sum(prices.values()), self.messages.extra())
             if self._meet(self.messages.decoded(), prices, bound) or self.deadline.is_over:
                 return
