@@ -264,8 +264,8 @@ def _written(program: TracedProgram) -> frozenset[int]:
             written.update(operand for operand, result in _view_pairs(operation) if is_returned or result in written)
         elif _takes_whole(operation):
             # What is written into the first operand may be computed on the way.
-            taken = operation.operands[:1] if operation.name in IN_PLACE else operation.operands
-            written.update(operand for operand in taken if operand is not None)
+            whole_operands = operation.operands[:1] if operation.name in IN_PLACE else operation.operands
+            written.update(operand for operand in whole_operands if operand is not None)
             first = operation.operands[0]
             if operation.name in IN_PLACE and first is not None and _updated_on_the_way(program, first):
                 written.discard(first)
