@@ -7,10 +7,12 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.layouts import Moves, moves
+from shardrules.analysis.costs.memory import traffic_seconds
+from shardrules.planning.graph.layouts import Moves, moves, shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
-from shardrules.planning.traced.program import TracedProgram
+from shardrules.planning.traced.fusion import is_matmul
+from shardrules.planning.traced.program import Operation, TracedProgram
 from shardrules.planning.traced.waiting import Waiting
 
 _ALONE_DIVISOR = 128
@@ -82,6 +84,21 @@ class EdgeBuilder:
             self.edge_indices[op_index, -1 - result_index] = edge_index
             self._count_group((edge_index,), operation.run_count)
 
+    def _reordered_bytes(self, array: int) -> int:
+        """The bytes of what is read in the order of an array: on GPUs, of a dot with a vector the larger operand."""
+        operation = self._producer(array)
+        # Dims keep their order in memory in what is computed from it one by one.
+        while operation is not None and operation.role == "compute" and len(operation.operands) == 1:
+            (operand,) = operation.operands
+            operation = None if operand is None else self._producer(operand)
+        if operation is None or operation.name != "dot_general" or is_matmul(operation) or not self.machine.is_gpu:
+            return 0
+        return max(self.program.arrays[operand].nbytes for operand in operation.operands if operand is not None)
+
+    def _producer(self, array: int) -> Operation | None:
+        op_index = self.program.producers.get(array)
+        return None if op_index is None else self.program.operations[op_index]
+
     def _count_group(self, group: tuple[int, ...], count: int) -> None:
         self.group_counts[group] = self.group_counts.get(group, 0) + count
 
@@ -130,11 +147,23 @@ class EdgeBuilder:
         """The index of an edge, which equal moves of equal arrays share."""
         nbytes = self.program.arrays[array].nbytes
         is_alone = is_alone or timing[1] or self.program.regions[region].run_count > 1
-        key = (start, end, nbytes, count, is_alone, timing)
+        read_bytes = self._reordered_bytes(array)
+        key = (start, end, nbytes, count, is_alone, timing, read_bytes)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
-            self.edges.append(self._edge(start, end, nbytes, count, is_alone, timing))
+            edge = self._edge(start, end, nbytes, count, is_alone, timing)
+            if read_bytes:
+                edge = attrs.evolve(edge, relayout_seconds=self._relayout_seconds(edge, read_bytes))
+            self.edges.append(edge)
         return self._indices_by_key[key]
+
+    def _relayout_seconds(self, edge: Edge, read_bytes: int) -> np.ndarray:
+        """What copies take where a collective along a dim other than the first wants that dim first in memory, and the
+        kernel that computes the array reads its operands in the same order."""
+        before, after = edge.from_layouts[:, None, :], edge.to_layouts[None, :, :]
+        sends_inner = ((before > 0) & (before != after)).any(axis=2)
+        copied = 2 * read_bytes / shard_counts(edge.from_layouts, self.machine)[:, None]
+        return np.where(sends_inner, copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
     def _edge(
         self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: tuple[float, bool]

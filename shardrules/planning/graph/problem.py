@@ -28,6 +28,10 @@ A nanosecond is far below any collective (microseconds), so ten times more or le
 """
 
 
+_NOTHING = np.zeros((1, 1))
+"""A table of no seconds, for any number of layouts."""
+
+
 @final
 @attrs.frozen
 class Home:
@@ -69,6 +73,8 @@ class Edge:
     combined_bytes: int  # collectives that send fewer bytes are combined, and share their fixed cost
     exposed: float = 1.0  # the fraction of a move's time that compilers do not hide behind computing
     is_between: bool = False  # the array comes from a matmul, and another waits for it
+    relayout_seconds: np.ndarray = _NOTHING
+    """What copies take that a move makes the compiler insert before the array is computed: a table like `seconds`."""
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
@@ -80,7 +86,8 @@ class Edge:
         fixed_share[exchanged.any(axis=0)] = 1.0
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
-        return np.where(moves.allowed, sending + _SLICE_SECONDS * differs, np.inf)
+        sending = sending + self.relayout_seconds + _SLICE_SECONDS * differs
+        return np.where(moves.allowed, sending, np.inf)
 
 
 @final

@@ -25,7 +25,7 @@ def _restrict_edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
     if len(rows) == len(edge.from_layouts) and len(columns) == len(edge.to_layouts):
         return attrs.evolve(edge, from_codes=from_codes.ravel(), to_codes=to_codes.ravel())
     cut = np.ix_(rows, columns)
-    moves = edge.moves
+    moves, relayout = edge.moves, edge.relayout_seconds
     return attrs.evolve(
         edge,
         from_codes=from_codes.ravel(),
@@ -33,6 +33,7 @@ def _restrict_edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
         from_layouts=edge.from_layouts[rows],
         to_layouts=edge.to_layouts[columns],
         moves=Moves(moves.seconds[cut], moves.fixed[cut], moves.sent[:, rows][:, :, columns], moves.allowed[cut]),
+        relayout_seconds=relayout[cut] if relayout.size > 1 else relayout,
     )
 
 
