@@ -96,7 +96,7 @@ class OperandCopies:
             for operand_index, groups in enumerate(_groups(operation)):
                 array = operation.operands[operand_index]
                 operand = None if array is None else self._operand(array, groups)
-                if operand is None:
+                if array is None or operand is None:
                     continue
                 key = (self.fusion.sources.get(array, array), operation.region, *groups)
                 if key not in counted:
