@@ -158,7 +158,7 @@ def _leaving(program: TracedProgram, region: int, splits: _Splits) -> Iterator[B
             continue
         (piece,), (result,) = operation.operands, operation.results
         # What goes round is what the round before has computed: of the two, compilers may stack one.
-        computed = ends.get(piece, piece)
+        computed = piece if piece is None else ends.get(piece, piece)
         users = [program.operations[user] for user, _ in program.users.get(result, ())]
         # A result of the function may be written over an argument from the start.
         if computed is None or computed in stacked or not users or any(user.role == "return" for user in users):
