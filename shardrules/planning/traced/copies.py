@@ -5,7 +5,8 @@ where that is
 
 - an argument that is not donated, or a constant of the function;
 - needed again by something that waits for the update, or returned as it was;
-- for an update in a loop: an array from outside of the loop, which the next round needs as it was."""
+- for an update in a loop: an array from outside of the loop, which the next round needs as it was.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import final

@@ -42,6 +42,7 @@ def test_parts_of_a_sum_are_added_up() -> None:
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(16, 0, 5, 11), (0, 0, 0, 32), (1, 2, 3, 4), (9, 7, 9, 7)])
 def test_ragged_rows_are_in_their_groups(sizes: tuple[int, ...]) -> None:
     """Groups that are empty, cross the border of a device, or end before the rows do."""
@@ -63,6 +64,7 @@ def gradient(fn: Any) -> Any:
     return jax.grad(lambda x: jnp.sum(fn(x) ** 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axis_type", "outer"), [(AxisType.Auto, gradient), (AxisType.Explicit, same), (AxisType.Explicit, jax.jit)]
 )

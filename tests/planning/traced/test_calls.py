@@ -54,6 +54,7 @@ def solved(x: jax.Array) -> jax.Array:
     return lax.custom_linear_solve(lambda v: v * double, x, lambda _, b: b * half, lambda _, b: b * half)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fn", [doubled, mapped, linear, solved, lambda x: jnp.linalg.solve(MATRICES, x)])
 def test_what_is_called_is_planned(fn: Callable[..., Any]) -> None:
     """The body of a call is read, and keeps its meaning with layouts written into it."""

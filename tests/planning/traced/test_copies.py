@@ -134,6 +134,7 @@ def modelled(case: Case) -> float:
     return total
 
 
+@pytest.mark.sample(6)
 @named
 def test_updates_and_lookups_move_what_they_touch(case: Case) -> None:
     assert modelled(case) == pytest.approx(case.moved, rel=0.1)

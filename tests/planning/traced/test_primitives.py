@@ -77,7 +77,7 @@ def unknown(program: ClosedJaxpr) -> list[str]:
     return [name for name, _ in read_jaxpr(program).unknown_primitives]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_of_jax_trace_to_known_primitives(name: str) -> None:
     assert unknown(traced(CALLS[name])) == []
@@ -92,7 +92,7 @@ def gradient(call: Call) -> Call:
     return Call(jax.grad(total, floats), call.args)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.has_gradient])
 def test_gradients_trace_to_known_primitives(name: str) -> None:
     assert unknown(traced(gradient(CALLS[name]))) == []
