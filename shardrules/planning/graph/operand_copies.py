@@ -46,8 +46,8 @@ class DotOperand:
         groups = [[dim for dim in group if kept[dim]] for group in (self.batch, self.summed, self.others)]
         if _is_matrices([dim for dim in self.order if kept[dim]], groups):
             return False
-        wanted = [dim for dim in (*self.batch, *self.summed, *self.others) if is_long[dim]]
-        return wanted != [dim for dim in self.order if is_long[dim]]
+        dot_order = [dim for dim in (*self.batch, *self.summed, *self.others) if is_long[dim]]
+        return dot_order != [dim for dim in self.order if is_long[dim]]
 
 
 def _is_matrices(order: list[int], groups: list[list[int]]) -> bool:
