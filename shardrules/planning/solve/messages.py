@@ -51,16 +51,22 @@ class _Link:
     def of(cls, start: int, start_codes: np.ndarray, end: int, end_codes: np.ndarray, cost: np.ndarray) -> "_Link":
         """Returns a link to which nothing was moved."""
         rows, columns = cost.shape
-        sides: list[np.ndarray] = []
-        for codes, count in ((start_codes, rows), (end_codes, columns)):
-            order = np.argsort(codes, kind="stable")
-            sides += [order, np.searchsorted(codes[order], np.arange(count)), codes]
-        return cls(start, end, cost, *sides, np.zeros(rows), np.zeros(columns))
+        (start_order, start_firsts), (end_order, end_firsts) = _by_code(start_codes, rows), _by_code(end_codes, columns)
+        return cls(
+            *(start, end, cost, start_order, start_firsts, start_codes),
+            *(end_order, end_firsts, end_codes, np.zeros(rows), np.zeros(columns)),
+        )
 
     def joint(self) -> np.ndarray:
         """What each pair costs now."""
         cost = self.cost if self.memory_cost is None else self.cost + self.memory_cost
         return cost + self.start_costs[:, None] + self.end_costs[None, :]
+
+
+def _by_code(codes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Layouts sorted by their code, and the first of each code."""
+    order = np.argsort(codes, kind="stable")
+    return order, np.searchsorted(codes[order], np.arange(count))
 
 
 @final

@@ -106,7 +106,7 @@ class _Pricing:
 
     def _run_rounds(self) -> None:
         prices: dict[int, float] = dict.fromkeys(self.constraints, 0.0)
-        height = _HIGHEST
+        height, has_new = _HIGHEST, False
         for round_index in range(_ROUNDS):
             if self.is_certain or round_index:
                 count = len(self.met)

@@ -34,7 +34,8 @@ def test_the_answer_fits_if_anything_does() -> None:
     free, _ = some_trials(np.inf)
     assert free.smallest is not None
     tight, _ = some_trials(free.smallest.peak_bytes)
-    assert tight.answer == tight.best is not None
+    assert tight.best is not None
+    assert tight.answer == tight.best
     assert tight.best.peak_bytes <= free.smallest.peak_bytes * (1 + 1e-6)
     hopeless, _ = some_trials(free.smallest.peak_bytes * 0.9)
     assert hopeless.best is None
