@@ -1,6 +1,6 @@
 """A problem with fewer layouts to choose from, to solve a part of what is too large to solve as a whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -40,12 +40,3 @@ def _restrict_edge(edge: Edge, keep: Sequence[np.ndarray]) -> Edge:
 def variable_count(problem: Problem) -> int:
     """About how many variables the linear program of a problem has: one for each move along each edge."""
     return sum(len(edge.from_layouts) * len(edge.to_layouts) for edge in problem.edges)
-
-
-def layouts_where(problem: Problem, condition: Callable[[np.ndarray, int], np.ndarray]) -> list[np.ndarray]:
-    """For each node the indices of layouts that meet a condition on its layouts and its index; all if none do."""
-    keep = []
-    for node_index, node in enumerate(problem.nodes):
-        indices = np.flatnonzero(condition(node.layouts, node_index))
-        keep.append(indices if len(indices) else np.arange(len(node.layouts)))
-    return keep

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.restrict import layouts_where, restrict, variable_count
+from shardrules.planning.graph.restrict import restrict, variable_count
 from shardrules.planning.solve import search
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult, Task
@@ -138,17 +138,6 @@ def test_a_restricted_problem_costs_the_same() -> None:
         whole = [int(kept[layout_index]) for kept, layout_index in zip(keep, choice, strict=True)]
         assert part.cost(choice) == pytest.approx(problem.cost(whole), rel=1e-12)
     assert best_cost(part) >= best_cost(problem) * (1 - 1e-12)
-
-
-def test_layouts_where_a_condition_holds() -> None:
-    problem = random_task(3).problem
-    kept = layouts_where(problem, lambda rows, _: (rows == -1).all(axis=1))
-    assert all(
-        problem.nodes[node_index].layouts[indices].tolist() == [[-1, -1]] for node_index, indices in enumerate(kept)
-    )
-    assert [len(indices) for indices in layouts_where(problem, lambda rows, _: rows[:, 0] == 99)] == [
-        len(node.layouts) for node in problem.nodes
-    ]
 
 
 def test_a_search_without_time_still_returns_a_plan() -> None:
