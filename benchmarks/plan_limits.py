@@ -72,11 +72,11 @@ BUSY = 4
 """How many processes are busy beside a search."""
 
 
-def limits_of(experts: Sequence[Row], own: Row | None) -> dict[str, int]:
+def limits_of(experts: Sequence[Row], unlimited: Row | None) -> dict[str, int]:
     """The limits of a step, by what they are."""
     best = min(experts, key=lambda row: row.ms)
     limits = {f"{share} of the best expert's": int(share * best.peak_bytes) for share in EXPERT_SHARES}
-    return limits if own is None else {**limits, f"{OWN_SHARE} of its own": int(OWN_SHARE * own.peak_bytes)}
+    return limits if unlimited is None else {**limits, f"{OWN_SHARE} of its own": int(OWN_SHARE * unlimited.peak_bytes)}
 
 
 def faults_of(result: Result, tried: Sequence[Row], time_limit: float) -> Iterator[str]:
