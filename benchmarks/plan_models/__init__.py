@@ -158,4 +158,4 @@ KINDS: dict[str, Model] = {
         Model("image_text_pairs", image_text_pairs, published(CLIP_SPLITS, tensor=True)),
     )
 }
-"""Sixteen more kinds of steps, which `autoplan` was not made on, with a few plans of experts each."""
+"""Sixteen more kinds of steps, with a few plans of experts each."""
