@@ -46,11 +46,10 @@ class ExpertPattern:
 
 def patterns(problem: Problem) -> Iterator[ExpertPattern]:
     """Yields the patterns for a problem, the simplest first."""
-    families = Families.of(problem)
-    if families.batch is None:
+    families, axes = Families.of(problem), problem.machine.axes
+    if families.batch is None or not axes:
         return
     roles: list[Role] = ["rows", *(["expert"] if families.experts else []), "sequence", "tensor"]
-    axes = problem.machine.axes
     for stage in ("whole", "moments", "all"):
         # Axes that come first are the outer ones: experts put rows there, and tensors inside of hosts.
         for combination in itertools.combinations_with_replacement(roles, len(axes)):
