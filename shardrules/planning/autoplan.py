@@ -33,10 +33,12 @@ from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.findings import (
     COSTLY_RATIO,
+    NEAR_RATIO,
     PinCosts,
     does_not_fit_text,
     machine_findings,
     may_not_fit,
+    near_the_limit,
     nothing_split,
     pin_findings,
     program_findings,
@@ -101,7 +103,8 @@ def autoplan(
     `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh nor a device count; with `prove`,
     `MissingCompilerError` if the compiler is not installed and `ConfigError` if it is not known for which devices to
     compile; and whatever `fn` raises when it is traced. Where no plan fits by the model, the one with the least memory
-    is returned, with the finding `may-not-fit`.
+    is returned, with the finding `may-not-fit`; where one fits by less than a tenth, it has the finding
+    `near-the-limit`.
 
     ```python
     def loss(w, x):
@@ -290,6 +293,8 @@ def _answer(query: _Query, result: SearchResult, deadline: Deadline) -> AutoPlan
 def _findings(query: _Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
     if not plan.result.fits:
         yield may_not_fit(query.call, query.limit_bytes, plan.result.peak_bytes, list(query.pinned), costs)
+    elif query.device_mesh is None and plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
+        yield near_the_limit(query.limit_bytes, plan.peak_bytes)
     if plan.result.is_late:
         yield time_is_up(query.options.time_limit, plan.gap)
     yield from machine_findings(query.mesh, query.options.hardware)

@@ -145,6 +145,16 @@ def test_the_least_limit_works(mesh: Any) -> None:
     assert "may-not-fit" not in codes(planned)
 
 
+def test_plans_near_the_limit_are_noted() -> None:
+    args = mlp(512, 2048, 4096)
+    peak = sr.autoplan(train, *args, mesh=DATA).peak_bytes
+    near, far = (sr.autoplan(train, *args, mesh=DATA, memory_limit=int(peak * ratio)) for ratio in (1.05, 1.2))
+    (finding,) = [finding for finding in near.findings if finding.code == "near-the-limit"]
+    assert finding.level == "note"
+    assert "prove=True" in finding.remedy
+    assert "near-the-limit" not in codes(far)
+
+
 @pytest.mark.slow
 def test_budgets_are_kept() -> None:
     args = mlp(1024, 4096, 2**13)

@@ -26,6 +26,10 @@ know, so that a few per cent are not worth a warning; with 4, tensor parallelism
 _LARGE_CONSTANT = 2**20
 """Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
 
+NEAR_RATIO = 0.9
+"""The part of the limit from which a plan is called near it. The model of memory may say up to a tenth less than the
+compiler for most functions; with 0.8, half of all plans with a limit would have the finding."""
+
 _SHOWN_ARRAYS = 5
 """How many arrays an error lists behind a bound: the largest, which usually take most of it."""
 
@@ -201,6 +205,17 @@ def may_not_fit(call: Call, limit_bytes: int, peak_bytes: float, pinned: Sequenc
     elif pinned and not costs.is_complete:
         message += "; the time limit was reached before a search without the pins"
     return Finding("warning", "may-not-fit", message, remedy=remedy)
+
+
+def near_the_limit(limit_bytes: int, peak_bytes: float) -> Finding:
+    """Returns the finding that a plan fits by less than what the model of memory is off by."""
+    return Finding(
+        "note",
+        "near-the-limit",
+        f"modelled to take {bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}, which leaves less than the model may "
+        "be off by",
+        remedy="Pass prove=True to ask the compiler",
+    )
 
 
 def does_not_fit_text(

@@ -163,7 +163,10 @@ class AutoPlan:
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """The most memory that a device uses once the plan is compiled, as modelled."""
+        """The most memory that a device uses once the plan is compiled, as modelled; with `prove`, as compiled."""
+        for trial in self.compiled:
+            if trial.is_chosen:
+                return trial.peak_bytes
         return int(self.task.compiled_peak(self.choice))
 
     @functools.cached_property
@@ -256,12 +259,15 @@ class AutoPlan:
         other = self.task.only(keep).within(self.memory_limit, Deadline.after(self.time_limit))
         if not other.fits:
             return None
-        changed = attrs.evolve(self, result=other.reindexed(keep))
+        # Nothing was compiled of the other plan: models are compared with models.
+        modelled, changed = (
+            attrs.evolve(self, result=result, compiled=()) for result in (self.result, other.reindexed(keep))
+        )
         return Alternative(
             changed.spec_of(array),
             changed.cost - self.cost,
             changed.wire_bytes - self.wire_bytes,
-            changed.peak_bytes - self.peak_bytes,
+            changed.peak_bytes - modelled.peak_bytes,
         )
 
     def explain(self, path: str) -> str:
@@ -336,8 +342,8 @@ class AutoPlan:
             + f", found in {self.seconds:.1f} s"
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
-        proof = next((f" ({bytes_text(trial.peak_bytes)} compiled)" for trial in self.compiled if trial.is_chosen), "")
-        memory = f"{bytes_text(self.peak_bytes)}{proof} of {bytes_text(self.memory_limit)}"
+        source = " as compiled" if self.compiled else ""
+        memory = f"{bytes_text(self.peak_bytes)}{source} of {bytes_text(self.memory_limit)}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
         if self.price_of_memory:
             percent = self.memory_limit // 100

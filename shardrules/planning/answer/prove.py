@@ -1,8 +1,8 @@
 """`autoplan(prove=True)`: the compiler decides which plans fit.
 
 First the fastest plan of all is compiled, unless it is far from fitting. What the compiler needs says by what factor
-the model of memory is off for this function, and the next search knows that factor. It ends at the cheapest plan that
-the compiler says fits.
+the model of memory is off for this function, and the next search knows that factor. Until a plan fits, each leaves more
+room than the last; once one does, cheaper ones are tried. It ends at the cheapest plan that the compiler says fits.
 """
 
 import time
@@ -30,9 +30,15 @@ _MOST_COMPILED = 6
 """How many plans are compiled at most. What the second says hardly changes the factor of a function; with twice as
 many, functions that take minutes to compile use up every time limit."""
 
-_HOPELESS = 2.0
-"""How many times the limit the fastest plan of all may take, by the model, to be compiled before any other: the model
-is off by less than that. With more, functions are compiled for nothing."""
+_HOPELESS = 1.15
+"""How many times the limit the fastest plan of all may take, by the model, to be compiled before any other: for most
+functions, the model is off by less. With much more, slow compilers are asked about nothing that fits before the time is
+up; with less, plans that fit are compiled after others that are slower."""
+
+_ROOM, _LAST_ROOM = 0.1, 0.2
+"""The part of the limit that plans leave free, by the corrected model, to be compiled where nothing fits so far: for
+each that did not fit, and at least for the last that there is time for. Plans of one function differ by about a tenth
+in what the model is off by. Halved, several are compiled in vain; doubled, they are slower than need be."""
 
 _SAME_FACTOR = 0.01
 """Factors that differ by less are the same: another search would find the same plans."""
@@ -104,10 +110,14 @@ class _Trials:
                 break
             self.compile(task, choice, result)
             corrected = self.corrected(task, choice)
-            if corrected is not task and not self.is_cheapest(choice) and not self.deadline.is_over:
+            is_late = self.deadline.seconds_left <= self.longest_seconds
+            if is_late or self.is_cheapest(choice):
+                break
+            if corrected is not task or not self.has_fitting:
                 task, result = corrected, self.search(corrected)
         if not self.compiled:
-            return attrs.evolve(self.plan, findings=(*self.plan.findings, _not_compiled()))
+            result = result if result.peak_bytes <= self.plan.memory_limit else self.plan.result
+            return attrs.evolve(self.plan, result=result, findings=(*self.plan.findings, _not_compiled()))
         best, trial = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
         findings = tuple(finding for finding in best.findings if finding.code != "may-not-fit")
@@ -116,8 +126,30 @@ class _Trials:
         return attrs.evolve(best, compiled=tuple(trials), findings=findings)
 
     def search(self, task: Task) -> SearchResult:
-        """Searches within the limit, for half of the time that is left."""
-        return task.within(self.plan.memory_limit, self.deadline.share(2))
+        """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
+        compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - self.longest_seconds)
+        aimed = self.aimed_bytes
+        result = task.within(aimed, compiling.share(2))
+        if aimed == self.plan.memory_limit:
+            return result
+        # With all of the limit, plans may cost less than this search says: only the first one's bound is left.
+        return attrs.evolve(result, bound=min(result.bound, self.plan.result.bound))
+
+    @property
+    def has_fitting(self) -> bool:
+        """Whether anything that was compiled fits."""
+        return any(trial.peak_bytes <= self.plan.memory_limit for _, trial in self.compiled.values())
+
+    @property
+    def aimed_bytes(self) -> float:
+        """What the next choice to compile may take, by the corrected model."""
+        limit = self.plan.memory_limit
+        if not self.compiled or self.has_fitting:
+            return limit
+        room = _ROOM * len(self.compiled)
+        if self.deadline.seconds_left < 2 * self.longest_seconds:
+            room = max(room, _LAST_ROOM)
+        return limit * (1 - room)
 
     def is_cheapest(self, choice: tuple[int, ...]) -> bool:
         """Whether a choice fits, and is the one without any limit."""
@@ -133,18 +165,20 @@ class _Trials:
     def next_choice(self, task: Task, result: SearchResult) -> tuple[int, ...] | None:
         """Returns the cheapest choice that is expected to fit, if it may be better than what does.
 
-        Until anything fits, and where nothing is expected to, it is the one that is expected to need least.
+        Where nothing is expected to fit, it is the one that is expected to need least, if less than all before.
         """
         if not self.compiled:
             return result.choice
         limit, cost = self.plan.memory_limit, task.problem.cost
+        aimed = self.aimed_bytes
         most = min((plan.cost for plan, trial in self.compiled.values() if trial.peak_bytes <= limit), default=None)
         new = [choice for choice in self.choices if choice not in self.compiled]
         peaks = {choice: float(task.occupancy.timeline(choice).max()) for choice in new}
-        fitting = [choice for choice in new if peaks[choice] <= limit and (most is None or cost(choice) < most)]
+        fitting = [choice for choice in new if peaks[choice] <= aimed and (most is None or cost(choice) < most)]
         if fitting or most is not None:
             return min(fitting, key=cost, default=None)
-        return min(new, key=peaks.__getitem__, default=None)
+        least = min(trial.peak_bytes for _, trial in self.compiled.values())
+        return min((choice for choice in new if peaks[choice] < least), key=peaks.__getitem__, default=None)
 
     def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
         """Compiles a choice; `result` is of the last search, which may have found another."""

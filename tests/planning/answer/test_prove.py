@@ -1,5 +1,6 @@
 """Plans for which the compiler decides what fits."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,6 +12,9 @@ import shardrules as sr
 from shardrules.analysis.compiling.compile import CompilerMemory
 from shardrules.analysis.machine import targets
 from shardrules.planning.answer.prove import device_mesh
+from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.search import Task
+from shardrules.planning.solve.trials import Trials
 
 MESH = sr.mesh_shape("data:8")
 CPU = sr.Hardware.named("cpu")
@@ -56,7 +60,7 @@ def test_the_fastest_plan_is_kept_where_it_fits_once_compiled() -> None:
     peak = usage.argument_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
     peak += usage.temp_size_in_bytes
     # By this model the plan takes more than the limit, which it keeps once it is compiled.
-    pessimistic = sr.Assumptions(temporaries=1.7)
+    pessimistic = sr.Assumptions(temporaries=1.15)
     assert plan_of(1.01 * peak, assumptions=pessimistic).choice != free.choice
     plan = plan_of(1.01 * peak, assumptions=pessimistic, prove=True)
     (trial,) = plan.compiled
@@ -82,8 +86,10 @@ def test_what_is_compiled_corrects_the_model(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.task.problem.machine.assumptions.temporaries > 1.2 * sr.Assumptions().temporaries
     text = str(plan)
     assert f"{index} (chosen, fits)" in text
-    assert "compiled) of" in text
+    assert plan.peak_bytes == plan.compiled[index - 1].peak_bytes
+    assert " as compiled of" in text
     report = sr.reports.AutoPlanReport.of(plan)
+    assert report.peak_bytes == plan.peak_bytes
     assert sr.reports.AutoPlanReport.from_json(report.to_json()).compiled == plan.compiled
 
 
@@ -94,6 +100,57 @@ def test_where_nothing_fits_the_least_is_returned_with_a_finding(monkeypatch: py
     assert "does-not-fit" in codes(plan)
     assert "may-not-fit" not in codes(plan)
     assert [trial.is_chosen for trial in plan.compiled[:2]] == [False, True]
+    assert plan.peak_bytes == int(1e9)
+    assert plan.peak_bytes > plan.memory_limit
+
+
+def test_what_does_not_fit_is_followed_by_what_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan_of()
+    limit = free.peak_bytes * 1.01
+    # The model is right but for the fastest plan, which it says fits.
+    compiler_peaks(monkeypatch, [limit * 1.005, limit * 0.9])
+    first, second, *_ = plan_of(limit, prove=True).compiled
+    assert first.predicted_bytes <= limit
+    assert second.predicted_bytes <= 0.9 * limit
+    assert not first.is_chosen
+
+
+def test_the_last_that_there_is_time_for_leaves_most_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    aims: list[float] = []
+    search = Task.within
+
+    def within(task: Task, limit: float, deadline: Deadline) -> Any:
+        aims.append(limit)
+        return search(task, limit)
+
+    monkeypatch.setattr(Task, "within", within)
+    free = plan_of()
+    compiler_peaks(monkeypatch, [free.peak_bytes * 1.3, free.peak_bytes])
+    # As if compiling had taken nearly half of the time.
+    monkeypatch.setattr("shardrules.planning.answer.prove.time", SimpleNamespace(monotonic=iter((0, 450) * 9).__next__))
+    plan = plan_of(free.peak_bytes, time_limit=800, prove=True)
+    assert aims[2] == pytest.approx(0.8 * plan.memory_limit)
+
+
+def test_far_too_large_plans_are_not_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan_of()
+    limit = free.peak_bytes / 1.2
+    compiler_peaks(monkeypatch, [limit])
+    plan = plan_of(limit, prove=True)
+    assert all(trial.predicted_bytes <= limit for trial in plan.compiled)
+    assert "does-not-fit" not in codes(plan)
+
+
+def test_it_ends_where_nothing_smaller_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan_of()
+    whole = Trials(free.task.occupancy, 0).add((0,) * len(free.choice))
+    assert whole.peak_bytes > free.peak_bytes
+    met = attrs.evolve(free.result, candidates=(whole,))
+    monkeypatch.setattr(Task, "within", lambda *_: met)
+    compiler_peaks(monkeypatch, [free.peak_bytes])
+    plan = plan_of(free.peak_bytes * 0.95, prove=True)
+    assert len(plan.compiled) == 1
+    assert "does-not-fit" in codes(plan)
 
 
 def test_no_time_is_left_to_compile() -> None:
