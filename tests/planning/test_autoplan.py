@@ -150,7 +150,7 @@ def test_plans_near_the_limit_are_noted() -> None:
     peak = sr.autoplan(train, *args, mesh=DATA).peak_bytes
     near, far = (sr.autoplan(train, *args, mesh=DATA, memory_limit=int(peak * ratio)) for ratio in (1.05, 1.2))
     (finding,) = [finding for finding in near.findings if finding.code == "near-the-limit"]
-    assert finding.level == "note"
+    assert finding.severity == "note"
     assert "prove=True" in finding.remedy
     assert "near-the-limit" not in codes(far)
 
