@@ -105,5 +105,5 @@ def test_updates_follow_their_gradients() -> None:
     # Nothing runs before what it is computed from.
     for op_index, operation in enumerate(program.operations):
         for operand in operation.operands:
-            if operand in program.producers:
+            if operand is not None and operand in program.producers:
                 assert positions[program.producers[operand]] < positions[op_index]
