@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from shardrules.analysis.costs.memory import traffic_seconds
-from shardrules.planning.graph.layouts import Moves, moves, shard_counts
+from shardrules.planning.graph.layouts import PARTIAL, Moves, moves, shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
 from shardrules.planning.traced.fusion import is_matmul
@@ -154,6 +154,8 @@ class EdgeBuilder:
             edge = self._edge(start, end, nbytes, count, is_alone, timing)
             if read_bytes:
                 edge = attrs.evolve(edge, relayout_seconds=self._relayout_seconds(edge, read_bytes))
+            elif self.machine.is_gpu and not timing[1] and len(self.program.arrays[array].shape) == 2:
+                edge = attrs.evolve(edge, relayout_seconds=self._reordering_seconds(edge))
             self.edges.append(edge)
         return self._indices_by_key[key]
 
@@ -164,6 +166,14 @@ class EdgeBuilder:
         sends_inner = ((before > 0) & (before != after)).any(axis=2)
         copied = 2 * read_bytes / shard_counts(edge.from_layouts, self.machine)[:, None]
         return np.where(sends_inner, copied * traffic_seconds(1, self.machine.hardware), 0.0)
+
+    def _reordering_seconds(self, edge: Edge) -> np.ndarray:
+        """What it takes to copy what a matrix of parameters or gradients becomes, where a collective along its second
+        dim wants that dim first in memory. Matmuls take both orders, but arguments and results have one."""
+        before, after = edge.from_layouts[:, None, :], edge.to_layouts[None, :, :]
+        is_inner = ((before > 0) & (before != after)) | ((before == PARTIAL) & (after > 0))
+        copied = 2 * edge.nbytes / shard_counts(edge.to_layouts, self.machine)[None, :]
+        return np.where(is_inner.any(axis=2), copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
     def _edge(
         self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: tuple[float, bool]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardrules as sr
+from shardrules.planning.graph.layouts import PARTIAL
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 from shardrules.planning.graph.problem import Edge, Problem
 from shardrules.planning.graph.restrict import restrict
@@ -63,7 +64,7 @@ def attend(q: jax.Array, keys: jax.Array, out: jax.Array) -> jax.Array:
 def test_gathering_heads_of_one_query_copies_what_they_attend_to() -> None:
     """Heads come first in memory then, and keys are read in the same order: later, too, if reshaped before."""
     problem = problem_of(attend, (B, H, D), (B, T, H, D), (H * D, 64))
-    costly = [edge for edge in problem.edges if edge.relayout_seconds.any()]
+    costly = [edge for edge in problem.edges if edge.is_between and edge.relayout_seconds.any()]
     copy_seconds = 2 * 2 * B * T * H * D / 8 / 2.9e12
     assert costly
     for edge in costly:
@@ -71,6 +72,25 @@ def test_gathering_heads_of_one_query_copies_what_they_attend_to() -> None:
         assert not edge.relayout_seconds[(edge.from_layouts <= 0).all(axis=1)].any()
     keep = [np.arange(len(node.layouts)) for node in problem.nodes]
     kept = restrict(problem, keep)
-    assert sum(edge.relayout_seconds.any() for edge in kept.edges) == len(costly)
+    assert sum(edge.is_between and edge.relayout_seconds.any() for edge in kept.edges) == len(costly)
     keep[costly[0].start] = np.arange(1)
     assert restrict(problem, keep).edges  # tables are cut with the layouts
+
+
+def test_moving_inner_dims_of_parameters_and_gradients_copies_them() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+    problem = problem_of(step, (512, 512), (4096, 512))
+    (returned,) = edges_of(problem, "return", False)
+    inner, whole = (returned.from_layouts > 0).any(axis=1), (returned.to_layouts < 0).all(axis=1)
+    copy_seconds = 2 * returned.nbytes / 2.9e12
+    np.testing.assert_allclose(returned.relayout_seconds[np.ix_(inner, whole)], copy_seconds, rtol=0.1)
+    assert not returned.relayout_seconds[~inner].any()
+    sums = [edge for edge in problem.edges if (edge.from_layouts == PARTIAL).any() and not edge.is_between]
+    assert sums
+    for edge in sums:  # only the piece that a device keeps is copied
+        seconds = edge.relayout_seconds[(edge.from_layouts == PARTIAL).any(axis=1)]
+        inner = (edge.to_layouts > 0).any(axis=1)
+        np.testing.assert_allclose(seconds[:, inner], 2 * edge.nbytes / 8 / 2.9e12, rtol=0.1)
+        assert not seconds[:, ~inner].any()
