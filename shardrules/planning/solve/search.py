@@ -3,7 +3,8 @@
 A search goes from cheap to exact. What experts would write is weighed first (`patterns.py`), so that there is a choice
 from the beginning. Message passing, with a price on memory (`price.py`), gives better ones, a lower bound, and for
 each layout how far above that bound it is. Layouts that cannot be part of anything better are dropped, and if little is
-left, it is solved with exact bounds on memory. Work is counted, so that the clock decides nothing unless time is up.
+left, it is solved with exact bounds on memory. Where the gap stays large, or nothing fits, the answer is improved part
+by part. Work is counted, so that the clock decides nothing unless time is up.
 """
 
 import functools
@@ -47,6 +48,18 @@ tens of milliseconds then. Twice as large, such searches take seconds and prove 
 _EMPTY_WORK = 60_000
 """How many variables the linear programs have together that look for the least memory, where nothing fits: a maximum is
 slower to minimise than a sum. Doubled, plans that do not fit are hardly smaller."""
+
+_PART_SIZE, _PART_WORK = 5_000, 40_000
+"""About how many variables a part of a program has that is searched around an answer, and how many its linear programs
+have together. Doubled, each takes twice the time or more, and finds little more."""
+
+_PART_COUNT, _MISSES = 40, 5
+"""How many parts are searched, and how many in a row that find nothing better. With twice as many misses, searches that
+are stuck take seconds longer."""
+
+_APART = 0.01
+"""Parts are searched where the best costs more than the bound by more than this part. With a tenth of it, most searches
+under limits would take seconds longer for less than models of costs can tell."""
 
 _ALL = np.inf
 """Layouts are not dropped."""
@@ -143,7 +156,10 @@ class Task:
         if trials.answer is None:  # a linear program knows what is possible
             trials.add(solve(self.formulation, (), deadline).choice or ())
         if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
-            self._empty(trials, deadline, moments)
+            everything = [np.arange(len(node.layouts)) for node in self.problem.nodes]
+            self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK))
+        elif not is_close and not budget.is_hopeless:
+            self._improve(trials, budget, deadline, moments)
         return _result(trials, budget, deadline.is_over, time.monotonic() - start)
 
     def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
@@ -178,8 +194,102 @@ class Task:
             return attrs.evolve(budget, bound=max(budget.bound, min(bound, trials.best.cost)))
         return budget
 
+    def _improve(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
+        """Searches parts of the program, with the rest as in the answer: its time, or where nothing fits its peak."""
+        done, misses, had_best = set[int](), 0, trials.best is not None
+        for _ in range(_PART_COUNT):
+            answer, best = trials.answer, trials.best
+            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + _APART)):
+                break
+            if best is not None and not had_best:  # from now on, time is what counts
+                done, misses, had_best = set(), 0, True
+            seeds = self._seeds(answer, best is not None)
+            left = [node for node in seeds if node not in done]
+            if not seeds or misses == _MISSES:
+                break
+            if not left:
+                done, left = set(), seeds
+            keep, opened = self._around(answer, left[0])
+            done |= opened
+            task = self.only(keep)
+            if best is None:
+                task._empty(trials, keep, deadline, moments, Work(_PART_WORK))
+            else:
+                task._exactly(trials, keep, deadline, moments, Work(_PART_WORK))
+            misses = misses + 1 if trials.answer is answer else 0
+
+    def _seeds(self, answer: Trial, fits: bool) -> list[int]:
+        """Returns nodes, those first that have most to gain: in time, or where nothing fits in bytes at the peak."""
+        problem = self.problem
+        gains = np.zeros(len(problem.nodes))
+        if not fits:
+            constraint = self.occupancy.constraint(int(answer.timeline.argmax()), 0.0)
+            for node, sizes in constraint.layout_bytes.items():
+                gains[node] += sizes[answer.choice[node]] - sizes.min()
+            for edge_index, sizes in constraint.copy_bytes.items():
+                edge = problem.edges[edge_index]
+                row, column = edge.from_codes[answer.choice[edge.start]], edge.to_codes[answer.choice[edge.end]]
+                if (edge.from_layouts[row] != edge.to_layouts[column]).any():
+                    gains[edge.end] += sizes[column]
+        else:
+            for node_index, node in enumerate(problem.nodes):
+                gains[node_index] = node.seconds[answer.choice[node_index]] - node.seconds.min()
+            for group, count in problem.edge_groups:
+                for edge in (problem.edges[index] for index in group):
+                    row, column = edge.from_codes[answer.choice[edge.start]], edge.to_codes[answer.choice[edge.end]]
+                    gains[edge.end] += count * edge.seconds[row, column]
+        return [int(node) for node in np.argsort(-gains, kind="stable") if gains[node] > 0]
+
+    def _around(self, answer: Trial, seed: int) -> tuple[list[np.ndarray], set[int]]:
+        """Returns for each node the layout of the answer, all layouts of nodes near `seed`, and which these are."""
+        problem, opened, left = self.problem, set[int](), _PART_SIZE
+        queue = [seed]
+        for node in queue:
+            if node in opened:
+                continue
+            size = 0
+            for edge_index in self._edges_of[node]:
+                edge = problem.edges[edge_index]
+                other = edge.end if edge.start == node else edge.start
+                full = len(edge.from_layouts) * len(edge.to_layouts)
+                size += full if other in opened else len(edge.from_layouts if edge.start == node else edge.to_layouts)
+            if opened and size > left:
+                continue
+            left -= size
+            opened.add(node)
+            for edge_index in self._edges_of[node]:
+                edge = problem.edges[edge_index]
+                queue.append(edge.end if edge.start == node else edge.start)
+            queue += self._ties_of.get(node, [])
+        keep = [
+            np.arange(len(layouts.layouts)) if node in opened else np.array([answer.choice[node]])
+            for node, layouts in enumerate(problem.nodes)
+        ]
+        return keep, opened
+
+    @functools.cached_property
+    def _edges_of(self) -> list[list[int]]:
+        edges: list[list[int]] = [[] for _ in self.problem.nodes]
+        for edge_index, edge in enumerate(self.problem.edges):
+            for node in {edge.start, edge.end}:
+                edges[node].append(edge_index)
+        return edges
+
+    @functools.cached_property
+    def _ties_of(self) -> dict[int, list[int]]:
+        ties: dict[int, list[int]] = {}
+        for first, second in self.problem.equal_homes:
+            ties.setdefault(first.node, []).append(second.node)
+            ties.setdefault(second.node, []).append(first.node)
+        return ties
+
     def _exactly(
-        self, trials: Trials, keep: Sequence[np.ndarray], deadline: Deadline, moments: dict[int, None]
+        self,
+        trials: Trials,
+        keep: Sequence[np.ndarray],
+        deadline: Deadline,
+        moments: dict[int, None],
+        work: Work | None = None,
     ) -> float:
         """Solves it with bounds on what is in memory at the moments, which grow until no other operation exceeds it.
 
@@ -189,7 +299,7 @@ class Task:
         """
         limit_bytes = trials.limit_bytes
         limits = dict.fromkeys(moments, limit_bytes)
-        bound, work = 0.0, Work()
+        bound, work = 0.0, work or Work()
         strict_moments: dict[int, None] = {}
         for _ in range(_ROUNDS):
             constraints = [
@@ -218,14 +328,16 @@ class Task:
                 moments[op_index] = None
         return bound
 
-    def _empty(self, trials: Trials, deadline: Deadline, moments: Mapping[int, None]) -> None:
+    def _empty(
+        self, trials: Trials, keep: Sequence[np.ndarray], deadline: Deadline, moments: Mapping[int, None], work: Work
+    ) -> None:
         """Looks for what takes the least memory, where nothing that fits was found."""
         if trials.smallest is None:
             return
         # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
         watched = dict.fromkeys([*moments, int(trials.smallest.timeline.argmax())])
         strict_moments: dict[int, None] = {}
-        bound, work = 0.0, Work(_EMPTY_WORK)
+        bound = 0.0
         for _ in range(_ROUNDS):
             constraints = [
                 self.occupancy.constraint(op_index, 0.0, certain=op_index not in strict_moments) for op_index in watched
@@ -237,7 +349,7 @@ class Task:
                 break
             if not strict_moments:
                 bound = needed_bytes
-            fullest = int(trials.add(choice).timeline.argmax())
+            fullest = int(trials.add(_whole_indices(keep, choice)).timeline.argmax())
             least_peak = trials.smallest.peak_bytes
             if least_peak <= bound * (1 + CLOSE) or fullest in strict_moments or deadline.is_over:
                 break

@@ -12,8 +12,10 @@ import shardrules as sr
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.restrict import restrict, variable_count
 from shardrules.planning.solve import search
-from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.planning.solve.price import Budget
 from shardrules.planning.solve.search import SearchResult, Task
+from shardrules.planning.solve.trials import Trials
 from shardrules.planning.traced.program import read_jaxpr
 from tests.planning.solve.test_solver import TooLarge, best_cost, preferred, random_task, within
 
@@ -147,3 +149,32 @@ def test_a_search_without_time_still_returns_a_plan() -> None:
     result = task.within(np.inf, Deadline.after(0))
     assert result.solution is not None
     assert 0 < result.bound <= result.solution.cost * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_parts_improve_a_poor_answer(fits: bool) -> None:
+    task = random_task(TIGHT[0])
+    limit = np.inf if fits else 0.0
+    trials = Trials(task.occupancy, limit)
+    free, smallest = task.within(np.inf), task.within(0.0)
+    trials.add(smallest.choice if fits else free.choice)
+    start = trials.answer
+    assert start is not None
+    task._improve(trials, Budget(0.0), NO_DEADLINE, {})
+    assert trials.answer is not None
+    if fits:
+        assert trials.answer.cost < start.cost
+        assert trials.answer.cost == pytest.approx(free.solution.cost if free.solution else np.nan)
+    else:
+        assert trials.answer.peak_bytes < start.peak_bytes
+        assert trials.answer.peak_bytes == pytest.approx(smallest.peak_bytes)
+
+
+def test_parts_leave_the_rest_of_an_answer_alone() -> None:
+    task = random_task(TIGHT[0])
+    answer = Trials(task.occupancy, np.inf).add(task.within(0.0).choice)
+    keep, opened = task._around(answer, 0)
+    assert 0 in opened
+    for node, kept in enumerate(keep):
+        everything = list(range(len(task.problem.nodes[node].layouts)))
+        assert kept.tolist() == (everything if node in opened else [answer.choice[node]])
