@@ -45,7 +45,7 @@ _SMALL = 12_000
 """With no more variables left, once layouts are dropped, choices are searched exactly, by linear programs. Each takes
 tens of milliseconds then. Twice as large, such searches take seconds and prove little more."""
 
-_EMPTY_WORK = 60_000
+_EMPTY_WORK = 600_000
 """How many variables the linear programs have together that look for the least memory, where nothing fits: a maximum is
 slower to minimise than a sum. Doubled, plans that do not fit are hardly smaller."""
 
@@ -408,7 +408,8 @@ def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> Se
         return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), seconds, is_late)
     bound = min(max(0.0, budget.bound), answer.cost)
     status: Status = "optimal" if fits and answer.cost <= bound * (1 + CLOSE) + _TIE else "feasible"
-    prices = (budget.price,) if fits else ()
+    # Bounds count only what is in memory in any case: where that leaves the price at 0, plans that need more tell it.
+    prices = (budget.price or trials.saving,) if fits else ()
     solution = Solution(answer.choice, answer.cost, bound, status, prices)
     return SearchResult(solution, answer.peak_bytes, bound, fits, trials.front(), seconds, is_late)
 

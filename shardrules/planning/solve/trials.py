@@ -73,6 +73,15 @@ class Trials:
         """The cheapest that fits, or the smallest; `None` if every choice was impossible."""
         return self.smallest if self.best is None else self.best
 
+    @property
+    def saving(self) -> float:
+        """The seconds that each byte above the limit saves, with the trial that saves most for its bytes."""
+        if self.best is None:
+            return 0.0
+        cheaper = [trial for trial in self._trials.values() if trial.cost < self.best.cost and not self.fits(trial)]
+        slopes = [(self.best.cost - trial.cost) / (trial.peak_bytes - self.limit_bytes) for trial in cheaper]
+        return max(slopes, default=0.0)
+
     def front(self) -> tuple[Trial, ...]:
         """The trials that no other is cheaper and smaller than, the cheapest first."""
         front: list[Trial] = []

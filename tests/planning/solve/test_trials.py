@@ -46,3 +46,12 @@ def test_impossible_choices_are_not_kept() -> None:
     trials, choices = some_trials(np.inf)
     impossible = [choice for choice in choices if not np.isfinite(trials.add(choice).cost)]
     assert not {*impossible} & {trial.choice for trial in trials.front()}
+
+
+def test_what_a_byte_saves_is_the_slope_to_a_plan_that_needs_more() -> None:
+    free, _ = some_trials(np.inf)
+    assert free.saving == 0
+    cheapest, smallest = free.front()[0], free.front()[-1]
+    tight, _ = some_trials(smallest.peak_bytes)
+    slope = (smallest.cost - cheapest.cost) / (cheapest.peak_bytes - smallest.peak_bytes)
+    assert tight.saving >= slope > 0
