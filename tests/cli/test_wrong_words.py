@@ -56,7 +56,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("report", "p.json", "--autoplan", "p.json"), "p.json is a plan, not what shardrules autoplan -o writes"),
     (("report", "p.json", "--audit", "p.json"), "p.json is a plan, not what shardrules audit -o writes"),
     (("plan", "newer-plans.json"), "newer-plans.json has format 99 of shardrules_plans, and this version reads 1"),
-    (("plan", "newer-autoplan.json"), "has format 99 of shardrules_autoplan, and this version reads 1"),
+    (("plan", "newer-autoplan.json"), "has format 99 of shardrules_autoplan, and this version reads 2"),
     (("PLAN",), "unknown command 'PLAN' (did you mean 'plan'?)"),
     (("plan", "p.json", "--optimiser", "adam"), "(did you mean '--optimizer'?); see shardrules plan --help"),
     (("plan", "p.json", "--level", "note"), "unrecognized arguments: --level note; see shardrules plan --help"),
