@@ -40,7 +40,7 @@ def test_each_event_has_a_box() -> None:
     ]
     assert no_overlap(drawn)
     assert drawn[0][3] == pytest.approx(3 * drawn[1][3], abs=0.2)
-    assert "k: 3,000 ms from 0 ms on, me/m.py:1" in svg
+    assert "k: 3 s from 0 ms on, me/m.py:1" in svg
 
 
 def test_rounds_that_are_not_shown_take_little_room() -> None:

@@ -471,7 +471,8 @@ def test_clusters_rule_out_nothing_better(seed: int, monkeypatch: pytest.MonkeyP
     best = best_cost(random_task(seed).problem)
     monkeypatch.setattr(problems, "find_clusters", every_array_apart)
     apart = random_task(seed).problem
-    assert best == pytest.approx(best_cost(apart), rel=1e-6)
+    # A slice more costs a nanosecond, which only decides between equal plans.
+    assert best == pytest.approx(best_cost(apart), rel=1e-6, abs=1.5e-9)
 
 
 def test_pinned_layouts_are_the_only_ones() -> None:
