@@ -302,7 +302,7 @@ class AutoPlan:
             result = self.task.within(float(limit), Deadline.after(max(1.0, self.time_limit / count)))
             if result.fits:  # what fits in less fits in more, and may be the better of the two
                 best = min(best, result.choice, key=self.task.problem.cost)
-            cost, peak = self.task.problem.cost(best), self.task.occupancy.timeline(best).max()
+            cost, peak = self.task.problem.cost(best), self.task.occupancy.peak(best)
             points.append(FrontierPoint(int(limit), cost, int(peak), result.price))
         return Frontier(self.call.name, mesh_text(self.mesh), tuple(points))
 

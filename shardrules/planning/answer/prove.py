@@ -98,7 +98,7 @@ class _Trials:
     def best(self) -> AutoPlan:
         """Compiles as many plans as there is time for, and returns the best."""
         task, result = self.plan.task, self.plan.result
-        if float(task.occupancy.timeline(result.choice).max()) > _HOPELESS * self.plan.memory_limit:
+        if task.occupancy.peak(result.choice) > _HOPELESS * self.plan.memory_limit:
             result = self.search(task)
         is_late = False
         while len(self.compiled) < _MOST_COMPILED:
@@ -121,7 +121,7 @@ class _Trials:
         best, trial = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
         findings = tuple(finding for finding in best.findings if finding.code != "may-not-fit")
-        if trial.peak_bytes > self.plan.memory_limit:
+        if not self.fits(trial):
             findings += (_does_not_fit(self.plan, trial, is_late),)
         return attrs.evolve(best, compiled=tuple(trials), findings=findings)
 
@@ -138,7 +138,11 @@ class _Trials:
     @property
     def has_fitting(self) -> bool:
         """Whether anything that was compiled fits."""
-        return any(trial.peak_bytes <= self.plan.memory_limit for _, trial in self.compiled.values())
+        return any(self.fits(trial) for _, trial in self.compiled.values())
+
+    def fits(self, trial: CompiledPlan) -> bool:
+        """Whether the compiler says that a plan is within the limit."""
+        return trial.peak_bytes <= self.plan.memory_limit
 
     @property
     def aimed_bytes(self) -> float:
@@ -154,12 +158,12 @@ class _Trials:
     def is_cheapest(self, choice: tuple[int, ...]) -> bool:
         """Whether a choice fits, and is the one without any limit."""
         _, trial = self.compiled[choice]
-        return trial.peak_bytes <= self.plan.memory_limit and choice == self.plan.result.choice
+        return self.fits(trial) and choice == self.plan.result.choice
 
     def rank(self, compiled: tuple[AutoPlan, CompiledPlan]) -> tuple[bool, float]:
         """Orders plans: those that fit by their cost, then the others by what they need."""
         plan, trial = compiled
-        fits = trial.peak_bytes <= self.plan.memory_limit
+        fits = self.fits(trial)
         return not fits, plan.cost if fits else float(trial.peak_bytes)
 
     def next_choice(self, task: Task, result: SearchResult) -> tuple[int, ...] | None:
@@ -169,11 +173,10 @@ class _Trials:
         """
         if not self.compiled:
             return result.choice
-        limit, cost = self.plan.memory_limit, task.problem.cost
-        aimed = self.aimed_bytes
-        most = min((plan.cost for plan, trial in self.compiled.values() if trial.peak_bytes <= limit), default=None)
+        cost, aimed = task.problem.cost, self.aimed_bytes
+        most = min((plan.cost for plan, trial in self.compiled.values() if self.fits(trial)), default=None)
         new = [choice for choice in self.choices if choice not in self.compiled]
-        peaks = {choice: float(task.occupancy.timeline(choice).max()) for choice in new}
+        peaks = {choice: task.occupancy.peak(choice) for choice in new}
         fitting = [choice for choice in new if peaks[choice] <= aimed and (most is None or cost(choice) < most)]
         if fitting or most is not None:
             return min(fitting, key=cost, default=None)
@@ -182,7 +185,7 @@ class _Trials:
 
     def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
         """Compiles a choice; `result` is of the last search, which may have found another."""
-        peak, cost = float(task.occupancy.timeline(choice).max()), task.problem.cost(choice)
+        peak, cost = task.occupancy.peak(choice), task.problem.cost(choice)
         if choice != result.choice or result.solution is None:
             solution = Solution(choice, cost, min(result.bound, cost), "feasible", ())
             result = attrs.evolve(result, solution=solution)
@@ -200,12 +203,12 @@ class _Trials:
             except DoesNotFitError as error:  # the compiler for TPUs gives up on what is far too large
                 peak_bytes = max(error.needed_bytes, self.plan.memory_limit + 1)
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
-        modelled = float(self.plan.task.occupancy.timeline(choice).max())
+        modelled = self.plan.task.occupancy.peak(choice)
         self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
 
     def fitted(self, task: Task, choice: tuple[int, ...]) -> Task:
         """Returns the task with such a factor that a choice fits, if arguments leave room for anything."""
-        limit, peak = self.plan.memory_limit, float(task.occupancy.timeline(choice).max())
+        limit, peak = self.plan.memory_limit, task.occupancy.peak(choice)
         arguments = task.occupancy.argument_bytes(choice)
         if peak <= limit or arguments >= limit:
             return task
@@ -216,10 +219,10 @@ class _Trials:
         """Returns the task with the factor that a compiled choice shows; the same one if that says nothing new."""
         _, trial = self.compiled[choice]
         arguments = task.occupancy.argument_bytes(choice)
-        modelled = float(task.occupancy.timeline(choice).max()) - arguments
+        modelled = task.occupancy.peak(choice) - arguments
         factor = (trial.peak_bytes - arguments) / modelled if modelled > 0 else 1.0
         # Where there is room, compilers fill it: only what does not fit shows that the model says too little.
-        if trial.peak_bytes <= self.plan.memory_limit:
+        if self.fits(trial):
             factor = min(factor, 1.0)
         if abs(factor - 1) < _SAME_FACTOR:
             return task

@@ -105,6 +105,10 @@ class Occupancy:
             changes[last + 1] -= nbytes * problem.machine.assumptions.temporaries
         return np.cumsum(changes)[:-1] + self.fixed_bytes
 
+    def peak(self, choice: Sequence[int]) -> float:
+        """Returns the most bytes in memory at once under a choice."""
+        return float(self.timeline(choice).max())
+
     def argument_bytes(self, choice: Sequence[int]) -> float:
         """Returns the bytes of what is in memory from the beginning to the end, under a choice."""
         lasting = [stay for stay in self.stays if stay.is_lasting]

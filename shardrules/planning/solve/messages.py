@@ -185,11 +185,6 @@ class Messages:
             link.memory_cost = link.copies * sizes[None, :]
         return paid
 
-    def forbid(self, keep: Sequence[np.ndarray]) -> None:
-        """Makes all layouts impossible that are not kept; `keep` has a mask for each node."""
-        for node, mask in enumerate(keep):
-            self.unary[node] = self.unary[node] + np.where(mask, 0.0, self.impossible)
-
     def sweep(self) -> None:
         """Visits all nodes in order, and back."""
         for node in range(len(self.unary)):

@@ -5,6 +5,7 @@ choice takes; and what it costs, prices included, is a lower bound for every cho
 where that bound is highest, as far as the choices met so far show (Kelley's cutting planes).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -90,14 +91,18 @@ class _Pricing:
     is_certain: bool = True
     """Whether memory counts what is there in any case, so that bounds hold, or all that may be there."""
 
+    @functools.cached_property
+    def highest_cost(self) -> float:
+        """What no choice exceeds: a bound above it proves that nothing fits."""
+        return self.messages.problem.highest_cost()
+
     def run(self) -> Budget:
-        highest_cost = self.messages.problem.highest_cost()
         for self.is_certain in (True, False):
             self.constraints = {}
             for moment in self.moments:
                 self._watch(moment)
             self._run_rounds()
-            self.budget = attrs.evolve(self.budget, is_hopeless=self.budget.bound > highest_cost)
+            self.budget = attrs.evolve(self.budget, is_hopeless=self.budget.bound > self.highest_cost)
             # Bounds count only the copies that are there in any case. Where more are, prices that lead to choices that
             # fit are higher: a second time, all copies that may be there have a price, and nothing is bounded.
             if self._is_done() or not self.constraints:
@@ -130,8 +135,7 @@ class _Pricing:
                 height = min(height * _HIGHEST, _TOP)
 
     def _is_done(self) -> bool:
-        is_hopeless = self.budget.bound > self.messages.problem.highest_cost()
-        return self._is_close() or is_hopeless or self.deadline.is_over
+        return self._is_close() or self.budget.bound > self.highest_cost or self.deadline.is_over
 
     def _is_close(self) -> bool:
         best = self.trials.best

@@ -97,14 +97,14 @@ class Task:
         A choice fits if it does where everything is put off that compilers for its machine put off. Where collectives
         between matmuls need something to hide behind, they put off less.
         """
-        peak = float(self.occupancy.timeline(choice).max())
+        peak = self.occupancy.peak(choice)
         moves = self.problem.chosen_moves(choice)
         computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
         between = sum(move.seconds * move.count for move in moves if move.is_between)
         if not self.problem.machine.puts_off or between <= _BUSY * computing:
             return peak
         as_written = Occupancy.of(self.problem, program_order(self.problem.program))
-        least = float(as_written.timeline(choice).max())
+        least = as_written.peak(choice)
         return least + _PUT_OFF_BUSY * (peak - least) if least < peak else peak
 
     @classmethod
