@@ -33,7 +33,7 @@ ARGS = {"up": real(8, 1024, 4096), "down": real(8, 4096, 1024)}, real(2048, 1024
 
 @pytest.fixture(scope="module")
 def planned() -> sr.reports.AutoPlan:
-    return sr.autoplan(step, *ARGS, mesh=sr.mesh_shape("data:4,model:2"))
+    return sr.autoplan(step, *ARGS, mesh=sr.mesh_shape("data:4,model:2"), time_limit=600)
 
 
 @pytest.fixture(scope="module")
