@@ -1,0 +1,235 @@
+"""The loss of a model on a batch, traced: what is trained, what is fixed and what has examples apart."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import ClosedJaxpr
+
+from shardrules.analysis.compiling.compile import name_of
+from shardrules.core.errors import ConfigError, ConfigTypeError, printable
+from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.planning.run.call import struct
+from shardrules.planning.run.expand import expanded
+
+_Leaves = tuple[Any, ...]
+
+
+@final
+@attrs.frozen(eq=False)
+class LossArrays:
+    """The arrays of a model and of a batch, in the order in which the jaxpr of a `TracedLoss` takes them."""
+
+    trainable: tuple[Any, ...]
+    fixed: tuple[Any, ...]
+    """Frozen arrays of the model, then arrays of the batch without the dim of the examples, such as keys."""
+    batched: tuple[Any, ...]
+
+
+@final
+@attrs.frozen(eq=False)
+class TracedLoss:
+    """The program of a loss.
+
+    It takes the `trainable` arrays, the `fixed` and the `batched` ones, and returns the loss, then the arrays of aux.
+    """
+
+    name: str
+    jaxpr: ClosedJaxpr
+    trainable_count: int
+    fixed_count: int
+    batch_size: int
+    aux_tree: Any = attrs.field(repr=False)
+    """The structure of aux."""
+    aux_leaves: _Leaves = attrs.field(repr=False)
+    """The leaves of aux, with `None` for arrays."""
+    aux_paths: tuple[str, ...] = attrs.field(repr=False)
+    """The paths of its arrays."""
+    split: "LossLeaves" = attrs.field(repr=False)
+    has_aux: bool = False
+
+    @property
+    def batched_count(self) -> int:
+        """How many arrays have a dim of examples, their first."""
+        return len(self.jaxpr.in_avals) - self.trainable_count - self.fixed_count
+
+    def with_batch_size(self, batch_size: int) -> "TracedLoss":
+        """Returns the same loss, traced with another number of examples."""
+        return self if batch_size == self.batch_size else self.split.trace(batch_size)
+
+    def rebuild_aux(self, arrays: Sequence[Any]) -> Any:
+        """Returns aux from its arrays."""
+        results = iter(arrays)
+        return self.aux_tree.unflatten([next(results) if leaf is None else leaf for leaf in self.aux_leaves])
+
+
+@final
+@attrs.frozen(eq=False)
+class LossLeaves:
+    """A loss with the leaves of its model and of its batch, and which of them are trained or have examples."""
+
+    loss: Callable[[Any, Any], Any]
+    has_aux: bool
+    batch_size: int
+    model_leaves: _Leaves
+    model_tree: Any
+    is_trainable: tuple[bool, ...]
+    """For each leaf of the model."""
+    batch_leaves: _Leaves
+    batch_tree: Any
+    is_batched: tuple[bool, ...]
+    """For each leaf of the batch."""
+
+    def arrays(self, model: Any, batch: Any) -> LossArrays:
+        """Returns the arrays of a model and a batch that have the structures of those that were traced."""
+        model_leaves, batch_leaves = self.model_tree.flatten_up_to(model), self.batch_tree.flatten_up_to(batch)
+        trainable = _chosen(model_leaves, self.is_trainable, True)
+        fixed = _chosen(model_leaves, self.is_trainable, False) + _chosen(batch_leaves, self.is_batched, False)
+        return LossArrays(trainable, fixed, _chosen(batch_leaves, self.is_batched, True))
+
+    def trainable_tree(self, arrays: Sequence[Any]) -> Any:
+        """Returns arrays for the trainable leaves as `eqx.filter` does: a model with `None` for everything else."""
+        remaining = iter(arrays)
+        return self.model_tree.unflatten([next(remaining) if trains else None for trains in self.is_trainable])
+
+    def call(self, arrays: LossArrays) -> Any:
+        """Calls the loss."""
+        trainable, fixed, batched = iter(arrays.trainable), iter(arrays.fixed), iter(arrays.batched)
+
+        def replaced(leaves: _Leaves, is_first: tuple[bool, ...], first: Any) -> list[Any]:
+            return [
+                next(first) if flag else leaf if array_kind(leaf) is None else next(fixed)
+                for leaf, flag in zip(leaves, is_first, strict=True)
+            ]
+
+        # The model first: its frozen arrays come before those of the batch.
+        model = self.model_tree.unflatten(replaced(self.model_leaves, self.is_trainable, trainable))
+        batch = self.batch_tree.unflatten(replaced(self.batch_leaves, self.is_batched, batched))
+        return self.loss(model, batch)
+
+    def trace(self, batch_size: int) -> TracedLoss:
+        """Traces the loss with this many examples."""
+        name, outputs = name_of(self.loss), []
+        model, batch = self.model_tree.unflatten(self.model_leaves), self.batch_tree.unflatten(self.batch_leaves)
+        arrays = self.arrays(model, batch)
+        trainable, fixed = tuple(map(struct, arrays.trainable)), tuple(map(struct, arrays.fixed))
+        batched = tuple(
+            jax.ShapeDtypeStruct((batch_size, *like.shape[1:]), like.dtype, weak_type=like.weak_type)
+            for like in map(struct, arrays.batched)
+        )
+        counts = (len(trainable), len(trainable) + len(fixed))
+
+        def run(*values: Any) -> list[Any]:
+            parts = LossArrays(values[: counts[0]], values[counts[0] : counts[1]], values[counts[1] :])
+            value, aux = _value_and_aux(self.call(parts), self.has_aux, name)
+            outputs.append(aux)
+            return [value, *(leaf for leaf in jtu.tree_leaves(aux) if array_kind(leaf) is not None)]
+
+        traced = jax.make_jaxpr(run)(*trainable, *fixed, *batched)
+        aux_leaves, aux_tree = jtu.tree_flatten(outputs[-1])
+        is_array = [array_kind(leaf) is not None for leaf in aux_leaves]
+        return TracedLoss(
+            name,
+            ClosedJaxpr(expanded(traced.jaxpr), traced.consts),
+            len(trainable),
+            len(fixed),
+            batch_size,
+            aux_tree,
+            tuple(None if array else leaf for leaf, array in zip(aux_leaves, is_array, strict=True)),
+            tuple(path for path, array in zip(leaf_paths(outputs[-1]), is_array, strict=True) if array),
+            self,
+            self.has_aux,
+        )
+
+
+def trace_loss(
+    loss: Callable[[Any, Any], Any],
+    model: Any,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    trainable: Any = eqx.is_inexact_array,
+    batch_size: int | None = None,
+) -> TracedLoss:
+    """Traces `loss(model, batch)`; nothing is run. `batch_size` is the number of examples, if not that of `batch`.
+
+    ```python
+    from shardrules.training.loss import trace_loss
+
+    trace = trace_loss(lambda w, x: jnp.mean(x @ w), jnp.ones(4), jnp.ones((8, 4)))
+    assert (trace.batch_size, trace.with_batch_size(2).jaxpr.in_avals[1].shape) == (8, (2, 4))
+    ```
+    """
+    model_leaves, model_tree = jtu.tree_flatten(model)
+    batch_leaves, batch_tree = jtu.tree_flatten(batch)
+    examples = _example_count(batch_leaves)
+    is_batched = tuple((array_kind(leaf) or ((), None))[0][:1] == (examples,) for leaf in batch_leaves)
+    leaves = LossLeaves(
+        loss,
+        has_aux,
+        examples,
+        tuple(model_leaves),
+        model_tree,
+        _trainable_leaves(model_leaves, model_tree, trainable),
+        tuple(batch_leaves),
+        batch_tree,
+        is_batched,
+    )
+    return leaves.trace(examples if batch_size is None else batch_size)
+
+
+def _chosen(leaves: Sequence[Any], flags: Sequence[bool], flag: bool) -> tuple[Any, ...]:
+    return tuple(leaf for leaf, value in zip(leaves, flags, strict=True) if value is flag and array_kind(leaf))
+
+
+def _example_count(leaves: Sequence[Any]) -> int:
+    """The number of examples: the first dim of the array with the most dims, and of these with the most elements.
+
+    Keys, masks of positions and tables that all examples share have fewer dims than the data.
+    """
+    shapes = [kind[0] for kind in map(array_kind, leaves) if kind is not None and kind[0]]
+    if not shapes:
+        raise ConfigError("the batch has no array with a dim of examples")
+    return max(shapes, key=lambda shape: (len(shape), math.prod(shape)))[0]
+
+
+def _trainable_leaves(leaves: Sequence[Any], treedef: Any, trainable: Any) -> tuple[bool, ...]:
+    """Which leaves a filter of Equinox chooses: a function of a leaf, or a tree of booleans or of such functions."""
+    flags: list[bool] = []
+    arrays = [leaf for leaf in leaves if array_kind(leaf) is not None]
+
+    # Filters such as `eqx.is_inexact_array` accept arrays, and no shapes: while tracing, shapes are arrays.
+    def filtered(*values: Any) -> None:
+        tracers = iter(values)
+        model = treedef.unflatten([leaf if array_kind(leaf) is None else next(tracers) for leaf in leaves])
+        chosen = treedef.flatten_up_to(eqx.filter(model, trainable))
+        flags.extend(leaf is not None for leaf in chosen)
+
+    jax.eval_shape(filtered, *map(struct, arrays))
+    for leaf, flag in zip(leaves, flags, strict=True):
+        kind = array_kind(leaf)
+        if flag and (kind is None or not jnp.issubdtype(kind[1], jnp.inexact)):
+            what = printable(repr(leaf)) if kind is None else f"an array of {kind[1]}"
+            raise ConfigTypeError(f"`trainable` chooses {what}; only floating-point arrays can be trained")
+    if not any(flags):
+        raise ConfigError("`trainable` chooses no array of the model")
+    return tuple(flags)
+
+
+def _value_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise ConfigTypeError(f"{name}: with has_aux=True the loss must return a pair (loss, aux)")
+    value, aux = result if has_aux else (result, None)
+    kind = array_kind(value)
+    if kind is None and isinstance(value, float):
+        value = jnp.asarray(value)
+    elif kind is None or kind[0] != () or not jnp.issubdtype(kind[1], jnp.floating):
+        what = printable(repr(value)) if kind is None else f"{kind[1]}{list(kind[0])}"
+        hint = "; pass has_aux=True if it returns a pair" if isinstance(value, tuple) and not has_aux else ""
+        raise ConfigTypeError(f"{name}: the loss must be a scalar of a floating-point type, not {what}{hint}")
+    return value, aux

@@ -1,0 +1,89 @@
+"""Losses as training plans trace them."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardrules.core.errors import ConfigError, ConfigTypeError
+from shardrules.training.loss import trace_loss
+
+STRUCT = jax.ShapeDtypeStruct
+
+
+def mean_loss(model: Any, batch: Any) -> Any:
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def data(rows: int = 8) -> dict[str, Any]:
+    return {"key": jax.random.key(0), "x": jnp.ones((rows, 4)), "y": jnp.ones((rows, 3))}
+
+
+def test_arrays_come_trainable_first_then_fixed_then_batched() -> None:
+    model = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    frozen = jax.tree.map(lambda _: False, model, is_leaf=eqx.is_array)
+    trainable = eqx.tree_at(lambda tree: tree.layers[0].weight, frozen, True)
+    trace = trace_loss(mean_loss, model, data(), trainable=trainable)
+    assert (trace.trainable_count, trace.fixed_count, trace.batched_count) == (1, 4, 2)
+    assert [aval.shape for aval in trace.jaxpr.in_avals[:1]] == [(5, 4)]
+    assert [aval.shape for aval in trace.jaxpr.in_avals[-2:]] == [(8, 4), (8, 3)]
+
+
+def test_shapes_are_traced_as_arrays_are() -> None:
+    model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0)))
+    batch = jax.eval_shape(data)
+    trace = trace_loss(mean_loss, model, batch)
+    assert (trace.trainable_count, trace.batch_size) == (4, 8)
+    assert trace.with_batch_size(2).jaxpr.in_avals[-1].shape == (2, 3)
+
+
+def test_arrays_of_a_model_and_a_batch_evaluate_the_jaxpr() -> None:
+    model = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    trace = trace_loss(mean_loss, model, data())
+    arrays = trace.split.arrays(model, data())
+    (value,) = jax.core.eval_jaxpr(
+        trace.jaxpr.jaxpr, trace.jaxpr.consts, *arrays.trainable, *arrays.fixed, *arrays.batched
+    )
+    assert jnp.allclose(value, mean_loss(model, data()))
+    tree = trace.split.trainable_tree(arrays.trainable)
+    assert jax.tree.structure(tree) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
+
+
+def test_aux_comes_back_with_what_is_no_array() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.sum(batch @ model), {"name": "sum", "rows": batch * 2}
+
+    trace = trace_loss(loss, jnp.ones(4), jnp.ones((8, 4)), has_aux=True)
+    assert trace.aux_paths == ("rows",)
+    assert trace.rebuild_aux(["array"]) == {"name": "sum", "rows": "array"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (lambda w, x: x @ w, {}, r"must be a scalar .* not float32\[8\]"),
+        (lambda w, x: (jnp.sum(x @ w), 1), {}, "pass has_aux=True"),
+        (lambda w, x: jnp.sum(x @ w), {"has_aux": True}, "must return a pair"),
+        (lambda w, x: jnp.sum(x @ w), {"trainable": lambda leaf: False}, "chooses no array"),
+    ],
+)
+def test_invalid_losses_are_refused(loss: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ConfigTypeError), match=message):
+        trace_loss(loss, jnp.ones(4), jnp.ones((8, 4)), **options)
+
+
+def test_integers_cannot_be_trained() -> None:
+    with pytest.raises(ConfigTypeError, match="only floating-point arrays can be trained"):
+        trace_loss(
+            lambda w, x: jnp.sum(x @ w["w"]),
+            {"w": jnp.ones(4), "n": jnp.arange(3)},
+            jnp.ones((8, 4)),
+            trainable=eqx.is_array,
+        )
+
+
+def test_a_batch_without_examples_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no array with a dim of examples"):
+        trace_loss(lambda w, x: w * x, jnp.ones(()), jnp.ones(()))
