@@ -6,36 +6,28 @@ deadline; findings are made from what the searches returned.
 
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
-import jax.tree_util as jtu
-from jax.sharding import Mesh, PartitionSpec
 
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import (
     DoesNotFitError,
     MeshError,
     PlanError,
-    RuleTypeError,
     ShardRulesError,
     UnknownAxisError,
 )
-from shardrules.core.fields import read_bytes
-from shardrules.core.finding import Finding, plan_error
+from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import spec_repr
-from shardrules.core.tree import array_kind
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.findings import (
     COSTLY_RATIO,
     NEAR_RATIO,
     PinCosts,
-    does_not_fit_text,
     machine_findings,
     may_not_fit,
     near_the_limit,
@@ -46,17 +38,11 @@ from shardrules.planning.answer.findings import (
     untried_meshes,
 )
 from shardrules.planning.answer.plan import AutoPlan, Candidate
-from shardrules.planning.answer.prove import device_mesh, prove_plan
-from shardrules.planning.graph.machine import Assumptions, Machine
-from shardrules.planning.run.call import Call, read_call
+from shardrules.planning.answer.prove import prove_plan
+from shardrules.planning.graph.machine import Assumptions
+from shardrules.planning.query import Query, QueryOptions, read_query
 from shardrules.planning.solve.deadline import Deadline
-from shardrules.planning.solve.proof import memory_bound
-from shardrules.planning.solve.search import SearchResult, Task
-from shardrules.planning.traced.program import TracedProgram, read_jaxpr
-
-_RESERVE = 0.1
-"""The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
-fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
+from shardrules.planning.solve.search import SearchResult
 
 
 def autoplan(
@@ -117,125 +103,25 @@ def autoplan(
     ```
     """
     deadline = Deadline.after(time_limit)
-    options = _Options(memory_limit, pins, hardware, assumptions, time_limit, prove)
+    options = QueryOptions(memory_limit, pins, hardware, assumptions, time_limit, prove)
     if isinstance(mesh, int):
         return _best_mesh(fn, args, mesh, options, deadline)
     check_mesh(mesh)
-    query = _read(fn, args, mesh, options)
+    query = read_query(fn, args, mesh, options)
     query.check_possible()
     # If the compiler is to decide what fits, the first plan it is asked about is the fastest of all.
     first = query if not prove else attrs.evolve(query, limit_bytes=sys.maxsize)
-    return _answer(query, first.search(deadline.share(2) if prove else deadline), deadline)
-
-
-@final
-@attrs.frozen
-class _Options:
-    """What the user asks for, beside the function and the mesh."""
-
-    memory_limit: int | str | None
-    pins: ShardingRule | None
-    hardware: Hardware | None
-    assumptions: Assumptions | None
-    time_limit: float
-    prove: bool
-
-
-@final
-@attrs.frozen(eq=False)
-class _Query:
-    """A function to plan on one mesh: everything that is read before a search."""
-
-    fn: Callable[..., Any]
-    call: Call
-    args: tuple[Any, ...]
-    mesh: AnyMesh
-    options: _Options
-    program: TracedProgram
-    machine: Machine
-    limit_bytes: int
-    pinned: dict[int, PartitionSpec]
-    """For indices of arrays of the arguments the specs that they have to have."""
-    task: Task
-    read_seconds: float
-    """How long reading took: another mesh, or other pins, take about as long again, which no deadline interrupts."""
-    device_mesh: Mesh | None
-    """What to compile for, if the compiler is to decide what fits."""
-
-    def check_possible(self) -> None:
-        """Raises `DoesNotFitError` if it is certain that no plan fits."""
-        bound = memory_bound(self.program, self.machine, self.call.paths, self.pinned)
-        if bound.nbytes > self.limit_bytes:
-            free = memory_bound(self.program, self.machine, self.call.paths, {}) if self.pinned else None
-            pinned_paths = [self.call.paths[index] for index in self.pinned]
-            text = does_not_fit_text(self.call.name, self.mesh, self.limit_bytes, bound, pinned_paths, free)
-            raise DoesNotFitError(text, bound.nbytes)
-
-    def search(self, deadline: Deadline) -> SearchResult:
-        """Finds the best choice that fits."""
-        return self.task.within(self.limit_bytes, deadline)
-
-    def with_pins(self, pinned: Mapping[int, PartitionSpec]) -> "_Query":
-        """Returns the same query with other pins."""
-        task = Task.of(self.program, self.machine, self.call.paths, self.call.feedback, pinned)
-        return attrs.evolve(self, pinned=dict(pinned), task=task)
-
-
-def _read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options: _Options) -> _Query:
-    start = time.monotonic()
-    call = read_call(fn, args, mesh, name_of(fn))
-    machine = Machine.of(mesh, options.hardware, options.assumptions)
-    program = read_jaxpr(call.jaxpr)
-    if options.memory_limit is None:
-        limit_bytes = int(machine.hardware.memory_bytes * (1 - _RESERVE))
-    else:
-        limit_bytes = read_bytes("memory_limit", options.memory_limit)
-    pinned = _pinned_specs(args, options.pins, mesh)
-    task = Task.of(program, machine, call.paths, call.feedback, pinned)
-    target_mesh = device_mesh(mesh, machine.hardware) if options.prove else None
-    read_seconds = time.monotonic() - start
-    return _Query(fn, call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds, target_mesh)
-
-
-def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
-    if pins is None:
-        return {}
-    if not isinstance(pins, ShardingRule):
-        raise RuleTypeError(
-            f"pins must be a rule, got {pins!r:.80}. SpecTreeShardingRule makes one from a tree of specs"
-        )
-    plan = pins.plan(args, mesh)
-    plan.check()
-    order = list(mesh_sizes(mesh))
-    # Layouts have one order of the axes on a dim, the mesh's; plans with another could not be compared.
-    misordered = [
-        Finding(
-            "error",
-            "axis-order",
-            f"pinned as {spec_repr(spec)}, but several axes on one dim must be in the order of the mesh",
-            path,
-            "Name them in that order, or reverse the mesh",
-        )
-        for path in plan.paths
-        for spec in [plan.decision(path).spec]
-        if spec is not None
-        and any(isinstance(entry, tuple) and sorted(entry, key=order.index) != list(entry) for entry in spec)
-    ]
-    if misordered:
-        raise plan_error("pins that the planner cannot keep", misordered)
-    specs = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kind_of]
-    arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), specs, strict=True) if array_kind(leaf) is not None]
-    return {index: spec for index, spec in enumerate(arrays) if spec is not None}
+    return answer_query(query, first.search(deadline.share(2) if prove else deadline), deadline)
 
 
 def _best_mesh(
-    fn: Callable[..., Any], args: tuple[Any, ...], count: int, options: _Options, deadline: Deadline
+    fn: Callable[..., Any], args: tuple[Any, ...], count: int, options: QueryOptions, deadline: Deadline
 ) -> AutoPlan:
     """Searches on meshes of some devices, which divide the time, and returns the plan of the best."""
     if count < 1:
         raise MeshError(f"mesh must be a mesh or a device count of at least 1, got {count}")
     texts = _mesh_texts(count)
-    outcomes: list[tuple[_Query, SearchResult]] = []
+    outcomes: list[tuple[Query, SearchResult]] = []
     candidates: list[Candidate] = []
     refusal: ShardRulesError | None = None
     for index, text in enumerate(texts):
@@ -243,7 +129,7 @@ def _best_mesh(
         if outcomes and deadline.seconds_left <= outcomes[-1][0].read_seconds:
             break
         try:
-            query = _read(fn, args, mesh_shape(text), options)
+            query = read_query(fn, args, mesh_shape(text), options)
             query.check_possible()
         # Pins and constraints may name axes that not all meshes have.
         except (PlanError, UnknownAxisError, DoesNotFitError) as error:
@@ -258,7 +144,7 @@ def _best_mesh(
         assert refusal is not None, "every mesh is searched or refused"
         raise refusal
     best, result = min(outcomes, key=_rank)
-    plan = _answer(best, result, deadline)
+    plan = answer_query(best, result, deadline)
     # The best first; those that do not fit come last.
     candidates.sort(key=lambda candidate: (candidate.seconds is None, candidate.seconds or 0.0, candidate.mesh))
     untried = texts[len(candidates) :]
@@ -266,7 +152,7 @@ def _best_mesh(
     return attrs.evolve(plan, candidates=tuple(candidates), findings=findings)
 
 
-def _rank(outcome: tuple[_Query, SearchResult]) -> tuple[int, float, str]:
+def _rank(outcome: tuple[Query, SearchResult]) -> tuple[int, float, str]:
     """Orders outcomes: plans that fit by their cost, then others by what they need."""
     query, result = outcome
     if result.fits:
@@ -281,16 +167,16 @@ def _mesh_texts(count: int) -> list[str]:
     return texts
 
 
-def _answer(query: _Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
+def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
     """Returns the plan that a search found, with its findings."""
     costs = _pin_costs(query, result, deadline)
     # Findings come last, and search nothing: they only read the plan.
-    plan = AutoPlan(query.call, query.args, query.mesh, query.limit_bytes, query.options.time_limit, query.task, result)
+    plan = query.plan(result)
     plan = attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
     return plan if query.device_mesh is None else prove_plan(plan, query.fn, query.device_mesh, deadline)
 
 
-def _findings(query: _Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
+def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
     if not plan.result.fits:
         yield may_not_fit(query.call, query.limit_bytes, plan.result.peak_bytes, list(query.pinned), costs)
     elif query.device_mesh is None and plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
@@ -306,7 +192,7 @@ def _findings(query: _Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Findin
         yield nothing_split(query.call)
 
 
-def _pin_costs(query: _Query, result: SearchResult, deadline: Deadline) -> PinCosts:
+def _pin_costs(query: Query, result: SearchResult, deadline: Deadline) -> PinCosts:
     """Searches without pins, and if those cost much, with one group of pins at a time: as far as the time goes."""
     if not query.pinned:
         return PinCosts(is_complete=True)

@@ -1,0 +1,137 @@
+"""What `autoplan` searches: a function on one mesh, with a limit of memory and pins."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import attrs
+import jax.tree_util as jtu
+from jax.sharding import Mesh, PartitionSpec
+
+from shardrules.analysis.compiling.compile import name_of
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.core.errors import DoesNotFitError, RuleTypeError
+from shardrules.core.fields import read_bytes
+from shardrules.core.finding import Finding, plan_error
+from shardrules.core.rule import ShardingRule
+from shardrules.core.spec import spec_repr
+from shardrules.core.tree import array_kind
+from shardrules.planning.answer.findings import does_not_fit_text
+from shardrules.planning.answer.plan import AutoPlan
+from shardrules.planning.answer.prove import device_mesh
+from shardrules.planning.graph.machine import Assumptions, Machine
+from shardrules.planning.run.call import Call, read_call
+from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.proof import memory_bound
+from shardrules.planning.solve.search import SearchResult, Task
+from shardrules.planning.traced.program import TracedProgram, read_jaxpr
+
+_RESERVE = 0.1
+"""The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
+fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
+
+
+@final
+@attrs.frozen
+class QueryOptions:
+    """What the user asks for, beside the function and the mesh."""
+
+    memory_limit: int | str | None
+    pins: ShardingRule | None
+    hardware: Hardware | None
+    assumptions: Assumptions | None
+    time_limit: float
+    prove: bool
+
+
+@final
+@attrs.frozen(eq=False)
+class Query:
+    """A function to plan on one mesh: everything that is read before a search."""
+
+    fn: Callable[..., Any]
+    call: Call
+    args: tuple[Any, ...]
+    mesh: AnyMesh
+    options: QueryOptions
+    program: TracedProgram
+    machine: Machine
+    limit_bytes: int
+    pinned: dict[int, PartitionSpec]
+    """For indices of arrays of the arguments the specs that they have to have."""
+    task: Task
+    read_seconds: float
+    """How long reading took: another mesh, or other pins, take about as long again, which no deadline interrupts."""
+    device_mesh: Mesh | None
+    """What to compile for, if the compiler is to decide what fits."""
+
+    def check_possible(self) -> None:
+        """Raises `DoesNotFitError` if it is certain that no plan fits."""
+        bound = memory_bound(self.program, self.machine, self.call.paths, self.pinned)
+        if bound.nbytes > self.limit_bytes:
+            free = memory_bound(self.program, self.machine, self.call.paths, {}) if self.pinned else None
+            pinned_paths = [self.call.paths[index] for index in self.pinned]
+            text = does_not_fit_text(self.call.name, self.mesh, self.limit_bytes, bound, pinned_paths, free)
+            raise DoesNotFitError(text, bound.nbytes)
+
+    def search(self, deadline: Deadline) -> SearchResult:
+        """Finds the best choice that fits."""
+        return self.task.within(self.limit_bytes, deadline)
+
+    def plan(self, result: SearchResult) -> AutoPlan:
+        """Returns the plan that a search found, without findings."""
+        return AutoPlan(self.call, self.args, self.mesh, self.limit_bytes, self.options.time_limit, self.task, result)
+
+    def with_pins(self, pinned: Mapping[int, PartitionSpec]) -> "Query":
+        """Returns the same query with other pins."""
+        task = Task.of(self.program, self.machine, self.call.paths, self.call.feedback, pinned)
+        return attrs.evolve(self, pinned=dict(pinned), task=task)
+
+
+def read_query(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options: QueryOptions) -> Query:
+    """Traces a function and builds the choices of its layouts on a mesh."""
+    start = time.monotonic()
+    call = read_call(fn, args, mesh, name_of(fn))
+    machine = Machine.of(mesh, options.hardware, options.assumptions)
+    program = read_jaxpr(call.jaxpr)
+    if options.memory_limit is None:
+        limit_bytes = int(machine.hardware.memory_bytes * (1 - _RESERVE))
+    else:
+        limit_bytes = read_bytes("memory_limit", options.memory_limit)
+    pinned = _pinned_specs(args, options.pins, mesh)
+    task = Task.of(program, machine, call.paths, call.feedback, pinned)
+    target_mesh = device_mesh(mesh, machine.hardware) if options.prove else None
+    read_seconds = time.monotonic() - start
+    return Query(fn, call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds, target_mesh)
+
+
+def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
+    if pins is None:
+        return {}
+    if not isinstance(pins, ShardingRule):
+        raise RuleTypeError(
+            f"pins must be a rule, got {pins!r:.80}. SpecTreeShardingRule makes one from a tree of specs"
+        )
+    plan = pins.plan(args, mesh)
+    plan.check()
+    order = list(mesh_sizes(mesh))
+    # Layouts have one order of the axes on a dim, the mesh's; plans with another could not be compared.
+    misordered = [
+        Finding(
+            "error",
+            "axis-order",
+            f"pinned as {spec_repr(spec)}, but several axes on one dim must be in the order of the mesh",
+            path,
+            "Name them in that order, or reverse the mesh",
+        )
+        for path in plan.paths
+        for spec in [plan.decision(path).spec]
+        if spec is not None
+        and any(isinstance(entry, tuple) and sorted(entry, key=order.index) != list(entry) for entry in spec)
+    ]
+    if misordered:
+        raise plan_error("pins that the planner cannot keep", misordered)
+    specs = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kind_of]
+    arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), specs, strict=True) if array_kind(leaf) is not None]
+    return {index: spec for index, spec in enumerate(arrays) if spec is not None}

@@ -1,0 +1,162 @@
+"""The meshes that a cluster may form.
+
+A mesh has up to four axes, the outermost first. Hosts and slices are never cut: what is inside an axis and all axes
+after it fills whole hosts, or is a part of one. What an axis splits is left to the planner, so that data, tensor and
+fully sharded parallelism are layouts of the same few meshes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, final
+
+import attrs
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.machine.targets import Target
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.errors import MeshError
+from shardrules.mesh.creation import create_mesh
+from shardrules.mesh.layout import DeviceInfo
+from shardrules.mesh.shape import mesh_shape
+from shardrules.planning.graph.machine import hardware_of
+
+Shape: TypeAlias = tuple[int, ...]
+"""The sizes of a mesh's axes."""
+
+_NAMES = ("replica", "data", "model", "minor")
+"""The names of four axes; a mesh of two has `data` and `model`."""
+
+_MODEL_SIZES = (2, 4, 8)
+"""The sizes of an innermost axis that are tried from the beginning, where they divide a host or a slice. Neighbours of
+good meshes are tried later, so that 16 is reached from 8."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Cluster:
+    """Devices to train on: how many, what connects them, and the mesh that they form, if the user says so."""
+
+    name: str
+    count: int
+    granule: int
+    """How many devices fast links connect."""
+    hardware: Hardware
+    torus: Shape = ()
+    """The sizes of a slice of TPUs."""
+    target: Target | None = None
+    """What to compile for; `None` for devices that are here."""
+    devices: tuple[Any, ...] = ()
+    mesh: AnyMesh | None = None
+    """The only mesh to try."""
+
+    @classmethod
+    def of(cls, cluster: Any, hardware: Hardware | None = None) -> "Cluster":
+        """Reads a cluster: `"cuda:h100:64"`, a `Target`, a mesh, or devices. `hardware` replaces its sheet."""
+        if isinstance(cluster, Mesh | AbstractMesh):
+            size = math.prod(cluster.shape.values())
+            sheet = hardware or hardware_of(cluster)
+            granule = _granule(list(cluster.devices.flat)) if isinstance(cluster, Mesh) else sheet.devices_per_host
+            return cls(mesh_text(cluster), size, min(size, granule or size), sheet, mesh=cluster)
+        if isinstance(cluster, str | Target):
+            target = Target.parse(cluster)
+            count, granule = target.count, target.granule
+            if count is None or granule is None:
+                raise MeshError(f"cluster {str(target)!r} does not say how many devices it has; write {target}:8")
+            torus = target.shape if target.platform == "tpu" else ()
+            return cls(str(target), count, granule, hardware or target.hardware, torus, target)
+        if not isinstance(cluster, Sequence | np.ndarray) or not len(cluster):
+            raise MeshError(
+                f"cluster must be a target such as 'cuda:h100:64', a mesh, or a list of devices, got {cluster!r:.80}"
+            )
+        devices = tuple(np.ravel(np.asarray(cluster, dtype=object)))
+        granule = _granule(devices)
+        one_axis = create_mesh((len(devices),), ("data",), devices=devices)
+        name = f"{len(devices)} {devices[0].device_kind} devices"
+        return cls(name, len(devices), granule, hardware or hardware_of(one_axis), devices=devices)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Returns the meshes to begin with: all devices on one axis, a small axis inside hosts, an axis for hosts."""
+        if self.mesh is not None:
+            return (tuple(self.mesh.shape.values()),)
+        shapes: list[Shape] = [(self.count,)]
+        inner = [size for size in (*_MODEL_SIZES, *self.torus) if self.granule % size == 0]
+        shapes += [(self.count // size, size) for size in dict.fromkeys(inner)]
+        hosts = self.count // self.granule
+        if hosts > 1:
+            shapes += [(size, self.count // size) for size in _spread(hosts)]
+        return tuple(dict.fromkeys(shape for shape in map(_without_ones, shapes) if self.allows(shape)))
+
+    def neighbours(self, shape: Shape) -> tuple[Shape, ...]:
+        """Returns the meshes that differ by one step: a factor that moves to the next axis, an axis cut in two, or two
+        axes joined."""
+        if self.mesh is not None:
+            return ()
+        near = dict.fromkeys(map(_without_ones, _steps(shape)))
+        return tuple(other for other in near if other != shape and len(other) <= len(_NAMES) and self.allows(other))
+
+    def allows(self, shape: Shape) -> bool:
+        """Whether no axis cuts a host or a slice."""
+        inside = 1
+        for size in reversed(shape):
+            inside *= size
+            if self.granule % inside and inside % self.granule:
+                return False
+        return True
+
+    def mesh_of(self, shape: Shape) -> AnyMesh:
+        """Returns a mesh in which devices have their positions in the torus, if the planner has to know them."""
+        if self.mesh is not None:
+            return self.mesh
+        names = _NAMES[1 : 1 + len(shape)] if len(shape) < 3 else _NAMES[: len(shape)]
+        abstract = mesh_shape(",".join(f"{name}:{size}" for name, size in zip(names, shape, strict=True)))
+        if self.devices:
+            return create_mesh(shape, names, devices=self.devices, fast_axes=())
+        if self.target is not None and self.torus:
+            return self.target.mesh(abstract)
+        return abstract
+
+    def public_mesh(self, mesh: AnyMesh) -> AnyMesh:
+        """Returns a mesh as users get it: of a target, which cannot run anything, only the shape."""
+        return mesh_shape(mesh_text(mesh)) if self.target is not None else mesh
+
+
+def _granule(devices: Sequence[Any]) -> int:
+    """How many devices fast links connect, in a list of them."""
+    infos = [DeviceInfo.of(device) for device in devices]
+    groups: dict[Any, int] = {}
+    for info in infos:
+        key = info.slice_index if info.platform == "tpu" else info.process_index
+        groups[key] = groups.get(key, 0) + 1
+    return math.gcd(*groups.values())
+
+
+def _spread(hosts: int) -> tuple[int, ...]:
+    """Returns the number of hosts, and its divisor next to its root."""
+    divisors = [size for size in range(2, hosts) if hosts % size == 0]
+    middle = [min(divisors, key=lambda size: abs(math.log(size) - math.log(hosts) / 2))] if divisors else []
+    return (hosts, *middle)
+
+
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size > 1) or (1,)
+
+
+def _steps(shape: Shape) -> Iterator[Shape]:
+    for index, size in enumerate(shape):
+        before, after = shape[:index], shape[index + 1 :]
+        for prime in _primes(size):
+            if after:  # to the next axis
+                yield (*before, size // prime, after[0] * prime, *after[1:])
+            if before:
+                yield (*before[:-1], before[-1] * prime, size // prime, *after)
+        for prime in _primes(size):
+            yield (*before, size // prime, prime, *after)
+            yield (*before, prime, size // prime, *after)
+        if after:
+            yield (*before, size * after[0], *after[1:])
+
+
+def _primes(size: int) -> list[int]:
+    return [prime for prime in range(2, size + 1) if size % prime == 0 and all(prime % low for low in range(2, prime))]

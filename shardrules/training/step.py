@@ -1,0 +1,117 @@
+"""The training step: the gradient of a loss, computed as a recipe says, and the optimizer's update."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.extend.core import jaxpr_as_fun
+from shardrules.training.loss import LossArrays, TracedLoss, trace_loss
+
+from shardrules.core.errors import ConfigTypeError
+
+
+@final
+@attrs.frozen
+class Recipe:
+    """How the gradient of a step is computed: what is decided besides the mesh and the layouts."""
+
+    microbatches: int = 1
+    """Into how many parts of the batch, one after the other."""
+
+
+@final
+@attrs.frozen(eq=False)
+class TrainingStep:
+    """A training step to trace, plan and run: from model, state and batch to new model, new state, loss and aux.
+
+    The values are those of the plain step: gradient, `optimizer.update`, `eqx.apply_updates`.
+
+    ```python
+    import optax
+    from shardrules.training.step import Recipe, TrainingStep
+
+    step = TrainingStep(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+    w, _, loss, _ = step(jnp.ones(4), optax.sgd(0.1).init(jnp.ones(4)), jnp.ones((8, 4)))
+    assert loss == 16 and np.allclose(w, 0.2)
+    ```
+    """
+
+    loss: Callable[[Any, Any], Any]
+    optimizer: Any
+    """An optax optimizer, or what has its `init` and `update`."""
+    has_aux: bool = False
+    trainable: Any = eqx.is_inexact_array
+    recipe: Recipe = Recipe()
+    __name__: str = "step"
+
+    def __call__(self, model: Any, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+        """Runs the step."""
+        trace = self.trace(model, batch)
+        arrays = trace.split.arrays(model, batch)
+        loss, aux, gradients = _gradients(trace, arrays, self.recipe)
+        params, gradients = trace.split.trainable_tree(arrays.trainable), trace.split.trainable_tree(gradients)
+        updates, state = self.optimizer.update(gradients, state, params, **self._extra(loss))
+        return _with_new_state(eqx.apply_updates(model, updates), aux), state, loss, aux
+
+    def trace(self, model: Any, batch: Any) -> TracedLoss:
+        """Traces the loss, with a model and a batch of arrays or shapes."""
+        return trace_loss(
+            self.loss, model, batch, has_aux=self.has_aux, trainable=_without_states(model, self.trainable)
+        )
+
+    def state_of(self, model: Any, batch: Any) -> Any:
+        """Returns the shapes of the optimizer's state."""
+        trace = self.trace(model, batch)
+        params = trace.split.trainable_tree(trace.split.arrays(model, batch).trainable)
+        return eqx.filter_eval_shape(self.optimizer.init, params)
+
+    def _extra(self, loss: jax.Array) -> dict[str, Any]:
+        """What some optimizers, such as `optax.contrib.reduce_on_plateau`, need besides gradients."""
+        accepted = inspect.signature(self.optimizer.update).parameters.values()
+        takes_loss = any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "value" for parameter in accepted)
+        return {"value": loss} if takes_loss else {}
+
+
+def _gradients(trace: TracedLoss, arrays: LossArrays, recipe: Recipe) -> tuple[jax.Array, Any, list[jax.Array]]:
+    """Returns the loss, aux, and the gradients of the trainable arrays."""
+    program = jaxpr_as_fun(trace.jaxpr)
+
+    def value(trainable: tuple[Any, ...]) -> tuple[Any, Any]:
+        loss, *aux = program(*trainable, *arrays.fixed, *arrays.batched)
+        return loss, aux
+
+    (loss, aux), gradients = jax.value_and_grad(value, has_aux=True)(arrays.trainable)
+    return loss, trace.rebuild_aux(aux), gradients
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, eqx.nn.State)
+
+
+def _without_states(model: Any, trainable: Any) -> Any:
+    """Returns a filter that leaves out what `eqx.nn.State`s hold, such as the running means of BatchNorm."""
+    if not callable(trainable) or not any(map(_is_state, jtu.tree_leaves(model, is_leaf=_is_state))):
+        return trainable
+    return jtu.tree_map(lambda node: False if _is_state(node) else trainable, model, is_leaf=_is_state)
+
+
+def _with_new_state(model: Any, aux: Any) -> Any:
+    """Returns a model with the `eqx.nn.State` that aux has, if it has one, in the place of its own."""
+    nodes, treedef = jtu.tree_flatten(model, is_leaf=_is_state)
+    states = [node for node in jtu.tree_leaves(aux, is_leaf=_is_state) if _is_state(node)]
+    old = [index for index, node in enumerate(nodes) if _is_state(node)]
+    if not states or not old:
+        return model
+    if len(states) != len(old):
+        raise ConfigTypeError(
+            f"the model has {len(old)} eqx.nn.States and aux has {len(states)}: aux must return the new state of each"
+        )
+    for index, state in zip(old, states, strict=True):
+        if jtu.tree_structure(state) != jtu.tree_structure(nodes[index]):
+            raise ConfigTypeError("aux has an eqx.nn.State with other entries than the model's")
+        nodes[index] = state
+    return treedef.unflatten(nodes)
