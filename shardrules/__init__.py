@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from shardrules.rules.shape_based import ShapeBasedShardingRule
     from shardrules.rules.stacked import StackedShardingRule
     from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
+    from shardrules.training.plan_training import plan_training
 
 __version__ = "0.1.0"
 
@@ -190,6 +191,7 @@ __all__ = [
     "assert_fits",
     # Autoplan
     "autoplan",
+    "plan_training",
     "Assumptions",
     # Pages
     "report_page",

@@ -29,8 +29,11 @@ from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.rules.files.rules_file import Limits, RulesFile
+from shardrules.training.answer.plan import TrainingPlan
+from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 
 __all__ = [
+    "Advice",
     "Alternative",
     "ArrayChange",
     "ArrayUse",
@@ -85,5 +88,8 @@ __all__ = [
     "Total",
     "Totals",
     "TraceComparison",
+    "TrainingCandidate",
+    "TrainingPlan",
+    "TrainingPlanReport",
     "UnmatchedTime",
 ]

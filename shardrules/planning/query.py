@@ -95,15 +95,17 @@ def read_query(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, opt
     call = read_call(fn, args, mesh, name_of(fn))
     machine = Machine.of(mesh, options.hardware, options.assumptions)
     program = read_jaxpr(call.jaxpr)
-    if options.memory_limit is None:
-        limit_bytes = int(machine.hardware.memory_bytes * (1 - _RESERVE))
-    else:
-        limit_bytes = read_bytes("memory_limit", options.memory_limit)
+    limit_bytes = memory_limit(options.memory_limit, machine.hardware)
     pinned = _pinned_specs(args, options.pins, mesh)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
     target_mesh = device_mesh(mesh, machine.hardware) if options.prove else None
     read_seconds = time.monotonic() - start
     return Query(fn, call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds, target_mesh)
+
+
+def memory_limit(requested: int | str | None, hardware: Hardware) -> int:
+    """Returns the most memory that a device may use: as requested, or its memory less the reserve."""
+    return int(hardware.memory_bytes * (1 - _RESERVE)) if requested is None else read_bytes("memory_limit", requested)
 
 
 def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:

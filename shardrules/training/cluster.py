@@ -117,6 +117,14 @@ class Cluster:
             return self.target.mesh(abstract)
         return abstract
 
+    def doubled(self) -> "Cluster | None":
+        """Returns a cluster of twice as many devices of the same kind; `None` where only one mesh is allowed."""
+        if self.mesh is not None or self.target is None:
+            return None
+        if self.target.platform == "tpu":
+            return Cluster.of(attrs.evolve(self.target, slices=2 * self.target.slices), self.hardware)
+        return Cluster.of(attrs.evolve(self.target, shape=(2 * self.count,)), self.hardware)
+
     def public_mesh(self, mesh: AnyMesh) -> AnyMesh:
         """Returns a mesh as users get it: of a target, which cannot run anything, only the shape."""
         return mesh_shape(mesh_text(mesh)) if self.target is not None else mesh

@@ -9,9 +9,9 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.extend.core import jaxpr_as_fun
-from shardrules.training.loss import LossArrays, TracedLoss, trace_loss
 
 from shardrules.core.errors import ConfigTypeError
+from shardrules.training.loss import LossArrays, TracedLoss, trace_loss
 
 
 @final
@@ -20,7 +20,21 @@ class Recipe:
     """How the gradient of a step is computed: what is decided besides the mesh and the layouts."""
 
     microbatches: int = 1
-    """Into how many parts of the batch, one after the other."""
+    """How many parts of the batch follow each other."""
+    groups: int = 1
+    """Into how many parts, side by side, the batch is cut whose gradients are added up apart until the end of the step:
+    with as many as there are devices that split the batch, gradients are reduced once."""
+    keep: Any = None
+    """What the backward pass keeps; `None` is everything, as the loss is written."""
+    accumulate_dtype: Any = None
+    """What gradients of microbatches are added up in; by default float32."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch"]
+        if self.microbatches > 1:
+            parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
+        parts.append("everything kept" if self.keep is None else str(self.keep))
+        return ", ".join(parts)
 
 
 @final
@@ -63,11 +77,9 @@ class TrainingStep:
             self.loss, model, batch, has_aux=self.has_aux, trainable=_without_states(model, self.trainable)
         )
 
-    def state_of(self, model: Any, batch: Any) -> Any:
-        """Returns the shapes of the optimizer's state."""
-        trace = self.trace(model, batch)
-        params = trace.split.trainable_tree(trace.split.arrays(model, batch).trainable)
-        return eqx.filter_eval_shape(self.optimizer.init, params)
+    def init_state(self, model: Any) -> Any:
+        """Returns the optimizer's state of a model."""
+        return self.optimizer.init(eqx.filter(model, _without_states(model, self.trainable)))
 
     def _extra(self, loss: jax.Array) -> dict[str, Any]:
         """What some optimizers, such as `optax.contrib.reduce_on_plateau`, need besides gradients."""

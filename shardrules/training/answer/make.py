@@ -1,0 +1,234 @@
+"""From a search to the plan: its figures, why other candidates lost, and what would help."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from shardrules.analysis.compiling.compile import name_of
+from shardrules.analysis.compiling.model_flops import model_matmuls
+from shardrules.core.axes import mesh_sizes, mesh_text
+from shardrules.core.check import bytes_text
+from shardrules.core.finding import Finding
+from shardrules.core.spec import shard_bytes
+from shardrules.core.tree import array_kind
+from shardrules.planning.answer.findings import machine_findings, near_the_limit, program_findings
+from shardrules.planning.answer.frontier import FrontierPoint
+from shardrules.planning.answer.plan import AutoPlan
+from shardrules.training.answer.plan import TrainingPlan
+from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
+from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
+from shardrules.training.search.search import TrainingSearch
+from shardrules.training.step import Recipe
+
+
+def training_plan(search: TrainingSearch) -> TrainingPlan:
+    """Returns the best plan of a search."""
+    problem = search.problem
+    outcome = search.best or search.smallest
+    assert outcome is not None, "something was planned"
+    planned = outcome.plan(problem)
+    step = attrs.evolve(problem.step, recipe=outcome.recipe)
+    flops, peak = _model_flops(problem)
+    report = TrainingPlanReport(
+        name_of(problem.step.loss),
+        problem.cluster.name,
+        problem.cluster.count,
+        mesh_text(planned.mesh),
+        outcome.recipe.microbatches,
+        outcome.recipe.groups,
+        keep_text(outcome.recipe),
+        planned.step_time,
+        planned.cost,
+        problem.loss.batch_size,
+        _tokens(problem.batch),
+        flops,
+        peak,
+        planned.peak_bytes,
+        planned.memory_limit,
+        _memory(planned),
+        tuple(planned.sent_bytes.items()),
+        planned.split_dims,
+        tuple(_candidates(search, outcome)),
+        _frontier(search),
+        tuple(_advice(search, outcome)),
+        tuple(_findings(search, planned)),
+        planned.plan,
+    )
+    return TrainingPlan(step, planned, report)
+
+
+def keep_text(recipe: Recipe) -> str:
+    """Says what the backward pass keeps."""
+    return "keeps everything" if recipe.keep is None else str(recipe.keep)
+
+
+def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
+    """Returns the FLOPs of matmuls in the step as it is written, and how many of them all devices reach in a second."""
+    trace = problem.loss
+    gradient = jax.grad(_scalar(trace.jaxpr), tuple(range(trace.trainable_count)))
+    matmuls = list(model_matmuls(jax.make_jaxpr(gradient)(*trace.jaxpr.in_avals)))
+    flops = sum(matmul.flops for matmul in matmuls)
+    hardware = problem.cluster.hardware
+    # Of several types, each at its own rate: what all of them take at their peaks.
+    seconds = sum(matmul.flops / hardware.flops_per_second(matmul.equation.invars[0].aval.dtype) for matmul in matmuls)
+    return flops, problem.cluster.count * flops / seconds if seconds else 0.0
+
+
+def _scalar(jaxpr: Any) -> Any:
+    program = jaxpr_as_fun(jaxpr)
+    return lambda *arrays: program(*arrays)[0]
+
+
+def _tokens(batch: Any) -> int:
+    """How many tokens a batch has: the elements of its largest array of integers with two dims or more."""
+    kinds = [kind for kind in map(array_kind, jax.tree.leaves(batch)) if kind is not None]
+    return max(
+        (math.prod(shape) for shape, dtype in kinds if len(shape) > 1 and np.issubdtype(dtype, np.integer)), default=0
+    )
+
+
+def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
+    """Returns the bytes of a device at the peak, by category."""
+    sizes = mesh_sizes(planned.mesh)
+    by_argument = [0] * len(planned.args)
+    for array, spec, owner in zip(planned.call.structs, planned.specs, planned.call.argument_indices, strict=True):
+        by_argument[owner] += shard_bytes(array.shape, array.dtype, spec, sizes)
+    rest = max(0, planned.peak_bytes - sum(by_argument))
+    names = ("model", "optimizer state", "batch")
+    return (*zip(names, by_argument, strict=True), ("activations, gradients and temporaries", rest))
+
+
+def _candidates(search: TrainingSearch, chosen: Outcome) -> Iterator[TrainingCandidate]:
+    """Yields what was planned: the plan, what fits, what does not, and what was refused."""
+    rows: list[tuple[tuple[int, float], TrainingCandidate]] = []
+    for (_, recipe), outcome in search.outcomes.items():
+        rows.append((_rank(outcome, chosen), _candidate(search, outcome, recipe, _reason(search, outcome, chosen))))
+    for shape, outcome in search.free.items():
+        if (shape, outcome.recipe) not in search.outcomes:
+            reason = search.beaten.get((shape, outcome.recipe)) or _reason(search, outcome, chosen)
+            rows.append((_rank(outcome, chosen), _candidate(search, outcome, outcome.recipe, reason)))
+    rows.sort(key=lambda row: row[0])
+    yield from (candidate for _, candidate in rows)
+
+
+def _candidate(search: TrainingSearch, outcome: Outcome, recipe: Recipe, reason: str) -> TrainingCandidate:
+    seconds = None if outcome.result is None else outcome.seconds
+    return TrainingCandidate(
+        outcome.mesh,
+        recipe.microbatches,
+        recipe.groups,
+        keep_text(recipe),
+        seconds,
+        outcome.peak_bytes,
+        outcome.fits,
+        reason,
+    )
+
+
+def _rank(outcome: Outcome, chosen: Outcome) -> tuple[int, float]:
+    if outcome is chosen:
+        return 0, 0.0
+    if outcome.fits:
+        return 1, outcome.seconds
+    return (2, float(outcome.peak_bytes)) if outcome.result is not None else (3, 0.0)
+
+
+def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
+    """Says why a candidate lost; nothing of the plan itself."""
+    if outcome is chosen:
+        return ""
+    if outcome.refusal:
+        return outcome.refusal
+    limit = search.problem.limit_bytes
+    if not outcome.fits:
+        return f"does not fit: {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
+    ratio = outcome.seconds / chosen.seconds if chosen.seconds else 1.0
+    return f"slower by {100 * (ratio - 1):.1f} %" if ratio > 1 + 1e-6 else "as fast, with more axes, steps or memory"
+
+
+def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
+    """Returns the plans that no other beats in both time and memory, the smallest first."""
+    points = {
+        (int(trial.peak_bytes), trial.cost)
+        for outcome in (*search.outcomes.values(), *search.free.values())
+        if outcome.result is not None
+        for trial in outcome.result.candidates
+    }
+    front: list[FrontierPoint] = []
+    for peak_bytes, seconds in sorted(points):
+        if not front or seconds < front[-1].seconds:
+            front.append(FrontierPoint(peak_bytes, seconds, peak_bytes, 0.0))
+    return tuple(front)
+
+
+def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
+    """Yields what more memory, a larger batch and more devices would give, the best first: each is planned."""
+    problem, rows = search.problem, []
+    free = search.free.get(chosen.shape)
+    examples = problem.loss.batch_size
+    before = examples / chosen.seconds if chosen.seconds else math.inf
+    others: list[tuple[str, Outcome, int]] = []
+    if free is not None and not free.fits and free.result is not None and free.seconds < chosen.seconds:
+        others.append(("memory for everything", free, examples))
+    for change, other in _changes(problem, chosen):
+        if search.is_over:
+            break
+        outcome = plan_once(other, *_scaled(problem, other, chosen), deadline=search.deadline)
+        if outcome.fits:
+            others.append((change, outcome, other.loss.batch_size))
+    for change, outcome, count in others:
+        rate = count / outcome.seconds if outcome.seconds else math.inf
+        rows.append(Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before))
+    yield from sorted(rows, key=lambda row: -row.gain)
+
+
+def _changes(problem: TrainingProblem, chosen: Outcome) -> Iterator[tuple[str, TrainingProblem]]:
+    """Yields other set-ups: twice the batch, and twice the devices."""
+    examples = problem.loss.batch_size
+
+    def doubled(leaf: Any) -> Any:
+        kind = array_kind(leaf)
+        is_batched = kind is not None and kind[0][:1] == (examples,)
+        return jax.ShapeDtypeStruct((2 * examples, *leaf.shape[1:]), leaf.dtype) if is_batched else leaf
+
+    yield f"a batch of {2 * examples} examples", attrs.evolve(problem, batch=jax.tree.map(doubled, problem.batch))
+    cluster = problem.cluster.doubled()
+    if cluster is not None:
+        yield f"{cluster.count} devices", attrs.evolve(problem, cluster=cluster)
+
+
+def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -> tuple[tuple[int, ...], Recipe]:
+    """Returns the mesh and the recipe of another set-up that are as the plan's."""
+    factor = other.cluster.count // problem.cluster.count
+    recipe = chosen.recipe
+    if factor > 1 and recipe.groups > 1:
+        recipe = attrs.evolve(recipe, groups=recipe.groups * factor)
+    return (chosen.shape[0] * factor, *chosen.shape[1:]), recipe
+
+
+def _findings(search: TrainingSearch, planned: AutoPlan) -> Iterator[Finding]:
+    limit = search.problem.limit_bytes
+    if search.best is None:
+        yield Finding(
+            "warning",
+            "may-not-fit",
+            f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take "
+            f"{bytes_text(planned.peak_bytes)}",
+            remedy="Use more devices, or a smaller batch; prove compiles plans to see what they need",
+        )
+    elif planned.peak_bytes > 0.9 * limit:
+        yield near_the_limit(limit, planned.peak_bytes)
+    if search.is_late:
+        yield Finding(
+            "warning",
+            "time-is-up",
+            f"the search was not done after time_limit={planned.time_limit:.3g} s: another run may find another plan",
+            remedy="Raise time_limit",
+        )
+    yield from machine_findings(planned.mesh, search.problem.options.hardware)
+    yield from program_findings(planned.call, planned.task)

@@ -1,0 +1,115 @@
+"""The plan that `plan_training` finds, with which training runs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+
+from shardrules.analysis.schedule.step_time import StepTime
+from shardrules.core.axes import AnyMesh
+from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
+from shardrules.placement.init import filter_init
+from shardrules.planning.answer.diff import AutoPlanDiff
+from shardrules.planning.answer.frontier import Frontier
+from shardrules.planning.answer.plan import AutoPlan
+from shardrules.planning.run.replay import PlannedFunction
+from shardrules.training.answer.report import TrainingCandidate, TrainingPlanReport
+from shardrules.training.step import Recipe, TrainingStep
+
+
+@final
+@attrs.frozen(eq=False)
+class TrainingPlan:
+    """A mesh, layouts, and how a training step computes its gradients. `plan_training` makes them.
+
+    It prints as a note, with what else was planned and why it lost.
+
+    ```python
+    import optax
+
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    plan = sr.plan_training(loss, jnp.ones((8, 8)), optax.adam(1e-3), jnp.ones((64, 8)), cluster=jax.devices())
+    model, state = plan.init(lambda: jnp.ones((8, 8)))()
+    model, state, loss_value, _ = plan.step(model, state, jnp.ones((64, 8)))
+    assert loss_value == 64 and plan.report.examples == 64
+    ```
+    """
+
+    training_step: TrainingStep
+    """The step, as it is to be traced."""
+    planned: AutoPlan = attrs.field(repr=False)
+    """The layouts of everything in the step."""
+    report: TrainingPlanReport = attrs.field(repr=False)
+    """All figures, as a record."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the gradient is computed."""
+        return self.training_step.recipe
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh; without devices if the cluster was a target."""
+        return self.planned.mesh
+
+    @property
+    def step_time(self) -> StepTime:
+        """The modelled time of a step, in its parts."""
+        return self.planned.step_time
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a device uses, as modelled."""
+        return self.planned.peak_bytes
+
+    @property
+    def candidates(self) -> tuple[TrainingCandidate, ...]:
+        """Everything that was planned, the best first, with the reason each lost."""
+        return self.report.candidates
+
+    @property
+    def frontier(self) -> Frontier:
+        """What memory is worth, by all that was planned."""
+        return self.report.as_frontier()
+
+    @functools.cached_property
+    def plan(self) -> ShardingPlan:
+        """The plan of model, state and batch."""
+        return self.planned.plan
+
+    @functools.cached_property
+    def step(self) -> PlannedFunction:
+        """The step, compiled as planned: from (model, state, batch) to (model, state, loss, aux).
+
+        Model and state are donated.
+        """
+        return self.planned.jit(self.training_step, donate_argnums=(0, 1))
+
+    def as_rule(self) -> SpecTreeShardingRule:
+        """Returns a rule for (model, state) that decides as the plan does, for checkpoints and others."""
+        return SpecTreeShardingRule(self.plan.specs[:2])
+
+    def init(self, make: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        """Returns a function that makes the model and the optimizer's state, placed from the start.
+
+        It takes the arguments of `make`, which returns the model.
+        """
+
+        @functools.wraps(make, updated=())
+        def model_and_state(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            model = make(*args, **kwargs)
+            return model, self.training_step.init_state(model)
+
+        return filter_init(model_and_state, self.as_rule(), self.mesh)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""
+        return self.report.to_json()
+
+    def diff(self, other: "TrainingPlan") -> AutoPlanDiff:
+        """Returns what differs in another plan of the same loss, from this one to the other."""
+        return self.planned.diff(other.planned)
+
+    def __str__(self) -> str:
+        return str(self.report)

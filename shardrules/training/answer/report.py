@@ -1,0 +1,212 @@
+"""A training plan as a record to keep: as an engineer would note it down, without the functions and the search."""
+
+import json
+import typing
+from collections.abc import Iterator
+from typing import Any, Self, final
+
+import attrs
+
+from shardrules.analysis.schedule.step_time import StepTime, seconds_text
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import PlanError, ReportError, printable
+from shardrules.core.finding import Finding, listing
+from shardrules.core.rule import ShardingPlan
+from shardrules.core.storage.records import SAVE_AGAIN, problem, record
+from shardrules.core.views.table import aligned
+from shardrules.planning.answer.explain import SplitDim
+from shardrules.planning.answer.frontier import Frontier, FrontierPoint
+
+_FORMAT = 1
+"""The version of the JSON: a change that older readers would misread raises it."""
+
+_SHOWN_CANDIDATES = 24
+"""How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
+
+
+@final
+@attrs.frozen
+class TrainingCandidate:
+    """A mesh and a recipe that were planned, or why they were not."""
+
+    mesh: str
+    microbatches: int
+    groups: int
+    keep: str
+    """What the backward pass keeps, in words."""
+    seconds: float | None
+    """The modelled time of a step; `None` where nothing was planned."""
+    peak_bytes: int
+    fits: bool
+    reason: str = ""
+    """Why it lost; empty for the plan itself."""
+
+
+@final
+@attrs.frozen
+class Advice:
+    """What another set-up would give, planned in the same way."""
+
+    change: str
+    seconds: float
+    """The modelled time of a step."""
+    examples_per_second: float
+    peak_bytes: int
+    gain: float
+    """How many times the examples per second of the plan."""
+
+
+@final
+@attrs.frozen
+class TrainingPlanReport:
+    """What `plan_training` found, to keep in a file and show on a page.
+
+    ```python
+    import optax
+
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    report = sr.plan_training(loss, w, optax.sgd(0.1), x, cluster="cpu:8").report
+    assert sr.reports.TrainingPlanReport.from_json(report.to_json()) == report
+    ```
+    """
+
+    name: str
+    """The loss."""
+    cluster: str
+    device_count: int
+    mesh: str
+    microbatches: int
+    groups: int
+    keep: str
+    """What the backward pass keeps, in words."""
+    time: StepTime
+    cost: float
+    """The modelled time of a step, in seconds."""
+    examples: int
+    """The examples of a step."""
+    tokens: int
+    """The tokens of a step; 0 if the batch has no arrays of integers."""
+    model_flops: int
+    """The FLOPs of the step as written, over all devices: nothing that is computed again counts."""
+    peak_flops: float
+    """What the devices reach together at most, in FLOP/s."""
+    peak_bytes: int
+    memory_limit: int
+    memory: tuple[tuple[str, int], ...]
+    """The bytes of a device at the peak, by category."""
+    sent_bytes: tuple[tuple[str, int], ...]
+    """What a device sends in a step, by kind of collective."""
+    split_dims: tuple[SplitDim, ...]
+    candidates: tuple[TrainingCandidate, ...]
+    frontier: tuple[FrontierPoint, ...]
+    advice: tuple[Advice, ...]
+    findings: tuple[Finding, ...]
+    plan: ShardingPlan
+    """The plan of model, state and batch."""
+
+    @property
+    def examples_per_second(self) -> float:
+        """How many examples are trained on in a second."""
+        return self.examples / self.cost if self.cost else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """The part of the devices' FLOP/s that the model's FLOPs use."""
+        return self.model_flops / (self.cost * self.peak_flops) if self.cost and self.peak_flops else 0.0
+
+    def __str__(self) -> str:
+        lines = [*map(printable, self._note()), "", *self._candidate_table()]
+        if self.findings:
+            lines += ["", listing(self.findings)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _note(self) -> Iterator[str]:
+        speed = f"{self.examples_per_second:,.4g} examples/s"
+        if self.tokens:
+            speed += f", {self.tokens / self.cost:,.0f} tokens/s" if self.cost else ""
+        yield f"{self.name} on {self.cluster}: {seconds_text(self.cost)} a step, {speed}, {100 * self.mfu:.0f} % MFU"
+        yield ""
+        rows = [
+            ("mesh", self.mesh),
+            *(("layout" if not index else "", str(dim)) for index, dim in enumerate(self.split_dims)),
+            ("batch", self._batch_text()),
+            ("backward", self.keep),
+            ("memory", self._memory_text()),
+            ("time", self._time_text()),
+            ("wire", ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes if sent) or "nothing"),
+            ("limit", self._limit_text()),
+            *(("would help" if not index else "", _advice_text(item)) for index, item in enumerate(self.advice)),
+        ]
+        yield from (f"{head:<11}{text}" for head, text in rows)
+
+    def _batch_text(self) -> str:
+        text = f"{self.examples} examples"
+        if self.microbatches == 1:
+            return f"{text} at once"
+        reduced = "once a step" if self.groups > 1 else "in each microbatch"
+        return f"{text} in {self.microbatches} microbatches; gradients are reduced {reduced}"
+
+    def _memory_text(self) -> str:
+        parts = ", ".join(f"{category} {bytes_text(nbytes)}" for category, nbytes in self.memory)
+        return f"{bytes_text(self.peak_bytes)} of {bytes_text(self.memory_limit)}: {parts}"
+
+    def _time_text(self) -> str:
+        time = self.time
+        sent, exposed = seconds_text(time.communication_seconds), seconds_text(time.exposed_seconds)
+        return f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed)"
+
+    def _limit_text(self) -> str:
+        """Says what the time of a step goes to."""
+        share = 100 * self.time.exposed_seconds / self.time.seconds if self.time.seconds else 0.0
+        if self.time.exposed_seconds > self.time.compute_seconds:
+            return f"communication: {share:.0f} % of the step waits for it"
+        return f"computing: {100 - share:.0f} % of the step; {share:.0f} % waits for communication"
+
+    def _candidate_table(self) -> list[str]:
+        rows = [("mesh", "microbatches", "backward", "time", "memory", "")]
+        for candidate in self.candidates[:_SHOWN_CANDIDATES]:
+            time = "" if candidate.seconds is None else seconds_text(candidate.seconds)
+            count = str(candidate.microbatches)
+            if candidate.microbatches > 1:
+                count += " (reduced once)" if candidate.groups > 1 else " (reduced in each)"
+            memory = bytes_text(candidate.peak_bytes) if candidate.peak_bytes else ""
+            rows.append((candidate.mesh, count, candidate.keep, time, memory, candidate.reason or "the plan"))
+        more = len(self.candidates) - _SHOWN_CANDIDATES
+        return [*aligned(rows), *([f"and {more} more"] if more > 0 else [])]
+
+    def as_frontier(self) -> Frontier:
+        """Returns what memory is worth, by all that was planned."""
+        return Frontier(self.name, self.cluster, self.frontier)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
+        figures = attrs.asdict(self, filter=lambda field, value: field.name != "plan")
+        plan = json.loads(self.plan.to_json())
+        return json.dumps({"shardrules_training_plan": _FORMAT, **figures, "plan": plan}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the report that `to_json` wrote, or raises `ReportError`."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data["shardrules_training_plan"]
+            if version != _FORMAT:
+                raise ReportError(f"this report has format {version!r}, this version reads {_FORMAT}")
+            kinds = typing.get_type_hints(cls)
+            if missing := [name for name in kinds if name not in data]:
+                raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
+            # The plan has a format of its own, with a version.
+            fields = {name: record(kind, data[name], name) for name, kind in kinds.items() if name != "plan"}
+            return cls(**fields, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
+        except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
+            if isinstance(error, ReportError):
+                raise
+            raise ReportError(f"this text is not a training plan: {problem(error)}") from error
+
+
+def _advice_text(advice: Advice) -> str:
+    return (
+        f"{advice.change}: {advice.gain:.2f} x the examples a second "
+        f"({seconds_text(advice.seconds)} a step, {bytes_text(advice.peak_bytes)})"
+    )

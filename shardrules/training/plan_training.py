@@ -1,0 +1,125 @@
+"""`plan_training`: from a loss and a cluster to the step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from shardrules.analysis.compiling.compile import name_of
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import ConfigError, DoesNotFitError, PlanError
+from shardrules.core.rule import ShardingRule
+from shardrules.core.tree import array_kind
+from shardrules.planning.graph.machine import Assumptions
+from shardrules.planning.query import QueryOptions
+from shardrules.planning.run.call import struct
+from shardrules.planning.solve.deadline import Deadline
+from shardrules.training.answer.make import training_plan
+from shardrules.training.answer.plan import TrainingPlan
+from shardrules.training.cluster import Cluster
+from shardrules.training.search.problem import TrainingProblem
+from shardrules.training.search.search import TrainingSearch
+from shardrules.training.step import TrainingStep
+
+
+def plan_training(
+    loss: Callable[[Any, Any], Any],
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    *,
+    cluster: Any,
+    has_aux: bool = False,
+    trainable: Any = eqx.is_inexact_array,
+    memory_limit: int | str | None = None,
+    pins: ShardingRule | None = None,
+    microbatches: int | None = None,
+    hardware: Hardware | None = None,
+    time_limit: float = 600,
+    progress: Callable[[str], None] | None = None,
+) -> TrainingPlan:
+    """Plans how to train on a cluster: the mesh, where everything is, how many microbatches, what is recomputed.
+
+    The loss is traced from shapes, and steps that compute its gradient in different ways are planned on different
+    meshes, each as `autoplan` does it. The fastest that fits is returned, with all others and why they lost. Nothing is
+    run or compiled, and the model's code is not touched.
+
+    **Arguments:**
+
+    - `loss`: a function of a model and a batch that returns a scalar, or with `has_aux` a pair of a scalar and aux.
+    - `model`: the model, as arrays or shapes: any pytree. What an `eqx.nn.State` in it holds is not trained; a
+        new state that the loss returns in aux becomes the model's.
+    - `optimizer`: an optax optimizer.
+    - `batch`: the batch of a whole step, as arrays or shapes. Arrays with the batch's first dim are split; others, such
+        as keys, are for all examples.
+    - `cluster`: where to train: a target such as `"cuda:h100:64"`, a list of devices such as `jax.devices()`, or the
+        mesh to use.
+    - `has_aux`: whether `loss` returns a pair.
+    - `trainable`: which arrays of the model are trained, as `eqx.partition` takes it.
+    - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`); by default the
+        device's memory less a tenth.
+    - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
+    - `microbatches`: how many microbatches to use; by default as many as are best.
+    - `hardware`: what the devices reach; by default the sheet of the cluster.
+    - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
+        finding.
+    - `progress`: called with a line of text for each step that is planned.
+
+    **Returns:**
+
+    A `shardrules.reports.TrainingPlan`.
+
+    **Raises:**
+
+    `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh; `ConfigError` and
+    `ConfigTypeError` for a loss, a batch or a number of microbatches that cannot be used; `TargetError` and `MeshError`
+    for a cluster that does not exist.
+
+    ```python
+    import optax
+
+    def loss(model, batch):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    model = eqx.nn.MLP(256, 256, 1024, 2, key=jax.random.key(0))
+    x = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    plan = sr.plan_training(loss, model, optax.adamw(1e-3), (x, x), cluster="cuda:h100:8")
+    assert plan.peak_bytes < 2**30 and plan.candidates[0].fits
+    ```
+    """
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise ConfigError(f"microbatches must be a positive integer, got {microbatches!r}")
+    deadline = Deadline.after(time_limit)
+    devices = Cluster.of(cluster, hardware)
+    model, batch = _shapes(model), _shapes(batch)
+    step = TrainingStep(loss, optimizer, has_aux, trainable)
+    state = eqx.filter_eval_shape(step.init_state, model)
+    options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
+    problem = TrainingProblem(step, model, state, batch, devices, options)
+    search = TrainingSearch(problem, (None,), microbatches, deadline, progress or (lambda text: None))
+    search.run()
+    _check_outcomes(search, name_of(loss))
+    return training_plan(search)
+
+
+def _shapes(tree: Any) -> Any:
+    """Returns a tree with shapes instead of arrays."""
+    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else struct(leaf), tree)
+
+
+def _check_outcomes(search: TrainingSearch, name: str) -> None:
+    """Raises an error if nothing was planned."""
+    if search.smallest is not None:
+        return
+    refusals = [outcome for outcome in search.free.values() if outcome.refusal]
+    refusals += [outcome for outcome in search.outcomes.values() if outcome.refusal]
+    lines = list(dict.fromkeys(f"{outcome.mesh}: {outcome.refusal}" for outcome in refusals))
+    cluster = search.problem.cluster.name
+    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines)
+    needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]
+    if needed:
+        raise DoesNotFitError(f"{text}\nEvery plan needs {bytes_text(min(needed))} or more", min(needed))
+    raise PlanError(text)

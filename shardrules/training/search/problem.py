@@ -1,0 +1,136 @@
+"""What a training plan is searched for, and what planning it on a mesh with a recipe gives."""
+
+import functools
+import time
+from typing import Any, final
+
+import attrs
+
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.errors import DoesNotFitError, MeshError, PlanError, UnknownAxisError
+from shardrules.planning.answer.plan import AutoPlan
+from shardrules.planning.query import Query, QueryOptions, memory_limit, read_query
+from shardrules.planning.run.call import axis_names_of
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.planning.solve.search import SearchResult
+from shardrules.training.cluster import Cluster, Shape
+from shardrules.training.loss import TracedLoss
+from shardrules.training.step import Recipe, TrainingStep
+
+REFUSALS = (DoesNotFitError, MeshError, PlanError, UnknownAxisError)
+"""What keeps a mesh from being planned for, where another may be: its torus, pins and constraints on axes it lacks."""
+
+
+@final
+@attrs.frozen(eq=False)
+class TrainingProblem:
+    """A step to plan on a cluster."""
+
+    step: TrainingStep
+    model: Any = attrs.field(repr=False)
+    state: Any = attrs.field(repr=False)
+    batch: Any = attrs.field(repr=False)
+    cluster: Cluster
+    options: QueryOptions
+
+    def query(self, shape: Shape, recipe: Recipe) -> Query:
+        """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
+        step = attrs.evolve(self.step, recipe=recipe)
+        return read_query(step, (self.model, self.state, self.batch), self.cluster.mesh_of(shape), self.options)
+
+    @functools.cached_property
+    def limit_bytes(self) -> int:
+        """The most memory that a device may use."""
+        return memory_limit(self.options.memory_limit, self.cluster.hardware)
+
+    @functools.cached_property
+    def loss(self) -> TracedLoss:
+        """The loss on the whole batch, traced with the first mesh in force, whose axes it may name."""
+        with axis_names_of(self.mesh):
+            return self.step.trace(self.model, self.batch)
+
+    @functools.cached_property
+    def mesh(self) -> AnyMesh:
+        """The first mesh that devices can be laid out in."""
+        *others, last = self.cluster.shapes()
+        for shape in others:
+            try:
+                return self.cluster.mesh_of(shape)
+            except MeshError:
+                continue
+        return self.cluster.mesh_of(last)
+
+
+@final
+@attrs.frozen(eq=False)
+class Outcome:
+    """What planning on a mesh with a recipe gave."""
+
+    shape: Shape
+    mesh: str
+    recipe: Recipe
+    result: SearchResult | None
+    """The layouts; `None` where the mesh was refused."""
+    seconds: float
+    """The modelled time of a step."""
+    peak_bytes: int
+    fits: bool
+    refusal: str = ""
+    """Why nothing was searched."""
+    batch_splits: int = 1
+    """Over how many devices the batch is split."""
+    planning_seconds: float = 0.0
+
+    def plan(self, problem: TrainingProblem) -> AutoPlan:
+        """Returns the plan of the step."""
+        assert self.result is not None, "a refused mesh has no plan"
+        query = problem.query(self.shape, self.recipe)
+        return attrs.evolve(query.plan(self.result), mesh=problem.cluster.public_mesh(query.mesh))
+
+
+def plan_once(
+    problem: TrainingProblem,
+    shape: Shape,
+    recipe: Recipe,
+    limit_bytes: float | None = None,
+    deadline: Deadline = NO_DEADLINE,
+) -> Outcome:
+    """Plans on one mesh with one recipe. Without `limit_bytes`, within the limit of the problem."""
+    start = time.monotonic()
+    try:
+        query = problem.query(shape, recipe)
+        limit = query.limit_bytes if limit_bytes is None else limit_bytes
+        if limit_bytes is None:
+            query.check_possible()
+    except REFUSALS as error:
+        needed = error.needed_bytes if isinstance(error, DoesNotFitError) else 0
+        text = "x".join(map(str, shape))
+        return Outcome(shape, text, recipe, None, float("inf"), needed, False, " ".join(str(error).split()))
+    result = query.task.within(limit, deadline)
+    plan = query.plan(result)
+    return Outcome(
+        shape,
+        mesh_text(query.mesh),
+        recipe,
+        result,
+        plan.cost,
+        plan.peak_bytes,
+        result.fits and result.peak_bytes <= query.limit_bytes,
+        batch_splits=_batch_splits(plan),
+        planning_seconds=time.monotonic() - start,
+    )
+
+
+def _batch_splits(plan: AutoPlan) -> int:
+    """Over how many devices the plan splits the first dim of the batch's arrays, the last argument."""
+    machine = plan.task.problem.machine
+    sizes = dict(zip(machine.axes, machine.sizes, strict=True))
+    counts = [1]
+    for spec, owner in zip(plan.specs, plan.call.argument_indices, strict=True):
+        if owner == len(plan.args) - 1 and len(spec) and spec[0] is not None:
+            axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+            count = 1
+            for axis in axes:
+                count *= sizes[axis]
+            counts.append(count)
+    return max(counts)

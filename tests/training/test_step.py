@@ -1,0 +1,148 @@
+"""Training steps compute what plain Equinox and optax steps compute."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardrules.core.errors import ConfigTypeError
+from shardrules.training.step import TrainingStep
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (16, 4))
+
+
+class Net(eqx.Module):
+    layers: tuple[eqx.nn.Linear, ...]
+    activation: Any
+    name: str = eqx.field(static=True, default="net")
+
+    def __init__(self) -> None:
+        keys = jax.random.split(KEY, 2)
+        self.layers = eqx.nn.Linear(4, 8, key=keys[0]), eqx.nn.Linear(8, 4, key=keys[1])
+        self.activation = jax.nn.relu
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[1](self.activation(self.layers[0](x)))
+
+
+def squares(net: Net, x: jax.Array) -> jax.Array:
+    return jnp.mean((jax.vmap(net)(x) - x) ** 2)
+
+
+def plain(loss: Any, net: Any, optimizer: Any, batch: Any, steps: int, trainable: Any = eqx.is_inexact_array) -> Any:
+    """The step as users write it."""
+    params, frozen = eqx.partition(net, trainable)
+    state = optimizer.init(params)
+    for _ in range(steps):
+        gradients = eqx.filter_grad(lambda params: loss(eqx.combine(params, frozen), batch))(params)
+        updates, state = optimizer.update(gradients, state, params)
+        params = eqx.apply_updates(params, updates)
+    return eqx.combine(params, frozen)
+
+
+def run(step: TrainingStep, net: Any, batch: Any, steps: int) -> Any:
+    state = step.init_state(net)
+    for _ in range(steps):
+        net, state, _, _ = eqx.filter_jit(step)(net, state, batch)
+    return net
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if eqx.is_array(one):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+OPTIMIZERS = {
+    "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)),
+    "clipping": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
+    "multi": optax.multi_transform(
+        {"matrix": optax.adam(1e-2), "vector": optax.sgd(1e-2)},
+        lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params),
+    ),
+    "muon": optax.contrib.muon(1e-2),
+    "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "plateau"])
+def test_steps_equal_plain_steps(name: str) -> None:
+    step = TrainingStep(squares, OPTIMIZERS[name])
+    assert_same(run(step, Net(), X, 3), plain(squares, Net(), OPTIMIZERS[name], X, 3))
+
+
+def test_optimizers_that_read_the_loss_get_it() -> None:
+    net = run(TrainingStep(squares, OPTIMIZERS["plateau"]), Net(), X, 2)
+    assert_same(net, plain(squares, Net(), optax.adam(1e-2), X, 2))
+
+
+def test_frozen_layers_stay_and_adapters_train() -> None:
+    frozen = jax.tree.map(lambda _: False, Net())
+    adapters = eqx.tree_at(lambda net: net.layers[1].weight, frozen, True)
+    step = TrainingStep(squares, optax.sgd(0.1), trainable=adapters)
+    net = run(step, Net(), X, 2)
+    assert_same(net, plain(squares, Net(), optax.sgd(0.1), X, 2, adapters))
+    assert (net.layers[0].weight == Net().layers[0].weight).all()
+    assert not np.allclose(net.layers[1].weight, Net().layers[1].weight)
+
+
+def test_aux_comes_back_beside_the_loss() -> None:
+    step = TrainingStep(lambda net, x: (squares(net, x), {"x": x[:, 0], "name": "aux"}), optax.sgd(0.1), has_aux=True)
+    _, _, loss, aux = step(Net(), step.init_state(Net()), X)
+    assert aux["name"] == "aux"
+    assert (aux["x"] == X[:, 0]).all()
+    np.testing.assert_allclose(loss, squares(Net(), X), rtol=1e-6)
+
+
+def test_typed_keys_draw_as_in_the_plain_loss() -> None:
+    def dropped(net: Net, batch: Any) -> jax.Array:
+        x, key = batch
+        return squares(net, x * jax.random.bernoulli(key, 0.5, x.shape))
+
+    batch = X, jax.random.key(3)
+    assert_same(
+        run(TrainingStep(dropped, optax.sgd(0.1)), Net(), batch, 1), plain(dropped, Net(), optax.sgd(0.1), batch, 1)
+    )
+
+
+class Counted(eqx.Module):
+    linear: eqx.nn.Linear
+    mean: eqx.nn.StateIndex
+
+    def __init__(self) -> None:
+        self.linear, self.mean = eqx.nn.Linear(4, 4, key=KEY), eqx.nn.StateIndex(jnp.zeros(4))
+
+    def __call__(self, x: jax.Array, state: eqx.nn.State) -> tuple[jax.Array, eqx.nn.State]:
+        y = jax.vmap(self.linear)(x)
+        return y, state.set(self.mean, 0.9 * state.get(self.mean) + 0.1 * y.mean(0))
+
+
+def counted(model: Any, x: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
+    net, state = model
+    y, state = net(x, state)
+    return jnp.mean(y**2), state
+
+
+def test_states_are_updated_and_not_trained() -> None:
+    model = eqx.nn.make_with_state(Counted)()
+    step = TrainingStep(counted, optax.adam(1e-2), has_aux=True)
+    state = step.init_state(model)
+    assert [leaf.shape for leaf in jax.tree.leaves(state[0].mu)] == [(4, 4), (4,)]
+    (net, statistics), _, _, _ = step(model, state, X)
+    expected = 0.1 * jax.vmap(model[0].linear)(X).mean(0)
+    np.testing.assert_allclose(statistics.get(net.mean), expected, rtol=1e-5)
+    assert not np.allclose(net.linear.weight, model[0].linear.weight)
+
+
+def test_a_state_with_other_entries_is_refused() -> None:
+    model = eqx.nn.make_with_state(Counted)()
+    _, other = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    step = TrainingStep(lambda model, x: (counted(model, x)[0], other), optax.sgd(0.1), has_aux=True)
+    with pytest.raises(ConfigTypeError, match="other entries"):
+        step(model, step.init_state(model), X)
