@@ -22,7 +22,7 @@ from shardrules.cli.terminal import failing
 from shardrules.core.check import bytes_text
 from shardrules.core.spec import spec_repr
 from shardrules.rules.files.rules_file import Limits
-from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, Forks, shardrules
+from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, shardrules
 from tests.house.source import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -77,9 +77,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return before, after
 
 
-def fine(*words: str, code: int = 0, forks: Forks | None = None, **options: Any) -> str:
+def fine(*words: str, code: int = 0, **options: Any) -> str:
     """The output of a command that ends with `code` and prints nothing to stderr."""
-    process = shardrules(*words, **options) if forks is None else forks.run(*words, **options)
+    process = shardrules(*words, **options)
     assert (process.returncode, process.stderr) == (code, ""), process.stdout
     return process.stdout
 
@@ -202,41 +202,41 @@ def test_diff(plans: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_diff_writes_a_page(forks: Forks, tmp_path: Path) -> None:
+def test_diff_writes_a_page(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import numpy as np\ndef make():\n    return {'w': np.ones((8, 8))}\n")
     for name, rule in (("a", "replicate"), ("b", "shard_dim('data', 0)")):
         words = ("plan", "model.py:make", "--rules", rule, "--mesh", "data:4", "-o", f"{name}.json")
-        fine(*words, cwd=tmp_path, forks=forks)
-    text = fine("diff", "a.json", "b.json", cwd=tmp_path, forks=forks)
+        fine(*words, cwd=tmp_path, env=NO_BACKEND)
+    text = fine("diff", "a.json", "b.json", cwd=tmp_path, env=NO_BACKEND)
     for words, file in ((("--html",), "diff.html"), (("--exit-code", "--html", "my page.html"), "my page.html")):
         code = int("--exit-code" in words)
-        shown = fine("diff", "a.json", "b.json", *words, cwd=tmp_path, forks=forks, code=code)
+        shown = fine("diff", "a.json", "b.json", *words, cwd=tmp_path, env=NO_BACKEND, code=code)
         assert shown == f"{text}{file}: the page of this difference\n"
         page = (tmp_path / file).read_text()
         assert "<h1>a.json → b.json</h1>" in page
         assert html.escape(shlex.join(["shardrules", "diff", "a.json", "b.json", *words])) in page
     before = (tmp_path / "a.json").read_text()
-    process = forks.run("diff", "--html", "a.json", "b.json", cwd=tmp_path)
+    process = shardrules("diff", "--html", "a.json", "b.json", cwd=tmp_path, env=NO_BACKEND)
     assert (process.returncode, (tmp_path / "a.json").read_text()) == (2, before)
     assert "a page ends in .html, 'a.json' does not; write OLD NEW --html" in process.stderr
 
 
 @pytest.mark.slow
-def test_diff_shows_the_collectives_of_the_move(forks: Forks, tmp_path: Path) -> None:
+def test_diff_shows_the_collectives_of_the_move(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import jax.numpy as jnp\ndef make():\n    return {'w': jnp.ones((64, 32))}\n")
     for name, rule in (("a", "shard_dim('data', 0)"), ("b", "shard_dim('data', 1)"), ("c", "replicate")):
         words = ("plan", "model.py:make", "--rules", rule, "--mesh", "data:4", "-o", f"{name}.json")
-        fine(*words, cwd=tmp_path, forks=forks)
+        fine(*words, cwd=tmp_path, env=NO_BACKEND)
     share = 64 * 32 * 4 // 4
-    text = fine("diff", "a.json", "b.json", cwd=tmp_path, forks=forks)
+    text = fine("diff", "a.json", "b.json", cwd=tmp_path, env=NO_BACKEND)
     assert f"each device sends 1 x all-to-all {bytes_text(share * 3 // 4)}" in text
-    text = fine("diff", "a.json", "c.json", cwd=tmp_path, forks=forks)
+    text = fine("diff", "a.json", "c.json", cwd=tmp_path, env=NO_BACKEND)
     assert f"each device sends 1 x all-gather {bytes_text(share * 3)}" in text
-    assert "no device sends anything" in fine("diff", "c.json", "a.json", cwd=tmp_path, forks=forks)
+    assert "no device sends anything" in fine("diff", "c.json", "a.json", cwd=tmp_path, env=NO_BACKEND)
 
 
 @pytest.mark.slow
-def test_diff_between_meshes_counts_missing_elements(forks: Forks, tmp_path: Path) -> None:
+def test_diff_between_meshes_counts_missing_elements(tmp_path: Path) -> None:
     """For dtypes of any width. The devices of one mesh are the first of the other."""
     code = "import jax, jax.numpy as jnp\ndef make():\n    return {'w': jax.ShapeDtypeStruct((64, 32), jnp.%s)}\n"
     for dtype in ("float32", "int4"):
@@ -257,7 +257,7 @@ def test_diff_between_meshes_counts_missing_elements(forks: Forks, tmp_path: Pat
             )
         plans = {name: sr.ShardingPlan.from_json((tmp_path / f"{name}.json").read_text()) for name in "abc"}
         for old, new in ("ab", "ba", "bc", "ca"):
-            text = fine("diff", f"{old}.json", f"{new}.json", cwd=tmp_path, forks=forks).splitlines()[-1]
+            text = fine("diff", f"{old}.json", f"{new}.json", cwd=tmp_path, env=NO_BACKEND).splitlines()[-1]
             old_blocks, new_blocks = (
                 dict(zip("w", plans[name].leaf_blocks(), strict=True))["w"] for name in (old, new)
             )
@@ -312,11 +312,11 @@ def test_devices_are_not_replaced(tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file()
 
 
-def test_the_page_has_the_rules_and_the_command(forks: Forks, tmp_path: Path) -> None:
+def test_the_page_has_the_rules_and_the_command(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import numpy as np\ndef make():\n    return {'w': np.ones((8, 8))}\n")
     (tmp_path / "my rules.toml").write_text("# </script>\n[[rules]]\nrule = \"fsdp('data', 0)\"\n")
     words = ("report", "model.py:make", "--rules", "my rules.toml", "--mesh", "data:4")
-    fine(*words, cwd=tmp_path, forks=forks)
+    fine(*words, cwd=tmp_path, env=NO_BACKEND)
     page = (tmp_path / "report.html").read_text()
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
     assert data["command"] == "shardrules report model.py:make --rules 'my rules.toml' --mesh data:4"
@@ -341,7 +341,7 @@ def test_report_of_each_subject(plans: tuple[Path, Path], large_index: Path, che
 
 
 @pytest.mark.slow
-def test_diff_of_each_subject(forks: Forks, large_index: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_diff_of_each_subject(large_index: Path, checkpoint: Path, tmp_path: Path) -> None:
     rules = str(large_index.parent / "rules.toml")
     for name, model, old, mesh in (
         ("index", str(large_index), rules, "data:32,model:16"),
@@ -349,9 +349,11 @@ def test_diff_of_each_subject(forks: Forks, large_index: Path, checkpoint: Path,
         ("llama", LLAMA[0], LLAMA[2], "data:64,model:16"),
     ):
         for file, rule in (("old.json", old), ("new.json", "fsdp('data', 0)")):
-            process = forks.run("plan", model, "--rules", rule, "--mesh", mesh, "-o", file, cwd=tmp_path)
+            process = shardrules(
+                "plan", model, "--rules", rule, "--mesh", mesh, "-o", file, cwd=tmp_path, env=NO_BACKEND
+            )
             assert process.returncode == 0
-        golden(f"diff-{name}", fine("diff", "old.json", "new.json", cwd=tmp_path, forks=forks))
+        golden(f"diff-{name}", fine("diff", "old.json", "new.json", cwd=tmp_path, env=NO_BACKEND))
 
 
 @pytest.mark.slow

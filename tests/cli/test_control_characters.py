@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.cli.command import NO_BACKEND, Forks
+from tests.cli.command import NO_BACKEND, shardrules
 from tests.cli.test_terminal import typed
 
 MARKS = "\x1b[31m\r\x07\u202e\u2066\x9b\x85\u2028"
@@ -149,16 +149,16 @@ COMMANDS = [
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:2]).replace(EVIL, "EVIL"))
-def test_commands_do_not_act(words: tuple[str, ...], forks: Forks, folder: Path) -> None:
-    process = forks.run(*words, cwd=folder)
+def test_commands_do_not_act(words: tuple[str, ...], folder: Path) -> None:
+    process = shardrules(*words, cwd=folder, env=NO_BACKEND)
     assert process.returncode in (0, 1, 2)
     assert process.stdout + process.stderr
     # In JSON, which is data, a name may look like a command.
     assert acting(process.stdout + process.stderr, commands="json" not in words) == []
 
 
-def test_annotations_hold_one_line_each(forks: Forks, folder: Path) -> None:
-    process = forks.run("check", "plan.json", "--level", "note", "--format", "github", cwd=folder)
+def test_annotations_hold_one_line_each(folder: Path) -> None:
+    process = shardrules("check", "plan.json", "--level", "note", "--format", "github", cwd=folder, env=NO_BACKEND)
     assert acting(process.stdout, commands=False) == []
     *annotations, _ = process.stdout.splitlines()
     assert annotations

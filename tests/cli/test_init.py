@@ -10,7 +10,7 @@ import yaml
 
 import shardrules as sr
 from benchmarks.headers import write_headers
-from tests.cli.command import EXAMPLES, GPT, NO_BACKEND, Forks, shardrules
+from tests.cli.command import EXAMPLES, GPT, NO_BACKEND, shardrules
 
 MODEL = """\
 import jax, jax.numpy as jnp
@@ -34,8 +34,8 @@ def written(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files if path.name != "model.py"}
 
 
-def test_what_is_written_passes_check_at_once(folder: Path, forks: Forks) -> None:
-    process = forks.run(*WORDS, cwd=folder)
+def test_what_is_written_passes_check_at_once(folder: Path) -> None:
+    process = shardrules(*WORDS, cwd=folder, env=NO_BACKEND)
     assert (process.returncode, process.stderr) == (0, "")
     files = written(folder)
     assert [*files] == [".github/workflows/sharding.yml", "plan.json", "rules.toml"]
@@ -44,7 +44,7 @@ def test_what_is_written_passes_check_at_once(folder: Path, forks: Forks) -> Non
     lines = [line.strip() for line in files[".github/workflows/sharding.yml"].splitlines()]
     command = next(line for line in lines if line.startswith("shardrules check"))
     assert command == "shardrules check model.py:make --rules rules.toml --format github"
-    check = forks.run(*command.split()[1:], cwd=folder)
+    check = shardrules(*command.split()[1:], cwd=folder, env=NO_BACKEND)
     assert (check.returncode, check.stdout[:11]) == (0, "0 findings:")
     assert tomllib.loads(files["rules.toml"])["rules"] == [
         {"path": "/down$", "spec": ["model", "data"]},
@@ -55,21 +55,23 @@ def test_what_is_written_passes_check_at_once(folder: Path, forks: Forks) -> Non
     plan = sr.ShardingPlan.from_json(files["plan.json"])
     assert all(plan.decision(path).spec is not None for path in plan.paths)
     (folder / "model.py").write_text(MODEL.replace("1024, 256", "2048, 256"))
-    changed = forks.run(*command.split()[1:], cwd=folder)
+    changed = shardrules(*command.split()[1:], cwd=folder, env=NO_BACKEND)
     assert (changed.returncode, changed.stdout.count("title=changed")) == (1, 1)
 
 
-def test_the_optimizer_is_in_the_rules(folder: Path, forks: Forks) -> None:
-    assert forks.run(*WORDS, "--optimizer", "adamw", cwd=folder).returncode == 0
+def test_the_optimizer_is_in_the_rules(folder: Path) -> None:
+    assert shardrules(*WORDS, "--optimizer", "adamw", cwd=folder, env=NO_BACKEND).returncode == 0
     assert sr.load_rules(folder / "rules.toml").optimizer == "adamw"
     assert "pip install 'shardrules[cli]' optax\n" in written(folder)[".github/workflows/sharding.yml"]
-    check = forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder)
+    check = shardrules("check", "model.py:make", "--rules", "rules.toml", cwd=folder, env=NO_BACKEND)
     assert (check.returncode, "with adamw" in check.stdout) == (0, True)
-    assert "unknown optimizer" in forks.run(*WORDS, "--optimizer", "adamx", "--force", cwd=folder).stderr
+    assert (
+        "unknown optimizer" in shardrules(*WORDS, "--optimizer", "adamx", "--force", cwd=folder, env=NO_BACKEND).stderr
+    )
 
 
-def test_comments_say_what_each_rule_splits(folder: Path, forks: Forks) -> None:
-    forks.run(*WORDS, cwd=folder)
+def test_comments_say_what_each_rule_splits(folder: Path) -> None:
+    shardrules(*WORDS, cwd=folder, env=NO_BACKEND)
     text = written(folder)["rules.toml"]
     assert (
         "# Layers that narrow: dim 0 over model, dim 1 over data.\n# 2 arrays, 1.0 MiB in all, 128.0 KiB per device.\n"
@@ -80,17 +82,17 @@ def test_comments_say_what_each_rule_splits(folder: Path, forks: Forks) -> None:
     )
 
 
-def test_existing_files_are_replaced_only_with_force(folder: Path, forks: Forks) -> None:
+def test_existing_files_are_replaced_only_with_force(folder: Path) -> None:
     (folder / "rules.toml").write_text("mine")
-    process = forks.run(*WORDS, cwd=folder)
+    process = shardrules(*WORDS, cwd=folder, env=NO_BACKEND)
     assert process.returncode == 2
     assert "rules.toml exists: --force replaces what is there" in process.stderr
     assert written(folder) == {"rules.toml": "mine"}
-    assert forks.run(*WORDS, "--force", cwd=folder).returncode == 0
+    assert shardrules(*WORDS, "--force", cwd=folder, env=NO_BACKEND).returncode == 0
     files = written(folder)
-    again = forks.run(*WORDS, cwd=folder)
+    again = shardrules(*WORDS, cwd=folder, env=NO_BACKEND)
     assert "rules.toml, plan.json, .github/workflows/sharding.yml exist: --force replaces what is there" in again.stderr
-    assert forks.run(*WORDS, "--force", cwd=folder).returncode == 0
+    assert shardrules(*WORDS, "--force", cwd=folder, env=NO_BACKEND).returncode == 0
     assert written(folder) == files
 
 
@@ -136,15 +138,15 @@ def state():
         ("model.py:make(depth=40)", "x:2,y:2,z:2"),
     ],
 )
-def test_models_of_all_kinds(model: str, mesh: str, folder: Path, forks: Forks) -> None:
+def test_models_of_all_kinds(model: str, mesh: str, folder: Path) -> None:
     (folder / "flaxes.py").write_text(FLAX)
     (folder / "weights").mkdir()
     write_headers(folder / "weights", {f"layers.{index}.up_proj.weight": ("F32", [512, 128]) for index in range(4)}, 2)
-    process = forks.run("init", model, "--mesh", mesh, cwd=folder)
+    process = shardrules("init", model, "--mesh", mesh, cwd=folder, env=NO_BACKEND)
     divides = "7" not in mesh
     assert process.returncode == (0 if divides else 1), process.stdout + process.stderr
     words = ("check", model, "--rules", "rules.toml", "--format", "json")
-    check = forks.run(*words, cwd=folder)
+    check = shardrules(*words, cwd=folder, env=NO_BACKEND)
     assert check.returncode == process.returncode
     codes = {finding["code"] for finding in json.loads(check.stdout)["findings"]}
     assert codes == (set() if divides else {"unused-axis"})
@@ -153,33 +155,33 @@ def test_models_of_all_kinds(model: str, mesh: str, folder: Path, forks: Forks) 
 ODD = ["\x1b[31m", "b\n::error::x", "c'd\"e", "# x", "\u202e", "größe", "a.b", "a+b", " ", "$", "(", "\\d", "^", "|"]
 
 
-def test_odd_names_are_matched_and_do_not_act(folder: Path, forks: Forks) -> None:
+def test_odd_names_are_matched_and_do_not_act(folder: Path) -> None:
     tree = {name: [64, 64] if index % 2 else [7] for index, name in enumerate(ODD)}
     (folder / "model.py").write_text(
         f"import numpy as np\ndef make():\n    return {{name: np.ones(shape) for name, shape in {tree!r}.items()}}\n"
     )
-    process = forks.run(*WORDS, cwd=folder)
+    process = shardrules(*WORDS, cwd=folder, env=NO_BACKEND)
     assert (process.returncode, process.stderr) == (0, "")
-    assert forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder).returncode == 0
+    assert shardrules("check", "model.py:make", "--rules", "rules.toml", cwd=folder, env=NO_BACKEND).returncode == 0
     text = written(folder)["rules.toml"] + process.stdout
     assert [char for char in text if not char.isprintable() and char != "\n"] == []
 
 
-def test_findings_that_no_guess_avoids_are_printed(folder: Path, forks: Forks) -> None:
-    process = forks.run(*WORDS[:3], "data:4,model:7", cwd=folder)
+def test_findings_that_no_guess_avoids_are_printed(folder: Path) -> None:
+    process = shardrules(*WORDS[:3], "data:4,model:7", cwd=folder, env=NO_BACKEND)
     assert process.returncode == 1
     assert process.stdout.startswith("warning unused-axis: no leaf is split over axis 'model' of size 7")
     assert (folder / "rules.toml").exists()
 
 
-def test_the_workflow_is_at_the_top_of_the_repository(folder: Path, forks: Forks) -> None:
+def test_the_workflow_is_at_the_top_of_the_repository(folder: Path) -> None:
     (folder / ".git").mkdir()
     inner = folder / "tiny lm"
     inner.mkdir()
     (inner / "pyproject.toml").touch()
     (inner / "requirements.txt").touch()
     (inner / "model.py").write_text(MODEL)
-    process = forks.run("init", f"{inner}/model.py:make", "--mesh", "data:8", cwd=inner)
+    process = shardrules("init", f"{inner}/model.py:make", "--mesh", "data:8", cwd=inner, env=NO_BACKEND)
     assert f"\n{os.path.join('..', '.github', 'workflows', 'sharding.yml')}: " in process.stdout
     text = (folder / ".github/workflows/sharding.yml").read_text()
     (job,) = yaml.safe_load(text)["jobs"].values()
@@ -204,8 +206,8 @@ def test_the_workflow_is_at_the_top_of_the_repository(folder: Path, forks: Forks
         (("init", "model.py:MODEL", "--mesh", "data:4"), "model.py has no 'MODEL'"),
     ],
 )
-def test_wrong_inputs_write_nothing(words: tuple[str, ...], message: str, folder: Path, forks: Forks) -> None:
-    process = forks.run(*words, cwd=folder)
+def test_wrong_inputs_write_nothing(words: tuple[str, ...], message: str, folder: Path) -> None:
+    process = shardrules(*words, cwd=folder, env=NO_BACKEND)
     assert process.returncode == 2
     assert message in process.stderr
     assert written(folder) == {}
@@ -216,26 +218,26 @@ OPTIMIZER = "import optax\ndef make(rate=1e-3): return optax.adamw(rate)\n"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sub-dir/opts.py:make", "sub-dir/opts.py:make(rate=0.1)"])
-def test_optimizers_may_be_objects_in_files(name: str, folder: Path, forks: Forks) -> None:
+def test_optimizers_may_be_objects_in_files(name: str, folder: Path) -> None:
     (folder / "sub-dir").mkdir()
     (folder / "sub-dir" / "opts.py").write_text(OPTIMIZER)
-    process = forks.run(*WORDS, "--optimizer", name, cwd=folder)
+    process = shardrules(*WORDS, "--optimizer", name, cwd=folder, env=NO_BACKEND)
     assert (process.returncode, process.stderr) == (0, "")
     assert tomllib.loads((folder / "rules.toml").read_text())["optimizer"] == name
-    check = forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder)
+    check = shardrules("check", "model.py:make", "--rules", "rules.toml", cwd=folder, env=NO_BACKEND)
     assert (check.returncode, check.stderr) == (0, "")
 
 
-def test_keys_may_have_lone_surrogates(folder: Path, forks: Forks) -> None:
+def test_keys_may_have_lone_surrogates(folder: Path) -> None:
     code = "import jax\ndef make(): return {'a\\ud800': jax.ShapeDtypeStruct((1024, 1024), 'float32')}\n"
     (folder / "model.py").write_text(code)
-    process = forks.run(*WORDS, cwd=folder)
+    process = shardrules(*WORDS, cwd=folder, env=NO_BACKEND)
     assert (process.returncode, process.stderr) == (0, "")
-    assert forks.run("check", "model.py:make", "--rules", "rules.toml", cwd=folder).returncode == 0
+    assert shardrules("check", "model.py:make", "--rules", "rules.toml", cwd=folder, env=NO_BACKEND).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["a file", "a folder"])
-def test_what_cannot_be_written_leaves_nothing(kind: str, folder: Path, forks: Forks) -> None:
+def test_what_cannot_be_written_leaves_nothing(kind: str, folder: Path) -> None:
     if kind == "a file":
         (folder / ".github").write_text("")
         message = "sharding.yml: .github is a file, not a folder; rename it"
@@ -243,7 +245,7 @@ def test_what_cannot_be_written_leaves_nothing(kind: str, folder: Path, forks: F
         (folder / "rules.toml").mkdir()
         message = "rules.toml is a folder: name a file in it"
     before = {path.name for path in folder.iterdir()}
-    process = forks.run(*WORDS, "--force", cwd=folder)
+    process = shardrules(*WORDS, "--force", cwd=folder, env=NO_BACKEND)
     assert process.returncode == 2
     assert message in process.stderr
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before

@@ -12,7 +12,7 @@ import pytest
 
 from shardrules.cli.main import main
 from shardrules.cli.terminal import complain
-from tests.cli.command import GPT, NO_BACKEND, Forks, shardrules
+from tests.cli.command import GPT, NO_BACKEND, shardrules
 
 MODEL = """\
 import sys
@@ -361,14 +361,14 @@ WRONG = {
 
 @pytest.mark.sample(25)
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_are_one_line(name: str, forks: Forks, tmp_path: Path) -> None:
+def test_errors_are_one_line(name: str, tmp_path: Path) -> None:
     wrong = WRONG[name]
     (tmp_path / "model.py").write_text(MODEL)
     wrong.prepare(tmp_path)
     if wrong.words[0] == "audit":  # audit may start a backend
         process = shardrules(*wrong.words, cwd=tmp_path)
     else:
-        process = forks.run(*wrong.words, cwd=tmp_path)
+        process = shardrules(*wrong.words, cwd=tmp_path, env=NO_BACKEND)
     assert process.returncode == 2, process.stdout + process.stderr
     assert process.stdout == ""
     (line,) = process.stderr.splitlines()

@@ -2,14 +2,10 @@
 
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
-from typing import final
 
-import attrs
-
+from tests.forks import Ended, run_forks
 from tests.house.source import REPOSITORY
 
 PRELUDE = """
@@ -23,16 +19,6 @@ import jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import shardrules as sr
 """
-
-
-@final
-@attrs.frozen
-class Ended:
-    """How a process ended: its exit code and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 def free_port() -> int:
@@ -55,25 +41,6 @@ def run_processes(code: str, *, processes: int, devices: int, timeout: float = 1
         "PYTHONPATH": str(REPOSITORY),
     }
     text = f"exec({PRELUDE!r})\n" + textwrap.dedent(code).lstrip("\n")
-    port = free_port()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", text, str(process), str(processes), str(port)],
-            env=environment,
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(processes)
-    ]
-    ended = []
-    for child in children:
-        try:
-            out, err = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            for other in children:
-                other.kill()
-            out, err = child.communicate()
-        ended.append(Ended(child.returncode, out, err))
-    return ended
+    port = str(free_port())
+    arguments = [(str(process), str(processes), port) for process in range(processes)]
+    return run_forks(text, arguments, timeout=timeout, env=environment, cwd=Path(__file__).parent, strict=True)

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.forks import start_fork
 from tests.house.source import REPOSITORY
 from tests.mesh.cluster import PRELUDE, free_port, run_processes
 from tests.mesh.test_processes import printed_lines
@@ -176,28 +175,29 @@ def kill_while_saving(code: str, processes: int, delay: float) -> None:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes}",
         "PYTHONPATH": str(REPOSITORY),
     }
-    port = free_port()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + TREES + code, str(process), str(processes), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for process in range(processes)
-    ]
-    try:
-        output = children[0].stdout
-        assert output is not None
-        for _ in range(5):
-            assert output.readline()
-        time.sleep(delay)
-    finally:
-        for child in reversed(children):
-            child.send_signal(signal.SIGKILL)
-        for child in children:
-            child.communicate()
+    port = str(free_port())
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as output, open(os.devnull, "w") as nowhere:
+        children = [
+            start_fork(
+                PRELUDE + TREES + code,
+                *(str(process), str(processes), port),
+                out=writer if process == 0 else nowhere.fileno(),
+                err=nowhere.fileno(),
+                env=environment,
+            )
+            for process in range(processes)
+        ]
+        os.close(writer)
+        try:
+            for _ in range(5):
+                assert output.readline()
+            time.sleep(delay)
+        finally:
+            for child in reversed(children):
+                child.kill()
+            for child in children:
+                child.wait()
 
 
 TRAIN = """
