@@ -12,7 +12,7 @@ INLINED: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
     "pjit": ("jaxpr",),
     **dict.fromkeys(("call", "closed_call", "core_call"), ("call_jaxpr",)),
-    "eval_jaxpr": ("jaxpr",),
+    "eval_jaxpr": ("call_jaxpr", "jaxpr"),
     "custom_jvp_call": ("call_jaxpr", "fun_jaxpr"),
     "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
     "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),

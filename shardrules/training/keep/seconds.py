@@ -1,0 +1,69 @@
+"""What computing each equation of a program again takes, by the sheet of a device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from shardrules.analysis.machine.hardware import Hardware
+from shardrules.mesh.shape import mesh_shape
+from shardrules.planning.graph.compute_cost import ComputeCosts
+from shardrules.planning.graph.machine import Machine
+from shardrules.planning.graph.problem import Home
+from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.program import read_jaxpr
+
+
+def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[float], list[tuple[bool, ...]]]:
+    """Returns what each equation of a program takes on one device, and which of its results are written to memory.
+
+    Operations that compilers fuse into others take what those read and write on their behalf.
+
+    ```python
+    from shardrules.training.keep.seconds import equation_seconds
+
+    program = jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w))(jnp.ones((4096, 4096)), jnp.ones((8192, 4096)))
+    (matmul, tanh), _ = equation_seconds(program, sr.Hardware.named("cuda:h100"))
+    assert matmul > tanh
+    ```
+    """
+    machine = Machine.of(mesh_shape("data:1"), hardware)
+    traced = read_jaxpr(program)
+    fusion = FusedProgram.of(traced)
+    costs = ComputeCosts(fusion, machine, {})
+    owners = np.cumsum([0, *map(_reader_count, program.jaxpr.eqns)])
+    seconds = [0.0] * len(program.jaxpr.eqns)
+    written: list[list[bool]] = [[True] * len(equation.outvars) for equation in program.jaxpr.eqns]
+    layouts = np.zeros((1, 0), np.int8)
+    for op_index, operation in enumerate(traced.operations):
+        homes = {
+            (op_index, index): Home(0, (None,) * len(traced.arrays[operand].shape))
+            for index, operand in enumerate(operation.operands)
+            if operand is not None
+        }
+        owner = int(np.searchsorted(owners, operation.equation_index, "right")) - 1
+        if operation.equation_index >= 0:
+            seconds[owner] += float(costs.seconds(op_index, 0, layouts, homes)[0])
+            if operation.equation is program.jaxpr.eqns[owner]:
+                written[owner] = [fusion.writes(op_index, result) for result in operation.results]
+    return seconds, [tuple(flags) for flags in written]
+
+
+def _reader_count(equation: Any) -> int:
+    """How many equations the reader of programs counts for one, with those inside of it."""
+    return 1 + sum(_reader_count(inner) for body in _read_bodies(equation) for inner in body.eqns)
+
+
+def _read_bodies(equation: Any) -> Iterator[Jaxpr]:
+    """What the reader of programs enters."""
+    call, params = InlinedCall.of(equation), equation.params
+    if call is not None:
+        yield open_jaxpr(call.jaxpr)
+    elif equation.primitive.name == "scan":
+        yield open_jaxpr(params["jaxpr"])
+    elif equation.primitive.name == "while":
+        yield from map(open_jaxpr, (params["body_jaxpr"], params["cond_jaxpr"]))
+    elif equation.primitive.name == "cond":
+        yield from map(open_jaxpr, params["branches"])

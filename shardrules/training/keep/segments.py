@@ -1,0 +1,70 @@
+"""Stretches of equations as programs, and what tells equations apart."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+
+from shardrules.analysis.compiling.jaxprs import programs_in
+from shardrules.planning.traced.calls import open_jaxpr
+
+_CONSTANT = "stop_gradient sign floor ceil round is_finite nextafter argmax argmin"
+WITHOUT_DERIVATIVE = frozenset(_CONSTANT.split())
+"""Primitives whose results are floats without a derivative."""
+
+
+def segment_program(equations: Sequence[Any], results: Sequence[Any]) -> Jaxpr:
+    """Returns equations as a program that takes what they read from outside, and returns `results`."""
+    inner = dict.fromkeys(var for equation in equations for var in equation.outvars)
+    reads = [var for equation in equations for var in equation.invars if not isinstance(var, Literal)]
+    inputs = [var for var in dict.fromkeys(reads) if var not in inner]
+    return Jaxpr([], inputs, list(results), list(equations), _effects(equations))
+
+
+def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
+    """Returns what equations of a program compute and others, or the program's caller, read."""
+    later = dict.fromkeys(
+        var for equation in body.eqns[stop:] for var in equation.invars if not isinstance(var, Literal)
+    )
+    later.update(dict.fromkeys(var for var in body.outvars if not isinstance(var, Literal)))
+    outputs = [var for equation in body.eqns[start:stop] for var in equation.outvars if type(var) is Var]
+    return [var for var in outputs if var in later]
+
+
+def signature(equation: Any) -> Any:
+    """What an equation computes, apart from which arrays it takes."""
+    operands = tuple(
+        (str(var.aval), repr(var.val)) if isinstance(var, Literal) and not var.aval.shape else str(var.aval)
+        for var in equation.invars
+    )
+    inner = tuple(tuple(map(signature, open_jaxpr(program).eqns)) for program in programs_in(equation))
+    # Parameters of calls may hold functions, which no two calls share.
+    kinds = (bool, int, str) if inner else (object,)
+    params = tuple(
+        (name, str(value))
+        for name, value in sorted(equation.params.items())
+        if isinstance(value, kinds) and not callable(value) and name != "name"
+    )
+    return equation.primitive.name, operands, tuple(str(var.aval) for var in equation.outvars), params, inner
+
+
+def is_float(var: Any) -> bool:
+    return np.issubdtype(getattr(var.aval, "dtype", np.int32), np.inexact) or "float" in str(var.aval.dtype)
+
+
+def nbytes_of(var: Any) -> int:
+    aval = var.aval
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
+
+
+def _effects(equations: Sequence[Any]) -> set[Any]:
+    """The effects of equations. Those on inputs are by the input's index, which a segment does not share."""
+    return {effect for equation in equations for effect in equation.effects}
+
+
+def struct(var: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable."""
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
