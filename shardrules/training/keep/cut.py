@@ -1,10 +1,11 @@
 """The cheapest arrays to keep so that the backward pass gets all that it needs, at a price for each kept byte.
 
 This is a minimum cut. An array is available if it is kept or computed again; a step that is computed again needs its
-operands to be available. Keeping costs seconds of memory traffic and the price of its bytes, or sending them to the host
-and back; computing again costs seconds. Both depend on pairs of choices only, so that the cut is the cheapest of all.
+operands to be available. Keeping costs seconds of memory traffic and the price of its bytes, or sending them to the
+host and back; computing again costs seconds. Both depend on pairs of choices only, so that the cut is the cheapest.
 """
 
+import math
 from collections.abc import Mapping
 from typing import final
 
@@ -112,7 +113,8 @@ def _cut(problem: KeepProblem, costs: list[float]) -> tuple[list[int], Mapping[i
 
     def connect(start: int, end: int, cost: float | None) -> None:
         # Of equal cuts that with fewer steps is taken: each costs at least the least that counts.
-        edges[start, end] = 2 * _SCALE if cost is None else min(2 * _SCALE, round(cost * unit) + 1)
+        endless = cost is None or cost == math.inf
+        edges[start, end] = 2 * _SCALE if endless else min(2 * _SCALE, round(cost * unit) + 1)
 
     producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
     for value, cost in enumerate(costs):

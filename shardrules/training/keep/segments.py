@@ -1,5 +1,6 @@
 """Stretches of equations as programs, and what tells equations apart."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +17,25 @@ WITHOUT_DERIVATIVE = frozenset(_CONSTANT.split())
 """Primitives whose results are floats without a derivative."""
 
 
+_INDICES = ("name", "start_indices", "limit_indices")
+"""Parameters in which layers differ that are otherwise equal, such as the index of a layer among stacked weights."""
+
+
 def segment_program(equations: Sequence[Any], results: Sequence[Any]) -> Jaxpr:
     """Returns equations as a program that takes what they read from outside, and returns `results`."""
     inner = dict.fromkeys(var for equation in equations for var in equation.outvars)
     reads = [var for equation in equations for var in equation.invars if not isinstance(var, Literal)]
     inputs = [var for var in dict.fromkeys(reads) if var not in inner]
-    return Jaxpr([], inputs, list(results), list(equations), _effects(equations))
+    effects = {effect for equation in equations for effect in equation.effects}
+    return _empty_program().replace(
+        constvars=[], invars=inputs, outvars=list(results), eqns=list(equations), effects=effects
+    )
+
+
+@functools.cache
+def _empty_program() -> Jaxpr:
+    """A program that others are made from: a new one would need names for its inputs."""
+    return jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
@@ -35,18 +49,15 @@ def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
 
 
 def signature(equation: Any) -> Any:
-    """What an equation computes, apart from which arrays it takes."""
-    operands = tuple(
-        (str(var.aval), repr(var.val)) if isinstance(var, Literal) and not var.aval.shape else str(var.aval)
-        for var in equation.invars
-    )
+    """What an equation computes, apart from which arrays it takes, from which index on, and with which constants."""
+    operands = tuple((str(var.aval), isinstance(var, Literal)) for var in equation.invars)
     inner = tuple(tuple(map(signature, open_jaxpr(program).eqns)) for program in programs_in(equation))
     # Parameters of calls may hold functions, which no two calls share.
     kinds = (bool, int, str) if inner else (object,)
     params = tuple(
         (name, str(value))
         for name, value in sorted(equation.params.items())
-        if isinstance(value, kinds) and not callable(value) and name != "name"
+        if isinstance(value, kinds) and not callable(value) and name not in _INDICES
     )
     return equation.primitive.name, operands, tuple(str(var.aval) for var in equation.outvars), params, inner
 
@@ -58,11 +69,6 @@ def is_float(var: Any) -> bool:
 def nbytes_of(var: Any) -> int:
     aval = var.aval
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
-
-
-def _effects(equations: Sequence[Any]) -> set[Any]:
-    """The effects of equations. Those on inputs are by the input's index, which a segment does not share."""
-    return {effect for equation in equations for effect in equation.effects}
 
 
 def struct(var: Any) -> jax.ShapeDtypeStruct:
