@@ -21,8 +21,6 @@ from shardrules.training.keep.segments import segment_program, segment_results, 
 def with_kept(program: ClosedJaxpr, keep: Keep) -> ClosedJaxpr:
     """Returns a program that computes the same, and whose gradient keeps what `keep` says.
 
-    **Raises:** `ConfigError` where the program is not the one that the choices were made for.
-
     ```python
     from shardrules.training.keep.apply import with_kept
     from shardrules.training.keep.choices import keep_choices

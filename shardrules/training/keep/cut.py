@@ -21,7 +21,7 @@ billionth of all count nothing; with ten times as many the sum overflows."""
 
 @final
 @attrs.frozen
-class Value:
+class UnitValue:
     """An array that a unit computes or takes. It is kept as often as the unit runs; so are its figures."""
 
     position: tuple[int, int]
@@ -35,7 +35,7 @@ class Value:
 
 @final
 @attrs.frozen
-class Step:
+class UnitStep:
     """An equation that can be computed again: which values it takes and returns."""
 
     seconds: float
@@ -48,8 +48,8 @@ class Step:
 class KeepProblem:
     """What the backward pass of a unit needs, and how it can get it."""
 
-    values: tuple[Value, ...]
-    steps: tuple[Step, ...]
+    values: tuple[UnitValue, ...]
+    steps: tuple[UnitStep, ...]
     needed: tuple[int, ...]
     """The values that the backward pass reads."""
     forced: tuple[int, ...]
@@ -74,11 +74,11 @@ def cheapest(problem: KeepProblem, price: float) -> KeptValues:
     """Returns what to keep if a byte of device memory costs `price` seconds.
 
     ```python
-    from shardrules.training.keep.cut import KeepProblem, Step, Value, cheapest
+    from shardrules.training.keep.cut import KeepProblem, UnitStep, UnitValue, cheapest
 
     never = float("inf")
-    values = Value((-1, 0), 4, 0.0, never), Value((0, 0), 16, 0.0, never)
-    problem = KeepProblem(values, (Step(1.0, (0,), (1,)),), needed=(1,), forced=())
+    values = UnitValue((-1, 0), 4, 0.0, never), UnitValue((0, 0), 16, 0.0, never)
+    problem = KeepProblem(values, (UnitStep(1.0, (0,), (1,)),), needed=(1,), forced=())
     assert cheapest(problem, 0.01).kept == (1,) and cheapest(problem, 1.0).kept == (0,)
     ```
     """

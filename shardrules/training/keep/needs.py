@@ -49,7 +49,7 @@ class EquationNeeds:
 class NeedsReader:
     """Reads what derivatives need. Equal equations are read once."""
 
-    _known: dict[Any, EquationNeeds] = attrs.field(factory=dict)
+    _needs: dict[Any, EquationNeeds] = attrs.field(factory=dict)
 
     def program_needs(self, body: Jaxpr, is_traced: Sequence[bool]) -> list[EquationNeeds]:
         """Returns what each equation of a program needs if the inputs that are `is_traced` have derivatives."""
@@ -75,9 +75,9 @@ class NeedsReader:
     def equation_needs(self, equation: Any, is_traced: tuple[bool, ...]) -> EquationNeeds:
         """Returns what the derivative of an equation needs with respect to the operands that are `is_traced`."""
         key = (signature(equation), is_traced, tuple(equation.invars.index(var) for var in equation.invars))
-        if key not in self._known:
-            self._known[key] = _read(equation, is_traced)
-        return self._known[key]
+        if key not in self._needs:
+            self._needs[key] = _read(equation, is_traced)
+        return self._needs[key]
 
 
 def _read(equation: Any, is_traced: tuple[bool, ...]) -> EquationNeeds:

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.planning.graph.machine import Assumptions
-from shardrules.training.keep.cut import KeepProblem, KeptValues, Step, Value
+from shardrules.training.keep.cut import KeepProblem, KeptValues, UnitStep, UnitValue
 from shardrules.training.keep.needs import EquationNeeds, NeedsReader
 from shardrules.training.keep.seconds import equation_seconds
 from shardrules.training.keep.segments import nbytes_of
@@ -42,7 +42,7 @@ class _Builder:
     unit: Unit
     hardware: Hardware
     offload: bool
-    values: list[Value] = attrs.field(factory=list)
+    values: list[UnitValue] = attrs.field(factory=list)
     indices: dict[Any, int] = attrs.field(factory=dict)
     """For each variable that is not in memory anyway its value."""
 
@@ -52,7 +52,7 @@ class _Builder:
         for index, (var, is_resident) in enumerate(zip(body.invars, self.unit.is_resident, strict=True)):
             if not is_resident:
                 self.add_value(var, (-1, index), True)
-        steps: list[Step] = []
+        steps: list[UnitStep] = []
         needed: dict[int, None] = {}
         as_written: dict[int, None] = {}
         forced: list[int] = []
@@ -62,7 +62,7 @@ class _Builder:
             for position, var in enumerate(equation.outvars):
                 if type(var) is Var:
                     self.add_value(var, (index, position), written[index][position])
-            steps.append(Step(seconds[index] * self.unit.run_count, operands, self.values_of(equation.outvars)))
+            steps.append(UnitStep(seconds[index] * self.unit.run_count, operands, self.values_of(equation.outvars)))
             read = self.values_of([equation.invars[operand] for operand in each.operands])
             needed.update(dict.fromkeys(read))
             as_written.update(dict.fromkeys((*read, *self.values_of([equation.outvars[pos] for pos in each.results]))))
@@ -79,8 +79,8 @@ class _Builder:
 
     def values_of(self, variables: Sequence[Any]) -> tuple[int, ...]:
         """The values of variables, without those that are in memory anyway."""
-        known = (self.indices.get(var) for var in variables if not isinstance(var, Literal))
-        return tuple(dict.fromkeys(index for index in known if index is not None))
+        indices = (self.indices.get(var) for var in variables if not isinstance(var, Literal))
+        return tuple(dict.fromkeys(index for index in indices if index is not None))
 
     def add_value(self, var: Any, position: tuple[int, int], is_written: bool) -> None:
         nbytes = nbytes_of(var) * self.unit.run_count
@@ -94,7 +94,7 @@ class _Builder:
         if not isinstance(getattr(var.aval, "dtype", None), np.dtype) and position[0] >= 0:
             keep_seconds = sent_seconds = math.inf  # keys of random numbers cannot be named
         self.indices[var] = len(self.values)
-        self.values.append(Value(position, nbytes, keep_seconds, sent_seconds))
+        self.values.append(UnitValue(position, nbytes, keep_seconds, sent_seconds))
 
 
 _LEAST_HOST_BYTES = 2**20

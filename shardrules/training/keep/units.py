@@ -134,7 +134,7 @@ class _Finder:
         has_weights = any(is_resident[const_count + carry_count :])
         if not has_weights and any(_scans_weights(each) for each in inner.eqns):
             # Its rounds are not layers, but parts of the batch, or time steps: layers are inside.
-            resident = dict.fromkeys(var for var, held in zip(inner.invars, is_resident, strict=True) if held)
+            resident = dict.fromkeys(var for var, flag in zip(inner.invars, is_resident, strict=True) if flag)
             yield from self.units_in(inner, inside, resident, path, rounds)
             return
         is_traced = tuple(var in inside for var in inner.invars)
