@@ -121,7 +121,7 @@ def _best_mesh(
     if count < 1:
         raise MeshError(f"mesh must be a mesh or a device count of at least 1, got {count}")
     texts = _mesh_texts(count)
-    outcomes: list[tuple[Query, SearchResult]] = []
+    outcomes: list[tuple[Query, AutoPlan]] = []
     candidates: list[Candidate] = []
     refusal: ShardRulesError | None = None
     for index, text in enumerate(texts):
@@ -136,15 +136,14 @@ def _best_mesh(
             refusal = refusal or error
             candidates.append(Candidate(text, None, 0))
             continue
-        result = query.search(deadline.share(len(texts) - index))
-        outcomes.append((query, result))
-        seconds = query.task.problem.cost(result.choice) if result.fits else None
-        candidates.append(Candidate(text, seconds, int(result.peak_bytes)))
+        plan = query.plan(query.search(deadline.share(len(texts) - index)))
+        outcomes.append((query, plan))
+        candidates.append(Candidate(text, plan.cost if plan.fits else None, plan.peak_bytes))
     if not outcomes:
         assert refusal is not None, "every mesh is searched or refused"
         raise refusal
-    best, result = min(outcomes, key=_rank)
-    plan = answer_query(best, result, deadline)
+    best, plan = min(outcomes, key=_rank)
+    plan = answer_query(best, plan.result, deadline)
     # The best first; those that do not fit come last.
     candidates.sort(key=lambda candidate: (candidate.seconds is None, candidate.seconds or 0.0, candidate.mesh))
     untried = texts[len(candidates) :]
@@ -152,12 +151,10 @@ def _best_mesh(
     return attrs.evolve(plan, candidates=tuple(candidates), findings=findings)
 
 
-def _rank(outcome: tuple[Query, SearchResult]) -> tuple[int, float, str]:
+def _rank(outcome: tuple[Query, AutoPlan]) -> tuple[bool, float, str]:
     """Orders outcomes: plans that fit by their cost, then others by what they need."""
-    query, result = outcome
-    if result.fits:
-        return 0, query.task.problem.cost(result.choice), mesh_text(query.mesh)
-    return 1, int(result.peak_bytes), mesh_text(query.mesh)
+    query, plan = outcome
+    return not plan.fits, plan.cost if plan.fits else plan.peak_bytes, mesh_text(query.mesh)
 
 
 def _mesh_texts(count: int) -> list[str]:
@@ -177,8 +174,8 @@ def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> Auto
 
 
 def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
-    if not plan.result.fits:
-        yield may_not_fit(query.call, query.limit_bytes, plan.result.peak_bytes, list(query.pinned), costs)
+    if not plan.fits:
+        yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
     elif query.device_mesh is None and plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
         yield near_the_limit(query.limit_bytes, plan.peak_bytes)
     if plan.result.is_late:

@@ -142,6 +142,10 @@ def test_the_least_limit_works(mesh: Any) -> None:
     smallest = sr.autoplan(train, *args, mesh=mesh, memory_limit=int(needed * 0.95))
     (finding,) = [finding for finding in smallest.findings if finding.code == "may-not-fit"]
     assert "no plan was found that fits in" in finding.message
+    head, memory, *_ = str(smallest).splitlines()
+    assert ", may not fit, found in " in head
+    assert finding.message.endswith(f"take {memory.split()[1]} {memory.split()[2]}")
+    assert (smallest.fits, smallest.status) == (False, "feasible")
     assert "may-not-fit" not in codes(planned)
 
 

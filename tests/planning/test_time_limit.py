@@ -99,6 +99,32 @@ def test_a_search_that_ends_in_time_is_not_changed_by_the_limit(
     assert limited.candidates == free.candidates
 
 
+@pytest.mark.parametrize("seconds", [0.02, 0.9])
+def test_frontiers_keep_the_limit(seconds: float, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan(GRID)
+    slow_down(monkeypatch, clock, seconds)
+    start = clock.seconds
+    assert len(planned.frontier(6).points) == 6
+    assert clock.seconds - start <= LIMIT + GRACE
+
+
+def test_frontiers_that_end_in_time_are_not_changed_by_the_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan(GRID)
+    free = attrs.evolve(planned, time_limit=float("inf")).frontier(3)
+    slow_down(monkeypatch, clock, 0.003)
+    within, limits = search.Task.within, list[float]()
+
+    def interrupted(self: search.Task, limit: float, *args: Any) -> search.SearchResult:
+        limits.append(limit)
+        if len(limits) == 3:  # the first point: its search takes more than an equal share of the time
+            clock.seconds += 0.4 * LIMIT
+        return within(self, limit, *args)
+
+    monkeypatch.setattr(search.Task, "within", interrupted)
+    assert planned.frontier(3) == free
+    assert len(limits) == 5
+
+
 def test_what_pins_cost_is_searched_within_the_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, clock, 0.05)
     assert "costly-pin" in codes(plan(sr.mesh_shape("data:8"), pins=True))

@@ -188,7 +188,7 @@ def time_is_up(time_limit: float, gap: float) -> Finding:
     )
 
 
-def may_not_fit(call: Call, limit_bytes: int, peak_bytes: float, pinned: Sequence[int], costs: PinCosts) -> Finding:
+def may_not_fit(call: Call, limit_bytes: int, peak_bytes: int, pinned: Sequence[int], costs: PinCosts) -> Finding:
     """Returns the finding that no plan was found that fits by the model: whether pins are behind it, and what to do."""
     message = f"no plan was found that fits in {bytes_text(limit_bytes)} by the model; this one is modelled to take "
     message += bytes_text(peak_bytes)

@@ -30,6 +30,7 @@ from shardrules.planning.run.replay import PlannedFunction
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.solve.solver import Status
+from shardrules.planning.solve.trials import LIMIT_TOLERANCE
 
 _OPTIMAL_GAP = 2e-3
 """By what part a plan may cost more than the bound and be called optimal: twice the solver's `CLOSE`, since bounds are
@@ -109,9 +110,15 @@ class AutoPlan:
 
     @property
     def status(self) -> Status:
-        """`"optimal"` if no plan of the model is better by 0.2 % and a nanosecond; else `"feasible"`: one may be, by
-        `gap` at most."""
-        return "optimal" if self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND else "feasible"
+        """`"optimal"` if the plan fits and no other is better by 0.2 % and a nanosecond, as modelled; else
+        `"feasible"`: another may be, by `gap` at most."""
+        is_best = self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND
+        return "optimal" if is_best and self.fits else "feasible"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan keeps the memory limit: as modelled; with `prove`, as compiled."""
+        return self.peak_bytes <= self.memory_limit * (1 + LIMIT_TOLERANCE)
 
     @functools.cached_property
     def cost(self) -> float:
@@ -288,18 +295,21 @@ class AutoPlan:
     def frontier(self, count: int = 6) -> Frontier:
         """Returns what less memory costs: the best plan for each of `count` budgets, by a search each.
 
-        They go from the least budget that anything fits in to the largest that helps.
+        They go from the least budget that anything fits in to the largest that helps. All of them take no longer than
+        the time limit of the plan.
         """
         # The ends of the frontier: what the fastest plan takes, and the least that anything does.
         deadline = Deadline.after(self.time_limit)
-        fastest = self.task.within(float("inf"), deadline)
-        smallest = self.task.within(0.0, deadline)
+        fastest = self.task.within(float("inf"), deadline.share(2))
+        smallest = self.task.within(0.0, deadline.share(2))
         points: list[FrontierPoint] = []
         best = smallest.choice
         first = max(1.0, smallest.peak_bytes * _FRONTIER_STEP)
         # Geometric steps: near the least memory, where plans change most, budgets are close together.
-        for limit in np.geomspace(first, max(fastest.peak_bytes, first * _FRONTIER_STEP), count):
-            result = self.task.within(float(limit), Deadline.after(max(1.0, self.time_limit / count)))
+        limits = np.geomspace(first, max(fastest.peak_bytes, first * _FRONTIER_STEP), count)
+        for index, limit in enumerate(limits):
+            # Searches end by themselves. One that does not leaves half of the time that is left to those after it.
+            result = self.task.within(float(limit), deadline.share(min(2, count - index)))
             if result.fits:  # what fits in less fits in more, and may be the better of the two
                 best = min(best, result.choice, key=self.task.problem.cost)
             cost, peak = self.task.problem.cost(best), self.task.occupancy.peak(best)
@@ -337,9 +347,7 @@ class AutoPlan:
         yield (
             f"{self.call.name} on {mesh_text(self.mesh)}: {1000 * self.cost:.4g} ms a call "
             f"(compute {1000 * time.compute_seconds:.4g}, communication {1000 * time.communication_seconds:.4g}), "
-            f"{self.status}"
-            + (f", at most {100 * self.gap:.1f} % above the best" if self.status == "feasible" else "")
-            + f", found in {self.seconds:.1f} s"
+            f"{self._status_text()}, found in {self.seconds:.1f} s"
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
         source = " as compiled" if self.compiled else ""
@@ -351,6 +359,11 @@ class AutoPlan:
             yield f"1 % more memory ({bytes_text(percent)}) would save about {saved:.3g} ms a call"
         if self.split_dims:
             yield "; ".join(map(str, self.split_dims))
+
+    def _status_text(self) -> str:
+        if not self.fits:
+            return f"{'does' if self.compiled else 'may'} not fit"
+        return self.status if self.status == "optimal" else f"feasible, at most {100 * self.gap:.1f} % above the best"
 
     def _argument_table(self) -> list[str]:
         """Returns a row for each argument; arguments of repeated layers share a row."""

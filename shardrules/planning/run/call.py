@@ -2,18 +2,18 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
 import jax
 import jax.tree_util as jtu
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardrules.analysis.compiling.arguments import argument_names
-from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import ArgumentVariables, share_variables, shared_leaves
@@ -177,13 +177,25 @@ def axis_names_of(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
 
 
 def fingerprint(program: ClosedJaxpr) -> str:
-    """Returns a string that is equal, in every process, for programs of the same operations on the same shapes.
+    """Returns a string that is equal, in every process, for programs of the same operations on the same arrays.
 
-    Which variables an operation reads is not in it: `x - y` and `y - x` have the same fingerprint.
+    The values of constants are not in it: they change nothing about where arrays go.
     """
-    # Names of primitives, shapes and parameters in order; not the variables, which differ in each trace.
     digest = hashlib.sha256()
-    for equation in equations(program):
+    for text in _lines(program.jaxpr):
+        digest.update(text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _lines(program: Jaxpr) -> Iterator[str]:
+    """Yields what each equation is, with the programs inside it, and what the program returns."""
+    # Variables differ in each trace; the order in which they are bound does not.
+    indices = {var: index for index, var in enumerate((*program.constvars, *program.invars))}
+
+    def names(atoms: Sequence[Any]) -> list[int | None]:
+        return [None if isinstance(atom, Literal) else indices[atom] for atom in atoms]
+
+    for equation in program.eqns:
         shapes = [
             (tuple(var.aval.shape), str(var.aval.dtype))
             for var in equation.outvars
@@ -191,8 +203,12 @@ def fingerprint(program: ClosedJaxpr) -> str:
         ]
         # Only what prints alike in every process: the repr of a function has an address in it.
         params = sorted((name, repr(value)) for name, value in equation.params.items() if _is_plain(value))
-        digest.update(f"{equation.primitive.name}{shapes}{params}".encode())
-    return digest.hexdigest()[:16]
+        yield f"{equation.primitive.name}{names(equation.invars)}{shapes}{params}"
+        for inner in programs_in(equation):
+            yield from _lines(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+        for var in equation.outvars:
+            indices[var] = len(indices)
+    yield f"return {names(program.outvars)}"
 
 
 def _is_plain(value: Any) -> bool:
