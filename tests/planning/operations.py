@@ -46,7 +46,7 @@ def matrices(*batch: int) -> np.ndarray:
 def keys(count: int, impl: str = "threefry2x32") -> jax.Array:
     words = 2 if impl == "threefry2x32" else 4
     data = np.random.default_rng(0).integers(0, 2**32, (count, words), dtype=np.uint32)
-    return jax.random.wrap_key_data(data, impl=impl)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
 
 
 def bound(primitive: Any, **params: Any) -> Callable[..., Any]:
