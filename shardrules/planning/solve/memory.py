@@ -418,7 +418,7 @@ def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: 
     # Branches and recomputed parts are regions too, but run once for each round of the region around them.
     end = 0
     while region >= 0 and region not in around:
-        outside, times = program.regions[region]
+        outside, times, _ = program.regions[region]
         if outside >= 0 and times != program.regions[outside][1]:
             end = max(end, spans[region][1])
         region = outside

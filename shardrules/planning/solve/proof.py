@@ -9,7 +9,7 @@ finest split over the whole mesh, or as pinned.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -19,6 +19,7 @@ from shardrules.analysis.compiling.source import equation_line, short_line
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import array_bytes, shard_bytes
 from shardrules.planning.graph.machine import Machine
+from shardrules.planning.traced.factors.table import is_elementwise
 from shardrules.planning.traced.program import Operation, TracedProgram
 
 _LEAST_ROUNDS = 4
@@ -140,37 +141,91 @@ def _fresh_results(program: TracedProgram, splits: _Splits) -> Iterator[BoundArr
 def _loops(program: TracedProgram) -> Iterator[int]:
     """Yields the regions that are loops of enough rounds."""
     for region in dict.fromkeys(operation.region for operation in program.operations if operation.role == "leave"):
-        parent, run_count = program.regions[region]
-        if run_count >= _LEAST_ROUNDS * program.regions[parent].run_count:
+        parent, run_count, unroll = program.regions[region]
+        if run_count >= _LEAST_ROUNDS * program.regions[parent].run_count * unroll:
             yield region
 
 
 def _leaving(program: TracedProgram, region: int, splits: _Splits) -> Iterator[BoundArray]:
-    """Yields what a loop stacks, of what it computes in each round and other operations read afterwards."""
+    """Yields what a loop stacks, of what it computes in each round and other operations read afterwards.
+
+    Compilers stack equal values once, and what autodiff keeps is full of them: `silu(h) * sigmoid(h)` computes the
+    sigmoid twice. So of the elementwise functions of one matmul only one counts, the largest.
+    """
     ends = {
         operation.results[0]: operation.operands[1]
         for operation in program.operations
         if operation.role == "join" and operation.region == region and operation.name != "cond"
     }
-    stacked: dict[int, None] = {}
+    stacks: dict[int, tuple[int, int]] = {}
     for operation in program.operations:
         if operation.role != "leave" or operation.region != region:
             continue
         (piece,), (result,) = operation.operands, operation.results
+        if piece is None:
+            continue
         # What goes round is what the round before has computed: of the two, compilers may stack one.
-        computed = piece if piece is None else ends.get(piece, piece)
+        computed = ends.get(piece, piece)
         users = [program.operations[user] for user, _ in program.users.get(result, ())]
         # A result of the function may be written over an argument from the start.
-        if computed is None or computed in stacked or not users or any(user.role == "return" for user in users):
+        if computed is None or computed in stacks or not users or any(user.role == "return" for user in users):
             continue
         producer = program.producers.get(computed)
-        if producer is None or not _is_computed(program, program.operations[producer], region):
+        if producer is not None and _is_computed(program, program.operations[producer], region):
+            stacks[computed] = piece, result
+    sources, counted = _Sources(program, region), dict[Hashable, None]()
+    for piece, result in sorted(stacks.values(), key=lambda stack: -splits.least_bytes(stack[1])):
+        key = sources.of(piece)
+        if key in counted:
             continue
-        stacked[computed] = None
+        counted[key] = None
         array, nbytes = program.arrays[result], splits.least_bytes(result)
         if splits.narrows and array.dtype.itemsize > 2:
             nbytes //= 2
         yield BoundArray(f"{array.dtype}{list(array.shape)}, stacked", nbytes)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Sources:
+    """What arrays in a loop are elementwise functions of: results of matmuls and the like, what enters, goes round."""
+
+    program: TracedProgram
+    loop: int
+    sets: dict[int, frozenset[Hashable]] = attrs.field(factory=dict)
+
+    def of(self, array: int) -> frozenset[Hashable]:
+        """Returns the sources of an array. Operations alike on the same sources are one source."""
+        pending = [array]
+        while pending:  # without recursion: programs are long
+            current = pending[-1]
+            operands, operation = self.operands(current)
+            missing = [operand for operand in operands if operand not in self.sets]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            union = frozenset[Hashable]().union(*(self.sets[operand] for operand in operands))
+            if operation is None:
+                self.sets[current] = frozenset((current,))
+            elif operation.role in ("enter", "fixed") or is_elementwise(operation.name):
+                self.sets[current] = union
+            else:
+                is_view = operation.name in _KEPT_OTHERWISE
+                self.sets[current] = union if is_view else frozenset(((operation.name, union),))
+        return self.sets[array]
+
+    def operands(self, array: int) -> tuple[list[int], Operation | None]:
+        """Returns what an array is computed from in a round of the loop; no operation for what is there before."""
+        if array not in self.program.producers:
+            return [], None
+        operation = self.program.operations[self.program.producers[array]]
+        is_round = operation.role == "join" and operation.name != "cond"
+        if operation.region == self.loop and (is_round or operation.role == "enter"):
+            return [], None
+        # Of a loop inside, what goes round is known by what it starts from.
+        operands = operation.operands[:1] if is_round else operation.operands
+        return [operand for operand in operands if operand is not None], operation
 
 
 def _is_computed(program: TracedProgram, operation: Operation, loop: int) -> bool:
@@ -190,7 +245,7 @@ def _read_after(program: TracedProgram, loop: int) -> dict[int, None]:
     )
     entering: dict[int, list[int]] = {}
     for operation in program.operations:
-        parent, run_count = program.regions[operation.region]
+        parent, run_count, _ = program.regions[operation.region]
         is_loop = parent >= 0 and run_count > program.regions[parent].run_count
         if is_loop and operation.role in ("enter", "join") and operation.operands[0] is not None:
             entering.setdefault(operation.equation_index, []).append(operation.operands[0])

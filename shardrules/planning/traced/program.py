@@ -38,6 +38,7 @@ class Region(NamedTuple):
 
     parent: int  # -1 for the whole program
     run_count: int  # in one call
+    unroll: int = 1  # how many rounds of a loop are written out as one
 
 
 @final
@@ -170,8 +171,8 @@ class _JaxprReader:
         self.constants.append(self.add_array(aval))
         return self.constants[-1]
 
-    def add_region(self, parent: int, rounds: int) -> int:
-        self.regions.append(Region(parent, self.regions[parent].run_count * rounds))
+    def add_region(self, parent: int, rounds: int, unroll: int = 1) -> int:
+        self.regions.append(Region(parent, self.regions[parent].run_count * rounds, unroll))
         return len(self.regions) - 1
 
     def add_identity(
@@ -325,7 +326,7 @@ class _JaxprReader:
 
         Returns what goes round, what comes out of that in the end, and the body's other results.
         """
-        parent, inside_count = self.regions[region]
+        parent, inside_count, _ = self.regions[region]
         outside_count = self.regions[parent].run_count
         variables = open_jaxpr(body).invars[len(entered) : len(entered) + len(starts)]
         rounds = [self.add_array(var.aval) for var in variables]
@@ -363,7 +364,7 @@ class _JaxprReader:
         const_count, carry_count = scan_counts(params)
         first_piece = const_count + carry_count
         outside_count = self.regions[region].run_count
-        inside = self.add_region(region, params["length"])
+        inside = self.add_region(region, params["length"], params["unroll"])
         variables = open_jaxpr(params["jaxpr"]).invars
         consts = self.enter((equation_index, 0), operands[:const_count], variables[:const_count], inside, outside_count)
         pieces = self.enter(

@@ -83,6 +83,46 @@ def test_what_loops_stack_counts_with_what_is_read_later() -> None:
     )
 
 
+def gated(w: Any, x: Any) -> Any:
+    def body(h: Any, layer: Any) -> tuple[Any, None]:
+        gate = h @ layer
+        return jax.nn.silu(gate) * jax.nn.sigmoid(gate), None
+
+    return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+
+def normed_twice(w: Any, x: Any) -> Any:
+    def norm(h: Any) -> Any:
+        return h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+
+    return jnp.sum(jax.lax.scan(lambda h, layer: (jax.nn.silu(norm(h) @ layer) * (norm(h) @ layer), None), x, w)[0])
+
+
+def stacked_alike(w: Any, x: Any) -> Any:
+    def body(h: Any, layer: Any) -> tuple[Any, Any]:
+        return jnp.sin(h @ layer), (h, h * 1.0, h + 0, h * h, h**2, jnp.sin(h), jnp.sin(h))
+
+    return sum(map(jnp.sum, jax.tree.leaves(jax.lax.scan(body, x, w))))
+
+
+def written_out(w: Any, x: Any) -> Any:
+    def body(h: Any, layer: Any) -> tuple[Any, Any]:
+        return (h := jnp.tanh(h @ layer)), h
+
+    return jnp.sum(jax.lax.scan(body, x, w, unroll=True)[1][3])
+
+
+def test_equal_stacks_count_once() -> None:
+    stack = LAYERS * X_BYTES // 4
+    # One of what the matmul gives, and one of what goes round.
+    assert bound_of(jax.grad(gated), WEIGHTS, BATCH).nbytes == 2 * stack + W_BYTES // 4
+    assert bound_of(stacked_alike, WEIGHTS, BATCH).nbytes == stack
+
+
+def test_loops_that_are_written_out_stack_nothing() -> None:
+    assert bound_of(written_out, WEIGHTS, BATCH).nbytes == (W_BYTES + X_BYTES) // 4
+
+
 def test_short_loops_stack_nothing_for_certain() -> None:
     assert bound_of(trained, (2, WIDTH, WIDTH), BATCH).nbytes == 4 * (2 * WIDTH * WIDTH + ROWS * WIDTH) // 4
 
@@ -108,7 +148,13 @@ def test_converted_values_do_not_count() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fn", [scanned, trained, kept_in_bfloat16, jax.grad(scanned), jax.grad(kept_in_bfloat16)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        *(scanned, trained, kept_in_bfloat16, stacked_alike, written_out),
+        *map(jax.grad, (scanned, kept_in_bfloat16, gated, normed_twice, written_out)),
+    ],
+)
 @pytest.mark.parametrize("specs", [(P(), P("x")), (P(None, "x"), P()), (P(None, None, "x"), P("x")), (P("x"), P())])
 def test_no_compiled_program_is_below_the_bound(fn: Callable[..., Any], specs: tuple[P, P]) -> None:
     mesh = sr.create_mesh("x:8")

@@ -175,6 +175,11 @@ def is_whole(rule: LoopRule) -> bool:
     return rule.find_loops is _whole
 
 
+def is_elementwise(name: str) -> bool:
+    """Whether each element of a primitive's result comes from the same element of its operands."""
+    return name in RULES and RULES[name].find_loops is _pointwise
+
+
 RULES: Mapping[str, LoopRule] = {
     **dict.fromkeys(_POINTWISE.split(), LoopRule(_pointwise, ANY)),
     **dict.fromkeys(("optimization_barrier", "pvary", "relayout", "stage"), LoopRule(_passed_on, ANY, ANY)),
