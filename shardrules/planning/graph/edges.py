@@ -1,6 +1,7 @@
 """The edges of the graph: arrays on their way from the layout that they have to the layouts that operations need."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.planning.graph.layouts import PARTIAL, Moves, moves, shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
+from shardrules.planning.traced.broadcasts import Broadcasts
 from shardrules.planning.traced.fusion import is_matmul
 from shardrules.planning.traced.program import Operation, TracedProgram
 from shardrules.planning.traced.waiting import Waiting
@@ -95,6 +97,13 @@ class EdgeBuilder:
             return 0
         return max(self.program.arrays[operand].nbytes for operand in operation.operands if operand is not None)
 
+    @functools.cached_property
+    def _broadcasts(self) -> Broadcasts:
+        return Broadcasts(self.program)
+
+    def _is_matrix(self, array: int) -> bool:
+        return len(self.program.arrays[array].shape) == 2
+
     def _producer(self, array: int) -> Operation | None:
         op_index = self.program.producers.get(array)
         return None if op_index is None else self.program.operations[op_index]
@@ -148,14 +157,16 @@ class EdgeBuilder:
         nbytes = self.program.arrays[array].nbytes
         is_alone = is_alone or timing[1] or self.program.regions[region].run_count > 1
         read_bytes = self._reordered_bytes(array)
-        key = (start, end, nbytes, count, is_alone, timing, read_bytes)
+        # Activations have the order of dims that matmuls leave; parameters and gradients that of their collectives.
+        broadcast_bytes = 0 if timing[1] or read_bytes else self._broadcasts.larger_bytes(array)
+        key = (start, end, nbytes, count, is_alone, timing, read_bytes, broadcast_bytes)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
             edge = self._edge(start, end, nbytes, count, is_alone, timing)
             if read_bytes:
                 edge = attrs.evolve(edge, relayout_seconds=self._relayout_seconds(edge, read_bytes))
-            elif self.machine.is_gpu and not timing[1] and len(self.program.arrays[array].shape) == 2:
-                edge = attrs.evolve(edge, relayout_seconds=self._reordering_seconds(edge))
+            elif self.machine.is_gpu and not timing[1] and (broadcast_bytes or self._is_matrix(array)):
+                edge = attrs.evolve(edge, relayout_seconds=self._reordering_seconds(edge, broadcast_bytes))
             self.edges.append(edge)
         return self._indices_by_key[key]
 
@@ -167,12 +178,14 @@ class EdgeBuilder:
         copied = 2 * read_bytes / shard_counts(edge.from_layouts, self.machine)[:, None]
         return np.where(sends_inner, copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
-    def _reordering_seconds(self, edge: Edge) -> np.ndarray:
+    def _reordering_seconds(self, edge: Edge, broadcast_bytes: int) -> np.ndarray:
         """What it takes to copy what a matrix of parameters or gradients becomes, where a collective along its second
-        dim wants that dim first in memory. Matmuls take both orders, but arguments and results have one."""
+        dim wants that dim first in memory. Matmuls take both orders, but arguments and results have one. What it is
+        broadcast to, or added up from, is computed in the same order, and copied back once at least."""
         before, after = edge.from_layouts[:, None, :], edge.to_layouts[None, :, :]
         is_inner = ((before > 0) & (before != after)) | ((before == PARTIAL) & (after > 0))
         copied = 2 * edge.nbytes / shard_counts(edge.to_layouts, self.machine)[None, :]
+        copied = copied + 2 * broadcast_bytes / math.prod(self.machine.sizes)
         return np.where(is_inner.any(axis=2), copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
     def _edge(

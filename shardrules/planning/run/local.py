@@ -1,4 +1,4 @@
-"""Operations that each device runs on its own pieces (`jax.shard_map`), where XLA would gather the operands instead."""
+"""What each device does with its own pieces (`jax.shard_map`), where XLA would gather the whole arrays instead."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -6,6 +6,7 @@ from typing import Any, final
 import attrs
 import jax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
@@ -54,6 +55,26 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with axis_names_of(mesh):
         return jax.make_jaxpr(on_all)(*avals)
+
+
+def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyMesh) -> ClosedJaxpr:
+    """Returns a program that changes nothing, but keeps an array's pieces in memory in the order of its dims.
+
+    ```python
+    from shardrules.planning.run.local import row_major_jaxpr
+
+    program = row_major_jaxpr(jax.ShapeDtypeStruct((16, 4), jnp.float32), P("data"), sr.create_mesh("data:8"))
+    assert program.jaxpr.outvars[0].aval.shape == (16, 4)
+    ```
+    """
+
+    def on_device(pieces: jax.Array) -> jax.Array:
+        return with_layout_constraint(pieces, Layout(tuple(range(pieces.ndim))))
+
+    with axis_names_of(mesh):
+        return jax.make_jaxpr(jax.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False))(
+            shape
+        )
 
 
 def _operands_of_pieces(equation: Any, operands: tuple[jax.Array, ...], split: LocalSplit) -> tuple[jax.Array, ...]:

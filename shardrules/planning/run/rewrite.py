@@ -4,6 +4,7 @@ Every array is constrained where an operation computes it, and again where anoth
 equations stay as they are, so that what they say about the user's code stays true.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
@@ -17,7 +18,7 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
 from shardrules.planning.graph.layouts import PARTIAL, dim_shard_count, relayout_steps, spec_of
 from shardrules.planning.graph.problem import Home, Problem
-from shardrules.planning.run.local import LocalSplit, local_jaxpr
+from shardrules.planning.run.local import LocalSplit, local_jaxpr, row_major_jaxpr
 from shardrules.planning.traced.calls import InlinedCall, closed_like, open_jaxpr
 
 _OpKey: TypeAlias = tuple[int, str, int]
@@ -35,6 +36,8 @@ class OperationLayouts:
     """For each result the layouts that it goes through; it keeps the last."""
     local: LocalSplit | None = None
     """How the operation is split if each device is given its own."""
+    row_major_spec: PartitionSpec | None = None
+    """The layout of its operand, if that has to keep the order of its dims in memory."""
 
 
 def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
@@ -70,11 +73,32 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
             results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
         if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
-            local = _local_split(problem, choice, op_index)
             layouts[operation.equation_index, role, operation.slot] = OperationLayouts(
-                tuple(operands), tuple(results), local
+                tuple(operands),
+                tuple(results),
+                _local_split(problem, choice, op_index),
+                _row_major_spec(problem, choice, op_index),
             )
     return layouts
+
+
+def _row_major_spec(problem: Problem, choice: Sequence[int], op_index: int) -> PartitionSpec | None:
+    """Returns the layout of what is summed over its first dims only, such as gradients of positions over examples.
+
+    XLA for GPUs likes such dims to come last in memory. It then may give that order to all activations around, and
+    transposes them at each norm and each attention.
+    """
+    program, machine = problem.program, problem.machine
+    operation = program.operations[op_index]
+    home = problem.operand_homes.get((op_index, 0))
+    if operation.name != "reduce_sum" or not machine.is_gpu or home is None or operation.operands[0] is None:
+        return None
+    shape, axes = program.arrays[operation.operands[0]].shape, operation.equation.params["axes"]
+    layout = problem.layout(home, choice)
+    is_even = all(size % dim_shard_count(layout, dim, machine) == 0 for dim, size in enumerate(shape))
+    is_leading = tuple(axes) == tuple(range(len(axes))) and math.prod(shape[: len(axes)]) > 1
+    is_leading &= sum(size > 1 for size in shape[len(axes) :]) > 1
+    return spec_of(layout, len(shape), machine) if is_leading and is_even else None
 
 
 def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> LocalSplit | None:
@@ -204,22 +228,35 @@ class _Rewriter:
                     copies[key] = self.constrain(last, spec, equations, equation)
                 last = copies[key]
             operands.append(last)
+        if layouts.row_major_spec is not None:
+            operands = self.in_row_major(operands, layouts.row_major_spec, equation, equations)
         if layouts.local is None:
             equations.append(equation.replace(invars=operands))
         else:
-            self.add_local(equation, operands, layouts.local, equations)
+            program = local_jaxpr(equation, layouts.local, self.mesh).jaxpr
+            self.add_program(program, operands, equation.outvars, equation, equations)
         self.constrain_results(equation, layouts.results, equations, current)
 
-    def add_local(self, equation: Any, operands: list[Any], split: LocalSplit, equations: list[Any]) -> None:
-        """Adds the equations in which each device computes its pieces of an equation's results."""
-        program = local_jaxpr(equation, split, self.mesh).jaxpr
-        results = dict(zip(program.outvars, equation.outvars, strict=True))
+    def in_row_major(self, operands: list[Any], spec: PartitionSpec, equation: Any, equations: list[Any]) -> list[Any]:
+        """Adds an equation that keeps an operand in the order of its dims, and returns its result."""
+        (operand,) = operands
+        result = Var(operand.aval)
+        shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype, weak_type=operand.aval.weak_type)
+        program = row_major_jaxpr(shape, spec, self.mesh).jaxpr
+        self.add_program(program, [operand], [result], equation, equations)
+        return [result]
+
+    def add_program(
+        self, program: Jaxpr, operands: list[Any], outvars: Sequence[Any], equation: Any, equations: list[Any]
+    ) -> None:
+        """Adds the equations of a program that stands in for an equation, or around it."""
+        results = dict(zip(program.outvars, outvars, strict=True))
         current: dict[Any, Any] = dict(zip(program.invars, operands, strict=True))
         for step in program.eqns:
             current |= {var: results.get(var, Var(var.aval)) for var in step.outvars}
             invars = [var if isinstance(var, Literal) else current[var] for var in step.invars]
-            outvars = [current[var] for var in step.outvars]
-            equations.append(step.replace(invars=invars, outvars=outvars, source_info=equation.source_info))
+            step_results = [current[var] for var in step.outvars]
+            equations.append(step.replace(invars=invars, outvars=step_results, source_info=equation.source_info))
 
     def constrain_results(
         self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], current: dict[Var, Var]

@@ -94,3 +94,17 @@ def test_moving_inner_dims_of_parameters_and_gradients_copies_them() -> None:
         inner = (edge.to_layouts > 0).any(axis=1)
         np.testing.assert_allclose(seconds[:, inner], 2 * edge.nbytes / 8 / 2.9e12, rtol=0.1)
         assert not seconds[:, ~inner].any()
+
+
+def test_what_a_moved_matrix_is_broadcast_to_is_copied_too() -> None:
+    """Positions that are gathered along their second dim change the order of dims of all activations."""
+
+    def step(p: jax.Array, x: jax.Array) -> jax.Array:
+        return p - jax.grad(lambda p: jnp.sum(jnp.tanh(x + p) ** 2))(p)
+
+    problem = problem_of(step, (128, 512), (B, 128, 512))
+    copy_seconds = 2 * (128 * 512 * 2 + B * 128 * 512 * 2 / 8) / 2.9e12
+    (gathered,) = edges_of(problem, "broadcast_in_dim", False)[:1]
+    inner, whole = (gathered.from_layouts > 0).any(axis=1), (gathered.to_layouts < 0).all(axis=1)
+    np.testing.assert_allclose(gathered.relayout_seconds[np.ix_(inner, whole)], copy_seconds, rtol=0.1)
+    assert not gathered.relayout_seconds[~inner].any()

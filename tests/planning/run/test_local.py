@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.planning.run.local import LocalSplit, local_jaxpr
+from shardrules.planning.run.local import LocalSplit, local_jaxpr, row_major_jaxpr
 from tests.planning.models import FAST
 
 NUMBERS = np.random.default_rng(0)
@@ -50,6 +50,18 @@ def test_ragged_rows_are_in_their_groups(sizes: tuple[int, ...]) -> None:
     split = LocalSplit((P(("data", "model")), P(), P()), (P(("data", "model")),), ())
     (result,) = run(lax.ragged_dot, (x, w, counts), split)
     np.testing.assert_allclose(result, lax.ragged_dot(x, w, counts), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "model")), P("model", None, "data")])
+def test_keeping_the_order_of_dims_sends_nothing(spec: P) -> None:
+    mesh = sr.create_mesh("data:4,model:2")
+    x = jax.device_put(real(16, 3, 8), NamedSharding(mesh, spec))
+    program = jaxpr_as_fun(row_major_jaxpr(jax.ShapeDtypeStruct(x.shape, x.dtype), spec, mesh))
+    compiled = (
+        jax.jit(lambda x: program(jnp.sin(x))[0].sum(0), out_shardings=NamedSharding(mesh, P())).lower(x).compile()
+    )
+    assert "all-gather" not in compiled.as_text() or spec == P("model", None, "data")
+    np.testing.assert_allclose(compiled(x), jnp.sin(x).sum(0), rtol=1e-4, atol=1e-4)
 
 
 def routed(x: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 import jax
 import numpy as np
 import pytest
@@ -64,11 +65,17 @@ def operation_list(jaxpr: Any) -> list[Any]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         bodies = list(inner(equation))
+        if list(map(operation_names, bodies)) == [["layout_constraint"]]:
+            continue
         if name == "shard_map" and len(bodies[0].eqns) == 1:  # each device is given the operation on its pieces
             operations.append((bodies[0].eqns[0].primitive.name, tuple(var.aval for var in equation.outvars)))
         elif name != "sharding_constraint":
             operations += [(name, tuple(var.aval for var in equation.outvars)), *map(operation_list, inner(equation))]
     return operations
+
+
+def operation_names(jaxpr: Any) -> list[str]:
+    return [equation.primitive.name for equation in jaxpr.eqns]
 
 
 def constraints(jaxpr: Any) -> Iterator[Any]:
@@ -142,6 +149,31 @@ def test_chosen_layouts_are_written() -> None:
                 assert spec_key(specs[product.invars[position]]) == spec_key(spec_of(last, 2, problem.machine))
             else:
                 assert product.invars[position] in jaxpr.invars or product.invars[position] in specs
+
+
+def sum_of(*axes: int) -> Case:
+    return Case(f"sum over {axes}", lambda x: x.sum(axes), lambda: (np.ones((8, 16, 4), np.float32),))
+
+
+@pytest.mark.parametrize(("case", "is_kept"), [(sum_of(0), True), (sum_of(1), False), (sum_of(0, 1), False)])
+def test_sums_over_the_first_dims_keep_the_order_in_memory(case: Case, is_kept: bool) -> None:
+    """Of their pieces, on each device: what the compiler is told of whole arrays it would gather."""
+    axes = "data:4,model:2"
+    call, problem = read_case(case, axes)
+    layouts = problem.nodes[problem.operand_homes[0, 0].node].layouts
+    split = next(index for index, layout in enumerate(layouts.tolist()) if layout[0] == 0)
+    choice = tuple(split if len(node.layouts) == len(layouts) else 0 for node in problem.nodes)
+    names = [
+        name
+        for each in rewrite(call, problem, choice, axes).jaxpr.eqns
+        for body in inner(each)
+        for name in operation_names(body)
+    ]
+    assert names == ["layout_constraint"] * is_kept
+    cpu = attrs.evolve(problem.machine, hardware=sr.Hardware.named("cpu"))
+    assert all(
+        each.row_major_spec is None for each in chosen_layouts(attrs.evolve(problem, machine=cpu), choice).values()
+    )
 
 
 def is_constraint(equation: Any) -> bool:
