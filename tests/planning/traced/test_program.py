@@ -51,7 +51,7 @@ def check(program: TracedProgram) -> None:
             if array is not None and array not in outside and array in producers:
                 is_end_of_round = op.role == "join" and operand_index == len(op.operands) - 1
                 assert producers[array] < op_index or is_end_of_round, f"{op.name} reads what is produced after it"
-    for parent, run_count in program.regions[1:]:
+    for parent, run_count, _ in program.regions[1:]:
         assert parent >= 0
         assert run_count >= 0
     keys = [(op.equation_index, op.role, op.slot) for op in program.operations if op.equation_index >= 0]
@@ -98,7 +98,7 @@ def test_operations_are_in_order_and_results_last() -> None:
     assert first.operands == tanh.results
     assert second.operands == (program.arguments[1],)
     assert program.results == (*first.results, *second.results)
-    assert program.regions == ((-1, 1),)
+    assert program.regions == ((-1, 1, 1),)
 
 
 def test_scalar_and_constant_results_have_no_layout() -> None:
@@ -150,7 +150,7 @@ def test_a_function_called_twice_is_read_twice() -> None:
 def test_checkpoints_have_regions_of_their_own() -> None:
     program = read(lambda x: jnp.cos(jax.checkpoint(jnp.sin)(x)), X)
     assert [(op.name, op.region) for op in program.operations] == [("sin", 1), ("cos", 0), ("return", 0)]
-    assert program.regions == ((-1, 1), (0, 1))
+    assert program.regions == ((-1, 1, 1), (0, 1, 1))
 
 
 def test_gradients_of_checkpoints_recompute_in_a_region() -> None:
@@ -183,7 +183,7 @@ def test_a_scan_has_operations_at_its_edges() -> None:
         ("exit", 0, 0),
         ("leave", 0, 1),
     ]
-    assert program.regions == ((-1, 1), (0, 5))
+    assert program.regions == ((-1, 1, 1), (0, 5, 1))
     assert {op.region for op in of(program, "compute")} == {1}
     assert {op.run_count for op in of(program, "compute")} == {5}
     assert fixed.factors == Factors(((0, 1),), ((0, 1),), (16, 16))
@@ -222,7 +222,7 @@ def test_run_counts_of_nested_loops_multiply() -> None:
 
     program = read(lambda x: lax.scan(lambda y, _: (jnp.cos(inner(y)), None), x, length=5)[0], X)
     check(program)
-    assert program.regions == ((-1, 1), (0, 5), (1, 15))
+    assert program.regions == ((-1, 1, 1), (0, 5, 1), (1, 15, 1))
     assert [op.run_count for op in of(program, "sin", "cos")] == [15, 5]
     outer, nested = (op for op in of(program, "join") if program.arrays[op.results[0]].shape)
     assert (outer.read_counts, nested.read_counts) == ((1, 5), (5, 15))
@@ -239,7 +239,7 @@ def test_a_while_loop_counts_once() -> None:
     program = read(fn, X, W, X)
     check(program)
     assert [(op.role, op.slot) for op in of(program, "enter", "join")] == [("enter", 0), ("enter", 1), ("join", 0)]
-    assert program.regions == ((-1, 1), (0, 1))
+    assert program.regions == ((-1, 1, 1), (0, 1, 1))
     (body,), (condition,) = of(program, "dot_general"), of(program, "reduce_sum")
     (rounds,), (last,) = of(program, "join"), of(program, "exit")
     assert of(program, "return")[0].operands == last.results
@@ -254,7 +254,7 @@ def test_branches_are_regions() -> None:
 
     program = read(fn, True, W, X)
     check(program)
-    assert program.regions == ((-1, 1), (0, 1), (0, 1))
+    assert program.regions == ((-1, 1, 1), (0, 1, 1), (0, 1, 1))
     assert [(op.slot, op.region) for op in of(program, "enter")] == [(0, 1), (1, 1), (2, 2), (3, 2)]
     first, second = of(program, "join")
     assert (first.slot, first.region, len(first.operands)) == (0, 0, 2)
