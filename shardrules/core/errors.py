@@ -189,6 +189,11 @@ class ProgramTextError(ShardRulesError, ValueError):
 
 
 @final
+class MicrobatchError(ShardRulesError, ValueError):
+    """A loss that is not a sum over the examples of a batch: it lists what depends on several at once."""
+
+
+@final
 class TraceError(ShardRulesError, ValueError):
     """A profiler trace that cannot be read, or that is of another program."""
 

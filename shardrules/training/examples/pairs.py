@@ -1,0 +1,165 @@
+"""One function traced with two numbers of examples: the same equations, with other sizes.
+
+Both programs are walked together. Where they differ in more than sizes, the loss depends on how many examples there are
+in a way that no part of the batch could follow, and it is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardrules.analysis.compiling.source import equation_line
+from shardrules.core.errors import MicrobatchError
+from shardrules.planning.traced.calls import open_jaxpr
+
+_SIZES = (
+    *("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "length", "axis_size", "reps"),
+    "padding_config",
+)
+"""Parameters that hold sizes, which may grow with the number of examples."""
+
+
+@final
+@attrs.frozen
+class Counts:
+    """How many examples: of the whole batch, of a part, and of the trace that stands for the part."""
+
+    whole: int
+    part: int
+    trace: int
+    groups: int = 1
+    """How many runs of examples, one after another in the batch, a part has."""
+
+    @property
+    def parts(self) -> int:
+        """How many parts the batch has."""
+        return self.whole // self.part
+
+    @property
+    def runs(self) -> int:
+        """How many runs of examples the batch has: what is computed from several examples has to divide into them."""
+        return self.parts * self.groups
+
+    def is_scaled(self, whole: int, trace: int) -> bool:
+        """Whether a size of the whole program grows with the number of examples, to that of the trace."""
+        return whole != trace and whole * self.trace == trace * self.whole
+
+    def part_size(self, whole: int, trace: int) -> int:
+        """The size in a part."""
+        return whole // self.parts if whole != trace else trace
+
+
+@final
+@attrs.frozen(eq=False)
+class Pair:
+    """A body of the whole program, and the same body of the trace."""
+
+    whole: Jaxpr
+    trace: Jaxpr
+    whole_consts: tuple[Any, ...]
+    trace_consts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, whole: ClosedJaxpr | Jaxpr, trace: ClosedJaxpr | Jaxpr, counts: Counts) -> "Pair":
+        """Pairs two bodies, which must have the same equations; the bodies of loops in them are paired later."""
+        pair = cls(
+            open_jaxpr(whole),
+            open_jaxpr(trace),
+            tuple(getattr(whole, "consts", ())),
+            tuple(getattr(trace, "consts", ())),
+        )
+        first, second = pair.whole, pair.trace
+        partner: dict[Any, Any] = {}
+        for vars_of_whole, vars_of_trace in ((first.constvars, second.constvars), (first.invars, second.invars)):
+            if len(vars_of_whole) != len(vars_of_trace):
+                raise MicrobatchError(_message(counts, "the numbers of arrays differ"))
+            partner.update(zip(vars_of_whole, vars_of_trace, strict=True))
+        for equation, other in zip(first.eqns, second.eqns, strict=False):
+            why = _difference(equation, other, partner, counts)
+            if why:
+                raise MicrobatchError(_message(counts, why))
+            partner.update(zip(equation.outvars, other.outvars, strict=True))
+        if len(first.eqns) != len(second.eqns):
+            longer = max(first.eqns, second.eqns, key=len)
+            extra = longer[min(len(first.eqns), len(second.eqns))]
+            raise MicrobatchError(_message(counts, f"only one of them has {_text(extra)}"))
+        if not all(
+            _same_operand(var, other, partner) for var, other in zip(first.outvars, second.outvars, strict=True)
+        ):
+            raise MicrobatchError(_message(counts, "the results differ"))
+        return pair
+
+
+def equal_literals(whole: Sequence[Any], trace: Sequence[Any]) -> bool:
+    """Whether the constants among the operands of two equations are equal."""
+    return all(
+        not isinstance(var, Literal) or np.array_equal(np.asarray(var.val), np.asarray(other.val), equal_nan=True)
+        for var, other in zip(whole, trace, strict=True)
+    )
+
+
+def part_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
+    """The parameters that an equation has for a part of the batch."""
+    if counts.trace == counts.part:
+        return other.params
+
+    def resized(value: Any, trace_value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return counts.part_size(value, trace_value)
+        if isinstance(value, tuple):
+            return tuple(resized(first, second) for first, second in zip(value, trace_value, strict=True))
+        return value
+
+    return {
+        name: resized(value, other.params[name]) if name in _SIZES else value for name, value in equation.params.items()
+    }
+
+
+def _difference(equation: Any, other: Any, partner: dict[Any, Any], counts: Counts) -> str:
+    """What two equations differ in, other than sizes; empty where they do the same."""
+    name = equation.primitive.name
+    if name != other.primitive.name or len(equation.invars) != len(other.invars):
+        return f"the first has {_text(equation)} where the second has {_text(other)}"
+    if not all(_same_operand(var, pair, partner) for var, pair in zip(equation.invars, other.invars, strict=True)):
+        return f"{_text(equation)} has other operands"
+    if len(equation.outvars) != len(other.outvars):
+        return f"{_text(equation)} has other results"
+    if equation.params.keys() != other.params.keys():
+        return f"{_text(equation)} has other parameters"
+    for key, value in equation.params.items():
+        if not _alike(value, other.params[key], counts, key in _SIZES):
+            return f"{key} of {_text(equation)} is {value} in the first and {other.params[key]} in the second"
+    return ""
+
+
+def _same_operand(var: Any, other: Any, partner: dict[Any, Any]) -> bool:
+    if isinstance(var, Literal) or isinstance(other, Literal):
+        return isinstance(var, Literal) and isinstance(other, Literal)
+    return partner.get(var) is other
+
+
+def _alike(value: Any, other: Any, counts: Counts, is_size: bool) -> bool:
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        return isinstance(other, ClosedJaxpr | Jaxpr)
+    if isinstance(value, bool | int | str | float) or value is None:
+        if value == other or (value != value and other != other):  # NaN differs from itself
+            return True
+        return is_size and isinstance(other, int) and counts.is_scaled(int(value or 0), other)
+    if isinstance(value, tuple | list) and isinstance(other, tuple | list):
+        return len(value) == len(other) and all(
+            _alike(first, second, counts, is_size) for first, second in zip(value, other, strict=True)
+        )
+    # Functions of custom derivatives, structures of arguments, policies: equal Python code has made both.
+    return type(value) is type(other)
+
+
+def _text(equation: Any) -> str:
+    line = equation_line(equation)
+    return f"{equation.primitive.name} ({line})" if line else equation.primitive.name
+
+
+def _message(counts: Counts, why: str) -> str:
+    return f"the programs for {counts.whole} and for {counts.trace} examples differ: {why}"

@@ -1,0 +1,332 @@
+"""Gradients of a loss by microbatches, reduced once.
+
+The batch is `(groups, microbatches, examples)`, in this order: data that is split over the groups stays where it is.
+The gradient of each group is its own, by `vmap`, and is added up over the microbatches, by `scan`; one sum over the
+groups ends it. With groups split over devices that sum is all that they exchange. Where gradients are reduced for each
+microbatch instead, it has examples of all groups, and no gradient of a group of its own is in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+
+from shardrules.analysis.compiling.model_flops import without_dead_code
+from shardrules.core.errors import MicrobatchError
+from shardrules.training.examples.facts import Fact
+from shardrules.training.examples.flatten import flattened
+from shardrules.training.examples.pairs import Counts, Pair
+from shardrules.training.examples.proof import BodyFacts, read_examples
+from shardrules.training.examples.replay import Demand, Position, Replay, Variant, demands_of, matched_calls
+from shardrules.training.examples.tail import Tail, cut
+from shardrules.training.loss import TracedLoss
+
+Transform: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]
+
+GradientFunction: TypeAlias = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[Any, list[Any], list[Any]]]
+"""From trainable, fixed and batched arrays to the loss, the arrays of aux and the gradients of the trainable arrays."""
+
+
+def accumulated(
+    trace: TracedLoss,
+    microbatches: int = 1,
+    groups: int = 1,
+    dtype: Any = None,
+    transform: Transform | None = None,
+    reduce_once: bool = True,
+) -> GradientFunction:
+    """Returns a function that computes a loss and its gradients by microbatches.
+
+    Gradients add up in `dtype`, by default that of each. `groups` is over how many devices the batch is split: with
+    `reduce_once` they reduce gradients once, else for each microbatch. `transform` rewrites the forward program of one
+    microbatch. What is no sum over the examples is a `MicrobatchError`.
+
+    ```python
+    from shardrules.training.loss import trace_loss
+    from shardrules.training.microbatches import accumulated
+
+    w, x = jnp.arange(4.0), jnp.ones((8, 4))
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    value, _, (gradient,) = accumulated(trace_loss(loss, w, x), microbatches=4)([w], [], [x])
+    assert jnp.allclose(gradient, jax.grad(loss)(w, x))
+    ```
+    """
+    if microbatches == 1:
+        return _plain(trace, transform)
+    return SplitLoss.of(trace, microbatches, groups, reduce_once).gradient_function(dtype, transform)
+
+
+def forward_program(trace: TracedLoss, microbatches: int = 1, groups: int = 1, reduce_once: bool = True) -> ClosedJaxpr:
+    """Returns the program that `accumulated` gives to its `transform`."""
+    return (
+        flattened(trace.jaxpr) if microbatches == 1 else SplitLoss.of(trace, microbatches, groups, reduce_once).forward
+    )
+
+
+def _plain(trace: TracedLoss, transform: Transform | None) -> GradientFunction:
+    program = flattened(trace.jaxpr)
+    run = jaxpr_as_fun(program if transform is None else transform(program))
+
+    def compute(trainable: Sequence[Any], fixed: Sequence[Any], batched: Sequence[Any]) -> Any:
+        def loss(arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+            value, *aux = run(*arrays, *fixed, *batched)
+            return value, aux
+
+        (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(list(trainable))
+        return value, aux, gradients
+
+    return compute
+
+
+@final
+@attrs.frozen(eq=False)
+class SplitLoss:
+    """A loss as sums over examples: a program for each part of the batch, and what comes before and after them."""
+
+    trace: TracedLoss
+    microbatches: int
+    groups: int
+    by_group: bool
+    """Whether each group has a part of its own in each microbatch."""
+    before: ClosedJaxpr
+    """From the arguments to what trains nothing and is needed of the whole batch by each part."""
+    forward: ClosedJaxpr
+    """From the indices of group and microbatch, trainable and fixed arrays, what comes before, and the batched arrays
+    of a part, to its sums, and to the arrays of aux that have examples."""
+    tail: Tail
+    aux_dims: tuple[int | None, ...]
+    """For each array of aux the dim of its examples; `None` where it is a result of the tail."""
+
+    @classmethod
+    def of(cls, trace: TracedLoss, microbatches: int, groups: int = 1, reduce_once: bool = True) -> "SplitLoss":
+        """Proves that a loss is a sum over its examples and splits it up."""
+        return _split(trace, microbatches, groups, reduce_once and groups > 1)
+
+    @property
+    def sum_count(self) -> int:
+        """How many sums over the examples there are."""
+        return len(self.tail.is_trained)
+
+    def gradient_function(self, dtype: Any, transform: Transform | None) -> GradientFunction:
+        """Returns the function that `accumulated` returns."""
+        forward = jaxpr_as_fun(self.forward if transform is None else transform(self.forward))
+
+        def compute(trainable: Sequence[Any], fixed: Sequence[Any], batched: Sequence[Any]) -> Any:
+            arguments = [*trainable, *fixed, *batched]
+            before = jaxpr_as_fun(self.before)(*arguments)
+            sums = self.forward.out_avals[: self.sum_count]
+            weights = self.tail.coefficients(arguments, [jnp.zeros(aval.shape, aval.dtype) for aval in sums])
+
+            def part(trainable: Sequence[Any], group: Any, microbatch: Any, examples: Sequence[Any]) -> Any:
+                values = forward(group, microbatch, *trainable, *fixed, *before, *examples)
+                sums, aux = values[: self.sum_count], values[self.sum_count :]
+                trained = [value for value, flag in zip(sums, self.tail.is_trained, strict=True) if flag]
+                loss = sum(
+                    (jnp.sum(weight * value) for weight, value in zip(weights, trained, strict=True)),
+                    start=jnp.zeros(()),
+                )
+                return loss, (sums, aux)
+
+            gradients, sums, aux = self.accumulate(part, trainable, batched, dtype)
+            value, *results = self.tail(arguments, sums)
+            regularizer = self.tail.regularizer_gradients(arguments, sums)
+            gradients = [
+                gradient.astype(array.dtype)
+                if extra is None
+                else (gradient + extra.astype(gradient.dtype)).astype(array.dtype)
+                for gradient, array, extra in zip(
+                    gradients, trainable, regularizer or [None] * len(gradients), strict=True
+                )
+            ]
+            stacked, single = iter(aux), iter(results)
+            return value, [next(single) if dim is None else next(stacked) for dim in self.aux_dims], gradients
+
+        return compute
+
+    def accumulate(
+        self, part: Callable[..., Any], trainable: Sequence[Any], batched: Sequence[Any], dtype: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the gradients and the sums over all parts, and the arrays of aux that have examples."""
+        gradient = jax.grad(part, has_aux=True)
+        run = jax.vmap(gradient, (None, 0, None, 0)) if self.by_group else gradient
+        group = jnp.arange(self.groups, dtype=jnp.int32) if self.by_group else jnp.int32(0)
+        pieces = [self.pieces(array) for array in batched]
+
+        def add(total: Any, indexed: Any) -> tuple[Any, Any]:
+            microbatch, examples = indexed
+            gradients, (sums, aux) = run(list(trainable), group, microbatch, examples)
+            return jax.tree.map(lambda old, new: old + new.astype(old.dtype), total, (gradients, sums)), aux
+
+        indices = jnp.arange(self.microbatches, dtype=jnp.int32)
+        shapes = jax.eval_shape(run, list(trainable), group, indices[0], [piece[0] for piece in pieces])
+        gradient_shapes, (sum_shapes, _) = shapes
+        start = (
+            [jnp.zeros(shape.shape, shape.dtype if dtype is None else dtype) for shape in gradient_shapes],
+            [jnp.zeros(shape.shape, _sum_dtype(shape.dtype)) for shape in sum_shapes],
+        )
+        (gradients, sums), aux = lax.scan(add, start, (indices, pieces))
+        if self.by_group:
+            gradients, sums = jax.tree.map(lambda total: jnp.sum(total, 0, dtype=total.dtype), (gradients, sums))
+        sums = [total.astype(shape.dtype) for total, shape in zip(sums, sum_shapes, strict=True)]
+        dims = [dim for dim in self.aux_dims if dim is not None]
+        return gradients, sums, [self.whole(array, dim) for array, dim in zip(aux, dims, strict=True)]
+
+    def pieces(self, array: Any) -> Any:
+        """Returns a batched array by microbatch, and by group if each has a part of its own."""
+        rest, size = array.shape[1:], self.trace.batch_size // (self.groups * self.microbatches)
+        runs = array.reshape(self.groups, self.microbatches, size, *rest).swapaxes(0, 1)
+        return runs if self.by_group else runs.reshape(self.microbatches, self.groups * size, *rest)
+
+    def whole(self, array: Any, dim: int) -> Any:
+        """Returns an array of the whole batch from its parts, stacked as they were computed."""
+        if self.by_group:
+            runs = jnp.moveaxis(array, (1, 0), (dim, dim + 1))
+        else:
+            shape = array.shape
+            runs = array.reshape(*shape[: dim + 1], self.groups, shape[dim + 1] // self.groups, *shape[dim + 2 :])
+            runs = jnp.moveaxis(runs, 0, dim + 1)
+        return runs.reshape(*runs.shape[:dim], -1, *runs.shape[dim + 3 :])
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Sums of many parts in few bits would lose them."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _split(trace: TracedLoss, microbatches: int, groups: int, by_group: bool) -> SplitLoss:
+    if trace.batch_size % (microbatches * groups):
+        raise MicrobatchError(
+            f"{trace.name}: a batch of {trace.batch_size} examples does not divide into {groups} groups of "
+            f"{microbatches} microbatches"
+        )
+    size = trace.batch_size // (microbatches * groups if by_group else microbatches)
+    program = flattened(trace.jaxpr)
+    counts, pair, calls = _paired(trace, program, size, 1 if by_group else groups)
+    arguments = pair.whole.invars
+    body = read_examples(pair, _input_facts(trace), counts)
+    first_batched = trace.trainable_count + trace.fixed_count
+    _check(trace, body)
+    sums = _sums(body)
+    stacked = [var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is not None]
+    tail_outputs = [pair.whole.outvars[0], *(var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is None)]
+    is_trained = tuple(body.facts[var].is_trained and jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in sums)
+    tail = Tail(cut(program, sums, tail_outputs), len(arguments), trace.trainable_count, is_trained)
+    step = tail.nonlinear_step() if any(is_trained) else ""
+    if step:
+        raise MicrobatchError(
+            f"{trace.name}: the loss is not linear in a sum over the examples: {step}. The mean of the losses of parts "
+            "would be another value. Sum the losses of the examples last"
+        )
+    # What trains nothing and comes from the batch is computed before, where a part needs it of the whole batch.
+    candidates: set[Demand] = {
+        (var, "whole") for var, fact in body.facts.items() if fact.is_whole and fact.from_batch and not fact.is_trained
+    }
+    outputs: list[tuple[Any, Variant]] = [(var, "part") for var in (*sums, *stacked)]
+    whole_inputs = {(var, "whole"): None for var in arguments[:first_batched]}
+    demands = demands_of(body, outputs, candidates)
+    needed = [var for var, variant in demands.inputs if (var, variant) in candidates]
+
+    def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
+        position = Position(group if by_group else None, microbatch, groups, microbatches)
+        replay = Replay(counts, position, calls)
+        at_hand: dict[Demand, Any] = dict(zip(whole_inputs, values, strict=False))
+        rest = values[first_batched:]
+        at_hand |= {(var, "whole"): value for var, value in zip(needed, rest, strict=False)}
+        at_hand |= {
+            (var, "part"): value for var, value in zip(arguments[first_batched:], rest[len(needed) :], strict=True)
+        }
+        return replay.run(body, at_hand, outputs)
+
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = [_struct(var) for var in (*arguments[:first_batched], *needed)]
+    part_shapes = [
+        jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype) for shape in map(_struct, arguments[first_batched:])
+    ]
+    traced = jax.make_jaxpr(forward)(index, index, *shapes, *part_shapes)
+    part_program = ClosedJaxpr(without_dead_code(traced), traced.consts)
+    dims = tuple(_stacked_dim(body, var) for var in pair.whole.outvars[1:])
+    return SplitLoss(trace, microbatches, groups, by_group, cut(program, (), needed), part_program, tail, dims)
+
+
+def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, groups: int) -> tuple[Counts, Pair, dict[int, Any]]:
+    """Traces the loss for a part, and pairs it with that of the whole batch.
+
+    Programs for one example lack what repeats an array for each: a second trace has two, and its sizes are scaled.
+    """
+    part = _traced(trace, size)
+    counts = Counts(trace.batch_size, size, size, groups)
+    try:
+        return counts, Pair.of(program, part, counts), {}
+    except MicrobatchError:
+        if size > 1:
+            raise
+    counts = Counts(trace.batch_size, size, 2 if trace.batch_size > 2 else 3, groups)
+    pair = Pair.of(program, _traced(trace, counts.trace), counts)
+    return counts, pair, matched_calls(program, part, counts)
+
+
+def _traced(trace: TracedLoss, size: int) -> ClosedJaxpr:
+    try:
+        return flattened(trace.with_batch_size(size).jaxpr)
+    except Exception as error:
+        raise MicrobatchError(
+            f"{trace.name}: tracing the loss with {size} of {trace.batch_size} examples failed: {error}"
+        ) from error
+
+
+def _input_facts(trace: TracedLoss) -> list[Fact]:
+    trainable = Fact("shared", is_trained=True, is_whole=True)
+    batched = Fact("examples", 0, from_batch=True, is_whole=True, is_own=True)
+    return (
+        [trainable] * trace.trainable_count
+        + [Fact("shared", is_whole=True)] * trace.fixed_count
+        + [batched] * trace.batched_count
+    )
+
+
+def _check(trace: TracedLoss, body: BodyFacts) -> None:
+    """Raises an error that says what of the loss and of aux is computed from several examples in another way."""
+    reasons: list[str] = []
+    for name, fact in zip(("the loss", *(f"aux {path!r}" for path in trace.aux_paths)), body.outputs, strict=True):
+        if fact.form == "refused":
+            reasons.append(f"{name}: {fact.reason}")
+        elif name == "the loss" and fact.form == "shared" and fact.from_batch is False:
+            reasons.append(f"{name}: it does not depend on the examples")
+    if reasons:
+        raise MicrobatchError(
+            f"{trace.name} is not a sum over the examples of its batch:\n  "
+            + "\n  ".join(reasons)
+            + "\nKeep the batch whole (one microbatch), or compute this for each example"
+        )
+
+
+def _sums(body: BodyFacts) -> list[Var]:
+    """The sums that the results are computed from: the last ones, which no other sum is computed from."""
+    jaxpr = body.pair.whole
+    pending = {var: None for var in jaxpr.outvars if not isinstance(var, Literal)}
+    sums: dict[Var, None] = {var: None for var in pending if body.facts[var].form == "sum"}
+    for equation in reversed(jaxpr.eqns):
+        results = [var for var in equation.outvars if var in pending]
+        # Only what is computed from sums is computed in the tail.
+        if not any(body.facts[var].form == "result" for var in results):
+            continue
+        for var in equation.invars:
+            if not isinstance(var, Literal):
+                pending[var] = None
+                if body.facts[var].form == "sum":
+                    sums[var] = None
+    return list(sums)
+
+
+def _stacked_dim(body: BodyFacts, var: Any) -> int | None:
+    """The dim of the examples of an array of aux that only parts of the batch compute."""
+    fact = body.fact(var)
+    return fact.dim if fact.form == "examples" and not fact.is_whole else None
+
+
+def _struct(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)

@@ -1,0 +1,358 @@
+"""Gradients by microbatches: equal to those of the whole batch, or refused with what is in the way."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardrules.core.errors import MicrobatchError
+from shardrules.training.loss import trace_loss
+from shardrules.training.microbatches import accumulated, forward_program
+
+BATCH, LENGTH, WIDTH, CLASSES = 8, 6, 4, 3
+
+
+def real(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32)
+
+
+def integers(*shape: int, below: int = CLASSES) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([1, *shape]).integers(0, below, shape), jnp.int32)
+
+
+@final
+@attrs.frozen
+class Loss:
+    """A loss with a model and a batch."""
+
+    name: str
+    fn: Callable[[Any, Any], Any]
+    model: Any
+    batch: Any
+
+
+def mlp() -> dict[str, jax.Array]:
+    return {"up": real(WIDTH, 8), "down": real(8, CLASSES)}
+
+
+def forward(model: Any, x: Any) -> Any:
+    return jnp.tanh(x @ model["up"]) @ model["down"]
+
+
+def squares(model: Any, batch: Any) -> Any:
+    return jnp.sum((forward(model, batch["x"]) - batch["y"]) ** 2, -1)
+
+
+def masked_mean(model: Any, batch: Any) -> Any:
+    return jnp.sum(squares(model, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def masked_weights(model: Any, batch: Any) -> Any:
+    return jnp.sum(squares(model, batch) * (batch["mask"] / jnp.sum(batch["mask"])))
+
+
+def regularized(model: Any, batch: Any) -> Any:
+    norm = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model))
+    return jnp.mean(squares(model, batch)) + 0.3 * jnp.sum(squares(model, batch)) + 0.1 * norm
+
+
+def trained_weight(model: Any, batch: Any) -> Any:
+    return jnp.exp(-model["scale"]) * jnp.mean(squares(model, batch)) + model["scale"]
+
+
+def dropout_of_one_key(model: Any, batch: Any) -> Any:
+    hidden = jnp.tanh(batch["x"] @ model["up"])
+    hidden = jnp.where(jax.random.bernoulli(batch["key"], 0.5, hidden.shape), hidden / 0.5, 0)
+    return jnp.mean((hidden @ model["down"] - batch["y"]) ** 2)
+
+
+def dropout_of_a_key_each(model: Any, batch: Any) -> Any:
+    keys = jax.random.split(batch["key"], len(batch["x"]))
+    dropout = eqx.nn.Dropout(0.5)
+    predicted = jax.vmap(lambda x, key: dropout(forward(model, x), key=key))(batch["x"], keys)
+    return jnp.mean((predicted - batch["y"]) ** 2)
+
+
+def dropout_in_layers(model: Any, batch: Any) -> Any:
+    def layer(carry: Any, w: Any) -> Any:
+        x, key = carry
+        key, layer_key = jax.random.split(key)
+        x = jnp.tanh(x @ w)
+        return (jnp.where(jax.random.bernoulli(layer_key, 0.7, x.shape), x, 0), key), None
+
+    (x, key), _ = jax.lax.scan(jax.checkpoint(layer), (batch["x"], batch["key"]), model["layers"])
+    return jnp.mean((x + jax.random.normal(key, x.shape)) ** 2)
+
+
+def labels_by_index(model: Any, batch: Any) -> Any:
+    logs = jax.nn.log_softmax(forward(model, batch["x"]))
+    return -jnp.mean(logs[jnp.arange(len(logs)), batch["labels"]])
+
+
+def labels_of_optax(model: Any, batch: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(forward(model, batch["x"]), batch["labels"]).mean()
+
+
+def recurrent(model: Any, batch: Any) -> Any:
+    cell = model["cell"]
+
+    def step(hidden: Any, x: Any) -> Any:
+        hidden = jax.vmap(cell)(x, hidden)
+        return hidden, hidden[:, 0]
+
+    _, outputs = jax.lax.scan(step, jnp.zeros((len(batch["rows"]), 5)), batch["rows"].swapaxes(0, 1))
+    return jnp.mean(outputs**2)
+
+
+def tokens_with_positions(model: Any, batch: Any) -> Any:
+    x = model["words"][batch["tokens"]] + model["positions"][None]
+    start = jnp.broadcast_to(model["start"], (len(x), 1, WIDTH))
+    x = jnp.concatenate([start, x], 1)
+    x = jax.vmap(lambda row: jax.nn.softmax(row @ row.T) @ row)(x)
+    return jnp.mean(jax.nn.logsumexp(x @ model["words"].T, -1))
+
+
+def convolutional(model: Any, batch: Any) -> Any:
+    def logits(image: Any) -> Any:
+        x = eqx.nn.MaxPool2d(2, 2)(jax.nn.relu(model["conv"](image)))
+        return model["head"](jnp.mean(x, (1, 2)))
+
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(logits)(batch["images"]), batch["labels"]).mean()
+
+
+def plain_attention(q: Any, k: Any, v: Any) -> Any:
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k)), v)
+
+
+attention = jax.custom_vjp(plain_attention)
+attention.defvjp(
+    lambda q, k, v: (attention(q, k, v), (q, k, v)),
+    lambda saved, cotangent: jax.vjp(plain_attention, *saved)[1](cotangent),
+)
+
+
+def attention_with_its_derivative(model: Any, batch: Any) -> Any:
+    x = batch["rows"] @ model["w"]
+    # The broadcast is missing in a program for one example.
+    return jnp.mean(attention(x, 2 * x, x + 1) ** 2) + jnp.mean((model["w"][:1] - batch["rows"][:, 0]) ** 2)
+
+
+def each_example_in_a_loop(model: Any, batch: Any) -> Any:
+    def add(total: Any, example: Any) -> Any:
+        x, y = example
+        return total + jnp.sum((forward(model, x) - y) ** 2), forward(model, x)
+
+    total, outputs = jax.lax.scan(add, jnp.float32(0), (batch["x"], batch["y"]))
+    return (total + jnp.sum(jax.lax.map(lambda x: x**2, outputs))) / len(outputs)
+
+
+def sorted_labels(model: Any, batch: Any) -> Any:
+    ranks = jnp.argsort(batch["labels"]).astype(jnp.float32)
+    centered = batch["x"] - jnp.mean(batch["x"], 0)
+    return jnp.mean(forward(model, centered) * ranks[:, None])
+
+
+def rows() -> dict[str, Any]:
+    return {
+        "x": real(BATCH, WIDTH),
+        "y": real(BATCH, CLASSES),
+        "mask": jnp.asarray([1.0, 0, 1, 1, 0, 0, 0, 1]),
+        "labels": integers(BATCH),
+        "key": jax.random.key(0),
+    }
+
+
+LOSSES = (
+    *(
+        Loss(fn.__name__, fn, mlp(), rows())
+        for fn in (
+            *(masked_mean, masked_weights, regularized, dropout_of_one_key, dropout_of_a_key_each, labels_by_index),
+            *(labels_of_optax, each_example_in_a_loop, sorted_labels),
+        )
+    ),
+    Loss("sum", lambda model, batch: jnp.sum(squares(model, batch)), mlp(), rows()),
+    Loss("trained_weight", trained_weight, {**mlp(), "scale": jnp.float32(0.3)}, rows()),
+    Loss("dropout_in_layers", dropout_in_layers, {"layers": real(2, WIDTH, WIDTH)}, rows()),
+    Loss(
+        "recurrent",
+        recurrent,
+        {"cell": eqx.nn.GRUCell(WIDTH, 5, key=jax.random.key(0))},
+        {"rows": real(BATCH, 3, WIDTH)},
+    ),
+    Loss(
+        "tokens_with_positions",
+        tokens_with_positions,
+        {"words": real(9, WIDTH), "positions": real(LENGTH, WIDTH), "start": real(WIDTH)},
+        {"tokens": integers(BATCH, LENGTH, below=9)},
+    ),
+    Loss(
+        "convolutional",
+        convolutional,
+        {
+            "conv": eqx.nn.Conv2d(2, WIDTH, 3, groups=2, key=jax.random.key(0)),
+            "head": eqx.nn.Linear(WIDTH, CLASSES, key=jax.random.key(1)),
+        },
+        {"images": real(BATCH, 2, 6, 6), "labels": integers(BATCH)},
+    ),
+    Loss("attention", attention_with_its_derivative, {"w": real(WIDTH, WIDTH)}, {"rows": real(BATCH, LENGTH, WIDTH)}),
+)
+
+
+PARTS = ((2, 2, True), (2, 4, True), (4, 1, True), (2, 2, False))
+"""Microbatches, groups, and whether gradients are reduced once."""
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
+@pytest.mark.sample(16)
+def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, int, bool]) -> None:
+    trace = trace_loss(case.fn, case.model, case.batch)
+    arrays = trace.split.arrays(case.model, case.batch)
+    expected = jax.jit(accumulated(trace))(arrays.trainable, arrays.fixed, arrays.batched)
+    microbatches, groups, reduce_once = parts
+    run = accumulated(trace, microbatches, groups, reduce_once=reduce_once)
+    actual = jax.jit(run)(arrays.trainable, arrays.fixed, arrays.batched)
+    for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        scale = float(jnp.max(jnp.abs(first)))
+        np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6 * scale)
+
+
+def with_aux(model: Any, batch: Any) -> Any:
+    predicted = forward(model, batch["x"])
+    losses = squares(model, batch)
+    aux = {
+        "losses": losses,
+        "transposed": predicted.T,
+        "root": jnp.sqrt(jnp.mean(losses)),
+        "hits": jnp.sum(jnp.argmax(predicted, -1) == batch["labels"]),
+        "labels": batch["labels"],
+        "count": jnp.sum(batch["mask"]),
+        "norm": jnp.sum(model["up"] ** 2),
+        "name": "aux",
+    }
+    return jnp.mean(losses), aux
+
+
+@pytest.mark.parametrize("parts", [(2, 2, True), (2, 2, False)], ids=str)
+def test_aux_is_that_of_the_whole_batch(parts: tuple[int, int, bool]) -> None:
+    model, batch = mlp(), rows()
+    trace = trace_loss(with_aux, model, batch, has_aux=True)
+    arrays = trace.split.arrays(model, batch)
+    microbatches, groups, reduce_once = parts
+    run = accumulated(trace, microbatches, groups, reduce_once=reduce_once)
+    value, aux, _ = jax.jit(run)(arrays.trainable, arrays.fixed, arrays.batched)
+    expected = with_aux(model, batch)
+    actual = value, trace.rebuild_aux(aux)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        if not isinstance(first, str):
+            np.testing.assert_allclose(second, first, rtol=1e-5)
+            assert second.dtype == first.dtype
+
+
+def normalized(model: Any, batch: Any) -> Any:
+    hidden = batch["x"] @ model["up"]
+    hidden = (hidden - hidden.mean(0)) / hidden.std(0)
+    return jnp.mean(hidden**2)
+
+
+def contrastive(model: Any, batch: Any) -> Any:
+    first, second = batch["x"] @ model["up"], batch["y"] @ model["down"].T
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(first @ second.T)))
+
+
+def each_after_another(model: Any, batch: Any) -> Any:
+    hidden, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ model["up"]), None), jnp.zeros(8), batch["x"])
+    return jnp.sum(hidden)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (normalized, r"sub uses a sum over the examples for single examples.*test_microbatches.py:\d+"),
+        (contrastive, "dot_general computes with several examples at once"),
+        (each_after_another, "scan carries values from example to example"),
+        (lambda m, b: jnp.log(jnp.mean(squares(m, b))), r"not linear in a sum over the examples: log \("),
+        (lambda m, b: jnp.mean(squares(m, b)) ** 2, "not linear in a sum over the examples: integer_pow"),
+        (lambda m, b: jnp.max(squares(m, b)), "reduce_max reduces over the examples, and is not a sum"),
+        (lambda m, b: jnp.mean(jnp.sort(squares(m, b)) ** 2), "sort computes with several examples at once"),
+        (lambda m, b: jnp.sum(m["up"]), "does not depend on the examples"),
+        (lambda m, b: jnp.mean(squares(m, b) * jnp.arange(8)), "tracing the loss with 2 of 8 examples failed"),
+        (
+            lambda m, b: jnp.mean(squares(m, b)) if len(b["x"]) > 4 else jnp.sum(squares(m, b)),
+            "the programs for 8 and for 2 examples differ: .*has div",
+        ),
+        (
+            lambda m, b: jnp.mean(
+                jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((len(b["x"]),), jnp.float32), squares(m, b))
+            ),
+            "pure_callback has no rule",
+        ),
+    ],
+)
+def test_what_uses_several_examples_at_once_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(MicrobatchError, match=f"(?s){message}"):
+        accumulated(trace_loss(loss, mlp(), rows()), 4)
+
+
+def test_one_error_names_the_loss_and_each_leaf_of_aux() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        values = squares(model, batch)
+        return jnp.max(values), {"fine": jnp.mean(values), "median": jnp.median(values)}
+
+    with pytest.raises(MicrobatchError, match=r"(?s)the loss: reduce_max.*aux 'median': ") as caught:
+        accumulated(trace_loss(loss, mlp(), rows(), has_aux=True), 2)
+    assert "fine" not in str(caught.value)
+
+
+def test_batches_have_to_divide() -> None:
+    with pytest.raises(MicrobatchError, match="8 examples does not divide into 1 groups of 3 microbatches"):
+        accumulated(trace_loss(masked_mean, mlp(), rows()), 3)
+
+
+def test_gradients_add_up_in_the_requested_dtype() -> None:
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), mlp())
+    trace = trace_loss(masked_mean, model, rows())
+    arrays = trace.split.arrays(model, rows())
+
+    def sizes(dtype: Any) -> set[str]:
+        run = accumulated(trace, 4, 2, dtype)
+        program = jax.make_jaxpr(run)(arrays.trainable, arrays.fixed, arrays.batched)
+        assert [aval.dtype for aval in program.out_avals[1:]] == [jnp.bfloat16] * 2
+        (loop,) = [equation for equation in program.eqns if equation.primitive.name == "scan"]
+        return {str(var.aval.dtype) for var in loop.outvars if var.aval.shape[:1] == (2,) and var.aval.ndim > 1}
+
+    assert sizes(None) == {"bfloat16"}
+    assert sizes(jnp.float32) == {"float32"}
+
+
+def test_transform_gets_the_forward_program_of_one_microbatch() -> None:
+    trace, programs = trace_loss(dropout_of_one_key, mlp(), rows()), []
+    arrays = trace.split.arrays(mlp(), rows())
+
+    def transform(program: Any) -> Any:
+        programs.append(program)
+        return program
+
+    for parts in ((1, 1), (2, 2)):
+        accumulated(trace, *parts, transform=transform)(arrays.trainable, arrays.fixed, arrays.batched)
+        matching = forward_program(trace, *parts)
+        assert str(matching) == str(programs[-1])
+    rows_of_matmuls = [
+        equation.outvars[0].aval.shape[0] for equation in programs[-1].eqns if equation.primitive.name == "dot_general"
+    ]
+    assert rows_of_matmuls == [2, 2]
+
+
+def test_masks_of_groups_are_slices_that_move_nothing() -> None:
+    trace = trace_loss(dropout_of_one_key, mlp(), rows())
+    arrays = trace.split.arrays(mlp(), rows())
+    program = jax.make_jaxpr(accumulated(trace, 2, 4))(arrays.trainable, arrays.fixed, arrays.batched)
+    assert "gather" not in str(program)
+    assert "custom_vmap" not in str(program)
