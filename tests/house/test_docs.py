@@ -3,8 +3,6 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -19,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.forks import run_forks
 from tests.house.pages import blocks, filled, misfits, pages, run_blocks
 from tests.house.source import (
     REPOSITORY,
@@ -78,8 +77,12 @@ def test_page_runs(page: Path) -> None:
     assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
 
 
-WITH_DEVICES = [page for page in pages(REPOSITORY) if "create_mesh" in page.read_text()]
-"""Shapes need no devices, so that other pages run alike everywhere."""
+WITH_DEVICES = [
+    page
+    for page in pages(REPOSITORY)
+    if any(block.runs and "create_mesh" in block.text for block in blocks(page.read_text()))
+]
+"""Shapes need no devices, and commands see the same devices in every test: other pages run alike everywhere."""
 
 
 @pytest.mark.slow
@@ -90,10 +93,8 @@ def test_page_runs_where_there_is_one_device(page: Path) -> None:
     code += "run_blocks(Path(sys.argv[1]).read_text(), sys.argv[1], {})"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(page)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    (ended,) = run_forks(code, [[str(page)]], env=environment, cwd=Path.cwd(), timeout=300)
+    assert ended.code == 0, ended.err[-2000:]
 
 
 def test_the_tutorial_takes_80_lines() -> None:

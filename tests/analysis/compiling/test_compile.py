@@ -339,6 +339,14 @@ NAMED_MESHES = {
 }
 
 
+@functools.cache
+def shard_map_report(case: str, named: str, analyzed: str, target: str) -> sr.reports.AuditReport:
+    mesh_on(target, AXES)
+    function = SHARD_MAPS[case](NAMED_MESHES[named])
+    in_shardings = (P("data", "model"),)
+    return sr.ShardingAnalyzer(NAMED_MESHES[analyzed]).audit(function, X, in_shardings=in_shardings, target=target)
+
+
 @pytest.mark.parametrize("target", [CPU, *(pytest.param(target, marks=pytest.mark.slow) for target in (CUDA, TPU))])
 @pytest.mark.parametrize("analyzed", ["shape", "devices"])
 @pytest.mark.parametrize(
@@ -346,11 +354,8 @@ NAMED_MESHES = {
 )
 @pytest.mark.parametrize("case", SHARD_MAPS)
 def test_a_shard_map_may_name_any_mesh_of_the_same_axes(case: str, named: str, analyzed: str, target: str) -> None:
-    mesh_on(target, AXES)
-    analyzer = sr.ShardingAnalyzer(NAMED_MESHES[analyzed])
-    spec = P("data", "model")
-    report = analyzer.audit(SHARD_MAPS[case](NAMED_MESHES[named]), X, in_shardings=(spec,), target=target)
-    expected = analyzer.audit(SHARD_MAPS[case](None), X, in_shardings=(spec,), target=target)
+    report = shard_map_report(case, named, analyzed, target)
+    expected = shard_map_report(case, "in force", analyzed, target)
     assert report.flops == expected.flops
     assert [(each.kind, each.axes, each.times) for each in report.collectives] == [
         (each.kind, each.axes, each.times) for each in expected.collectives
