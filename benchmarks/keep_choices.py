@@ -1,8 +1,8 @@
 """Does `keep_choices` find what experts keep for the backward pass, and better?
 
-**Method.** The gradients of five losses (`keep_models/`) are compiled for one H100, which need not be present: as experts
-write them, with `jax.checkpoint` around each layer (without a policy, with the policies of JAX for dots, and with
-policies that save the names which the layers give), and as `keep_choices` changes the loss without any checkpoint.
+**Method.** The gradients of five losses (`keep_models/`) are compiled for one H100, which need not be present: as
+experts write them, with `jax.checkpoint` around each layer (without a policy, with the policies of JAX for dots, and
+with policies that save the names which the layers give), and as `keep_choices` changes the loss without any checkpoint.
 Figures come from the compiled programs: the time of a step by our model of the compiled program's kernels, and the
 compiler's peak of memory. There are three budgets: the peak of the fastest expert, the least peak of any, and the mean of
 the two. For each, the fastest choice that fits is divided by the fastest expert that fits. No choice is changed by what
@@ -171,7 +171,7 @@ def table(answers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--smoke", action="store_true", help="toy models, compiled for a CPU")
     parser.add_argument("--cache", type=Path, help="a folder for compiled programs")

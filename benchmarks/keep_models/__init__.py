@@ -1,6 +1,6 @@
 """The models of the benchmark of what is kept: losses whose layers experts wrap in `jax.checkpoint`.
 
-`MODELS[name](wrap, smoke)` gives `(loss, params, batch)`, arrays as shapes; `wrap` is applied to the function of a layer.
+`MODELS[name](wrap, smoke)` gives `(loss, params, batch)`, arrays as shapes; `wrap` is applied to a layer's function.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ Nothing is traced again, so that what equations say about the user's code stays 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from shardrules.core.errors import ConfigError
 from shardrules.training.keep.flat import flattened, replaced
-from shardrules.training.keep.keep import Keep, KeptUnit
+from shardrules.training.keep.keep import Keep, KeptUnit, Position
+from shardrules.training.keep.rules import has_rule, with_named_rule
 from shardrules.training.keep.segments import segment_program, segment_results, struct
 
 
@@ -78,11 +79,10 @@ def _scan_with(equation: Any, entries: Sequence[_Entry]) -> Any:
     """A scan whose body is checkpointed, or has units that are."""
     params = equation.params
     closed = params["jaxpr"]
-    whole = [entry for entry in entries if not entry[0]]
-    if not whole:
+    _, index, kept = entries[0]
+    if entries[0][0]:
         body = _rewritten(closed.jaxpr, entries)
     else:
-        ((_, index, kept),) = whole
         if kept.unit.length != len(closed.jaxpr.eqns):
             raise _other_program(f"a layer has {len(closed.jaxpr.eqns)} equations instead of {kept.unit.length}")
         # The rounds of a loop run at another time than those of its gradient: compilers cannot share what both compute.
@@ -123,7 +123,7 @@ class _Named:
     unit_index: int
     kept: KeptUnit
 
-    def name(self, position: tuple[int, int]) -> str:
+    def name(self, position: Position) -> str:
         index, result = position
         return f"kept.{self.unit_index}.{index}.{result}" if index >= 0 else f"kept.{self.unit_index}.input.{result}"
 
@@ -134,25 +134,41 @@ class _Named:
         positions = dict.fromkeys((*(each for each in self.kept.kept if each[0] >= 0), *self.kept.offloaded))
         equations: list[Any] = []
 
-        def add_name(var: Any, position: tuple[int, int], like: Any) -> None:
+        def add_name(var: Any, position: Position, like: Any) -> None:
             if position in positions:
-                result = Var(var.aval)
-                template = _name_equation(struct(var), self.name(position))
-                source = like.source_info
-                equations.append(template.replace(invars=[current[var]], outvars=[result], source_info=source))
-                current[var] = result
+                naming = self.naming(current[var], position, like)
+                equations.append(naming)
+                current[var] = naming.outvars[0]
 
         for index, var in enumerate(program.invars):
             add_name(var, (-1, index), program.eqns[0])
         for index, equation in enumerate(program.eqns):
             operands = [replaced(var, current) for var in equation.invars]
             results = [Var(var.aval) if type(var) is Var else var for var in equation.outvars]
-            equations.append(equation.replace(invars=operands, outvars=results))
+            changed = equation.replace(invars=operands, outvars=results)
+            if has_rule(equation):
+                changed = self.with_rule(changed, index, positions)
+            equations.append(changed)
             current.update(zip(equation.outvars, results, strict=True))
             for position, var in enumerate(equation.outvars):
                 add_name(var, (index, position), equation)
         outputs = [replaced(var, current) for var in program.outvars]
         return program.replace(invars=inputs, outvars=outputs, eqns=equations)
+
+    def naming(self, var: Any, position: Position, like: Any) -> Any:
+        """The equation that gives an array its name, with the source line of the equation `like`."""
+        template = _name_equation(struct(var), self.name(position))
+        return template.replace(invars=[var], outvars=[Var(var.aval)], source_info=like.source_info)
+
+    def with_rule(self, equation: Any, index: int, positions: Mapping[Position, None]) -> Any:
+        """A function with a backward rule of its own, with names for what is kept inside of its forward rule."""
+        count = len(equation.outvars)
+
+        def name(var: Any, rule_index: int) -> Any | None:
+            position = index, count + rule_index
+            return self.naming(var, position, equation) if position in positions else None
+
+        return with_named_rule(equation, name)
 
 
 @functools.cache

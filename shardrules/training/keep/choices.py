@@ -1,8 +1,8 @@
 """What the backward pass of a function may keep: choices from everything to only the inputs of its layers."""
 
 import math
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr
@@ -15,7 +15,7 @@ from shardrules.training.keep.keep import Keep, KeptUnit
 from shardrules.training.keep.needs import NeedsReader
 from shardrules.training.keep.problem import UnitProblem, unit_problem
 from shardrules.training.keep.units import find_units
-from shardrules.training.keep.words import keep_text, repeated_flops
+from shardrules.training.keep.words import host_bytes, keep_text, repeated_flops
 
 _SOLVES = 40
 """How often the cuts of all units are computed: each takes a few milliseconds. With half as many, some choices between
@@ -45,10 +45,14 @@ def keep_choices(
     offload = offload and not hardware.name.startswith("CPU")
     units = [unit for unit in find_units(flat, trainable_count) if not unit.body.effects]
     problems = [unit_problem(unit, reader, hardware, offload) for unit in units]
-    written = _Choice.of([problem.as_written for problem in problems])
-    front = _thinned(_front(problems), written, count - 1)
-    first = Keep(replaces_checkpoints=replace_checkpoints, kept_bytes=written.nbytes, seconds=written.seconds)
-    return first, *(_keep(problems, choice, replace_checkpoints, model_flops(flat)) for choice in front)
+    written = _Choice.of(problems, [((each.as_written, each.repeats),) for each in problems])
+    flops = model_flops(flat)
+    choices = _thinned(_front(problems, written), count)
+    return tuple(_keep(problems, choice, replace_checkpoints, flops) for choice in choices)
+
+
+_UnitChoice: TypeAlias = tuple[tuple[KeptValues, int], ...]
+"""What is kept of the segments of a unit, and of how many that follow each other; the last of a unit come last."""
 
 
 @final
@@ -56,18 +60,24 @@ def keep_choices(
 class _Choice:
     """What is kept of each unit."""
 
-    units: tuple[KeptValues, ...]
+    units: tuple[_UnitChoice, ...]
     nbytes: int
     seconds: float
 
     @classmethod
-    def of(cls, units: Sequence[KeptValues]) -> "_Choice":
-        return cls(tuple(units), sum(each.nbytes for each in units), math.fsum(each.seconds for each in units))
+    def of(cls, problems: Sequence[UnitProblem], units: Sequence[_UnitChoice]) -> "_Choice":
+        parts = [
+            (kept, count / problem.repeats)
+            for problem, unit in zip(problems, units, strict=True)
+            for kept, count in unit
+        ]
+        nbytes = round(sum(kept.nbytes * part for kept, part in parts))
+        return cls(tuple(units), nbytes, math.fsum(kept.seconds * part for kept, part in parts))
 
 
 def _solved(problems: Sequence[UnitProblem], price: float) -> _Choice:
     """The best choice at a price of a byte, in seconds."""
-    return _Choice.of([_cheapest(problem, price) for problem in problems])
+    return _Choice.of(problems, [((_cheapest(problem, price), problem.repeats),) for problem in problems])
 
 
 def _cheapest(problem: UnitProblem, price: float) -> KeptValues:
@@ -75,7 +85,37 @@ def _cheapest(problem: UnitProblem, price: float) -> KeptValues:
     return chosen if chosen.seconds + price * chosen.nbytes < written.seconds + price * written.nbytes else written
 
 
-def _front(problems: Sequence[UnitProblem]) -> list[_Choice]:
+def _front(problems: Sequence[UnitProblem], written: _Choice) -> list[_Choice]:
+    """What is written, then choices that keep less and less: the best at some price, and what lies between two."""
+    front = [written]
+    for choice in _hull(problems):
+        if choice.nbytes < front[-1].nbytes * (1 - _ALMOST):
+            front += _between(problems, front[-1], choice)
+            front.append(choice)
+    return front
+
+
+def _between(problems: Sequence[UnitProblem], more: _Choice, less: _Choice) -> Iterator[_Choice]:
+    """Yields the choices with one segment after the other, from the first on, as in `less` instead of as in `more`.
+
+    They cost what is between the two in equal parts, so that each is as good as the two.
+    """
+    if more.seconds >= less.seconds:
+        return
+    units = list(more.units)
+    for index, (before, after) in enumerate(zip(more.units, less.units, strict=True)):
+        if before == after:
+            continue
+        (kept_before, repeats), (kept_after, _) = before[0], after[0]
+        for count in range(1, repeats):
+            units[index] = (kept_after, count), (kept_before, repeats - count)
+            yield _Choice.of(problems, units)
+        units[index] = after
+        if units != list(less.units):
+            yield _Choice.of(problems, units)
+
+
+def _hull(problems: Sequence[UnitProblem]) -> list[_Choice]:
     """The choices that are best at some price, those that keep most first."""
     fastest = _solved(problems, 0.0)
     # At this price a byte in a million is worth more than all seconds.
@@ -103,40 +143,44 @@ def _step_seconds(problems: Sequence[UnitProblem]) -> float:
     return math.fsum(step.seconds for problem in problems for step in problem.problem.steps)
 
 
-def _thinned(choices: Sequence[_Choice], written: _Choice, count: int) -> list[_Choice]:
-    """At most `count` choices that keep less and less, with the first and the last of those that differ."""
-    distinct: list[_Choice] = []
-    for choice in choices:
-        least = distinct[-1].nbytes if distinct else math.inf
-        if choice.units != written.units and choice.nbytes < least * (1 - _ALMOST):
-            distinct.append(choice)
-    while len(distinct) > max(1, count):
-        # Drop what is closest to what its neighbors on both sides make of it.
-        gains = [
-            (distinct[index - 1].nbytes - distinct[index + 1].nbytes, index) for index in range(1, len(distinct) - 1)
+def _thinned(front: Sequence[_Choice], count: int) -> list[_Choice]:
+    """At most `count` choices of a front, with the first and the last."""
+    choices = list(front)
+    most_bytes = max(1, choices[0].nbytes)
+    most_seconds = max(choice.seconds for choice in choices) or 1.0
+    while len(choices) > max(2, count):
+        # What is dropped leaves the smallest gap in memory and time together.
+        gaps = [
+            (
+                (before.nbytes - after.nbytes) / most_bytes + abs(after.seconds - before.seconds) / most_seconds,
+                index,
+            )
+            for index, (before, after) in enumerate(zip(choices, choices[2:], strict=False), 1)
         ]
-        distinct.pop(min(gains)[1] if gains else 0)
-    return distinct
+        choices.pop(min(gaps)[1])
+    return choices
 
 
 def _keep(problems: Sequence[UnitProblem], choice: _Choice, replace_checkpoints: bool, flops: int) -> Keep:
-    units = []
-    for problem, chosen in zip(problems, choice.units, strict=True):
-        if chosen is problem.as_written:
-            continue
-        values = problem.problem.values
-        units.append(
-            KeptUnit(
-                problem.unit.position,
-                tuple(values[index].position for index in chosen.kept),
-                tuple(values[index].position for index in chosen.offloaded),
-            )
-        )
+    units: list[KeptUnit] = []
+    for problem, unit in zip(problems, choice.units, strict=True):
+        position, values = problem.unit.position, problem.problem.values
+        start = position.start
+        for kept, count in unit:
+            if kept is not problem.as_written:
+                units.append(
+                    KeptUnit(
+                        attrs.evolve(position, start=start, repeats=count),
+                        tuple(values[index].position for index in kept.kept),
+                        tuple(values[index].position for index in kept.offloaded),
+                    )
+                )
+            start += position.length * count
     return Keep(
         tuple(units),
         replace_checkpoints,
         choice.nbytes,
-        sum(each.host_bytes for each in choice.units),
+        host_bytes(problems, choice.units),
         choice.seconds,
         repeated_flops(problems, choice.units) / max(1, flops),
         keep_text(problems, choice.units),

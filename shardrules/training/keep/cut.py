@@ -111,10 +111,9 @@ def _cut(problem: KeepProblem, costs: list[float]) -> tuple[list[int], Mapping[i
     unit = _SCALE / most if most > 0 else 0.0
     edges: dict[tuple[int, int], int] = {}
 
-    def connect(start: int, end: int, cost: float | None) -> None:
+    def connect(start: int, end: int, cost: float) -> None:
         # Of equal cuts that with fewer steps is taken: each costs at least the least that counts.
-        endless = cost is None or cost == math.inf
-        edges[start, end] = 2 * _SCALE if endless else min(2 * _SCALE, round(cost * unit) + 1)
+        edges[start, end] = 2 * _SCALE if cost == math.inf else min(2 * _SCALE, round(cost * unit) + 1)
 
     producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
     for value, cost in enumerate(costs):
@@ -123,11 +122,11 @@ def _cut(problem: KeepProblem, costs: list[float]) -> tuple[list[int], Mapping[i
     for index, step in enumerate(problem.steps):
         connect(first_step + index, 1, step.seconds)
         for value in step.operands:
-            connect(first_step + index, 2 + value, None)
+            connect(first_step + index, 2 + value, math.inf)
     for value in problem.needed:
-        connect(0, 2 + value, None)
+        connect(0, 2 + value, math.inf)
     for step in problem.forced:
-        connect(0, first_step + step, None)
+        connect(0, first_step + step, math.inf)
     size = first_step + len(problem.steps)
     starts, ends = np.array(list(edges), np.int32).reshape(-1, 2).T
     graph = csr_array((np.array(list(edges.values()), np.int32), (starts, ends)), shape=(size, size))

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.training.keep.flat import flattened
+from shardrules.training.keep.rules import RuleValues, has_rule
 from shardrules.training.keep.segments import WITHOUT_DERIVATIVE, is_float, segment_program, signature, struct
 
 _DEAR = "dot_general conv_general_dilated ragged_dot_general gather random_bits threefry2x32 sort top_k fft cholesky"
@@ -42,6 +43,8 @@ class EquationNeeds:
     """Whether only running the equation again returns those: they come from a loop, a kernel or matmuls."""
     traced_results: tuple[int, ...] = ()
     """The results that have derivatives."""
+    rule: RuleValues | None = None
+    """What can be kept inside of a function with a backward rule of its own."""
 
 
 @final
@@ -110,6 +113,10 @@ def _read(equation: Any, is_traced: tuple[bool, ...]) -> EquationNeeds:
     results = tuple(
         index for index, var in enumerate(equation.outvars) if name not in WITHOUT_DERIVATIVE and is_float(var)
     )
+    if has_rule(equation) and not any(is_traced[: equation.params["num_consts"]]):
+        # What the backward rule reads of its own forward rule can be kept, so that it needs no operands.
+        operands = tuple(sorted(index for side, index in reader.direct if side == "operands"))
+        return EquationNeeds(operands, (), traced_results=results, rule=RuleValues.of(equation, is_traced))
     needs = {
         side: tuple(sorted(index for kind, index in reader.needs if kind == side)) for side in ("operands", "results")
     }
@@ -124,6 +131,8 @@ class _ResidualReader:
     jaxpr: Jaxpr
     sources: dict[Any, tuple[str, int]]
     needs: dict[tuple[str, int], None] = attrs.field(factory=dict)
+    direct: dict[tuple[str, int], None] = attrs.field(factory=dict)
+    """Those that the derivative reads itself."""
     inner: dict[Any, Any] = attrs.field(factory=dict)
     is_dear: bool = False
 
@@ -131,6 +140,7 @@ class _ResidualReader:
         """Adds an array that the derivative needs."""
         if residual in self.sources:
             self.needs.setdefault(self.sources[residual])
+            self.direct.setdefault(self.sources[residual])
             return
         if not residual.aval.shape:
             return

@@ -11,10 +11,9 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.planning.graph.machine import Assumptions
-from shardrules.training.keep.cut import KeepProblem, KeptValues, UnitStep, UnitValue
+from shardrules.training.keep.cut import KeepProblem, KeptValues, UnitStep, UnitValue, cheapest
 from shardrules.training.keep.needs import EquationNeeds, NeedsReader
 from shardrules.training.keep.seconds import equation_seconds
-from shardrules.training.keep.segments import nbytes_of
 from shardrules.training.keep.units import Unit
 
 
@@ -26,6 +25,11 @@ class UnitProblem:
     unit: Unit
     problem: KeepProblem
     as_written: KeptValues
+
+    @property
+    def repeats(self) -> int:
+        """How many segments of it may keep different arrays: a loop has one body for all rounds."""
+        return self.unit.position.repeats
 
 
 def unit_problem(unit: Unit, reader: NeedsReader, hardware: Hardware, offload: bool) -> UnitProblem:
@@ -45,57 +49,90 @@ class _Builder:
     values: list[UnitValue] = attrs.field(factory=list)
     indices: dict[Any, int] = attrs.field(factory=dict)
     """For each variable that is not in memory anyway its value."""
+    steps: list[UnitStep] = attrs.field(factory=list)
+    needed: dict[int, None] = attrs.field(factory=dict)
+    read_as_written: dict[int, None] = attrs.field(factory=dict)
+    """What the backward pass reads of a unit as it is written."""
+    forced: list[int] = attrs.field(factory=list)
+    inner_bytes: int = 0
+    """What derivatives read that is neither an operand nor a result of their equations."""
 
     def build(self, needs: Sequence[EquationNeeds]) -> UnitProblem:
         body = self.unit.body
         seconds, written = equation_seconds(ClosedJaxpr(body, ()), self.hardware)
         for index, (var, is_resident) in enumerate(zip(body.invars, self.unit.is_resident, strict=True)):
             if not is_resident:
-                self.add_value(var, (-1, index), True)
-        steps: list[UnitStep] = []
-        needed: dict[int, None] = {}
-        as_written: dict[int, None] = {}
-        forced: list[int] = []
-        inner_bytes = 0
-        for index, (equation, each) in enumerate(zip(body.eqns, needs, strict=True)):
-            operands = self.values_of(equation.invars)
-            for position, var in enumerate(equation.outvars):
-                if type(var) is Var:
-                    self.add_value(var, (index, position), written[index][position])
-            steps.append(UnitStep(seconds[index] * self.unit.run_count, operands, self.values_of(equation.outvars)))
-            read = self.values_of([equation.invars[operand] for operand in each.operands])
-            needed.update(dict.fromkeys(read))
-            as_written.update(dict.fromkeys((*read, *self.values_of([equation.outvars[pos] for pos in each.results]))))
-            # A derivative reads the results as its own equation returns them, before they have a name to be kept by.
-            if each.is_inner_dear or each.results:
-                forced.append(index)
-            inner_bytes += self.unit.run_count * sum(map(_aval_bytes, each.inner))
-        problem = KeepProblem(tuple(self.values), tuple(steps), tuple(needed), tuple(forced))
-        kept = [self.values[index] for index in as_written]
-        nbytes = sum(value.nbytes for value in kept) + inner_bytes
-        keep_seconds = sum(value.keep_seconds for value in kept if value.keep_seconds < math.inf)
-        keep_seconds += traffic_seconds(inner_bytes * (3 if self.unit.is_loop else 1), self.hardware)
-        return UnitProblem(self.unit, problem, KeptValues(tuple(as_written), (), (), nbytes, 0, keep_seconds))
+                self.indices[var] = self.add_value(var.aval, (-1, index), True)
+        for index, each in enumerate(needs):
+            self.add_equation(index, each, seconds[index] * self.unit.run_count, written[index])
+        problem = KeepProblem(tuple(self.values), tuple(self.steps), tuple(self.needed), tuple(self.forced))
+        return UnitProblem(self.unit, problem, self.as_written(problem))
+
+    def as_written(self, problem: KeepProblem) -> KeptValues:
+        """What is kept without any checkpoint."""
+        if not self.unit.is_loop:
+            # Compilers compute again what they fuse into the kernels that read it, and keep the rest.
+            steps = [attrs.evolve(step, seconds=math.inf if step.seconds else 0.0) for step in problem.steps]
+            forced = [index for index in problem.forced if not problem.steps[index].seconds]
+            values = [attrs.evolve(value, host_seconds=math.inf) for value in problem.values]
+            kept = cheapest(KeepProblem(tuple(values), tuple(steps), problem.needed, tuple(forced)), 1.0)
+            return attrs.evolve(kept, repeated=(), seconds=0.0)
+        values = [self.values[index] for index in self.read_as_written]
+        nbytes = sum(value.nbytes for value in values) + self.inner_bytes
+        seconds = sum(value.keep_seconds for value in values if value.keep_seconds < math.inf)
+        seconds += traffic_seconds(_STACK_COPIES * self.inner_bytes, self.hardware)
+        return KeptValues(tuple(self.read_as_written), (), (), nbytes, 0, seconds)
+
+    def add_equation(self, index: int, needs: EquationNeeds, seconds: float, is_written: Sequence[bool]) -> None:
+        """Adds an equation, what it computes and what its derivative reads."""
+        equation = self.unit.body.eqns[index]
+        operands, inside = self.values_of(equation.invars), dict[int, int]()
+        if needs.rule is not None:
+            # What a forward rule returns is kept inside of it. Its last results are those of the equation.
+            count = len(equation.outvars)
+            for rule_index, aval in needs.rule.types:
+                inside[rule_index] = self.add_value(aval, (index, count + rule_index), True)
+            own = {needs.rule.first + result: var for result, var in enumerate(equation.outvars)}
+            self.indices.update((var, inside[position]) for position, var in own.items() if position in inside)
+        for result, var in enumerate(equation.outvars):
+            if type(var) is Var and var not in self.indices:
+                self.indices[var] = self.add_value(var.aval, (index, result), is_written[result])
+        results = tuple(dict.fromkeys((*self.values_of(equation.outvars), *inside.values())))
+        self.steps.append(UnitStep(seconds, operands, results))
+        read = self.values_of([equation.invars[operand] for operand in needs.operands])
+        read += tuple(inside[position] for position in (needs.rule.reads if needs.rule is not None else ()))
+        self.needed.update(dict.fromkeys(read))
+        own_results = self.values_of([equation.outvars[result] for result in needs.results])
+        self.read_as_written.update(dict.fromkeys((*read, *own_results)))
+        # A derivative reads the results as its own equation returns them, before they have a name to be kept by.
+        if needs.is_inner_dear or own_results:
+            self.forced.append(index)
+        self.inner_bytes += self.unit.run_count * sum(map(_aval_bytes, needs.inner))
 
     def values_of(self, variables: Sequence[Any]) -> tuple[int, ...]:
         """The values of variables, without those that are in memory anyway."""
         indices = (self.indices.get(var) for var in variables if not isinstance(var, Literal))
         return tuple(dict.fromkeys(index for index in indices if index is not None))
 
-    def add_value(self, var: Any, position: tuple[int, int], is_written: bool) -> None:
-        nbytes = nbytes_of(var) * self.unit.run_count
+    def add_value(self, aval: Any, position: tuple[int, int], is_written: bool) -> int:
+        """Adds a value, and returns its index."""
+        nbytes = _aval_bytes(aval)
         # A loop copies what it keeps of a round into a stack. What is fused into other kernels is written first.
-        copies = 2 * self.unit.is_loop + (not is_written)
-        keep_seconds = traffic_seconds(copies * nbytes, self.hardware)
+        copies = (_STACK_COPIES - 1) * self.unit.is_loop + (not is_written)
+        keep_seconds = traffic_seconds(copies * nbytes * self.unit.run_count, self.hardware)
         sent_seconds = math.inf
-        if self.offload and nbytes_of(var) >= _LEAST_HOST_BYTES:
+        if self.offload and nbytes >= _LEAST_HOST_BYTES:
             exposed = 1 - Assumptions().hidden
-            sent_seconds = keep_seconds + 2 * exposed * host_seconds(nbytes, self.hardware)
-        if not isinstance(getattr(var.aval, "dtype", None), np.dtype) and position[0] >= 0:
+            sent_seconds = keep_seconds + 2 * exposed * host_seconds(nbytes * self.unit.run_count, self.hardware)
+        if not isinstance(getattr(aval, "dtype", None), np.dtype) and position[0] >= 0:
             keep_seconds = sent_seconds = math.inf  # keys of random numbers cannot be named
-        self.indices[var] = len(self.values)
-        self.values.append(UnitValue(position, nbytes, keep_seconds, sent_seconds))
+        self.values.append(UnitValue(position, nbytes * self.unit.run_count, keep_seconds, sent_seconds))
+        return len(self.values) - 1
 
+
+_STACK_COPIES = 3
+"""What keeping an array of a round moves, over its bytes: it is written, read and written into the stack. With twice as
+many, more would be computed again in loops than experts do, and steps of the benchmark are slower."""
 
 _LEAST_HOST_BYTES = 2**20
 """Smaller arrays are not sent to the host: each takes a copy of its own, both ways. With half as much, more small
@@ -103,4 +140,4 @@ copies are made for little memory; with twice as much, some arrays of small mode
 
 
 def _aval_bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)

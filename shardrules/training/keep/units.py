@@ -113,7 +113,7 @@ class _Finder:
         inner = open_jaxpr(equation.params["jaxpr"])
         const_count, carry_count = scan_counts(equation.params)
         inside = dict.fromkeys(
-            inner_var for var, inner_var in zip(equation.invars, inner.invars, strict=True) if var in traced
+            inner_var for var, inner_var in zip(equation.invars, inner.invars, strict=True) if _is_among(var, traced)
         )
         carry = inner.invars[const_count : const_count + carry_count]
         while True:  # what goes round may need gradients only from the second round on
@@ -128,13 +128,18 @@ class _Finder:
             return
         rounds = count * equation.params["length"]
         is_resident = [
-            index < const_count or (index >= const_count + carry_count and (isinstance(var, Literal) or var in weights))
+            index < const_count or (index >= const_count + carry_count and _is_among(var, weights))
             for index, var in enumerate(equation.invars)
         ]
-        has_weights = any(is_resident[const_count + carry_count :])
-        if not has_weights and any(_scans_weights(each) for each in inner.eqns):
-            # Its rounds are not layers, but parts of the batch, or time steps: layers are inside.
+        sliced = equation.invars[const_count + carry_count :]
+        has_weights = any(_is_among(var, weights) and _is_among(var, traced) for var in sliced)
+        has_layers, resident = False, dict[Any, None]()
+        if not has_weights:
+            # Its rounds are no layers, but parts of the batch or time steps: layers are inside, if there are any.
             resident = dict.fromkeys(var for var, flag in zip(inner.invars, is_resident, strict=True) if flag)
+            inner_weights = dict.fromkeys(var for var in _computed_from(inner, resident) if var in inside)
+            has_layers = any(_scans_any(each, inner_weights) for each in inner.eqns)
+        if has_layers:
             yield from self.units_in(inner, inside, resident, path, rounds)
             return
         is_traced = tuple(var in inside for var in inner.invars)
@@ -161,7 +166,7 @@ def _spread(body: Jaxpr, traced: dict[Any, None]) -> None:
     for equation in body.eqns:
         if equation.primitive.name in WITHOUT_DERIVATIVE:
             continue
-        if any(not isinstance(var, Literal) and var in traced for var in equation.invars):
+        if any(_is_among(var, traced) for var in equation.invars):
             traced.update(
                 dict.fromkeys(var for var in equation.outvars if hasattr(var.aval, "dtype") and is_float(var))
             )
@@ -181,12 +186,16 @@ def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]
     return weights
 
 
-def _scans_weights(equation: Any) -> bool:
-    """Whether a scan reads something round by round that is the same in each run of the program around it."""
+def _is_among(var: Any, variables: Mapping[Any, None]) -> bool:
+    """Whether an operand is one of some variables; constants have no hash."""
+    return not isinstance(var, Literal) and var in variables
+
+
+def _scans_any(equation: Any, weights: Mapping[Any, None]) -> bool:
+    """Whether an equation is a scan that reads some weights round by round."""
     if equation.primitive.name != "scan":
         return False
-    const_count, carry_count = scan_counts(equation.params)
-    return len(equation.invars) > const_count + carry_count and bool(model_flops(equation.params["jaxpr"]))
+    return any(_is_among(var, weights) for var in equation.invars[sum(scan_counts(equation.params)) :])
 
 
 def _find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
@@ -204,7 +213,7 @@ def _find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
             if high - low < period:
                 continue
             repeats = (high - low) // period + 1
-            covered = total[low + period * repeats] - total[low]
+            covered = float(total[low + period * repeats] - total[low])
             if total[low + period] == total[low]:
                 continue
             if best is None or _SMALLER_PERIOD * covered > best[0]:

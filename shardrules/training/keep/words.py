@@ -1,8 +1,7 @@
 """What is kept and computed again, in words."""
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.compiling.source import equation_line, short_line
@@ -31,28 +30,52 @@ _FORMS = (*VIEWS, "transpose", "convert_element_type", "split", "slice", "broadc
 """Primitives whose results are what they take, in another form: an array is named by what computes it."""
 
 
-def keep_text(problems: Sequence[UnitProblem], chosen: Sequence[KeptValues]) -> str:
+UnitParts: TypeAlias = Sequence[tuple[KeptValues, int]]
+"""What is kept of some segments of a unit, and of how many."""
+
+
+def keep_text(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> str:
     """Says what each unit keeps, what goes to the host and what is computed again."""
-    parts = []
-    for problem, kept in zip(problems, chosen, strict=True):
-        count = f"{problem.unit.run_count} layers: " if len(problems) > 1 else ""
-        if kept is problem.as_written:
-            parts.append(f"{count}keeps everything ({bytes_text(kept.nbytes)})")
-            continue
-        texts = [f"keeps {_values_text(problem, kept.kept)} ({bytes_text(kept.nbytes)})"] if kept.kept else []
-        if kept.offloaded:
-            offloaded = _values_text(problem, kept.offloaded)
-            texts.append(f"keeps {offloaded} on the host ({bytes_text(kept.host_bytes)})")
-        texts.append(f"recomputes {_steps_text(problem, kept.repeated)}")
-        parts.append(count + "; ".join(texts))
-    return "; ".join(parts) or "keeps everything"
+    texts: list[str] = []
+    is_plural = len(problems) > 1 or any(len(parts) > 1 for parts in chosen)
+    for problem, parts in zip(problems, chosen, strict=True):
+        for kept, count in parts:
+            layers = count * problem.unit.run_count // problem.repeats
+            text = _kept_text(problem, kept, count / problem.repeats)
+            texts.append(f"{layers} layers: {text}" if is_plural else text)
+    return "; ".join(texts) or "keeps everything"
 
 
-def repeated_flops(problems: Sequence[UnitProblem], chosen: Sequence[KeptValues]) -> int:
+def _kept_text(problem: UnitProblem, kept: KeptValues, part: float) -> str:
+    if kept is problem.as_written:
+        return f"keeps everything ({bytes_text(part * kept.nbytes)})"
+    texts = []
+    if kept.kept:
+        texts.append(f"keeps {_values_text(problem, kept.kept)} ({bytes_text(part * kept.nbytes)})")
+    if kept.offloaded:
+        offloaded = _values_text(problem, kept.offloaded)
+        texts.append(f"keeps {offloaded} on the host ({bytes_text(part * kept.host_bytes)})")
+    texts.append(f"recomputes {_steps_text(problem, kept.repeated)}")
+    return ", ".join(texts)
+
+
+def host_bytes(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> int:
+    """The bytes that are kept on the host."""
+    return round(
+        sum(
+            kept.host_bytes * count / problem.repeats
+            for problem, parts in zip(problems, chosen, strict=True)
+            for kept, count in parts
+        )
+    )
+
+
+def repeated_flops(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> float:
     """The FLOPs that are computed again."""
     return sum(
-        problem.unit.run_count * _flops(problem.unit.body.eqns[step])
-        for problem, kept in zip(problems, chosen, strict=True)
+        problem.unit.run_count * count / problem.repeats * _flops(problem.unit.body.eqns[step])
+        for problem, parts in zip(problems, chosen, strict=True)
+        for kept, count in parts
         for step in kept.repeated
     )
 
@@ -98,7 +121,7 @@ def _equation_text(equation: Any) -> str:
     name = equation.params.get("name") if equation.primitive.name == "name" else None
     text = str(name) if name else _NAMES.get(equation.primitive.name, equation.primitive.name)
     line = short_line(equation_line(equation))
-    size = "x".join(map(str, math.prod(equation.outvars[0].aval.shape) and equation.outvars[0].aval.shape))
+    size = "x".join(map(str, equation.outvars[0].aval.shape))
     return f"{text} {line or size}".rstrip()
 
 

@@ -31,10 +31,8 @@ def test_choices_have_the_same_gradient(loss: Callable[..., Any]) -> None:
 def test_what_is_kept_is_not_computed_again(loss: Callable[..., Any]) -> None:
     traced = Traced.of(loss, layer_weights(), batch())
     plain = traced.matmul_count()
-    units = 1 if loss is scanned else 4
     for keep in traced.choices(offload=False)[1:]:
         repeated = traced.matmul_count(keep) - plain
-        assert repeated % units == 0
         assert (repeated == 0) == (keep.repeated_flops == 0)
 
 
