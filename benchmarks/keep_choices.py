@@ -2,11 +2,11 @@
 
 **Method.** The gradients of five losses (`keep_models/`) are compiled for one H100, which need not be present: as
 experts write them, with `jax.checkpoint` around each layer (without a policy, with the policies of JAX for dots, and
-with policies that save the names which the layers give), and as `keep_choices` changes the loss without any checkpoint.
-Figures come from the compiled programs: the time of a step by our model of the compiled program's kernels, and the
-compiler's peak of memory. There are three budgets: the peak of the fastest expert, the least peak of any, and the mean of
-the two. For each, the fastest choice that fits is divided by the fastest expert that fits. No choice is changed by what
-the compiler says: each model's are made once.
+with policies that save the names which the layers give), and as `keep_choices` changes the loss without any
+checkpoint. Figures come from the compiled programs: the time of a step by our model of the compiled program's kernels,
+and the compiler's peak of memory. There are three budgets: the peak of the fastest expert, the least peak of any, and
+the mean of the two. For each, the fastest choice that fits is divided by the fastest expert that fits. No choice is
+changed by what the compiler says: each model's are made once.
 
 Run it as `python benchmarks/keep_choices.py`; `--cache DIR` keeps compiled programs. It needs the extra `cuda`.
 """
