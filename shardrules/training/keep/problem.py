@@ -92,8 +92,8 @@ class _Builder:
             count = len(equation.outvars)
             for rule_index, aval in needs.rule.types:
                 inside[rule_index] = self.add_value(aval, (index, count + rule_index), True)
-            own = {needs.rule.first + result: var for result, var in enumerate(equation.outvars)}
-            self.indices.update((var, inside[position]) for position, var in own.items() if position in inside)
+            sources = {needs.rule.first + result: var for result, var in enumerate(equation.outvars)}
+            self.indices.update((var, inside[position]) for position, var in sources.items() if position in inside)
         for result, var in enumerate(equation.outvars):
             if type(var) is Var and var not in self.indices:
                 self.indices[var] = self.add_value(var.aval, (index, result), is_written[result])
