@@ -13,7 +13,7 @@ from typing import final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.problem import Problem, project
+from shardrules.planning.graph.problem import Edge, Problem, project
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.formulation import MemoryConstraint
 
@@ -69,6 +69,11 @@ def _by_code(codes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return order, np.searchsorted(codes[order], np.arange(count))
 
 
+def _copies(edge: Edge) -> np.ndarray:
+    """Whether an array gets another layout, from each layout to each."""
+    return (edge.from_layouts[:, None, :] != edge.to_layouts[None, :, :]).any(axis=2)
+
+
 @final
 @attrs.frozen(eq=False)
 class _Bundle:
@@ -81,6 +86,16 @@ class _Bundle:
     """From each layout to each target: what the links pay together."""
     shares: np.ndarray
     """How many links have each target."""
+
+
+@final
+@attrs.frozen(eq=False)
+class MessageState:
+    """Where costs have been moved to."""
+
+    unary: tuple[np.ndarray, ...]
+    memory_unary: tuple[np.ndarray, ...]
+    links: tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], ...]
 
 
 @final
@@ -120,7 +135,10 @@ class Messages:
         for edge_index in group:
             edge = self.problem.edges[edge_index]
             cost = np.minimum(edge.seconds * count, self.impossible)
-            if edge.start != edge.end:
+            if len(group) == 1 and 1 in cost.shape and edge.start != edge.end:
+                node, costs = self._decided(edge_index, cost)
+                self.unary[node] = self.unary[node] + costs
+            elif edge.start != edge.end:
                 link = _Link.of(edge.start, edge.from_codes, edge.end, edge.to_codes, cost)
                 self.links.append(link)
                 self.edge_links[edge_index] = link
@@ -129,6 +147,13 @@ class Messages:
                 self.unary[edge.start] = self.unary[edge.start] + cost[edge.from_codes, edge.to_codes]
         if len(members) > 1:
             self._add_bundle(members)
+
+    def _decided(self, edge_index: int, table: np.ndarray) -> tuple[int, np.ndarray]:
+        """Returns the node that alone decides what an edge with one layout at one end costs, and what by its layout."""
+        edge = self.problem.edges[edge_index]
+        if table.shape[0] == 1:
+            return edge.end, table[0][edge.to_codes]
+        return edge.start, table[:, 0][edge.from_codes]
 
     def _add_bundle(self, members: Sequence[int]) -> None:
         """Lets links share what they cost. Each pays a part at first."""
@@ -156,7 +181,13 @@ class Messages:
             present, local = np.unique(side, return_inverse=True)
             sides.append((present, local.ravel()))
         (rows, start_codes), (columns, end_codes) = sides
-        self.links.append(_Link.of(start, start_codes, end, end_codes, cost[np.ix_(rows, columns)]))
+        cost = cost[np.ix_(rows, columns)]
+        if len(rows) == 1:
+            self.unary[end] = self.unary[end] + cost[0][end_codes]
+        elif len(columns) == 1:
+            self.unary[start] = self.unary[start] + cost[:, 0][start_codes]
+        else:
+            self.links.append(_Link.of(start, start_codes, end, end_codes, cost))
 
     def charge(self, constraints: Sequence[MemoryConstraint], prices: Sequence[float]) -> float:
         """Sets the prices of a byte at some moments, in seconds; returns what a choice that fits pays at most."""
@@ -171,6 +202,11 @@ class Messages:
                 unary[node] += sizes * price
             for edge_index, sizes in constraint.copy_bytes.items():
                 copies[edge_index] = copies.get(edge_index, 0.0) + sizes * price
+        for edge_index, sizes in copies.items():
+            edge = self.problem.edges[edge_index]
+            if edge_index not in self.edge_links and edge.start != edge.end:
+                node, costs = self._decided(edge_index, _copies(edge) * sizes[None, :])
+                unary[node] += costs
         for node, costs in enumerate(unary):
             self.unary[node] = self.unary[node] + (costs - self.memory_unary[node])
         self.memory_unary = unary
@@ -180,8 +216,7 @@ class Messages:
                 link.memory_cost = None
                 continue
             if link.copies is None:
-                edge = self.problem.edges[edge_index]
-                link.copies = (edge.from_layouts[:, None, :] != edge.to_layouts[None, :, :]).any(axis=2)
+                link.copies = _copies(self.problem.edges[edge_index])
             link.memory_cost = link.copies * sizes[None, :]
         return paid
 
@@ -262,8 +297,7 @@ class Messages:
 
     def narrowed(self, steps: int, deadline: Deadline) -> tuple[int, ...]:
         """A choice found by fixing nodes in steps, the clearest first, with sweeps in between. None stays fixed."""
-        # Nothing is changed in place, so the arrays themselves are the state.
-        unary, links = list(self.unary), [(link.cost, link.start_costs, link.end_costs) for link in self.links]
+        state = self.state()
         is_open = np.ones(len(self.unary), bool)
         for step in range(steps, 1, -1):
             choice, margins = self._decoded()
@@ -277,10 +311,20 @@ class Messages:
             if deadline.is_over:
                 break
         choice, _ = self._decoded()
-        self.unary = unary
-        for link, (cost, start_costs, end_costs) in zip(self.links, links, strict=True):
-            link.cost, link.start_costs, link.end_costs = cost, start_costs, end_costs
+        self.restore(state)
         return choice
+
+    def state(self) -> MessageState:
+        """Where costs have been moved to so far, to go back to."""
+        # Nothing is changed in place, so the arrays themselves are the state.
+        links = tuple((link.cost, link.start_costs, link.end_costs, link.memory_cost) for link in self.links)
+        return MessageState(tuple(self.unary), tuple(self.memory_unary), links)
+
+    def restore(self, state: MessageState) -> None:
+        """Goes back to a state, with the prices that were in force then."""
+        self.unary, self.memory_unary = list(state.unary), list(state.memory_unary)
+        for link, costs in zip(self.links, state.links, strict=True):
+            link.cost, link.start_costs, link.end_costs, link.memory_cost = costs
 
     def _decoded(self) -> tuple[tuple[int, ...], np.ndarray]:
         """A choice, and by how much the layout of each node is cheaper than the next best."""

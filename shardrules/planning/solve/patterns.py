@@ -53,8 +53,6 @@ def patterns(problem: Problem) -> Iterator[ExpertPattern]:
     for stage in ("whole", "moments", "all"):
         # Axes that come first are the outer ones: experts put rows there, and tensors inside of hosts.
         for combination in itertools.combinations_with_replacement(roles, len(axes)):
-            if stage == "moments" and len(set(combination)) > 1:
-                continue
             if stage != "whole" and combination[0] == "tensor":  # no axis to store weights along
                 continue
             if len(set(combination)) > 2:

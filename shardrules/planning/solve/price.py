@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.formulation import MemoryConstraint
 from shardrules.planning.solve.memory import peaks
-from shardrules.planning.solve.messages import Messages
+from shardrules.planning.solve.messages import Messages, MessageState
 from shardrules.planning.solve.solver import CLOSE
 from shardrules.planning.solve.trials import Trial, Trials
 
@@ -43,10 +43,28 @@ _STEPS = 8
 """In how many steps nodes are fixed where the choices read from messages cost more than the bound. With half as many,
 more choices are worse; with twice as many, they take twice the time and are hardly better."""
 
-_HIGHEST = 100.0
+_RAISES, _RAISED_SWEEPS = 10, 10
+"""How often prices are raised or lowered by what exceeds the limit, and how often messages are passed each time."""
+
+_FIRST_RAISE, _STEEPER, _LOWER = 0.25, 2.0, 0.5
+"""By how much the price rises at first where memory is fullest, if 1 makes memory as a whole cost as much as the
+cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does."""
+
+APART = 0.01
+"""Gaps that are smaller count as closed where looking further takes seconds. With a tenth of it, most searches under
+limits would take seconds longer for less than models of costs can tell."""
+
+_FALL = 0.5
+"""To what part prices have to fall for messages to be passed from the state without prices again. With less, choices
+at low prices are as bad as those at high ones; with more, each round takes longer."""
+
+_STALE = 3
+"""How many rounds may bring nothing new: no choice, no operation to watch, no higher bound."""
+
+_HIGHEST, _HIGHER = 1.0, 4.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
-nothing fits at that, it rises by as much again. Lower, more rounds are spent on raising it; higher, the first choices
-met are smaller than they need be."""
+nothing fits at that, it rises by `_HIGHER`. Lower, more rounds are spent on raising it; higher, the choices met are
+smaller than they need be, and those between are not met at all."""
 
 _TOP = 1e6
 """Times what the cheapest choice costs, no price is higher: with 16 digits, what a choice costs would be lost beside
@@ -88,6 +106,12 @@ class _Pricing:
     budget: Budget = attrs.field(factory=Budget)
     constraints: dict[int, MemoryConstraint] = attrs.field(factory=dict)
     met: list[Trial] = attrs.field(factory=list)
+    latest: Trial | None = None
+    """The last of them that was met, for the first time or again."""
+    free_state: MessageState | None = None
+    """The state of the messages without prices."""
+    total: float = 0.0
+    """The prices in force, added up."""
     is_certain: bool = True
     """Whether memory counts what is there in any case, so that bounds hold, or all that may be there."""
 
@@ -97,30 +121,32 @@ class _Pricing:
         return self.messages.problem.highest_cost()
 
     def run(self) -> Budget:
-        for self.is_certain in (True, False):
+        self._run_rounds()
+        self.budget = attrs.evolve(self.budget, is_hopeless=self.budget.bound > self.highest_cost)
+        # Bounds count only the copies that are there in any case. Where more are, prices that lead to choices that fit
+        # are higher: a second time, all copies that may be there have a price, and nothing is bounded.
+        if not self._is_done() and self.constraints and not self._is_close(APART):
+            self.is_certain = False
             self.constraints = {}
             for moment in self.moments:
                 self._watch(moment)
-            self._run_rounds()
-            self.budget = attrs.evolve(self.budget, is_hopeless=self.budget.bound > self.highest_cost)
-            # Bounds count only the copies that are there in any case. Where more are, prices that lead to choices that
-            # fit are higher: a second time, all copies that may be there have a price, and nothing is bounded.
-            if self._is_done() or not self.constraints:
-                break
+            self._raise_prices()
         return self.budget
 
     def _run_rounds(self) -> None:
         prices: dict[int, float] = dict.fromkeys(self.constraints, 0.0)
-        height, has_new = _HIGHEST, False
+        height, stale_rounds = _HIGHEST, 0
         for round_index in range(_ROUNDS):
-            if self.is_certain or round_index:
-                count = len(self.met)
-                self._solve(prices, _PRICED_SWEEPS if round_index else _FREE_SWEEPS)
-                has_new = self._watch_peaks()
-                if self._is_done() or not self.constraints or not self.met:  # it fits, or memory never mattered
-                    break
-                if not self.is_certain and len(self.met) == count and not has_new:  # these prices lead to nothing new
-                    break
+            count, bound = len(self.met), self.budget.bound
+            self._solve(prices, _PRICED_SWEEPS if round_index else _FREE_SWEEPS)
+            self.free_state = self.free_state or self.messages.state()
+            has_new = self._watch_peaks()
+            if self._is_done() or not self.constraints or not self.met:  # it fits, or memory never mattered
+                break
+            is_new = has_new or len(self.met) > count or self.budget.bound > bound * (1 + CLOSE)
+            stale_rounds = 0 if is_new else stale_rounds + 1
+            if stale_rounds == _STALE:
+                break
             cheapest = min(trial.cost for trial in self.met)
             highest = height * max(cheapest, 1e-9) / max(trial.peak_bytes for trial in self.met)
             if round_index == 0 and len(self.met) == 1:
@@ -129,17 +155,45 @@ class _Pricing:
                 continue
             prices, value = self._best_prices(highest)
             # No prices give a bound that is higher by much.
-            if self.is_certain and value <= self.budget.bound * (1 + CLOSE) and not has_new:
+            is_highest = sum(prices.values()) >= highest * (1 - CLOSE)
+            if value <= self.budget.bound * (1 + CLOSE) and not has_new and not is_highest:
                 break
-            if sum(prices.values()) >= highest * (1 - CLOSE):
-                height = min(height * _HIGHEST, _TOP)
+            if is_highest:
+                height = min(height * _HIGHER ** (1 + stale_rounds), _TOP)
+
+    def _raise_prices(self) -> None:
+        """Raises the prices of what exceeds the limit until a choice fits, then lowers them until none does, and so on.
+
+        Mixtures of choices may fit where each of them exceeds the limit at another operation: prices that bound costs
+        best lead to none that fits, then, and only higher ones do.
+        """
+        cheapest = min(trial.cost for trial in self.met)
+        limit_bytes = self.trials.limit_bytes
+        unit = cheapest / max(1.0, limit_bytes)
+        prices, step = dict.fromkeys(self.constraints, 0.0), _FIRST_RAISE
+        latest = min(self.met, key=lambda trial: trial.peak_bytes)
+        for _ in range(_RAISES):
+            if self.trials.fits(latest):
+                prices = {moment: _LOWER * prices.get(moment, 0.0) for moment in self.constraints}
+                step = _FIRST_RAISE
+            else:
+                excess = {moment: float(latest.timeline[moment]) - limit_bytes for moment in self.constraints}
+                for moment, nbytes in excess.items():
+                    raised = step * max(0.0, nbytes) / (latest.peak_bytes - limit_bytes)
+                    prices[moment] = min(prices.get(moment, 0.0) + raised * unit, _TOP * unit)
+                step *= _STEEPER
+            self._solve(prices, _RAISED_SWEEPS)
+            if self._is_done():
+                break
+            latest = self.latest
+            self._watch_peaks()
 
     def _is_done(self) -> bool:
-        return self._is_close() or self.budget.bound > self.highest_cost or self.deadline.is_over
+        return self._is_close(CLOSE) or self.budget.bound > self.highest_cost or self.deadline.is_over
 
-    def _is_close(self) -> bool:
+    def _is_close(self, part: float) -> bool:
         best = self.trials.best
-        return best is not None and best.cost <= self.budget.bound * (1 + CLOSE)
+        return best is not None and best.cost <= self.budget.bound * (1 + part)
 
     def _watch(self, moment: int) -> None:
         occupancy = self.trials.occupancy
@@ -159,6 +213,11 @@ class _Pricing:
 
     def _solve(self, prices: Mapping[int, float], sweeps: int) -> None:
         """Passes messages at some prices, until a choice is met that costs hardly more than the bound."""
+        total = sum(prices.values())
+        # Passes only ever raise bounds, and those at high prices end far from where those at low ones would.
+        if self.free_state is not None and total < _FALL * self.total:
+            self.messages.restore(self.free_state)
+        self.total = total
         paid = self.messages.charge(list(self.constraints.values()), [prices[moment] for moment in self.constraints])
         before = bound = -np.inf
         for _ in range(0, sweeps, _SWEEPS):
@@ -176,8 +235,10 @@ class _Pricing:
     def _meet(self, choice: tuple[int, ...], prices: Mapping[int, float], bound: float) -> bool:
         """Adds a choice; returns whether it costs hardly more than the bound, prices included."""
         trial = self.trials.add(choice)
-        if np.isfinite(trial.cost) and trial not in self.met:
-            self.met.append(trial)
+        if np.isfinite(trial.cost):
+            self.latest = trial
+            if trial not in self.met:
+                self.met.append(trial)
         return trial.cost + self._charges(prices, choice) <= bound + CLOSER * abs(bound)
 
     def _charges(self, prices: Mapping[int, float], choice: Sequence[int]) -> float:

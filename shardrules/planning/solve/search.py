@@ -24,8 +24,8 @@ from shardrules.planning.solve.formulation import MICRO, Formulation
 from shardrules.planning.solve.memory import Occupancy, peaks
 from shardrules.planning.solve.messages import Messages
 from shardrules.planning.solve.patterns import patterns
-from shardrules.planning.solve.price import CLOSER, Budget, within_budget
-from shardrules.planning.solve.solver import CLOSE, Solution, Status, Work, least_memory, solve
+from shardrules.planning.solve.price import APART, CLOSER, Budget, within_budget
+from shardrules.planning.solve.solver import CLOSE, Solution, Status, Work, fractions, least_memory, solve
 from shardrules.planning.solve.trials import Trial, Trials
 from shardrules.planning.traced.order import late_order, program_order
 from shardrules.planning.traced.program import TracedProgram
@@ -57,9 +57,15 @@ _PART_COUNT, _MISSES = 40, 5
 """How many parts are searched, and how many in a row that find nothing better. With twice as many misses, searches that
 are stuck take seconds longer."""
 
-_APART = 0.01
-"""Parts are searched where the best costs more than the bound by more than this part. With a tenth of it, most searches
-under limits would take seconds longer for less than models of costs can tell."""
+_MERGED_SIZE, _MERGED_WORK, _MERGES = 6_000, 40_000, 8
+"""About how many variables choices have that are merged, how many the linear programs have together that merge them,
+and how often what comes out is merged with others."""
+
+_TAKEN = 1e-6
+"""From what part on a layout counts as taken in a mixture: less is what HiGHS's tolerance leaves."""
+
+_TOO_LARGE = 3
+"""With what power of its excess over the limit a choice counts as more expensive when those to merge are selected."""
 
 _ALL = np.inf
 """Layouts are not dropped."""
@@ -72,6 +78,10 @@ _PUT_OFF_BUSY, _BUSY = 0.55, 1 / 8
 """Where collectives between matmuls take more than `_BUSY` of the time of computing, they use up some of the matmuls
 that nothing waits for: compilers then take that part of the memory that it would take to put off all of them. XLA for
 GPUs takes a sixth to three quarters in the models of the benchmark; with less, some predictions are too low."""
+
+_PROMISING_WORK = 120_000
+"""How many variables the linear programs have together that search the most promising layouts, which proves nothing.
+Doubled, they take seconds more, and rarely find anything."""
 
 _PREFERENCE = 1e-6
 """What a layout costs more than the one before it, in microseconds: nothing beside any real cost, and enough to decide
@@ -152,6 +162,7 @@ class Task:
         best = trials.best
         is_close = best is not None and best.cost <= budget.bound * (1 + CLOSER)
         if not is_close and not deadline.is_over and not budget.is_hopeless:
+            self._merge(trials, budget, deadline, moments)
             budget = self._closed(trials, budget, deadline, moments)
         if trials.answer is None:  # a linear program knows what is possible
             trials.add(solve(self.formulation, (), deadline).choice or ())
@@ -160,6 +171,7 @@ class Task:
             self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK))
         elif not is_close and not budget.is_hopeless:
             self._improve(trials, budget, deadline, moments)
+            self._merge(trials, budget, deadline, moments)
         return _result(trials, budget, deadline.is_over, time.monotonic() - start)
 
     def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
@@ -187,19 +199,66 @@ class Task:
             task = self.only(keep)
             if variable_count(task.problem) > _SMALL:
                 continue
-            bound = task._exactly(trials, keep, deadline, moments)
+            work = Work() if part >= 1.0 else Work(_PROMISING_WORK)
+            bound = task._exactly(trials, keep, deadline, moments, work)
             if part < 1.0 or trials.best is None:  # what was dropped may be better
                 return budget
             # What was dropped costs at least as much as the best so far, and what was kept at least `bound`.
             return attrs.evolve(budget, bound=max(budget.bound, min(bound, trials.best.cost)))
         return budget
 
+    def _merge(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
+        """Searches what the best choices have between them: one is better in some parts of a program, others in others.
+
+        Where layouts may be mixed, a linear program says which to take: those that it mixes, and the best choice's, are
+        searched exactly.
+        """
+        for _ in range(_MERGES):
+            answer, best = trials.answer, trials.best
+            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
+                break
+            count = len(moments)
+            keep = self._united(trials)
+            task = self.only(keep)
+            constraints = [task.occupancy.constraint(moment, trials.limit_bytes) for moment in moments]
+            parts = fractions(task.formulation, constraints, deadline)
+            if parts is not None:
+                keep = [
+                    np.union1d(layouts[part > _TAKEN], [index])
+                    for layouts, part, index in zip(keep, parts, answer.choice, strict=True)
+                ]
+                task = self.only(keep)
+            if best is None:
+                task._empty(trials, keep, deadline, moments, Work(_MERGED_WORK))
+            task._exactly(trials, keep, deadline, moments, Work(_MERGED_WORK), bounds=False)
+            if trials.answer is answer and len(moments) == count:
+                break
+
+    def _united(self, trials: Trials) -> list[np.ndarray]:
+        """Returns for each node its layouts in the best choices: in as many of these as are searched at once."""
+
+        def rank(trial: Trial) -> float:
+            return trial.cost * max(1.0, trial.peak_bytes / max(1.0, trials.limit_bytes)) ** _TOO_LARGE
+
+        united = [set[int]() for _ in self.problem.nodes]
+        for trial in sorted(trials.trials, key=lambda trial: (trial is not trials.answer, rank(trial), trial.choice)):
+            more = [layouts | {index} for layouts, index in zip(united, trial.choice, strict=True)]
+            size = sum(
+                len({int(edge.from_codes[index]) for index in more[edge.start]})
+                * len({int(edge.to_codes[index]) for index in more[edge.end]})
+                for edge in self.problem.edges
+            )
+            if size > _MERGED_SIZE and trial is not trials.answer:
+                break
+            united = more
+        return [np.array(sorted(layouts)) for layouts in united]
+
     def _improve(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
         """Searches parts of the program, with the rest as in the answer: its time, or where nothing fits its peak."""
         done, misses, had_best = set[int](), 0, trials.best is not None
         for _ in range(_PART_COUNT):
             answer, best = trials.answer, trials.best
-            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + _APART)):
+            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
                 break
             if best is not None and not had_best:  # from now on, time is what counts
                 done, misses, had_best = set(), 0, True
@@ -290,6 +349,7 @@ class Task:
         deadline: Deadline,
         moments: dict[int, None],
         work: Work | None = None,
+        bounds: bool = True,
     ) -> float:
         """Solves it with bounds on what is in memory at the moments, which grow until no other operation exceeds it.
 
@@ -300,7 +360,7 @@ class Task:
         limit_bytes = trials.limit_bytes
         limits = dict.fromkeys(moments, limit_bytes)
         bound, work = 0.0, work or Work()
-        strict_moments: dict[int, None] = {}
+        strict_moments: dict[int, None] = {} if bounds else dict.fromkeys(moments)
         for _ in range(_ROUNDS):
             constraints = [
                 self.occupancy.constraint(op_index, limit, certain=op_index not in strict_moments)
@@ -322,7 +382,7 @@ class Task:
                 # Strict constraints count everything: what exceeds the limit is the solver's tolerance. Ask for less.
                 if op_index in strict_moments:
                     limits[op_index] -= float(timeline[op_index]) - limit_bytes
-                elif op_index in limits:
+                elif op_index in limits or not bounds:
                     strict_moments[op_index] = None
                 limits.setdefault(op_index, limit_bytes)
                 moments[op_index] = None

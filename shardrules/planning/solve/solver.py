@@ -95,6 +95,15 @@ def solve(
     return Solution(answer.choice, cost, min(bound, cost), status, prices)
 
 
+def fractions(
+    formulation: Formulation, constraints: Sequence[MemoryConstraint], deadline: Deadline = NO_DEADLINE
+) -> list[np.ndarray] | None:
+    """Returns which part of each layout each node takes if layouts may be mixed; `None` where no mixture fits."""
+    program = _cost_program(formulation, constraints)
+    root = _relaxed(program, program.upper, deadline)
+    return None if root.x is None else np.split(root.x[: formulation.offsets[-1]], formulation.offsets[1:-1])
+
+
 def least_memory(
     formulation: Formulation,
     constraints: Sequence[MemoryConstraint],

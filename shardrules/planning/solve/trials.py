@@ -64,6 +64,11 @@ class Trials:
             self.smallest = trial
         return trial
 
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All of them, in the order in which they were met."""
+        return tuple(self._trials.values())
+
     def fits(self, trial: Trial) -> bool:
         """Whether the peak of a choice is within the limit."""
         return trial.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)

@@ -77,6 +77,19 @@ def test_narrowing_changes_no_message() -> None:
     assert messages.bound() == before
 
 
+def test_states_bring_messages_and_prices_back() -> None:
+    task = random_task(36)
+    messages = passed(task)
+    before, choice, state = messages.bound(), messages.decoded(), messages.state()
+    timeline = task.occupancy.timeline(choice)
+    constraint = task.occupancy.constraint(int(timeline.argmax()), 0.0)
+    messages.charge([constraint], [1e3 * task.problem.cost(choice) / float(timeline.max())])
+    assert messages.settle(SWEEPS, NO_DEADLINE) > before
+    messages.restore(state)
+    assert messages.bound() == before
+    assert messages.decoded() == choice
+
+
 def test_without_time_there_is_a_bound() -> None:
     task = random_task(17)
     messages = passed(task, 0)

@@ -80,6 +80,12 @@ def test_products_have_a_role_for_each_axis() -> None:
     assert {layout[1] for layout in x} == {-1, 1}
 
 
+def test_products_split_moments_over_the_axes_of_rows_too() -> None:
+    down, _, mu_down, *_ = weighed(GRID, train, *mlp(256, 1024, 4096))["data parallel x tensor parallel, ZeRO-1"]
+    assert {layout[0] for layout in down} == {-1}
+    assert {layout for layout in mu_down if -1 not in layout} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
 def test_experts_are_a_batch_dim_of_weights() -> None:
     planned = sr.autoplan(experts_step, EXPERTS, real(64, 32, 256), mesh=GRID)
     families = Families.of(planned.task.problem)
@@ -100,6 +106,7 @@ def test_patterns_answer_a_search_that_finds_nothing_else(mesh: Any, monkeypatch
     task = sr.autoplan(train, *mlp(2048, 8192, 2**12), mesh=mesh).task
     monkeypatch.setattr(search, "within_budget", lambda *_: Budget(0.0))
     monkeypatch.setattr(Task, "_closed", lambda _self, _trials, budget, *_: budget)
+    monkeypatch.setattr(Task, "_merge", lambda *_: None)
     monkeypatch.setattr(Task, "_improve", lambda *_: None)
     free = task.within(np.inf)
     origins = [trial.origin for trial in free.candidates]

@@ -49,7 +49,7 @@ def test_choices_are_near_the_best_mostly() -> None:
         limit = budget(task, 0.7)
         best = priced(task, limit)[1].best
         near.append(best is not None and best.cost <= within(task, limit) * 1.1 + preferred(task.problem))
-    assert sum(near) >= 0.7 * len(near)
+    assert sum(near) >= 0.9 * len(near)
 
 
 @pytest.mark.parametrize("seed", SEEDS[::2])

@@ -178,3 +178,16 @@ def test_parts_leave_the_rest_of_an_answer_alone() -> None:
     for node, kept in enumerate(keep):
         everything = list(range(len(task.problem.nodes[node].layouts)))
         assert kept.tolist() == (everything if node in opened else [answer.choice[node]])
+
+
+@pytest.mark.parametrize("seed", [12, 65, 69])
+def test_merging_takes_the_better_parts_of_choices(seed: int) -> None:
+    task = random_task(seed)
+    fastest, smallest = task.within(np.inf), task.within(0.0)
+    trials = Trials(task.occupancy, (smallest.peak_bytes + fastest.peak_bytes) / 2)
+    for choice in (smallest.choice, fastest.choice, (0,) * len(task.problem.nodes)):
+        trials.add(choice)
+    assert smallest.solution is not None
+    task._merge(trials, Budget(0.0), NO_DEADLINE, {int(trials.trials[1].timeline.argmax()): None})
+    assert trials.best is not None
+    assert trials.best.cost < 0.7 * smallest.solution.cost
