@@ -177,8 +177,8 @@ class Task:
     def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
         """Adds the best choice of each pattern that experts would write."""
         for pattern in patterns(self.problem):
-            if deadline.is_over:
-                break
+            if deadline.is_over and not pattern.is_simple:
+                continue
             problem = restrict(self.problem, pattern.keep)
             messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
             messages.settle(_PATTERN_SWEEPS, deadline)
