@@ -356,8 +356,8 @@ class Task:
 
         An operation is first watched with a constraint that rules out no choice that fits, so that the bound, which is
         returned, holds. One that exceeds the limit all the same is watched strictly from then on, and with a lower
-        limit if even that fails. `keep` has the indices of its layouts in the problem of the `trials`. Without `bounds`,
-        all are watched strictly.
+        limit if even that fails. `keep` has the indices of its layouts in the problem of the `trials`. Without
+        `bounds`, all are watched strictly.
         """
         limit_bytes = trials.limit_bytes
         limits = dict.fromkeys(moments, limit_bytes)
