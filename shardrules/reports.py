@@ -30,6 +30,7 @@ from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.training.answer.plan import TrainingPlan
+from shardrules.training.answer.prove import ProvedPlan
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "Placements",
     "PlanDiff",
     "PlannedFunction",
+    "ProvedPlan",
     "ReplicatedLeaf",
     "ReshardPlan",
     "Row",

@@ -70,6 +70,7 @@ _KINDS = {
     "shardrules": "a plan",
     "shardrules_plans": "a plan with an optimizer's state",
     "shardrules_autoplan": "an autoplan",
+    "shardrules_train_plan": "a training plan",
     "weight_map": "the table of a checkpoint: an index of safetensors ends in .safetensors.index.json",
     "shardrules_audit": "an audit, which shardrules diff compares and report --audit shows",
     "shardrules_check": "the answer of shardrules check",

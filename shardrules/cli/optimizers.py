@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +52,7 @@ def optimizer_state(text: str, params: Any) -> Any:
     weights = eqx.filter(
         params, lambda leaf: array_kind(leaf) is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
     )
-    init = _init_of_object(text) if is_object_name(text) else _init_of_optax(text)
+    init = load_optimizer(text).init
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return eqx.filter_eval_shape(init, weights)
@@ -62,21 +61,25 @@ def optimizer_state(text: str, params: Any) -> Any:
         raise UsageError(f"--optimizer {text} raised {describe_error(error)}") from error
 
 
-def _init_of_object(text: str) -> Callable[[Any], Any]:
-    """The `init` of an optimizer in the user's code: an object that has one, or a function that returns one."""
+def load_optimizer(text: str) -> Any:
+    """Returns the optimizer that a text names: something with an `init`, and nearly always an `update`."""
+    return _optimizer_of_object(text) if is_object_name(text) else _optimizer_of_optax(text)
+
+
+def _optimizer_of_object(text: str) -> Any:
+    """An optimizer in the user's code: an object with an `init`, or what a function returns."""
     named = load_object(text)
     has_init = not isinstance(named.value, type) and callable(getattr(named.value, "init", None))
     value = named.value if has_init else named.call()
-    init = getattr(value, "init", None)
-    if not callable(init):
+    if not callable(getattr(value, "init", None)):
         raise UsageError(
             f"--optimizer {text} is a {type(value).__name__}: name an optax.GradientTransformation, or a function that "
             "returns one"
         )
-    return init
+    return value
 
 
-def _init_of_optax(text: str) -> Callable[[Any], Any]:
+def _optimizer_of_optax(text: str) -> Any:
     try:
         name, args, kwargs = parse_op(text)
     except ShardRulesError as error:
@@ -100,7 +103,7 @@ def _init_of_optax(text: str) -> Callable[[Any], Any]:
     if not args:
         kwargs = {"learning_rate": 1e-3, **kwargs}
     try:
-        return getattr(module, name)(*args, **kwargs).init
+        return getattr(module, name)(*args, **kwargs)
     except Exception as error:
         # Optax checks few of its arguments, so they may raise anything.
         raise UsageError(f"--optimizer {text} raised {type(error).__name__}: {one_line(error)}") from error

@@ -11,6 +11,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "init": "writes a first guess of rules, a golden plan and a workflow",
         "plan": "shows every array with its spec, its bytes and the reason",
         "autoplan": "finds the best plan of a step",
+        "train-plan": "plans training on a cluster, from a loss",
         "explain": "shows which rule decided an array, and why",
         "check": "for CI: findings, a golden plan, a memory budget",
         "audit": "compiles a step: collectives, memory, surprises",
@@ -24,4 +25,4 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 def load_command(name: str) -> Command:
     """Returns a command of `COMMANDS`."""
-    return importlib.import_module(f"shardrules.cli.commands.{name}").COMMAND
+    return importlib.import_module(f"shardrules.cli.commands.{name.replace('-', '_')}").COMMAND

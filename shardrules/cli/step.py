@@ -56,19 +56,9 @@ class Step:
             raise UsageError(f"{option}: unknown argument {name!r}{near}; the arguments are {', '.join(self.names)}")
         return self.names.index(name)
 
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
+    def traced(self) -> contextlib.AbstractContextManager[None]:
         """Turns whatever the function raises while it is traced into one line with its location."""
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                yield
-        except DoesNotFitError as error:
-            raise PlanError(str(error)) from error
-        except ShardRulesError:
-            raise
-        except (Exception, SystemExit) as error:
-            # User code may raise anything.
-            raise UsageError(f"{self.text}: the step raised {describe_error(error)}") from error
+        return errors_in_one_line(self.text, "the step")
 
     def parameters(self, path: str | None) -> Any:
         """Returns the argument, or the part of one (`"state/model"`), that rules are for.
@@ -140,6 +130,21 @@ def _child(value: Any, name: str, path: str) -> Any:
 def _batch_specs(tree: Any, axes: tuple[str, ...]) -> Any:
     spec = PartitionSpec(axes) if axes else PartitionSpec()
     return jtu.tree_map(lambda leaf: spec if array_kind(leaf) is not None and leaf.shape else PartitionSpec(), tree)
+
+
+@contextlib.contextmanager
+def errors_in_one_line(text: str, what: str) -> Iterator[None]:
+    """Turns whatever a user's function raises into one line with its location."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except DoesNotFitError as error:
+        raise PlanError(str(error)) from error
+    except ShardRulesError:
+        raise
+    except (Exception, SystemExit) as error:
+        # User code may raise anything.
+        raise UsageError(f"{text}: {what} raised {describe_error(error)}") from error
 
 
 def load_step(text: str) -> Step:

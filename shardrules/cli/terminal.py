@@ -119,6 +119,11 @@ def show_findings(findings: Sequence[Finding]) -> None:
             show(str(finding), STYLES[finding.severity])
 
 
+def emit_progress(line: str) -> None:
+    """Prints what a long command does to the standard error."""
+    emit(Text(printable(line), "dim"), is_error=True)
+
+
 @contextlib.contextmanager
 def working(task: str) -> Iterator[None]:
     """Shows a spinner with the task and the elapsed time on a terminal; elsewhere nothing."""

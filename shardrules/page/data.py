@@ -25,6 +25,7 @@ from shardrules.drawing.treemap import Treemap, treemap
 from shardrules.page.timeline import KINDS, timeline_svg
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
+from shardrules.training.answer.report import TrainingPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
 """The size of the treemap in pixels, which the page scales: about a full screen. Doubled, labels get half as large;
@@ -61,9 +62,17 @@ class Origin:
     rules: str = ""
 
 
-def page_data(
-    title: str, parts: Sequence[Part], audit: AuditReport | None, planned: AutoPlanReport | None, origin: Origin
-) -> dict[str, Any]:
+@final
+@attrs.frozen
+class Results:
+    """What else a page shows: an audit, an autoplan, a training plan."""
+
+    audit: AuditReport | None = None
+    planned: AutoPlanReport | None = None
+    training: TrainingPlanReport | None = None
+
+
+def page_data(title: str, parts: Sequence[Part], results: Results, origin: Origin) -> dict[str, Any]:
     """Returns everything that the page shows as plain values. The first of `parts` is the model."""
     first = parts[0].plan
     sizes = mesh_sizes(first.mesh)
@@ -106,8 +115,9 @@ def page_data(
         "treemap": _treemap_data(treemap(paths, leaf_bytes, WIDTH, HEIGHT)),
         "drawings": drawings.svgs,
         "findings": [finding_to_json(finding) for part in parts for finding in _findings(part)],
-        "audit": None if audit is None else _audit_data(audit),
-        "autoplan": None if planned is None else _autoplan_data(planned),
+        "audit": None if results.audit is None else _audit_data(results.audit),
+        "autoplan": None if results.planned is None else _autoplan_data(results.planned),
+        "training": None if results.training is None else _training_data(results.training),
     }
 
 
@@ -240,5 +250,24 @@ def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
         if report.frontier
         else None,
         "candidates": [attrs.asdict(candidate) for candidate in report.candidates],
+        "findings": [finding_to_json(finding) for finding in report.findings],
+    }
+
+
+def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
+    frontier = report.as_frontier()
+    return {
+        "name": report.name,
+        "cluster": report.cluster,
+        "mesh": report.mesh,
+        "figures": [list(row) for row in report.rows() if row[0] not in ("layout", "mesh")],
+        "split_dims": [attrs.asdict(dim) for dim in report.split_dims],
+        "memory": [list(part) for part in report.memory],
+        "peak_bytes": report.peak_bytes,
+        "capacity_bytes": report.memory_limit,
+        "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(point) for point in report.frontier]}
+        if report.frontier
+        else None,
+        "candidates": [{**attrs.asdict(candidate), "batch": candidate.batch_text} for candidate in report.candidates],
         "findings": [finding_to_json(finding) for finding in report.findings],
     }

@@ -8,10 +8,11 @@ from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import printable, printable_text
 from shardrules.core.rule import ShardingPlan, ShardingRule
-from shardrules.page.data import Origin, Part, page_data
+from shardrules.page.data import Origin, Part, Results, page_data
 from shardrules.page.frame import asset, framed
 from shardrules.page.rules import rules_text
 from shardrules.planning.answer.report import AutoPlanReport
+from shardrules.training.answer.report import TrainingPlanReport
 
 
 def report_page(
@@ -20,6 +21,7 @@ def report_page(
     state: ShardingPlan | None = None,
     audit: AuditReport | None = None,
     planned: AutoPlanReport | None = None,
+    training: TrainingPlanReport | None = None,
     title: str = "",
     rules: ShardingRule | str | None = None,
     command: str = "",
@@ -34,6 +36,7 @@ def report_page(
     - `state`: the plan of an optimizer's state, shown beside it.
     - `audit`: the audit of a step, shown below.
     - `planned`: the result of autoplan, shown below.
+    - `training`: the result of `plan_training`, shown below.
     - `title`: the heading; by default it names the mesh.
     - `rules`: the rules to show: a rule, or the text of a file. By default those that decided an array.
     - `command`: the command that makes the page, to show it.
@@ -50,7 +53,9 @@ def report_page(
     # Paths of the state get a prefix, so that no two arrays share one.
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
-    data = _shown(page_data(heading, parts, audit, planned, Origin(command, rules_text(plan, rules))))
+    data = _shown(
+        page_data(heading, parts, Results(audit, planned, training), Origin(command, rules_text(plan, rules)))
+    )
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     scripts = ("numbers.js", "theme.js", "page.js")
     return framed(heading, asset("report.html"), skip="arrays", scripts=scripts, data=text)

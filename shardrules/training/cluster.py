@@ -13,10 +13,10 @@ import attrs
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardrules.analysis.machine.hardware import Hardware
+from shardrules.analysis.machine.hardware import Hardware, sheets
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.errors import MeshError
+from shardrules.core.errors import ConfigError, MeshError
 from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.layout import DeviceInfo
 from shardrules.mesh.shape import mesh_shape
@@ -105,14 +105,20 @@ class Cluster:
                 return False
         return True
 
+    def abstract_mesh(self, shape: Shape) -> AbstractMesh:
+        """Returns a mesh without devices."""
+        if self.mesh is not None:
+            return mesh_shape(mesh_text(self.mesh))
+        names = _NAMES[1 : 1 + len(shape)] if len(shape) < 3 else _NAMES[: len(shape)]
+        return mesh_shape(",".join(f"{name}:{size}" for name, size in zip(names, shape, strict=True)))
+
     def mesh_of(self, shape: Shape) -> AnyMesh:
         """Returns a mesh in which devices have their positions in the torus, if the planner has to know them."""
         if self.mesh is not None:
             return self.mesh
-        names = _NAMES[1 : 1 + len(shape)] if len(shape) < 3 else _NAMES[: len(shape)]
-        abstract = mesh_shape(",".join(f"{name}:{size}" for name, size in zip(names, shape, strict=True)))
+        abstract = self.abstract_mesh(shape)
         if self.devices:
-            return create_mesh(shape, names, devices=self.devices, fast_axes=())
+            return create_mesh(abstract, devices=self.devices, fast_axes=())
         if self.target is not None and self.torus:
             return self.target.mesh(abstract)
         return abstract
@@ -124,6 +130,19 @@ class Cluster:
         if self.target.platform == "tpu":
             return Cluster.of(attrs.evolve(self.target, slices=2 * self.target.slices), self.hardware)
         return Cluster.of(attrs.evolve(self.target, shape=(2 * self.count,)), self.hardware)
+
+    def compile_target(self) -> Target:
+        """Returns what to compile plans for."""
+        if self.target is not None:
+            return self.target
+        name = next((name for name, sheet in sheets().items() if sheet.name == self.hardware.name), "")
+        if not name or name.startswith("tpu"):
+            cause = "slices have several shapes" if name else f"{self.hardware.name!r} is not a ready sheet"
+            raise ConfigError(
+                f"it is unknown what to compile for on {self.name}: {cause}. Pass a target as cluster, such as "
+                "'tpu:v5e:4x4'"
+            )
+        return Target.parse(f"{name}:{self.count}")
 
     def public_mesh(self, mesh: AnyMesh) -> AnyMesh:
         """Returns a mesh as users get it: of a target, which cannot run anything, only the shape."""

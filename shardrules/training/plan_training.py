@@ -16,7 +16,7 @@ from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions
 from shardrules.planning.run.call import struct
 from shardrules.planning.solve.deadline import Deadline
-from shardrules.training.answer.make import training_plan
+from shardrules.training.answer.make import proved_plan, training_plan
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.cluster import Cluster
 from shardrules.training.search.problem import TrainingProblem
@@ -38,6 +38,7 @@ def plan_training(
     microbatches: int | None = None,
     hardware: Hardware | None = None,
     time_limit: float = 600,
+    prove: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> TrainingPlan:
     """Plans how to train on a cluster: the mesh, where everything is, how many microbatches, what is recomputed.
@@ -65,6 +66,8 @@ def plan_training(
     - `hardware`: what the devices reach; by default the sheet of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
         finding.
+    - `prove`: how many plans to compile, which takes up to minutes each, so that the compiler decides what fits. The
+        best of them is returned; where none fits, others are searched for that leave more room.
     - `progress`: called with a line of text for each step that is planned.
 
     **Returns:**
@@ -90,6 +93,8 @@ def plan_training(
     assert plan.peak_bytes < 2**30 and plan.candidates[0].fits
     ```
     """
+    if type(prove) is not int or prove < 0:
+        raise ConfigError(f"prove must be how many plans to compile, got {prove!r}")
     if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
         raise ConfigError(f"microbatches must be a positive integer, got {microbatches!r}")
     deadline = Deadline.after(time_limit)
@@ -99,10 +104,10 @@ def plan_training(
     state = eqx.filter_eval_shape(step.init_state, model)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options)
-    search = TrainingSearch(problem, (None,), microbatches, deadline, progress or (lambda text: None))
+    search = TrainingSearch(problem, microbatches, deadline, progress or (lambda text: None))
     search.run()
     _check_outcomes(search, name_of(loss))
-    return training_plan(search)
+    return training_plan(search) if not prove else proved_plan(search, prove)
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,5 +1,6 @@
 """The training step: the gradient of a loss, computed as a recipe says, and the optimizer's update."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, final
@@ -8,10 +9,13 @@ import attrs
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import jaxpr_as_fun
 
+from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigTypeError
-from shardrules.training.loss import LossArrays, TracedLoss, trace_loss
+from shardrules.training.keep.apply import with_kept
+from shardrules.training.keep.keep import Keep
+from shardrules.training.loss import TracedLoss, trace_loss
+from shardrules.training.microbatches import GradientFunction, accumulated
 
 
 @final
@@ -24,17 +28,30 @@ class Recipe:
     groups: int = 1
     """Into how many parts, side by side, the batch is cut whose gradients are added up apart until the end of the step:
     with as many as there are devices that split the batch, gradients are reduced once."""
-    keep: Any = None
-    """What the backward pass keeps; `None` is everything, as the loss is written."""
+    keep: Keep = Keep()
+    """What the backward pass keeps of each microbatch."""
     accumulate_dtype: Any = None
-    """What gradients of microbatches are added up in; by default float32."""
+    """What gradients of microbatches are added up in; by default the dtype of each."""
 
     def __str__(self) -> str:
         parts = [f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch"]
         if self.microbatches > 1:
             parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
-        parts.append("everything kept" if self.keep is None else str(self.keep))
-        return ", ".join(parts)
+        return ", ".join([*parts, self.keep_text])
+
+    @property
+    def keep_text(self) -> str:
+        """What the backward pass keeps, in a few words."""
+        keep = self.keep
+        if not keep.units:
+            return "keeps everything"
+        host = f" and {bytes_text(keep.host_bytes)} on the host" if keep.host_bytes else ""
+        return f"keeps {bytes_text(keep.kept_bytes)}{host}, recomputes {100 * keep.repeated_flops:.0f} %"
+
+    def gradients(self, trace: TracedLoss) -> GradientFunction:
+        """Returns a function that computes the loss, aux and the gradients."""
+        transform = functools.partial(with_kept, keep=self.keep)
+        return accumulated(trace, self.microbatches, self.groups, self.accumulate_dtype, transform)
 
 
 @final
@@ -66,8 +83,9 @@ class TrainingStep:
         """Runs the step."""
         trace = self.trace(model, batch)
         arrays = trace.split.arrays(model, batch)
-        loss, aux, gradients = _gradients(trace, arrays, self.recipe)
+        loss, aux, gradients = self.recipe.gradients(trace)(arrays.trainable, arrays.fixed, arrays.batched)
         params, gradients = trace.split.trainable_tree(arrays.trainable), trace.split.trainable_tree(gradients)
+        aux = trace.rebuild_aux(aux)
         updates, state = self.optimizer.update(gradients, state, params, **self._extra(loss))
         return _with_new_state(eqx.apply_updates(model, updates), aux), state, loss, aux
 
@@ -86,18 +104,6 @@ class TrainingStep:
         accepted = inspect.signature(self.optimizer.update).parameters.values()
         takes_loss = any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "value" for parameter in accepted)
         return {"value": loss} if takes_loss else {}
-
-
-def _gradients(trace: TracedLoss, arrays: LossArrays, recipe: Recipe) -> tuple[jax.Array, Any, list[jax.Array]]:
-    """Returns the loss, aux, and the gradients of the trainable arrays."""
-    program = jaxpr_as_fun(trace.jaxpr)
-
-    def value(trainable: tuple[Any, ...]) -> tuple[Any, Any]:
-        loss, *aux = program(*trainable, *arrays.fixed, *arrays.batched)
-        return loss, aux
-
-    (loss, aux), gradients = jax.value_and_grad(value, has_aux=True)(arrays.trainable)
-    return loss, trace.rebuild_aux(aux), gradients
 
 
 def _is_state(node: Any) -> bool:

@@ -15,7 +15,7 @@ from tests.house.startup import beyond_startup
 LATE = ("flax", "libtpu", "matplotlib", "optax", "rich", "scipy.optimize", "shardrules.planning")
 """Modules that must not be imported with the package: they are optional, or slow to import and rarely needed."""
 
-PLANNING = ("Assumptions", "autoplan", "presets", "report_page", "reports")
+PLANNING = ("Assumptions", "autoplan", "plan_training", "presets", "report_page", "reports")
 """The exports that import some of these."""
 
 PEERS = "import jax, equinox"

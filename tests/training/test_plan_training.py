@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import ConfigError, DoesNotFitError, PlanError
+from shardrules.core.errors import ConfigError, DoesNotFitError, MicrobatchError, PlanError
 from shardrules.reports import TrainingPlan, TrainingPlanReport
 from shardrules.training.step import TrainingStep
 
@@ -90,13 +90,14 @@ def test_two_plans_can_be_compared(plan: TrainingPlan) -> None:
     assert plan.diff(plan).seconds == (plan.planned.cost, plan.planned.cost)
 
 
+@pytest.mark.slow
 def test_pins_are_kept() -> None:
     model, batch = shapes()
     pins = sr.RegexShardingRule([("0/layers/1/weight", P("model", None))])
     pinned = sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=pins)
     assert pinned.plan.specs[0].layers[1].weight == P("model")
     # Pins that name an axis leave only the meshes that have it.
-    refused = [candidate for candidate in pinned.candidates if candidate.mesh == "8"]
+    refused = [candidate for candidate in pinned.candidates if candidate.mesh == "data:8"]
     assert "model" in refused[0].reason
     assert refused[0].seconds is None
 
@@ -109,6 +110,7 @@ def test_a_mesh_is_kept() -> None:
     assert len(pinned.candidates) == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_a_bound() -> None:
     model, batch = shapes()
     with pytest.raises(DoesNotFitError, match="no mesh can be planned"):
@@ -130,3 +132,79 @@ def test_progress_has_a_line_for_each_plan() -> None:
     plan = sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:4", progress=lines.append)
     assert len(lines) == len(plan.candidates)
     assert "best so far" in lines[-1]
+
+
+def layers(model: Any, batch: Any) -> Any:
+    x, y = batch
+    out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1] + x, None), x, model)
+    return jnp.mean((out - y) ** 2)
+
+
+def deep() -> tuple[Any, Any]:
+    w = jax.ShapeDtypeStruct((6, 64, 256), jnp.float32), jax.ShapeDtypeStruct((6, 256, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    return w, (x, x)
+
+
+@pytest.fixture(scope="module")
+def tight() -> TrainingPlan:
+    """A plan under a limit that nothing fits in that keeps everything."""
+    model, batch = deep()
+    mesh = sr.create_mesh("data:8")
+    free = sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh)
+    return sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh, memory_limit=free.peak_bytes // 3)
+
+
+@pytest.mark.slow
+def test_tight_plans_recompute_or_split_the_batch(tight: TrainingPlan) -> None:
+    assert tight.peak_bytes <= tight.planned.memory_limit
+    assert tight.recipe.microbatches > 1 or tight.recipe.keep.units
+    refused = [candidate for candidate in tight.candidates if candidate.reason.startswith("does not fit")]
+    assert refused
+    assert all(candidate.peak_bytes > tight.planned.memory_limit for candidate in refused)
+
+
+@pytest.mark.slow
+def test_tight_plans_compute_the_same(tight: TrainingPlan) -> None:
+    rng = np.random.default_rng(0)
+    weights = tuple(jnp.asarray(rng.normal(size=leaf.shape, scale=0.1), jnp.float32) for leaf in deep()[0])
+    x, y = (jnp.asarray(rng.normal(size=(4096, 64)), jnp.float32) for _ in range(2))
+    model, state = tight.init(lambda: weights)()
+    model, _, loss, _ = tight.step(model, state, (x, y))
+    plain = TrainingStep(layers, OPTIMIZER)
+    expected, _, expected_loss, _ = eqx.filter_jit(plain)(weights, plain.init_state(weights), (x, y))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for leaf, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_microbatches_can_be_pinned() -> None:
+    model, batch = deep()
+    mesh = sr.create_mesh("data:8")
+    pinned = sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh, microbatches=4)
+    assert pinned.recipe.microbatches == 4
+    assert {candidate.microbatches for candidate in pinned.candidates} == {4}
+
+
+@pytest.mark.slow
+def test_losses_that_are_no_sums_are_computed_at_once() -> None:
+    model, batch = deep()
+
+    def contrastive(model: Any, batch: Any) -> Any:
+        x, y = batch
+        return jnp.mean(jax.nn.log_softmax((x @ model[0][0]) @ (y @ model[0][0]).T))
+
+    plan = sr.plan_training(contrastive, model, OPTIMIZER, batch, cluster=sr.create_mesh("data:8"))
+    assert plan.recipe.microbatches == 1
+    with pytest.raises(MicrobatchError, match="contrastive"):
+        sr.plan_training(contrastive, model, OPTIMIZER, batch, cluster=sr.create_mesh("data:8"), microbatches=2)
+
+
+@pytest.mark.slow
+def test_the_compiler_decides_what_fits() -> None:
+    model, batch = deep()
+    proved = sr.plan_training(layers, model, OPTIMIZER, batch, cluster="cpu:8", prove=2)
+    assert proved.compiled[0].fits
+    assert proved.compiled[0].modelled_bytes == proved.peak_bytes
+    assert "compiled" in [finding.code for finding in proved.report.findings]

@@ -16,12 +16,16 @@ from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError
 from shardrules.page.page import report_page
 from shardrules.planning.answer.report import AutoPlanReport
+from shardrules.training.answer.report import TrainingPlanReport
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     parser.add_argument("--audit", metavar="FILE", type=Path, help="an audit, from shardrules audit -o FILE")
     parser.add_argument("--autoplan", metavar="FILE", type=Path, help="an autoplan, from shardrules autoplan -o FILE")
+    parser.add_argument(
+        "--train-plan", metavar="FILE", type=Path, help="a training plan, from shardrules train-plan -o FILE"
+    )
     parser.add_argument("--title", metavar="TEXT", default="", help="the heading (default: model and mesh)")
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default: report.html)"
@@ -31,11 +35,13 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     audit = None if args.audit is None else _read(args.audit, AuditReport, ReportError, "audit")
     autoplan = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
+    train_plan = args.train_plan
+    training = None if train_plan is None else _read(train_plan, TrainingPlanReport, ReportError, "train-plan")
     rules = read_rules(args)
     subject = load_subject(args, rules)
     mesh = mesh_text(subject.plan.mesh)
     # Still shown: the files may be from another mesh on purpose.
-    for name, result in (("audit", audit), ("autoplan", autoplan)):
+    for name, result in (("audit", audit), ("autoplan", autoplan), ("training plan", training)):
         if result is not None and result.mesh != mesh:
             complain(f"the {name} is for the mesh {result.mesh}, the plan for {mesh}: the page shows both", "warning")
     title = args.title or f"{subject.name} on {mesh}"
@@ -45,6 +51,7 @@ def _run(args: argparse.Namespace) -> int:
             state=subject.state,
             audit=audit,
             planned=autoplan,
+            training=training,
             title=title,
             # A file has comments, too.
             rules=None if rules is None else rules.rule if rules.file is None else read_text(rules.file.file),
@@ -60,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
 def _read(file: Path, kind: Any, error: type[Exception], command: str) -> Any:
     text = read_text(file)
     data = read_json(file, text)
-    if not isinstance(data, dict) or f"shardrules_{command}" not in data:
+    if not isinstance(data, dict) or f"shardrules_{command.replace('-', '_')}" not in data:
         document = kind_of(data)
         cause = f"{file} is {document}, not" if document else f"{file} is not"
         raise UsageError(f"--{command}: {cause} what shardrules {command} -o writes")

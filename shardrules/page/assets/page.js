@@ -4,7 +4,7 @@
 // Drawings are the only exception, and pass through `picture`, which accepts only shapes.
 //
 // In this order: helpers, the plan, search, small parts, header, findings, map, table, detail,
-// audit, autoplan, rules, start.
+// audit, autoplan, training, rules, start.
 
 "use strict";
 
@@ -207,7 +207,7 @@
   }
 
   function drawSectionLinks() {
-    const links = [["findings", "Findings", data.findings.length], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"], ["origin", "Rules"]];
+    const links = [["findings", "Findings", data.findings.length], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"], ["training", "Training"], ["origin", "Rules"]];
     $("sections").append(...links.filter(([id]) => $(id)).map(([id, text, n]) => el("a", { href: `#${id}` }, text, n && el("b", {}, n))));
   }
 
@@ -1132,6 +1132,27 @@
         points.map((point) => [size(point.limit_bytes), duration(point.seconds), size(point.peak_bytes)]))));
   }
 
+  // ------------------------------------------------------------------ training
+
+  function drawTraining({ training } = data) {
+    if (!training) { $("training").remove(); return; }
+    const how = [code(training.name), ` on ${training.cluster} `, meshChips(training.mesh)];
+    drawPlanned("training", training, how, [
+      memoryPart(training),
+      training.split_dims.length > 0 && splitPart(training.split_dims),
+      trainingPart(training),
+      training.frontier && frontierPart(training.frontier),
+    ]);
+  }
+
+  function trainingPart({ candidates }) {
+    const isChosen = (at) => candidates[at].reason === "";
+    const columns = [["Mesh"], ["Microbatches"], ["Backward", "break"], ["Time", "num"], ["Peak memory", "num"], ["", "break"]];
+    return part("div.wide", "What was planned", plainTable("What was planned", columns,
+      candidates.map((one, at) => [meshChips(one.mesh), one.batch, one.keep, one.seconds === null ? muted("no plan") : duration(one.seconds),
+        size(one.peak_bytes), isChosen(at) ? badge("good", "chosen") : muted(one.reason)]), { picked: isChosen }));
+  }
+
   // ------------------------------------------------------------------ rules
 
   /** The command that made the page, and the rules. */
@@ -1219,6 +1240,7 @@
     else $("treemap").remove();
     drawAudit();
     drawAutoplan();
+    drawTraining();
     drawOrigin();
     drawSectionLinks();
     startTheme(() => page.map?.repaint());

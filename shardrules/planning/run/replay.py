@@ -141,11 +141,11 @@ class PlannedFunction:
             out_shardings=[NamedSharding(auto, spec) for spec in self.result_specs],
             donate_argnums=[index for index, owner in enumerate(call.argument_indices) if owner in self.donated],
             keep_unused=True,
-            compiler_options=self._compiler_options(mesh) or None,
+            compiler_options=self.compiler_options(mesh) or None,
         )
         return call, run
 
-    def _compiler_options(self, mesh: Mesh) -> dict[str, Any]:
+    def compiler_options(self, mesh: Mesh) -> dict[str, Any]:
         """Returns XLA options with the memory limit, for GPUs.
 
         By default XLA fills what a GPU has, so as to overlap more. The option is a part, in whole per cent, of what

@@ -44,13 +44,11 @@ _STEPS = 8
 more choices are worse; with twice as many, they take twice the time and are hardly better."""
 
 _RAISES, _RAISED_SWEEPS = 10, 10
-"""How often prices are raised or lowered by what exceeds the limit, and how often messages are passed each time. Twice
-as many of either take up to twice the time, for plans that are a few percent better at most."""
+"""How often prices are raised or lowered by what exceeds the limit, and how often messages are passed each time."""
 
 _FIRST_RAISE, _STEEPER, _LOWER = 0.25, 2.0, 0.5
 """By how much the price rises at first where memory is fullest, if 1 makes memory as a whole cost as much as the
-cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does. With
-larger steps, choices are smaller than they need be; with smaller ones, some limits are not reached."""
+cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does."""
 
 APART = 0.01
 """Gaps that are smaller count as closed where looking further takes seconds. With a tenth of it, most searches under
@@ -61,8 +59,7 @@ _FALL = 0.5
 at low prices are as bad as those at high ones; with more, each round takes longer."""
 
 _STALE = 3
-"""After how many rounds the search for prices ends that bring nothing new: no choice, no operation to watch, no higher
-bound. Prices rise from round to round, so with one, small choices are missed; with twice as many, rounds are wasted."""
+"""How many rounds may bring nothing new: no choice, no operation to watch, no higher bound."""
 
 _HIGHEST, _HIGHER = 1.0, 4.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
@@ -157,8 +154,8 @@ class _Pricing:
                 prices = dict.fromkeys(self.constraints, highest / len(self.constraints))
                 continue
             prices, value = self._best_prices(highest)
-            is_highest = sum(prices.values()) >= highest * (1 - CLOSE)
             # No prices give a bound that is higher by much.
+            is_highest = sum(prices.values()) >= highest * (1 - CLOSE)
             if value <= self.budget.bound * (1 + CLOSE) and not has_new and not is_highest:
                 break
             if is_highest:
@@ -188,7 +185,7 @@ class _Pricing:
             self._solve(prices, _RAISED_SWEEPS)
             if self._is_done():
                 break
-            latest = self.latest or latest
+            latest = self.latest
             self._watch_peaks()
 
     def _is_done(self) -> bool:

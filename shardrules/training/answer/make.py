@@ -1,7 +1,7 @@
 """From a search to the plan: its figures, why other candidates lost, and what would help."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -16,20 +16,46 @@ from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.spec import shard_bytes
 from shardrules.core.tree import array_kind
-from shardrules.planning.answer.findings import machine_findings, near_the_limit, program_findings
+from shardrules.planning.answer.findings import NEAR_RATIO, machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.training.answer.plan import TrainingPlan
+from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.step import Recipe
 
+_MOST_SEARCHES = 3
+"""How often plans are searched for, with more room each time that none fits once it is compiled. The second search
+knows what the model of memory is off by; twice as many hardly find more."""
 
-def training_plan(search: TrainingSearch) -> TrainingPlan:
-    """Returns the best plan of a search."""
+
+def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
+    """Returns the best plan of a search by the compiler, which compiles the best few, and more if none of them fits."""
+    proofs: dict[Outcome, ProvedPlan] = {}
+    for _ in range(_MOST_SEARCHES):
+        for outcome in search.fitting[:count] or [search.smallest]:
+            if outcome is not None and outcome not in proofs and (not proofs or not search.is_late):
+                search.progress(f"compiling {outcome.mesh}, {outcome.recipe}")
+                proofs[outcome] = prove_outcome(search.problem, outcome)
+        if any(proof.fits for proof in proofs.values()) or search.is_over:
+            break
+        # The model is off by about as much for other plans of the same step.
+        least = min(proofs.values(), key=lambda proof: proof.peak_bytes / max(1, proof.modelled_bytes))
+        if not search.leave_room(least.modelled_bytes / least.peak_bytes):
+            break
+    best = ranked(list(proofs.values()))[0]
+    chosen = next(outcome for outcome, proof in proofs.items() if proof is best)
+    return training_plan(search, chosen, ranked(list(proofs.values())))
+
+
+def training_plan(
+    search: TrainingSearch, chosen: Outcome | None = None, proofs: tuple[ProvedPlan, ...] = ()
+) -> TrainingPlan:
+    """Returns the best plan of a search, or the one that was `chosen` by what compilers say."""
     problem = search.problem
-    outcome = search.best or search.smallest
+    outcome = chosen or search.best or search.smallest
     assert outcome is not None, "something was planned"
     planned = outcome.plan(problem)
     step = attrs.evolve(problem.step, recipe=outcome.recipe)
@@ -41,7 +67,7 @@ def training_plan(search: TrainingSearch) -> TrainingPlan:
         mesh_text(planned.mesh),
         outcome.recipe.microbatches,
         outcome.recipe.groups,
-        keep_text(outcome.recipe),
+        str(outcome.recipe.keep),
         planned.step_time,
         planned.cost,
         problem.loss.batch_size,
@@ -56,15 +82,11 @@ def training_plan(search: TrainingSearch) -> TrainingPlan:
         tuple(_candidates(search, outcome)),
         _frontier(search),
         tuple(_advice(search, outcome)),
-        tuple(_findings(search, planned)),
+        (*_findings(search, planned, proofs),),
         planned.plan,
     )
-    return TrainingPlan(step, planned, report)
-
-
-def keep_text(recipe: Recipe) -> str:
-    """Says what the backward pass keeps."""
-    return "keeps everything" if recipe.keep is None else str(recipe.keep)
+    outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
+    return TrainingPlan(step, planned, report, problem, outcomes, proofs)
 
 
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
@@ -106,23 +128,24 @@ def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
 def _candidates(search: TrainingSearch, chosen: Outcome) -> Iterator[TrainingCandidate]:
     """Yields what was planned: the plan, what fits, what does not, and what was refused."""
     rows: list[tuple[tuple[int, float], TrainingCandidate]] = []
-    for (_, recipe), outcome in search.outcomes.items():
-        rows.append((_rank(outcome, chosen), _candidate(search, outcome, recipe, _reason(search, outcome, chosen))))
-    for shape, outcome in search.free.items():
-        if (shape, outcome.recipe) not in search.outcomes:
-            reason = search.beaten.get((shape, outcome.recipe)) or _reason(search, outcome, chosen)
-            rows.append((_rank(outcome, chosen), _candidate(search, outcome, outcome.recipe, reason)))
+    for outcome in search.outcomes.values():
+        rows.append((_rank(outcome, chosen), _candidate(outcome, _reason(search, outcome, chosen))))
+    for outcome in (*search.free.values(), *search.columns.values()):
+        key = outcome.shape, outcome.recipe
+        if key not in search.outcomes:
+            reason = search.beaten.get(key) or _reason(search, outcome, chosen)
+            rows.append((_rank(outcome, chosen), _candidate(outcome, reason)))
     rows.sort(key=lambda row: row[0])
     yield from (candidate for _, candidate in rows)
 
 
-def _candidate(search: TrainingSearch, outcome: Outcome, recipe: Recipe, reason: str) -> TrainingCandidate:
+def _candidate(outcome: Outcome, reason: str) -> TrainingCandidate:
     seconds = None if outcome.result is None else outcome.seconds
     return TrainingCandidate(
         outcome.mesh,
-        recipe.microbatches,
-        recipe.groups,
-        keep_text(recipe),
+        outcome.recipe.microbatches,
+        outcome.recipe.groups,
+        outcome.recipe.keep_text,
         seconds,
         outcome.peak_bytes,
         outcome.fits,
@@ -155,7 +178,7 @@ def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
     """Returns the plans that no other beats in both time and memory, the smallest first."""
     points = {
         (int(trial.peak_bytes), trial.cost)
-        for outcome in (*search.outcomes.values(), *search.free.values())
+        for outcome in (*search.outcomes.values(), *search.free.values(), *search.columns.values())
         if outcome.result is not None
         for trial in outcome.result.candidates
     }
@@ -178,7 +201,7 @@ def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
     for change, other in _changes(problem, chosen):
         if search.is_over:
             break
-        outcome = plan_once(other, *_scaled(problem, other, chosen), deadline=search.deadline)
+        outcome = plan_once(other, *_scaled(problem, other, chosen), search.limit_bytes, deadline=search.deadline)
         if outcome.fits:
             others.append((change, outcome, other.loss.batch_size))
     for change, outcome, count in others:
@@ -211,18 +234,27 @@ def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -
     return (chosen.shape[0] * factor, *chosen.shape[1:]), recipe
 
 
-def _findings(search: TrainingSearch, planned: AutoPlan) -> Iterator[Finding]:
+def _findings(search: TrainingSearch, planned: AutoPlan, proofs: Sequence[ProvedPlan]) -> Iterator[Finding]:
     limit = search.problem.limit_bytes
-    if search.best is None:
+    if proofs and not proofs[0].fits:
+        yield Finding(
+            "warning",
+            "does-not-fit",
+            f"no plan that was compiled fits in {bytes_text(limit)}; this one needs {bytes_text(proofs[0].peak_bytes)}",
+            remedy="Use more devices, or a smaller batch",
+        )
+    elif proofs:
+        yield Finding("note", "compiled", str(proofs[0]))
+    elif search.best is None:
         yield Finding(
             "warning",
             "may-not-fit",
             f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take "
             f"{bytes_text(planned.peak_bytes)}",
-            remedy="Use more devices, or a smaller batch; prove compiles plans to see what they need",
+            remedy="Pass prove=3 to ask the compiler; use more devices, or a smaller batch",
         )
-    elif planned.peak_bytes > 0.9 * limit:
-        yield near_the_limit(limit, planned.peak_bytes)
+    elif planned.peak_bytes > NEAR_RATIO * limit:
+        yield attrs.evolve(near_the_limit(limit, planned.peak_bytes), remedy="Pass prove=3 to ask the compiler")
     if search.is_late:
         yield Finding(
             "warning",

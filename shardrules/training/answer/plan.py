@@ -14,7 +14,9 @@ from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import PlannedFunction
+from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
 from shardrules.training.answer.report import TrainingCandidate, TrainingPlanReport
+from shardrules.training.search.problem import Outcome, TrainingProblem
 from shardrules.training.step import Recipe, TrainingStep
 
 
@@ -42,6 +44,12 @@ class TrainingPlan:
     """The layouts of everything in the step."""
     report: TrainingPlanReport = attrs.field(repr=False)
     """All figures, as a record."""
+    problem: TrainingProblem = attrs.field(repr=False)
+    """What was planned."""
+    outcomes: tuple[Outcome, ...] = attrs.field(repr=False)
+    """The plans that fit by the model, this one first, then the others by their time."""
+    compiled: tuple[ProvedPlan, ...] = ()
+    """What was compiled with `prove`, the best first: this plan, and others."""
 
     @property
     def recipe(self) -> Recipe:
@@ -102,6 +110,13 @@ class TrainingPlan:
             return model, self.training_step.init_state(model)
 
         return filter_init(model_and_state, self.as_rule(), self.mesh)
+
+    def prove(self, count: int = 3) -> tuple[ProvedPlan, ...]:
+        """Compiles the best plans for the cluster, and returns what the compiler makes of each, the best first.
+
+        First come those that fit by the compiler, by the modelled time of the compiled program. Nothing is run.
+        """
+        return ranked([prove_outcome(self.problem, outcome) for outcome in self.outcomes[:count]])
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""

@@ -41,6 +41,13 @@ class TrainingCandidate:
     reason: str = ""
     """Why it lost; empty for the plan itself."""
 
+    @property
+    def batch_text(self) -> str:
+        """How many microbatches there are, and how often gradients are reduced."""
+        if self.microbatches == 1:
+            return "1"
+        return f"{self.microbatches} (reduced {'once' if self.groups > 1 else 'in each'})"
+
 
 @final
 @attrs.frozen
@@ -122,23 +129,32 @@ class TrainingPlanReport:
         return "\n".join(line.rstrip() for line in lines)
 
     def _note(self) -> Iterator[str]:
-        speed = f"{self.examples_per_second:,.4g} examples/s"
-        if self.tokens:
-            speed += f", {self.tokens / self.cost:,.0f} tokens/s" if self.cost else ""
-        yield f"{self.name} on {self.cluster}: {seconds_text(self.cost)} a step, {speed}, {100 * self.mfu:.0f} % MFU"
+        yield f"{self.name} on {self.cluster}: {self._speed_text()}"
         yield ""
-        rows = [
+        before = ""
+        for head, text in self.rows()[1:]:
+            yield f"{head if head != before else '':<11}{text}"
+            before = head
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns what the note says, with a heading for each line."""
+        return [
+            ("speed", self._speed_text()),
             ("mesh", self.mesh),
-            *(("layout" if not index else "", str(dim)) for index, dim in enumerate(self.split_dims)),
+            *(("layout", str(dim)) for dim in self.split_dims),
             ("batch", self._batch_text()),
             ("backward", self.keep),
             ("memory", self._memory_text()),
             ("time", self._time_text()),
             ("wire", ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes if sent) or "nothing"),
             ("limit", self._limit_text()),
-            *(("would help" if not index else "", _advice_text(item)) for index, item in enumerate(self.advice)),
+            *(("would help", _advice_text(item)) for item in self.advice),
         ]
-        yield from (f"{head:<11}{text}" for head, text in rows)
+
+    def _speed_text(self) -> str:
+        tokens = f", {self.tokens / self.cost:,.0f} tokens/s" if self.tokens and self.cost else ""
+        speed = f"{self.examples_per_second:,.4g} examples/s{tokens}"
+        return f"{seconds_text(self.cost)} a step, {speed}, {100 * self.mfu:.0f} % MFU"
 
     def _batch_text(self) -> str:
         text = f"{self.examples} examples"
@@ -167,11 +183,10 @@ class TrainingPlanReport:
         rows = [("mesh", "microbatches", "backward", "time", "memory", "")]
         for candidate in self.candidates[:_SHOWN_CANDIDATES]:
             time = "" if candidate.seconds is None else seconds_text(candidate.seconds)
-            count = str(candidate.microbatches)
-            if candidate.microbatches > 1:
-                count += " (reduced once)" if candidate.groups > 1 else " (reduced in each)"
             memory = bytes_text(candidate.peak_bytes) if candidate.peak_bytes else ""
-            rows.append((candidate.mesh, count, candidate.keep, time, memory, candidate.reason or "the plan"))
+            rows.append(
+                (candidate.mesh, candidate.batch_text, candidate.keep, time, memory, candidate.reason or "the plan")
+            )
         more = len(self.candidates) - _SHOWN_CANDIDATES
         return [*aligned(rows), *([f"and {more} more"] if more > 0 else [])]
 
@@ -183,14 +198,14 @@ class TrainingPlanReport:
         """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
         figures = attrs.asdict(self, filter=lambda field, value: field.name != "plan")
         plan = json.loads(self.plan.to_json())
-        return json.dumps({"shardrules_training_plan": _FORMAT, **figures, "plan": plan}, indent=1)
+        return json.dumps({"shardrules_train_plan": _FORMAT, **figures, "plan": plan}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
         try:
             data: dict[str, Any] = json.loads(text)
-            version = data["shardrules_training_plan"]
+            version = data["shardrules_train_plan"]
             if version != _FORMAT:
                 raise ReportError(f"this report has format {version!r}, this version reads {_FORMAT}")
             kinds = typing.get_type_hints(cls)

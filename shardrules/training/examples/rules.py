@@ -129,9 +129,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
         return [refused(why, equation)] * len(outvars)
     factor = _factor(factors, facts, batched)
     if factor is None:
-        own = own_index_result(equation, facts, factors, counts)
-        if own is not None:
-            return [attrs.evolve(own, **common)]
+        own_index = own_index_result(equation, facts, factors, counts)
+        if own_index is not None:
+            return [attrs.evolve(own_index, **common)]
         why = f"{name_of_step(equation)} computes with several examples at once"
         return [refused(why, equation)] * len(outvars)
     if factors.sizes[factor] % counts.runs:

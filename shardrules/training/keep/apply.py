@@ -103,7 +103,9 @@ def _checkpointed(program: Jaxpr, unit_index: int, kept: KeptUnit, prevent_cse: 
     """The equation that computes a program, and whose gradient keeps only the values in `kept`."""
     named = _Named(unit_index, kept)
     inner = named.program(program)
-    policy = _policy(tuple(map(named.name, kept.kept)), tuple(map(named.name, kept.offloaded)))
+    # Inputs are kept without a name.
+    names = tuple(named.name(position) for position in kept.kept if position[0] >= 0)
+    policy = _policy(names, tuple(map(named.name, kept.offloaded)))
     template = _checkpoint_equation(policy, prevent_cse)
     source = program.eqns[0].source_info.replace(name_stack=template.source_info.name_stack)
     return template.replace(

@@ -5,16 +5,20 @@ import time
 from typing import Any, final
 
 import attrs
+from jax.extend.core import ClosedJaxpr
 
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.errors import DoesNotFitError, MeshError, PlanError, UnknownAxisError
+from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.query import Query, QueryOptions, memory_limit, read_query
 from shardrules.planning.run.call import axis_names_of
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult
 from shardrules.training.cluster import Cluster, Shape
+from shardrules.training.keep.choices import keep_choices
+from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss
+from shardrules.training.microbatches import forward_program
 from shardrules.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, PlanError, UnknownAxisError)
@@ -48,6 +52,40 @@ class TrainingProblem:
         """The loss on the whole batch, traced with the first mesh in force, whose axes it may name."""
         with axis_names_of(self.mesh):
             return self.step.trace(self.model, self.batch)
+
+    @functools.cached_property
+    def split_refusal(self) -> str:
+        """Why the loss cannot be computed by microbatches; empty where it can."""
+        try:
+            with axis_names_of(self.mesh):
+                forward_program(self.loss, 2)
+        except MicrobatchError as error:
+            return str(error)
+        return ""
+
+    def keeps(self, microbatches: int) -> tuple[Keep, ...]:
+        """Returns what the backward pass of a microbatch may keep: first everything, then less and less."""
+        return self._keeps if microbatches == 1 else self._split_keeps
+
+    @functools.cached_property
+    def _keeps(self) -> tuple[Keep, ...]:
+        return self._choices(forward_program(self.loss))
+
+    @functools.cached_property
+    def _split_keeps(self) -> tuple[Keep, ...]:
+        # Positions are the same in microbatches of any size.
+        with axis_names_of(self.mesh):
+            return self._choices(forward_program(self.loss, 2))
+
+    def _choices(self, program: ClosedJaxpr) -> tuple[Keep, ...]:
+        count = self.loss.trainable_count
+        return keep_choices(
+            program,
+            self.cluster.hardware,
+            trainable_count=count,
+            offload=False,
+            replace_checkpoints=self.step.recipe.keep.replaces_checkpoints,
+        )
 
     @functools.cached_property
     def mesh(self) -> AnyMesh:
@@ -92,21 +130,21 @@ def plan_once(
     problem: TrainingProblem,
     shape: Shape,
     recipe: Recipe,
-    limit_bytes: float | None = None,
+    limit_bytes: float,
+    is_free: bool = False,
     deadline: Deadline = NO_DEADLINE,
 ) -> Outcome:
-    """Plans on one mesh with one recipe. Without `limit_bytes`, within the limit of the problem."""
+    """Plans on one mesh with one recipe, within a limit of memory, or for time alone if it `is_free`."""
     start = time.monotonic()
     try:
         query = problem.query(shape, recipe)
-        limit = query.limit_bytes if limit_bytes is None else limit_bytes
-        if limit_bytes is None:
+        if not is_free:
             query.check_possible()
     except REFUSALS as error:
         needed = error.needed_bytes if isinstance(error, DoesNotFitError) else 0
-        text = "x".join(map(str, shape))
+        text = mesh_text(problem.cluster.abstract_mesh(shape))
         return Outcome(shape, text, recipe, None, float("inf"), needed, False, " ".join(str(error).split()))
-    result = query.task.within(limit, deadline)
+    result = query.task.within(float("inf") if is_free else limit_bytes, deadline)
     plan = query.plan(result)
     return Outcome(
         shape,
@@ -115,7 +153,7 @@ def plan_once(
         result,
         plan.cost,
         plan.peak_bytes,
-        result.fits and result.peak_bytes <= query.limit_bytes,
+        result.fits and result.peak_bytes <= limit_bytes,
         batch_splits=_batch_splits(plan),
         planning_seconds=time.monotonic() - start,
     )

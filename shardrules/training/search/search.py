@@ -1,17 +1,19 @@
 """The search over meshes and recipes, around autoplan's over layouts.
 
-On each mesh the step is first planned as it is written and without a limit of memory: recomputing and microbatches only
-add work, so that nothing on this mesh is faster. Meshes are searched in that order, and one that cannot be better than
-the best plan so far is left. On a mesh, recipes are columns: so many microbatches, and from the top down less that the
-backward pass keeps. The first that fits is bisected for in each, since less kept is less memory. Last come the meshes
-next to the best. What is planned depends on earlier results, and on the clock only once the time is up.
+On each mesh the step is first planned without a limit of memory, keeping what makes it fastest: microbatches and
+recomputing more only add work, so that hardly anything on this mesh is faster. Meshes are searched in that order, and
+one that cannot be better than the best plan so far is left. On a mesh, recipes are columns: so many microbatches, and
+from the top down less that the backward pass keeps. The first that fits is bisected for in each, since less kept is
+less memory. Then come the meshes next to the best, and last what the best plan might keep more or less. What is planned
+follows from earlier results, and from the clock only once the time is up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import attrs
 
+from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.training.cluster import Shape
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
@@ -35,18 +37,22 @@ class TrainingSearch:
     """The state of a search."""
 
     problem: TrainingProblem
-    keeps: Sequence[Any]
-    """What the backward pass may keep: first everything, then less and less."""
     microbatches: int | None
     """How many microbatches to plan for, if the user says so."""
     deadline: Deadline
     progress: Callable[[str], None]
+    limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
+    """What plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
     """For each mesh the step as it is written, without a limit of memory."""
+    columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
+    """For other numbers of microbatches the same."""
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """Within the limit."""
     beaten: dict[tuple[Shape, Recipe], str] = attrs.field(factory=dict)
     """Why recipes were not planned within the limit."""
+    count: int = 0
+    """How many plans were made."""
     longest_seconds: float = 0.0
     is_late: bool = False
     """Whether the time was up before the search was done."""
@@ -65,11 +71,13 @@ class TrainingSearch:
             self.fit_all(near)
             if self.center == center:
                 break
+        self.polish()
 
     @property
     def first_recipe(self) -> Recipe:
         """The recipe with most memory and least work."""
-        return Recipe(keep=self.keeps[0]) if self.microbatches is None else self.recipe(self.microbatches, 1)
+        count = self.microbatches or 1
+        return self.recipe(count, 1, self.first_keep(count))
 
     @property
     def best(self) -> Outcome | None:
@@ -80,6 +88,27 @@ class TrainingSearch:
         most = min(outcome.seconds for outcome in fitting) * (1 + _TIE)
         alike = [outcome for outcome in fitting if outcome.seconds <= most]
         return min(alike, key=lambda outcome: (len(outcome.shape), outcome.recipe.microbatches, outcome.peak_bytes))
+
+    @property
+    def fitting(self) -> list[Outcome]:
+        """The plans that fit, the best first."""
+        best = self.best
+        others = [outcome for outcome in self.outcomes.values() if outcome.fits and outcome is not best]
+        return [] if best is None else [best, *sorted(others, key=lambda outcome: outcome.seconds)]
+
+    def leave_room(self, factor: float) -> bool:
+        """Searches again for plans that take less, by a factor; returns whether any was planned."""
+        before, self.limit_bytes = self.outcomes, factor * self.limit_bytes
+        for shape, outcome in self.free.items():
+            self.free[shape] = attrs.evolve(outcome, fits=outcome.fits and outcome.peak_bytes <= self.limit_bytes)
+        self.outcomes = {
+            key: outcome
+            for key, outcome in before.items()
+            if not outcome.fits or outcome.peak_bytes <= self.limit_bytes
+        }
+        self.fit_all(tuple(self.free))
+        self.polish()
+        return any(outcome.fits for key, outcome in self.outcomes.items() if before.get(key) is not outcome)
 
     @property
     def smallest(self) -> Outcome | None:
@@ -98,33 +127,39 @@ class TrainingSearch:
         """Whether another plan would take longer than there is time for, or more plans were made than are worth it."""
         if self.deadline.seconds_left <= self.longest_seconds:
             self.is_late = True
-        return self.is_late or len(self.outcomes) + len(self.free) >= _MOST_PLANS
+        return self.is_late or self.count >= _MOST_PLANS
+
+    def first_keep(self, microbatches: int) -> int:
+        """Returns the index of what is fastest to keep: writing more to memory may take longer than to recompute it."""
+        keeps = self.problem.keeps(microbatches)
+        return min(range(len(keeps)), key=lambda index: (keeps[index].seconds, index))
 
     def recipe(self, microbatches: int, groups: int, keep_index: int = 0) -> Recipe:
         """Returns a recipe by the index of what it keeps."""
-        return Recipe(microbatches, groups, self.keeps[keep_index])
+        keep = self.problem.keeps(microbatches)[keep_index]
+        return Recipe(microbatches, groups, keep, self.problem.step.recipe.accumulate_dtype)
 
     def plan_free(self, shape: Shape, recipe: Recipe) -> None:
         """Plans a mesh without a limit of memory."""
         if shape in self.free or (self.free and self.is_over):
             return
-        outcome = self.plan(shape, recipe, float("inf"))
+        outcome = self.plan(shape, recipe, is_free=True)
         self.free[shape] = outcome
         if outcome.fits or outcome.refusal:  # then a limit changes nothing
             self.outcomes[shape, recipe] = outcome
 
-    def plan(self, shape: Shape, recipe: Recipe, limit_bytes: float | None = None) -> Outcome:
+    def plan(self, shape: Shape, recipe: Recipe, is_free: bool = False) -> Outcome:
         """Plans once, and says so."""
-        outcome = plan_once(self.problem, shape, recipe, limit_bytes, self.deadline)
+        outcome = plan_once(self.problem, shape, recipe, self.limit_bytes, is_free, self.deadline)
         self.longest_seconds = max(self.longest_seconds, outcome.planning_seconds)
-        count = len(self.outcomes) + len(self.free) + 1
+        self.count += 1
         best = self.best
         fastest = "" if best is None else f", best so far {best.seconds:.4g} s on {best.mesh}"
-        self.progress(f"{count} plans{fastest}; {outcome.mesh}, {recipe}")
+        self.progress(f"{self.count} plans{fastest}; {outcome.mesh}, {recipe}")
         return outcome
 
     def fit_all(self, shapes: Sequence[Shape]) -> None:
-        """Looks for the best plan that fits on each mesh, the fastest without a limit first."""
+        """Looks for the best plan that fits on each mesh, first where it is fastest without a limit."""
         planned = [shape for shape in shapes if shape in self.free and self.free[shape].result is not None]
         for shape in sorted(planned, key=lambda shape: self.free[shape].seconds):
             self.fit(shape)
@@ -140,9 +175,21 @@ class TrainingSearch:
             keeps_all = False
             for groups in dict.fromkeys((free.batch_splits, 1) if microbatches > 1 else (1,)):
                 keeps_all |= self.fit_column(shape, microbatches, groups)
-            # With everything kept, more microbatches only cost time.
-            if keeps_all or self.is_over:
+            # More microbatches only cost time where they let the backward pass keep more.
+            is_worse = self.seconds_of(shape, microbatches // 2) < self.seconds_of(shape, microbatches)
+            if keeps_all or self.is_over or is_worse:
                 return
+
+    def seconds_of(self, shape: Shape, microbatches: int) -> float:
+        """Returns the least time on a mesh with so many microbatches; infinite where nothing fits."""
+        return min(
+            (
+                outcome.seconds
+                for (other, recipe), outcome in self.outcomes.items()
+                if outcome.fits and other == shape and recipe.microbatches == microbatches
+            ),
+            default=float("inf"),
+        )
 
     def counts(self, splits: int) -> Iterator[int]:
         """Yields numbers of microbatches: 1, 2, 4, ..., as long as all devices have examples of each."""
@@ -150,31 +197,75 @@ class TrainingSearch:
             yield self.microbatches
             return
         count, examples = 1, self.problem.loss.batch_size
-        while count * splits <= examples:
+        while count * splits <= examples and (count == 1 or not self.problem.split_refusal):
             if examples % (count * splits) == 0:
                 yield count
             count *= 2
 
     def fit_column(self, shape: Shape, microbatches: int, groups: int) -> bool:
-        """Bisects for the first recipe of a column that fits; returns whether it keeps everything."""
-        last = len(self.keeps) - 1
-        if not self.fits(shape, microbatches, groups, last):
+        """Bisects for the first recipe of a column that fits; returns whether it keeps what is fastest."""
+        free = self.free_column(shape, microbatches, groups)
+        if free is None or free.refusal or free.fits:
+            return free is not None and free.fits
+        worthwhile = self.worthwhile(free)
+        if not worthwhile:
+            self.beaten[shape, free.recipe] = _beaten_text(free.seconds)
+        if not worthwhile or not self.fits(shape, microbatches, groups, worthwhile[-1]):
             return False
-        low, high = -1, last
+        low, high = -1, len(worthwhile) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            if self.fits(shape, microbatches, groups, middle):
+            if self.fits(shape, microbatches, groups, worthwhile[middle]):
                 high = middle
             else:
                 low = middle
         # What just fits may pay for it with slow layouts: recomputing a little more may be faster.
-        for keep_index in range(high + 1, last):
-            before = self.outcomes.get((shape, self.recipe(microbatches, groups, keep_index - 1)))
+        for keep_index in worthwhile[high + 1 :]:
+            best = self.best
+            if keep_index not in self.worthwhile(free):
+                break
             self.fits(shape, microbatches, groups, keep_index)
-            after = self.outcomes.get((shape, self.recipe(microbatches, groups, keep_index)))
-            if before is None or after is None or after.seconds >= before.seconds:
+            if self.best is best:
                 break
         return high == 0
+
+    def free_column(self, shape: Shape, microbatches: int, groups: int) -> Outcome | None:
+        """Plans the fastest recipe of a column without a limit of memory; `None` where there is no time for it."""
+        recipe = self.recipe(microbatches, groups, self.first_keep(microbatches))
+        if self.free[shape].recipe == recipe:
+            return self.free[shape]
+        if (shape, recipe) not in self.columns and not self.is_over:
+            self.columns[shape, recipe] = outcome = self.plan(shape, recipe, is_free=True)
+            if outcome.fits:
+                self.outcomes[shape, recipe] = outcome
+        return self.columns.get((shape, recipe))
+
+    def worthwhile(self, free: Outcome) -> list[int]:
+        """Returns what the backward pass may keep, by index, for plans of a column to be better than the best so far.
+
+        More recomputed takes longer, at least by what it takes if all devices share it.
+        """
+        keeps, first = self.problem.keeps(free.recipe.microbatches), self.first_keep(free.recipe.microbatches)
+        best, count = self.best, self.problem.cluster.count
+        parts = 1 if free.recipe.microbatches == 1 else 2  # of other choices, seconds are those of half the batch
+        most = float("inf") if best is None else best.seconds * (1 - _TIE)
+        return [
+            index
+            for index in range(first, len(keeps))
+            if free.seconds + (keeps[index].seconds - keeps[first].seconds) * parts / count < most
+        ]
+
+    def polish(self) -> None:
+        """Plans what the best plan might keep more or less, as long as that is better."""
+        while self.best is not None and not self.is_over:
+            best, count = self.best, len(self.outcomes)
+            keeps = self.problem.keeps(best.recipe.microbatches)
+            index = keeps.index(best.recipe.keep)
+            for near in (index - 1, index + 1):
+                if 0 <= near < len(keeps):
+                    self.fits(best.shape, best.recipe.microbatches, best.recipe.groups, near)
+            if self.best is best or len(self.outcomes) == count:
+                return
 
     def fits(self, shape: Shape, microbatches: int, groups: int, keep_index: int) -> bool:
         """Whether a recipe fits on a mesh."""
@@ -190,5 +281,9 @@ class TrainingSearch:
         best = self.best
         if best is None or bound < best.seconds * (1 - _TIE):
             return False
-        self.beaten[shape, recipe] = f"takes {bound:.4g} s or more, even with memory for everything"
+        self.beaten[shape, recipe] = _beaten_text(bound)
         return True
+
+
+def _beaten_text(seconds: float) -> str:
+    return f"takes {seconds_text(seconds)} or more without a limit of memory"

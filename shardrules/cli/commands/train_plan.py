@@ -1,0 +1,105 @@
+"""`shardrules train-plan`: plans training on a cluster, from a loss."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from shardrules.cli.command import SUCCESS, Command
+from shardrules.cli.errors import UsageError, byte_option
+from shardrules.cli.files import write
+from shardrules.cli.objects import load_object
+from shardrules.cli.optimizers import load_optimizer
+from shardrules.cli.rules import load_rules
+from shardrules.cli.step import errors_in_one_line, read_hardware
+from shardrules.cli.terminal import emit_progress, show, working
+from shardrules.cli.trees import load_shapes
+from shardrules.training.plan_training import plan_training
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("loss", metavar="LOSS", help="module:function or file.py:function: loss(model, batch)")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="module:function that returns the model")
+    parser.add_argument(
+        "--optimizer", metavar="OPTIMIZER", default="adamw", help="adamw (default), lion, module:name, ..."
+    )
+    parser.add_argument(
+        "--batch", metavar="BATCH", required=True, help="module:function, or shapes of a whole step: int32[512,4097]"
+    )
+    parser.add_argument("--cluster", metavar="TARGET", required=True, help="cuda:h100:64, tpu:v5p:4x4x8, ...")
+    parser.add_argument("--has-aux", action="store_true", help="the loss returns a pair (loss, aux)")
+    parser.add_argument("--memory-limit", metavar="BYTES", help="memory that a device may use: 40GiB")
+    parser.add_argument("--hardware", metavar="NAME", help="another sheet, or a file from Hardware.save")
+    parser.add_argument("--pins", metavar="RULES", help="rules for (model, state, batch)")
+    parser.add_argument("--microbatches", metavar="N", type=int, help="how many (default: the best)")
+    parser.add_argument(
+        "--time-limit", metavar="SECONDS", type=float, default=600.0, help="for the search (default: 600)"
+    )
+    parser.add_argument("--prove", metavar="N", type=int, default=0, help="compile the best N, and take the best")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it as JSON, which report reads")
+    parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.time_limit > 0:
+        raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
+    if args.prove < 0 or (args.microbatches is not None and args.microbatches < 1):
+        raise UsageError("--prove and --microbatches must be positive")
+    hardware = None if args.hardware is None else read_hardware(args.hardware)
+    memory_limit = byte_option("--memory-limit", args.memory_limit)
+    pins = None if args.pins is None else load_rules(args.pins).rule
+    loss = load_object(args.loss)
+    if not callable(loss.value) or loss.args is not None:
+        raise UsageError(f"{args.loss} must be a function loss(model, batch), not a call")
+    model, batch = load_shapes(args.model), load_shapes(args.batch)
+    optimizer = load_optimizer(args.optimizer)
+    if not callable(getattr(optimizer, "update", None)):
+        raise UsageError(f"--optimizer {args.optimizer} has no update: name an optax.GradientTransformation")
+    with errors_in_one_line(args.loss, "the loss"), _progress(f"planning {args.loss}") as progress:
+        plan = plan_training(
+            loss.value,
+            model,
+            optimizer,
+            batch,
+            cluster=args.cluster,
+            has_aux=args.has_aux,
+            memory_limit=memory_limit,
+            pins=pins,
+            microbatches=args.microbatches,
+            hardware=hardware,
+            time_limit=args.time_limit,
+            prove=args.prove,
+            progress=progress,
+        )
+    if args.output is not None:
+        write(args.output, f"{plan.to_json()}\n")
+    show(plan.to_json() if args.format == "json" else str(plan))
+    return SUCCESS
+
+
+@contextlib.contextmanager
+def _progress(task: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is planned: on a terminal in one line, elsewhere a line for each plan on the standard error."""
+    if Console(stderr=True).is_terminal:
+        with working(task):
+            yield lambda text: None
+    else:
+        yield emit_progress
+
+
+COMMAND = Command(
+    "train-plan",
+    "Plans training on a cluster: mesh, layouts, microbatches, what is recomputed.",
+    "LOSS --model MODEL --batch BATCH --cluster TARGET [options]",
+    (
+        (
+            "train-plan docs/examples/train_gpt.py:loss_of --cluster cuda:h100:8 \\\n"
+            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]' -o train.json"
+        ),
+    ),
+    _declare,
+    _run,
+    "nothing fits",
+)
