@@ -18,9 +18,9 @@ from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.analysis.machine.measured import ROW_BYTES
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.operand_copies import OperandCopies
+from shardrules.planning.graph.operand_copies import OperandCopies, copied_filter
 from shardrules.planning.graph.problem import Home, project
-from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul
+from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul, reduced_runs
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 
@@ -49,9 +49,12 @@ class ComputeCosts:
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
             seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
         copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
+        copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
         seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
-        launches = int(op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
+        # A kernel of a GPU reduces dims that are next to each other.
+        kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
+        launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         return (seconds + launches * hardware.launch_seconds) * operation.run_count
 
     @functools.cached_property
@@ -150,6 +153,21 @@ class ComputeCosts:
         homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
         sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
         return self._operand_copies.nbytes(op_index, sizes)
+
+    def _filter_copy_bytes(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a device reads and writes to copy a filter, or its gradient, into the order of cuDNN or from it."""
+        program = self.fusion.program
+        operation = program.operations[op_index]
+        filter_index = copied_filter(program, operation) if self.machine.is_gpu else None
+        if filter_index is None:
+            return np.zeros(len(layouts))
+        array = program.arrays[filter_index]
+        if filter_index in operation.results:
+            return 2 * array.nbytes / self._result_counts(operation, node, layouts, 0)
+        sizes = self._local_shapes(array.shape, layouts, operand_homes.get((op_index, 1)))
+        return 2 * array.nbytes / max(1, math.prod(array.shape)) * sizes.prod(axis=1)
 
     @functools.cached_property
     def _operand_copies(self) -> OperandCopies:

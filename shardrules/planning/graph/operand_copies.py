@@ -1,4 +1,4 @@
-"""Which operands of dots compilers for GPUs copy first, because of the order in which their dims are in memory.
+"""Which operands of dots and convolutions compilers for GPUs copy first, because of the order of their dims in memory.
 
 A kernel for matmuls takes matrices: the dims of the batch have to be next to each other in memory and in their order,
 and so have those that are summed over, and all others; those of the batch must not come last. An operand in another
@@ -7,6 +7,8 @@ as long as a device has several rows of the batch and several heads.
 
 What a kernel computes element by element is written in the order that the dot takes, which costs nothing. A dot with a
 vector is no matmul: it is computed like a reduction, which reads any order.
+
+cuDNN takes filters, and returns their gradients, with the features of the result first and those of the input last.
 """
 
 import functools
@@ -18,7 +20,7 @@ import attrs
 import numpy as np
 
 from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul
-from shardrules.planning.traced.program import Operation
+from shardrules.planning.traced.program import Operation, TracedProgram
 
 _UPDATED_COPIES = 3
 """How often an argument is copied that is updated in place and then read by a dot in another order: into that order, a
@@ -133,6 +135,36 @@ class OperandCopies:
         (operand,) = operation.operands
         permutation = operation.equation.params["permutation"]
         return order if operand is None else tuple(permutation.index(dim) for dim in self._order(operand))
+
+
+def copied_filter(program: TracedProgram, operation: Operation) -> int | None:
+    """The filter that a convolution needs in another order than its own, or its gradient that it returns in another one.
+
+    ```python
+    from shardrules.planning.graph.operand_copies import copied_filter
+    from shardrules.planning.traced.program import read_jaxpr
+
+    def blur(images, kernel):
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC"))
+
+    for order, copied in {"HWIO": 1, "OHWI": None}.items():
+        program = read_jaxpr(jax.make_jaxpr(blur)(jnp.ones((8, 16, 16, 4)), jnp.ones((4, 4, 4, 4))))
+        assert copied_filter(program, program.operations[0]) == copied
+    ```
+    """
+    if operation.name != "conv_general_dilated":
+        return None
+    numbers = operation.equation.params["dimension_numbers"]
+    is_gradient = numbers.lhs_spec[0] > numbers.lhs_spec[1]  # JAX swaps the batch and the features of the input
+    if is_gradient:
+        (array,), (inside, outside, *_) = operation.results, numbers.out_spec
+    else:
+        array, (outside, inside, *_) = operation.operands[1], numbers.rhs_spec
+    producer = None if array is None else program.producers.get(array)
+    # The copy that reverses a filter for the gradient of the input puts it into that order, too.
+    is_reversed = not is_gradient and producer is not None and program.operations[producer].name == "rev"
+    last = len(operation.equation.outvars[0].aval.shape) - 1
+    return None if is_reversed or (outside, inside) == (0, last) else array
 
 
 def _groups(operation: Operation) -> Iterable[tuple[tuple[int, ...], ...]]:

@@ -232,11 +232,21 @@ def is_matmul(operation: Operation) -> bool:
     return all(others) and any(shapes[0][dim] > 1 for dim in summed[0])
 
 
+def reduced_runs(operation: Operation) -> int:
+    """How many runs of neighboring dims an operation reduces. Dims of one element do not count: to reduce only these, as
+    gradients of a mean that keeps its dims do, computes nothing."""
+    axes = operation.equation.params.get("axes", ())
+    if not operation.name.startswith("reduce_") or not axes:
+        return 1
+    kept = [dim in axes for dim, size in enumerate(operation.equation.invars[0].aval.shape) if size != 1]
+    return sum(is_reduced for is_reduced, _ in itertools.groupby(kept))
+
+
 def _ends_chain(operation: Operation) -> bool:
     """Whether the results of an operation are written, whatever uses them."""
     name = operation.name
     adds_up = name == "dot_general" and bool(operation.factors.reduced)
-    reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision")
+    reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision" and reduced_runs(operation) > 0)
     return _takes_whole(operation) or operation.role == "leave" or name in ENDS or reduces
 
 

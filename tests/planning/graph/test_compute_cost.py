@@ -92,3 +92,35 @@ def test_dots_on_gpus_pay_for_copies_of_their_operands() -> None:
     assert costs(score, *shapes)["dot_general"] - costs(ready, *shapes)["dot_general"] == pytest.approx(copy_seconds)
     on_tpu = [costs(fn, *shapes, hardware=V5E)["dot_general"] for fn in (score, ready)]
     assert on_tpu[0] == on_tpu[1]
+
+
+def test_reductions_of_dims_apart_are_two_kernels_on_gpus() -> None:
+    shape = (64, 16, 16, 32, 8)
+    together, apart = (
+        costs(lambda x, axes=axes: jnp.sum(x, axes, jnp.bfloat16), shape)["reduce_sum"] for axes in ((1, 2), (1, 2, 4))
+    )
+    written = 2 * 64 * 32 * 7 / COPY  # seven of eight sums of the first are not written by the second
+    assert apart - together == pytest.approx(H100.launch_seconds - written, rel=0.01)
+    on_tpu = [
+        costs(lambda x, axes=axes: jnp.max(x, axes), shape, hardware=V5E)["reduce_max"] for axes in ((1, 2), (1, 2, 4))
+    ]
+    assert on_tpu[1] < on_tpu[0]
+
+
+def test_convolutions_on_gpus_pay_for_copies_of_filters_into_cudnns_order() -> None:
+    def seconds(order: str, shape: tuple[int, ...], *, hardware: sr.Hardware = H100, gradient: bool = False) -> float:
+        def convolve(x: Any, kernel: Any) -> Any:
+            return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC"))
+
+        def of_kernel(x: Any, kernel: Any) -> Any:
+            return jax.vjp(lambda kernel: convolve(x, kernel), kernel)[1](x)
+
+        fn = of_kernel if gradient else convolve
+        return costs(fn, (8, 16, 16, 1024), shape, hardware=hardware)["conv_general_dilated"]
+
+    mine, cudnns = ("HWIO", (3, 3, 1024, 1024)), ("OHWI", (1024, 3, 3, 1024))
+    copy_seconds = 2 * 2 * 9 * 1024**2 / COPY + H100.launch_seconds
+    for gradient in (False, True):
+        difference = seconds(*mine, gradient=gradient) - seconds(*cudnns, gradient=gradient)
+        assert difference == pytest.approx((1 + gradient) * copy_seconds)
+        assert seconds(*mine, gradient=gradient, hardware=V5E) == seconds(*cudnns, gradient=gradient, hardware=V5E)

@@ -119,3 +119,15 @@ def test_updates_touch_only_what_they_change() -> None:
     table = read(lambda table, rows: table[rows], jnp.ones((1000, 16)), jnp.arange(4))
     (gather,) = [index for index, operation in enumerate(table.operations) if operation.name == "gather"]
     assert FusedProgram.of(table).read_bytes(gather, 0) == 4 * 16 * 4
+
+
+def test_reductions_of_single_elements_are_no_kernels() -> None:
+    def norm(x: jax.Array) -> jax.Array:
+        return x - jnp.mean(x, (1, 3), keepdims=True)
+
+    x = jnp.ones((8, 4, 2, 4))
+    program = read_jaxpr(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(norm(x) ** 3)))(x))
+    ends = [program.operations[op_index] for op_index in FusedProgram.of(program).kernels]
+    sizes = [operation.equation.invars[0].aval.size for operation in ends if operation.name == "reduce_sum"]
+    assert sizes
+    assert min(sizes) == x.size
