@@ -138,7 +138,7 @@ class OperandCopies:
 
 
 def copied_filter(program: TracedProgram, operation: Operation) -> int | None:
-    """The filter that a convolution needs in another order than its own, or its gradient that it returns in another one.
+    """The filter that a convolution needs in another order, or its gradient, which it returns in another order.
 
     ```python
     from shardrules.planning.graph.operand_copies import copied_filter

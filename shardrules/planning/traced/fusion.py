@@ -233,8 +233,17 @@ def is_matmul(operation: Operation) -> bool:
 
 
 def reduced_runs(operation: Operation) -> int:
-    """How many runs of neighboring dims an operation reduces. Dims of one element do not count: to reduce only these, as
-    gradients of a mean that keeps its dims do, computes nothing."""
+    """How many runs of neighboring dims an operation reduces. Dims of one element do not count: to reduce only these,
+    as gradients of a mean that keeps its dims do, computes nothing.
+
+    ```python
+    from shardrules.planning.traced.fusion import reduced_runs
+    from shardrules.planning.traced.program import read_jaxpr
+
+    program = read_jaxpr(jax.make_jaxpr(lambda x: jnp.sum(x, (1, 2, 4)))(jnp.ones((2, 3, 3, 2, 3))))
+    assert reduced_runs(program.operations[0]) == 2
+    ```
+    """
     axes = operation.equation.params.get("axes", ())
     if not operation.name.startswith("reduce_") or not axes:
         return 1
