@@ -5,10 +5,15 @@ gets from all devices can add up its own part instead, and ask the others once, 
 
     body:  %all = f32[64] all-reduce(%gradient)
            %sum = f32[64] add(%carried, %all)
+
+So can one that stacks what it gets, if all that is used of the stack is its sum:
+
+    body:  %stack = f32[4,64] dynamic-update-slice(%carried, %all, %round, %zero)
+    after: %sum = f32[64] reduce(%stack, %none), dimensions={0}, to_apply=%plus
 """
 
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias, final
 
 import attrs
 
@@ -20,7 +25,7 @@ from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import ArrayType, Instruction
-from shardrules.analysis.program.uses import Use, is_move, uses
+from shardrules.analysis.program.uses import is_move, uses
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 
@@ -42,21 +47,35 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @final
 @attrs.frozen
+class _Total:
+    """What adds up the rounds of a loop."""
+
+    rounds: int
+    is_stacked: bool = False
+    """Whether it does so after the loop."""
+
+
+@final
+@attrs.frozen
 class _RepeatedSum:
     collective: Collective
     array: ArrayType
-    rounds: int
-    """How often the loop adds it up."""
+    total: _Total
+
+
+_Totals: TypeAlias = Mapping[tuple[str, str], _Total]
+"""By computation and name."""
 
 
 def check_accumulation(facts: AuditFacts) -> Iterator[Finding]:
     """Sums over devices of which a loop uses nothing but the total."""
-    groups: dict[tuple[str, str, int, str], list[_RepeatedSum]] = {}
+    groups: dict[tuple[str, str, _Total, str], list[_RepeatedSum]] = {}
     for repeated in _repeated_sums(facts):
         collective = repeated.collective
-        key = (collective.kind, collective.axes_text, repeated.rounds, user_line(collective.stack))
+        key = (collective.kind, collective.axes_text, repeated.total, user_line(collective.stack))
         groups.setdefault(key, []).append(repeated)
-    for (kind, axes, rounds, line), group in groups.items():
+    for (kind, axes, sums, line), group in groups.items():
+        rounds = sums.rounds
         total = sum(_share(repeated) * repeated.collective.total_wire_bytes for repeated in group)
         seconds = sum(_share(each) * collective_seconds(each.collective, facts.hardware) for each in group)
         saved = seconds * (rounds - 1) / rounds
@@ -77,12 +96,13 @@ def check_accumulation(facts: AuditFacts) -> Iterator[Finding]:
         largest = max((repeated.array for repeated in group), key=lambda array: array.nbytes)
         names = names_text(path for each in group for path in facts.parameters_like(each.collective, each.array))
         memory = f" It takes {bytes_text(whole_bytes)} more memory." if whole_bytes else ""
+        place = "which are stacked and only added up" if sums.is_stacked else "of a loop that only adds them up"
         yield Finding(
             severity(facts, saved),
             "reduced-in-loop",
             f"{runs} x {kind} over {axes}, largest array {largest}: {bytes_text(round(total))} on the wire per device "
-            f"and step, in each of the {rounds} rounds of a loop that only adds them up. Once after the loop would be "
-            f"enough: {cost_text(facts, saved)}" + f". By shape the gradients of {names}" * bool(names),
+            f"and step, in each of the {rounds} rounds {place}. Once after the loop would be enough: "
+            f"{cost_text(facts, saved)}" + f". By shape the gradients of {names}" * bool(names),
             remedy="Add up each device's own gradients in the loop, inside jax.shard_map over the axis of the batch, "
             f"and sum over devices (jax.lax.psum) after it.{memory}",
             axis=axes if axes in facts.sizes else None,
@@ -104,15 +124,20 @@ def _repeated_sums(facts: AuditFacts) -> Iterator[_RepeatedSum]:
         if collective.kind not in _REDUCTIONS or collective.group_size < 2:
             continue
         for array, values in zip(collective.arrays, facts.results_of(collective), strict=True):
-            rounds = _rounds(facts, values, totals)
-            if rounds > 1 and array.size > 1:
-                yield _RepeatedSum(collective, array, rounds)
+            total = _total(facts, values, totals)
+            if total is not None and array.size > 1 and collective.times.count >= total.rounds:
+                yield _RepeatedSum(collective, array, total)
 
 
-def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], int]]:
-    """Yields the additions of loops that add to an element of the state: computation and name, and the rounds."""
+def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], _Total]]:
+    """Yields the additions of loops that add to an element of the state, and the reductions that add up one dim."""
     scalings = frozenset(_scalings(program))
     for computation, loop in program.walk():
+        if loop.op == "reduce" and _adds(program, loop):
+            shape = computation.by_name[loop.operands[0]].types[0].shape
+            dims = loop.dims("dimensions")
+            if len(dims) == 1 and shape[dims[0]] > 1 and program.times(computation.name).count:
+                yield (computation.name, loop.name), _Total(shape[dims[0]], is_stacked=True)
         rounds = program.flow.trips.get(loop.name) if loop.op == "while" else None
         if not rounds or rounds < 2 or not program.times(computation.name).count:
             continue
@@ -120,7 +145,13 @@ def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], int]]:
         root = program.find(body).by_name[program.find(body).root]
         for index in range(len(root.operands)):
             for addition in _additions_to(program, body, index, scalings):
-                yield (addition.computation, addition.instruction), rounds
+                yield (addition.computation, addition.instruction), _Total(rounds)
+
+
+def _adds(program: CompiledProgram, reduction: Instruction) -> bool:
+    """Whether a reduction of one array adds up."""
+    adders = [program.find(name) for name in reduction.references("to_apply")]
+    return len(reduction.operands) == 2 and all(each.by_name[each.root].op == "add" for each in adders)
 
 
 def _scalings(program: CompiledProgram) -> Iterator[str]:
@@ -171,20 +202,18 @@ _MAX_ADDITIONS = 8
 as many would do for gradients that are used twice; twice as many cost time in large programs."""
 
 
-def _rounds(facts: AuditFacts, values: tuple[Value, ...], totals: dict[tuple[str, str], int]) -> int:
-    """How many rounds the loop has that adds up these values; 0 if anything else uses them."""
-    rounds = 0
+def _total(facts: AuditFacts, values: tuple[Value, ...], totals: _Totals) -> _Total | None:
+    """What adds up these values, if nothing else uses them."""
+    largest: _Total | None = None
 
     def passes_on(user: Instruction) -> bool:
         return is_move(user) or (user.op in _LINEAR and user.name not in names)
 
     names = {name for _, name in totals}
     for use in facts.uses_of(values, passes_on):
-        if not _is_total(use, totals):
-            return 0
-        rounds = max(rounds, totals[use.computation.name, use.instruction.name])
-    return rounds
-
-
-def _is_total(use: Use, totals: dict[tuple[str, str], int]) -> bool:
-    return (use.computation.name, use.instruction.name) in totals
+        total = totals.get((use.computation.name, use.instruction.name))
+        if total is None:
+            return None
+        if largest is None or total.rounds > largest.rounds:
+            largest = total
+    return largest

@@ -185,17 +185,19 @@ def muon(is_bad: bool, target: str) -> Step:
     return Step(step, (params, state, f32(256, 256)), "data:8", _options(*specs, P("data"), out=specs, roles=roles))
 
 
-def microbatches(is_bad: bool, target: str) -> Step:
+def microbatches(is_bad: bool, target: str, stacks: bool = False) -> Step:
     """Gradients that are summed over devices for each of four microbatches, or once."""
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
     def accumulated(w: Any, xs: Any) -> Any:
-        def add(total: Any, x: Any) -> Any:
-            return total + jax.grad(loss)(w, x if not is_bad else con(x, "data")), None
+        def gradient(x: Any) -> Any:
+            return jax.grad(loss)(w, x if not is_bad else con(x, "data"))
 
-        return lax.scan(add, jnp.zeros_like(w), xs)[0]
+        if stacks:
+            return jnp.sum(lax.map(gradient, xs), 0)
+        return lax.scan(lambda total, x: (total + gradient(x), None), jnp.zeros_like(w), xs)[0]
 
     def of_device(w: Any, xs: Any) -> Any:
         # Gathered outside of the loss, whose gradient is then of this device alone.
@@ -206,6 +208,11 @@ def microbatches(is_bad: bool, target: str) -> Step:
     once = jax.shard_map(of_device, in_specs=specs, out_specs=P("data"), check_vma=False)
     options = _options(*specs, out=P("data"), roles=("parameters", "batch"))
     return Step(accumulated if is_bad else once, (f32(1024, 1024), f32(4, 256, 1024)), "data:8", options)
+
+
+def stacked_microbatches(is_bad: bool, target: str) -> Step:
+    """The same gradients, which are stacked and added up in the end."""
+    return microbatches(is_bad, target, stacks=True)
 
 
 def float8(is_bad: bool, target: str) -> Step:
@@ -287,6 +294,7 @@ ACCIDENTS: Mapping[Callable[[bool, str], Step], str] = MappingProxyType(
         names: "unmatched-names",
         muon: "replicated-update",
         microbatches: "reduced-in-loop",
+        stacked_microbatches: "reduced-in-loop",
         float8: "wide-on-the-wire",
         bfloat16: "wide-on-the-wire",
         zero: "state-left-whole",
