@@ -21,14 +21,20 @@ times as fast as the first FlashAttention in Triton forward, and twice backward 
 
 
 def attend(platform: str, blocks: Blocks, query: Any, key: Any, value: Any) -> Any:
-    """Causal attention of (batch, length, heads, head_dim); keys and values may have fewer heads."""
+    """Causal attention of (batch, length, heads, head_dim); keys and values may have fewer heads.
+
+    Values may be narrower than queries and keys.
+    """
     if platform == "cuda":
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     if platform == "tpu":
         # As MaxText, which repeats the heads of keys and values itself before a kernel for equal heads.
         repeats = query.shape[2] // key.shape[2]
         return _splash(blocks, query, jnp.repeat(key, repeats, 2), jnp.repeat(value, repeats, 2))
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)  # toys on CPUs
+    # Toys on CPUs, for which JAX takes values as wide as keys.
+    size = value.shape[-1]
+    value = jnp.pad(value, [(0, 0)] * 3 + [(0, key.shape[-1] - size)])
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)[..., :size]
 
 
 def _splash(blocks: Blocks, query: Any, key: Any, value: Any) -> Any:

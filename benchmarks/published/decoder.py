@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from published.attention import BATCH, attend
 from published.eager import kernel, layer_norm
+from published.experts import ExpertDims, ExpertLayer
 from published.fsdp import gathered, with_strategy
 from published.recipe import POLICIES, Recipe
 
@@ -39,10 +40,21 @@ class Dims:
     family: Family = "llama"
     parallel: bool = False
     """Attention and MLP read the same normed input, and their results are added to it together."""
+    experts: ExpertDims | None = None
+    """Layers are of experts."""
+
+
+def _expert_layer(dims: Dims, recipe: Recipe, platform: str = "") -> ExpertLayer | None:
+    """A layer of experts, if layers are."""
+    if dims.experts is None:
+        return None
+    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, _rotary)
 
 
 def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights of a layer, with MaxText's specs: the model's width over `fsdp`, heads and MLP over `tensor`."""
+    if expert_layer := _expert_layer(dims, recipe):
+        return expert_layer.shapes
     embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
     column, row = P("fsdp", "tensor"), P("tensor", "fsdp")
     norms = ("norm_attention",) if dims.parallel else ("norm_attention", "norm_mlp")
@@ -69,16 +81,17 @@ def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...]
     return shapes
 
 
-def _root_shapes(dims: Dims, length: int) -> dict[str, tuple[tuple[int, ...], P]]:
+def _root_shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights outside of layers."""
     shapes = {"embed": ((dims.vocab, dims.embed), P("tensor", "fsdp")), "norm": ((dims.embed,), P())}
     if dims.family == "llama":
-        return shapes | {"head": ((dims.embed, dims.vocab), P("fsdp", "tensor"))}
+        head = P(None, ("fsdp", "tensor")) if recipe.split_vocab else P("fsdp", "tensor")
+        return shapes | {"head": ((dims.embed, dims.vocab), head)}
     return shapes | {"norm_bias": ((dims.embed,), P()), "positions": ((length, dims.embed), P(None, "fsdp"))}
 
 
 def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
-    layer, root = _layer_shapes(dims, recipe), _root_shapes(dims, length)
+    layer, root = _layer_shapes(dims, recipe), _root_shapes(dims, recipe, length)
     if recipe.fsdp:  # FSDP splits vectors
         layer, root = (
             {name: ((prod(shape),), P("fsdp")) for name, (shape, _) in shapes.items()} for shapes in (layer, root)
@@ -184,6 +197,8 @@ class Decoder:
 
     def _layer(self, x: Any, weights: Any) -> tuple[Any, None]:
         weights = self._whole(weights, _layer_shapes(self.dims, self.recipe))
+        if expert_layer := _expert_layer(self.dims, self.recipe, self.platform):
+            return expert_layer(x, weights), None
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
         normed = self._residual(self._norm(x, weights, "norm_attention"))
         context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(normed, weights)))
@@ -213,7 +228,7 @@ class Decoder:
     def loss(self, weights: Any, tokens: Any, targets: Any) -> Any:
         """The mean cross entropy of a batch."""
         root = {name: weight for name, weight in weights.items() if name != "layers"}
-        root = self._whole(root, _root_shapes(self.dims, tokens.shape[1]))
+        root = self._whole(root, _root_shapes(self.dims, self.recipe, tokens.shape[1]))
         table = root["embed"]
         if self.recipe.one_hot_lookup:
             x = jnp.einsum("bsv,ve->bse", jax.nn.one_hot(tokens, self.dims.vocab, dtype=jnp.bfloat16), table)
@@ -224,7 +239,8 @@ class Decoder:
         x = self._layers(self._residual(x), weights["layers"])
         x = self._norm(x, root, "norm")
         head = table.T if self.dims.family == "gpt" else root["head"]
-        logits = self._fence(self._constrain(jnp.einsum("bse,ev->bsv", x, head), BATCH, None, "tensor"))
+        spec = ("data", None, ("fsdp", "tensor")) if self.recipe.split_vocab else (BATCH, None, "tensor")
+        logits = self._fence(self._constrain(jnp.einsum("bse,ev->bsv", x, head), *spec))
         return jnp.mean(_cross_entropy(logits.astype(jnp.float32), targets))
 
     def step(self, weights: Any, state: Any, tokens: Any, targets: Any) -> tuple[Any, Any, Any]:

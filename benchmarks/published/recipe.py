@@ -76,6 +76,13 @@ class Recipe:
     one_hot_lookup: bool = True
     """The embedding is a matmul with a one-hot matrix instead of a gather."""
 
+    split_vocab: bool = False
+    """`fsdp` splits the head and the logits over the vocabulary, and not over the model's width and the batch."""
+
+    transposed: bool = False
+    """`tensor` splits the width of the model in weights, where it splits no other dim but the MLP's, and not the MLP's:
+    MaxText's axis `tensor_transpose`."""
+
     split_residual: bool = True
     """Between layers the width of activations is split over `tensor`."""
 

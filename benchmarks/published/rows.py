@@ -4,7 +4,8 @@ A row is a table `[[rows]]`:
 
 - `name`: unique, as `"17"`.
 - `target`: as `"tpu:v5e:16x16:2"`, two slices of 256 chips.
-- `model`: the name of a table `[models.NAME]` with the dimensions of a decoder (`Dims`).
+- `model`: the name of a table `[models.NAME]` with the dimensions of a decoder (`Dims`); where its layers are of
+    experts it has a table `[models.NAME.experts]` (`ExpertDims`).
 - `mesh`: the sizes of `data`, `fsdp` and `tensor`; the others are 1. Sequences are split over `data` and `fsdp`.
 - `batch`, `length`: sequences for each device, and tokens of each. With `tensor`, the devices that share a sequence
     take as many as they are times `batch`.
@@ -25,6 +26,7 @@ import jax
 
 from published.attention import RATES
 from published.decoder import Dims, weight_shapes
+from published.experts import ExpertDims
 from published.recipe import POLICIES, STRATEGIES, Recipe
 
 FILE = Path(__file__).with_name("rows.toml")
@@ -91,9 +93,15 @@ class Row:
         problems += [f"{name} must be positive, got {value}" for name, value in positive.items() if not value > 0]
         if self.recipe.attention and self.recipe.attention not in RATES:
             problems.append(f"unknown attention {self.recipe.attention!r}; known are {', '.join(RATES)}")
-        problems += self._fsdp_problems
+        problems += [*self._fsdp_problems, *self._expert_problems]
         dims, tensor, fsdp = self.dims, self.mesh["tensor"], self.mesh["fsdp"]
-        splits = {"heads": tensor, "kv_heads": tensor, "mlp": tensor, "vocab": tensor, "embed": math.lcm(fsdp, tensor)}
+        splits = {
+            "heads": tensor,
+            "kv_heads": tensor,
+            "mlp": tensor,
+            "vocab": fsdp * tensor if self.recipe.split_vocab else tensor,
+            "embed": fsdp * tensor if self.recipe.transposed else math.lcm(fsdp, tensor),
+        }
         problems += [
             f"{name} {getattr(dims, name)} is not divisible by {size}, the devices that split it"
             for name, size in splits.items()
@@ -102,6 +110,19 @@ class Row:
         if dims.heads % dims.kv_heads:
             problems.append(f"heads {dims.heads} are not a multiple of kv_heads {dims.kv_heads}")
         return problems
+
+    @property
+    def _expert_problems(self) -> list[str]:
+        recipe, problems = self.recipe, list[str]()
+        if self.dims.family == "gpt" and recipe.split_vocab:
+            problems.append("the head of a GPT is its embedding, which split_vocab does not split")
+        if self.dims.experts is None:
+            return [*problems, *(["transposed is for layers of experts"] if recipe.transposed else [])]
+        # Layers of experts name nothing but their input, and read none of these.
+        if self.remat not in ("none", "full", "minimal"):
+            problems.append(f"remat of layers of experts must be none, full or minimal, got {self.remat!r}")
+        unread = [name for name in ("eager", "fsdp", "attention", "fused_qkv", "fused_mlp") if getattr(recipe, name)]
+        return [*problems, *(f"layers of experts have no {name}" for name in unread)]
 
     @property
     def _fsdp_problems(self) -> list[str]:
@@ -176,4 +197,7 @@ def _row(entry: dict[str, Any], models: Mapping[str, Any], recipes: Mapping[str,
     fields: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in recipes[name].items()
     }
-    return Row(**{**entry, "dims": Dims(**models[str(model)]), "mesh": mesh, "recipe": Recipe(**fields)})
+    dims = dict(models[str(model)])
+    if "experts" in dims:
+        dims["experts"] = ExpertDims(**dims["experts"])
+    return Row(**{**entry, "dims": Dims(**dims), "mesh": mesh, "recipe": Recipe(**fields)})

@@ -33,7 +33,7 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
     done = run("published_steps.py", "--smoke", "--json", "--texts", str(tmp_path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert [row["name"] for row in figures["rows"]] == ["toy", "toy, eager"]
+    assert [row["name"] for row in figures["rows"]] == ["toy", "toy, eager", "toy, experts"]
     assert all(row["predicted"] > 0 and row["communication"] > 0 for row in figures["rows"])
     assert (figures["summary"]["rows"], figures["missed"]) == (1, [])
     assert all(file.read_text().startswith("HloModule") for file in tmp_path.iterdir())

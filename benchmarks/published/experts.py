@@ -1,0 +1,172 @@
+"""A layer of DeepSeek-V3 as MaxText runs it: latent attention, and experts that tokens are sorted by.
+
+Tokens are permuted, multiplied by their experts and permuted back on each device (MaxText's `sparse_matmul` with
+`megablox`): `fsdp` gathers the weights of experts, and `tensor` splits either the width of the experts, or with
+`recipe.transposed` the width of the model (MaxText's axis `tensor_transpose`).
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from published.attention import BATCH, attend
+from published.recipe import Recipe
+
+_TILES = (512, 1024, 1024)
+"""Rows, and the widths before and after a matmul, that the kernel of experts works on at a time: MaxText's defaults."""
+
+
+@final
+@attrs.frozen
+class ExpertDims:
+    """What a layer of experts has besides the dimensions of a decoder."""
+
+    count: int
+    per_token: int
+    mlp: int
+    """The hidden width of an expert, and of the expert that all tokens share."""
+
+    query_rank: int
+    key_value_rank: int
+    rotary_dim: int
+    """How much of a query and a key is rotated, beside the `head_dim` that is not."""
+
+
+@final
+@attrs.frozen
+class ExpertLayer:
+    """A layer of experts."""
+
+    embed: int
+    heads: int
+    head_dim: int
+    dims: ExpertDims
+    recipe: Recipe
+    platform: str
+    rotary: Callable[[Any], Any]
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
+        """The weights, with MaxText's specs."""
+        embed, heads, dims = self.embed, self.heads, self.dims
+        width, mlp = (("fsdp", "tensor"), None) if self.recipe.transposed else ("fsdp", "tensor")
+        up, down = P(None, width, mlp), P(None, mlp, width)
+        query, key = self.head_dim + dims.rotary_dim, 2 * self.head_dim
+        return {
+            "norm_attention": ((embed,), P("tensor")),
+            "norm_mlp": ((embed,), P("tensor")),
+            "norm_query": ((dims.query_rank,), P("tensor")),
+            "norm_key_value": ((dims.key_value_rank,), P("tensor")),
+            "query_down": ((embed, dims.query_rank), P(width, None)),
+            "query_up": ((dims.query_rank, heads, query), P("fsdp", "tensor")),
+            "key_value_down": ((embed, dims.key_value_rank + dims.rotary_dim), P(width, None)),
+            "key_value_up": ((dims.key_value_rank, heads, key), P("fsdp", "tensor")),
+            "out": ((heads, self.head_dim, embed), P("tensor", None, "fsdp")),
+            "router": ((embed, dims.count), P(width, None)),
+            "router_bias": ((dims.count,), P()),
+            "gate": ((dims.count, embed, dims.mlp), up),
+            "up": ((dims.count, embed, dims.mlp), up),
+            "down": ((dims.count, dims.mlp, embed), down),
+            "shared_gate": ((embed, dims.mlp), P(width, mlp)),
+            "shared_up": ((embed, dims.mlp), P(width, mlp)),
+            "shared_down": ((dims.mlp, embed), P(mlp, width)),
+        }
+
+    def __call__(self, x: Any, weights: dict[str, Any]) -> Any:
+        """What the layer returns for (batch, length, embed)."""
+        x = checkpoint_name(_residual(x), "decoder_layer_input")
+        x = _residual(x + self._attention(_residual(_norm(x, weights["norm_attention"])), weights))
+        normed = _residual(_norm(x, weights["norm_mlp"]))
+        return _residual(x + _residual(self._routed(normed, weights) + self._shared(normed, weights)))
+
+    def _attention(self, x: Any, weights: dict[str, Any]) -> Any:
+        """Attention whose queries, keys and values are made of vectors that are narrower than the model."""
+        rank, size = self.dims.key_value_rank, self.head_dim
+        low = _norm(jnp.einsum("bse,er->bsr", x, weights["query_down"]), weights["norm_query"])
+        query = _heads(jnp.einsum("bsr,rhd->bshd", low, weights["query_up"]))
+        low = jnp.einsum("bse,er->bsr", x, weights["key_value_down"])
+        # All heads share the part of keys that is rotated.
+        turned = self.rotary(low[..., None, rank:])
+        both = _heads(
+            jnp.einsum("bsr,rhd->bshd", _norm(low[..., :rank], weights["norm_key_value"]), weights["key_value_up"])
+        )
+        key = jnp.concatenate([both[..., :size], jnp.broadcast_to(turned, (*both.shape[:-1], turned.shape[-1]))], -1)
+        query = jnp.concatenate([query[..., :size], self.rotary(query[..., size:])], -1)
+        context = attend(self.platform, self.recipe.blocks, _heads(query), _heads(key), both[..., size:])
+        return _residual(jnp.einsum("bshd,hde->bse", _heads(context), weights["out"]))
+
+    def _shared(self, x: Any, weights: dict[str, Any]) -> Any:
+        gate, up = (jnp.einsum("bse,em->bsm", x, weights[f"shared_{name}"]) for name in ("gate", "up"))
+        hidden = jax.lax.with_sharding_constraint(jax.nn.silu(gate) * up, P(BATCH, None, "tensor"))
+        return jnp.einsum("bsm,me->bse", hidden, weights["shared_down"])
+
+    def _routed(self, x: Any, weights: dict[str, Any]) -> Any:
+        scores = jax.nn.sigmoid(jnp.einsum("bse,ec->bsc", x, weights["router"]).astype(jnp.float32))
+        transposed, tokens = self.recipe.transposed, P(BATCH, None, None)
+        width, mlp = ("tensor", None) if transposed else (None, "tensor")
+        up, down = P(None, width, mlp), P(None, mlp, width)
+        run = jax.shard_map(
+            self._on_device,
+            in_specs=(P(BATCH, None, width), tokens, P(), up, up, down),
+            out_specs=P(BATCH, None, "tensor"),
+            check_vma=False,
+        )
+        return run(x, scores, weights["router_bias"], weights["gate"], weights["up"], weights["down"])
+
+    def _on_device(self, x: Any, scores: Any, bias: Any, *experts: Any) -> Any:
+        """The experts of the tokens of a device."""
+        gate, up, down = experts
+        _, chosen = jax.lax.top_k(scores + bias.astype(jnp.float32), self.dims.per_token)
+        shares = jnp.take_along_axis(scores, chosen, -1)
+        shares = 2.5 * shares / shares.sum(-1, keepdims=True)
+        order = jnp.argsort(chosen.ravel())
+        sizes = jnp.bincount(chosen.ravel(), length=self.dims.count)
+        rows = _permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), self.dims.per_token, axis=0), order)
+        hidden = self._product(rows, gate, sizes), self._product(rows, up, sizes)
+        if self.recipe.transposed:
+            hidden = tuple(jax.lax.psum(part, "tensor") for part in hidden)
+        result = self._product(jax.nn.silu(hidden[0]) * hidden[1], down, sizes)
+        if not self.recipe.transposed:
+            result = jax.lax.psum_scatter(result, "tensor", scatter_dimension=1, tiled=True)
+        result = _permuted(result, jnp.argsort(order)).reshape(-1, self.dims.per_token, result.shape[-1])
+        mixed = jnp.einsum("tce,tc->te", result.astype(jnp.float32), shares.reshape(-1, self.dims.per_token))
+        return mixed.reshape(*x.shape[:2], -1).astype(x.dtype)
+
+    def _product(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        """Rows times the weights of their experts."""
+        if self.platform != "tpu":
+            return jax.lax.ragged_dot(rows, weights, sizes.astype(jnp.int32))
+        from jax.experimental.pallas.ops.tpu.megablox import ops
+
+        return ops.gmm(rows, weights, sizes.astype(jnp.int32), rows.dtype, _TILES)
+
+
+@jax.custom_vjp
+def _permuted(rows: Any, order: Any) -> Any:
+    """Rows in another order. The backward pass permutes, too, where JAX would scatter."""
+    return rows[order]
+
+
+def _permuted_backward(order: Any, gradient: Any) -> tuple[Any, None]:
+    return gradient[jnp.argsort(order)], None
+
+
+_permuted.defvjp(lambda rows, order: (rows[order], order), _permuted_backward)
+
+
+def _norm(x: Any, weight: Any) -> Any:
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)).astype(x.dtype) * weight
+
+
+def _residual(x: Any) -> Any:
+    return jax.lax.with_sharding_constraint(x, P(BATCH, None, "tensor"))
+
+
+def _heads(x: Any) -> Any:
+    return jax.lax.with_sharding_constraint(x, P(BATCH, None, "tensor"))
