@@ -10,6 +10,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.profiler import ProfileData
 from jax.sharding import PartitionSpec as P
@@ -129,6 +130,16 @@ def test_autoplans() -> None:
 
     planned = sr.autoplan(step, jnp.ones((64, 64)), jnp.ones((64, 64)), mesh=sr.mesh_shape("data:2"))
     data = check(sr.reports.AutoPlanReport.of(planned, frontier=2).to_json(), "autoplan")
+    assert list(violations(data["plan"], SCHEMAS["plan"])) == []
+
+
+def test_training_plans() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((x @ w) ** 2)
+
+    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    planned = sr.plan_training(loss, w, optax.sgd(0.1), x, cluster=sr.mesh_shape("data:2"))
+    data = check(planned.to_json(), "train_plan")
     assert list(violations(data["plan"], SCHEMAS["plan"])) == []
 
 

@@ -95,7 +95,7 @@ COMMAND = Command(
     "LOSS --model MODEL --batch BATCH --cluster TARGET [options]",
     (
         (
-            "train-plan docs/examples/train_gpt.py:loss_of --cluster cuda:h100:8 \\\n"
+            "train-plan docs/examples/train_gpt.py:loss_of --cluster cuda:h100:4 \\\n"
             "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]' -o train.json"
         ),
     ),

@@ -127,9 +127,10 @@ def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
 
 def _candidates(search: TrainingSearch, chosen: Outcome) -> Iterator[TrainingCandidate]:
     """Yields what was planned: the plan, what fits, what does not, and what was refused."""
-    rows: list[tuple[tuple[int, float], TrainingCandidate]] = []
-    for outcome in search.outcomes.values():
-        rows.append((_rank(outcome, chosen), _candidate(outcome, _reason(search, outcome, chosen))))
+    rows = [
+        (_rank(outcome, chosen), _candidate(outcome, _reason(search, outcome, chosen)))
+        for outcome in search.outcomes.values()
+    ]
     for outcome in (*search.free.values(), *search.columns.values()):
         key = outcome.shape, outcome.recipe
         if key not in search.outcomes:

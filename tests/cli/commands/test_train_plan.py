@@ -1,0 +1,90 @@
+"""`shardrules train-plan`: from a loss to a plan in a file."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+import shardrules as sr
+from shardrules.cli.errors import UsageError
+from shardrules.cli.main import main
+from shardrules.cli.trees import load_shapes
+
+CODE = """
+import jax
+import jax.numpy as jnp
+
+
+def make(width: int = 16):
+    return {"up": jnp.ones((width, 64)), "down": jnp.ones((64, width))}
+
+
+def batch():
+    return jnp.ones((64, 16))
+
+
+def loss(model, x):
+    return jnp.mean((jnp.tanh(x @ model["up"]) @ model["down"] - x) ** 2)
+
+
+def wrong(model, x):
+    raise KeyError("no such layer")
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> str:
+    file = tmp_path / "small_train.py"
+    file.write_text(CODE)
+    return str(file)
+
+
+def run(code: str, loss: str, *more: str) -> int:
+    words = ["train-plan", f"{code}:{loss}", "--model", f"{code}:make", "--cluster", "cuda:h100:2", *more]
+    return main(words)
+
+
+def test_a_plan_is_written_and_shown(code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.json"
+    assert run(code, "loss", "--batch", "float32[64,16]", "-o", str(file)) == 0
+    shown = capsys.readouterr()
+    report = sr.reports.TrainingPlanReport.from_json(file.read_text())
+    assert shown.out == f"{report}\n"
+    assert shown.err.startswith("1 plans; data:2, whole batch")
+    # A page has the plan's figures and all candidates.
+    words = ["report", f"{code}:make", "--rules", "replicate()", "--mesh", "data:2", "--train-plan", str(file)]
+    assert main([*words, "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert '"cluster":"cuda:h100:2"' in page
+    assert report.candidates[-1].keep in page
+
+
+def test_batches_may_be_functions(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(code, "loss", "--batch", f"{code}:batch", "--format", "json") == 0
+    assert sr.reports.TrainingPlanReport.from_json(capsys.readouterr().out).examples == 64
+
+
+@pytest.mark.parametrize(
+    ("loss", "more", "message"),
+    [
+        ("wrong", (), "the loss raised KeyError: 'no such layer'"),
+        ("loss", ("--optimizer", "adamm"), "unknown optimizer 'adamm' (did you mean 'adam'?)"),
+        ("loss", ("--time-limit", "0"), "--time-limit must be"),
+        ("loss", ("--microbatches", "0"), "must be positive"),
+        ("loss", ("--memory-limit", "1KiB"), "cannot be trained on cuda:h100:2"),
+    ],
+)
+def test_mistakes_are_one_line(
+    code: str, loss: str, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(code, loss, "--batch", "float32[64,16]", *more) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+
+
+def test_shapes_are_read_from_text() -> None:
+    assert load_shapes("int32[8, 16]") == jax.ShapeDtypeStruct((8, 16), "int32")
+    assert [leaf.shape for leaf in load_shapes("bfloat16[8],float32[]")] == [(8,), ()]
+    for text in ("int32[8", "integer[8]", "int32[8] float32[8]"):
+        with pytest.raises(UsageError, match="dtype and shape"):
+            load_shapes(text)
