@@ -92,6 +92,8 @@ class SplitLoss:
     groups: int
     by_group: bool
     """Whether each group has a part of its own in each microbatch."""
+    group_axes: tuple[str, ...] | None
+    """The axes that the user's constraints split the examples over, if these split the groups."""
     before: ClosedJaxpr
     """From the arguments to what trains nothing and is needed of the whole batch by each part."""
     forward: ClosedJaxpr
@@ -152,7 +154,8 @@ class SplitLoss:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the gradients and the sums over all parts, and the arrays of aux that have examples."""
         gradient = jax.grad(part, has_aux=True)
-        run = jax.vmap(gradient, (None, 0, None, 0)) if self.by_group else gradient
+        axes = self.group_axes
+        run = jax.vmap(gradient, (None, 0, None, 0), spmd_axis_name=axes) if self.by_group else gradient
         group = jnp.arange(self.groups, dtype=jnp.int32) if self.by_group else jnp.int32(0)
         pieces = [self.pieces(array) for array in batched]
 
@@ -230,9 +233,11 @@ def _split(trace: TracedLoss, microbatches: int, groups: int, by_group: bool) ->
     demands = demands_of(body, outputs, candidates)
     needed = [var for var, variant in demands.inputs if (var, variant) in candidates]
 
+    group_axes: dict[tuple[str, ...], bool] = {}
+
     def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
         position = Position(group if by_group else None, microbatch, groups, microbatches)
-        replay = Replay(counts, position, calls)
+        replay = Replay(counts, position, calls, group_axes=group_axes)
         at_hand: dict[Demand, Any] = dict(zip(whole_inputs, values, strict=False))
         rest = values[first_batched:]
         at_hand |= {(var, "whole"): value for var, value in zip(needed, rest, strict=False)}
@@ -249,24 +254,25 @@ def _split(trace: TracedLoss, microbatches: int, groups: int, by_group: bool) ->
     traced = jax.make_jaxpr(forward)(index, index, *shapes, *part_shapes)
     part_program = ClosedJaxpr(without_dead_code(traced), traced.consts)
     dims = tuple(_stacked_dim(body, var) for var in pair.whole.outvars[1:])
-    return SplitLoss(trace, microbatches, groups, by_group, cut(program, (), needed), part_program, tail, dims)
+    # Constraints that split examples over different axes leave the groups to the compiler.
+    axes = next(iter(group_axes)) if list(group_axes.values()) == [True] else None
+    return SplitLoss(trace, microbatches, groups, by_group, axes, cut(program, (), needed), part_program, tail, dims)
 
 
 def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, groups: int) -> tuple[Counts, Pair, dict[int, Any]]:
-    """Traces the loss for a part, and pairs it with that of the whole batch.
-
-    Programs for one example lack what repeats an array for each: a second trace has two, and its sizes are scaled.
-    """
+    """Traces the loss for a part, and pairs it with that of the whole batch."""
     part = _traced(trace, size)
+    if size == 1:
+        # Programs for one example lack what repeats an array for each, or sums over them: a second trace has two, and
+        # its sizes are scaled.
+        counts = Counts(trace.batch_size, size, 2 if trace.batch_size > 2 else 3, groups)
+        try:
+            pair = Pair.of(program, _traced(trace, counts.trace), counts)
+            return counts, pair, matched_calls(program, part, counts)
+        except MicrobatchError:  # the program for one example may do
+            pass
     counts = Counts(trace.batch_size, size, size, groups)
-    try:
-        return counts, Pair.of(program, part, counts), {}
-    except MicrobatchError:
-        if size > 1:
-            raise
-    counts = Counts(trace.batch_size, size, 2 if trace.batch_size > 2 else 3, groups)
-    pair = Pair.of(program, _traced(trace, counts.trace), counts)
-    return counts, pair, matched_calls(program, part, counts)
+    return counts, Pair.of(program, part, counts), {}
 
 
 def _traced(trace: TracedLoss, size: int) -> ClosedJaxpr:

@@ -1,5 +1,6 @@
 """Gradients by microbatches: equal to those of the whole batch, or refused with what is in the way."""
 
+import re
 from collections.abc import Callable
 from typing import Any, final
 
@@ -10,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import shardrules as sr
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.loss import trace_loss
 from shardrules.training.microbatches import accumulated, forward_program
@@ -272,10 +276,20 @@ def each_after_another(model: Any, batch: Any) -> Any:
     return jnp.sum(hidden)
 
 
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return x
+
+
+# Cotangents are divided by their norm over the batch.
+clipped.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent / jnp.sqrt(jnp.sum(cotangent**2)),))
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         (normalized, r"sub uses a sum over the examples for single examples.*test_microbatches.py:\d+"),
+        (lambda m, b: jnp.mean(clipped(squares(m, b))), "the derivative of custom_vjp_call.*div uses a sum over the"),
         (contrastive, "dot_general computes with several examples at once"),
         (each_after_another, "scan carries values from example to example"),
         (lambda m, b: jnp.log(jnp.mean(squares(m, b))), r"not linear in a sum over the examples: log \("),
@@ -334,14 +348,13 @@ def test_gradients_add_up_in_the_requested_dtype() -> None:
 
 def test_transform_gets_the_forward_program_of_one_microbatch() -> None:
     trace, programs = trace_loss(dropout_of_one_key, mlp(), rows()), []
-    arrays = trace.split.arrays(mlp(), rows())
 
     def transform(program: Any) -> Any:
         programs.append(program)
         return program
 
     for parts in ((1, 1), (2, 2)):
-        accumulated(trace, *parts, transform=transform)(arrays.trainable, arrays.fixed, arrays.batched)
+        accumulated(trace, *parts, transform=transform)
         matching = forward_program(trace, *parts)
         assert str(matching) == str(programs[-1])
     rows_of_matmuls = [
@@ -356,3 +369,49 @@ def test_masks_of_groups_are_slices_that_move_nothing() -> None:
     program = jax.make_jaxpr(accumulated(trace, 2, 4))(arrays.trainable, arrays.fixed, arrays.batched)
     assert "gather" not in str(program)
     assert "custom_vmap" not in str(program)
+
+
+def constrained(mesh: Any) -> Callable[[Any, Any], Any]:
+    """Layers whose examples the user splits by constraints, inside of a loop and a checkpoint."""
+
+    def split(x: Any, *spec: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def layer(x: Any, w: Any) -> Any:
+        return split(x + jnp.tanh(x @ split(w["up"])) @ split(w["down"]), "data"), None
+
+    return lambda model, batch: jnp.mean(jax.lax.scan(jax.checkpoint(layer), split(batch, "data"), model)[0] ** 2)
+
+
+def sent_in_loops(text: str) -> tuple[list[str], list[str]]:
+    """The collectives that reduce, of a compiled program: outside of loops, and inside."""
+    computation, outside, inside = "", [], []
+    for line in text.splitlines():
+        if re.match(r"%|ENTRY", line):
+            computation = line
+        match = re.search(r"= (.*) (all-reduce|reduce-scatter|all-to-all)(-start)?\(", line)
+        if match:
+            (outside if computation.startswith("ENTRY") else inside).append(f"{match[2]} {match[1]}")
+    return outside, inside
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "data")], ids=["data-parallel", "fully-sharded"])
+def test_eight_microbatches_reduce_gradients_once(spec: P) -> None:
+    mesh = sr.create_mesh("data:8", axis_types="auto")
+    model, batch = {"up": real(3, 16, 32), "down": real(3, 32, 16)}, real(64, 16)
+    trace = trace_loss(constrained(mesh), model, batch)
+    gradients = accumulated(trace, 8, 8)
+    placed = NamedSharding(mesh, spec)
+
+    def step(trainable: Any, examples: Any) -> Any:
+        loss, _, changes = gradients(trainable, [], [examples])
+        return loss, [
+            array - 0.1 * jax.lax.with_sharding_constraint(change, placed)
+            for array, change in zip(trainable, changes, strict=True)
+        ]
+
+    run = jax.jit(step, in_shardings=([placed] * 2, NamedSharding(mesh, P("data"))), out_shardings=(None, [placed] * 2))
+    outside, inside = sent_in_loops(run.lower(list(jax.tree.leaves(model)), batch).compile().as_text())
+    assert inside == []
+    (reduction,) = outside
+    assert sorted(re.findall(r"f32\[([\d,]*)\]", reduction)) == ["", "3,16,32", "3,32,16"]

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, scan_counts
 from shardrules.core.errors import MicrobatchError
 from shardrules.planning.traced.calls import InlinedCall
+from shardrules.training.examples.derivatives import cotangent_facts, pulled_back, wrong_cotangent
 from shardrules.training.examples.facts import (
     EACH_ROUND,
     Fact,
@@ -43,6 +44,8 @@ class BodyFacts:
     """For the index of each equation with bodies, what is known in them; a loop has its condition last."""
     is_changed: bool
     """Whether a part of the batch runs other equations than the trace has."""
+    is_constrained: bool
+    """Whether the user constrains arrays with examples in it."""
 
     def fact(self, var: Any) -> Fact:
         """The fact of an operand."""
@@ -77,13 +80,15 @@ def read_examples(pair: Pair, inputs: Sequence[Fact], counts: Counts) -> BodyFac
 @attrs.frozen(eq=False)
 class _Reader:
     counts: Counts
+    reads_derivatives: bool = True
+    """Whether functions with derivatives of their own are read with these: not in derivatives, which run once."""
 
     def body(self, pair: Pair, inputs: Sequence[Fact], is_top: bool = False) -> BodyFacts:
         facts: dict[Var, Fact] = dict(zip(pair.whole.invars, inputs, strict=True))
         nested: dict[int, tuple[BodyFacts, ...]] = {}
         for var, other in zip(pair.whole.constvars, pair.trace.constvars, strict=True):
             facts[var] = shared_fact(var.aval.shape, other.aval.shape, self.counts, False, False)
-        is_changed = any(facts[var].form == "examples" for var in pair.whole.constvars)
+        is_changed, is_constrained = any(facts[var].form == "examples" for var in pair.whole.constvars), False
         for index, (equation, other) in enumerate(zip(pair.whole.eqns, pair.trace.eqns, strict=True)):
             operands = [literal_fact(var) if isinstance(var, Literal) else facts[var] for var in equation.invars]
             results, bodies = self.equation(equation, other, operands)
@@ -96,8 +101,10 @@ class _Reader:
             is_slice = any(fact.form == "examples" and not fact.is_own for fact in results)
             is_changed |= is_slice or not equal_literals(equation.invars, other.invars)
             is_changed |= any(body.is_changed for body in bodies) or bool(own_columns(equation, operands, self.counts))
+            is_constrained |= any(body.is_constrained for body in bodies)
+            is_constrained |= equation.primitive.name == "sharding_constraint" and operands[0].form == "examples"
         outputs = tuple(literal_fact(var) if isinstance(var, Literal) else facts[var] for var in pair.whole.outvars)
-        return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed)
+        return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed, is_constrained)
 
     def before(self, var: Any, other: Any, fact: Fact) -> Fact:
         """The fact of what trains nothing, which can be computed for the whole batch before its parts."""
@@ -208,7 +215,23 @@ class _Reader:
                 f"{name_of_step(equation)} has derivatives of its own, and uses what depends on the number of examples"
             )
             return [refused(why, equation)] * len(equation.outvars), ()
-        return self.left(equation, body.outputs), ()
+        results = self.left(equation, body.outputs)
+        has_gradient = any(fact.is_trained and fact.form in ("examples", "sum") for fact in results)
+        if has_gradient and self.reads_derivatives:
+            why = self.derivative(equation, other, [inside(fact) for fact in operands], results)
+            if why:
+                why = f"the derivative of {name_of_step(equation)}: {why}"
+                return [refused(why, equation)] * len(equation.outvars), ()
+        return results, ()
+
+    def derivative(self, equation: Any, other: Any, operands: Sequence[Fact], results: Sequence[Fact]) -> str:
+        """Why the derivative of a function uses several examples at once; empty where it does not."""
+        pair = Pair.of(pulled_back(equation), pulled_back(other), self.counts)
+        reader = attrs.evolve(self, reads_derivatives=False)
+        body = reader.body(pair, cotangent_facts(equation, operands, results))
+        if body.is_changed:
+            return "it uses what depends on the number of examples"
+        return wrong_cotangent(equation, operands, body.outputs)
 
     def left(self, equation: Any, outputs: Sequence[Fact]) -> list[Fact]:
         """The facts of results as they leave a body."""

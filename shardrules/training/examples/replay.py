@@ -5,7 +5,7 @@ all examples. What the batch shares is computed as in the whole program, and sli
 masks of a part are those that the whole batch would have there.
 """
 
-import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -16,6 +16,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.extend.core import Literal as Constant
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, programs_in, scan_counts
 from shardrules.core.errors import MicrobatchError
@@ -24,6 +25,7 @@ from shardrules.training.examples.facts import Fact, name_of_step
 from shardrules.training.examples.pairs import Counts, part_params
 from shardrules.training.examples.proof import BodyFacts, can_be_whole
 from shardrules.training.examples.rules import own_columns
+from shardrules.training.examples.run import evaluated
 
 Variant: TypeAlias = Literal["whole", "part"]
 """An array of the whole batch, or that of a part: its examples, or its part of a sum."""
@@ -95,6 +97,8 @@ class Replay:
     position: Position
     closed_calls: Mapping[int, Any] = attrs.field(factory=dict)
     """For the ids of equations that call functions with derivatives of their own, the same traced for the part."""
+    group_axes: dict[tuple[str, ...], bool] = attrs.field(factory=dict)
+    """The axes over which the user splits examples, by constraints, and whether the groups divide by their sizes."""
 
     def body(self, body: BodyFacts, inputs: Sequence[Any], requested: Sequence[Fact]) -> list[Any]:
         """Runs a body: inputs are parts or shared, and results come in the forms that are `requested`."""
@@ -142,7 +146,10 @@ class Replay:
         ]
         nested = body.nested.get(index)
         name, is_scaled = equation.primitive.name, self.counts.trace != self.counts.part
-        if nested is not None and (is_scaled or any(inner.is_changed for inner in nested)):
+        by_group = self.position.group is not None
+        if nested is not None and (
+            is_scaled or any(inner.is_changed or (by_group and inner.is_constrained) for inner in nested)
+        ):
             if name in CHECKPOINTS:
                 return self.checkpoint(equation, nested[0], operands)
             run = {"scan": self.scan, "while": self.loop, "cond": self.branches}[name]
@@ -160,8 +167,20 @@ class Replay:
             var if isinstance(var, Constant) else partner
             for var, partner in zip(equation.invars, other.invars, strict=True)
         ]
-        step = other.replace(invars=constants, params=part_params(equation, other, self.counts))
-        return evaluated(step, operands)
+        params = part_params(equation, other, self.counts)
+        if name == "sharding_constraint" and by_group and isinstance(facts[0].dim, int):
+            params = {**params, "sharding": self.constraint(params["sharding"], facts[0].dim)}
+        return evaluated(other.replace(invars=constants, params=params), operands)
+
+    def constraint(self, sharding: Any, dim: int) -> Any:
+        """Returns a constraint on the examples of one group: the axes of their dim split the groups."""
+        entries = [*sharding.spec, *(None,) * (dim + 1 - len(sharding.spec))]
+        axes, entries[dim] = entries[dim], None
+        axes = (axes,) if isinstance(axes, str) else axes
+        if axes and axes is not PartitionSpec.UNCONSTRAINED:
+            size = math.prod(sharding.mesh.shape[axis] for axis in axes)
+            self.group_axes[tuple(axes)] = self.position.group_count % size == 0
+        return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
     def checkpoint(self, equation: Any, body: BodyFacts, operands: Sequence[Any]) -> Sequence[Any]:
         params = equation.params
@@ -261,25 +280,6 @@ def demands_of(body: BodyFacts, outputs: Sequence[tuple[Any, Variant]], before: 
     computed = {var for equation in body.pair.whole.eqns for var in equation.outvars}
     inputs = tuple(key for key in demands if key in before or key[0] not in computed)
     return Demands(tuple(reversed(runs)), inputs)
-
-
-def evaluated(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Runs one equation, and keeps which line of the user's code it is from."""
-    invars = [var if isinstance(var, Constant) else Var(var.aval) for var in equation.invars]
-    outvars = [Var(var.aval) for var in equation.outvars]
-    jaxpr = _no_program().replace(
-        invars=[var for var in invars if isinstance(var, Var)],
-        outvars=outvars,
-        eqns=[equation.replace(invars=invars, outvars=outvars)],
-        effects=equation.effects,
-    )
-    values = [value for var, value in zip(invars, operands, strict=True) if isinstance(var, Var)]
-    return jax.core.eval_jaxpr(jaxpr, (), *values)
-
-
-@functools.cache
-def _no_program() -> Jaxpr:
-    return jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict[int, Any]:

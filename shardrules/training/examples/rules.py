@@ -129,9 +129,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
         return [refused(why, equation)] * len(outvars)
     factor = _factor(factors, facts, batched)
     if factor is None:
-        own_index = own_index_result(equation, facts, factors, counts)
-        if own_index is not None:
-            return [attrs.evolve(own_index, **common)]
+        lookup = own_index_result(equation, facts, factors, counts)
+        if lookup is not None:
+            return [attrs.evolve(lookup, **common)]
         why = f"{name_of_step(equation)} computes with several examples at once"
         return [refused(why, equation)] * len(outvars)
     if factors.sizes[factor] % counts.runs:

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.analysis.compiling.source import equation_line, short_line
 from shardrules.training.examples.facts import name_of_step
-from shardrules.training.examples.replay import evaluated
+from shardrules.training.examples.run import evaluated
 
 
 def cut(program: ClosedJaxpr, inputs: Sequence[Var], outputs: Sequence[Any]) -> ClosedJaxpr:

@@ -1,0 +1,78 @@
+"""Functions with derivatives of their own: these are programs, too, and may use several examples at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from shardrules.analysis.compiling.model_flops import without_dead_code
+from shardrules.training.examples.facts import Fact
+from shardrules.training.examples.flatten import flattened
+from shardrules.training.examples.run import evaluated
+
+
+def pulled_back(equation: Any) -> ClosedJaxpr:
+    """Returns the program from the operands of an equation and cotangents of its results to those of its operands.
+
+    Only floating-point arrays have cotangents.
+    """
+    operands = [var for var in equation.invars if not isinstance(var, Literal)]
+    moved = [index for index, var in enumerate(operands) if _has_cotangent(var)]
+    results = [var for var in equation.outvars if _has_cotangent(var)]
+
+    def run(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def function(*inputs: Any) -> list[Any]:
+            merged = list(values)
+            for index, value in zip(moved, inputs, strict=True):
+                merged[index] = value
+            remaining = iter(merged)
+            arguments = [var.val if isinstance(var, Literal) else next(remaining) for var in equation.invars]
+            outputs = zip(equation.outvars, evaluated(equation, arguments), strict=True)
+            return [value for var, value in outputs if _has_cotangent(var)]
+
+        return jax.vjp(function, *(values[index] for index in moved))[1](list(cotangents))
+
+    program = flattened(jax.make_jaxpr(run)([_struct(var) for var in operands], [_struct(var) for var in results]))
+    return ClosedJaxpr(without_dead_code(program), program.consts)
+
+
+def cotangent_facts(equation: Any, operands: Sequence[Fact], results: Sequence[Fact]) -> list[Fact]:
+    """The facts of the inputs of `pulled_back`."""
+    cotangents = [
+        # A sum goes back to each example as it is.
+        attrs.evolve(fact, form="shared", dim=None, is_whole=True) if fact.form == "sum" else fact
+        for var, fact in zip(equation.outvars, results, strict=True)
+        if _has_cotangent(var)
+    ]
+    return [
+        *(fact for var, fact in zip(equation.invars, operands, strict=True) if not isinstance(var, Literal)),
+        *(attrs.evolve(fact, is_trained=True, is_zero=False, index_columns=()) for fact in cotangents),
+    ]
+
+
+def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[Fact]) -> str:
+    """Why what a derivative returns is not of single examples, or a sum over them; empty where all of it is."""
+    moved = [
+        fact
+        for var, fact in zip(equation.invars, operands, strict=True)
+        if not isinstance(var, Literal) and _has_cotangent(var)
+    ]
+    for fact, cotangent in zip(moved, outputs, strict=True):
+        if cotangent.form == "refused":
+            return cotangent.reason
+        is_zero = cotangent.form == "shared" and cotangent.is_zero
+        expected = "examples" if fact.form == "examples" else "sum"
+        if not is_zero and (cotangent.form != expected or (expected == "examples" and cotangent.dim != fact.dim)):
+            return "it is not computed for each example"
+    return ""
+
+
+def _has_cotangent(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _struct(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
