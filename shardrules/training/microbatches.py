@@ -18,11 +18,11 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.examples.facts import Fact
-from shardrules.training.examples.flatten import flattened
 from shardrules.training.examples.pairs import Counts, Pair
 from shardrules.training.examples.proof import BodyFacts, read_examples
 from shardrules.training.examples.replay import Demand, Position, Replay, Variant, demands_of, matched_calls
 from shardrules.training.examples.tail import Tail, cut
+from shardrules.training.keep.flat import flattened
 from shardrules.training.loss import TracedLoss
 
 Transform: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]

@@ -10,8 +10,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.training.examples.facts import Fact
-from shardrules.training.examples.flatten import flattened
 from shardrules.training.examples.run import evaluated
+from shardrules.training.keep.flat import flattened
 
 
 def pulled_back(equation: Any) -> ClosedJaxpr:

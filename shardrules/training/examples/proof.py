@@ -23,9 +23,9 @@ from shardrules.training.examples.facts import (
     refused,
     shared_fact,
 )
-from shardrules.training.examples.flatten import flattened
 from shardrules.training.examples.pairs import Counts, Pair, equal_literals
 from shardrules.training.examples.rules import examples_rule, own_columns, uses_sums
+from shardrules.training.keep.flat import flattened
 
 _MOST_ROUNDS = 20
 """How often a loop is read at most. Each reading adds to what is certain of an array, and most loops take two."""
@@ -44,8 +44,6 @@ class BodyFacts:
     """For the index of each equation with bodies, what is known in them; a loop has its condition last."""
     is_changed: bool
     """Whether a part of the batch runs other equations than the trace has."""
-    is_constrained: bool
-    """Whether the user constrains arrays with examples in it."""
 
     def fact(self, var: Any) -> Fact:
         """The fact of an operand."""
@@ -88,7 +86,7 @@ class _Reader:
         nested: dict[int, tuple[BodyFacts, ...]] = {}
         for var, other in zip(pair.whole.constvars, pair.trace.constvars, strict=True):
             facts[var] = shared_fact(var.aval.shape, other.aval.shape, self.counts, False, False)
-        is_changed, is_constrained = any(facts[var].form == "examples" for var in pair.whole.constvars), False
+        is_changed = any(facts[var].form == "examples" for var in pair.whole.constvars)
         for index, (equation, other) in enumerate(zip(pair.whole.eqns, pair.trace.eqns, strict=True)):
             operands = [literal_fact(var) if isinstance(var, Literal) else facts[var] for var in equation.invars]
             results, bodies = self.equation(equation, other, operands)
@@ -101,10 +99,8 @@ class _Reader:
             is_slice = any(fact.form == "examples" and not fact.is_own for fact in results)
             is_changed |= is_slice or not equal_literals(equation.invars, other.invars)
             is_changed |= any(body.is_changed for body in bodies) or bool(own_columns(equation, operands, self.counts))
-            is_constrained |= any(body.is_constrained for body in bodies)
-            is_constrained |= equation.primitive.name == "sharding_constraint" and operands[0].form == "examples"
         outputs = tuple(literal_fact(var) if isinstance(var, Literal) else facts[var] for var in pair.whole.outvars)
-        return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed, is_constrained)
+        return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed)
 
     def before(self, var: Any, other: Any, fact: Fact) -> Fact:
         """The fact of what trains nothing, which can be computed for the whole batch before its parts."""

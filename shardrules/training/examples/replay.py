@@ -48,44 +48,45 @@ class Position:
 
     def slice(self, value: Any, dim: int, is_trained: bool) -> Any:
         """Returns the part of an array that has the examples of the whole batch along a dim."""
-        size = value.shape[dim] // (self.group_count * self.microbatch_count)
-        before, after = value.shape[:dim], value.shape[dim + 1 :]
-        if self.group_count == 1:
-            return lax.dynamic_slice_in_dim(value, self.microbatch * size, size, dim)
-        runs = lax.reshape(value, (*before, self.group_count, self.microbatch_count, size, *after))
-        groups = lax.dynamic_index_in_dim(runs, self.microbatch, dim + 1, keepdims=False)
-        if self.group is None:
-            return lax.reshape(groups, (*before, self.group_count * size, *after))
         if is_trained:
-            return lax.dynamic_index_in_dim(groups, self.group, dim, keepdims=False)
-        return _group_slice(lax.stop_gradient(groups), self.group, dim)
+            return self._runs(value, dim, self.group, self.microbatch)
+        # One equation whatever the groups are, so that those after it have the same positions.
+        value = lax.stop_gradient(value)
+        if self.group is None:
+            return custom_vmap(lambda array, index: self._runs(array, dim, None, index))(value, self.microbatch)
+        run = custom_vmap(lambda array, group, microbatch: self._runs(array, dim, group, microbatch))
+
+        @run.def_vmap
+        def _(axis_size: int, in_batched: Sequence[bool], array: Any, group: Any, microbatch: Any) -> tuple[Any, bool]:
+            del axis_size
+            if list(in_batched) == [False, True, False]:
+                # All groups at once: these are the array itself, and nothing is moved.
+                return jnp.moveaxis(self._groups(array, dim, microbatch), dim, 0), True
+            axes = [0 if batched else None for batched in in_batched]
+            return jax.vmap(lambda *each: self._runs(each[0], dim, each[1], each[2]), axes)(
+                array, group, microbatch
+            ), True
+
+        return run(value, self.group, self.microbatch)
+
+    def _groups(self, value: Any, dim: int, microbatch: Any) -> Any:
+        """Returns a microbatch of all groups, with a dim for the groups."""
+        size = value.shape[dim] // (self.group_count * self.microbatch_count)
+        shape = (*value.shape[:dim], self.group_count, self.microbatch_count, size, *value.shape[dim + 1 :])
+        return lax.dynamic_index_in_dim(lax.reshape(value, shape), microbatch, dim + 1, keepdims=False)
+
+    def _runs(self, value: Any, dim: int, group: Any, microbatch: Any) -> Any:
+        groups = self._groups(value, dim, microbatch)
+        if group is not None:
+            return lax.dynamic_index_in_dim(groups, group, dim, keepdims=False)
+        return groups.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
 
     def inside(self, indices: Any, size: int) -> Any:
         """Returns indices of examples in the part, from those in the batch; each run of examples has this size."""
-        first = lax.rem(indices, jnp.asarray(size, indices.dtype))
-        if self.group is not None or self.group_count == 1:
-            return first
-        run = jnp.asarray(size * self.microbatch_count, indices.dtype)
-        return lax.div(indices, run) * jnp.asarray(size, indices.dtype) + first
-
-
-def _group_slice(value: Any, group: Any, dim: int) -> Any:
-    """Returns the slice of one group. All groups at once, as under `vmap`, are the array itself: nothing is moved."""
-
-    @custom_vmap
-    def run(array: Any, index: Any) -> Any:
-        return lax.dynamic_index_in_dim(array, index, dim, keepdims=False)
-
-    @run.def_vmap
-    def _(axis_size: int, in_batched: Sequence[bool], array: Any, index: Any) -> tuple[Any, bool]:
-        del axis_size
-        if in_batched[0] or not in_batched[1]:
-            axes = [0 if batched else None for batched in in_batched]
-            sliced = jax.vmap(lambda a, i: lax.dynamic_index_in_dim(a, i, dim, keepdims=False), axes)
-            return sliced(array, index), True
-        return jnp.moveaxis(array, dim, 0), True
-
-    return run(value, group)
+        run, first = (jnp.asarray(length, indices.dtype) for length in (size * self.microbatch_count, size))
+        # A group has one run of examples; a microbatch of all groups has one of each.
+        step = jnp.asarray(size if self.group is None else 0, indices.dtype)
+        return lax.div(indices, run) * step + lax.rem(indices, first)
 
 
 @final
@@ -146,10 +147,7 @@ class Replay:
         ]
         nested = body.nested.get(index)
         name, is_scaled = equation.primitive.name, self.counts.trace != self.counts.part
-        by_group = self.position.group is not None
-        if nested is not None and (
-            is_scaled or any(inner.is_changed or (by_group and inner.is_constrained) for inner in nested)
-        ):
+        if nested is not None:
             if name in CHECKPOINTS:
                 return self.checkpoint(equation, nested[0], operands)
             run = {"scan": self.scan, "while": self.loop, "cond": self.branches}[name]
@@ -168,7 +166,7 @@ class Replay:
             for var, partner in zip(equation.invars, other.invars, strict=True)
         ]
         params = part_params(equation, other, self.counts)
-        if name == "sharding_constraint" and by_group and isinstance(facts[0].dim, int):
+        if name == "sharding_constraint" and self.position.group is not None and isinstance(facts[0].dim, int):
             params = {**params, "sharding": self.constraint(params["sharding"], facts[0].dim)}
         return evaluated(other.replace(invars=constants, params=params), operands)
 

@@ -12,9 +12,11 @@ from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 _TRANSPARENT = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 """Primitives that only call another jaxpr, without derivatives of their own."""
 
+_BODIES = ("scan", "while", "cond", *CHECKPOINTS)
+
 
 def flattened(program: ClosedJaxpr, replace_checkpoints: bool = False) -> ClosedJaxpr:
-    """Returns a program with what `jit` calls in it, and in the bodies of scans, in the place of the call.
+    """Returns a program with what `jit` calls in it, and in what loops, branches and checkpoints run, in its place.
 
     Calls with shardings stay, and so does `jax.checkpoint` without `replace_checkpoints`.
 
@@ -31,6 +33,17 @@ def flattened(program: ClosedJaxpr, replace_checkpoints: bool = False) -> Closed
     results = _inline(program.jaxpr, {}, equations, constants, transparent)
     jaxpr = program.jaxpr.replace(constvars=list(constants), eqns=equations, outvars=results)
     return ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def _flat_value(value: Any, replace_checkpoints: bool) -> Any:
+    """The parameter of a loop, of branches or of a checkpoint, with the programs in it flattened."""
+    if isinstance(value, ClosedJaxpr):
+        return flattened(value, replace_checkpoints)
+    if isinstance(value, Jaxpr):
+        body = flattened(ClosedJaxpr(value, ()), replace_checkpoints)
+        # The body of a checkpoint has no constants: one that would need them stays as it is.
+        return value if body.consts else body.jaxpr
+    return tuple(_flat_value(item, replace_checkpoints) for item in value) if type(value) is tuple else value
 
 
 def replaced(var: Any, variables: Mapping[Any, Any]) -> Any:
@@ -66,8 +79,8 @@ def _inline(
             variables.update(zip(equation.outvars, results, strict=True))
             continue
         params = equation.params
-        if equation.primitive.name == "scan":
-            params = {**params, "jaxpr": flattened(params["jaxpr"], transparent != _TRANSPARENT)}
+        if equation.primitive.name in _BODIES:
+            params = {name: _flat_value(value, transparent != _TRANSPARENT) for name, value in params.items()}
         if caller is None:
             outvars = equation.outvars
         else:
