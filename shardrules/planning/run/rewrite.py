@@ -85,7 +85,7 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
 def _row_major_spec(problem: Problem, choice: Sequence[int], op_index: int) -> PartitionSpec | None:
     """Returns the layout of what is summed over its first dims only, such as gradients of positions over examples.
 
-    XLA for GPUs likes such dims to come last in memory. It then may give that order to all activations around, and
+    XLA for GPUs puts such dims last in memory where it can. It may then give that order to all activations around, and
     transposes them at each norm and each attention.
     """
     program, machine = problem.program, problem.machine
