@@ -61,7 +61,7 @@ at low prices are as bad as those at high ones; with more, each round takes long
 _STALE = 3
 """How many rounds may bring nothing new: no choice, no operation to watch, no higher bound."""
 
-_HIGHEST, _HIGHER = 1.0, 4.0
+_HIGHEST, _HIGHER = 1.0, 16.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
 nothing fits at that, it rises by `_HIGHER`. Lower, more rounds are spent on raising it; higher, the choices met are
 smaller than they need be, and those between are not met at all."""
@@ -179,8 +179,8 @@ class _Pricing:
             else:
                 excess = {moment: float(latest.timeline[moment]) - limit_bytes for moment in self.constraints}
                 for moment, nbytes in excess.items():
-                    raised = step * max(0.0, nbytes) / (latest.peak_bytes - limit_bytes)
-                    prices[moment] = min(prices.get(moment, 0.0) + raised * unit, _TOP * unit)
+                    increase = step * max(0.0, nbytes) / (latest.peak_bytes - limit_bytes)
+                    prices[moment] = min(prices.get(moment, 0.0) + increase * unit, _TOP * unit)
                 step *= _STEEPER
             self._solve(prices, _RAISED_SWEEPS)
             if self._is_done():

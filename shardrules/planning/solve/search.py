@@ -218,7 +218,7 @@ class Task:
             if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
                 break
             count = len(moments)
-            keep = self._united(trials)
+            keep = self._union(trials)
             task = self.only(keep)
             constraints = [task.occupancy.constraint(moment, trials.limit_bytes) for moment in moments]
             parts = fractions(task.formulation, constraints, deadline)
@@ -234,15 +234,15 @@ class Task:
             if trials.answer is answer and len(moments) == count:
                 break
 
-    def _united(self, trials: Trials) -> list[np.ndarray]:
+    def _union(self, trials: Trials) -> list[np.ndarray]:
         """Returns for each node its layouts in the best choices: in as many of these as are searched at once."""
 
         def rank(trial: Trial) -> float:
             return trial.cost * max(1.0, trial.peak_bytes / max(1.0, trials.limit_bytes)) ** _TOO_LARGE
 
-        united = [set[int]() for _ in self.problem.nodes]
+        union = [set[int]() for _ in self.problem.nodes]
         for trial in sorted(trials.trials, key=lambda trial: (trial is not trials.answer, rank(trial), trial.choice)):
-            more = [layouts | {index} for layouts, index in zip(united, trial.choice, strict=True)]
+            more = [layouts | {index} for layouts, index in zip(union, trial.choice, strict=True)]
             size = sum(
                 len({int(edge.from_codes[index]) for index in more[edge.start]})
                 * len({int(edge.to_codes[index]) for index in more[edge.end]})
@@ -250,8 +250,8 @@ class Task:
             )
             if size > _MERGED_SIZE and trial is not trials.answer:
                 break
-            united = more
-        return [np.array(sorted(layouts)) for layouts in united]
+            union = more
+        return [np.array(sorted(layouts)) for layouts in union]
 
     def _improve(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
         """Searches parts of the program, with the rest as in the answer: its time, or where nothing fits its peak."""
