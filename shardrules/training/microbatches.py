@@ -2,8 +2,10 @@
 
 The batch is `(groups, microbatches, examples)`, in this order: data that is split over the groups stays where it is.
 The gradient of each group is its own, by `vmap`, and is added up over the microbatches, by `scan`; one sum over the
-groups ends it. With groups split over devices that sum is all that they exchange. Where gradients are reduced for each
-microbatch instead, it has examples of all groups, and no gradient of a group of its own is in memory.
+groups ends it. With groups split over devices that sum is all that they exchange.
+
+Without groups, gradients are reduced for each microbatch, and none of a group is in memory. A microbatch then takes
+one example of every run of `microbatches`, so that each device has examples of all microbatches.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +39,12 @@ def accumulated(
     groups: int = 1,
     dtype: Any = None,
     transform: Transform | None = None,
-    reduce_once: bool = True,
 ) -> GradientFunction:
     """Returns a function that computes a loss and its gradients by microbatches.
 
-    Gradients add up in `dtype`, by default that of each. `groups` is over how many devices the batch is split: with
-    `reduce_once` they reduce gradients once, else for each microbatch. `transform` rewrites the forward program of one
-    microbatch. What is no sum over the examples is a `MicrobatchError`.
+    Gradients add up in `dtype`, by default that of each. With as many `groups` as devices that the batch is split over
+    they are reduced once, without for each microbatch. `transform` rewrites the forward program of one microbatch. What
+    is no sum over the examples is a `MicrobatchError`.
 
     ```python
     from shardrules.training.loss import trace_loss
@@ -57,14 +58,12 @@ def accumulated(
     """
     if microbatches == 1:
         return _plain(trace, transform)
-    return SplitLoss.of(trace, microbatches, groups, reduce_once).gradient_function(dtype, transform)
+    return SplitLoss.of(trace, microbatches, groups).gradient_function(dtype, transform)
 
 
-def forward_program(trace: TracedLoss, microbatches: int = 1, groups: int = 1, reduce_once: bool = True) -> ClosedJaxpr:
+def forward_program(trace: TracedLoss, microbatches: int = 1, groups: int = 1) -> ClosedJaxpr:
     """Returns the program that `accumulated` gives to its `transform`."""
-    return (
-        flattened(trace.jaxpr) if microbatches == 1 else SplitLoss.of(trace, microbatches, groups, reduce_once).forward
-    )
+    return flattened(trace.jaxpr) if microbatches == 1 else SplitLoss.of(trace, microbatches, groups).forward
 
 
 def _plain(trace: TracedLoss, transform: Transform | None) -> GradientFunction:
@@ -89,7 +88,8 @@ class SplitLoss:
 
     trace: TracedLoss
     microbatches: int
-    groups: int
+    runs: int
+    """How many runs of examples a microbatch has: one for each group, or single examples."""
     by_group: bool
     """Whether each group has a part of its own in each microbatch."""
     group_axes: tuple[str, ...] | None
@@ -104,9 +104,9 @@ class SplitLoss:
     """For each array of aux the dim of its examples; `None` where it is a result of the tail."""
 
     @classmethod
-    def of(cls, trace: TracedLoss, microbatches: int, groups: int = 1, reduce_once: bool = True) -> "SplitLoss":
+    def of(cls, trace: TracedLoss, microbatches: int, groups: int = 1) -> "SplitLoss":
         """Proves that a loss is a sum over its examples and splits it up."""
-        return _split(trace, microbatches, groups, reduce_once and groups > 1)
+        return _split(trace, microbatches, groups)
 
     @property
     def sum_count(self) -> int:
@@ -156,7 +156,7 @@ class SplitLoss:
         gradient = jax.grad(part, has_aux=True)
         axes = self.group_axes
         run = jax.vmap(gradient, (None, 0, None, 0), spmd_axis_name=axes) if self.by_group else gradient
-        group = jnp.arange(self.groups, dtype=jnp.int32) if self.by_group else jnp.int32(0)
+        group = jnp.arange(self.runs, dtype=jnp.int32) if self.by_group else jnp.int32(0)
         pieces = [self.pieces(array) for array in batched]
 
         def add(total: Any, indexed: Any) -> tuple[Any, Any]:
@@ -180,9 +180,9 @@ class SplitLoss:
 
     def pieces(self, array: Any) -> Any:
         """Returns a batched array by microbatch, and by group if each has a part of its own."""
-        rest, size = array.shape[1:], self.trace.batch_size // (self.groups * self.microbatches)
-        runs = array.reshape(self.groups, self.microbatches, size, *rest).swapaxes(0, 1)
-        return runs if self.by_group else runs.reshape(self.microbatches, self.groups * size, *rest)
+        rest, size = array.shape[1:], self.trace.batch_size // (self.runs * self.microbatches)
+        runs = array.reshape(self.runs, self.microbatches, size, *rest).swapaxes(0, 1)
+        return runs if self.by_group else runs.reshape(self.microbatches, self.runs * size, *rest)
 
     def whole(self, array: Any, dim: int) -> Any:
         """Returns an array of the whole batch from its parts, stacked as they were computed."""
@@ -190,7 +190,7 @@ class SplitLoss:
             runs = jnp.moveaxis(array, (1, 0), (dim, dim + 1))
         else:
             shape = array.shape
-            runs = array.reshape(*shape[: dim + 1], self.groups, shape[dim + 1] // self.groups, *shape[dim + 2 :])
+            runs = array.reshape(*shape[: dim + 1], self.runs, shape[dim + 1] // self.runs, *shape[dim + 2 :])
             runs = jnp.moveaxis(runs, 0, dim + 1)
         return runs.reshape(*runs.shape[:dim], -1, *runs.shape[dim + 3 :])
 
@@ -200,15 +200,16 @@ def _sum_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def _split(trace: TracedLoss, microbatches: int, groups: int, by_group: bool) -> SplitLoss:
+def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     if trace.batch_size % (microbatches * groups):
         raise MicrobatchError(
             f"{trace.name}: a batch of {trace.batch_size} examples does not divide into {groups} groups of "
             f"{microbatches} microbatches"
         )
-    size = trace.batch_size // (microbatches * groups if by_group else microbatches)
+    size, by_group = trace.batch_size // (microbatches * groups), groups > 1
+    runs = groups if by_group else size
     program = flattened(trace.jaxpr)
-    counts, pair, calls = _paired(trace, program, size, 1 if by_group else groups)
+    counts, pair, calls = _paired(trace, program, size, 1 if by_group else runs)
     arguments = pair.whole.invars
     body = read_examples(pair, _input_facts(trace), counts)
     first_batched = trace.trainable_count + trace.fixed_count
@@ -236,7 +237,7 @@ def _split(trace: TracedLoss, microbatches: int, groups: int, by_group: bool) ->
     group_axes: dict[tuple[str, ...], bool] = {}
 
     def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
-        position = Position(group if by_group else None, microbatch, groups, microbatches)
+        position = Position(group if by_group else None, microbatch, runs, microbatches)
         replay = Replay(counts, position, calls, group_axes=group_axes)
         at_hand: dict[Demand, Any] = dict(zip(whole_inputs, values, strict=False))
         rest = values[first_batched:]
@@ -256,22 +257,22 @@ def _split(trace: TracedLoss, microbatches: int, groups: int, by_group: bool) ->
     dims = tuple(_stacked_dim(body, var) for var in pair.whole.outvars[1:])
     # Constraints that split examples over different axes leave the groups to the compiler.
     axes = next(iter(group_axes)) if list(group_axes.values()) == [True] else None
-    return SplitLoss(trace, microbatches, groups, by_group, axes, cut(program, (), needed), part_program, tail, dims)
+    return SplitLoss(trace, microbatches, runs, by_group, axes, cut(program, (), needed), part_program, tail, dims)
 
 
-def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, groups: int) -> tuple[Counts, Pair, dict[int, Any]]:
+def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, runs: int) -> tuple[Counts, Pair, dict[int, Any]]:
     """Traces the loss for a part, and pairs it with that of the whole batch."""
     part = _traced(trace, size)
     if size == 1:
         # Programs for one example lack what repeats an array for each, or sums over them: a second trace has two, and
         # its sizes are scaled.
-        counts = Counts(trace.batch_size, size, 2 if trace.batch_size > 2 else 3, groups)
+        counts = Counts(trace.batch_size, size, 2 if trace.batch_size > 2 else 3, runs)
         try:
             pair = Pair.of(program, _traced(trace, counts.trace), counts)
             return counts, pair, matched_calls(program, part, counts)
         except MicrobatchError:  # the program for one example may do
             pass
-    counts = Counts(trace.batch_size, size, size, groups)
+    counts = Counts(trace.batch_size, size, size, runs)
     return counts, Pair.of(program, part, counts), {}
 
 

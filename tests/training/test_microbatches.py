@@ -208,20 +208,18 @@ LOSSES = (
 )
 
 
-PARTS = ((2, 2, True), (2, 4, True), (4, 1, True), (2, 2, False))
-"""Microbatches, groups, and whether gradients are reduced once."""
+PARTS = ((2, 2), (2, 4), (4, 1), (8, 1))
+"""Microbatches and groups."""
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
 @pytest.mark.sample(16)
-def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, int, bool]) -> None:
+def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, int]) -> None:
     trace = trace_loss(case.fn, case.model, case.batch)
     arrays = trace.split.arrays(case.model, case.batch)
     expected = jax.jit(accumulated(trace))(arrays.trainable, arrays.fixed, arrays.batched)
-    microbatches, groups, reduce_once = parts
-    run = accumulated(trace, microbatches, groups, reduce_once=reduce_once)
-    actual = jax.jit(run)(arrays.trainable, arrays.fixed, arrays.batched)
+    actual = jax.jit(accumulated(trace, *parts))(arrays.trainable, arrays.fixed, arrays.batched)
     for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         scale = float(jnp.max(jnp.abs(first)))
         np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6 * scale)
@@ -243,14 +241,12 @@ def with_aux(model: Any, batch: Any) -> Any:
     return jnp.mean(losses), aux
 
 
-@pytest.mark.parametrize("parts", [(2, 2, True), (2, 2, False)], ids=str)
-def test_aux_is_that_of_the_whole_batch(parts: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("parts", [(2, 2), (2, 1)], ids=str)
+def test_aux_is_that_of_the_whole_batch(parts: tuple[int, int]) -> None:
     model, batch = mlp(), rows()
     trace = trace_loss(with_aux, model, batch, has_aux=True)
     arrays = trace.split.arrays(model, batch)
-    microbatches, groups, reduce_once = parts
-    run = accumulated(trace, microbatches, groups, reduce_once=reduce_once)
-    value, aux, _ = jax.jit(run)(arrays.trainable, arrays.fixed, arrays.batched)
+    value, aux, _ = jax.jit(accumulated(trace, *parts))(arrays.trainable, arrays.fixed, arrays.batched)
     expected = with_aux(model, batch)
     actual = value, trace.rebuild_aux(aux)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -395,12 +391,11 @@ def sent_in_loops(text: str) -> tuple[list[str], list[str]]:
     return outside, inside
 
 
-@pytest.mark.parametrize("spec", [P(), P(None, "data")], ids=["data-parallel", "fully-sharded"])
-def test_eight_microbatches_reduce_gradients_once(spec: P) -> None:
+def compiled_text(spec: P, groups: int) -> str:
+    """A step of eight microbatches, compiled for eight devices, with parameters split by a spec."""
     mesh = sr.create_mesh("data:8", axis_types="auto")
     model, batch = {"up": real(3, 16, 32), "down": real(3, 32, 16)}, real(64, 16)
-    trace = trace_loss(constrained(mesh), model, batch)
-    gradients = accumulated(trace, 8, 8)
+    gradients = accumulated(trace_loss(constrained(mesh), model, batch), 8, groups)
     placed = NamedSharding(mesh, spec)
 
     def step(trainable: Any, examples: Any) -> Any:
@@ -411,7 +406,20 @@ def test_eight_microbatches_reduce_gradients_once(spec: P) -> None:
         ]
 
     run = jax.jit(step, in_shardings=([placed] * 2, NamedSharding(mesh, P("data"))), out_shardings=(None, [placed] * 2))
-    outside, inside = sent_in_loops(run.lower(list(jax.tree.leaves(model)), batch).compile().as_text())
+    return run.lower(list(jax.tree.leaves(model)), batch).compile().as_text()
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "data")], ids=["data-parallel", "fully-sharded"])
+def test_eight_microbatches_reduce_gradients_once(spec: P) -> None:
+    outside, inside = sent_in_loops(compiled_text(spec, 8))
     assert inside == []
     (reduction,) = outside
     assert sorted(re.findall(r"f32\[([\d,]*)\]", reduction)) == ["", "3,16,32", "3,32,16"]
+
+
+def test_without_groups_each_microbatch_reduces_and_data_stays() -> None:
+    text = compiled_text(P(), 1)
+    outside, inside = sent_in_loops(text)
+    assert outside == []
+    assert sorted(re.findall(r"f32\[([\d,]*)\]", " ".join(inside))) == ["", "16,32", "32,16"]
+    assert "all-gather" not in text

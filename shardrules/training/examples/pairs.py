@@ -30,7 +30,7 @@ class Counts:
     whole: int
     part: int
     trace: int
-    groups: int = 1
+    part_runs: int = 1
     """How many runs of examples, one after another in the batch, a part has."""
 
     @property
@@ -41,7 +41,7 @@ class Counts:
     @property
     def runs(self) -> int:
         """How many runs of examples the batch has: what is computed from several examples has to divide into them."""
-        return self.parts * self.groups
+        return self.parts * self.part_runs
 
     def is_scaled(self, whole: int, trace: int) -> bool:
         """Whether a size of the whole program grows with the number of examples, to that of the trace."""

@@ -50,24 +50,23 @@ class Position:
         """Returns the part of an array that has the examples of the whole batch along a dim."""
         if is_trained:
             return self._runs(value, dim, self.group, self.microbatch)
+        by_group = self.group is not None
         # One equation whatever the groups are, so that those after it have the same positions.
-        value = lax.stop_gradient(value)
-        if self.group is None:
-            return custom_vmap(lambda array, index: self._runs(array, dim, None, index))(value, self.microbatch)
-        run = custom_vmap(lambda array, group, microbatch: self._runs(array, dim, group, microbatch))
+        run = custom_vmap(
+            lambda array, group, microbatch: self._runs(array, dim, group if by_group else None, microbatch)
+        )
 
         @run.def_vmap
         def _(axis_size: int, in_batched: Sequence[bool], array: Any, group: Any, microbatch: Any) -> tuple[Any, bool]:
             del axis_size
-            if list(in_batched) == [False, True, False]:
+            if by_group and list(in_batched) == [False, True, False]:
                 # All groups at once: these are the array itself, and nothing is moved.
                 return jnp.moveaxis(self._groups(array, dim, microbatch), dim, 0), True
             axes = [0 if batched else None for batched in in_batched]
-            return jax.vmap(lambda *each: self._runs(each[0], dim, each[1], each[2]), axes)(
-                array, group, microbatch
-            ), True
+            sliced = jax.vmap(lambda *each: self._runs(each[0], dim, each[1] if by_group else None, each[2]), axes)
+            return sliced(array, group, microbatch), True
 
-        return run(value, self.group, self.microbatch)
+        return run(lax.stop_gradient(value), self.group if by_group else jnp.int32(0), self.microbatch)
 
     def _groups(self, value: Any, dim: int, microbatch: Any) -> Any:
         """Returns a microbatch of all groups, with a dim for the groups."""
