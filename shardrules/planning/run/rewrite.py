@@ -20,6 +20,7 @@ from shardrules.planning.graph.layouts import PARTIAL, dim_shard_count, relayout
 from shardrules.planning.graph.problem import Home, Problem
 from shardrules.planning.run.local import LocalSplit, local_jaxpr, row_major_jaxpr
 from shardrules.planning.traced.calls import InlinedCall, closed_like, open_jaxpr
+from shardrules.planning.traced.program import is_on_host
 
 _OpKey: TypeAlias = tuple[int, str, int]
 """The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""
@@ -181,7 +182,12 @@ class _Rewriter:
         return program.replace(eqns=equations, outvars=results)
 
     def constrain(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
-        """Adds a constraint, with the source line of the equation `like`, and returns its result."""
+        """Adds a constraint, with the source line of the equation `like`, and returns its result.
+
+        What is on the host stays there as compilers send it: a constraint would bring it to the device.
+        """
+        if is_on_host(var.aval):
+            return var
         constraint = self.constraint(var.aval, spec)
         result = Var(var.aval)
         source = {} if like is None else {"source_info": like.source_info}

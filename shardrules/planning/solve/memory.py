@@ -86,7 +86,7 @@ class Occupancy:
         updated = _updated(problem, overwritten)
         homeless = [array for array in problem.program.arguments if array not in problem.homes]
         # Arrays without a home, such as scalars, have no layout to choose.
-        fixed = sum(problem.program.arrays[array].nbytes for array in (*homeless, *problem.program.constants))
+        fixed = sum(problem.program.arrays[array].device_bytes for array in (*homeless, *problem.program.constants))
         stays = (
             *_argument_stays(problem),
             *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
@@ -235,7 +235,7 @@ def _argument_stays(problem: Problem) -> Iterator[Stay]:
     """Yields the arguments, which are there throughout."""
     for array in problem.program.arguments:
         if array in problem.homes:
-            nbytes = problem.program.arrays[array].nbytes
+            nbytes = problem.program.arrays[array].device_bytes
             yield Stay(problem.homes[array], nbytes, 0, len(problem.program.operations), is_lasting=True)
 
 

@@ -19,7 +19,7 @@ from typing import final
 import attrs
 
 from shardrules.planning.traced.copies import copied_parts
-from shardrules.planning.traced.program import Operation, TracedProgram
+from shardrules.planning.traced.program import Operation, TracedProgram, changes_memory
 
 _WHOLE = """
 scatter scatter-add scatter-mul scatter-min scatter-max sort top_k approx_top_k while fft dynamic_update_slice cumsum
@@ -142,7 +142,7 @@ class FusedProgram:
         result = operation.results[result_index]
         if operation.role == "leave":  # piece by piece, one in each round
             (piece,) = operation.operands
-            return 0 if piece is None else arrays[piece].nbytes
+            return 0 if piece is None else arrays[piece].device_bytes
         if operation.role == "join" or not self.writes(op_index, result):
             return 0
         if operation.name in IN_PLACE:
@@ -161,7 +161,7 @@ class FusedProgram:
 
     def nbytes(self, array: int) -> int:
         """Returns the bytes of an array as it is written."""
-        return self.program.arrays[array].nbytes * self.widened.get(array, 1)
+        return self.program.arrays[array].device_bytes * self.widened.get(array, 1)
 
 
 def _update(operation: Operation) -> int:
@@ -181,6 +181,8 @@ def _is_view(operation: Operation) -> bool:
         return operation.factors.operands[0] == operation.factors.results[0]
     if operation.name == "reshape" and operation.equation.params.get("dimensions") is not None:
         return False  # it transposes first
+    if changes_memory(operation):
+        return False
     return operation.role == "compute" and (operation.name in VIEWS or _is_free_transpose(operation))
 
 
@@ -215,7 +217,8 @@ def _takes_whole(operation: Operation) -> bool:
     """Whether the operands of an operation have to be in memory before it runs."""
     if operation.role in ("join", "opaque"):
         return True
-    return operation.role == "compute" and (is_matmul(operation) or operation.name in WHOLE)
+    is_whole = operation.name in WHOLE or changes_memory(operation)
+    return operation.role == "compute" and (is_matmul(operation) or is_whole)
 
 
 def is_matmul(operation: Operation) -> bool:

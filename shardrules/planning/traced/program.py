@@ -49,6 +49,12 @@ class TracedArray:
     shape: tuple[int, ...]
     nbytes: int
     dtype: Any
+    on_host: bool = False
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the memory of devices."""
+        return 0 if self.on_host else self.nbytes
 
 
 @final
@@ -160,7 +166,7 @@ class _JaxprReader:
         shape = tuple(size if isinstance(size, int) else 1 for size in getattr(aval, "shape", ()))
         dtype = getattr(aval, "dtype", None)
         itemsize = getattr(dtype, "itemsize", 4)
-        self.arrays.append(TracedArray(shape, math.prod(shape) * itemsize, dtype))
+        self.arrays.append(TracedArray(shape, math.prod(shape) * itemsize, dtype, is_on_host(aval)))
         return len(self.arrays) - 1
 
     def copy_array(self, array: int) -> int:
@@ -441,6 +447,20 @@ class _JaxprReader:
 
 _UNFINISHED = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0, ())
 """Takes the index of an operation whose operands are not read yet."""
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether an array is in the memory of a host, where `jax.device_put` moved it."""
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
+
+
+def changes_memory(operation: Operation) -> bool:
+    """Whether an operation sends an array to the host or fetches it from there."""
+    if operation.name != "device_put":
+        return False
+    sides = (operation.equation.invars, operation.equation.outvars)
+    before, after = (tuple(is_on_host(var.aval) for var in side) for side in sides)
+    return before != after
 
 
 def _spec_of_sharding(sharding: Sharding) -> PartitionSpec:

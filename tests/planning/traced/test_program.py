@@ -1,5 +1,6 @@
 """Programs as they are read: operations, regions, how often each runs, and the indices that a replay finds again."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -293,3 +294,15 @@ def test_unknown_primitives_are_whole_and_named() -> None:
     assert outer.factors == Factors(((None, None),), ((None, None),), ())
     assert outer.role == "compute"
     assert (outer.run_count, inner.run_count) == (1, 3)
+
+
+def test_the_forward_part_of_a_checkpointed_loop_is_entered() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0].sum()
+
+    program = read_jaxpr(jax.make_jaxpr(jax.grad(layers))(jnp.ones((3, 4, 4)), jnp.ones((8, 4))))
+    assert program.unknown_primitives == ()
+    assert sum(operation.name == "dot_general" for operation in program.operations) == 3

@@ -1,0 +1,89 @@
+"""Arrays that a function keeps in the memory of hosts: planned, but not counted as memory of devices."""
+
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.planning.answer.plan import AutoPlan
+from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.program import changes_memory, is_on_host, read_jaxpr
+
+SHAPE = jax.ShapeDtypeStruct
+WIDTH, ROWS, LAYERS = 256, 4096, 4
+
+
+def loss(policy: Any) -> Any:
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    def kept_layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return layer(jax.ad_checkpoint.checkpoint_name(x, "input"), w)
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jax.checkpoint(kept_layer, policy=policy, prevent_cse=False)(x, w), None
+
+    return lambda w, x: jnp.sum(jax.lax.scan(body, x, w)[0])
+
+
+def on_host(*names: str) -> Any:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+H100 = sr.Hardware.named("cuda:h100")
+
+
+def planned(policy: Any, hardware: sr.Hardware = H100) -> AutoPlan:
+    args = SHAPE((LAYERS, WIDTH, WIDTH), jnp.bfloat16), SHAPE((ROWS, WIDTH), jnp.bfloat16)
+    return sr.autoplan(jax.grad(loss(policy)), *args, mesh=sr.mesh_shape("data:8"), hardware=hardware)
+
+
+@pytest.fixture(scope="module")
+def plans() -> tuple[AutoPlan, AutoPlan]:
+    return planned(on_host("input")), planned(jax.checkpoint_policies.save_only_these_names("input"))
+
+
+def test_the_memory_of_hosts_is_not_that_of_devices(plans: tuple[AutoPlan, AutoPlan]) -> None:
+    offloaded, kept = plans
+    assert offloaded.peak_bytes < kept.peak_bytes
+
+
+def test_sending_to_hosts_takes_the_time_of_their_link(plans: tuple[AutoPlan, AutoPlan]) -> None:
+    slower = attrs.evolve(H100, host_link_bytes_per_second=H100.host_link_bytes_per_second / 2)
+    nbytes = 2 * LAYERS * ROWS * WIDTH * 2 / 8  # there and back, of bfloat16, in eight pieces
+    exposed = (1 - sr.Assumptions().hidden) * nbytes / H100.host_link_bytes_per_second
+    assert planned(on_host("input"), slower).cost - plans[0].cost == pytest.approx(exposed, rel=1e-6)
+
+
+def test_constraints_leave_arrays_on_hosts(plans: tuple[AutoPlan, AutoPlan]) -> None:
+    plan, _ = plans
+    layouts = chosen_layouts(plan.task.problem, plan.choice)
+    changed = with_layouts(plan.call.jaxpr, layouts, sr.mesh_shape("data:8"))
+    constraints = [each for each in equations(changed) if each.primitive.name == "sharding_constraint"]
+    assert constraints
+    assert not any(is_on_host(var.aval) for each in constraints for var in (*each.invars, *each.outvars))
+
+
+def test_a_move_between_memories_is_a_copy_and_not_a_view() -> None:
+    def there_and_back(x: jax.Array) -> jax.Array:
+        host = jax.device_put(x, jax.memory.Space.Host)
+        return jax.device_put(host, jax.memory.Space.Device) * 2
+
+    program = read_jaxpr(jax.make_jaxpr(there_and_back)(SHAPE((ROWS, WIDTH), jnp.bfloat16)))
+    first, second = (operation for operation in program.operations if operation.name == "device_put")
+    assert changes_memory(first)
+    assert changes_memory(second)
+    fusion = FusedProgram.of(program)
+    assert [fusion.nbytes(operation.results[0]) for operation in (first, second)] == [0, ROWS * WIDTH * 2]
+    assert second.results[0] not in fusion.sources
