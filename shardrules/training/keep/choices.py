@@ -14,6 +14,7 @@ from shardrules.training.keep.flat import flattened
 from shardrules.training.keep.keep import Keep, KeptUnit
 from shardrules.training.keep.needs import NeedsReader
 from shardrules.training.keep.problem import UnitProblem, unit_problem
+from shardrules.training.keep.subsets import subset_choices
 from shardrules.training.keep.units import find_units
 from shardrules.training.keep.words import host_bytes, keep_text, repeated_flops
 
@@ -87,18 +88,30 @@ def _cheapest(problem: UnitProblem, price: float) -> KeptValues:
 
 def _front(problems: Sequence[UnitProblem], written: _Choice) -> list[_Choice]:
     """What is written, then choices that keep less and less: the best at some price, and what lies between two."""
-    front = [written]
-    for choice in _hull(problems):
+    front, hull = [written], _hull(problems)
+    subsets = [
+        _subsets(problem, [choice.units[index][0][0] for choice in hull]) for index, problem in enumerate(problems)
+    ]
+    for choice in hull:
         if choice.nbytes < front[-1].nbytes * (1 - _ALMOST):
-            front += _between(problems, front[-1], choice)
+            front += _between(problems, subsets, front[-1], choice)
             front.append(choice)
     return front
 
 
-def _between(problems: Sequence[UnitProblem], more: _Choice, less: _Choice) -> Iterator[_Choice]:
-    """Yields the choices with one segment after the other, from the first on, as in `less` instead of as in `more`.
+def _subsets(problem: UnitProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:
+    """What a loop may keep beside some choices; nothing for runs of segments, which may keep different arrays."""
+    on_device = [kept for kept in choices if kept is not problem.as_written and not kept.offloaded]
+    return subset_choices(problem.problem, on_device) if problem.unit.is_loop and on_device else []
 
-    They cost what is between the two in equal parts, so that each is as good as the two.
+
+def _between(
+    problems: Sequence[UnitProblem], subsets: Sequence[Sequence[KeptValues]], more: _Choice, less: _Choice
+) -> Iterator[_Choice]:
+    """Yields choices that keep less and less between two.
+
+    Segments are as in `less` one after the other, from the first on, instead of as in `more`; these choices are as good
+    as the two. Of a loop they are the `subsets` between the two.
     """
     if more.seconds >= less.seconds:
         return
@@ -110,6 +123,10 @@ def _between(problems: Sequence[UnitProblem], more: _Choice, less: _Choice) -> I
         for count in range(1, repeats):
             units[index] = (kept_after, count), (kept_before, repeats - count)
             yield _Choice.of(problems, units)
+        for kept in subsets[index]:
+            if kept_after.nbytes < kept.nbytes < kept_before.nbytes and kept.seconds < kept_after.seconds:
+                units[index] = ((kept, 1),)
+                yield _Choice.of(problems, units)
         units[index] = after
         if units != list(less.units):
             yield _Choice.of(problems, units)
