@@ -5,14 +5,16 @@
 - No public function says whether a backend runs without starting it.
 - Whether code is being traced shows only in its arguments, and a function may have none.
 - The settings and contexts on which a trace depends beside its arguments are a key inside `jax.jit`.
+- The lines behind an equation can be read, but not passed on to equations that replace it.
 - The context of an equation, with the mesh that was in force, can be read but not made.
 """
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import config, core, distributed, mesh, xla_bridge
+from jax._src import config, core, distributed, mesh, source_info_util, xla_bridge
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
@@ -56,3 +58,8 @@ def context_on(context: Any, mesh: jax.sharding.AbstractMesh) -> Any:
         if name not in ("configs", "__weakref__"):  # `configs` is computed from the others
             object.__setattr__(copy, name, mesh if name == "cur_abstract_mesh" else getattr(context, name))
     return copy
+
+
+def lines_of(equation: Any) -> AbstractContextManager[Any]:
+    """Returns a context in which new equations come from the same lines of code as this one."""
+    return source_info_util.user_context(equation.source_info.traceback)

@@ -217,7 +217,7 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     sums = _sums(body)
     stacked = [var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is not None]
     tail_outputs = [pair.whole.outvars[0], *(var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is None)]
-    is_trained = tuple(body.facts[var].is_trained and jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in sums)
+    is_trained = tuple(jnp.issubdtype(_struct(var).dtype, jnp.inexact) for var in sums)
     tail = Tail(cut(program, sums, tail_outputs), len(arguments), trace.trainable_count, is_trained)
     step = tail.nonlinear_step() if any(is_trained) else ""
     if step:
@@ -239,7 +239,7 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
         position = Position(group if by_group else None, microbatch, runs, microbatches)
         replay = Replay(counts, position, calls, group_axes=group_axes)
-        at_hand: dict[Demand, Any] = dict(zip(whole_inputs, values, strict=False))
+        at_hand: dict[Any, Any] = dict(zip(whole_inputs, values, strict=False))
         rest = values[first_batched:]
         at_hand |= {(var, "whole"): value for var, value in zip(needed, rest, strict=False)}
         at_hand |= {

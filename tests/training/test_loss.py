@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.training.loss import trace_loss
@@ -43,9 +44,7 @@ def test_arrays_of_a_model_and_a_batch_evaluate_the_jaxpr() -> None:
     model = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
     trace = trace_loss(mean_loss, model, data())
     arrays = trace.split.arrays(model, data())
-    (value,) = jax.core.eval_jaxpr(
-        trace.jaxpr.jaxpr, trace.jaxpr.consts, *arrays.trainable, *arrays.fixed, *arrays.batched
-    )
+    (value,) = jaxpr_as_fun(trace.jaxpr)(*arrays.trainable, *arrays.fixed, *arrays.batched)
     assert jnp.allclose(value, mean_loss(model, data()))
     tree = trace.split.trainable_tree(arrays.trainable)
     assert jax.tree.structure(tree) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))

@@ -290,6 +290,10 @@ clipped.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent / jnp.sqrt(j
         (each_after_another, "scan carries values from example to example"),
         (lambda m, b: jnp.log(jnp.mean(squares(m, b))), r"not linear in a sum over the examples: log \("),
         (lambda m, b: jnp.mean(squares(m, b)) ** 2, "not linear in a sum over the examples: integer_pow"),
+        (
+            lambda m, b: jnp.mean(squares(m, b)) * jnp.sum(jnp.argmax(forward(m, b["x"]), 1) == b["labels"]),
+            "not linear in a sum over the examples: mul",
+        ),
         (lambda m, b: jnp.max(squares(m, b)), "reduce_max reduces over the examples, and is not a sum"),
         (lambda m, b: jnp.mean(jnp.sort(squares(m, b)) ** 2), "sort computes with several examples at once"),
         (lambda m, b: jnp.sum(m["up"]), "does not depend on the examples"),
@@ -406,7 +410,7 @@ def compiled_text(spec: P, groups: int) -> str:
         ]
 
     run = jax.jit(step, in_shardings=([placed] * 2, NamedSharding(mesh, P("data"))), out_shardings=(None, [placed] * 2))
-    return run.lower(list(jax.tree.leaves(model)), batch).compile().as_text()
+    return run.lower(list(jax.tree.leaves(model)), batch).compile().as_text() or ""
 
 
 @pytest.mark.parametrize("spec", [P(), P(None, "data")], ids=["data-parallel", "fully-sharded"])

@@ -84,7 +84,7 @@ def shared_fact(
     shape: Sequence[int], trace_shape: Sequence[int], counts: Counts, is_trained: bool, from_batch: bool
 ) -> Fact:
     """The fact of an array that the program of the whole batch computes, by its shapes in the whole and the trace."""
-    common = {"is_trained": is_trained, "from_batch": from_batch, "is_whole": True}
+    common: dict[str, Any] = {"is_trained": is_trained, "from_batch": from_batch, "is_whole": True}
     if len(shape) != len(trace_shape):
         return Fact("shared", is_misfit=True, **common)
     dims = [dim for dim, (size, other) in enumerate(zip(shape, trace_shape, strict=True)) if size != other]
@@ -108,7 +108,7 @@ def joined(first: Fact, second: Fact, what: str, equation: Any) -> Fact:
     for fact in (first, second):
         if fact.form == "refused":
             return fact
-    common = {
+    common: dict[str, Any] = {
         "is_trained": first.is_trained or second.is_trained,
         "from_batch": first.from_batch or second.from_batch,
         "is_zero": first.is_zero and second.is_zero,

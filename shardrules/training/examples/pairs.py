@@ -4,7 +4,7 @@ Both programs are walked together. Where they differ in more than sizes, the los
 in a way that no part of the batch could follow, and it is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -60,28 +60,27 @@ class Pair:
     whole: Jaxpr
     trace: Jaxpr
     whole_consts: tuple[Any, ...]
-    trace_consts: tuple[Any, ...]
+    differences: Mapping[int, str]
+    """For the index of an equation with other parameters than sizes: what differs. Only the whole can compute it."""
 
     @classmethod
     def of(cls, whole: ClosedJaxpr | Jaxpr, trace: ClosedJaxpr | Jaxpr, counts: Counts) -> "Pair":
         """Pairs two bodies, which must have the same equations; the bodies of loops in them are paired later."""
-        pair = cls(
-            open_jaxpr(whole),
-            open_jaxpr(trace),
-            tuple(getattr(whole, "consts", ())),
-            tuple(getattr(trace, "consts", ())),
-        )
-        first, second = pair.whole, pair.trace
+        first, second = open_jaxpr(whole), open_jaxpr(trace)
         partner: dict[Any, Any] = {}
         for vars_of_whole, vars_of_trace in ((first.constvars, second.constvars), (first.invars, second.invars)):
             if len(vars_of_whole) != len(vars_of_trace):
                 raise MicrobatchError(_message(counts, "the numbers of arrays differ"))
             partner.update(zip(vars_of_whole, vars_of_trace, strict=True))
-        for equation, other in zip(first.eqns, second.eqns, strict=False):
-            why = _difference(equation, other, partner, counts)
+        differences: dict[int, str] = {}
+        for index, (equation, other) in enumerate(zip(first.eqns, second.eqns, strict=False)):
+            why = _difference(equation, other, partner)
             if why:
                 raise MicrobatchError(_message(counts, why))
             partner.update(zip(equation.outvars, other.outvars, strict=True))
+            why = _other_params(equation, other, counts)
+            if why:
+                differences[index] = _message(counts, why)
         if len(first.eqns) != len(second.eqns):
             longer = max(first.eqns, second.eqns, key=len)
             extra = longer[min(len(first.eqns), len(second.eqns))]
@@ -90,7 +89,7 @@ class Pair:
             _same_operand(var, other, partner) for var, other in zip(first.outvars, second.outvars, strict=True)
         ):
             raise MicrobatchError(_message(counts, "the results differ"))
-        return pair
+        return cls(first, second, tuple(getattr(whole, "consts", ())), differences)
 
 
 def equal_literals(whole: Sequence[Any], trace: Sequence[Any]) -> bool:
@@ -118,8 +117,8 @@ def part_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
     }
 
 
-def _difference(equation: Any, other: Any, partner: dict[Any, Any], counts: Counts) -> str:
-    """What two equations differ in, other than sizes; empty where they do the same."""
+def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:
+    """What two equations differ in, other than parameters; empty where they read the same and do the same."""
     name = equation.primitive.name
     if name != other.primitive.name or len(equation.invars) != len(other.invars):
         return f"the first has {_text(equation)} where the second has {_text(other)}"
@@ -129,6 +128,11 @@ def _difference(equation: Any, other: Any, partner: dict[Any, Any], counts: Coun
         return f"{_text(equation)} has other results"
     if equation.params.keys() != other.params.keys():
         return f"{_text(equation)} has other parameters"
+    return ""
+
+
+def _other_params(equation: Any, other: Any, counts: Counts) -> str:
+    """Which parameters of two equations differ in more than sizes."""
     for key, value in equation.params.items():
         if not _alike(value, other.params[key], counts, key in _SIZES):
             return f"{key} of {_text(equation)} is {value} in the first and {other.params[key]} in the second"

@@ -82,14 +82,19 @@ class _Reader:
     """Whether functions with derivatives of their own are read with these: not in derivatives, which run once."""
 
     def body(self, pair: Pair, inputs: Sequence[Fact], is_top: bool = False) -> BodyFacts:
-        facts: dict[Var, Fact] = dict(zip(pair.whole.invars, inputs, strict=True))
+        facts: dict[Any, Fact] = dict(zip(pair.whole.invars, inputs, strict=True))
         nested: dict[int, tuple[BodyFacts, ...]] = {}
-        for var, other in zip(pair.whole.constvars, pair.trace.constvars, strict=True):
+        constants: Any = zip(pair.whole.constvars, pair.trace.constvars, strict=True)
+        for var, other in constants:
             facts[var] = shared_fact(var.aval.shape, other.aval.shape, self.counts, False, False)
         is_changed = any(facts[var].form == "examples" for var in pair.whole.constvars)
         for index, (equation, other) in enumerate(zip(pair.whole.eqns, pair.trace.eqns, strict=True)):
             operands = [literal_fact(var) if isinstance(var, Literal) else facts[var] for var in equation.invars]
             results, bodies = self.equation(equation, other, operands)
+            why = pair.differences.get(index)
+            if why:
+                # Without the trace of a part, only the whole is certain.
+                results, bodies = [self.only_whole(fact, why) for fact in results], ()
             if bodies:
                 nested[index] = bodies
             for var, result_var, fact in zip(equation.outvars, other.outvars, results, strict=True):
@@ -101,6 +106,10 @@ class _Reader:
             is_changed |= any(body.is_changed for body in bodies) or bool(own_columns(equation, operands, self.counts))
         outputs = tuple(literal_fact(var) if isinstance(var, Literal) else facts[var] for var in pair.whole.outvars)
         return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed)
+
+    def only_whole(self, fact: Fact, why: str) -> Fact:
+        """The fact of an array that a part computes in another way than the whole."""
+        return attrs.evolve(fact, is_own=False, index_columns=()) if fact.is_whole else refused(why)
 
     def before(self, var: Any, other: Any, fact: Fact) -> Fact:
         """The fact of what trains nothing, which can be computed for the whole batch before its parts."""
@@ -272,11 +281,14 @@ class _Reader:
         over_examples = any(fact.form == "examples" and fact.dim == 0 for fact in entering[first_slice:])
         if equation.params["length"] != other.params["length"] and not over_examples:
             return [refused("scan runs once for each example, and reads none", equation)] * len(equation.outvars), ()
+        if over_examples and any(fact.form in ("examples", "sum") for fact in entering[:first_slice]):
+            why = "scan reads all examples for each"
+            return [refused(why, equation)] * len(equation.outvars), ()
         pair = Pair.of(equation.params["jaxpr"], other.params["jaxpr"], self.counts)
         carry = entering[const_count:first_slice]
         if over_examples:
             # Each round adds that of its example to what starts from zero, or the loop is refused.
-            carry = [attrs.evolve(fact, form="sum") if fact.is_zero else fact for fact in carry]
+            carry = [attrs.evolve(fact, form="sum", is_whole=False) if fact.is_zero else fact for fact in carry]
         body, carry = self.rounds(equation, pair, entering[:const_count], carry, slices)
         if body is None:
             why = refused("scan carries values from example to example", equation) if over_examples else carry[0]
@@ -289,7 +301,11 @@ class _Reader:
                 dim = fact.dim + 1 if isinstance(fact.dim, int) else fact.dim
                 results.append(attrs.evolve(fact, dim=dim))
         if over_examples:
-            results[:carry_count] = [self.carried(equation, fact, body, i) for i, fact in enumerate(carry)]
+            results[:carry_count] = [self.carried(equation, fact, body, index) for index, fact in enumerate(carry)]
+            # What one carry brings from example to example may be in all results.
+            wrong = [fact for fact in results[:carry_count] if fact.form == "refused"]
+            if wrong:
+                return wrong[:1] * len(results), ()
         return results, (body,)
 
     def round_piece(self, fact: Fact) -> Fact:
@@ -308,9 +324,10 @@ class _Reader:
 
     def carried(self, equation: Any, fact: Fact, body: BodyFacts, index: int) -> Fact:
         """The fact of what a loop over examples carries: sums, or what no round changes."""
-        first_carry = scan_counts(equation.params)[0]
-        is_same = body.pair.whole.outvars[index] is body.pair.whole.invars[first_carry + index]
-        if fact.form in ("sum", "refused") or (is_same and fact.form == "shared"):
+        start = body.pair.whole.invars[scan_counts(equation.params)[0] + index]
+        end = body.pair.whole.outvars[index]
+        is_sum = fact.form == "sum" and _is_added_to(body, start, end)
+        if is_sum or fact.form == "refused" or (fact.form == "shared" and end is start):
             return fact
         return refused("scan carries values from example to example", equation)
 
@@ -347,3 +364,18 @@ class _Reader:
             why = "while: the number of rounds depends on several examples"
             return [refused(why, equation)] * len(equation.outvars), ()
         return list(carry), (body, test)
+
+
+def _is_added_to(body: BodyFacts, start: Any, end: Any) -> bool:
+    """Whether a round only adds to what it carries: any other use would weigh examples by their order."""
+    producers = {var: equation for equation in body.pair.whole.eqns for var in equation.outvars}
+    while end is not start:
+        equation = producers.get(end)
+        name = None if equation is None else equation.primitive.name
+        if equation is None or name not in ("add", "add_any", "sub", "convert_element_type", "copy"):
+            return False
+        sums = [var for var in equation.invars if body.fact(var).form == "sum"]
+        if len(sums) != 1 or (name == "sub" and equation.invars[0] is not sums[0]):
+            return False
+        end = sums[0]
+    return True

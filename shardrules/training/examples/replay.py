@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, programs_in, scan_counts
 from shardrules.core.errors import MicrobatchError
+from shardrules.core.jax_state import lines_of
 from shardrules.planning.traced.calls import InlinedCall
 from shardrules.training.examples.facts import Fact, name_of_step
 from shardrules.training.examples.pairs import Counts, part_params
@@ -105,7 +106,7 @@ class Replay:
         values: dict[Demand, Any] = {}
         for var, fact, value in zip(body.pair.whole.invars, body.inputs, inputs, strict=True):
             values[var, _variant(fact)] = value
-        outputs = [
+        outputs: list[tuple[Any, Variant]] = [
             (var, _variant(fact, body.fact(var))) for var, fact in zip(body.pair.whole.outvars, requested, strict=True)
         ]
         return self.run(body, values, outputs)
@@ -130,7 +131,8 @@ class Replay:
     def value(self, body: BodyFacts, var: Any, variant: Variant, values: dict[Demand, Any]) -> Any:
         """Returns an array, sliced first if only the whole was computed."""
         if isinstance(var, Constant):
-            return jnp.asarray(var.val, var.aval.dtype)
+            aval: Any = var.aval
+            return jnp.asarray(var.val, aval.dtype)
         if (var, variant) not in values and variant == "part":
             fact, whole = body.facts[var], values[var, "whole"]
             assert isinstance(fact.dim, int), "what is sliced has its examples along a dim"
@@ -147,10 +149,9 @@ class Replay:
         nested = body.nested.get(index)
         name, is_scaled = equation.primitive.name, self.counts.trace != self.counts.part
         if nested is not None:
-            if name in CHECKPOINTS:
-                return self.checkpoint(equation, nested[0], operands)
-            run = {"scan": self.scan, "while": self.loop, "cond": self.branches}[name]
-            return run(equation, other, nested, operands)
+            run = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name, self.checkpoint)
+            with lines_of(equation):
+                return run(equation, other, nested, operands)
         if is_scaled and InlinedCall.of(equation) is not None:
             return evaluated(self.closed_calls[id(equation)], operands)
         columns = own_columns(equation, facts, self.counts)
@@ -179,8 +180,11 @@ class Replay:
             self.group_axes[tuple(axes)] = self.position.group_count % size == 0
         return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
-    def checkpoint(self, equation: Any, body: BodyFacts, operands: Sequence[Any]) -> Sequence[Any]:
-        params = equation.params
+    def checkpoint(
+        self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        del other
+        params, (body,) = equation.params, nested
 
         def run(*inputs: Any) -> list[Any]:
             return self.body(body, inputs, body.outputs)

@@ -14,7 +14,7 @@ from shardrules.training.examples.pairs import Counts
 _SUMMING = ("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub")
 """Primitives whose results are sums over the factors that they reduce."""
 
-_PASSING = ("sharding_constraint", "copy", "copy_p")
+_PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
 
 _ADDING = ("add", "add_any", "sub")
 
@@ -66,7 +66,7 @@ _KEEPING_INDICES = (
 
 def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
     """The fact of the results of an equation that reads sums over examples, or what is computed from them."""
-    common = {"is_trained": any(fact.is_trained for fact in facts), "from_batch": True}
+    common: dict[str, Any] = {"is_trained": any(fact.is_trained for fact in facts), "from_batch": True}
     name = equation.primitive.name
     added = name in _ADDING and all(fact.form == "sum" or fact.dim is EACH_ROUND for fact in facts)
     if added and any(fact.form == "examples" for fact in facts) and all(fact.form != "shared" for fact in facts):
@@ -107,7 +107,7 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
 
 def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[Fact]:
     """The facts of the results of an equation some of whose operands have examples, and none of which is a sum."""
-    common = {
+    common: dict[str, Any] = {
         "is_trained": any(fact.is_trained for fact in facts),
         "from_batch": any(fact.from_batch for fact in facts),
     }
@@ -122,7 +122,7 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
         why = f"{name_of_step(equation)} uses all examples in a loop over the examples"
         return [refused(why, equation)] * len(outvars)
     if name in _PASSING:
-        return [Fact("examples", facts[0].dim, is_own=True, **common)]
+        return [attrs.evolve(fact, is_own=True, is_whole=False) for fact in facts]
     factors = op_factors(equation)
     if factors is None:
         why = f"{name_of_step(equation)} has no rule that says which dims it computes one by one"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 
 def evaluated(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -19,7 +19,7 @@ def evaluated(equation: Any, operands: Sequence[Any]) -> list[Any]:
         effects=equation.effects,
     )
     values = [value for var, value in zip(invars, operands, strict=True) if isinstance(var, Var)]
-    return jax.core.eval_jaxpr(jaxpr, (), *values)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
 
 
 @functools.cache

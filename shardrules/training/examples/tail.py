@@ -5,6 +5,7 @@ from typing import Any, final
 
 import attrs
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import without_dead_code
@@ -70,7 +71,8 @@ class Tail:
 
     def nonlinear_step(self) -> str:
         """Returns which equation makes the loss no sum of its sums; empty where their weights are constants."""
-        sums = [self.argument_count + index for index, flag in enumerate(self.is_trained) if flag]
+        # Those without derivatives, such as counts of right answers, may be no weights either.
+        sums = range(self.argument_count, self.argument_count + len(self.is_trained))
         avals = self.program.in_avals
 
         def weights(*values: Any) -> list[Any]:
@@ -93,7 +95,9 @@ def _depends(program: ClosedJaxpr, inputs: Sequence[int], result_count: int) -> 
 
 
 def _first_nonlinear(program: ClosedJaxpr, inputs: Sequence[int]) -> str:
-    """The first equation on the way from the inputs whose derivative is no constant."""
+    """The first equation on the way from the inputs to the loss whose derivative is no constant."""
+    loss = program.jaxpr.replace(outvars=program.jaxpr.outvars[:1])
+    program = ClosedJaxpr(without_dead_code(ClosedJaxpr(loss, program.consts)), program.consts)
     reached: dict[Any, None] = {program.jaxpr.invars[index]: None for index in inputs}
     for equation in program.jaxpr.eqns:
         indices = [
@@ -119,7 +123,7 @@ def _is_linear(equation: Any, operands: list[Any], indices: Sequence[int]) -> bo
             for index, value in zip(indices, moved, strict=True):
                 merged[index] = value
             rest = [
-                value if not isinstance(value, jax.ShapeDtypeStruct) else jax.numpy.zeros(value.shape, value.dtype)
+                value if not isinstance(value, jax.ShapeDtypeStruct) else jnp.zeros(value.shape, value.dtype)
                 for value in merged
             ]
             return evaluated(equation, rest)
@@ -127,8 +131,10 @@ def _is_linear(equation: Any, operands: list[Any], indices: Sequence[int]) -> bo
         return jax.jvp(run, tuple(values), tuple(tangents))[1]
 
     shapes = [operands[index] for index in indices]
+    if not all(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars):
+        return False  # a comparison or a count
     try:
         program = jax.make_jaxpr(change)(shapes, shapes)
-    except TypeError:  # of integers there is no derivative
-        return True
+    except TypeError:  # results that are integers or booleans have no derivative
+        return False
     return not _depends(program, range(len(shapes)), len(program.out_avals))

@@ -7,6 +7,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import Sharding
 
 from shardrules.analysis.compiling.jaxprs import CHECKPOINTS
+from shardrules.analysis.compiling.source import equation_stack, user_frames
 from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 
 _TRANSPARENT = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
@@ -65,7 +66,11 @@ def _inline(
         if caller is not None:
             # As JAX does when it evaluates a jaxpr: names of scopes add up.
             stack = caller.source_info.name_stack + equation.source_info.name_stack
-            equation = equation.replace(source_info=equation.source_info.replace(name_stack=stack))
+            source = equation.source_info.replace(name_stack=stack)
+            if not user_frames(equation_stack(equation)):
+                # A function of a library, which may have been traced for another line before.
+                source = source.replace(traceback=caller.source_info.traceback)
+            equation = equation.replace(source_info=source)
         if equation.primitive.name in transparent and not _has_shardings(equation):
             call = InlinedCall.of(equation)
             assert call is not None, "what is transparent is a call"
