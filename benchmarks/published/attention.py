@@ -14,6 +14,9 @@ Blocks: TypeAlias = tuple[int, int, int, int]
 """Rows of queries or keys that splash attention works on at a time: queries and keys forward, queries for the gradients
 of keys and values, and queries for the gradients of queries."""
 
+_BLOCK = 512
+"""The queries of a block, as in splash attention."""
+
 RATES = MappingProxyType({"flash2": (346e12, 322e12), "flash1-triton": (346e12 / 1.4, 322e12 / 2)})
 """The FLOP/s of other kernels on an H100, forward and backward, for long sequences and heads of 128. FlashAttention-2
 reaches 35 % of the peak forward, and 322 TFLOP/s backward (arXiv 2407.08608, abstract and figure 6). It is 1.3 to 1.5
@@ -34,7 +37,29 @@ def attend(platform: str, blocks: Blocks, query: Any, key: Any, value: Any) -> A
     # Toys on CPUs, for which JAX takes values as wide as keys.
     size = value.shape[-1]
     value = jnp.pad(value, [(0, 0)] * 3 + [(0, key.shape[-1] - size)])
+    if platform == "blocks":
+        return _blockwise(query, key, value)
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)[..., :size]
+
+
+def _blockwise(query: Any, key: Any, value: Any) -> Any:
+    """Attention of blocks of queries, each with its part of the scores, which the backward pass computes again."""
+    batch, length, heads, size = query.shape
+    rows = min(_BLOCK, length)
+    repeats = heads // key.shape[2]
+    key, value = jnp.repeat(key, repeats, 2), jnp.repeat(value, repeats, 2)
+    blocks = jnp.moveaxis(query.reshape(batch, length // rows, rows, heads, size), 1, 0)
+    starts = jnp.arange(length // rows) * rows
+
+    @jax.checkpoint
+    def attend_block(block: Any, start: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", block, key, preferred_element_type=jnp.float32) * size**-0.5
+        causal = start + jnp.arange(rows)[:, None] >= jnp.arange(length)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1).astype(value.dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    _, results = jax.lax.scan(lambda carry, item: (carry, attend_block(*item)), None, (blocks, starts))
+    return jnp.moveaxis(results, 0, 1).reshape(batch, length, heads, value.shape[-1])
 
 
 def _splash(blocks: Blocks, query: Any, key: Any, value: Any) -> Any:

@@ -135,7 +135,7 @@ class Decoder:
 
     def _constrain(self, x: Any, *spec: Any) -> Any:
         """Says how XLA splits an array; with FSDP each device has its own."""
-        return x if self.recipe.fsdp else jax.lax.with_sharding_constraint(x, P(*spec))
+        return x if self.recipe.fsdp or not self.recipe.constraints else jax.lax.with_sharding_constraint(x, P(*spec))
 
     def _whole(self, weights: Any, shapes: dict[str, tuple[tuple[int, ...], P]]) -> Any:
         """Weights as the model computes with them."""

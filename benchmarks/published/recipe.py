@@ -86,6 +86,9 @@ class Recipe:
     split_residual: bool = True
     """Between layers the width of activations is split over `tensor`."""
 
+    constraints: bool = True
+    """The model says how XLA splits its activations."""
+
     clip: bool = True
     """Gradients are clipped by their global norm."""
 

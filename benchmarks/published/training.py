@@ -1,0 +1,71 @@
+"""Published steps as losses that training plans are made for, and as their authors ran them."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from published.attention import BATCH
+from published.decoder import Decoder, weight_shapes, weight_specs
+from published.rows import Row
+from shardrules.planning.graph.machine import Assumptions
+from shardrules.planning.query import QueryOptions
+from shardrules.training.cluster import Cluster
+from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
+from shardrules.training.step import Recipe, TrainingStep
+
+
+@final
+@attrs.frozen
+class TrainingCase:
+    """What `plan_training` gets of a row."""
+
+    row: Row
+    loss: Callable[[Any, Any], Any]
+    weights: Any
+    optimizer: Any
+    batch: Any
+
+
+def training_case(row: Row) -> TrainingCase:
+    """Returns a row without what its authors decided: no mesh, no constraints, nothing recomputed by hand."""
+    free = attrs.evolve(row.recipe, fsdp="", eager=False, scan=True, constraints=False)
+    decoder = Decoder(row.dims, free, "blocks", "none")
+
+    def loss(weights: Any, batch: Any) -> Any:
+        return decoder.loss(weights, *batch)
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
+    sequences = row.batch * row.device_count * row.recipe.accumulations
+    tokens = jax.ShapeDtypeStruct((sequences, row.length), jnp.int32)
+    return TrainingCase(row, loss, weight_shapes(row.dims, free, row.length), optimizer, (tokens, tokens))
+
+
+def expert_outcome(case: TrainingCase) -> Outcome:
+    """Returns what the planner's costs say of the published mesh, layouts, recomputation and accumulations."""
+    row = case.row
+    recipe = attrs.evolve(row.recipe, fsdp="", eager=False, scan=True)
+    decoder = Decoder(row.dims, recipe, "blocks", row.remat)
+
+    def loss(weights: Any, batch: Any) -> Any:
+        return decoder.loss(weights, *batch)
+
+    target = sr.Target.parse(row.target)
+    abstract = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
+    mesh = target.mesh(abstract) if target.platform == "tpu" else abstract
+    step = TrainingStep(loss, case.optimizer)
+    state = jax.eval_shape(step.init_state, case.weights)
+    plan = sr.SpecTreeShardingRule(weight_specs(row.dims, recipe, row.length)).plan(case.weights, mesh)
+    pins = sr.SpecTreeShardingRule((plan.specs, plan.mirror(state).specs, (P(BATCH), P(BATCH))))
+    options = QueryOptions(None, pins, target.hardware, Assumptions(), 600.0, False)
+    cluster = Cluster.of(mesh, target.hardware)
+    problem = TrainingProblem(step, case.weights, state, case.batch, cluster, options)
+    (shape,) = cluster.shapes()
+    outcome = plan_once(problem, shape, Recipe(row.recipe.accumulations), float("inf"), is_free=True)
+    assert outcome.result is not None, outcome.refusal
+    return outcome

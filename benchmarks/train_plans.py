@@ -1,0 +1,121 @@
+"""Are training plans as good as what experts published?
+
+**Method.** Each row of `published/rows.toml` is a training step with its mesh, its layouts and what its backward pass
+keeps. `plan_training` gets the model, written without a mesh, constraints or `jax.checkpoint`, with the batch of a whole
+step and the cluster. `ratio` is the modelled time of its plan over that of the published configuration: the same model
+with the row's mesh, constraints, pinned weights, policy and accumulations, planned by the same costs. Attention is the
+same for both: blocks of queries, in plain JAX. With `--prove N`, both are compiled, and compared by their audits.
+
+**Last answer.** {answer}
+
+Run it as `python benchmarks/train_plans.py`; see `--help` for less.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+LIMIT = 1.0
+"""The most that a plan may take, as a part of the published configuration's time."""
+
+TOLERANCE = 1e-3
+"""What models of costs do not tell apart: plans that differ by less count as equal, as they do in the search."""
+
+
+def figure_of(row: Any, time_limit: float, prove: int) -> dict[str, Any]:
+    """Plans a row, and the published configuration."""
+    from published.training import expert_outcome, training_case
+
+    import shardrules as sr
+
+    case = training_case(row)
+    expert = expert_outcome(case)
+    start, used = time.perf_counter(), time.process_time()
+    plan = sr.plan_training(
+        case.loss, case.weights, case.optimizer, case.batch, cluster=row.target, time_limit=time_limit, prove=prove
+    )
+    figure = {
+        "name": row.name,
+        "target": row.target,
+        "expert_mesh": row.layout,
+        "expert_seconds": expert.seconds,
+        "expert_bytes": expert.peak_bytes,
+        "mesh": plan.report.mesh,
+        "recipe": str(plan.recipe),
+        "seconds": plan.report.cost,
+        "bytes": plan.peak_bytes,
+        "limit_bytes": plan.report.memory_limit,
+        "ratio": plan.report.cost / expert.seconds,
+        "planning_seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - used,
+        "late": any(finding.code == "time-is-up" for finding in plan.report.findings),
+    }
+    if plan.compiled:
+        figure |= {"compiled_seconds": plan.compiled[0].seconds, "compiled_bytes": plan.compiled[0].peak_bytes}
+    return figure
+
+
+def line(figure: dict[str, Any]) -> str:
+    """A figure as text."""
+    gigabytes = f"{figure['expert_bytes'] / 2**30:8.1f}{figure['bytes'] / 2**30:8.1f}"
+    return (
+        f"{figure['name']:16}{figure['target']:18}{figure['expert_seconds']:10.4g}{figure['seconds']:10.4g}"
+        f"{figure['ratio']:8.3f}{gigabytes}{figure['processor_seconds']:7.0f}  {figure['mesh']}, {figure['recipe']}"
+    )
+
+
+def missed(figures: list[dict[str, Any]]) -> list[str]:
+    """The limits that were missed."""
+    lines = [
+        f"{figure['name']}: {figure['ratio']:.3f} x the published configuration, at most {LIMIT:.2f}"
+        for figure in figures
+        if figure["ratio"] > LIMIT + TOLERANCE
+    ]
+    return lines + [
+        f"{figure['name']}: {figure['bytes'] / 2**30:.1f} GiB do not fit in {figure['limit_bytes'] / 2**30:.1f}"
+        for figure in figures
+        if figure["bytes"] > figure["limit_bytes"]
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description="Training plans against published configurations.")
+    parser.add_argument("--row", nargs="*", default=[], metavar="NAME", help="only rows whose name starts so")
+    parser.add_argument("--time-limit", type=float, default=600.0, help="for each plan, in seconds")
+    parser.add_argument("--prove", type=int, default=0, metavar="N", help="compile the best N plans of each row")
+    parser.add_argument("--smoke", action="store_true", help="toy models on CPU devices")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    if options.smoke:
+        jax.config.update("jax_num_cpu_devices", 8)
+    from published.rows import FILE, read_rows
+
+    rows = read_rows([FILE.with_name("smoke.toml")] if options.smoke else ())
+    # Layers of experts have their layouts in the code of the model.
+    rows = [row for row in rows if row.dims.experts is None]
+    rows = [row for row in rows if not options.row or any(row.name.startswith(name) for name in options.row)]
+    out = sys.stderr if options.json else sys.stdout
+    heads = ("published", "plan", "ratio", "GiB", "GiB", "CPU s")
+    sizes = (10, 10, 8, 8, 8, 7)
+    print(f"{'':34}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
+    figures = []
+    for row in rows:
+        figures.append(figure_of(row, options.time_limit, options.prove))
+        print(line(figures[-1]), file=out, flush=True)
+        jax.clear_caches()
+    over = [] if options.smoke else missed(figures)
+    if options.json:
+        print(json.dumps({"jax": jax.__version__, "rows": figures, "missed": over}, indent=1))
+    print(*(f"missed: {item}" for item in over), sep="\n", file=out)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
