@@ -1,10 +1,10 @@
 """Are training plans as good as what experts published?
 
 **Method.** Each row of `published/rows.toml` is a training step with its mesh, its layouts and what its backward pass
-keeps. `plan_training` gets the model, written without a mesh, constraints or `jax.checkpoint`, with the batch of a whole
-step and the cluster. `ratio` is the modelled time of its plan over that of the published configuration: the same model
-with the row's mesh, constraints, pinned weights, policy and accumulations, planned by the same costs. Attention is the
-same for both: blocks of queries, in plain JAX. With `--prove N`, both are compiled, and compared by their audits.
+keeps. `plan_training` gets the model, written without a mesh, constraints or `jax.checkpoint`, with the batch of a
+whole step and the cluster. `ratio` is the modelled time of its plan over that of the published configuration: the same
+model with the row's mesh, constraints, pinned weights, policy and accumulations, planned by the same costs. Attention
+is the same for both: blocks of queries, in plain JAX. With `--prove N`, the best N plans are compiled.
 
 **Last answer.** {answer}
 

@@ -34,6 +34,7 @@ def printed(script: str, *arguments: str, start: str, folder: Path, **variables:
 def test_every_example_is_run_here() -> None:
     # Llama 405B is planned in tests/cli.
     scripts = ["first_plan.py", "llama_405b.py", "load_llama.py", "plan_llama.py", "train_gpt.py", "train_nnx.py"]
+    scripts.append("train_planned_gpt.py")
     assert sorted(script.name for script in EXAMPLES.glob("*.py")) == scripts
 
 
@@ -63,6 +64,14 @@ def test_load_llama_gives_the_logits_of_one_device(tmp_path: Path) -> None:
         match = re.fullmatch(rf"split.*: up_proj {shape}.*, logits differ by at most (.*)", line)
         assert match is not None
         assert float(match[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_train_planned_gpt_learns(tmp_path: Path) -> None:
+    text = printed("train_planned_gpt.py", "--smoke", start=ON_CPU, folder=tmp_path)
+    assert text.startswith("loss_of on 8 cpu devices: ")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)$", text, re.MULTILINE)]
+    assert losses[-1] < losses[0] - 1
 
 
 @pytest.mark.slow

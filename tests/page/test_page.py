@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -76,7 +77,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = {path.replace("/", "."): leaf for path, leaf in (("embed", shapes((512, 64))),)}
     state = plan.mirror({"mu": params, "count": shapes(())})
     file = tmp_path_factory.mktemp("page") / "small.html"
-    file.write_text(sr.report_page(plan, state=state, audit=audit, planned=planned, title="A <small> model"))
+    step = sr.plan_training(lambda w, x: forward(w, x).mean(), w, optax.sgd(0.1), x, cluster=sr.mesh_shape("data:2"))
+    results = {"audit": audit, "planned": planned, "training": step.report}
+    file.write_text(sr.report_page(plan, state=state, title="A <small> model", **results))
     return file
 
 
@@ -368,6 +371,9 @@ def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
         planned = page.inner_text("#autoplan")
         assert re.search(r"w/\S+\[\d\]", planned)
         assert page.locator("#autoplan svg circle").count() == 3
+        training = page.inner_text("#training")
+        assert "optimizer state" in training
+        assert page.locator("#training .badge", has_text="chosen").count() == 1
 
 
 def test_the_timeline_of_a_step_for_gpus_opens(browser: Any, tmp_path: Path) -> None:
@@ -461,7 +467,7 @@ def test_empty_plans_have_a_page(tree: Any, browser: Any, tmp_path: Path) -> Non
     file.write_text(sr.report_page(sr.ReplicateShardingRule().plan(tree)))
     with opened(browser, file) as page:
         assert count(page) == str(len(tree))
-        for part in ("audit", "autoplan"):
+        for part in ("audit", "autoplan", "training"):
             assert page.locator(f"#{part}").count() == 0
         assert axe_faults(page) == []
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+from jax.extend.core import Literal
+
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.compiling.source import equation_line, short_line
 from shardrules.core.check import bytes_text
@@ -112,8 +114,11 @@ def _steps_text(problem: UnitProblem, steps: Iterable[int]) -> str:
 
 def _origin(equation: Any, producers: dict[Any, Any]) -> Any:
     """The operation that computes what an equation passes on in another form."""
-    while equation.primitive.name in _FORMS and len(equation.invars) == 1 and equation.invars[0] in producers:
-        equation = producers[equation.invars[0]]
+    while equation.primitive.name in _FORMS and len(equation.invars) == 1:
+        (operand,) = equation.invars
+        if isinstance(operand, Literal) or operand not in producers:
+            break
+        equation = producers[operand]
     return equation
 
 

@@ -27,6 +27,10 @@ _MOST_PLANS = 90
 """How many times a step is planned: 2 to 4 seconds each for scanned layers on one core. Doubled, plans near the least
 memory are a little better, and searches on slow machines end by their time limit."""
 
+_LESS = 0.98
+"""By what factor twice as many microbatches have to lower the least peak for more to be tried. With 1, searches in
+which nothing fits go on to single examples, for hardly a per cent."""
+
 _TIE = 1e-3
 """By what part a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
 
@@ -169,6 +173,7 @@ class TrainingSearch:
         free = self.free[shape]
         if (shape, self.first_recipe) in self.outcomes:
             return
+        least_bytes = float("inf")
         for microbatches in self.counts(free.batch_splits):
             if self.loses(shape, free.recipe, free.seconds):
                 return
@@ -177,8 +182,20 @@ class TrainingSearch:
                 keeps_all |= self.fit_column(shape, microbatches, groups)
             # More microbatches only cost time where they let the backward pass keep more.
             is_worse = self.seconds_of(shape, microbatches // 2) < self.seconds_of(shape, microbatches)
-            if keeps_all or self.is_over or is_worse:
+            before, least_bytes = least_bytes, self.least_bytes(shape, microbatches)
+            if keeps_all or self.is_over or is_worse or least_bytes > before * _LESS:
                 return
+
+    def least_bytes(self, shape: Shape, microbatches: int) -> float:
+        """Returns the least peak on a mesh with so many microbatches."""
+        return min(
+            (
+                outcome.peak_bytes
+                for (other, recipe), outcome in self.outcomes.items()
+                if outcome.result is not None and other == shape and recipe.microbatches == microbatches
+            ),
+            default=0.0,
+        )
 
     def seconds_of(self, shape: Shape, microbatches: int) -> float:
         """Returns the least time on a mesh with so many microbatches; infinite where nothing fits."""

@@ -1,0 +1,81 @@
+"""The search over meshes and recipes: what it plans, and what it leaves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from shardrules.planning.graph.machine import Assumptions
+from shardrules.planning.query import QueryOptions
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.training.cluster import Cluster
+from shardrules.training.search.problem import TrainingProblem
+from shardrules.training.search.search import TrainingSearch
+from shardrules.training.step import TrainingStep
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+def loss(model: Any, x: Any) -> Any:
+    out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1] + x, None), x, model)
+    return jnp.mean(out**2)
+
+
+def searched(cluster: str, limit: int | None = None, deadline: Deadline = NO_DEADLINE) -> TrainingSearch:
+    real = jnp.float32
+    model = jax.ShapeDtypeStruct((4, 64, 256), real), jax.ShapeDtypeStruct((4, 256, 64), real)
+    batch = jax.ShapeDtypeStruct((4096, 64), real)
+    step, devices = TrainingStep(loss, OPTIMIZER), Cluster.of(cluster)
+    options = QueryOptions(limit, None, devices.hardware, Assumptions(), 600, False)
+    problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, devices, options)
+    search = TrainingSearch(problem, None, deadline, lambda text: None)
+    search.run()
+    return search
+
+
+def test_a_search_out_of_time_has_one_plan_and_says_so() -> None:
+    search = searched("cuda:h100:8", deadline=Deadline.after(0))
+    assert search.is_late
+    assert len(search.free) == 1
+    assert search.best is not None
+
+
+def test_meshes_are_left_that_cannot_be_better() -> None:
+    search = searched("cuda:h100:2")
+    best = search.best
+    assert best is not None
+    assert best.fits
+    assert best.seconds <= min(outcome.seconds for outcome in search.free.values()) * 1.001
+
+
+@pytest.mark.slow
+def test_equal_searches_find_equal_plans() -> None:
+    first, second = (searched("cuda:h100:2", 10 * 2**20) for _ in range(2))
+    assert list(first.outcomes) == list(second.outcomes)
+    assert first.best is not None
+    assert second.best is not None
+    assert (first.best.shape, first.best.recipe) == (second.best.shape, second.best.recipe)
+
+
+@pytest.mark.slow
+def test_less_memory_takes_longer_and_more_recomputing_takes_less() -> None:
+    free = searched("cuda:h100:2").best
+    assert free is not None
+    tight = searched("cuda:h100:2", int(0.6 * free.peak_bytes))
+    assert tight.best is not None
+    assert tight.best.peak_bytes <= 0.6 * free.peak_bytes
+    assert tight.best.seconds >= free.seconds
+    assert [outcome for outcome in tight.outcomes.values() if outcome.recipe != free.recipe]
+
+
+@pytest.mark.slow
+def test_leaving_room_finds_smaller_plans() -> None:
+    search = searched("cuda:h100:2")
+    before = search.best
+    assert before is not None
+    search.limit_bytes = before.peak_bytes
+    assert search.leave_room(0.8)
+    assert search.best is not None
+    assert search.best.peak_bytes <= 0.8 * before.peak_bytes
