@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
@@ -63,7 +64,8 @@ def signature(equation: Any) -> Any:
 
 
 def is_float(var: Any) -> bool:
-    return np.issubdtype(getattr(var.aval, "dtype", np.int32), np.inexact) or "float" in str(var.aval.dtype)
+    """Whether an array has elements with derivatives; tokens have no elements at all."""
+    return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(int)), np.inexact)
 
 
 def nbytes_of(var: Any) -> int:

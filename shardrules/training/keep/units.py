@@ -167,9 +167,7 @@ def _spread(body: Jaxpr, traced: dict[Any, None]) -> None:
         if equation.primitive.name in WITHOUT_DERIVATIVE:
             continue
         if any(_is_among(var, traced) for var in equation.invars):
-            traced.update(
-                dict.fromkeys(var for var in equation.outvars if hasattr(var.aval, "dtype") and is_float(var))
-            )
+            traced.update(dict.fromkeys(filter(is_float, equation.outvars)))
 
 
 _COPIES = ("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "copy")

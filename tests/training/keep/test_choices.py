@@ -1,11 +1,14 @@
 """The choices of what is kept."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import shardrules as sr
 from shardrules.training.keep.choices import keep_choices
-from tests.training.keep.programs import LAYERS, Traced, batch, layer, layer_weights, scanned, unrolled
+from tests.training.keep.programs import LAYERS, Traced, batch, layer, layer_weights, norm, scanned, unrolled
 
 
 def test_each_choice_keeps_less_and_takes_longer() -> None:
@@ -80,3 +83,31 @@ def test_texts_name_lines_and_bytes() -> None:
     assert texts[0].startswith("keeps everything (")
     assert all("programs.py:" in text and "iB)" in text and "recomputes" in text for text in texts[1:])
     assert "the input of each layer" in texts[-1]
+
+
+def test_layers_may_carry_keys_and_hold_loops() -> None:
+    def loss(weights: dict[str, jax.Array], x: jax.Array, key: jax.Array) -> jax.Array:
+        def body(state: tuple[jax.Array, jax.Array], weights: dict[str, jax.Array]) -> tuple[Any, None]:
+            x, key = state
+            key, own_key = jax.random.split(key)
+            inputs = (norm(x) @ weights["out"]).swapaxes(0, 1)
+            _, y = jax.lax.scan(lambda h, u: (0.9 * h + u, jnp.tanh(h) * u), jnp.zeros(x.shape[::2]), inputs)
+            return (x + jnp.where(jax.random.bernoulli(own_key, 0.9, x.shape), y.swapaxes(0, 1), 0.0), key), None
+
+        return jnp.mean(jax.lax.scan(body, (x, key), weights)[0][0] ** 2)
+
+    traced = Traced.of(loss, {"out": layer_weights()["out"]}, batch(), jax.random.key(0))
+    least = traced.choices(offload=False)[-1]
+    assert "recomputes" in str(least)
+    np.testing.assert_allclose(traced.gradient(least)[0], traced.gradient()[0], rtol=1e-6)
+
+
+def test_units_with_effects_stay_as_written() -> None:
+    def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            jax.debug.callback(lambda _: None, x.sum())
+            return layer(x, weights), None
+
+        return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    assert [keep.units for keep in Traced.of(loss, layer_weights(), batch()).choices()] == [()]
