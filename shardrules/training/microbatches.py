@@ -153,30 +153,50 @@ class SplitLoss:
         self, part: Callable[..., Any], trainable: Sequence[Any], batched: Sequence[Any], dtype: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the gradients and the sums over all parts, and the arrays of aux that have examples."""
-        gradient = jax.grad(part, has_aux=True)
-        axes = self.group_axes
-        run = jax.vmap(gradient, (None, 0, None, 0), spmd_axis_name=axes) if self.by_group else gradient
         group = jnp.arange(self.runs, dtype=jnp.int32) if self.by_group else jnp.int32(0)
-        pieces = [self.pieces(array) for array in batched]
+        pieces, indices = [self.pieces(array) for array in batched], jnp.arange(self.microbatches, dtype=jnp.int32)
+        first = list(trainable), group, indices[0], [piece[0] for piece in pieces]
+        gradient, group_dims = self.by_groups(jax.grad(part, has_aux=True), first)
 
         def add(total: Any, indexed: Any) -> tuple[Any, Any]:
             microbatch, examples = indexed
-            gradients, (sums, aux) = run(list(trainable), group, microbatch, examples)
+            gradients, (sums, aux) = gradient(list(trainable), group, microbatch, examples)
             return jax.tree.map(lambda old, new: old + new.astype(old.dtype), total, (gradients, sums)), aux
 
-        indices = jnp.arange(self.microbatches, dtype=jnp.int32)
-        shapes = jax.eval_shape(run, list(trainable), group, indices[0], [piece[0] for piece in pieces])
-        gradient_shapes, (sum_shapes, _) = shapes
+        gradient_shapes, (sum_shapes, _) = jax.eval_shape(gradient, *first)
         start = (
             [jnp.zeros(shape.shape, shape.dtype if dtype is None else dtype) for shape in gradient_shapes],
             [jnp.zeros(shape.shape, _sum_dtype(shape.dtype)) for shape in sum_shapes],
         )
         (gradients, sums), aux = lax.scan(add, start, (indices, pieces))
         if self.by_group:
-            gradients, sums = jax.tree.map(lambda total: jnp.sum(total, 0, dtype=total.dtype), (gradients, sums))
+            pairs = zip(gradients, group_dims, strict=True)
+            gradients = [jnp.sum(total, dim, dtype=total.dtype) for total, dim in pairs]
+            sums = [jnp.sum(total, 0, dtype=total.dtype) for total in sums]
         sums = [total.astype(shape.dtype) for total, shape in zip(sums, sum_shapes, strict=True)]
         dims = [dim for dim in self.aux_dims if dim is not None]
         return gradients, sums, [self.whole(array, dim) for array, dim in zip(aux, dims, strict=True)]
+
+    def by_groups(self, gradient: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[int]]:
+        """Returns a gradient of each group, and the dims of the groups in the gradients of the trainable arrays."""
+        dims = [0] * self.trace.trainable_count
+        if not self.by_group:
+            return gradient, dims
+
+        def mapped(dims: Sequence[int]) -> Callable[..., Any]:
+            return jax.vmap(gradient, (None, 0, None, 0), (list(dims), 0), spmd_axis_name=self.group_axes)
+
+        # Loops over layers stack theirs before the groups, and accumulating elsewhere would transpose every gradient.
+        program = jax.make_jaxpr(mapped(dims))(*arguments).jaxpr
+        transposes = {
+            equation.outvars[0]: equation.params["permutation"]
+            for equation in program.eqns
+            if equation.primitive.name == "transpose"
+        }
+        for index, var in enumerate(program.outvars[: len(dims)]):
+            first, *rest = transposes.get(var, (0,))
+            dims[index] = first if rest == sorted(rest) else 0
+        return mapped(dims), dims
 
     def pieces(self, array: Any) -> Any:
         """Returns a batched array by microbatch, and by group if each has a part of its own."""
