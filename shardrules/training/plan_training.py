@@ -19,9 +19,10 @@ from shardrules.planning.solve.deadline import Deadline
 from shardrules.training.answer.make import proved_plan, training_plan
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.cluster import Cluster
+from shardrules.training.keep.keep import Keep
 from shardrules.training.search.problem import TrainingProblem
 from shardrules.training.search.search import TrainingSearch
-from shardrules.training.step import TrainingStep
+from shardrules.training.step import Recipe, TrainingStep
 
 
 def plan_training(
@@ -36,6 +37,8 @@ def plan_training(
     memory_limit: int | str | None = None,
     pins: ShardingRule | None = None,
     microbatches: int | None = None,
+    accumulate_dtype: Any = None,
+    replace_checkpoints: bool = False,
     hardware: Hardware | None = None,
     time_limit: float = 600,
     prove: int = 0,
@@ -63,6 +66,8 @@ def plan_training(
         device's memory less a tenth.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
     - `microbatches`: how many microbatches to use; by default as many as are best.
+    - `accumulate_dtype`: what gradients of microbatches are added up in, `jnp.float32` say; by default each in its own.
+    - `replace_checkpoints`: whether `jax.checkpoint` in the loss may be replaced; by default it is kept as written.
     - `hardware`: what the devices reach; by default the sheet of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
         finding.
@@ -100,7 +105,8 @@ def plan_training(
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
     model, batch = _shapes(model), _shapes(batch)
-    step = TrainingStep(loss, optimizer, has_aux, trainable)
+    recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
+    step = TrainingStep(loss, optimizer, has_aux, trainable, recipe)
     state = eqx.filter_eval_shape(step.init_state, model)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options)
