@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from shardrules.analysis.compiling.compile import name_of
@@ -110,7 +110,7 @@ def _tokens(batch: Any) -> int:
     """How many tokens a batch has: the elements of its largest array of integers with two dims or more."""
     kinds = [kind for kind in map(array_kind, jax.tree.leaves(batch)) if kind is not None]
     return max(
-        (math.prod(shape) for shape, dtype in kinds if len(shape) > 1 and np.issubdtype(dtype, np.integer)), default=0
+        (math.prod(shape) for shape, dtype in kinds if len(shape) > 1 and jnp.issubdtype(dtype, jnp.integer)), default=0
     )
 
 
