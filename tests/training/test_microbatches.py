@@ -162,6 +162,12 @@ def sorted_labels(model: Any, batch: Any) -> Any:
     return jnp.mean(forward(model, centered) * ranks[:, None])
 
 
+def mixed_data(model: Any, batch: Any) -> Any:
+    order = jax.random.permutation(batch["key"], len(batch["x"]))
+    x = 0.7 * batch["x"] + 0.3 * jnp.roll(batch["x"], 1, 0) + batch["x"][order]
+    return jnp.mean((forward(model, x) - batch["y"]) ** 2)
+
+
 def rows() -> dict[str, Any]:
     return {
         "x": real(BATCH, WIDTH),
@@ -177,7 +183,7 @@ LOSSES = (
         Loss(fn.__name__, fn, mlp(), rows())
         for fn in (
             *(masked_mean, masked_weights, regularized, dropout_of_one_key, dropout_of_a_key_each, labels_by_index),
-            *(labels_of_optax, each_example_in_a_loop, sorted_labels),
+            *(labels_of_optax, each_example_in_a_loop, sorted_labels, mixed_data),
         )
     ),
     Loss("sum", lambda model, batch: jnp.sum(squares(model, batch)), mlp(), rows()),
@@ -214,7 +220,7 @@ PARTS = ((2, 2), (2, 4), (4, 1), (8, 1))
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
-@pytest.mark.sample(16)
+@pytest.mark.sample(17)
 def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, int]) -> None:
     trace = trace_loss(case.fn, case.model, case.batch)
     arrays = trace.split.arrays(case.model, case.batch)
