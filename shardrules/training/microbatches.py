@@ -232,14 +232,12 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     counts, pair, calls = _paired(trace, program, size, 1 if by_group else runs)
     arguments = pair.whole.invars
     body = read_examples(pair, _input_facts(trace), counts)
-    first_batched = trace.trainable_count + trace.fixed_count
     _check(trace, body)
     sums = _sums(body)
     stacked = [var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is not None]
     tail_outputs = [pair.whole.outvars[0], *(var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is None)]
-    is_trained = tuple(jnp.issubdtype(_struct(var).dtype, jnp.inexact) for var in sums)
-    tail = Tail(cut(program, sums, tail_outputs), len(arguments), trace.trainable_count, is_trained)
-    step = tail.nonlinear_step() if any(is_trained) else ""
+    tail = Tail.of(cut(program, sums, tail_outputs), len(arguments), trace.trainable_count)
+    step = tail.nonlinear_step() if any(tail.is_trained) else ""
     if step:
         raise MicrobatchError(
             f"{trace.name}: the loss is not linear in a sum over the examples: {step}. The mean of the losses of parts "
@@ -250,34 +248,36 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
         (var, "whole") for var, fact in body.facts.items() if fact.is_whole and fact.from_batch and not fact.is_trained
     }
     outputs: list[tuple[Any, Variant]] = [(var, "part") for var in (*sums, *stacked)]
-    whole_inputs = {(var, "whole"): None for var in arguments[:first_batched]}
-    demands = demands_of(body, outputs, candidates)
-    needed = [var for var, variant in demands.inputs if (var, variant) in candidates]
-
+    needed = [var for var, variant in demands_of(body, outputs, candidates).inputs if (var, variant) in candidates]
     group_axes: dict[tuple[str, ...], bool] = {}
 
-    def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
+    def run(group: Any, microbatch: Any, values: dict[Demand, Any]) -> list[Any]:
         position = Position(group if by_group else None, microbatch, runs, microbatches)
-        replay = Replay(counts, position, calls, group_axes=group_axes)
-        at_hand: dict[Any, Any] = dict(zip(whole_inputs, values, strict=False))
-        rest = values[first_batched:]
-        at_hand |= {(var, "whole"): value for var, value in zip(needed, rest, strict=False)}
-        at_hand |= {
-            (var, "part"): value for var, value in zip(arguments[first_batched:], rest[len(needed) :], strict=True)
-        }
-        return replay.run(body, at_hand, outputs)
+        return Replay(counts, position, calls, group_axes=group_axes).run(body, values, outputs)
 
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = [_struct(var) for var in (*arguments[:first_batched], *needed)]
-    part_shapes = [
-        jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype) for shape in map(_struct, arguments[first_batched:])
-    ]
-    traced = jax.make_jaxpr(forward)(index, index, *shapes, *part_shapes)
-    part_program = ClosedJaxpr(without_dead_code(traced), traced.consts)
+    shared_count = trace.trainable_count + trace.fixed_count
+    forward = _forward_program(run, [*arguments[:shared_count], *needed], arguments[shared_count:], size)
     dims = tuple(_stacked_dim(body, var) for var in pair.whole.outvars[1:])
     # Constraints that split examples over different axes leave the groups to the compiler.
     axes = next(iter(group_axes)) if list(group_axes.values()) == [True] else None
-    return SplitLoss(trace, microbatches, runs, by_group, axes, cut(program, (), needed), part_program, tail, dims)
+    return SplitLoss(trace, microbatches, runs, by_group, axes, cut(program, (), needed), forward, tail, dims)
+
+
+def _forward_program(
+    run: Callable[..., list[Any]], shared: Sequence[Any], batched: Sequence[Any], size: int
+) -> ClosedJaxpr:
+    """Traces a run of a part with this many examples: of group, microbatch, and the values of variables."""
+
+    def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
+        at_hand = {(var, "whole"): value for var, value in zip(shared, values, strict=False)}
+        at_hand |= {(var, "part"): value for var, value in zip(batched, values[len(shared) :], strict=True)}
+        return run(group, microbatch, at_hand)
+
+    index, shapes = jax.ShapeDtypeStruct((), jnp.int32), [_struct(var) for var in (*shared, *batched)]
+    for position, shape in enumerate(shapes[len(shared) :], len(shared)):
+        shapes[position] = jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype, weak_type=shape.weak_type)
+    traced = jax.make_jaxpr(forward)(index, index, *shapes)
+    return ClosedJaxpr(without_dead_code(traced), traced.consts)
 
 
 def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, runs: int) -> tuple[Counts, Pair, dict[int, Any]]:

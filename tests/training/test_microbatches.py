@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.loss import trace_loss
 from shardrules.training.microbatches import accumulated, forward_program
@@ -433,3 +435,20 @@ def test_without_groups_each_microbatch_reduces_and_data_stays() -> None:
     assert outside == []
     assert sorted(re.findall(r"f32\[([\d,]*)\]", " ".join(inside))) == ["", "16,32", "32,16"]
     assert "all-gather" not in text
+
+
+def test_backward_passes_are_those_of_the_loss_alone() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        values = squares(model, batch)
+        return jnp.mean(values), jnp.mean(values @ jnp.sin(forward(model, batch["x"] + 1)))
+
+    trace = trace_loss(loss, mlp(), rows(), has_aux=True)
+    arrays = trace.split.arrays(mlp(), rows())
+
+    def matmuls(microbatches: int) -> int:
+        run = accumulated(trace, microbatches)
+        program = jax.make_jaxpr(run)(arrays.trainable, arrays.fixed, arrays.batched)
+        live = without_dead_code(program)
+        return sum(equation.primitive.name == "dot_general" for equation in equations(live))
+
+    assert matmuls(2) == matmuls(1)

@@ -38,7 +38,16 @@ class Tail:
     argument_count: int
     trainable_count: int
     is_trained: tuple[bool, ...]
-    """For each sum, whether the loss has a derivative by it: counts have none."""
+    """For each sum, whether the loss has a derivative by it: not by counts, nor by sums that only aux has."""
+
+    @classmethod
+    def of(cls, program: ClosedJaxpr, argument_count: int, trainable_count: int) -> "Tail":
+        """Returns the tail that a program of arguments and sums is."""
+        is_trained = tuple(
+            jnp.issubdtype(aval.dtype, jnp.inexact) and _depends(program, [argument_count + index], 1)
+            for index, aval in enumerate(program.in_avals[argument_count:])
+        )
+        return cls(program, argument_count, trainable_count, is_trained)
 
     def __call__(self, arguments: Sequence[Any], sums: Sequence[Any]) -> list[Any]:
         """Returns the loss, then the results of aux."""

@@ -12,7 +12,7 @@ from shardrules.training.examples.tail import Tail, cut
 
 def tail_of(fn: Callable[[Any, Any], Any]) -> Tail:
     """The tail of a function of a trained weight and a trained sum."""
-    return Tail(jax.make_jaxpr(fn)(1.0, 1.0), 1, 1, (True,))
+    return Tail.of(jax.make_jaxpr(fn)(1.0, 1.0), 1, 1)
 
 
 @pytest.mark.parametrize(
