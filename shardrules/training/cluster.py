@@ -33,6 +33,11 @@ _MODEL_SIZES = (2, 4, 8)
 good meshes are tried later, so that 16 is reached from 8."""
 
 
+_LARGEST_PLANE = 256
+"""The chips of a whole pod of TPUs in a plane: v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twice as many
+are two slices."""
+
+
 @final
 @attrs.frozen(eq=False)
 class Cluster:
@@ -128,7 +133,12 @@ class Cluster:
         if self.mesh is not None or self.target is None:
             return None
         if self.target.platform == "tpu":
-            return Cluster.of(attrs.evolve(self.target, slices=2 * self.target.slices), self.hardware)
+            sizes = list(self.target.shape)
+            if self.target.slices > 1 or (len(sizes) == 2 and math.prod(sizes) >= _LARGEST_PLANE):
+                return Cluster.of(attrs.evolve(self.target, slices=2 * self.target.slices), self.hardware)
+            smallest = min(range(len(sizes)), key=lambda dim: (sizes[dim], -dim))
+            sizes[smallest] *= 2
+            return Cluster.of(attrs.evolve(self.target, shape=tuple(sizes)), self.hardware)
         return Cluster.of(attrs.evolve(self.target, shape=(2 * self.count,)), self.hardware)
 
     def compile_target(self) -> Target:

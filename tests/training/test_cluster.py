@@ -60,6 +60,9 @@ def test_twice_a_cluster_has_the_same_devices() -> None:
     doubled = Cluster.of("cuda:h100:8").doubled()
     assert doubled is not None
     assert (doubled.name, doubled.granule) == ("cuda:h100:16", 8)
+    cube = Cluster.of("tpu:v5p:2x2x1").doubled()
+    assert cube is not None
+    assert cube.name == "tpu:v5p:2x2x2"
     pods = Cluster.of("tpu:v5e:16x16").doubled()
     assert pods is not None
     assert (pods.name, pods.granule) == ("tpu:v5e:16x16:2", 256)

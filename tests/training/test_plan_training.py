@@ -245,3 +245,14 @@ def test_the_compiler_decides_what_fits() -> None:
     assert proved.compiled[0].fits
     assert proved.compiled[0].modelled_bytes == proved.peak_bytes
     assert "compiled" in [finding.code for finding in proved.report.findings]
+
+
+@pytest.mark.slow
+def test_plans_for_targets_run_under_a_mesh_like_theirs() -> None:
+    model, batch = shapes()
+    plan = sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cpu:8")
+    rows = jnp.ones((64, 16))
+    with jax.set_mesh(sr.create_mesh(sr.mesh_shape(plan.report.mesh))):
+        model, state = plan.init(make)(jax.random.key(0))
+        _, _, loss, _ = plan.step(model, state, (rows, rows))
+    np.testing.assert_allclose(loss, squares(make(jax.random.key(0)), (rows, rows)), rtol=1e-5)

@@ -190,6 +190,10 @@ def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
     return tuple(front)
 
 
+_HELPS = 1.01
+"""How many times the examples a second a change has to give to be shown: less is within what models are off by."""
+
+
 def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
     """Yields what more memory, a larger batch and more devices would give, the best first: each is planned."""
     problem, rows = search.problem, []
@@ -207,7 +211,8 @@ def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
             others.append((change, outcome, other.loss.batch_size))
     for change, outcome, count in others:
         rate = count / outcome.seconds if outcome.seconds else math.inf
-        rows.append(Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before))
+        if rate > before * _HELPS:
+            rows.append(Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before))
     yield from sorted(rows, key=lambda row: -row.gain)
 
 
