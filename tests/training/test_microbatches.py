@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.analysis.compiling.model_flops import without_dead_code
+from shardrules.analysis.machine.targets import Target
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.loss import trace_loss
 from shardrules.training.microbatches import accumulated, forward_program
 
+STRUCT = jax.ShapeDtypeStruct
 BATCH, LENGTH, WIDTH, CLASSES = 8, 6, 4, 3
 
 
@@ -452,3 +454,33 @@ def test_backward_passes_are_those_of_the_loss_alone() -> None:
         return sum(equation.primitive.name == "dot_general" for equation in equations(live))
 
     assert matmuls(2) == matmuls(1)
+
+
+@pytest.mark.parametrize("target", ["cuda:h100:8"])
+def test_planned_microbatches_send_what_one_batch_does(target: str) -> None:
+    width = 512
+    model = {"up": STRUCT((2, width, 4 * width), jnp.float32), "down": STRUCT((2, 4 * width, width), jnp.float32)}
+    batch = STRUCT((16384, width), jnp.float32)
+
+    def loss(model: Any, batch: Any) -> Any:
+        layers = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), batch, model)
+        return jnp.mean(layers[0] ** 2)
+
+    trace = trace_loss(loss, model, batch)
+    mesh = Target.parse(target).mesh(sr.mesh_shape("data:8"))
+
+    def sent_bytes(microbatches: int, groups: int) -> int:
+        gradients = accumulated(trace, microbatches, groups)
+
+        def step(model: Any, batch: Any) -> Any:
+            value, _, changes = gradients(jax.tree.leaves(model), [], [batch])
+            return jax.tree.map(
+                lambda w, g: w - 0.1 * g, model, jax.tree.unflatten(jax.tree.structure(model), changes)
+            ), value
+
+        planned = sr.autoplan(step, model, batch, mesh=mesh).jit(step, donate_argnums=0)
+        return sr.ShardingAnalyzer(mesh).audit(planned, model, batch, target=target).wire_bytes
+
+    once = sent_bytes(1, 1)
+    assert sent_bytes(8, 8) == once
+    assert sent_bytes(8, 1) > 4 * once
