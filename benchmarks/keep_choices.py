@@ -38,6 +38,9 @@ from shardrules.training.keep.choices import keep_choices
 WORST_LIMIT = 1.00
 """The most that the best choice within a budget may take, over the best expert's."""
 
+COUNT, TOY_COUNT = 12, 3
+"""How many choices are compiled, and how many choices and experts in a smoke run."""
+
 
 def experts() -> dict[str, Callable[[Layer], Layer]]:
     """Returns what experts do with the function of a layer."""
@@ -107,7 +110,7 @@ class Question:
     def expert_rows(self) -> list[Row]:
         """Compiles what experts write. Two that compile to the same are listed as two."""
         rows = []
-        for name, wrap in experts().items():
+        for name, wrap in list(experts().items())[: TOY_COUNT if self.smoke else None]:
             loss, params, batch = MODELS[self.model](wrap, self.smoke)
             rows.append(self.row(name, loss, (params, batch)))
         return rows
@@ -118,7 +121,11 @@ class Question:
         program = jax.make_jaxpr(loss)(params, batch)
         leaves, structure = jtu.tree_flatten(params)
         choices = keep_choices(
-            program, sr.Hardware.named("cuda:h100"), trainable_count=len(leaves), offload=False, count=12
+            program,
+            sr.Hardware.named("cuda:h100"),
+            trainable_count=len(leaves),
+            offload=False,
+            count=TOY_COUNT if self.smoke else COUNT,
         )
         rows = []
         for index, keep in enumerate(choices):
