@@ -6,6 +6,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import shardrules as sr
 from shardrules.analysis.compiling.jaxprs import equations
@@ -24,7 +25,7 @@ def loss(policy: Any) -> Any:
         return jnp.tanh(x @ w)
 
     def kept_layer(x: jax.Array, w: jax.Array) -> jax.Array:
-        return layer(jax.ad_checkpoint.checkpoint_name(x, "input"), w)
+        return layer(checkpoint_name(x, "input"), w)
 
     def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jax.checkpoint(kept_layer, policy=policy, prevent_cse=False)(x, w), None

@@ -93,7 +93,9 @@ class _Finder:
         while index < len(body.eqns):
             run = next((run for run in runs if run.start == index), None)
             if run is not None:
-                yield self.unit_of_run(body, run, traced, weights)
+                unit = self.unit_of_run(body, run, traced, weights)
+                if unit is not None:
+                    yield unit
                 index += run.length * run.repeats
                 continue
             equation = body.eqns[index]
@@ -149,16 +151,30 @@ class _Finder:
 
     def unit_of_run(
         self, body: Jaxpr, run: UnitPosition, traced: Mapping[Any, None], weights: Mapping[Any, None]
-    ) -> Unit:
-        """The unit of a run of equal segments. The second stands for all: what the first takes may differ."""
-        start = run.start + run.length
-        stop = start + run.length
-        equations = body.eqns[start:stop]
-        segment = segment_program(equations, segment_results(body, start, stop))
+    ) -> Unit | None:
+        """The unit of a run of equal segments, from the first that needs a gradient on; `None` if none does."""
+        starts = range(run.start, run.start + run.length * run.repeats, run.length)
+        reads = [dict.fromkeys(_reads(body.eqns[start : start + run.length])) for start in starts]
+        needing = [
+            start for start, variables in zip(starts, reads, strict=True) if any(var in traced for var in variables)
+        ]
+        if not needing:
+            return None
+        # The second stands for all: what the first takes may differ.
+        start = needing[min(1, len(needing) - 1)]
+        segment = segment_program(
+            body.eqns[start : start + run.length], segment_results(body, start, start + run.length)
+        )
         before = dict.fromkeys(var for equation in body.eqns[: run.start] for var in equation.outvars)
         is_resident = tuple(var in weights or var in before for var in segment.invars)
         is_traced = tuple(var in traced for var in segment.invars)
-        return Unit(run, segment, is_traced, is_resident, run.repeats, is_loop=False)
+        position = attrs.evolve(run, start=needing[0], repeats=len(needing))
+        return Unit(position, segment, is_traced, is_resident, len(needing), is_loop=False)
+
+
+def _reads(equations: Sequence[Any]) -> Iterator[Any]:
+    """What equations read, apart from constants."""
+    return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))
 
 
 def _spread(body: Jaxpr, traced: dict[Any, None]) -> None:

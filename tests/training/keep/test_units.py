@@ -52,6 +52,19 @@ def test_two_kinds_of_layers_are_two_units() -> None:
     assert first.position.start + 3 * first.position.length <= second.position.start
 
 
+def test_layers_before_the_first_that_is_trained_are_in_no_unit() -> None:
+    def loss(trained: dict[str, jax.Array], frozen: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        for weights in (frozen, trained):
+            for index in range(LAYERS):
+                x = layer(x, {name: each[index] for name, each in weights.items()})
+        return x.sum()
+
+    (whole,) = find_units(flattened(Traced.of(loss, layer_weights(), layer_weights(), batch()).program))
+    (unit,) = units_of(Traced.of(loss, layer_weights(), layer_weights(), batch()))
+    assert (whole.position.repeats, unit.position.repeats) == (2 * LAYERS, LAYERS)
+    assert unit.position.start == whole.position.start + LAYERS * whole.position.length
+
+
 def test_functions_without_layers_have_no_units() -> None:
     assert not units_of(Traced.of(lambda w, x: jnp.tanh(x @ w).sum(), jnp.ones((4, 4)), jnp.ones((2, 4))))
 
