@@ -144,11 +144,12 @@ def copied_filter(program: TracedProgram, operation: Operation) -> int | None:
     from shardrules.planning.graph.operand_copies import copied_filter
     from shardrules.planning.traced.program import read_jaxpr
 
-    def blur(images, kernel):
+    def blur(images, kernel, order):
         return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC"))
 
     for order, copied in {"HWIO": 1, "OHWI": None}.items():
-        program = read_jaxpr(jax.make_jaxpr(blur)(jnp.ones((8, 16, 16, 4)), jnp.ones((4, 4, 4, 4))))
+        traced = jax.make_jaxpr(blur, static_argnums=2)(jnp.ones((8, 16, 16, 4)), jnp.ones((4, 4, 4, 4)), order)
+        program = read_jaxpr(traced)
         assert copied_filter(program, program.operations[0]) == copied
     ```
     """
