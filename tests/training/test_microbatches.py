@@ -224,7 +224,7 @@ PARTS = ((2, 2), (2, 4), (4, 1), (8, 1))
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
-@pytest.mark.sample(17)
+@pytest.mark.sample(8)
 def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, int]) -> None:
     trace = trace_loss(case.fn, case.model, case.batch)
     arrays = trace.split.arrays(case.model, case.batch)

@@ -126,6 +126,7 @@ def test_wrong_arguments_are_refused() -> None:
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)
 
 
+@pytest.mark.slow
 def test_progress_has_a_line_for_each_plan() -> None:
     lines: list[str] = []
     model, batch = shapes()

@@ -15,7 +15,7 @@ from shardrules.training.keep.keep import Keep
 from tests.training.keep.programs import Traced, batch, layer, layer_weights, scanned, unrolled
 
 
-@pytest.mark.parametrize("loss", [scanned, unrolled])
+@pytest.mark.parametrize("loss", [scanned, pytest.param(unrolled, marks=pytest.mark.slow)])
 def test_gradients_are_the_same_with_less_kept(loss: Callable[..., Any]) -> None:
     traced = Traced.of(loss, layer_weights(), batch())
     choices = traced.choices(offload=False, count=100)
@@ -26,7 +26,7 @@ def test_gradients_are_the_same_with_less_kept(loss: Callable[..., Any]) -> None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), actual, gradients)
 
 
-@pytest.mark.parametrize("loss", [scanned, unrolled])
+@pytest.mark.parametrize("loss", [scanned, pytest.param(unrolled, marks=pytest.mark.slow)])
 def test_what_is_kept_is_not_computed_again(loss: Callable[..., Any]) -> None:
     traced = Traced.of(loss, layer_weights(), batch())
     plain = traced.matmul_count()

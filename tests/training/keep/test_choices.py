@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import shardrules as sr
 from shardrules.training.keep.choices import keep_choices
@@ -85,6 +86,7 @@ def test_texts_name_lines_and_bytes() -> None:
     assert "the input of each layer" in texts[-1]
 
 
+@pytest.mark.slow
 def test_layers_may_carry_keys_and_hold_loops() -> None:
     def loss(weights: dict[str, jax.Array], x: jax.Array, key: jax.Array) -> jax.Array:
         def body(state: tuple[jax.Array, jax.Array], weights: dict[str, jax.Array]) -> tuple[Any, None]:

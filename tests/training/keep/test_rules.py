@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.training.keep.programs import Traced, batch, layer_weights, norm
 
@@ -39,6 +40,7 @@ def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
 
 
+@pytest.mark.slow
 def test_what_the_forward_rule_returns_is_kept_inside_of_it() -> None:
     weights = {name: layer_weights()[name] for name in ("qkv", "out")}
     traced = Traced.of(loss, weights, batch(2, 64))
