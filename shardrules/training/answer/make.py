@@ -22,6 +22,7 @@ from shardrules.planning.answer.plan import AutoPlan
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
+from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.step import Recipe
@@ -92,7 +93,9 @@ def training_plan(
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
     """Returns the FLOPs of matmuls in the step as it is written, and how many of them all devices reach in a second."""
     trace = problem.loss
-    gradient = jax.grad(_scalar(trace.jaxpr), tuple(range(trace.trainable_count)))
+    # What jax.checkpoint computes again is not the model's.
+    program = flattened(trace.jaxpr, replace_checkpoints=True)
+    gradient = jax.grad(_scalar(program), tuple(range(trace.trainable_count)))
     matmuls = list(model_matmuls(jax.make_jaxpr(gradient)(*trace.jaxpr.in_avals)))
     flops = sum(matmul.flops for matmul in matmuls)
     hardware = problem.cluster.hardware

@@ -48,7 +48,7 @@ class TrainingSearch:
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
     """What plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
-    """For each mesh the step as it is written, without a limit of memory."""
+    """For each mesh the fastest recipe, without a limit of memory."""
     columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """For other numbers of microbatches the same."""
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
