@@ -8,9 +8,9 @@ is the same for both: blocks of queries, in plain JAX. With `--prove N`, the bes
 
 **Last answer.** 2026-11-23, 2 cores of a busy AMD EPYC, JAX 0.10.2. The plan takes 0.875 of the published
 configuration's time for R4, 0.844 for R1, 0.91 for row 40, 0.937 for MPT-7B of row 60, 0.923 for 22, 0.951 for 44,
-0.959 for 17 and 0.932 for 49 with 512 GPUs, each with 16 to 145 s of a core. All fit by the model. Row 40 was compiled: 56 GiB of 71, 61 as planned.
-Attention in plain JAX takes longer than the kernels that were measured, in plan and configuration alike. The other
-rows were not run.
+0.959 for 17 and 0.932 for 49 with 512 GPUs, each with 16 to 145 s of a core. All fit by the model. Row 40 was
+compiled: 56 GiB of 71, 61 as planned. Attention in plain JAX takes longer than the kernels that were measured, in plan
+and configuration alike. The other rows were not run.
 
 Run it as `python benchmarks/train_plans.py`; see `--help` for less.
 """
