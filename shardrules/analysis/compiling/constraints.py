@@ -51,24 +51,26 @@ def weakened_constraints(constraints: Iterable[Constraint], sizes: Mapping[str, 
                 yield attrs.evolve(finding, message=message, shape=None, source=user_line(stack))
 
 
-def constraints_by_argument(program: ClosedJaxpr) -> dict[int, list[Constraint]]:
-    """Returns the constraints on what a function makes of each of its arguments, by the index of the argument.
+def follow_arguments(program: ClosedJaxpr) -> tuple[dict[int, list[Constraint]], list[int]]:
+    """Returns the constraints on what a function makes of each argument, by its index, and each result's arguments.
+
+    The arguments that a result depends on are bits: bit 0 is the first argument's.
 
     ```python
-    from shardrules.analysis.compiling.constraints import constraints_by_argument
+    from shardrules.analysis.compiling.constraints import follow_arguments
 
     def step(state, x):
-        return jax.lax.with_sharding_constraint(state * 2, P("data")), x
+        return jax.lax.with_sharding_constraint(state * 2, P("data")), state.sum() + x
 
     with jax.set_mesh(sr.create_mesh("data:8")):
         program = jax.make_jaxpr(step)(jnp.ones(16), jnp.ones(4))
-    assert list(constraints_by_argument(program)) == [0]
+    constraints, results = follow_arguments(program)
+    assert list(constraints) == [0] and results == [0b01, 0b11]
     ```
     """
     constraints: dict[int, list[Constraint]] = {}
-    # What a value depends on is one bit for each argument.
-    _collect(program.jaxpr, [1 << index for index in range(len(program.jaxpr.invars))], constraints)
-    return constraints
+    bits = [1 << index for index in range(len(program.jaxpr.invars))]
+    return constraints, _collect(program.jaxpr, bits, constraints)
 
 
 def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Constraint]]) -> list[int]:

@@ -5,8 +5,8 @@ enough, nor is a spec for the state that the step takes: arguments without a spe
 are what the compiler makes of them.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias, final
 
 import attrs
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +15,7 @@ from shardrules.analysis.audits.checks.costs import cost_text, severity
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.arguments import Argument
 from shardrules.analysis.compiling.compile import ResultArray
-from shardrules.analysis.compiling.constraints import Constraint, constraints_by_argument
+from shardrules.analysis.compiling.constraints import Constraint, follow_arguments
 from shardrules.analysis.compiling.roles import STATE
 from shardrules.analysis.compiling.source import user_line
 from shardrules.core.check import bytes_text
@@ -34,6 +34,7 @@ class _Whole:
     reason: str
     remedy: str
     source: str = ""
+    outcome: str = "it is compiled as"
 
 
 def check_optimizer_state(facts: AuditFacts) -> Iterator[Finding]:
@@ -49,7 +50,7 @@ def check_optimizer_state(facts: AuditFacts) -> Iterator[Finding]:
         yield Finding(
             "warning" if actual - requested >= _WARNING_BYTES else severity(facts, seconds),
             "state-left-whole",
-            f"{whole.reason} {spec_repr(whole.requested)}, and it is compiled as {spec_repr(whole.compiled)}: every "
+            f"{whole.reason} {spec_repr(whole.requested)}, and {whole.outcome} {spec_repr(whole.compiled)}: every "
             f"device has {bytes_text(actual)} of it in place of {bytes_text(requested)}, {cost_text(facts, seconds)}",
             array.path,
             whole.remedy,
@@ -70,17 +71,20 @@ _IN_PLACE = (
     "jax.jit(optimizer.init, out_shardings=...)"
 )
 
+_IN_RESULT = "Request the same spec for the result: out_shardings=(..., plan.mirror(state), ...)"
+_RETURNED = "the step returns it as"
+
 
 def _whole_arrays(facts: AuditFacts) -> Iterator[_Whole]:
-    constraints = constraints_by_argument(facts.compiled.jaxpr)
-    results = dict(_results_of_state(facts))
+    constraints, depends = follow_arguments(facts.compiled.jaxpr)
+    results = dict(_results_of_state(facts, depends))
     for index, (array, role, sharding) in enumerate(
         zip(facts.arguments, facts.roles, facts.compiled.argument_shardings, strict=True)
     ):
         if role == STATE and array.shape and isinstance(sharding, NamedSharding):
             candidates = (
                 *_by_result(array, sharding.spec, results.get(index)),
-                *_by_constraint(array, sharding.spec, constraints.get(index, ())),
+                *_by_constraint(array, sharding.spec, results.get(index), constraints.get(index, ())),
                 *_by_sibling(facts, array, sharding.spec),
             )
             whole = [candidate for candidate in candidates if _is_whole(facts, candidate)]
@@ -90,21 +94,25 @@ def _whole_arrays(facts: AuditFacts) -> Iterator[_Whole]:
 def _by_result(array: Argument, compiled: PartitionSpec, result: ResultArray | None) -> Iterator[_Whole]:
     """What the spec of an array asks of the result that replaces it, and the other way around."""
     if result is not None and array.spec is not None and isinstance(result.sharding, NamedSharding):
-        remedy = "Request the same spec for the result: out_shardings=(..., plan.mirror(state), ...)"
-        reason = "the state is requested as"
         # The next step starts from what this one returns.
-        yield _Whole(array, array.spec, result.sharding.spec, reason, remedy)
+        yield _Whole(
+            array, array.spec, result.sharding.spec, "the state is requested as", _IN_RESULT, outcome=_RETURNED
+        )
     if result is not None and result.requested is not None:
         reason = "the state that the step returns is requested as"
         yield _Whole(array, result.requested.spec, compiled, reason, _IN_PLACE)
 
 
-def _by_constraint(array: Argument, compiled: PartitionSpec, constraints: Iterable[Constraint]) -> Iterator[_Whole]:
+def _by_constraint(
+    array: Argument, compiled: PartitionSpec, result: ResultArray | None, constraints: Iterable[Constraint]
+) -> Iterator[_Whole]:
     """What the function constrains the new value of an array to."""
     for shape, spec, stack in constraints:
         if tuple(shape) == array.shape:
             reason = "the function constrains what it makes of it to"
             yield _Whole(array, spec, compiled, reason, _IN_PLACE, user_line(stack))
+            if result is not None and isinstance(result.sharding, NamedSharding):
+                yield _Whole(array, spec, result.sharding.spec, reason, _IN_RESULT, user_line(stack), _RETURNED)
 
 
 def _by_sibling(facts: AuditFacts, array: Argument, compiled: PartitionSpec) -> Iterator[_Whole]:
@@ -122,19 +130,41 @@ def _is_whole(facts: AuditFacts, whole: _Whole) -> bool:
     return actual > requested
 
 
-def _results_of_state(facts: AuditFacts) -> Iterator[tuple[int, ResultArray]]:
+def _results_of_state(facts: AuditFacts, depends: Sequence[int]) -> Iterator[tuple[int, ResultArray]]:
     """Yields the index of each array of the state with the result that replaces it: the same path and shape."""
-    by_ending: dict[tuple[str, ...], list[ResultArray]] = {}
-    for result in facts.compiled.results:
+    by_ending: dict[_Key, list[int]] = {}
+    for result_index, result in enumerate(facts.compiled.results):
         parts = tuple(result.path.split("/"))
-        for start in range(len(parts)):
-            by_ending.setdefault(parts[start:], []).append(result)
-    for index, (array, role) in enumerate(zip(facts.arguments, facts.roles, strict=True)):
+        # An argument that is an array is returned as an item of the result, or as the result itself.
+        endings = [parts[start:] for start in range(len(parts))] + ([()] if len(parts) == 1 else [])
+        for ending in endings:
+            by_ending.setdefault((ending, tuple(result.struct.shape)), []).append(result_index)
+    arguments: dict[_Key, list[int]] = {}
+    for index, array in enumerate(facts.arguments):
         # Without the name of the argument, which results do not have.
-        ending = tuple(array.path.split("/"))[1:]
-        same = [result for result in by_ending.get(ending, ()) if tuple(result.struct.shape) == array.shape]
-        if role == STATE and len(same) == 1:
-            yield index, same[0]
+        arguments.setdefault((tuple(array.path.split("/"))[1:], array.shape), []).append(index)
+    for key, indices in arguments.items():
+        same = by_ending.get(key, [])
+        for index in indices if same else ():
+            if facts.roles[index] == STATE:
+                in_order = same[indices.index(index)] if len(same) == len(indices) else None
+                replacement = same[0] if len(same) == 1 else _nearest(depends, index, same, in_order)
+                if replacement is not None:
+                    yield index, facts.compiled.results[replacement]
+
+
+_Key: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
+"""The end of a path, and the shape of the array."""
+
+
+def _nearest(depends: Sequence[int], index: int, results: Iterable[int], in_order: int | None) -> int | None:
+    """The result that depends on an argument and on the fewest others; `in_order` where several do.
+
+    New moments follow from the old ones and the gradients, new parameters from all of the moments.
+    """
+    counts = {result: depends[result].bit_count() for result in results if depends[result] >> index & 1}
+    nearest = [result for result, count in counts.items() if count == min(counts.values())]
+    return nearest[0] if len(nearest) == 1 else in_order if in_order in nearest else None
 
 
 def _spec_of_sibling(facts: AuditFacts, array: Argument) -> PartitionSpec | None:
