@@ -60,23 +60,24 @@ class Step:
         """Turns whatever the function raises while it is traced into one line with its location."""
         return errors_in_one_line(self.text, "the step")
 
-    def parameters(self, path: str | None) -> Any:
-        """Returns the argument, or the part of one (`"state/model"`), that rules are for.
+    def parameters(self, path: str | None) -> tuple[int | None, Any]:
+        """Returns the argument, or the part of one (`"state/model"`), that rules are for, after the argument's index.
 
-        Without a path it is the first argument with arrays.
+        Without a path it is the first argument with arrays. The index of a part is `None`.
         """
         if path is None:
-            params = next((arg for arg in self.args if has_arrays(arg)), None)
-            if params is None:
+            index = next((index for index, arg in enumerate(self.args) if has_arrays(arg)), None)
+            if index is None:
                 raise UsageError(f"{self.text}: no argument of the function has an array in it")
-            return params
+            return index, self.args[index]
         name, *rest = path.split("/")
-        value = self.args[self.index_of(name, f"--params {path}")]
+        index = self.index_of(name, f"--params {path}")
+        value = self.args[index]
         for part in rest:
             value = _child(value, part, path)
         if not has_arrays(value):
             raise UsageError(f"--params {path}: it has no array in it")
-        return value
+        return None if rest else index, value
 
     def shardings(
         self, rules: LoadedRules, mesh: AbstractMesh, params_path: str | None, batch: str | None
@@ -92,7 +93,8 @@ class Step:
         if rules.is_for_step:
             plan = make_plan(rules.rule, self.args, mesh).check()
             return plan, plan.specs, ()
-        plan = make_plan(rules.rule, self.parameters(params_path), mesh).check()
+        params_index, params = self.parameters(params_path)
+        plan = make_plan(rules.rule, params, mesh).check()
         axes = tuple(name.strip() for name in batch.split(",")) if batch else ()
         if len(dict.fromkeys(axes)) < len(axes):
             raise UsageError(f"--batch {batch}: an axis can be named only once")
@@ -102,7 +104,11 @@ class Step:
                 raise UsageError(f"--batch {batch}: unknown axis {name!r}{near}; the mesh has {mesh.axis_names}")
         shardings: list[Any] = []
         whole: list[str] = []
-        for name, arg in zip(self.names, self.args, strict=True):
+        for index, (name, arg) in enumerate(zip(self.names, self.args, strict=True)):
+            if index == params_index:
+                # A mirrored plan of the parameters would make them an optimizer's state.
+                shardings.append(plan)
+                continue
             mirrored = plan.mirror(arg)
             unmirrored = sum(finding.count for finding in mirrored.findings if finding.code == "unmirrored")
             # An argument none of whose arrays has a parameter's path is not a state but a batch.

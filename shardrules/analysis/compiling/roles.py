@@ -65,14 +65,16 @@ def _guess_roles(arguments: Arguments) -> tuple[Role, ...]:
     if homes is not None:
         arrays = zip(_array_paths(arguments), arguments.arrays, fallback, strict=True)
         return tuple(_role_by_path(path, array.shape, *homes) or other for path, array, other in arrays)
-    # A state whose leaves have no copied path, like the moments of a single matrix, is known if a plan mirrors it.
-    # Scalars are mirrored everywhere: they say nothing.
+    # A state whose leaves have no copied path, like the moments of a single matrix, is known if a plan mirrors it, and
+    # another argument is planned itself: else what is mirrored is the parameters. Scalars are mirrored everywhere: they
+    # say nothing.
     state_owners = {
         owner: None
         for array, owner in zip(arguments.arrays, arguments.owners, strict=True)
         if array.mirrors and array.shape
     }
-    if state_owners:
+    planned_owners = (owner for array, owner in zip(arguments.arrays, arguments.owners, strict=True) if array.planned)
+    if state_owners and any(owner not in state_owners for owner in planned_owners):
         return tuple(
             STATE if owner in state_owners else PARAMETERS if array.planned and not array.mirrors else BATCH
             for array, owner in zip(arguments.arrays, arguments.owners, strict=True)
