@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -71,6 +71,7 @@ def compare_trace(
         ", ".join(dict.fromkeys(map(str, programs.values()))),
         min(len(device.runs) for device in devices),
         max(len(device.left_out) for device in devices),
+        _count_devices(trace, {program.name for program in programs.values()}) - len(devices),
         modelled_seconds,
         tuple(
             _median_device(device, [run.device for run in runs]) for device, runs in zip(devices, times, strict=True)
@@ -81,6 +82,14 @@ def compare_trace(
         _unmatched(trace, devices, times),
         _missing(modelled, names, covered),
         measured / (measured + unknown) if measured + unknown else 0.0,
+    )
+
+
+def _count_devices(trace: ProfileTrace, names: Container[str]) -> int:
+    """How many devices ran a program of one of these names."""
+    return sum(
+        any(activity.program is not None and activity.program.name in names for activity in device.activities)
+        for device in trace.devices
     )
 
 

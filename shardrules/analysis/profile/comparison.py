@@ -17,6 +17,16 @@ FORMAT = 1
 _MAX_ROWS = 10
 """How many rows each table prints: all of them fit a screen or two. The rest is in the comparison's attributes."""
 
+_SAME_PROGRAM = 0.9
+"""With a smaller share in instructions of the audited program, a trace may be of another one. Traces of the program
+itself have all of their time there on CPUs, and lose what libraries launch under names of their own on GPUs. With half of it
+programs of other shapes, which share most names, would not be suspected; at 1 every kernel of a library would be."""
+
+_ANOTHER_PROGRAM = (
+    "            another program than the audited one? "
+    "Audit with the mesh, the shapes, the target and the flags that it ran with"
+)
+
 UnmatchedKind: TypeAlias = Literal[
     "idle",
     "between steps",
@@ -144,6 +154,8 @@ class TraceComparison:
     """How many steps are compared on each device, at least."""
     left_out: int
     """How many runs are not, at most: the first, which may have warmed up, and those that the trace cuts off."""
+    devices_left_out: int
+    """How many devices ran a program of this name that is another one, or had no whole run of it."""
     modelled_seconds: float
     """The modelled time of a step."""
     devices: tuple[DeviceTime, ...]
@@ -171,9 +183,12 @@ class TraceComparison:
         steps = f"{self.step_count} steps" if self.step_count > 1 else "1 step"
         where = f"{len(self.devices)} devices" if len(self.devices) > 1 else "1 device"
         left_out = f", {self.left_out} left out" if self.left_out else ", which may have warmed up"
+        if self.devices_left_out:
+            where += f" ({self.devices_left_out} left out: they have no whole run of it, or another program)"
         device = f"{slowest.device}, the fastest {fastest}" if len(self.devices) > 1 else slowest.device
         measured = f"{seconds_text(self.step_seconds)} a step ({device}): {_device_text(slowest)}"
         share = self.modelled_seconds / self.step_seconds
+        suspicion = [_ANOTHER_PROGRAM] if self.matched_share < _SAME_PROGRAM else []
         head = [
             self.name,
             f"trace {self.source}",
@@ -182,6 +197,7 @@ class TraceComparison:
             f"  measured  {measured}",
             f"  modelled  {seconds_text(self.modelled_seconds)}: {share:.2f} of the measured",
             f"  matched   {self.matched_share:.1%} of the program's time on the devices, by the names of instructions",
+            *suspicion,
         ]
         sections = [
             [*map(printable, head)],

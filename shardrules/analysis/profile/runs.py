@@ -84,11 +84,17 @@ def find_programs(
     `module` is the program's name in the trace; by default it has the same name as the audited one.
     """
     name = modelled.name if module is None else module
-    programs = {}
-    for device in trace.devices:
-        best = _best(_candidates([device], modelled), name)
-        if best is not None and best.share >= _LEAST_SHARE:
-            programs[device.device] = best.program
+    programs: dict[str, ProfiledProgram] = {}
+    # Devices that ran one program are judged together, since each may wait in other instructions. Every host counts the
+    # ids of its programs.
+    for host in dict.fromkeys(device.host for device in trace.devices):
+        devices = [device for device in trace.devices if device.host == host]
+        alike = {each.program: each for each in _candidates(devices, modelled) if each.share >= _LEAST_SHARE}
+        for device in devices:
+            ran = dict.fromkeys(activity.program for activity in device.activities)
+            best = _best((alike[program] for program in ran if program in alike), name)
+            if best is not None:
+                programs[device.device] = best.program
     if programs:
         return programs
     candidates = _candidates(trace.devices, modelled)

@@ -111,6 +111,11 @@ class DeviceTrace:
     spans: tuple[RunSpan, ...] = attrs.field(default=(), repr=False)
     """Empty on CPUs and GPUs."""
 
+    @property
+    def host(self) -> str:
+        """The host that the name begins with in traces of several; empty in those of a single host."""
+        return self.device.rpartition(" ")[0]
+
 
 @final
 @attrs.frozen

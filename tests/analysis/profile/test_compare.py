@@ -16,7 +16,7 @@ import shardrules as sr
 from shardrules.analysis.profile.compare import compare_trace
 from shardrules.analysis.profile.comparison import ComparedTime, TraceComparison
 from shardrules.analysis.profile.modelled import model_program
-from shardrules.analysis.profile.trace import read_trace
+from shardrules.analysis.profile.trace import ProfileTrace, read_trace
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from tests.analysis.audits.sample_report import REPORT
@@ -159,6 +159,30 @@ def test_a_comparison_prints_all_of_its_tables() -> None:
     assert "modelled  80 µs: 1.07 of the measured" in tables[0]
     for title in ("line", "collective", "kernel", "in the trace only", "in the program only"):
         assert any(title in table.splitlines()[0] for table in tables[1:]), title
+
+
+def test_a_trace_of_another_program_is_suspected() -> None:
+    suspicion = "by the names of instructions\n            another program than the audited one?"
+    assert suspicion in str(compare(gpu_trace(), PROGRAM.replace("fusion.1", "fusion.7")))
+    assert suspicion not in str(compare(gpu_trace()))
+
+
+def test_devices_that_are_left_out_are_counted() -> None:
+    # The stages of a pipeline may be programs of one name, and of one id on hosts of their own.
+    program = read_program(PROGRAM)
+    modelled = model_program(program, find_collectives(program), V5E)
+    (device,) = read_trace(ProfileData.from_serialized_xspace(gpu_trace())).devices
+    renamed = tuple(attrs.evolve(activity, name=f"{activity.name}.stage") for activity in device.activities)
+    devices = (
+        attrs.evolve(device, device="a /device:GPU:0"),
+        attrs.evolve(device, device="b /device:GPU:0", activities=renamed),
+        attrs.evolve(device, device="b /device:GPU:1", activities=renamed),
+    )
+    comparison = compare_trace(ProfileTrace("a trace", devices), modelled, "step", MODELLED_SECONDS, None)
+    assert [device.device for device in comparison.devices] == ["a /device:GPU:0"]
+    assert comparison.devices_left_out == 2
+    line = "3 steps on 1 device (2 left out: they have no whole run of it, or another program), 1 left out"
+    assert line in str(comparison)
 
 
 def test_json_is_read_back() -> None:

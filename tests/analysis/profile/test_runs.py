@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import attrs
 import pytest
 from jax.profiler import ProfileData
 
 import shardrules as sr
 from shardrules.analysis.profile.modelled import ModelledProgram, model_program
 from shardrules.analysis.profile.runs import find_programs, find_runs
-from shardrules.analysis.profile.trace import ProfiledProgram, ProfileTrace, read_trace
+from shardrules.analysis.profile.trace import DeviceTrace, ProfiledProgram, ProfileTrace, read_trace
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import TraceError
@@ -73,6 +74,27 @@ def test_a_program_with_other_instructions_is_refused() -> None:
         TraceError, match=r"program 'jit_step' is not the audited one: .* dot.2, fusion.1, dot.1 are not"
     ):
         find_programs(read(gpu_trace()), modelled(other))
+
+
+def late(device: DeviceTrace, name: str, times: float) -> DeviceTrace:
+    """A device on which an instruction takes `times` as long."""
+    activities = [
+        attrs.evolve(activity, self_ns=activity.self_ns * (times if activity.name == name else 1))
+        for activity in device.activities
+    ]
+    return attrs.evolve(device, activities=tuple(activities))
+
+
+def test_devices_that_ran_one_program_are_judged_together() -> None:
+    # 69 of 89 microseconds are in instructions of this program.
+    other, (device,) = modelled(PROGRAM.replace("fusion.1", "fusion.9")), read(gpu_trace()).devices
+    devices = [attrs.evolve(device, device=f"/device:GPU:{index}") for index in range(4)]
+    some_late = [late(device, "fusion.1", 10) for device in devices[:1]] + devices[1:]
+    profile = ProfileTrace("a trace", tuple(some_late))
+    assert list(find_programs(profile, other)) == [device.device for device in devices]
+    most_late = [*devices[:1], *(late(device, "fusion.1", 10) for device in devices[1:])]
+    with pytest.raises(TraceError, match=r"is not the audited one: 31% of its time .* and fusion.1 are not"):
+        find_programs(ProfileTrace("a trace", tuple(most_late)), other)
 
 
 def test_instructions_of_another_shape_are_told_apart_on_tpus() -> None:
