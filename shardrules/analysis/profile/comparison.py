@@ -19,8 +19,8 @@ _MAX_ROWS = 10
 
 _SAME_PROGRAM = 0.9
 """With a smaller share in instructions of the audited program, a trace may be of another one. Traces of the program
-itself have all of their time there on CPUs, and lose what libraries launch under names of their own on GPUs. With half of it
-programs of other shapes, which share most names, would not be suspected; at 1 every kernel of a library would be."""
+itself have all of their time there on CPUs, and lose what libraries launch under other names on GPUs. At 0.8 programs
+of other shapes, which share most names, would not be suspected; at 1 every kernel of a library would be."""
 
 _ANOTHER_PROGRAM = (
     "            another program than the audited one? "
