@@ -17,7 +17,7 @@ from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flops import find_matmuls, flops_by_dtype
-from shardrules.analysis.program.kernel_costs import KernelCost, KernelFacts
+from shardrules.analysis.program.kernel_costs import KernelCost, KernelFacts, read_kernel_costs
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import ConfigTypeError
@@ -37,13 +37,11 @@ def audit(
     sheet = target.hardware if hardware is None else hardware
     if not isinstance(sheet, Hardware):
         raise ConfigTypeError(f"hardware must be a Hardware, such as Target.parse(...).hardware; got {sheet!r:.60}")
-    for cost in kernel_costs:
-        if not isinstance(cost, KernelCost):
-            raise ConfigTypeError(f"kernel_costs must be a list of what kernel_cost returns, got {cost!r:.60} in it")
+    costs = read_kernel_costs(kernel_costs)
     # Tolerant: a program that does not fit still has a report, which says what takes the memory.
     result = request.compile(args, mesh, target, tolerant=True)
     program = read_program(result.compiled.text)
-    kernel_facts = KernelFacts(kernel_costs, find_kernel_calls(result.compiled.jaxpr))
+    kernel_facts = KernelFacts(costs, find_kernel_calls(result.compiled.jaxpr))
     matmuls = find_matmuls(program, kernel_facts)
     facts = AuditFacts(
         result.compiled,

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.util import find_spec
@@ -97,6 +97,11 @@ _LIBTPU_ENVIRONMENT = MappingProxyType(
 _TOPOLOGY_LOCK = threading.Lock()
 
 
+def _as_sizes(value: Any) -> tuple[int, ...]:
+    """Converts a single number; what is not a size is refused with everything else that is wrong."""
+    return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
 @final
 @attrs.frozen
 class Target:
@@ -128,7 +133,7 @@ class Target:
 
     platform: Platform
     chip: str = ""
-    shape: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    shape: tuple[int, ...] = attrs.field(default=(), converter=_as_sizes)
     slices: int = 1
     flags: Flags = attrs.field(default=(), converter=read_flags)
 

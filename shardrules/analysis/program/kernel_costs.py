@@ -1,7 +1,7 @@
 """What the user and JAX know of kernels that the text of a compiled program does not say."""
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -61,12 +61,45 @@ class KernelCost:
     def amounts(self, operands: Iterable[ArrayType]) -> tuple[int, int | None]:
         """The FLOPs and the bytes of a kernel with these operands; `None` for the bytes of its arrays."""
         shapes = [jax.ShapeDtypeStruct(operand.shape, _dtype(operand.dtype)) for operand in operands if operand.bits]
-        flops, size = (
-            None if amount is None else int(amount(*shapes) if callable(amount) else amount)
-            for amount in (self.flops, self.bytes)
-        )
-        assert flops is not None, "the validator refuses None"
+        problems: list[str] = []
+        flops = _evaluate(self.flops, "flops", shapes, problems)
+        size = None if self.bytes is None else _evaluate(self.bytes, "bytes", shapes, problems)
+        if problems:
+            listing = ", ".join(f"{shape.dtype}{list(shape.shape)}" for shape in shapes)
+            raise ConfigTypeError(
+                f"kernel_cost {self.name!r}: {'; '.join(problems)}. Its functions take a jax.ShapeDtypeStruct for each "
+                f"operand of the kernel, here {len(shapes)}: {listing or 'none'}"
+            )
         return flops, size
+
+
+def _evaluate(amount: Amount, name: str, shapes: Sequence[jax.ShapeDtypeStruct], problems: list[str]) -> int:
+    """The amount for operands of these shapes; what is wrong with a function is added to `problems`."""
+    if not callable(amount):
+        return int(amount)
+    try:
+        value: Any = amount(*shapes)
+    except Exception as error:  # noqa: BLE001  raised by `amounts`, which lists both functions
+        problems.append(f"{name} raised {type(error).__name__}: {error}")
+        return 0
+    try:
+        if not value < 0:
+            return int(value)
+    except (TypeError, ValueError, OverflowError):
+        pass  # not a number, or not a finite one
+    problems.append(f"{name} must return a number of at least 0, got {value!r:.60}")
+    return 0
+
+
+def read_kernel_costs(costs: Iterable[KernelCost]) -> tuple[KernelCost, ...]:
+    """Returns what the argument `kernel_costs` lists; anything else raises."""
+    if not isinstance(costs, Iterable):
+        raise ConfigTypeError(f"kernel_costs must be a list of what kernel_cost returns, got {costs!r:.60}")
+    costs = tuple(costs)
+    for cost in costs:
+        if not isinstance(cost, KernelCost):
+            raise ConfigTypeError(f"kernel_costs must be a list of what kernel_cost returns, got {cost!r:.60} in it")
+    return costs
 
 
 def kernel_cost(name: str, flops: Amount, bytes: Amount | None = None) -> KernelCost:  # noqa: A002  what it is
@@ -89,7 +122,8 @@ def kernel_cost(name: str, flops: Amount, bytes: Amount | None = None) -> Kernel
 
     **Raises:**
 
-    `ConfigTypeError` for anything but numbers and functions.
+    `ConfigTypeError` for anything but numbers and functions; the audit raises it for a function that does not take the
+    operands of the kernel or does not return a number of at least 0.
 
     ```python
     def double(x_ref, o_ref):

@@ -162,6 +162,9 @@ def test_kernels_of_users_count_in_reports(target: str) -> None:
     assert max(seconds for _, seconds in slowed.kernel_seconds) == pytest.approx(slowed.step_time(), rel=0.01)
 
 
-def test_costs_must_be_costs() -> None:
-    with pytest.raises(TypeError, match="kernel_costs must be a list of what kernel_cost returns, got 'double' in it"):
-        sr.ShardingAnalyzer(MESH).audit(lambda x: x, jnp.ones(8), kernel_costs=["double"])  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("costs", "got"), [(["double"], "'double' in it"), (sr.kernel_cost("f", 1), r"KernelCost\("), (None, "None")]
+)
+def test_costs_must_be_costs(costs: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"kernel_costs must be a list of what kernel_cost returns, got {got}"):
+        sr.ShardingAnalyzer(MESH).audit(lambda x: x, jnp.ones(8), kernel_costs=costs)

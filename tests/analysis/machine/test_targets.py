@@ -168,11 +168,18 @@ def test_parse_takes_a_string_or_a_target() -> None:
         (("cuda", "h100", (16,), 2), "only TPUs may have more than 1; got 2"),
         (("tpu", "v5e", (3, 3), 0), "sizes must be even .*; slices must be a positive integer"),
         (("tpu", 5, (4, 4)), "unknown TPU generation 5"),
+        (("tpu", "v5e", 16), "the torus of a v5e has 2 dimensions, got 1"),
+        (("cuda", "h100", 12), "12 GPUs do not fill hosts of 8"),
+        (("cuda", "h100", None), r"sizes must be positive integers, got \(None,\)"),
     ],
 )
 def test_the_constructor_checks_its_fields(fields: tuple[Any, ...], match: str) -> None:
     with pytest.raises(TargetError, match=match):
         Target(*fields)
+
+
+def test_a_count_of_devices_may_be_a_plain_number() -> None:
+    assert Target("cuda", "h100", 8) == Target("cuda", "h100", (8,))
 
 
 PARTS = ("cpu", "tpu", "cuda", "v5e", "v5p", "v2", "h100", "8", "16", "4x4", "2x2x2", "1x1", "0", "x", "", " ", "V5E")

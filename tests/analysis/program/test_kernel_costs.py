@@ -66,5 +66,29 @@ def test_other_costs_are_refused(args: tuple[Any, ...], message: str) -> None:
         sr.kernel_cost(*args)
 
 
+@pytest.mark.parametrize(
+    ("flops", "message"),
+    [
+        (
+            lambda x, w: x.size,
+            r"flops raised TypeError: .* missing 1 required .* 'w'; bytes raised .* here 1: float32\[8, 4\]",
+        ),
+        (lambda x: None, "flops must return a number of at least 0, got None"),
+        (lambda x: float("nan"), "flops must return a number of at least 0, got nan"),
+        (lambda x: float("inf"), "flops must return a number of at least 0, got inf"),
+        (lambda x: "7", "flops must return a number of at least 0, got '7'"),
+        (lambda x: -x.size, "flops must return a number of at least 0, got -32; bytes raised KeyError: 'shape'"),
+    ],
+)
+def test_functions_must_return_amounts(flops: Any, message: str) -> None:
+    cost = sr.kernel_cost("scan_*", flops, bytes=lambda x: {}["shape"])
+    with pytest.raises(ConfigTypeError, match=rf"kernel_cost 'scan_\*': {message}"):
+        cost.amounts(read_types("(f32[8,4])"))
+
+
+def test_fractions_of_functions_are_rounded_down() -> None:
+    assert sr.kernel_cost("k", lambda x: x.size / 3).amounts(read_types("(f32[8])")) == (2, None)
+
+
 def test_calls_are_values() -> None:
     assert KernelCall("k", ((8,),), ((8,),)) == KernelCall("k", ((8,),), ((8,),))
