@@ -152,8 +152,10 @@ class AutoPlan:
         exposed = sum(move.exposed_seconds * move.count for move in moves)
         communication = sum(move.seconds * move.count for move in moves)
         compute = self.cost - communication
+        nodes = zip(self.task.problem.nodes, self.choice, strict=True)
+        memory = sum(float(node.memory_seconds[index]) for node, index in nodes)
         # Nothing hides behind more computing than there is.
-        return StepTime(compute, communication, exposed_seconds=max(exposed, communication - compute))
+        return StepTime(compute, communication, memory, max(exposed, communication - compute))
 
     @functools.cached_property
     def sent_bytes(self) -> dict[str, int]:

@@ -209,7 +209,7 @@ class _GraphBuilder:
         if key in self._node_indices:
             return self._node_indices[key], False
         rows = all_layouts(sizes, self.machine, partial)
-        self.nodes.append(Node(rows, np.zeros(len(rows)), name))
+        self.nodes.append(Node(rows, np.zeros(len(rows)), np.zeros(len(rows)), name))
         self._node_indices[key] = len(self.nodes) - 1
         return self._node_indices[key], True
 
@@ -262,7 +262,8 @@ class _GraphBuilder:
 
     def _add_compute_seconds(self, op_index: int, node_index: int) -> None:
         node = self.nodes[node_index]
-        node.seconds = node.seconds + self.costs.seconds(op_index, node_index, node.layouts, self.operand_homes)
+        seconds, memory = self.costs.seconds(op_index, node_index, node.layouts, self.operand_homes)
+        node.seconds, node.memory_seconds = node.seconds + seconds, node.memory_seconds + memory
 
     def _restrict(self, home: Home, spec: PartitionSpec) -> None:
         """Leaves a node only the layouts that a spec allows; all of them if the spec is not a layout of this mesh."""
@@ -281,4 +282,8 @@ class _GraphBuilder:
         if not keep.any() or unknown_axes:
             self.ignored_specs[spec_repr(spec)] = None
             return
-        node.layouts, node.seconds = node.layouts[keep], node.seconds[keep]
+        node.layouts, node.seconds, node.memory_seconds = (
+            node.layouts[keep],
+            node.seconds[keep],
+            node.memory_seconds[keep],
+        )

@@ -41,13 +41,17 @@ class ComputeCosts:
 
     def seconds(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The seconds that all runs of an operation take, for each of the `layouts` of its node."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The seconds that all runs of an operation take, for each of the `layouts` of its node; and these seconds
+        again where memory limits it, else 0."""
         operation, hardware = self.fusion.program.operations[op_index], self.machine.hardware
         seconds = self._traffic_seconds(op_index, node, layouts, operand_homes)
+        is_memory_bound = np.ones(len(layouts), bool)
         if is_matmul(operation):
             homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
-            seconds = np.maximum(seconds, self._matmul_seconds(operation, layouts, homes))
+            multiplying = self._matmul_seconds(operation, layouts, homes)
+            is_memory_bound = seconds >= multiplying
+            seconds = np.maximum(seconds, multiplying)
         copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
         copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
         seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
@@ -56,7 +60,8 @@ class ComputeCosts:
         # A kernel of a GPU reduces dims that are next to each other.
         kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
         launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
-        return (seconds + launches * hardware.launch_seconds) * operation.run_count
+        seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
+        return seconds, seconds * is_memory_bound
 
     def _host_seconds(self, operation: Operation, node: int, layouts: np.ndarray) -> np.ndarray:
         """What sending to the host, or fetching from there, takes beside what is computed meanwhile."""

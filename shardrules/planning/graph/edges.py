@@ -121,7 +121,7 @@ class EdgeBuilder:
             # The copy can have the layouts that all of its readers have, and each reader then has the copy's.
             rows = [np.unique(project(self.nodes[end.node].layouts, end), axis=0) for end in ends]
             common = [row for row in rows[0].tolist() if all((other == row).all(axis=1).any() for other in rows[1:])]
-            self.nodes.append(Node(np.array(common, np.int8), np.zeros(len(common)), "copy"))
+            self.nodes.append(Node(np.array(common, np.int8), np.zeros(len(common)), np.zeros(len(common)), "copy"))
             self._copy_nodes[ends] = len(self.nodes) - 1
             self.equal_homes += [(Home(self._copy_nodes[ends], dims), end) for end in ends]
         return Home(self._copy_nodes[ends], dims)

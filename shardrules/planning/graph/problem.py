@@ -49,6 +49,8 @@ class Node:
 
     layouts: np.ndarray
     seconds: np.ndarray
+    memory_seconds: np.ndarray
+    """The part of `seconds` in operations that memory limits."""
     name: str  # for people
 
 

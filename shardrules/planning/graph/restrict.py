@@ -12,7 +12,7 @@ from shardrules.planning.graph.problem import Edge, Node, Problem
 def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     """The problem with only some layouts of each node, which get new indices in the order of `keep`."""
     nodes = [
-        Node(node.layouts[indices], node.seconds[indices], node.name)
+        Node(node.layouts[indices], node.seconds[indices], node.memory_seconds[indices], node.name)
         for node, indices in zip(problem.nodes, keep, strict=True)
     ]
     return attrs.evolve(problem, nodes=nodes, edges=[_restrict_edge(edge, keep) for edge in problem.edges])

@@ -45,7 +45,7 @@ def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[flo
         }
         owner = int(np.searchsorted(owners, operation.equation_index, "right")) - 1
         if operation.equation_index >= 0:
-            seconds[owner] += float(costs.seconds(op_index, 0, layouts, homes)[0])
+            seconds[owner] += float(costs.seconds(op_index, 0, layouts, homes)[0][0])
             if operation.equation is program.jaxpr.eqns[owner]:
                 written[owner] = [result in fusion.written for result in operation.results]
     return seconds, [tuple(flags) for flags in written]

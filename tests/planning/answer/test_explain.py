@@ -55,7 +55,14 @@ def test_time_has_two_parts(planned: sr.reports.AutoPlan) -> None:
     assert time.compute_seconds + time.communication_seconds == pytest.approx(planned.cost)
     assert time.compute_seconds < time.seconds < planned.cost
     assert min(time.compute_seconds, time.communication_seconds) >= 0
+    assert 0 < time.memory_seconds < time.compute_seconds  # adding and multiplying
     assert sum(planned.sent_bytes.values()) == planned.wire_bytes
+
+
+def test_what_only_moves_bytes_is_memory_bound() -> None:
+    time = sr.autoplan(jnp.tanh, ARGS[-1], mesh=MESH).step_time
+    assert time.memory_seconds == time.compute_seconds > 0
+    assert time.bound == "memory"
 
 
 def test_dims_that_go_together(planned: sr.reports.AutoPlan) -> None:

@@ -39,7 +39,7 @@ def costs(
     homes = _Anywhere()
     for op_index, operation in enumerate(program.operations):
         launches = (op_index in fusion.kernels) * hardware.launch_seconds * operation.run_count
-        value = float(model.seconds(op_index, 0, whole, homes)[0]) - launches
+        value = float(model.seconds(op_index, 0, whole, homes)[0][0]) - launches
         seconds[operation.name] = seconds.get(operation.name, 0.0) + value
     return seconds
 
