@@ -45,21 +45,32 @@ class ModelMatmul:
     flops: int
     is_certain: bool
     """Whether the program says how often it runs, and how much of it is work."""
+    is_recomputed: bool
+    """Whether `jax.checkpoint` repeats it for the backward pass."""
 
 
-def model_matmuls(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True) -> Iterator[ModelMatmul]:
+RECOMPUTED = "rematted_computation"
+"""What JAX calls the operations that `jax.checkpoint` repeats, in their paths."""
+
+
+def model_matmuls(
+    jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True, is_recomputed: bool = False
+) -> Iterator[ModelMatmul]:
     """Yields every matmul and convolution of a program that runs `times` times, if that `is_certain`."""
     inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     # The programs inside an equation run for each round of a loop, and on each device of a `shard_map`.
     for equation in inner.eqns:
         name = equation.primitive.name
         count = _COUNTERS.get(name)
+        repeats = is_recomputed or RECOMPUTED in str(equation.source_info.name_stack)
         if count is not None:
-            yield ModelMatmul(equation, times * count(equation), is_certain and not _is_rewritten(equation))
+            is_counted = is_certain and not _is_rewritten(equation)
+            yield ModelMatmul(equation, times * count(equation), is_counted, repeats)
         else:
             inner_times = times * _rounds(equation) * _device_count(equation)
+            is_inner_certain = is_certain and name not in ("while", "pallas_call")
             for program in programs_in(equation):
-                yield from model_matmuls(program, inner_times, is_certain and name not in ("while", "pallas_call"))
+                yield from model_matmuls(program, inner_times, is_inner_certain, repeats)
 
 
 def equation_flops(equation: Any) -> int:

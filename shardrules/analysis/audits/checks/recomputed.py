@@ -10,16 +10,14 @@ import attrs
 
 from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
 from shardrules.analysis.audits.facts import AuditFacts
+from shardrules.analysis.compiling.model_flops import RECOMPUTED
 from shardrules.analysis.compiling.roles import PARAMETERS
-from shardrules.analysis.compiling.saved_names import saved_name_findings
-from shardrules.analysis.compiling.source import user_line
+from shardrules.analysis.compiling.saved_names import saved_name_findings, saving_policies
+from shardrules.analysis.compiling.source import equation_line, user_line
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.program.collectives import Collective
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
-
-RECOMPUTED = "rematted_computation"
-"""What JAX calls the operations that `jax.checkpoint` repeats, in their paths."""
 
 
 def check_regathered(facts: AuditFacts) -> Iterator[Finding]:
@@ -96,10 +94,35 @@ def _is_in_backward(op_name: str) -> bool:
 def check_saved_names(facts: AuditFacts) -> Iterator[Finding]:
     """Names of policies that match nothing, with what it costs to compute everything again."""
     recomputed = [kernel for kernel in facts.kernels if RECOMPUTED in kernel.op_name]
-    seconds = facts.seconds_of(recomputed)
-    flops = sum(kernel.total_flops for kernel in recomputed)
-    for finding in saved_name_findings(facts.compiled.jaxpr):
-        again = f"{flops:.3g} FLOPs" if flops else "no matmuls"
-        text = f"{finding.message}. The backward pass computes {again} again: {cost_text(facts, seconds)}"
-        level = severity(facts, seconds) if finding.severity == "warning" else finding.severity
-        yield attrs.evolve(finding, message=text, severity=level)
+    claimed = sum(kernel.total_flops for kernel in recomputed)
+    flops = _repeated_flops(facts, claimed)
+    seconds = facts.seconds_of(recomputed) * (flops / claimed if claimed else 1)
+    policies = [policy for policy in saving_policies(facts.compiled.jaxpr) if policy.missing]
+    for policy, finding in zip(policies, saved_name_findings(facts.compiled.jaxpr), strict=True):
+        if policy.matching:
+            # What is computed again although some names match may be what the policy leaves out.
+            yield finding
+        elif claimed and not flops:
+            text = f"{finding.message}. It costs no matmuls here: this compiler merges those that are repeated"
+            yield attrs.evolve(finding, message=text, severity="note")
+        else:
+            again = f"{flops:.3g} FLOPs" if flops else "no matmuls"
+            text = f"{finding.message}. The backward pass computes {again} again: {cost_text(facts, seconds)}"
+            yield attrs.evolve(finding, message=text, severity=severity(facts, seconds))
+
+
+def _repeated_flops(facts: AuditFacts, claimed: float) -> float:
+    """The FLOPs on a device that matmuls are repeated for, at most `claimed`: those beyond the function's own.
+
+    Compilers merge an operation and its repetition where nothing keeps them apart, and what is left may have the name
+    of the repetition.
+    """
+    lines = {equation_line(matmul.equation): 0.0 for matmul in facts.model_matmuls if matmul.is_recomputed}
+    if not all(line in facts.flops_by_line for line in lines):
+        return claimed
+    for matmul in facts.model_matmuls:
+        line = equation_line(matmul.equation)
+        if line in lines and not matmul.is_recomputed:
+            lines[line] += matmul.flops
+    excess = sum(max(0.0, facts.flops_by_line[line][1] - flops) for line, flops in lines.items())
+    return min(claimed, excess / facts.program.device_count)
