@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -33,19 +34,16 @@ def audit(*names: str, scanned: bool) -> tuple[sr.reports.AuditReport, list[sr.F
     return report, [finding for finding in report.findings if finding.code == "unmatched-names"]
 
 
-def test_what_a_compiler_merges_costs_nothing() -> None:
-    (_, (finding,)), (right, no_findings) = audit("hiden", scanned=False), audit("hidden", scanned=False)
-    assert finding.severity == "note"
-    assert finding.message.endswith("It costs no matmuls here: this compiler merges those that are repeated")
-    assert no_findings == []
-    assert audit("hiden", scanned=False)[0].flops == right.flops
-
-
-def test_the_cost_is_what_the_right_name_saves() -> None:
-    (wrong, (finding,)), (right, _) = audit("hiden", scanned=True), audit("hidden", scanned=True)
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_cost_is_what_the_right_name_saves(scanned: bool) -> None:
+    (wrong, (finding,)), (right, no_findings) = audit("hiden", scanned=scanned), audit("hidden", scanned=scanned)
     saved = wrong.flops - right.flops
-    assert saved == 2 * 2 * 512 // 4 * 64 * 128
-    assert f"computes {saved:.3g} FLOPs again" in finding.message
+    # Some versions of the compiler merge what is repeated outside of loops.
+    assert saved in (2 * 2 * 512 // 4 * 64 * 128, *([] if scanned else [0]))
+    expected = f"computes {saved:.3g} FLOPs again" if saved else "It costs no matmuls here: this compiler merges"
+    assert expected in finding.message
+    assert finding.severity == ("warning" if saved else "note")
+    assert no_findings == []
 
 
 def test_lists_with_a_matching_name_have_no_cost() -> None:
