@@ -71,7 +71,10 @@ def test_moments_may_be_single_arrays() -> None:
 
 def test_moments_in_a_loop_are_matched_in_order() -> None:
     def step(p: Any, m: Any, v: Any, x: Any) -> Any:
-        return jax.lax.fori_loop(0, 2, lambda _, state: adam(*state, x), (p, m, v))
+        def update(_: Any, state: Any) -> Any:
+            return adam(state[0], state[1], state[2], x)
+
+        return jax.lax.fori_loop(0, 2, update, (p, m, v))
 
     tree, shardings = {"w": W}, (P(), SPLIT, SPLIT, SPLIT)
     results = (P(), SPLIT, P())
