@@ -197,6 +197,8 @@ def _enter(environment: Mapping[str, str], before: Mapping[str, str], folder: st
         jax.config.update("jax_platforms", environment["JAX_PLATFORMS"])
     os.chdir(folder)
     sys.path[0] = folder
+    # Bytecode is told apart by seconds: a test may change a module sooner than that.
+    sys.dont_write_bytecode = True
     if strict:
         warnings.simplefilter("error")
         sys.warnoptions.append("error")

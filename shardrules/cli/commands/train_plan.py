@@ -21,12 +21,10 @@ from shardrules.training.plan_training import plan_training
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("loss", metavar="LOSS", help="module:function or file.py:function: loss(model, batch)")
-    parser.add_argument("--model", metavar="MODEL", required=True, help="module:function that returns the model")
+    parser.add_argument("--model", metavar="M", required=True, help="module:function that returns the model")
+    parser.add_argument("--optimizer", metavar="NAME", default="adamw", help="adamw (default), lion, module:name, ...")
     parser.add_argument(
-        "--optimizer", metavar="OPTIMIZER", default="adamw", help="adamw (default), lion, module:name, ..."
-    )
-    parser.add_argument(
-        "--batch", metavar="BATCH", required=True, help="module:function, or shapes of a whole step: int32[512,4097]"
+        "--batch", metavar="B", required=True, help="of a whole step: module:function, or int32[512,4097]"
     )
     parser.add_argument("--cluster", metavar="TARGET", required=True, help="cuda:h100:64, tpu:v5p:4x4x8, ...")
     parser.add_argument("--has-aux", action="store_true", help="the loss returns a pair (loss, aux)")
@@ -34,9 +32,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", metavar="NAME", help="another sheet, or a file from Hardware.save")
     parser.add_argument("--pins", metavar="RULES", help="rules for (model, state, batch)")
     parser.add_argument("--microbatches", metavar="N", type=int, help="how many (default: the best)")
-    parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=float, default=600.0, help="for the search (default: 600)"
-    )
+    parser.add_argument("--time-limit", metavar="S", type=float, default=600.0, help="seconds to search (default: 600)")
     parser.add_argument("--prove", metavar="N", type=int, default=0, help="compile the best N, and take the best")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it as JSON, which report reads")
     parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
@@ -92,11 +88,11 @@ def _progress(task: str) -> Iterator[Callable[[str], None]]:
 COMMAND = Command(
     "train-plan",
     "Plans training on a cluster: mesh, layouts, microbatches, what is recomputed.",
-    "LOSS --model MODEL --batch BATCH --cluster TARGET [options]",
+    "LOSS --model M --batch B --cluster TARGET [options]",
     (
         (
             "train-plan docs/examples/train_gpt.py:loss_of --cluster cuda:h100:4 \\\n"
-            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]' -o train.json"
+            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]'"
         ),
     ),
     _declare,
