@@ -26,7 +26,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="B", required=True, help="of a whole step: module:function, or int32[512,4097]"
     )
-    parser.add_argument("--cluster", metavar="TARGET", required=True, help="cuda:h100:64, tpu:v5p:4x4x8, ...")
+    parser.add_argument("--cluster", metavar="C", required=True, help="cuda:h100:64, tpu:v5p:4x4x8, ...")
     parser.add_argument("--has-aux", action="store_true", help="the loss returns a pair (loss, aux)")
     parser.add_argument("--memory-limit", metavar="BYTES", help="memory that a device may use: 40GiB")
     parser.add_argument("--hardware", metavar="NAME", help="another sheet, or a file from Hardware.save")
@@ -88,7 +88,7 @@ def _progress(task: str) -> Iterator[Callable[[str], None]]:
 COMMAND = Command(
     "train-plan",
     "Plans training on a cluster: mesh, layouts, microbatches, what is recomputed.",
-    "LOSS --model M --batch B --cluster TARGET [options]",
+    "LOSS --model M --batch B --cluster C [options]",
     (
         (
             "train-plan docs/examples/train_gpt.py:loss_of --cluster cuda:h100:4 \\\n"
