@@ -34,7 +34,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", metavar="N", type=int, help="how many (default: the best)")
     parser.add_argument("--time-limit", metavar="S", type=float, default=600.0, help="seconds to search (default: 600)")
     parser.add_argument("--prove", metavar="N", type=int, default=0, help="compile the best N, and take the best")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it as JSON, which report reads")
+    parser.add_argument("-o", "--output", metavar="F", type=Path, help="write it as JSON, which report reads")
     parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
@@ -91,8 +91,9 @@ COMMAND = Command(
     "LOSS --model M --batch B --cluster C [options]",
     (
         (
-            "train-plan docs/examples/train_gpt.py:loss_of --cluster cuda:h100:4 \\\n"
-            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]'"
+            "train-plan docs/examples/train_gpt.py:loss_of \\\n"
+            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]' \\\n"
+            "      --cluster cuda:h100:4"
         ),
     ),
     _declare,
