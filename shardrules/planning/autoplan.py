@@ -40,7 +40,7 @@ from shardrules.planning.answer.findings import (
 from shardrules.planning.answer.plan import AutoPlan, Candidate
 from shardrules.planning.answer.prove import prove_plan
 from shardrules.planning.graph.machine import Assumptions
-from shardrules.planning.query import Query, QueryOptions, read_query
+from shardrules.planning.query import Query, QueryOptions, check_time_limit, read_query
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult
 
@@ -86,11 +86,11 @@ def autoplan(
     **Raises:**
 
     `DoesNotFitError` if no plan can fit, with the bound that proves it; `PlanError` if pins do not divide;
-    `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh nor a device count; with `prove`,
-    `MissingCompilerError` if the compiler is not installed and `ConfigError` if it is not known for which devices to
-    compile; and whatever `fn` raises when it is traced. Where no plan fits by the model, the one with the least memory
-    is returned, with the finding `may-not-fit`; where one fits by less than a tenth, it has the finding
-    `near-the-limit`.
+    `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh nor a device count; `ConfigError`
+    if `time_limit` is not above 0; with `prove`, `MissingCompilerError` if the compiler is not installed and
+    `ConfigError` if it is not known for which devices to compile; and whatever `fn` raises when it is traced. Where no
+    plan fits by the model, the one with the least memory is returned, with the finding `may-not-fit`; where one fits by
+    less than a tenth, it has the finding `near-the-limit`.
 
     ```python
     def loss(w, x):
@@ -102,6 +102,7 @@ def autoplan(
     assert planned.plan.specs[0] == {"up": P(None, "model"), "down": P("model")}
     ```
     """
+    check_time_limit(time_limit)
     deadline = Deadline.after(time_limit)
     options = QueryOptions(memory_limit, pins, hardware, assumptions, time_limit, prove)
     if isinstance(mesh, int):
@@ -165,19 +166,21 @@ def _mesh_texts(count: int) -> list[str]:
 
 
 def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
-    """Returns the plan that a search found, with its findings."""
-    costs = _pin_costs(query, result, deadline)
-    # Findings come last, and search nothing: they only read the plan.
+    """Returns the plan that a search found, proved if it is to be, with its findings."""
     plan = query.plan(result)
-    plan = attrs.evolve(plan, findings=tuple(_findings(query, plan, costs)))
-    return plan if query.device_mesh is None else prove_plan(plan, query.fn, query.device_mesh, deadline)
+    if query.device_mesh is not None:
+        plan = prove_plan(plan, query.fn, query.device_mesh, deadline)
+    costs = _pin_costs(query, plan.result, deadline)
+    # Findings come last, and search nothing: they only read the plan.
+    return attrs.evolve(plan, findings=(*plan.findings, *_findings(query, plan, costs)))
 
 
 def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
-    if not plan.fits:
-        yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
-    elif query.device_mesh is None and plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
-        yield near_the_limit(query.limit_bytes, plan.peak_bytes)
+    if not plan.compiled:  # what was compiled has findings already
+        if not plan.fits:
+            yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
+        elif plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
+            yield near_the_limit(query.limit_bytes, plan.peak_bytes)
     if plan.result.is_late:
         yield time_is_up(query.options.time_limit, plan.gap)
     yield from machine_findings(query.mesh, query.options.hardware)
@@ -185,7 +188,8 @@ def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding
     if query.pinned:
         yield from pin_findings(query.call, query.pinned, plan.cost, costs)
     chosen = zip(query.task.problem.nodes, plan.choice, strict=True)
-    if not any((node.layouts[layout_index] >= 0).any() for node, layout_index in chosen):
+    is_split = any((node.layouts[layout_index] >= 0).any() for node, layout_index in chosen)
+    if not is_split and not plan.result.is_late:
         yield nothing_split(query.call)
 
 

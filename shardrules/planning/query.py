@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, mesh_sizes
-from shardrules.core.errors import DoesNotFitError, RuleTypeError
+from shardrules.core.errors import ConfigError, DoesNotFitError, RuleTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, plan_error
 from shardrules.core.rule import ShardingRule
@@ -106,6 +106,12 @@ def read_query(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, opt
 def memory_limit(requested: int | str | None, hardware: Hardware) -> int:
     """Returns the most memory that a device may use: as requested, or its memory less the reserve."""
     return int(hardware.memory_bytes * (1 - _RESERVE)) if requested is None else read_bytes("memory_limit", requested)
+
+
+def check_time_limit(seconds: float) -> None:
+    """Raises `ConfigError` if a search cannot have this time limit."""
+    if not seconds > 0:  # NaN, too
+        raise ConfigError(f"time_limit must be a number of seconds above 0, got {seconds}")
 
 
 def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:

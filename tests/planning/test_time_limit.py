@@ -188,3 +188,9 @@ def test_searches_print_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_time_limits_are_above_zero(seconds: float) -> None:
+    with pytest.raises(sr.errors.ConfigError, match="time_limit must be a number of seconds above 0"):
+        sr.autoplan(abs, 1.0, mesh=sr.mesh_shape("data:8"), time_limit=seconds)

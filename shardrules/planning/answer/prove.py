@@ -116,14 +116,18 @@ class _Trials:
             if corrected is not task or not self.has_fitting:
                 task, result = corrected, self.search(corrected)
         if not self.compiled:
-            result = result if result.peak_bytes <= self.plan.memory_limit else self.plan.result
-            return attrs.evolve(self.plan, result=result, findings=(*self.plan.findings, _not_compiled()))
+            return attrs.evolve(self.plan, result=self.likeliest(task, result), findings=(_not_compiled(),))
         best, trial = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
-        findings = tuple(finding for finding in best.findings if finding.code != "may-not-fit")
-        if not self.fits(trial):
-            findings += (_does_not_fit(self.plan, trial, is_late),)
+        findings = () if self.fits(trial) else (_does_not_fit(self.plan, trial, is_late),)
         return attrs.evolve(best, compiled=tuple(trials), findings=findings)
+
+    def likeliest(self, task: Task, result: SearchResult) -> SearchResult:
+        """Returns the cheapest choice that fits by the model, or the one that needs least."""
+        limit, peak, cost = self.plan.memory_limit, task.occupancy.peak, task.problem.cost
+        fitting = [choice for choice in self.choices if peak(choice) <= limit]
+        choice = min(fitting, key=cost) if fitting else min(self.choices, key=peak)
+        return attrs.evolve(_chosen(task, choice, result), fits=bool(fitting))
 
     def search(self, task: Task) -> SearchResult:
         """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
@@ -185,11 +189,7 @@ class _Trials:
 
     def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
         """Compiles a choice; `result` is of the last search, which may have found another."""
-        peak, cost = task.occupancy.peak(choice), task.problem.cost(choice)
-        if choice != result.choice or result.solution is None:
-            solution = Solution(choice, cost, min(result.bound, cost), "feasible", ())
-            result = attrs.evolve(result, solution=solution)
-        result = attrs.evolve(result, peak_bytes=peak, fits=True)
+        result = attrs.evolve(_chosen(task, choice, result), fits=True)
         # A compiled function passes its limit on to the compiler unless the model says that more is needed.
         plan = attrs.evolve(self.plan, task=self.fitted(task, choice), result=result)
         owners = self.plan.call.argument_indices
@@ -228,6 +228,14 @@ class _Trials:
             return task
         factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
         return _with_temporaries(task, task.problem.machine.assumptions.temporaries * factor)
+
+
+def _chosen(task: Task, choice: tuple[int, ...], result: SearchResult) -> SearchResult:
+    """Returns the result of a search with another choice."""
+    if choice != result.choice or result.solution is None:
+        cost = task.problem.cost(choice)
+        result = attrs.evolve(result, solution=Solution(choice, cost, min(result.bound, cost), "feasible", ()))
+    return attrs.evolve(result, peak_bytes=task.occupancy.peak(choice))
 
 
 def _does_not_fit(plan: AutoPlan, trial: CompiledPlan, is_late: bool) -> Finding:

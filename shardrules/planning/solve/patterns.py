@@ -42,6 +42,8 @@ class ExpertPattern:
 
     name: str
     keep: tuple[np.ndarray, ...]
+    is_simple: bool
+    """Whether all axes split the batch: such patterns are weighed even when the time is up."""
 
 
 def patterns(problem: Problem) -> Iterator[ExpertPattern]:
@@ -60,7 +62,7 @@ def patterns(problem: Problem) -> Iterator[ExpertPattern]:
             if "sequence" in combination and len(axes) > 1 and combination.count("rows") < len(axes) - 1:
                 continue
             name = " x ".join(dict.fromkeys(_ROLE_NAMES[role] for role in combination)) + _STAGE_NAMES[stage]
-            yield ExpertPattern(name, families.layouts(combination, stage))
+            yield ExpertPattern(name, families.layouts(combination, stage), set(combination) == {"rows"})
 
 
 @final

@@ -44,11 +44,13 @@ _STEPS = 8
 more choices are worse; with twice as many, they take twice the time and are hardly better."""
 
 _RAISES, _RAISED_SWEEPS = 10, 10
-"""How often prices are raised or lowered by what exceeds the limit, and how often messages are passed each time."""
+"""How often prices are raised or lowered by what exceeds the limit, and how often messages are passed each time. Twice
+as many of either take up to twice the time, for plans that are a few percent better at most."""
 
 _FIRST_RAISE, _STEEPER, _LOWER = 0.25, 2.0, 0.5
 """By how much the price rises at first where memory is fullest, if 1 makes memory as a whole cost as much as the
-cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does."""
+cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does. With
+larger steps, choices are smaller than they need be; with smaller ones, some limits are not reached."""
 
 APART = 0.01
 """Gaps that are smaller count as closed where looking further takes seconds. With a tenth of it, most searches under
@@ -59,7 +61,8 @@ _FALL = 0.5
 at low prices are as bad as those at high ones; with more, each round takes longer."""
 
 _STALE = 3
-"""How many rounds may bring nothing new: no choice, no operation to watch, no higher bound."""
+"""After how many rounds the search for prices ends that bring nothing new: no choice, no operation to watch, no higher
+bound. Prices rise from round to round, so with one, small choices are missed; with twice as many, rounds are wasted."""
 
 _HIGHEST, _HIGHER = 1.0, 16.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
@@ -154,8 +157,8 @@ class _Pricing:
                 prices = dict.fromkeys(self.constraints, highest / len(self.constraints))
                 continue
             prices, value = self._best_prices(highest)
-            # No prices give a bound that is higher by much.
             is_highest = sum(prices.values()) >= highest * (1 - CLOSE)
+            # No prices give a bound that is higher by much.
             if value <= self.budget.bound * (1 + CLOSE) and not has_new and not is_highest:
                 break
             if is_highest:
@@ -185,7 +188,7 @@ class _Pricing:
             self._solve(prices, _RAISED_SWEEPS)
             if self._is_done():
                 break
-            latest = self.latest
+            latest = self.latest or latest
             self._watch_peaks()
 
     def _is_done(self) -> bool:

@@ -7,6 +7,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.compiling.compile import CompilerMemory
@@ -157,6 +158,35 @@ def test_no_time_is_left_to_compile() -> None:
     plan = plan_of(time_limit=1e-3, prove=True)
     assert not plan.compiled
     assert "not-compiled" in codes(plan)
+    assert plan.fits
+    assert "may-not-fit" not in codes(plan)
+
+
+def test_what_is_not_compiled_may_not_fit_either() -> None:
+    free = plan_of()
+    plan = plan_of(free.peak_bytes / 2, time_limit=1e-3, prove=True)
+    assert not plan.compiled
+    assert {"not-compiled", "may-not-fit"} <= set(codes(plan))
+    # What experts would write is known without any time; everything on every device takes more.
+    assert plan.peak_bytes < Trials(free.task.occupancy, 0).add((0,) * len(free.choice)).peak_bytes / 2
+
+
+def test_plans_are_compiled_before_pins_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    search = Task.within
+
+    def within(task: Task, *args: Any) -> Any:
+        events.append("search")
+        return search(task, *args)
+
+    def compiled_memory(*_: Any) -> CompilerMemory:
+        events.append("compile")
+        return CompilerMemory(0, 0, 0, 1)
+
+    monkeypatch.setattr(Task, "within", within)
+    monkeypatch.setattr("shardrules.planning.answer.prove.compiled_memory", compiled_memory)
+    plan_of(prove=True, pins=sr.SpecTreeShardingRule(((None, None), P("data"))))
+    assert events == ["search", "compile", "search"]
 
 
 def test_without_a_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
