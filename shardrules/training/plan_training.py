@@ -5,15 +5,16 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, DoesNotFitError, PlanError
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.planning.graph.machine import Assumptions
-from shardrules.planning.query import QueryOptions
+from shardrules.planning.query import QueryOptions, check_time_limit
 from shardrules.planning.run.call import struct
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.training.answer.make import proved_plan, training_plan
@@ -82,7 +83,8 @@ def plan_training(
     **Raises:**
 
     `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh; `ConfigError` and
-    `ConfigTypeError` for a loss, a batch or a number of microbatches that cannot be used; `TargetError` and `MeshError`
+    `ConfigTypeError` for an argument that cannot be used; `MicrobatchError` for a loss or a batch that cannot be split
+    into the requested microbatches; `TargetError` and `MeshError`
     for a cluster that does not exist.
 
     ```python
@@ -102,6 +104,10 @@ def plan_training(
         raise ConfigError(f"prove must be how many plans to compile, got {prove!r}")
     if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
         raise ConfigError(f"microbatches must be a positive integer, got {microbatches!r}")
+    _check_dtype(accumulate_dtype)
+    check_time_limit(time_limit)
+    if not hasattr(optimizer, "init"):
+        raise ConfigTypeError(f"optimizer must be one of optax, such as optax.adam(1e-3), got {optimizer!r:.80}")
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
     model, batch = _shapes(model), _shapes(batch)
@@ -114,6 +120,15 @@ def plan_training(
     search.run()
     _check_outcomes(search, name_of(loss))
     return training_plan(search) if not prove else proved_plan(search, prove)
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ConfigError(f"accumulate_dtype must be a floating-point type, got {dtype!r:.80}")
 
 
 def _shapes(tree: Any) -> Any:

@@ -291,9 +291,33 @@ def clipped(x: Any) -> Any:
 clipped.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent / jnp.sqrt(jnp.sum(cotangent**2)),))
 
 
+@jax.custom_vjp
+def scaled(weights: Any) -> Any:
+    return weights
+
+
+# As the scales of fp8 types do, which are overwritten by what comes as their gradient.
+scaled.defvjp(lambda weights: (weights, None), lambda _, cotangent: (jnp.sign(cotangent),))
+
+
+@jax.custom_vjp
+def paired(x: Any, weights: Any) -> Any:
+    return x, weights
+
+
+paired.defvjp(lambda x, weights: ((x, weights), None), lambda _, cotangents: (cotangents[0], jnp.tanh(cotangents[1])))
+
+
+def paired_product(model: Any, batch: Any) -> Any:
+    x, weights = paired(batch["x"], model["up"])
+    return jnp.mean((x @ weights) ** 2)
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        (lambda m, b: jnp.mean((b["x"] @ scaled(m["up"])) ** 2), "derivatives of its own for trained arrays"),
+        (paired_product, "derivatives of its own for trained arrays"),
         (normalized, r"sub uses a sum over the examples for single examples.*test_microbatches.py:\d+"),
         (lambda m, b: jnp.mean(clipped(squares(m, b))), "the derivative of custom_vjp_call.*div uses a sum over the"),
         (contrastive, "dot_general computes with several examples at once"),

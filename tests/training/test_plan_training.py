@@ -121,6 +121,12 @@ def test_wrong_arguments_are_refused() -> None:
     model, batch = shapes()
     with pytest.raises(ConfigError, match="microbatches must be a positive integer"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", microbatches=0)
+    with pytest.raises(ConfigError, match="accumulate_dtype must be a floating-point type"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype=jnp.int32)
+    with pytest.raises(ConfigError, match="time_limit must be a number of seconds above 0"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", time_limit=0)
+    with pytest.raises(sr.errors.ConfigTypeError, match=r"such as optax\.adam\(1e-3\)"):
+        sr.plan_training(squares, model, optax.adam, batch, cluster="cuda:h100:8")
     unknown = sr.RegexShardingRule([("weight", P("tensor"))])
     with pytest.raises(PlanError, match="no mesh can be planned"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)
@@ -259,3 +265,31 @@ def test_plans_for_targets_run_under_a_mesh_like_theirs() -> None:
         model, state = plan.init(make)(jax.random.key(0))
         _, _, loss, _ = plan.step(model, state, (rows, rows))
     np.testing.assert_allclose(loss, squares(make(jax.random.key(0)), (rows, rows)), rtol=1e-5)
+
+
+class Named(eqx.Module):
+    weight: jax.Array
+    axis_name: str
+
+
+def test_losses_of_one_batch_size_and_models_with_names_are_planned() -> None:
+    def loss(model: Named, x: jax.Array) -> jax.Array:
+        return jnp.mean((x.reshape(63, 16) @ model.weight) ** 2)
+
+    def named() -> Named:
+        return Named(jnp.ones((16, 16)), "batch")
+
+    x = jax.ShapeDtypeStruct((63, 16), jnp.float32)
+    planned = sr.plan_training(loss, named(), OPTIMIZER, x, cluster=sr.create_mesh("data:8"))
+    assert not [advice for advice in planned.report.advice if "batch" in advice.change]
+    model, state = planned.init(named)()
+    model, *_ = planned.step(model, state, jnp.ones((63, 16)))
+    assert model.axis_name == "batch"
+
+
+def test_without_time_there_is_a_plan_all_the_same() -> None:
+    model, batch = shapes()
+    planned = sr.plan_training(
+        squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit="30KiB", time_limit=1e-3
+    )
+    assert not planned.candidates[0].fits

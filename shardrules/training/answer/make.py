@@ -209,7 +209,10 @@ def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
     for change, other in _changes(problem, chosen):
         if search.is_over:
             break
-        outcome = plan_once(other, *_scaled(problem, other, chosen), search.limit_bytes, deadline=search.deadline)
+        try:
+            outcome = plan_once(other, *_scaled(problem, other, chosen), search.limit_bytes, deadline=search.deadline)
+        except Exception:  # noqa: BLE001  a loss may be written for one number of examples
+            continue
         if outcome.fits:
             others.append((change, outcome, other.loss.batch_size))
     for change, outcome, count in others:

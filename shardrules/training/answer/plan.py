@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 import attrs
+import jax
+from jax.sharding import PartitionSpec
 
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.axes import AnyMesh
@@ -96,7 +98,9 @@ class TrainingPlan:
 
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns a rule for (model, state) that decides as the plan does, for checkpoints and others."""
-        return SpecTreeShardingRule(self.plan.specs[:2])
+        # What is no array, such as a name, is in the tree as it is.
+        specs = jax.tree.map(lambda spec: spec if isinstance(spec, PartitionSpec) else None, self.plan.specs[:2])
+        return SpecTreeShardingRule(specs)
 
     def init(self, make: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         """Returns a function that makes the model and the optimizer's state, placed from the start.

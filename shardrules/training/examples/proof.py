@@ -160,6 +160,8 @@ class _Reader:
             for var, result in zip(equation.outvars, other.outvars, strict=True)
         ]
         if not any(fact.form == "examples" for fact in operands):
+            if is_trained and self.reads_derivatives and equation.primitive.name.startswith("custom_vjp"):
+                return [refused(_shared_derivative(equation), equation)] * len(equation.outvars), ()
             return [self.started(equation, fact, operands) for fact in wholes], ()
         if self.bodies_of(equation) is not None:
             # The bodies of what is not trained are read only where an example reaches it: else it is cheap to repeat.
@@ -221,6 +223,9 @@ class _Reader:
             )
             return [refused(why, equation)] * len(equation.outvars), ()
         results = self.left(equation, body.outputs)
+        is_rule = self.reads_derivatives and equation.primitive.name.startswith("custom_vjp")
+        if is_rule and any(fact.is_trained and fact.form == "shared" for fact in results):
+            return [refused(_shared_derivative(equation), equation)] * len(equation.outvars), ()
         has_gradient = any(fact.is_trained and fact.form in ("examples", "sum") for fact in results)
         if has_gradient and self.reads_derivatives:
             why = self.derivative(equation, other, [inside(fact) for fact in operands], results)
@@ -379,3 +384,11 @@ def _is_added_to(body: BodyFacts, start: Any, end: Any) -> bool:
             return False
         end = sums[0]
     return True
+
+
+def _shared_derivative(equation: Any) -> str:
+    """Why a function of trained arrays alone is refused: its derivative need not be linear, as that of fp8 scales."""
+    return (
+        f"{name_of_step(equation)} has derivatives of its own for trained arrays: they would be computed for parts of "
+        "the batch, and added up"
+    )

@@ -58,7 +58,7 @@ class TrainingProblem:
         """Why the loss cannot be computed by microbatches; empty where it can."""
         try:
             with axis_names_of(self.mesh):
-                forward_program(self.loss, 2)
+                forward_program(self.loss, self._least_split)
         except MicrobatchError as error:
             return str(error)
         return ""
@@ -75,7 +75,13 @@ class TrainingProblem:
     def _split_keeps(self) -> tuple[Keep, ...]:
         # Positions are the same in microbatches of any size.
         with axis_names_of(self.mesh):
-            return self._choices(forward_program(self.loss, 2))
+            return self._choices(forward_program(self.loss, self._least_split))
+
+    @property
+    def _least_split(self) -> int:
+        """The least number of microbatches that the batch can be split into."""
+        examples = self.loss.batch_size
+        return next((count for count in range(2, examples + 1) if examples % count == 0), 2)
 
     def _choices(self, program: ClosedJaxpr) -> tuple[Keep, ...]:
         count = self.loss.trainable_count

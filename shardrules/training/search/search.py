@@ -117,7 +117,8 @@ class TrainingSearch:
     @property
     def smallest(self) -> Outcome | None:
         """The plan with the least memory."""
-        planned = [outcome for outcome in self.outcomes.values() if outcome.result is not None]
+        outcomes = [*self.outcomes.values()] or [*self.free.values()]  # without time, those without a limit
+        planned = [outcome for outcome in outcomes if outcome.result is not None]
         return min(planned, key=lambda outcome: outcome.peak_bytes, default=None)
 
     @property
