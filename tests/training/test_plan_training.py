@@ -159,14 +159,14 @@ def tight() -> TrainingPlan:
     model, batch = deep()
     mesh = sr.create_mesh("data:8")
     free = sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh)
-    return sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh, memory_limit=free.peak_bytes // 3)
+    return sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh, memory_limit=free.peak_bytes // 2)
 
 
 @pytest.mark.slow
 def test_tight_plans_recompute_or_split_the_batch(tight: TrainingPlan) -> None:
     assert tight.peak_bytes <= tight.planned.memory_limit
     assert tight.recipe.microbatches > 1 or tight.recipe.keep.units
-    refused = [candidate for candidate in tight.candidates if candidate.reason.startswith("does not fit")]
+    refused = [candidate for candidate in tight.candidates if "does not fit" in candidate.reason]
     assert refused
     assert all(candidate.peak_bytes > tight.planned.memory_limit for candidate in refused)
 

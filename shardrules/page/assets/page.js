@@ -1112,9 +1112,9 @@
     ]);
   }
 
-  function splitPart(dims) {
+  function splitPart(dims, label = "Dimensions and their mesh axes") {
     const axes = (names, none) => chips(names.map((name) => [name]), none);
-    return part("div", "Dimensions", plainTable("Dimensions and their mesh axes", [["Dimension", "break"], ["Size", "num"], ["Split over"], ["Stored over"]],
+    return part("div", "Dimensions", plainTable(label, [["Dimension", "break"], ["Size", "num"], ["Split over"], ["Stored over"]],
       dims.map((dim) => [code(dim.name), count(dim.size), axes(dim.axes, "whole"), axes(dim.stored, "–")])));
   }
 
@@ -1125,10 +1125,10 @@
         isChosen(at) && badge("good", "chosen")]), { picked: isChosen }));
   }
 
-  function frontierPart({ svg, points }) {
+  function frontierPart({ svg, points }, what = "time") {
     const drawn = svg && picture(svg, "Time against memory; the table beside it holds the same numbers");
-    return part("div.wide", "Time against memory", el("div.pair", {}, drawn && scrollBox("div.figure", "Drawing of time against memory", drawn),
-      plainTable("Time against memory, as numbers", [["Limit per device", "num"], ["Time", "num"], ["Peak memory", "num"]],
+    return part("div.wide", "Time against memory", el("div.pair", {}, drawn && scrollBox("div.figure", `Drawing of ${what} against memory`, drawn),
+      plainTable(`${what[0].toUpperCase()}${what.slice(1)} against memory, as numbers`, [["Limit per device", "num"], ["Time", "num"], ["Peak memory", "num"]],
         points.map((point) => [size(point.limit_bytes), duration(point.seconds), size(point.peak_bytes)]))));
   }
 
@@ -1139,9 +1139,9 @@
     const how = [code(training.name), ` on ${training.cluster} `, meshChips(training.mesh)];
     drawPlanned("training", training, how, [
       memoryPart(training),
-      training.split_dims.length > 0 && splitPart(training.split_dims),
+      training.split_dims.length > 0 && splitPart(training.split_dims, "Dimensions of the training and their mesh axes"),
       trainingPart(training),
-      training.frontier && frontierPart(training.frontier),
+      training.frontier && frontierPart(training.frontier, "time of the training"),
     ]);
   }
 
