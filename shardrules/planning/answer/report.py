@@ -2,7 +2,8 @@
 
 import json
 import typing
-from typing import Any, Self, final
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, final
 
 import attrs
 
@@ -16,6 +17,8 @@ from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.planning.answer.version import FORMAT
 from shardrules.planning.solve.solver import Status
+
+_Report = TypeVar("_Report")
 
 
 @final
@@ -89,18 +92,22 @@ class AutoPlanReport:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
-        try:
-            data: dict[str, Any] = json.loads(text)
-            version = data["shardrules_autoplan"]
-            if version != FORMAT:
-                raise ReportError(f"this report has format {version!r}, this version reads {FORMAT}")
-            kinds = typing.get_type_hints(cls)
-            if missing := [name for name in kinds if name not in data]:
-                raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
-            # The plan has a format of its own, with a version.
-            fields = {name: record(kind, data[name], name) for name, kind in kinds.items() if name != "plan"}
-            return cls(**fields, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
-        except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
-            if isinstance(error, ReportError):
-                raise
-            raise ReportError(f"this text is not an autoplan report: {problem(error)}") from error
+        return read_plan_report(cls, text, "shardrules_autoplan", FORMAT, "an autoplan report")
+
+
+def read_plan_report(kind: Callable[..., _Report], text: str, key: str, version: int, what: str) -> _Report:
+    """Reads a report with a `plan` from JSON that has its format's version under a key, or raises `ReportError`."""
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if data[key] != version:
+            raise ReportError(f"this report has format {data[key]!r}, this version reads {version}")
+        fields = typing.get_type_hints(kind)
+        if missing := [name for name in fields if name not in data]:
+            raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
+        # The plan has a format of its own, with a version.
+        values = {name: record(field, data[name], name) for name, field in fields.items() if name != "plan"}
+        return kind(**values, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
+    except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
+        if isinstance(error, ReportError):
+            raise
+        raise ReportError(f"this text is not {what}: {problem(error)}") from error

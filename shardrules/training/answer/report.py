@@ -1,21 +1,20 @@
 """A training plan as a record to keep: as an engineer would note it down, without the functions and the search."""
 
 import json
-import typing
 from collections.abc import Iterator
-from typing import Any, Self, final
+from typing import Self, final
 
 import attrs
 
 from shardrules.analysis.schedule.step_time import StepTime, seconds_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import PlanError, ReportError, printable
+from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, listing
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.storage.records import SAVE_AGAIN, problem, record
 from shardrules.core.views.table import aligned
 from shardrules.planning.answer.explain import SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
+from shardrules.planning.answer.report import read_plan_report
 
 _FORMAT = 1
 """The version of the JSON: a change that older readers would misread raises it."""
@@ -203,21 +202,7 @@ class TrainingPlanReport:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
-        try:
-            data: dict[str, Any] = json.loads(text)
-            version = data["shardrules_train_plan"]
-            if version != _FORMAT:
-                raise ReportError(f"this report has format {version!r}, this version reads {_FORMAT}")
-            kinds = typing.get_type_hints(cls)
-            if missing := [name for name in kinds if name not in data]:
-                raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
-            # The plan has a format of its own, with a version.
-            fields = {name: record(kind, data[name], name) for name, kind in kinds.items() if name != "plan"}
-            return cls(**fields, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
-        except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
-            if isinstance(error, ReportError):
-                raise
-            raise ReportError(f"this text is not a training plan: {problem(error)}") from error
+        return read_plan_report(cls, text, "shardrules_train_plan", _FORMAT, "a training plan")
 
 
 def _advice_text(advice: Advice) -> str:
