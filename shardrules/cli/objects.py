@@ -1,10 +1,11 @@
-"""Python objects named on the command line: `package.module:name` or `folder/file.py:name`, with optional arguments."""
+"""Python objects and shapes named on the command line: `package.module:name`, `folder/file.py:name`, `int32[8,16]`."""
 
 import ast
 import contextlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, final
 import attrs
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.cli.errors import UsageError, one_line
@@ -22,6 +24,8 @@ from shardrules.cli.files import missing_file, named_path
 from shardrules.core.errors import ConfigError, ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import OBJECT_NAME, parse_op
+
+_SHAPE = re.compile(r"\s*(?P<dtype>[a-z]\w*)\[(?P<dims>[0-9,\s]*)\]\s*")
 
 _KEY_PARAMETERS = ("key", "rng", "prng_key", "rng_key")
 """Names of parameters that take random keys. They need not be written, since only shapes are computed."""
@@ -250,3 +254,39 @@ def describe_error(error: BaseException) -> str:
     class_name = "" if isinstance(error, ShardRulesError) else f"{type(error).__name__}: "
     message = error.msg if isinstance(error, SyntaxError) else one_line(error)
     return f"{class_name}{message}{location}"
+
+
+def load_shapes(text: str) -> Any:
+    """Returns the tree that `module:function` returns, as shapes, or the arrays in `"int32[8,16], float32[8]"`.
+
+    ```python
+    from shardrules.cli.objects import load_shapes
+
+    assert load_shapes("float32[8,16]").shape == (8, 16)
+    assert [leaf.dtype.name for leaf in load_shapes("int32[8], bfloat16[8,2]")] == ["int32", "bfloat16"]
+    ```
+    """
+    if "[" in text and ":" not in text:
+        return _read_shapes(text)
+    named = load_object(text)
+    tree = named.shapes() if named.is_function else named.value
+    if not has_arrays(tree):
+        raise UsageError(f"{text} has no array in it")
+    return tree
+
+
+def _read_shapes(text: str) -> Any:
+    shapes: list[jax.ShapeDtypeStruct] = []
+    # Commas between brackets separate sizes, the others arrays.
+    for part in re.split(r",(?![^\[]*\])", text):
+        match = _SHAPE.fullmatch(part)
+        try:
+            dtype = None if match is None else jnp.dtype(match["dtype"])
+        except TypeError:
+            dtype = None
+        if match is None or dtype is None:
+            raise UsageError(f"{part.strip()!r} is not an array's dtype and shape, as int32[512,4097] is")
+        shapes.append(
+            jax.ShapeDtypeStruct(tuple(int(size) for size in match["dims"].split(",") if size.strip()), dtype)
+        )
+    return shapes[0] if len(shapes) == 1 else tuple(shapes)

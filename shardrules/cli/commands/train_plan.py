@@ -10,12 +10,11 @@ from rich.console import Console
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
-from shardrules.cli.objects import load_object
+from shardrules.cli.objects import load_object, load_shapes
 from shardrules.cli.optimizers import load_optimizer
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import errors_in_one_line, read_hardware
 from shardrules.cli.terminal import emit_progress, show, working
-from shardrules.cli.trees import load_shapes
 from shardrules.training.plan_training import plan_training
 
 

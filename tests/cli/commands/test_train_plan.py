@@ -8,7 +8,7 @@ import pytest
 import shardrules as sr
 from shardrules.cli.errors import UsageError
 from shardrules.cli.main import main
-from shardrules.cli.trees import load_shapes
+from shardrules.cli.objects import load_shapes
 
 CODE = """
 import jax
