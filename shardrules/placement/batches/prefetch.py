@@ -1,8 +1,10 @@
 """`place_batches`: the batches of an iterator, placed by a thread while the program computes."""
 
+import atexit
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -22,6 +24,9 @@ from shardrules.rules.how import How
 _JOIN_SECONDS = 10
 """How long closing waits for the thread. Only that of an iterator that blocks takes longer: it ends with the process.
 Half of it may leave a slow one running, the double keeps the user waiting."""
+
+_stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = weakref.WeakKeyDictionary()
+"""What stops each thread. They are daemons, else the process could not end while one waits for a slot."""
 
 
 def place_batches(
@@ -79,8 +84,19 @@ def place_batches(
 
     placed = PlacedBatches(take, timeout, stop, thread)
     weakref.finalize(placed, stop)
+    _stops[thread] = stop
     thread.start()
     return placed
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Python unwinds a daemon's stack as it ends; in JAX's C++ code that aborts the process."""
+    for stop in list(_stops.values()):
+        stop()
+    deadline = time.monotonic() + _JOIN_SECONDS
+    for thread in list(_stops):
+        thread.join(max(0, deadline - time.monotonic()))
 
 
 @final

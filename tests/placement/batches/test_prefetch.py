@@ -143,11 +143,14 @@ def test_prefetch_must_be_a_count(mesh: jax.sharding.Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_ends_with_batches_left() -> None:
-    code = """
+@pytest.mark.parametrize("prefetch", [2, 10**6])
+def test_a_program_ends_with_batches_left(prefetch: int) -> None:
+    """With a million the thread is still placing batches when Python ends."""
+    code = f"""
 import numpy as np, jax, itertools, shardrules as sr
 from jax.sharding import PartitionSpec as P
-batches = sr.place_batches(({"x": np.ones((8, 4))} for _ in itertools.count()), P("data"), sr.create_mesh("data:-1"))
+rows = ({{"x": np.ones((8, 4))}} for _ in itertools.count())
+batches = sr.place_batches(rows, P("data"), sr.create_mesh("data:-1"), prefetch={prefetch})
 print(next(batches)["x"].shape)
 """
     command = [sys.executable, "-W", "error", "-c", code]
