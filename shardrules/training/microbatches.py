@@ -97,8 +97,8 @@ class SplitLoss:
     before: ClosedJaxpr
     """From the arguments to what trains nothing and is needed of the whole batch by each part."""
     forward: ClosedJaxpr
-    """From the indices of group and microbatch, trainable and fixed arrays, what comes before, and the batched arrays
-    of a part, to its sums, and to the arrays of aux that have examples."""
+    """From trainable and fixed arrays, what comes before, the batched arrays of a part, and the indices of its group
+    and microbatch, to its sums, and to the arrays of aux that have examples."""
     tail: Tail
     aux_dims: tuple[int | None, ...]
     """For each array of aux the dim of its examples; `None` where it is a result of the tail."""
@@ -124,7 +124,7 @@ class SplitLoss:
             weights = self.tail.coefficients(arguments, [jnp.zeros(aval.shape, aval.dtype) for aval in sums])
 
             def part(trainable: Sequence[Any], group: Any, microbatch: Any, examples: Sequence[Any]) -> Any:
-                values = forward(group, microbatch, *trainable, *fixed, *before, *examples)
+                values = forward(*trainable, *fixed, *before, *examples, group, microbatch)
                 sums, aux = values[: self.sum_count], values[self.sum_count :]
                 trained = [value for value, flag in zip(sums, self.tail.is_trained, strict=True) if flag]
                 loss = sum(
@@ -266,9 +266,10 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
 def _forward_program(
     run: Callable[..., list[Any]], shared: Sequence[Any], batched: Sequence[Any], size: int
 ) -> ClosedJaxpr:
-    """Traces a run of a part with this many examples: of group, microbatch, and the values of variables."""
+    """Traces a run of a part with this many examples: of the values of variables, group and microbatch."""
 
-    def forward(group: Any, microbatch: Any, *values: Any) -> list[Any]:
+    def forward(*values: Any) -> list[Any]:
+        *values, group, microbatch = values
         at_hand = {(var, "whole"): value for var, value in zip(shared, values, strict=False)}
         at_hand |= {(var, "part"): value for var, value in zip(batched, values[len(shared) :], strict=True)}
         return run(group, microbatch, at_hand)
@@ -276,7 +277,7 @@ def _forward_program(
     index, shapes = jax.ShapeDtypeStruct((), jnp.int32), [_struct(var) for var in (*shared, *batched)]
     for position, shape in enumerate(shapes[len(shared) :], len(shared)):
         shapes[position] = jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype, weak_type=shape.weak_type)
-    traced = jax.make_jaxpr(forward)(index, index, *shapes)
+    traced = jax.make_jaxpr(forward)(*shapes, index, index)
     return ClosedJaxpr(without_dead_code(traced), traced.consts)
 
 

@@ -23,16 +23,27 @@ def loss(model: Any, x: Any) -> Any:
     return jnp.mean(out**2)
 
 
-def searched(cluster: str, limit: int | None = None, deadline: Deadline = NO_DEADLINE) -> TrainingSearch:
+def problem_on(cluster: str, limit: int | None = None) -> TrainingProblem:
     real = jnp.float32
     model = jax.ShapeDtypeStruct((4, 64, 256), real), jax.ShapeDtypeStruct((4, 256, 64), real)
     batch = jax.ShapeDtypeStruct((4096, 64), real)
     step, devices = TrainingStep(loss, OPTIMIZER), Cluster.of(cluster)
     options = QueryOptions(limit, None, devices.hardware, Assumptions(), 600, False)
-    problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, devices, options)
-    search = TrainingSearch(problem, None, deadline, lambda text: None)
+    return TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, devices, options)
+
+
+def searched(cluster: str, limit: int | None = None, deadline: Deadline = NO_DEADLINE) -> TrainingSearch:
+    search = TrainingSearch(problem_on(cluster, limit), None, deadline, lambda text: None)
     search.run()
     return search
+
+
+def test_microbatches_may_keep_what_the_whole_batch_may() -> None:
+    problem = problem_on("cuda:h100:2")
+    whole, parts = problem.keeps(1), problem.keeps(2)
+    assert len(whole) > 1
+    assert parts == whole
+    assert [2 * keep.kept_bytes for keep in parts] == [keep.kept_bytes for keep in whole]
 
 
 def test_a_search_out_of_time_has_one_plan_and_says_so() -> None:
