@@ -64,7 +64,11 @@ class TracedLoss:
 
     def rebuild_aux(self, arrays: Sequence[Any]) -> Any:
         """Returns aux from its arrays."""
-        results = iter(arrays)
+        # Programs return constants as Python scalars, which would be no arrays in the next step.
+        results = (
+            value if eqx.is_array(value) else jnp.asarray(value, aval.dtype)
+            for value, aval in zip(arrays, self.jaxpr.out_avals[1:], strict=False)
+        )
         return self.aux_tree.unflatten([next(results) if leaf is None else leaf for leaf in self.aux_leaves])
 
 

@@ -8,10 +8,12 @@ from typing import Any, final
 import attrs
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigTypeError
+from shardrules.core.errors import ConfigTypeError, printable
+from shardrules.core.tree import array_kind
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss, trace_loss
@@ -59,7 +61,8 @@ class Recipe:
 class TrainingStep:
     """A training step to trace, plan and run: from model, state and batch to new model, new state, loss and aux.
 
-    The values are those of the plain step: gradient, `optimizer.update`, `eqx.apply_updates`.
+    The values are those of the plain step: gradient, `optimizer.update`, `eqx.apply_updates`; what is trained keeps its
+    dtype, as `optax.apply_updates` has it.
 
     ```python
     import optax
@@ -87,7 +90,8 @@ class TrainingStep:
         params, gradients = trace.split.trainable_tree(arrays.trainable), trace.split.trainable_tree(gradients)
         aux = trace.rebuild_aux(aux)
         updates, state = self.optimizer.update(gradients, state, params, **self._extra(loss))
-        return _with_new_state(eqx.apply_updates(model, updates), aux), state, loss, aux
+        new_model = _with_dtypes(eqx.apply_updates(model, updates), model)
+        return _with_new_state(new_model, aux), state, loss, aux
 
     def trace(self, model: Any, batch: Any) -> TracedLoss:
         """Traces the loss, with a model and a batch of arrays or shapes."""
@@ -104,6 +108,18 @@ class TrainingStep:
         accepted = inspect.signature(self.optimizer.update).parameters.values()
         takes_loss = any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "value" for parameter in accepted)
         return {"value": loss} if takes_loss else {}
+
+
+def _with_dtypes(tree: Any, like: Any) -> Any:
+    """Returns a tree in the dtypes of another, whose place it takes in the next step.
+
+    Otherwise moments in float32, say, would turn parameters in bfloat16 into float32.
+    """
+
+    def cast(new: Any, array: Any) -> Any:
+        return new.astype(array.dtype) if eqx.is_array(new) and new.dtype != array.dtype else new
+
+    return jtu.tree_map(cast, tree, like)
 
 
 def _is_state(node: Any) -> bool:
@@ -131,5 +147,31 @@ def _with_new_state(model: Any, aux: Any) -> Any:
     for index, state in zip(old, states, strict=True):
         if jtu.tree_structure(state) != jtu.tree_structure(nodes[index]):
             raise ConfigTypeError("aux has an eqx.nn.State with other entries than the model's")
-        nodes[index] = state
+        problems = [
+            f"{_array_text(new)} in aux, {_array_text(array)} in the model"
+            for new, array in zip(jtu.tree_leaves(state), jtu.tree_leaves(nodes[index]), strict=True)
+            if not _can_replace(new, array)
+        ]
+        if problems:
+            raise ConfigTypeError(
+                "aux has an eqx.nn.State with other arrays than the model's:\n  "
+                + "\n  ".join(problems)
+                + "\nReturn states out of jax.vmap with out_axes=None"
+            )
+        nodes[index] = _with_dtypes(state, nodes[index])
     return treedef.unflatten(nodes)
+
+
+def _can_replace(new: Any, array: Any) -> bool:
+    """Whether the entry of a state may be in the place of another in the next step."""
+    kinds = array_kind(new), array_kind(array)
+    if None in kinds:
+        return kinds == (None, None)
+    (shape, dtype), (other_shape, other_dtype) = kinds
+    are_floats = jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(other_dtype, jnp.inexact)
+    return shape == other_shape and (dtype == other_dtype or are_floats)
+
+
+def _array_text(leaf: Any) -> str:
+    kind = array_kind(leaf)
+    return printable(repr(leaf)) if kind is None else f"{kind[1]}{list(kind[0])}"

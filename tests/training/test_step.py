@@ -143,9 +143,52 @@ def test_states_are_updated_and_not_trained() -> None:
     assert not np.allclose(net.linear.weight, model[0].linear.weight)
 
 
+@pytest.mark.parametrize("mode", ["ema", "batch"])
+def test_batch_norms_keep_their_types_over_steps(mode: Any) -> None:
+    def loss(model: Any, x: jax.Array) -> Any:
+        norm, state = model
+        y, state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.mean((y - x) ** 2), state
+
+    def make() -> Any:
+        return eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode=mode)
+
+    model, (norm, statistics) = make(), make()
+    step = TrainingStep(loss, optax.sgd(0.1), has_aux=True)
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)]
+    for _ in range(2):
+        model, _, _, _ = eqx.filter_jit(step)(model, step.init_state(model), X)
+        gradient, statistics = eqx.filter_grad(loss_of_first(loss), has_aux=True)(norm, statistics, X)
+        norm = eqx.apply_updates(norm, jax.tree.map(lambda leaf: -0.1 * leaf, gradient))
+        assert_same(jax.tree.leaves(model), jax.tree.leaves((norm, statistics)))
+        assert [jax.typeof(leaf) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)] == types
+
+
+def loss_of_first(loss: Any) -> Any:
+    return lambda first, second, batch: loss((first, second), batch)
+
+
 def test_a_state_with_other_entries_is_refused() -> None:
     model = eqx.nn.make_with_state(Counted)()
     _, other = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
     step = TrainingStep(lambda model, x: (counted(model, x)[0], other), optax.sgd(0.1), has_aux=True)
     with pytest.raises(ConfigTypeError, match="other entries"):
         step(model, step.init_state(model), X)
+
+
+def test_a_state_of_each_example_is_refused() -> None:
+    def loss(model: Any, x: jax.Array) -> Any:
+        values, states = jax.vmap(lambda row: counted(model, row[None]))(x)
+        return values.mean(), states
+
+    step = TrainingStep(loss, optax.sgd(0.1), has_aux=True)
+    model = eqx.nn.make_with_state(Counted)()
+    with pytest.raises(ConfigTypeError, match=r"float32\[16, 4\] in aux, float32\[4\] in the model\n.*out_axes=None"):
+        step(model, step.init_state(model), X)
+
+
+def test_updates_in_float32_leave_models_in_bfloat16() -> None:
+    step = TrainingStep(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(1e-2, mu_dtype=jnp.float32))
+    w = jnp.ones((4, 4), jnp.bfloat16)
+    model, _, _, _ = step(w, step.init_state(w), X)
+    assert model.dtype == jnp.bfloat16
