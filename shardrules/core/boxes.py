@@ -50,6 +50,11 @@ def variable_types() -> tuple[type, ...]:
     return _types("flax.nnx.variablelib", ("Variable", "VariableState"))
 
 
+def parameter_type() -> tuple[type, ...]:
+    """Returns the class of nnx whose variables are parameters; none where nnx is not imported."""
+    return _types("flax.nnx.variablelib", ("Param",))
+
+
 def is_variable(node: Any) -> bool:
     """Whether a node of a tree is a variable of nnx."""
     # By type: isinstance asks the metaclass of flax, which takes variables of other kinds for one.

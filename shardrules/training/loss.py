@@ -12,7 +12,8 @@ import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
 from shardrules.analysis.compiling.compile import name_of
-from shardrules.core.errors import ConfigError, ConfigTypeError, printable
+from shardrules.core.boxes import ArgumentVariables, shared_leaves
+from shardrules.core.errors import ConfigError, ConfigTypeError, TreeError, printable
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.planning.run.call import struct
 from shardrules.planning.run.expand import expanded
@@ -45,9 +46,9 @@ class TracedLoss:
     fixed_count: int
     batch_size: int
     aux_tree: Any = attrs.field(repr=False)
-    """The structure of aux."""
+    """The structure of aux, and of what is written to variables of flax nnx."""
     aux_leaves: _Leaves = attrs.field(repr=False)
-    """The leaves of aux, with `None` for arrays."""
+    """Their leaves, with `None` for arrays."""
     aux_paths: tuple[str, ...] = attrs.field(repr=False)
     """The paths of its arrays."""
     split: "LossLeaves" = attrs.field(repr=False)
@@ -62,8 +63,8 @@ class TracedLoss:
         """Returns the same loss, traced with another number of examples."""
         return self if batch_size == self.batch_size else self.split.trace(batch_size)
 
-    def rebuild_aux(self, arrays: Sequence[Any]) -> Any:
-        """Returns aux from its arrays."""
+    def rebuild_aux(self, arrays: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
+        """Returns aux from its arrays, and what the loss writes to variables of flax nnx in the model."""
         # Programs return constants as Python scalars, which would be no arrays in the next step.
         results = (
             value if eqx.is_array(value) else jnp.asarray(value, aval.dtype)
@@ -101,8 +102,8 @@ class LossLeaves:
         remaining = iter(arrays)
         return self.model_tree.unflatten([next(remaining) if trains else None for trains in self.is_trainable])
 
-    def call(self, arrays: LossArrays) -> Any:
-        """Calls the loss."""
+    def call(self, arrays: LossArrays, name: str) -> tuple[Any, Any, dict[int, Any]]:
+        """Calls the loss, and returns its value, aux, and what it writes to variables of flax nnx in the model."""
         trainable, fixed, batched = iter(arrays.trainable), iter(arrays.fixed), iter(arrays.batched)
 
         def replaced(leaves: _Leaves, is_first: tuple[bool, ...], first: Any) -> list[Any]:
@@ -114,7 +115,20 @@ class LossLeaves:
         # The model first: its frozen arrays come before those of the batch.
         model = self.model_tree.unflatten(replaced(self.model_leaves, self.is_trainable, trainable))
         batch = self.batch_tree.unflatten(replaced(self.batch_leaves, self.is_batched, batched))
-        return self.loss(model, batch)
+        of_model, of_batch = ArgumentVariables.of(model), ArgumentVariables.of(batch)
+        value, aux = _value_and_aux(self.loss(model, batch), self.has_aux, name)
+        writes = of_model.writes(name)
+        trained = set(map(id, arrays.trainable))
+        if any(id(before) in trained for before, _ in of_model.pairs(writes)):
+            raise TreeError(
+                f"{name}: the loss writes to a variable of flax nnx that is trained; the optimizer does that"
+            )
+        if of_batch.writes(name):
+            raise TreeError(
+                f"{name}: the loss writes to variables of flax nnx in the batch, which would be lost. "
+                "Put them into the model: what it writes there, the model of the next step has"
+            )
+        return value, aux, writes
 
     def trace(self, batch_size: int) -> TracedLoss:
         """Traces the loss with this many examples."""
@@ -130,9 +144,9 @@ class LossLeaves:
 
         def run(*values: Any) -> list[Any]:
             parts = LossArrays(values[: counts[0]], values[counts[0] : counts[1]], values[counts[1] :])
-            value, aux = _value_and_aux(self.call(parts), self.has_aux, name)
-            outputs.append(aux)
-            return [value, *(leaf for leaf in jtu.tree_leaves(aux) if array_kind(leaf) is not None)]
+            value, aux, writes = self.call(parts, name)
+            outputs.append((aux, writes))
+            return [value, *(leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None)]
 
         traced = jax.make_jaxpr(run)(*trainable, *fixed, *batched)
         aux_leaves, aux_tree = jtu.tree_flatten(outputs[-1])
@@ -169,6 +183,7 @@ def trace_loss(
     assert (trace.batch_size, trace.with_batch_size(2).jaxpr.in_avals[1].shape) == (8, (2, 4))
     ```
     """
+    _refuse_shared(model)
     model_leaves, model_tree = jtu.tree_flatten(model)
     batch_leaves, batch_tree = jtu.tree_flatten(batch)
     examples = _example_count(batch_leaves)
@@ -185,6 +200,17 @@ def trace_loss(
         is_batched,
     )
     return leaves.trace(examples if batch_size is None else batch_size)
+
+
+def _refuse_shared(model: Any) -> None:
+    """Raises where a variable of flax nnx is in the model twice, which JAX's trees would train as two."""
+    paths = leaf_paths(model)
+    shared = [f"{paths[index]} is {paths[first]}" for index, first in shared_leaves(model).items()]
+    if shared:
+        raise TreeError(
+            f"variables of flax nnx are in the model twice: {', '.join(shared)}. Pass its state, which has each once, "
+            "graph, state = nnx.split(model), and let the loss call nnx.merge(graph, state)"
+        )
 
 
 def _chosen(leaves: Sequence[Any], flags: Sequence[bool], flag: bool) -> tuple[Any, ...]:

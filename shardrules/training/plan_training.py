@@ -55,14 +55,15 @@ def plan_training(
 
     - `loss`: a function of a model and a batch that returns a scalar, or with `has_aux` a pair of a scalar and aux.
     - `model`: the model, as arrays or shapes: any pytree. What an `eqx.nn.State` in it holds is not trained; a
-        new state that the loss returns in aux becomes the model's.
+        new state that the loss returns in aux becomes the model's, as does what it writes to variables of flax nnx.
     - `optimizer`: an optax optimizer.
     - `batch`: the batch of a whole step, as arrays or shapes. Arrays with the batch's first dim are split; others, such
         as keys, are for all examples.
     - `cluster`: where to train: a target such as `"cuda:h100:64"`, a list of devices such as `jax.devices()`, or the
         mesh to use.
     - `has_aux`: whether `loss` returns a pair.
-    - `trainable`: which arrays of the model are trained, as `eqx.partition` takes it.
+    - `trainable`: which arrays of the model are trained, as `eqx.partition` takes it, or a type of variables of flax
+        nnx. Of those, by default `nnx.Param`s.
     - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`); by default the
         device's memory less a tenth.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.

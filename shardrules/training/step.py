@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigTypeError, printable
 from shardrules.core.tree import array_kind
@@ -88,20 +89,20 @@ class TrainingStep:
         arrays = trace.split.arrays(model, batch)
         loss, aux, gradients = self.recipe.gradients(trace)(arrays.trainable, arrays.fixed, arrays.batched)
         params, gradients = trace.split.trainable_tree(arrays.trainable), trace.split.trainable_tree(gradients)
-        aux = trace.rebuild_aux(aux)
+        aux, writes = trace.rebuild_aux(aux)
         updates, state = self.optimizer.update(gradients, state, params, **self._extra(loss))
-        new_model = _with_dtypes(eqx.apply_updates(model, updates), model)
-        return _with_new_state(new_model, aux), state, loss, aux
+        new_model = _with_new_state(_with_dtypes(eqx.apply_updates(model, updates), model), aux)
+        write_variables(new_model, writes)
+        return new_model, state, loss, aux
 
     def trace(self, model: Any, batch: Any) -> TracedLoss:
         """Traces the loss, with a model and a batch of arrays or shapes."""
-        return trace_loss(
-            self.loss, model, batch, has_aux=self.has_aux, trainable=_without_states(model, self.trainable)
-        )
+        trainable = trainable_filter(model, self.trainable)
+        return trace_loss(self.loss, model, batch, has_aux=self.has_aux, trainable=trainable)
 
     def init_state(self, model: Any) -> Any:
         """Returns the optimizer's state of a model."""
-        return self.optimizer.init(eqx.filter(model, _without_states(model, self.trainable)))
+        return self.optimizer.init(eqx.filter(model, trainable_filter(model, self.trainable)))
 
     def _extra(self, loss: jax.Array) -> dict[str, Any]:
         """What some optimizers, such as `optax.contrib.reduce_on_plateau`, need besides gradients."""
@@ -126,11 +127,27 @@ def _is_state(node: Any) -> bool:
     return isinstance(node, eqx.nn.State)
 
 
-def _without_states(model: Any, trainable: Any) -> Any:
-    """Returns a filter that leaves out what `eqx.nn.State`s hold, such as the running means of BatchNorm."""
-    if not callable(trainable) or not any(map(_is_state, jtu.tree_leaves(model, is_leaf=_is_state))):
+def trainable_filter(model: Any, trainable: Any) -> Any:
+    """Returns a filter of Equinox for the arrays of a model that are trained.
+
+    What `eqx.nn.State`s hold is not, such as the running means of BatchNorm, nor are variables of flax nnx but its
+    parameters. A type of variables as the filter chooses those.
+    """
+    if not callable(trainable):
         return trainable
-    return jtu.tree_map(lambda node: False if _is_state(node) else trainable, model, is_leaf=_is_state)
+    variable_type: Any = parameter_type()
+    if chooses_variables := isinstance(trainable, type) and issubclass(trainable, variable_types()):
+        variable_type, trainable = trainable, eqx.is_inexact_array
+
+    def node_filter(node: Any) -> Any:
+        is_chosen = issubclass(node.type, variable_type) if is_variable(node) else not chooses_variables
+        return trainable if is_chosen and not _is_state(node) else False
+
+    def is_special(node: Any) -> bool:
+        return _is_state(node) or is_variable(node)
+
+    has_special = any(map(is_special, jtu.tree_leaves(model, is_leaf=is_special)))
+    return jtu.tree_map(node_filter, model, is_leaf=is_special) if has_special else trainable
 
 
 def _with_new_state(model: Any, aux: Any) -> Any:
