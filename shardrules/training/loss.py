@@ -1,6 +1,5 @@
 """The loss of a model on a batch, traced: what is trained, what is fixed and what has examples apart."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -17,6 +16,7 @@ from shardrules.core.errors import ConfigError, ConfigTypeError, TreeError, prin
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.planning.run.call import struct
 from shardrules.planning.run.expand import expanded
+from shardrules.training.batch import ExampleDims, example_count, guessed_dims, named_dims
 
 _Leaves = tuple[Any, ...]
 
@@ -87,12 +87,37 @@ class LossLeaves:
     """For each leaf of the model."""
     batch_leaves: _Leaves
     batch_tree: Any
-    is_batched: tuple[bool, ...]
+    example_dims: ExampleDims
     """For each leaf of the batch."""
 
+    @property
+    def is_batched(self) -> tuple[bool, ...]:
+        """For each leaf of the batch."""
+        return tuple(dim is not None for dim in self.example_dims)
+
+    @property
+    def named_example_dims(self) -> Any:
+        """The dims of the examples as users name them."""
+        return self.batch_tree.unflatten(self.example_dims)
+
+    @property
+    def example_arrays(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The arrays of the batch that have examples, with their dims, and those that are the same for all."""
+        batch = self.batch_tree.unflatten(self.batch_leaves)
+        paths = [f"batch/{path}" if path else "batch" for path in leaf_paths(batch)]
+        leaves = list(zip(paths, self.example_dims, self.batch_leaves, strict=True))
+        return (
+            tuple(f"{path}[{dim}]" for path, dim, _ in leaves if dim is not None),
+            tuple(path for path, dim, leaf in leaves if dim is None and array_kind(leaf) is not None),
+        )
+
     def arrays(self, model: Any, batch: Any) -> LossArrays:
-        """Returns the arrays of a model and a batch that have the structures of those that were traced."""
+        """Returns the arrays of a model and a batch that have the structures of those that were traced.
+
+        Those with examples have them along their first dim.
+        """
         model_leaves, batch_leaves = self.model_tree.flatten_up_to(model), self.batch_tree.flatten_up_to(batch)
+        batch_leaves = [_moved(leaf, dim, 0) for leaf, dim in zip(batch_leaves, self.example_dims, strict=True)]
         trainable = _chosen(model_leaves, self.is_trainable, True)
         fixed = _chosen(model_leaves, self.is_trainable, False) + _chosen(batch_leaves, self.is_batched, False)
         return LossArrays(trainable, fixed, _chosen(batch_leaves, self.is_batched, True))
@@ -114,7 +139,9 @@ class LossLeaves:
 
         # The model first: its frozen arrays come before those of the batch.
         model = self.model_tree.unflatten(replaced(self.model_leaves, self.is_trainable, trainable))
-        batch = self.batch_tree.unflatten(replaced(self.batch_leaves, self.is_batched, batched))
+        batch_leaves = replaced(self.batch_leaves, self.is_batched, batched)
+        batch_leaves = [_moved(leaf, 0, dim) for leaf, dim in zip(batch_leaves, self.example_dims, strict=True)]
+        batch = self.batch_tree.unflatten(batch_leaves)
         of_model, of_batch = ArgumentVariables.of(model), ArgumentVariables.of(batch)
         value, aux = _value_and_aux(self.loss(model, batch), self.has_aux, name)
         writes = of_model.writes(name)
@@ -130,16 +157,22 @@ class LossLeaves:
             )
         return value, aux, writes
 
+    def resized(self, batch_size: int) -> Any:
+        """Returns the shapes of a batch with another number of examples."""
+
+        def leaf_of(leaf: Any, dim: int | None) -> Any:
+            if dim is None:
+                return leaf
+            shape = (*leaf.shape[:dim], batch_size, *leaf.shape[dim + 1 :])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=struct(leaf).weak_type)
+
+        return self.batch_tree.unflatten(map(leaf_of, self.batch_leaves, self.example_dims))
+
     def trace(self, batch_size: int) -> TracedLoss:
         """Traces the loss with this many examples."""
         name, outputs = name_of(self.loss), []
-        model, batch = self.model_tree.unflatten(self.model_leaves), self.batch_tree.unflatten(self.batch_leaves)
-        arrays = self.arrays(model, batch)
-        trainable, fixed = tuple(map(struct, arrays.trainable)), tuple(map(struct, arrays.fixed))
-        batched = tuple(
-            jax.ShapeDtypeStruct((batch_size, *like.shape[1:]), like.dtype, weak_type=like.weak_type)
-            for like in map(struct, arrays.batched)
-        )
+        arrays = self.arrays(self.model_tree.unflatten(self.model_leaves), self.resized(batch_size))
+        trainable, fixed, batched = (tuple(map(struct, part)) for part in attrs.astuple(arrays, recurse=False))
         counts = (len(trainable), len(trainable) + len(fixed))
 
         def run(*values: Any) -> list[Any]:
@@ -172,9 +205,13 @@ def trace_loss(
     *,
     has_aux: bool = False,
     trainable: Any = eqx.is_inexact_array,
+    example_dims: Any = None,
     batch_size: int | None = None,
 ) -> TracedLoss:
     """Traces `loss(model, batch)`; nothing is run. `batch_size` is the number of examples, if not that of `batch`.
+
+    `example_dims` says which dim of the arrays of `batch` has the examples, as `in_axes` of `jax.vmap`; by default that
+    is guessed.
 
     ```python
     from shardrules.training.loss import trace_loss
@@ -186,20 +223,23 @@ def trace_loss(
     _refuse_shared(model)
     model_leaves, model_tree = jtu.tree_flatten(model)
     batch_leaves, batch_tree = jtu.tree_flatten(batch)
-    examples = _example_count(batch_leaves)
-    is_batched = tuple((array_kind(leaf) or ((), None))[0][:1] == (examples,) for leaf in batch_leaves)
-    leaves = LossLeaves(
-        loss,
-        has_aux,
-        examples,
-        tuple(model_leaves),
-        model_tree,
-        _trainable_leaves(model_leaves, model_tree, trainable),
-        tuple(batch_leaves),
-        batch_tree,
-        is_batched,
-    )
-    return leaves.trace(examples if batch_size is None else batch_size)
+    is_trainable = _trainable_leaves(model_leaves, model_tree, trainable)
+
+    def split_by(dims: ExampleDims) -> LossLeaves:
+        count = example_count(batch_leaves, dims)
+        model_parts, batch_parts = (tuple(model_leaves), model_tree, is_trainable), (tuple(batch_leaves), batch_tree)
+        return LossLeaves(loss, has_aux, count, *model_parts, *batch_parts, dims)
+
+    def can_grow(dims: ExampleDims, size: int) -> bool:
+        try:
+            split_by(dims).trace(size)
+        except Exception:  # noqa: BLE001  what the loss raises for arrays that do not fit together
+            return False
+        return True
+
+    dims = guessed_dims(batch, can_grow) if example_dims is None else named_dims(batch, example_dims)
+    leaves = split_by(dims)
+    return leaves.trace(leaves.batch_size if batch_size is None else batch_size)
 
 
 def _refuse_shared(model: Any) -> None:
@@ -217,15 +257,15 @@ def _chosen(leaves: Sequence[Any], flags: Sequence[bool], flag: bool) -> tuple[A
     return tuple(leaf for leaf, value in zip(leaves, flags, strict=True) if value is flag and array_kind(leaf))
 
 
-def _example_count(leaves: Sequence[Any]) -> int:
-    """The number of examples: the first dim of the array with the most dims, and of these with the most elements.
-
-    Keys, masks of positions and tables that all examples share have fewer dims than the data.
-    """
-    shapes = [kind[0] for kind in map(array_kind, leaves) if kind is not None and kind[0]]
-    if not shapes:
-        raise ConfigError("the batch has no array with a dim of examples")
-    return max(shapes, key=lambda shape: (len(shape), math.prod(shape)))[0]
+def _moved(leaf: Any, dim: int | None, destination: int | None) -> Any:
+    """Returns an array or a shape with one of its dims elsewhere."""
+    if dim == destination or dim is None or destination is None:
+        return leaf
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return jnp.moveaxis(leaf, dim, destination)
+    sizes = [size for index, size in enumerate(leaf.shape) if index != dim]
+    sizes.insert(destination, leaf.shape[dim])
+    return jax.ShapeDtypeStruct(sizes, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def _trainable_leaves(leaves: Sequence[Any], treedef: Any, trainable: Any) -> tuple[bool, ...]:

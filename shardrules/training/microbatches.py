@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, final
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
@@ -42,9 +43,9 @@ def accumulated(
 ) -> GradientFunction:
     """Returns a function that computes a loss and its gradients by microbatches.
 
-    Gradients add up in `dtype`, by default that of each. With as many `groups` as devices that the batch is split over
-    they are reduced once, without for each microbatch. `transform` rewrites the forward program of one microbatch. What
-    is no sum over the examples is a `MicrobatchError`.
+    Gradients add up in `dtype`, by default in float32 if they have fewer bits. With as many `groups` as devices that
+    the batch is split over they are reduced once, without for each microbatch. `transform` rewrites the forward program
+    of one microbatch. What is no sum over the examples is a `MicrobatchError`.
 
     ```python
     from shardrules.training.loss import trace_loss
@@ -165,13 +166,16 @@ class SplitLoss:
 
         gradient_shapes, (sum_shapes, _) = jax.eval_shape(gradient, *first)
         start = (
-            [jnp.zeros(shape.shape, shape.dtype if dtype is None else dtype) for shape in gradient_shapes],
-            [jnp.zeros(shape.shape, _sum_dtype(shape.dtype)) for shape in sum_shapes],
+            [jnp.zeros(shape.shape, accumulation_dtype(shape.dtype, dtype)) for shape in gradient_shapes],
+            [jnp.zeros(shape.shape, accumulation_dtype(shape.dtype)) for shape in sum_shapes],
         )
         (gradients, sums), aux = lax.scan(add, start, (indices, pieces))
         if self.by_group:
+            if dtype is None:  # devices send as many bytes as in the plain step
+                gradients = [total.astype(shape.dtype) for total, shape in zip(gradients, gradient_shapes, strict=True)]
+            # Not by `jnp.sum`, which would send few bits as float32.
             pairs = zip(gradients, group_dims, strict=True)
-            gradients = [jnp.sum(total, dim, dtype=total.dtype) for total, dim in pairs]
+            gradients = [lax.reduce(total, np.zeros((), total.dtype), lax.add, (dim,)) for total, dim in pairs]
             sums = [jnp.sum(total, 0, dtype=total.dtype) for total in sums]
         sums = [total.astype(shape.dtype) for total, shape in zip(sums, sum_shapes, strict=True)]
         dims = [dim for dim in self.aux_dims if dim is not None]
@@ -215,8 +219,10 @@ class SplitLoss:
         return runs.reshape(*runs.shape[:dim], -1, *runs.shape[dim + 3 :])
 
 
-def _sum_dtype(dtype: Any) -> Any:
-    """Sums of many parts in few bits would lose them."""
+def accumulation_dtype(dtype: Any, requested: Any = None) -> Any:
+    """Returns what arrays of a dtype are added up in: with fewer bits than float32, long sums would lose parts."""
+    if requested is not None:
+        return jnp.dtype(requested)
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
@@ -301,8 +307,11 @@ def _traced(trace: TracedLoss, size: int) -> ClosedJaxpr:
     try:
         return flattened(trace.with_batch_size(size).jaxpr)
     except Exception as error:
+        split, whole = trace.split.example_arrays
+        others = f"; {', '.join(whole)} stay whole" if whole else ""
         raise MicrobatchError(
-            f"{trace.name}: tracing the loss with {size} of {trace.batch_size} examples failed: {error}"
+            f"{trace.name}: tracing the loss with {size} of {trace.batch_size} examples failed: {error}\n"
+            f"Examples are along {', '.join(split)}{others}. If others have them, pass example_dims"
         ) from error
 
 

@@ -35,6 +35,7 @@ def plan_training(
     cluster: Any,
     has_aux: bool = False,
     trainable: Any = eqx.is_inexact_array,
+    example_dims: Any = None,
     memory_limit: int | str | None = None,
     pins: ShardingRule | None = None,
     microbatches: int | None = None,
@@ -57,18 +58,21 @@ def plan_training(
     - `model`: the model, as arrays or shapes: any pytree. What an `eqx.nn.State` in it holds is not trained; a
         new state that the loss returns in aux becomes the model's, as does what it writes to variables of flax nnx.
     - `optimizer`: an optax optimizer.
-    - `batch`: the batch of a whole step, as arrays or shapes. Arrays with the batch's first dim are split; others, such
-        as keys, are for all examples.
+    - `batch`: the batch of a whole step, as arrays or shapes.
     - `cluster`: where to train: a target such as `"cuda:h100:64"`, a list of devices such as `jax.devices()`, or the
         mesh to use.
     - `has_aux`: whether `loss` returns a pair.
     - `trainable`: which arrays of the model are trained, as `eqx.partition` takes it, or a type of variables of flax
         nnx. Of those, by default `nnx.Param`s.
+    - `example_dims`: which dim of each array of the batch has the examples, as `in_axes` of `jax.vmap`: an integer,
+        `None` for arrays that are the same for all examples, such as keys, or a tree of these. By default it is the
+        first dim of the arrays that share its size; where several sizes are possible, an error lists them.
     - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`); by default the
         device's memory less a tenth.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
     - `microbatches`: how many microbatches to use; by default as many as are best.
-    - `accumulate_dtype`: what gradients of microbatches are added up in, `jnp.float32` say; by default each in its own.
+    - `accumulate_dtype`: what gradients of microbatches are added up in. By default that is float32 for gradients of
+        fewer bits, and devices exchange their sums as the plain step does, in the dtype of the parameters.
     - `replace_checkpoints`: whether `jax.checkpoint` in the loss may be replaced; by default it is kept as written.
     - `hardware`: what the devices reach; by default the sheet of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
@@ -113,7 +117,7 @@ def plan_training(
     devices = Cluster.of(cluster, hardware)
     model, batch = _shapes(model), _shapes(batch)
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
-    step = TrainingStep(loss, optimizer, has_aux, trainable, recipe)
+    step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)
     state = eqx.filter_eval_shape(step.init_state, model)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options)

@@ -18,7 +18,7 @@ from shardrules.core.tree import array_kind
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss, trace_loss
-from shardrules.training.microbatches import GradientFunction, accumulated
+from shardrules.training.microbatches import GradientFunction, accumulated, accumulation_dtype
 
 
 @final
@@ -34,7 +34,7 @@ class Recipe:
     keep: Keep = Keep()
     """What the backward pass keeps of each microbatch."""
     accumulate_dtype: Any = None
-    """What gradients of microbatches are added up in; by default the dtype of each."""
+    """What gradients of microbatches are added up in; by default at least float32."""
 
     def __str__(self) -> str:
         parts = [f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch"]
@@ -50,6 +50,11 @@ class Recipe:
             return "keeps everything"
         host = f" and {bytes_text(keep.host_bytes)} on the host" if keep.host_bytes else ""
         return f"keeps {bytes_text(keep.kept_bytes)}{host}, recomputes {100 * keep.repeated_flops:.0f} %"
+
+    def accumulated_dtypes(self, trace: TracedLoss) -> tuple[str, ...]:
+        """What gradients of microbatches are added up in, each dtype once."""
+        dtypes = [aval.dtype for aval in trace.jaxpr.in_avals[: trace.trainable_count]]
+        return tuple(dict.fromkeys(str(accumulation_dtype(dtype, self.accumulate_dtype)) for dtype in dtypes))
 
     def gradients(self, trace: TracedLoss) -> GradientFunction:
         """Returns a function that computes the loss, aux and the gradients."""
@@ -81,6 +86,8 @@ class TrainingStep:
     has_aux: bool = False
     trainable: Any = eqx.is_inexact_array
     recipe: Recipe = Recipe()
+    example_dims: Any = None
+    """Which dim of the batch's arrays has the examples, as `in_axes` of `jax.vmap`; guessed by default."""
     __name__: str = "step"
 
     def __call__(self, model: Any, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
@@ -98,7 +105,9 @@ class TrainingStep:
     def trace(self, model: Any, batch: Any) -> TracedLoss:
         """Traces the loss, with a model and a batch of arrays or shapes."""
         trainable = trainable_filter(model, self.trainable)
-        return trace_loss(self.loss, model, batch, has_aux=self.has_aux, trainable=trainable)
+        return trace_loss(
+            self.loss, model, batch, has_aux=self.has_aux, trainable=trainable, example_dims=self.example_dims
+        )
 
     def init_state(self, model: Any) -> Any:
         """Returns the optimizer's state of a model."""

@@ -376,8 +376,18 @@ def test_gradients_add_up_in_the_requested_dtype() -> None:
         (loop,) = [equation for equation in program.eqns if equation.primitive.name == "scan"]
         return {str(var.aval.dtype) for var in loop.outvars if var.aval.shape[:1] == (2,) and var.aval.ndim > 1}
 
-    assert sizes(None) == {"bfloat16"}
-    assert sizes(jnp.float32) == {"float32"}
+    assert sizes(None) == {"float32"}
+    assert sizes(jnp.bfloat16) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_in_few_bits_add_up_without_loss(groups: int) -> None:
+    w, ones = jnp.ones(2, jnp.bfloat16), jnp.ones((1024, 2), jnp.bfloat16)
+    trace = trace_loss(lambda w, x: jnp.sum(x @ w), w, ones)
+    # In bfloat16, 256 + 1 is 256.
+    _, _, (gradient,) = accumulated(trace, 512, groups)([w], [], [ones])
+    assert gradient.dtype == jnp.bfloat16
+    assert gradient.tolist() == [1024, 1024]
 
 
 def test_transform_gets_the_forward_program_of_one_microbatch() -> None:

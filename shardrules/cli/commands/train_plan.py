@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +27,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="B", required=True, help="of a whole step: module:function, or int32[512,4097]"
     )
+    parser.add_argument("--example-dims", metavar="D", help="dim of the examples in the batch: 1, or JSON with null")
     parser.add_argument("--cluster", metavar="C", required=True, help="cuda:h100:64, tpu:v5p:4x4x8, ...")
     parser.add_argument("--has-aux", action="store_true", help="the loss returns a pair (loss, aux)")
     parser.add_argument("--memory-limit", metavar="BYTES", help="memory that a device may use: 40GiB")
@@ -49,6 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     if not callable(loss.value) or loss.args is not None:
         raise UsageError(f"{args.loss} must be a function loss(model, batch), not a call")
     model, batch = load_shapes(args.model), load_shapes(args.batch)
+    example_dims = None if args.example_dims is None else _read_dims(args.example_dims)
     optimizer = load_optimizer(args.optimizer)
     if not callable(getattr(optimizer, "update", None)):
         raise UsageError(f"--optimizer {args.optimizer} has no update: name an optax.GradientTransformation")
@@ -60,6 +64,7 @@ def _run(args: argparse.Namespace) -> int:
             batch,
             cluster=args.cluster,
             has_aux=args.has_aux,
+            example_dims=example_dims,
             memory_limit=memory_limit,
             pins=pins,
             microbatches=args.microbatches,
@@ -72,6 +77,13 @@ def _run(args: argparse.Namespace) -> int:
         write(args.output, f"{plan.to_json()}\n")
     show(plan.to_json() if args.format == "json" else str(plan))
     return SUCCESS
+
+
+def _read_dims(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--example-dims must be an integer, or JSON like the batch, got {text!r}") from error
 
 
 @contextlib.contextmanager

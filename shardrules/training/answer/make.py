@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 import jax
-import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from shardrules.analysis.compiling.compile import name_of
@@ -15,13 +14,13 @@ from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.spec import shard_bytes
-from shardrules.core.tree import array_kind
 from shardrules.planning.answer.findings import NEAR_RATIO, machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
+from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
@@ -59,7 +58,7 @@ def training_plan(
     outcome = chosen or search.best or search.smallest
     assert outcome is not None, "something was planned"
     planned = outcome.plan(problem)
-    step = attrs.evolve(problem.step, recipe=outcome.recipe)
+    step = problem.step_of(outcome.recipe)
     flops, peak = _model_flops(problem)
     report = TrainingPlanReport(
         name_of(problem.step.loss),
@@ -68,11 +67,13 @@ def training_plan(
         mesh_text(planned.mesh),
         outcome.recipe.microbatches,
         outcome.recipe.groups,
+        ", ".join(problem.step.recipe.accumulated_dtypes(problem.loss)) if outcome.recipe.microbatches > 1 else "",
         str(outcome.recipe.keep),
         planned.step_time,
         planned.cost,
         problem.loss.batch_size,
-        _tokens(problem.batch),
+        *problem.loss.split.example_arrays,
+        token_count(problem.loss),
         flops,
         peak,
         planned.peak_bytes,
@@ -83,7 +84,7 @@ def training_plan(
         tuple(_candidates(search, outcome)),
         _frontier(search),
         tuple(_advice(search, outcome)),
-        (*_findings(search, planned, proofs),),
+        (*_findings(search, outcome, planned, proofs),),
         planned.plan,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
@@ -107,14 +108,6 @@ def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
 def _scalar(jaxpr: Any) -> Any:
     program = jaxpr_as_fun(jaxpr)
     return lambda *arrays: program(*arrays)[0]
-
-
-def _tokens(batch: Any) -> int:
-    """How many tokens a batch has: the elements of its largest array of integers with two dims or more."""
-    kinds = [kind for kind in map(array_kind, jax.tree.leaves(batch)) if kind is not None]
-    return max(
-        (math.prod(shape) for shape, dtype in kinds if len(shape) > 1 and jnp.issubdtype(dtype, jnp.integer)), default=0
-    )
 
 
 def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
@@ -224,14 +217,10 @@ def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
 
 def _changes(problem: TrainingProblem, chosen: Outcome) -> Iterator[tuple[str, TrainingProblem]]:
     """Yields other set-ups: twice the batch, and twice the devices."""
-    examples = problem.loss.batch_size
-
-    def doubled(leaf: Any) -> Any:
-        kind = array_kind(leaf)
-        is_batched = kind is not None and kind[0][:1] == (examples,)
-        return jax.ShapeDtypeStruct((2 * examples, *leaf.shape[1:]), leaf.dtype) if is_batched else leaf
-
-    yield f"a batch of {2 * examples} examples", attrs.evolve(problem, batch=jax.tree.map(doubled, problem.batch))
+    leaves = problem.loss.split
+    step = attrs.evolve(problem.step, example_dims=leaves.named_example_dims)
+    examples = 2 * leaves.batch_size
+    yield f"a batch of {examples} examples", attrs.evolve(problem, step=step, batch=leaves.resized(examples))
     cluster = problem.cluster.doubled()
     if cluster is not None:
         yield f"{cluster.count} devices", attrs.evolve(problem, cluster=cluster)
@@ -246,7 +235,9 @@ def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -
     return (chosen.shape[0] * factor, *chosen.shape[1:]), recipe
 
 
-def _findings(search: TrainingSearch, planned: AutoPlan, proofs: Sequence[ProvedPlan]) -> Iterator[Finding]:
+def _findings(
+    search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proofs: Sequence[ProvedPlan]
+) -> Iterator[Finding]:
     limit = search.problem.limit_bytes
     if proofs and not proofs[0].fits:
         yield Finding(
@@ -267,6 +258,13 @@ def _findings(search: TrainingSearch, planned: AutoPlan, proofs: Sequence[Proved
         )
     elif planned.peak_bytes > NEAR_RATIO * limit:
         yield attrs.evolve(near_the_limit(limit, planned.peak_bytes), remedy="Pass prove=3 to ask the compiler")
+    free = search.free.get(outcome.shape)
+    if outcome.recipe.microbatches == 1 and free is not None and not free.fits and search.problem.split_refusal:
+        yield Finding(
+            "note",
+            "whole-batch",
+            "microbatches would take less memory, and are none: " + " ".join(search.problem.split_refusal.split()),
+        )
     if search.is_late:
         yield Finding(
             "warning",

@@ -55,9 +55,7 @@ def prove_outcome(problem: TrainingProblem, outcome: Outcome) -> ProvedPlan:
     target = problem.cluster.compile_target()
     mesh = target.mesh(planned.mesh)
     assert isinstance(mesh, Mesh), "targets have devices"
-    step = attrs.evolve(planned, mesh=mesh).jit(
-        attrs.evolve(problem.step, recipe=outcome.recipe), donate_argnums=(0, 1)
-    )
+    step = attrs.evolve(planned, mesh=mesh).jit(problem.step_of(outcome.recipe), donate_argnums=(0, 1))
     # XLA fills the memory of GPUs unless it gets a limit.
     flags = (*target.flags, *read_flags(step.compiler_options(mesh)))
     report = ShardingAnalyzer(mesh).audit(

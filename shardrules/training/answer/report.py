@@ -1,7 +1,7 @@
 """A training plan as a record to keep: as an engineer would note it down, without the functions and the search."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self, final
 
 import attrs
@@ -21,6 +21,10 @@ _FORMAT = 1
 
 _SHOWN_CANDIDATES = 24
 """How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
+
+
+_LISTED_ARRAYS = 4
+"""How many arrays of the batch a line lists. Doubled, lines of batches with many arrays wrap."""
 
 
 @final
@@ -84,6 +88,8 @@ class TrainingPlanReport:
     mesh: str
     microbatches: int
     groups: int
+    gradient_dtype: str
+    """What gradients of microbatches add up in; empty without microbatches."""
     keep: str
     """What the backward pass keeps, in words."""
     time: StepTime
@@ -91,8 +97,12 @@ class TrainingPlanReport:
     """The modelled time of a step, in seconds."""
     examples: int
     """The examples of a step."""
+    split_arrays: tuple[str, ...]
+    """The arrays of the batch that have examples, with the dims of these."""
+    whole_arrays: tuple[str, ...]
+    """Those that are the same for all examples."""
     tokens: int
-    """The tokens of a step; 0 if the batch has no arrays of integers."""
+    """The tokens of a step; 0 if no array of the batch looks something up, as tokens do in a table of words."""
     model_flops: int
     """The FLOPs of the step as written, over all devices: nothing that is computed again counts."""
     peak_flops: float
@@ -142,6 +152,7 @@ class TrainingPlanReport:
             ("mesh", self.mesh),
             *(("layout", str(dim)) for dim in self.split_dims),
             ("batch", self._batch_text()),
+            ("batch", self._examples_text()),
             ("backward", self.keep),
             ("memory", self._memory_text()),
             ("time", self._time_text()),
@@ -160,7 +171,14 @@ class TrainingPlanReport:
         if self.microbatches == 1:
             return f"{text} at once"
         reduced = "once a step" if self.groups > 1 else "in each microbatch"
-        return f"{text} in {self.microbatches} microbatches; gradients are reduced {reduced}"
+        return (
+            f"{text} in {self.microbatches} microbatches; gradients add up in {self.gradient_dtype} and are reduced "
+            f"{reduced}"
+        )
+
+    def _examples_text(self) -> str:
+        split = f"examples along {_listed(self.split_arrays)}"
+        return f"{split}; {_listed(self.whole_arrays)} the same for all" if self.whole_arrays else split
 
     def _memory_text(self) -> str:
         parts = ", ".join(f"{category} {bytes_text(nbytes)}" for category, nbytes in self.memory)
@@ -203,6 +221,11 @@ class TrainingPlanReport:
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
         return read_plan_report(cls, text, "shardrules_train_plan", _FORMAT, "a training plan")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED_ARRAYS
+    return ", ".join(names[:_LISTED_ARRAYS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _advice_text(advice: Advice) -> str:

@@ -1,19 +1,23 @@
 """What a training plan is searched for, and what planning it on a mesh with a recipe gives."""
 
 import functools
+import math
 import time
 from typing import Any, final
 
 import attrs
+import jax
 from jax.extend.core import ClosedJaxpr
 
-from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
+from shardrules.core.tree import array_kind
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.query import Query, QueryOptions, memory_limit, read_query
 from shardrules.planning.run.call import axis_names_of
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult
+from shardrules.training.batch import ExampleDims
 from shardrules.training.cluster import Cluster, Shape
 from shardrules.training.keep.choices import keep_choices
 from shardrules.training.keep.keep import Keep
@@ -39,8 +43,12 @@ class TrainingProblem:
 
     def query(self, shape: Shape, recipe: Recipe) -> Query:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
-        step = attrs.evolve(self.step, recipe=recipe)
+        step = self.step_of(recipe)
         return read_query(step, (self.model, self.state, self.batch), self.cluster.mesh_of(shape), self.options)
+
+    def step_of(self, recipe: Recipe) -> TrainingStep:
+        """Returns the step with a recipe."""
+        return attrs.evolve(self.step, recipe=recipe, example_dims=self.loss.split.named_example_dims)
 
     @functools.cached_property
     def limit_bytes(self) -> int:
@@ -160,21 +168,21 @@ def plan_once(
         plan.cost,
         plan.peak_bytes,
         result.fits and result.peak_bytes <= limit_bytes,
-        batch_splits=_batch_splits(plan),
+        batch_splits=_batch_splits(plan, problem.loss.split.example_dims),
         planning_seconds=time.monotonic() - start,
     )
 
 
-def _batch_splits(plan: AutoPlan) -> int:
-    """Over how many devices the plan splits the first dim of the batch's arrays, the last argument."""
-    machine = plan.task.problem.machine
-    sizes = dict(zip(machine.axes, machine.sizes, strict=True))
+def _batch_splits(plan: AutoPlan, example_dims: ExampleDims) -> int:
+    """Over how many devices the plan splits the examples of the batch, the last argument."""
+    sizes = mesh_sizes(plan.mesh)
+    owners = zip(plan.specs, plan.call.argument_indices, strict=True)
+    specs = [spec for spec, owner in owners if owner == len(plan.args) - 1]
+    kinds = map(array_kind, jax.tree.leaves(plan.args[-1]))
+    dims = [dim for dim, kind in zip(example_dims, kinds, strict=True) if kind is not None]
     counts = [1]
-    for spec, owner in zip(plan.specs, plan.call.argument_indices, strict=True):
-        if owner == len(plan.args) - 1 and len(spec) and spec[0] is not None:
-            axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
-            count = 1
-            for axis in axes:
-                count *= sizes[axis]
-            counts.append(count)
+    for spec, dim in zip(specs, dims, strict=True):
+        entry = spec[dim] if dim is not None and dim < len(spec) else None
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        counts.append(math.prod(sizes[axis] for axis in axes))
     return max(counts)
