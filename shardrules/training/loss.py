@@ -49,8 +49,8 @@ class TracedLoss:
     """The structure of aux, and of what is written to variables of flax nnx."""
     aux_leaves: _Leaves = attrs.field(repr=False)
     """Their leaves, with `None` for arrays."""
-    aux_paths: tuple[str, ...] = attrs.field(repr=False)
-    """The paths of its arrays."""
+    aux_names: tuple[str, ...] = attrs.field(repr=False)
+    """What messages call their arrays."""
     split: "LossLeaves" = attrs.field(repr=False)
     has_aux: bool = False
 
@@ -183,6 +183,9 @@ class LossLeaves:
 
         traced = jax.make_jaxpr(run)(*trainable, *fixed, *batched)
         aux_leaves, aux_tree = jtu.tree_flatten(outputs[-1])
+        aux, writes = outputs[-1]
+        names = [f"aux {path!r}" for path in leaf_paths(aux)]
+        names += ["what it writes to variables of flax nnx"] * len(jtu.tree_leaves(writes))
         is_array = [array_kind(leaf) is not None for leaf in aux_leaves]
         return TracedLoss(
             name,
@@ -192,7 +195,7 @@ class LossLeaves:
             batch_size,
             aux_tree,
             tuple(None if array else leaf for leaf, array in zip(aux_leaves, is_array, strict=True)),
-            tuple(path for path, array in zip(leaf_paths(outputs[-1]), is_array, strict=True) if array),
+            tuple(text for text, array in zip(names, is_array, strict=True) if array),
             self,
             self.has_aux,
         )

@@ -328,7 +328,7 @@ def _input_facts(trace: TracedLoss) -> list[Fact]:
 def _check(trace: TracedLoss, body: BodyFacts) -> None:
     """Raises an error that says what of the loss and of aux is computed from several examples in another way."""
     reasons: list[str] = []
-    for name, fact in zip(("the loss", *(f"aux {path!r}" for path in trace.aux_paths)), body.outputs, strict=True):
+    for name, fact in zip(("the loss", *trace.aux_names), body.outputs, strict=True):
         if fact.form == "refused":
             reasons.append(f"{name}: {fact.reason}")
         elif name == "the loss" and fact.form == "shared" and fact.from_batch is False:

@@ -55,9 +55,9 @@ def test_aux_comes_back_with_what_is_no_array() -> None:
         return jnp.sum(batch @ model), {"name": "sum", "rows": batch * 2}
 
     trace = trace_loss(loss, jnp.ones(4), jnp.ones((8, 4)), has_aux=True)
-    assert trace.aux_paths == ("rows",)
+    assert trace.aux_names == ("aux 'rows'",)
     rows = jnp.ones((8, 4))
-    assert trace.rebuild_aux([rows]) == {"name": "sum", "rows": rows}
+    assert trace.rebuild_aux([rows])[0] == {"name": "sum", "rows": rows}
 
 
 @pytest.mark.parametrize(
