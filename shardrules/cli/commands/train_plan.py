@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     if not callable(loss.value) or loss.args is not None:
         raise UsageError(f"{args.loss} must be a function loss(model, batch), not a call")
     model, batch = load_shapes(args.model), load_shapes(args.batch)
-    example_dims = None if args.example_dims is None else _read_dims(args.example_dims)
+    example_dims = None if args.example_dims is None else _read_dims(args.example_dims, batch)
     optimizer = load_optimizer(args.optimizer)
     if not callable(getattr(optimizer, "update", None)):
         raise UsageError(f"--optimizer {args.optimizer} has no update: name an optax.GradientTransformation")
@@ -79,11 +79,12 @@ def _run(args: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _read_dims(text: str) -> Any:
+def _read_dims(text: str, batch: Any) -> Any:
     try:
-        return json.loads(text)
+        dims = json.loads(text)
     except ValueError as error:
         raise UsageError(f"--example-dims must be an integer, or JSON like the batch, got {text!r}") from error
+    return tuple(dims) if isinstance(dims, list) and isinstance(batch, tuple) else dims  # JSON has no tuples
 
 
 @contextlib.contextmanager

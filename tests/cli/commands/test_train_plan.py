@@ -71,6 +71,9 @@ def test_batches_may_be_functions(code: str, capsys: pytest.CaptureFixture[str])
         ("loss", ("--optimizer", "adamm"), "unknown optimizer 'adamm' (did you mean 'adam'?)"),
         ("loss", ("--time-limit", "0"), "--time-limit must be"),
         ("loss", ("--microbatches", "0"), "must be positive"),
+        ("loss", ("--example-dims", "first"), "--example-dims must be an integer, or JSON like the batch, got 'first'"),
+        ("loss", ("--example-dims", "2"), "float32[64, 16] has no dim 2"),
+        ("loss", ("--example-dims", "[0,1]", "--batch", "float32[64,16],float32[]"), "1 float32[] has no dim 1"),
         ("loss", ("--memory-limit", "1KiB"), "cannot be trained on cuda:h100:2"),
     ],
 )
