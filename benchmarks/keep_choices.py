@@ -163,7 +163,7 @@ def answer(model: str, by_hand: Sequence[Row], chosen: Sequence[Row]) -> dict[st
                 "choice": None if choice is None else choice.name,
                 "ms": math.inf if choice is None else choice.ms,
                 "ratio": math.inf if choice is None else choice.ms / expert.ms,
-                "text": "" if choice is None else choice.text,
+                "text": "" if choice is None else str(choice),
             }
         )
     rows = {"experts": [attrs.asdict(row) for row in by_hand], "choices": [attrs.asdict(row) for row in chosen]}

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigTypeError, printable
 from shardrules.core.tree import array_kind
 from shardrules.training.keep.apply import with_kept
@@ -40,16 +39,7 @@ class Recipe:
         parts = [f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch"]
         if self.microbatches > 1:
             parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
-        return ", ".join([*parts, self.keep_text])
-
-    @property
-    def keep_text(self) -> str:
-        """What the backward pass keeps, in a few words."""
-        keep = self.keep
-        if not keep.units:
-            return "keeps everything"
-        host = f" and {bytes_text(keep.host_bytes)} on the host" if keep.host_bytes else ""
-        return f"keeps {bytes_text(keep.kept_bytes)}{host}, recomputes {100 * keep.repeated_flops:.0f} %"
+        return ", ".join([*parts, self.keep.short_text])
 
     def accumulated_dtypes(self, trace: TracedLoss) -> tuple[str, ...]:
         """What gradients of microbatches are added up in, each dtype once."""

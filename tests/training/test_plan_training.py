@@ -166,6 +166,8 @@ def tight() -> TrainingPlan:
 def test_tight_plans_recompute_or_split_the_batch(tight: TrainingPlan) -> None:
     assert tight.peak_bytes <= tight.planned.memory_limit
     assert tight.recipe.microbatches > 1 or tight.recipe.keep.units
+    # Of each device: there are eight, and all of them together keep more than that.
+    assert 0 < tight.recipe.keep.kept_bytes < tight.peak_bytes < 8 * tight.recipe.keep.kept_bytes
     refused = [candidate for candidate in tight.candidates if "does not fit" in candidate.reason]
     assert refused
     assert all(candidate.peak_bytes > tight.planned.memory_limit for candidate in refused)

@@ -142,7 +142,7 @@ def _candidate(outcome: Outcome, reason: str) -> TrainingCandidate:
         outcome.mesh,
         outcome.recipe.microbatches,
         outcome.recipe.groups,
-        outcome.recipe.keep_text,
+        outcome.recipe.keep.short_text,
         seconds,
         outcome.peak_bytes,
         outcome.fits,

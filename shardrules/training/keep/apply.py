@@ -41,6 +41,15 @@ def with_kept(program: ClosedJaxpr, keep: Keep) -> ClosedJaxpr:
     return ClosedJaxpr(_rewritten(flat.jaxpr, entries), flat.consts)
 
 
+_PREFIX = "kept."
+"""What names of kept arrays begin with."""
+
+
+def is_kept_name(equation: Any) -> bool:
+    """Whether an equation names an array that is kept."""
+    return equation is not None and str(equation.params.get("name", "")).startswith(_PREFIX)
+
+
 _Entry = tuple[tuple[int, ...], int, KeptUnit]
 """The rest of the path to a unit, its index and what is kept of it."""
 
@@ -127,7 +136,7 @@ class _Named:
 
     def name(self, position: Position) -> str:
         index, result = position
-        return f"kept.{self.unit_index}.{index}.{result}" if index >= 0 else f"kept.{self.unit_index}.input.{result}"
+        return f"{_PREFIX}{self.unit_index}.{index if index >= 0 else 'input'}.{result}"
 
     def program(self, program: Jaxpr) -> Jaxpr:
         inputs = [Var(var.aval) for var in program.invars]

@@ -16,7 +16,7 @@ from shardrules.training.keep.needs import NeedsReader
 from shardrules.training.keep.problem import UnitProblem, unit_problem
 from shardrules.training.keep.subsets import subset_choices
 from shardrules.training.keep.units import find_units
-from shardrules.training.keep.words import host_bytes, keep_text, repeated_flops
+from shardrules.training.keep.words import host_bytes, keep_words, repeated_flops
 
 _SOLVES = 40
 """How often the cuts of all units are computed: each takes a few milliseconds. With half as many, some choices between
@@ -200,5 +200,5 @@ def _keep(problems: Sequence[UnitProblem], choice: _Choice, replace_checkpoints:
         host_bytes(problems, choice.units),
         choice.seconds,
         repeated_flops(problems, choice.units) / max(1, flops),
-        keep_text(problems, choice.units),
+        keep_words(problems, choice.units),
     )

@@ -5,6 +5,7 @@ from typing import final
 
 import attrs
 
+from shardrules.core.check import bytes_text
 from shardrules.training.keep.units import UnitPosition
 
 Position = tuple[int, int]
@@ -45,8 +46,25 @@ class Keep:
     """What keeping and computing again take, on one device that does all of it."""
     repeated_flops: float = attrs.field(default=0.0, eq=False)
     """The FLOPs that are computed again, as a part of those of the forward pass."""
-    text: str = attrs.field(default="keeps everything", eq=False)
-    """What it keeps and computes again, in words."""
+    words: tuple[str | int, ...] = attrs.field(default=("keeps everything",), eq=False)
+    """What it keeps and computes again: text, and numbers of bytes in it."""
+
+    def scaled(self, factor: float) -> "Keep":
+        """Returns the same with other figures: for another size of the batch, or for one of several devices."""
+        return attrs.evolve(
+            self,
+            kept_bytes=round(self.kept_bytes * factor),
+            host_bytes=round(self.host_bytes * factor),
+            words=tuple(round(word * factor) if isinstance(word, int) else word for word in self.words),
+        )
+
+    @property
+    def short_text(self) -> str:
+        """What it keeps and computes again, in a few words."""
+        if not self.units:
+            return "keeps everything"
+        host = f" and {bytes_text(self.host_bytes)} on the host" if self.host_bytes else ""
+        return f"keeps {bytes_text(self.kept_bytes)}{host}, recomputes {100 * self.repeated_flops:.0f} %"
 
     def __str__(self) -> str:
-        return self.text
+        return "".join(bytes_text(word) if isinstance(word, int) else word for word in self.words)

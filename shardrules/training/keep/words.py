@@ -1,13 +1,12 @@
 """What is kept and computed again, in words."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.compiling.source import equation_line, short_line
-from shardrules.core.check import bytes_text
 from shardrules.planning.traced.fusion import VIEWS
 from shardrules.training.keep.cut import KeptValues
 from shardrules.training.keep.needs import is_dear_equation
@@ -36,29 +35,29 @@ UnitParts: TypeAlias = Sequence[tuple[KeptValues, int]]
 """What is kept of some segments of a unit, and of how many."""
 
 
-def keep_text(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> str:
-    """Says what each unit keeps, what goes to the host and what is computed again."""
-    texts: list[str] = []
+def keep_words(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> tuple[str | int, ...]:
+    """Says what each unit keeps, what goes to the host and what is computed again, with numbers of bytes apart."""
+    words: list[str | int] = []
     is_plural = len(problems) > 1 or any(len(parts) > 1 for parts in chosen)
     for problem, parts in zip(problems, chosen, strict=True):
         for kept, count in parts:
             layers = count * problem.unit.run_count // problem.repeats
-            text = _kept_text(problem, kept, count / problem.repeats)
-            texts.append(f"{layers} layers: {text}" if is_plural else text)
-    return "; ".join(texts) or "keeps everything"
+            words += ["; "] if words else []
+            words += [f"{layers} layers: "] if is_plural else []
+            words += _kept_words(problem, kept, count / problem.repeats)
+    return tuple(words) or ("keeps everything",)
 
 
-def _kept_text(problem: UnitProblem, kept: KeptValues, part: float) -> str:
+def _kept_words(problem: UnitProblem, kept: KeptValues, part: float) -> Iterator[str | int]:
     if kept is problem.as_written:
-        return f"keeps everything ({bytes_text(part * kept.nbytes)})"
-    texts = []
+        yield from ("keeps everything (", round(part * kept.nbytes), ")")
+        return
     if kept.kept:
-        texts.append(f"keeps {_values_text(problem, kept.kept)} ({bytes_text(part * kept.nbytes)})")
+        yield from (f"keeps {_values_text(problem, kept.kept)} (", round(part * kept.nbytes), "), ")
     if kept.offloaded:
         offloaded = _values_text(problem, kept.offloaded)
-        texts.append(f"keeps {offloaded} on the host ({bytes_text(part * kept.host_bytes)})")
-    texts.append(f"recomputes {_steps_text(problem, kept.repeated)}")
-    return ", ".join(texts)
+        yield from (f"keeps {offloaded} on the host (", round(part * kept.host_bytes), "), ")
+    yield f"recomputes {_steps_text(problem, kept.repeated)}"
 
 
 def host_bytes(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> int:

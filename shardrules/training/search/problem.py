@@ -23,6 +23,7 @@ from shardrules.training.keep.choices import keep_choices
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss
 from shardrules.training.microbatches import forward_program
+from shardrules.training.search.kept import kept_on_device
 from shardrules.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, PlanError, UnknownAxisError)
@@ -73,7 +74,9 @@ class TrainingProblem:
 
     def keeps(self, microbatches: int) -> tuple[Keep, ...]:
         """Returns what the backward pass of a microbatch may keep: first everything, then less and less."""
-        return self._keeps if microbatches == 1 else self._split_keeps
+        if microbatches == 1:
+            return self._keeps
+        return tuple(keep.scaled(self._least_split / microbatches) for keep in self._split_keeps)
 
     @functools.cached_property
     def _keeps(self) -> tuple[Keep, ...]:
@@ -121,6 +124,7 @@ class Outcome:
     shape: Shape
     mesh: str
     recipe: Recipe
+    """With the bytes that each device keeps."""
     result: SearchResult | None
     """The layouts; `None` where the mesh was refused."""
     seconds: float
@@ -157,18 +161,21 @@ def plan_once(
     except REFUSALS as error:
         needed = error.needed_bytes if isinstance(error, DoesNotFitError) else 0
         text = mesh_text(problem.cluster.abstract_mesh(shape))
+        # Without layouts: as if all devices shared it.
+        recipe = attrs.evolve(recipe, keep=recipe.keep.scaled(1 / problem.cluster.count))
         return Outcome(shape, text, recipe, None, float("inf"), needed, False, " ".join(str(error).split()))
     result = query.task.within(float("inf") if is_free else limit_bytes, deadline)
     plan = query.plan(result)
+    batch_splits = _batch_splits(plan, problem.loss.split.example_dims)
     return Outcome(
         shape,
         mesh_text(query.mesh),
-        recipe,
+        attrs.evolve(recipe, keep=kept_on_device(plan, recipe, batch_splits)),
         result,
         plan.cost,
         plan.peak_bytes,
         result.fits and result.peak_bytes <= limit_bytes,
-        batch_splits=_batch_splits(plan, problem.loss.split.example_dims),
+        batch_splits=batch_splits,
         planning_seconds=time.monotonic() - start,
     )
 

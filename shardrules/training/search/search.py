@@ -160,7 +160,7 @@ class TrainingSearch:
         self.count += 1
         best = self.best
         fastest = "" if best is None else f", best so far {best.seconds:.4g} s on {best.mesh}"
-        self.progress(f"{self.count} plans{fastest}; {outcome.mesh}, {recipe}")
+        self.progress(f"{self.count} plans{fastest}; {outcome.mesh}, {outcome.recipe}")
         return outcome
 
     def fit_all(self, shapes: Sequence[Shape]) -> None:

@@ -44,6 +44,7 @@ def test_microbatches_may_keep_what_the_whole_batch_may() -> None:
     assert len(whole) > 1
     assert parts == whole
     assert [2 * keep.kept_bytes for keep in parts] == [keep.kept_bytes for keep in whole]
+    assert [4 * keep.kept_bytes for keep in problem.keeps(4)] == [keep.kept_bytes for keep in whole]
 
 
 def test_a_search_out_of_time_has_one_plan_and_says_so() -> None:
