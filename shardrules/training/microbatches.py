@@ -228,10 +228,8 @@ def accumulation_dtype(dtype: Any, requested: Any = None) -> Any:
 
 def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     if trace.batch_size % (microbatches * groups):
-        raise MicrobatchError(
-            f"{trace.name}: a batch of {trace.batch_size} examples does not divide into {groups} groups of "
-            f"{microbatches} microbatches"
-        )
+        parts = f"{microbatches} microbatches" + (f" with {groups} groups each" if groups > 1 else "")
+        raise MicrobatchError(f"{trace.name}: a batch of {trace.batch_size} examples does not divide into {parts}")
     size, by_group = trace.batch_size // (microbatches * groups), groups > 1
     runs = groups if by_group else size
     program = flattened(trace.jaxpr)

@@ -87,10 +87,10 @@ def plan_training(
 
     **Raises:**
 
-    `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh; `ConfigError` and
-    `ConfigTypeError` for an argument that cannot be used; `MicrobatchError` for a loss or a batch that cannot be split
-    into the requested microbatches; `TargetError` and `MeshError`
-    for a cluster that does not exist.
+    `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh, or if the
+    optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for an argument that
+    cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested microbatches;
+    `TargetError` and `MeshError` for a cluster that does not exist.
 
     ```python
     import optax
@@ -119,6 +119,7 @@ def plan_training(
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
     step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)
     state = eqx.filter_eval_shape(step.init_state, model)
+    step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options)
     search = TrainingSearch(problem, microbatches, deadline, progress or (lambda text: None))
@@ -147,7 +148,8 @@ def _check_outcomes(search: TrainingSearch, name: str) -> None:
         return
     refusals = [outcome for outcome in search.free.values() if outcome.refusal]
     refusals += [outcome for outcome in search.outcomes.values() if outcome.refusal]
-    lines = list(dict.fromkeys(f"{outcome.mesh}: {outcome.refusal}" for outcome in refusals))
+    texts = [each.refusal if each.mesh in each.refusal else f"{each.mesh}: {each.refusal}" for each in refusals]
+    lines = list(dict.fromkeys(texts))
     cluster = search.problem.cluster.name
     text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines)
     needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]

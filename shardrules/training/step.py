@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
-from shardrules.core.errors import ConfigTypeError, printable
+from shardrules.core.errors import ConfigTypeError, PlanError, printable
 from shardrules.core.tree import array_kind
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
@@ -102,6 +102,22 @@ class TrainingStep:
     def init_state(self, model: Any) -> Any:
         """Returns the optimizer's state of a model."""
         return self.optimizer.init(eqx.filter(model, trainable_filter(model, self.trainable)))
+
+    def check_optimizer(self, model: Any, state: Any) -> None:
+        """Raises an error if the optimizer needs more than gradients, parameters and the loss. Takes shapes."""
+
+        def update(model: Any, state: Any) -> Any:
+            params = eqx.filter(model, trainable_filter(model, self.trainable))
+            return self.optimizer.update(params, state, params, **self._extra(jnp.zeros(())))
+
+        try:
+            eqx.filter_eval_shape(update, model, state)
+        except TypeError as error:
+            raise PlanError(
+                "the optimizer cannot update the model from gradients, parameters and the loss: "
+                f"{printable(str(error))}. Line searches, such as that of optax.lbfgs, evaluate the loss again, and a "
+                "training step does not"
+            ) from error
 
     def _extra(self, loss: jax.Array) -> dict[str, Any]:
         """What some optimizers, such as `optax.contrib.reduce_on_plateau`, need besides gradients."""

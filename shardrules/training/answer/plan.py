@@ -40,15 +40,14 @@ class TrainingPlan:
     ```
     """
 
-    training_step: TrainingStep
-    """The step, as it is to be traced."""
+    _training_step: TrainingStep = attrs.field(repr=False)
     planned: AutoPlan = attrs.field(repr=False)
     """The layouts of everything in the step."""
     report: TrainingPlanReport = attrs.field(repr=False)
     """All figures, as a record."""
-    problem: TrainingProblem = attrs.field(repr=False)
+    _problem: TrainingProblem = attrs.field(repr=False)
     """What was planned."""
-    outcomes: tuple[Outcome, ...] = attrs.field(repr=False)
+    _outcomes: tuple[Outcome, ...] = attrs.field(repr=False)
     """The plans that fit by the model, this one first, then the others by their time."""
     compiled: tuple[ProvedPlan, ...] = ()
     """What was compiled with `prove`, the best first: this plan, and others."""
@@ -56,7 +55,7 @@ class TrainingPlan:
     @property
     def recipe(self) -> Recipe:
         """How the gradient is computed."""
-        return self.training_step.recipe
+        return self._training_step.recipe
 
     @property
     def mesh(self) -> AnyMesh:
@@ -94,7 +93,7 @@ class TrainingPlan:
 
         Model and state are donated.
         """
-        return self.planned.jit(self.training_step, donate_argnums=(0, 1))
+        return self.planned.jit(self._training_step, donate_argnums=(0, 1))
 
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns a rule for (model, state) that decides as the plan does, for checkpoints and others."""
@@ -111,7 +110,7 @@ class TrainingPlan:
         @functools.wraps(make, updated=())
         def model_and_state(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model = make(*args, **kwargs)
-            return model, self.training_step.init_state(model)
+            return model, self._training_step.init_state(model)
 
         return filter_init(model_and_state, self.as_rule(), self.mesh)
 
@@ -120,7 +119,7 @@ class TrainingPlan:
 
         First come those that fit by the compiler, by the modelled time of the compiled program. Nothing is run.
         """
-        return ranked([prove_outcome(self.problem, outcome) for outcome in self.outcomes[:count]])
+        return ranked([prove_outcome(self._problem, outcome) for outcome in self._outcomes[:count]])
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""

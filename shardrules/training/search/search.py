@@ -181,7 +181,9 @@ class TrainingSearch:
             if self.loses(shape, free.recipe, free.seconds):
                 return
             keeps_all = False
-            for groups in dict.fromkeys((free.batch_splits, 1) if microbatches > 1 else (1,)):
+            splits = free.batch_splits if microbatches > 1 else 1
+            divides = self.problem.loss.batch_size % (microbatches * splits) == 0
+            for groups in dict.fromkeys((splits, 1) if divides else (1,)):
                 keeps_all |= self.fit_column(shape, microbatches, groups)
             # More microbatches only cost time where they let the backward pass keep more.
             is_worse = self.seconds_of(shape, microbatches // 2) < self.seconds_of(shape, microbatches)
