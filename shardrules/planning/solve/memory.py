@@ -14,7 +14,7 @@ import numpy as np
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.problem import Home, Problem, project, read_region
 from shardrules.planning.solve.formulation import MemoryConstraint
-from shardrules.planning.traced.fusion import IN_PLACE
+from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 from shardrules.planning.traced.ragged import expansions
 
@@ -49,6 +49,8 @@ class Stay:
     """Whether it is an argument."""
     split_dims: tuple[int, ...] = ()
     """If there are any, it is only there where one of these dims is split."""
+    whole_dims: tuple[int, ...] = ()
+    """It is only there where none of these dims is split."""
 
 
 @final
@@ -81,7 +83,7 @@ class Occupancy:
     def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
         """Returns the occupancy of a problem whose operations run at some positions."""
         spans = _region_spans(problem.program, positions)
-        last_uses = _last_uses(problem, positions, spans)
+        last_uses = _last_uses(problem.fusion, positions, spans)
         overwritten = _overwritten(problem)
         updated = _updated(problem, overwritten)
         homeless = [array for array in problem.program.arguments if array not in problem.homes]
@@ -89,7 +91,7 @@ class Occupancy:
         fixed = sum(problem.program.arrays[array].device_bytes for array in (*homeless, *problem.program.constants))
         stays = (
             *_argument_stays(problem),
-            *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
+            *_written_stays(problem, positions, spans, overwritten, updated),
             *_expansion_stays(problem, positions),
         )
         return cls(problem, stays, _copies(problem, positions, spans, last_uses, updated), fixed)
@@ -127,7 +129,9 @@ class Occupancy:
     def _layout_bytes(self, stay: Stay, layouts: np.ndarray) -> np.ndarray:
         """Returns the bytes that an array takes in each of some layouts."""
         nbytes = stay.nbytes * self.overhead(stay) / shard_counts(layouts, self.problem.machine)
-        return np.where(np.isin(layouts, stay.split_dims).any(axis=1), nbytes, 0.0) if stay.split_dims else nbytes
+        if stay.split_dims:
+            nbytes = np.where(np.isin(layouts, stay.split_dims).any(axis=1), nbytes, 0.0)
+        return np.where(np.isin(layouts, stay.whole_dims).any(axis=1), 0.0, nbytes) if stay.whole_dims else nbytes
 
     def _copy_spans(self, choice: Sequence[int]) -> list[tuple[tuple[int, int], float]]:
         """Returns the copies under a choice: from the first operation that takes each to the last, and its bytes."""
@@ -206,9 +210,9 @@ def _region_spans(program: TracedProgram, positions: _Positions) -> dict[int, tu
     return spans
 
 
-def _last_uses(problem: Problem, positions: _Positions, spans: _Spans) -> dict[int, int]:
+def _last_uses(fusion: FusedProgram, positions: _Positions, spans: _Spans) -> dict[int, int]:
     """Returns for each array that anything takes the last position at which it has to be there."""
-    program, fusion = problem.program, problem.fusion
+    program = fusion.program
     last_uses: dict[int, int] = {}
     # Backwards, so that the last use of what is computed from an array is known when the array's own is needed.
     for op_index in sorted(range(len(positions)), key=lambda op_index: -positions[op_index]):
@@ -239,6 +243,41 @@ def _argument_stays(problem: Problem) -> Iterator[Stay]:
             yield Stay(problem.homes[array], nbytes, 0, len(problem.program.operations), is_lasting=True)
 
 
+def _written_stays(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    overwritten: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> Iterator[Stay]:
+    """Yields what operations write. Where rows are split, other kernels write other arrays."""
+    arrays, shifted = problem.program.arrays, problem.fusion.shifted
+    last_uses = _last_uses(problem.fusion, positions, spans)
+    stays = list(_result_stays(problem, positions, spans, last_uses, overwritten, updated))
+    if not shifted:
+        yield from (stay for _, stay in stays)
+        return
+    apart = attrs.evolve(problem, fusion=problem.fusion.with_split_rows)
+    split_uses = _last_uses(apart.fusion, positions, spans)
+    split_stays = list(_result_stays(apart, positions, spans, split_uses, overwritten, updated))
+    common = dict.fromkeys(map(_stay_key, stays)).keys() & dict.fromkeys(map(_stay_key, split_stays)).keys()
+    # What has one element for each row is the same in both, or small.
+    rows = [(len(arrays[array].shape), arrays[array].shape[-1]) for array in sorted(shifted)]
+    for array, stay in stays:
+        shape = arrays[array].shape
+        is_rows = _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows
+        yield attrs.evolve(stay, whole_dims=(len(shape) - 1,)) if is_rows else stay
+    for array, stay in split_stays:
+        shape = arrays[array].shape
+        if _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows:
+            yield attrs.evolve(stay, split_dims=(len(shape) - 1,))
+
+
+def _stay_key(array_stay: tuple[int, Stay]) -> tuple[Any, ...]:
+    array, stay = array_stay
+    return array, stay.nbytes, stay.first, stay.last, stay.split_dims, stay.whole_dims
+
+
 def _result_stays(
     problem: Problem,
     positions: _Positions,
@@ -246,8 +285,8 @@ def _result_stays(
     last_uses: Mapping[int, int],
     overwritten: Mapping[int, int],
     updated: Mapping[int, int],
-) -> Iterator[Stay]:
-    """Yields what operations write, from then to the last operation that takes it."""
+) -> Iterator[tuple[int, Stay]]:
+    """Yields the arrays that operations write, each from then to the last operation that takes it."""
     program, fusion = problem.program, problem.fusion
     stacks = _first_stacks(program, spans)
     for op_index, operation in enumerate(program.operations):
@@ -258,17 +297,21 @@ def _result_stays(
                 continue
             nbytes = fusion.nbytes(result)
             if operation.role == "return":
-                yield Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
+                yield result, Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
                 continue
             if not fusion.writes(op_index, result):
                 continue
             computed_home = problem.produced_homes.get((op_index, result_index))
             if computed_home is not None:  # a sum that is added up into another layout: both are there for a moment
-                yield Stay(computed_home, nbytes, here, here)
+                yield result, Stay(computed_home, nbytes, here, here)
             source = _overwritten_source(problem, op_index, result, here, last_uses)
             first = here + 1 if computed_home is not None or source is not None else here
-            if computed_home is None and source is not None and (dims := _looked_up_dims(problem, source)):
-                yield Stay(home, int(_LATE_LOOKUPS * nbytes), here, here, split_dims=dims)
+            if computed_home is None and source is not None:
+                if dims := _looked_up_dims(problem, source):
+                    yield result, Stay(home, int(_LATE_LOOKUPS * nbytes), here, here, split_dims=dims)
+                if fusion.keeps_rows(op_index, source):
+                    # A kernel that keeps rows on chip writes to other memory than it reads.
+                    yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))
             if operation.role == "leave":
                 first = stacks[_stack_key(program, result)]
             last = max(first, last_uses.get(result, here))
@@ -281,7 +324,7 @@ def _result_stays(
                 last = last_uses.get(memory, 0) if memory in program.arguments else first
                 if last <= first:
                     continue
-            yield Stay(home, nbytes, first, last)
+            yield result, Stay(home, nbytes, first, last)
 
 
 def _overwritten_source(
@@ -291,20 +334,10 @@ def _overwritten_source(
     program, fusion = problem.program, problem.fusion
     if not fusion.is_elementwise(op_index):
         return None
-    chain, visited = list(program.operations[op_index].operands), set[int]()
-    while chain:
-        operand = chain.pop()
-        if operand is None or operand in visited:
-            continue
-        visited.add(operand)
-        array = fusion.sources.get(operand, operand)
-        producer = program.producers.get(array)
-        if producer is None:  # an argument, or a scalar that enters a loop
-            continue
-        if array not in fusion.written:
-            chain += program.operations[producer].operands
-        elif (
-            max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
+    for operand, array in fusion.taken(op_index):
+        if (
+            array in program.producers  # otherwise an argument, or a scalar that enters a loop
+            and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
             and array in problem.homes
             and problem.homes[array].node == problem.homes[result].node
             and fusion.nbytes(array) == fusion.nbytes(result)

@@ -14,7 +14,7 @@ the same. This is a model: XLA decides by heuristics, which differ between backe
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import final
+from typing import Self, final
 
 import attrs
 
@@ -42,9 +42,11 @@ _PARTIAL_READS = "gather dynamic_slice slice split"
 _IN_PLACE = "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice"
 """Primitives that write their result over their first operand, and only the elements that change."""
 
-_LONGEST_ROW = 8192
+_LONGEST_ROW = 16384
 """How long the rows may be that one kernel reduces and then computes from, in elements. XLA for GPUs keeps rows of
-attention and norms on chip, and reads those of a vocabulary again for each reduction."""
+attention, of norms and of small vocabularies on chip, and reads longer ones again for each reduction: of losses that
+were compiled for H100s with 16,384 scores or less all were kept, with 20,000 none. With half of it, peaks of those with
+12,000 scores are up to a third too low; with twice as much, those of 20,000 up to a half too high."""
 
 _OFTEN = 4
 """How many kernels have to take a value for which one of them reduces several dims, so that it is written. With one
@@ -80,17 +82,22 @@ class FusedProgram:
     are written in the wider dtype."""
     copied: Mapping[int, float]
     """For each operation that copies its first operand instead of overwriting it: how often it does in one run."""
+    shifted: frozenset[int]
+    """Rows less their maximum that are written because several kernels take them. Where rows are split, the maximum
+    comes from other devices, and each kernel computes them again."""
 
     @classmethod
     def of(cls, program: TracedProgram, feedback: Mapping[int, int] | None = None) -> "FusedProgram":
         """Returns what a compiler makes of a program. The arguments that results replace, in `feedback`, are donated;
         without it, all are."""
         written = _with_normalised(program, _written(program))
+        shifted = frozenset(array for array in _shifted_rows(program) if array in written)
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)
         joined = _Joined()
         _join_optimizer(program, kernels_of, sources, joined)
-        _join_rows(program, kernels_of, sources, written, joined)
+        rows = frozenset(array for array in written - shifted if not _is_updated(program, array))
+        _join_rows(program, kernels_of, sources, rows, joined)
         _join_dots(program, kernels_of, sources, joined)
         read_counts: dict[tuple[int, int], int] = {}
         counted: set[tuple[int, int]] = set()
@@ -109,7 +116,12 @@ class FusedProgram:
             joined.leader(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
         copied = copied_parts(program, sources, feedback, IN_PLACE)
-        return cls(program, written, sources, read_counts, ending, _widened(program), copied)
+        return cls(program, written, sources, read_counts, ending, _widened(program), copied, shifted)
+
+    @property
+    def with_split_rows(self) -> Self:
+        """The same where rows are split over devices."""
+        return attrs.evolve(self, written=self.written - self.shifted, shifted=frozenset())
 
     def writes(self, op_index: int, result: int) -> bool:
         """Whether an operation writes a result to memory that it does not share with an operand."""
@@ -119,6 +131,36 @@ class FusedProgram:
         """Whether a chain of elementwise operations ends at an operation."""
         operation = self.program.operations[op_index]
         return op_index in self.kernels and operation.role == "compute" and not _ends_chain(operation)
+
+    def taken(self, op_index: int) -> Iterator[tuple[int, int]]:
+        """Yields the arrays in memory that the kernel of a chain takes: first as it takes them, perhaps as a view."""
+        chain, visited = list(self.program.operations[op_index].operands), set[int]()
+        while chain:
+            operand = chain.pop()
+            if operand is None or operand in visited:
+                continue
+            visited.add(operand)
+            array = self.sources.get(operand, operand)
+            producer = self.program.producers.get(array)
+            if array in self.written or producer is None:
+                yield operand, array
+            else:
+                chain += self.program.operations[producer].operands
+
+    def keeps_rows(self, op_index: int, array: int) -> bool:
+        """Whether the kernel of a chain reduces the rows of an array that it takes, to compute from both at once.
+
+        Where elements of the rows are looked up or were updated, the reduction is a kernel of its own.
+        """
+        program, shape = self.program, self.program.arrays[array].shape
+        reductions = [
+            producer
+            for _, reduced in self.taken(op_index)
+            if (producer := program.producers.get(reduced)) is not None
+            and _reduced_rows(program.operations[producer]) == shape
+            and any(source == array for _, source in self.taken(producer))
+        ]
+        return bool(reductions) and not _is_updated(program, array) and not _is_looked_up(program, array)
 
     def read_bytes(self, op_index: int, operand_index: int) -> int:
         """Returns the bytes of an operand that all kernels together read at an operation, in one run."""
@@ -254,6 +296,14 @@ def reduced_runs(operation: Operation) -> int:
     return sum(is_reduced for is_reduced, _ in itertools.groupby(kept))
 
 
+def _reduced_rows(operation: Operation) -> tuple[int, ...]:
+    """The shape of what an operation reduces along its last dim; empty unless such rows are short enough for a chip."""
+    if not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
+        return ()
+    shape = operation.equation.invars[0].aval.shape
+    return shape if operation.equation.params["axes"] == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW else ()
+
+
 def _ends_chain(operation: Operation) -> bool:
     """Whether the results of an operation are written, whatever uses them."""
     name = operation.name
@@ -305,8 +355,11 @@ def _with_normalised(program: TracedProgram, written: frozenset[int]) -> frozens
 
     A reduction over several dims with the last among them is a kernel of its own, unlike that of a row. What it and
     several other kernels take, some of which compute much from it, is written once instead of being computed by each.
+    Rows less their maximum, as in the logarithm of a softmax, are written by the kernel that finds the maximum as soon
+    as two others take them.
     """
     kept = set(written)
+    shifted = _shifted_rows(program)
     taken_by: dict[int, frozenset[int]] = {}
     is_expensive: dict[int, bool] = {}
     for op_index in range(len(program.operations) - 1, -1, -1):
@@ -323,7 +376,11 @@ def _with_normalised(program: TracedProgram, written: frozenset[int]) -> frozens
             user_count = sum(len(program.users.get(result, ())) for result in operation.results)
             is_taken_often = len(kernels) >= _OFTEN and user_count > 1 and _computes_as_much(program, operation)
             costs_much = any(is_expensive.get(result, False) for result in operation.results)
-            if is_taken_often and costs_much and any(_reduces_several_dims(program, kernel) for kernel in kernels):
+            is_normalised = (
+                is_taken_often and costs_much and any(_reduces_several_dims(program, kernel) for kernel in kernels)
+            )
+            is_shifted = len(kernels) > 1 and any(result in shifted for result in operation.results)
+            if is_normalised or is_shifted:
                 kept.update(operation.results)
                 kernels = frozenset((op_index,))
         is_costly = operation.name in _EXPENSIVE
@@ -336,6 +393,48 @@ def _with_normalised(program: TracedProgram, written: frozenset[int]) -> frozens
         if _is_view(operation):
             kept.update(result for operand, result in _view_pairs(operation) if operand in kept)
     return frozenset(kept)
+
+
+def _is_updated(program: TracedProgram, array: int) -> bool:
+    """Whether an update in place returns an array: compilers fuse nothing with it that keeps rows on chip."""
+    producer = program.producers.get(array)
+    return producer is not None and program.operations[producer].name in IN_PLACE
+
+
+def _is_looked_up(program: TracedProgram, array: int) -> bool:
+    """Whether single elements of an array, or of what is computed from it element by element, are looked up."""
+    shape, chain, visited = program.arrays[array].shape, [array], set[int]()
+    while chain:
+        link = chain.pop()
+        for reader, operand_index in program.users.get(link, ()) if link not in visited else ():
+            operation = program.operations[reader]
+            if operation.name == "gather" and operand_index == 0:
+                return True
+            if not _ends_chain(operation):
+                chain += [result for result in operation.results if program.arrays[result].shape == shape]
+        visited.add(link)
+    return False
+
+
+def _shifted_rows(program: TracedProgram) -> dict[int, None]:
+    """The rows less their maximum of which a loss looks up elements, where a kernel keeps such rows on chip."""
+    shifted: dict[int, None] = {}
+    for operation in program.operations:
+        if operation.name != "sub" or None in operation.operands:
+            continue
+        rows, link = operation.operands
+        assert rows is not None, "compared above"
+        while link is not None and (index := program.producers.get(link)) is not None:
+            producer = program.operations[index]
+            if producer.name == "reduce_max":
+                is_row = producer.operands[0] == rows and _reduced_rows(producer)
+                if is_row and _is_looked_up(program, operation.results[0]):
+                    shifted[operation.results[0]] = None
+                break
+            arrays = [operand for operand in producer.operands if operand is not None]
+            # What is between broadcasts the maximum, or compares it with a number.
+            link = arrays[0] if len(arrays) == 1 and producer.role == "compute" else None
+    return shifted
 
 
 def _computes_as_much(program: TracedProgram, operation: Operation) -> bool:
@@ -476,10 +575,8 @@ def _join_rows(
                 taken_by.setdefault(sources.get(operand, operand), []).append(op_index)
     for op_index, operation in enumerate(program.operations):
         operand = operation.operands[0] if operation.operands else None
-        if operand is None or not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
-            continue
-        shape = program.arrays[operand].shape
-        if operation.equation.params["axes"] != (len(shape) - 1,) or shape[-1] > _LONGEST_ROW:
+        shape = _reduced_rows(operation)
+        if operand is None or not shape:
             continue
         rows = {source for source in read_by.get(op_index, ()) if program.arrays[source].shape == shape}
         for user in taken_by.get(operation.results[0], ()):

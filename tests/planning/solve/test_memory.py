@@ -1,5 +1,6 @@
 """What is in memory, worked out by hand, and compared with the compilers of CPUs and GPUs."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,10 +29,11 @@ def planned(
     *shapes: tuple[int, ...],
     pins: Mapping[int, P],
     feedback: Mapping[int, int] | None = None,
+    mesh: str = "x:4",
 ) -> tuple[Task, tuple[int, ...], np.ndarray]:
-    """The task of a function on four devices, the choice, and the timeline, with nothing added for temporaries."""
+    """The task of a function on a mesh, the choice, and the timeline, with nothing added for temporaries."""
     jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    machine = Machine.of(sr.mesh_shape("x:4"), None, Assumptions(temporaries=1.0))
+    machine = Machine.of(sr.mesh_shape(mesh), None, Assumptions(temporaries=1.0))
     names = [f"argument{index}" for index in range(len(shapes))]
     task = Task.of(read_jaxpr(jaxpr), machine, names, feedback or {}, pins)
     result = task.within(np.inf)
@@ -93,6 +95,45 @@ def test_scores_may_be_there_beside_their_gradient(spec: P, is_late: bool) -> No
     assert stay.nbytes == both.nbytes / 2
     constraint = task.occupancy.constraint(stay.first, np.inf, certain=True)
     assert constraint.used_bytes(task.problem, choice) <= timeline[stay.first]
+
+
+def log_likelihood(w: Any, x: Any, words: Any, is_looked_up: bool) -> Any:
+    """The gradient of a loss with the logarithm of a softmax, of bfloat16 scores in float32."""
+
+    def loss(w: Any) -> Any:
+        scores = jax.nn.log_softmax((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+        words_ = words.astype(jnp.int32)
+        if is_looked_up:
+            return -jnp.mean(jnp.take_along_axis(scores, words_[:, None], -1))
+        return -jnp.mean(jax.nn.one_hot(words_, scores.shape[-1]) * scores)
+
+    return jax.grad(loss)(w)
+
+
+# The bytes of temporaries for each score, as compiled for an H100 of 4,096 x V scores by jax 0.10.2:
+# V              4,096  8,192  12,000  16,000  32,768
+# looked up       10.0   10.0    10.0    10.0     6.0
+# multiplied       4.0    4.0     4.0     4.0     2.0
+@pytest.mark.parametrize(
+    ("is_looked_up", "size", "device_count", "nbytes"),
+    [
+        (True, 12000, 1, 10),  # rows less their maximum, and the gradient of what was looked up, in float32
+        (True, 32768, 1, 6),  # rows that no kernel keeps on chip are computed again from the scores
+        (True, 12000, 4, 7),  # and so are rows that are split; half of the scores stay for the lookup
+        (False, 12000, 1, 4),  # a kernel that keeps rows on chip does not write over what it reads
+        (False, 32768, 1, 2),
+    ],
+)
+def test_losses_keep_what_kernels_of_rows_write(is_looked_up: bool, size: int, device_count: int, nbytes: int) -> None:
+    task, choice, timeline = planned(
+        functools.partial(log_likelihood, is_looked_up=is_looked_up),
+        *((64, size), (4096, 64), (4096,)),
+        pins={0: P(None, "x"), 1: P(), 2: P()},
+        mesh=f"x:{device_count}",
+    )
+    assert (timeline.max() - timeline[-1]) / (4096 * size / device_count) == pytest.approx(nbytes, rel=0.1)
+    op_index = int(timeline.argmax())
+    assert task.occupancy.constraint(op_index, np.inf).used_bytes(task.problem, choice) >= timeline[op_index] - 1
 
 
 def grouped_norm(x: Any) -> Any:
