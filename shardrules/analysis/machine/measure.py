@@ -57,6 +57,11 @@ _MEMORY_SHARE = 1 / 8
 """The share of a device's memory that the arrays of one measurement may have. Others may be using the rest: with all of
 it, devices that run something else fail."""
 
+_TIME_LIMIT = "the time limit"
+
+_ALONE_COUNT = 6
+"""How many measurements there are of launches, of memory and of the link to the host: one, three and two."""
+
 
 @final
 @attrs.frozen
@@ -140,6 +145,8 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
     skipped: tuple[str, ...]
     """What the time limit left out, and what failed."""
+    whole_seconds: float = 0.0
+    """About how long it takes to measure all; 0 if the time limit left nothing out."""
 
 
 @final
@@ -160,6 +167,8 @@ class _Session:
     skipped: dict[str, str] = attrs.field(factory=dict)
     compile_seconds: float = 0.0
     """What the last program took beside its runs."""
+    count: int = 0
+    """How many measurements were made, or failed."""
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -179,8 +188,19 @@ class _Session:
         """Whether a measurement whose programs run for so long would end in time."""
         return time.monotonic() + seconds * _RUNS + self.compile_seconds <= self.end(step)
 
+    def whole_seconds(self, group_count: int) -> float:
+        """About how long all measurements take: most of it is compiling, and so alike for each of them. 0 where the
+        time limit left nothing out."""
+        if _TIME_LIMIT not in self.skipped.values():
+            return 0.0
+        sizes = self.sizes
+        whole = _ALONE_COUNT + len(MATMUL_KINDS) * len(sizes.matmuls) ** 3
+        whole += group_count * len(COLLECTIVE_KINDS) * len(sizes.collective_bytes)
+        return (time.monotonic() - self.start) * whole / max(1, self.count)
+
     def measured(self, name: str, run: Callable[[], float]) -> float | None:
         """Runs a measurement; `None` where it fails."""
+        self.count += 1
         start = time.monotonic()
         try:
             value = run()
@@ -203,7 +223,8 @@ def measure(devices: Sequence[Any], time_limit: float, sizes: Sizes | None = Non
     if process_id() == 0:
         _measure_device(session)
         _measure_large_matmuls(session)
-    _measure_collectives(session, _groups(devices, hosts), hosts)
+    groups = _groups(devices, hosts)
+    _measure_collectives(session, groups, hosts)
     if process_id() == 0:
         _measure_matmuls(session)
     measurements = Measurements(
@@ -218,6 +239,7 @@ def measure(devices: Sequence[Any], time_limit: float, sizes: Sizes | None = Non
         tuple(session.host_links.items()),
         tuple(session.collectives),
         tuple(f"{name} ({reason})" for name, reason in session.skipped.items()),
+        session.whole_seconds(len(groups)),
     )
     # Devices differ a little, and sheets that differ make plans that differ: all have that of process 0.
     text = json.dumps(attrs.asdict(measurements)) if process_id() == 0 else None
@@ -307,7 +329,7 @@ def _measure_matmul(session: _Session, kind: str, dims: tuple[int, int, int], st
     name = f"{kind} matmuls{' of some sizes' if like else ''}"
     # A sheet needs the rate of at least one matmul.
     if session.matmuls and not session.has_time(step, seconds * rounds):
-        session.skipped.setdefault(name, "the time limit")
+        session.skipped.setdefault(name, _TIME_LIMIT)
         return
     measured = session.measured(
         name, lambda: microbenchmarks.matmul_seconds(kind, dims, session.device, rounds, session.overhead, end)
@@ -369,7 +391,7 @@ def _agreed_rounds(session: _Session, name: str, seconds: float, growth: float, 
     if not fits:
         session.skipped.setdefault("large collectives", "the memory of a device")
     elif not session.has_time("collectives", seconds * growth * rounds):
-        session.skipped.setdefault("some collectives", "the time limit")
+        session.skipped.setdefault("some collectives", _TIME_LIMIT)
         fits = False
     if process_count() == 1:
         return rounds * fits

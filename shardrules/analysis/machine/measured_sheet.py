@@ -1,6 +1,7 @@
 """A sheet of hardware from measurements: what was measured, and where that is missing the figures of another sheet."""
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -9,6 +10,7 @@ import jax
 
 from shardrules.analysis.machine.measure import (
     COLLECTIVE_KINDS,
+    MATMUL_KINDS,
     CollectiveTime,
     MatmulTime,
     Measurements,
@@ -40,6 +42,8 @@ class MeasuredSheet:
     sources: dict[str, str] = attrs.field(factory=dict)
     missing: list[str] = attrs.field(factory=list)
     """The figures that could have been measured and were not."""
+    small: tuple[str, ...] = ()
+    """The kinds of multiplication whose peaks are those of small matmuls, for want of large ones."""
 
     @classmethod
     def of(cls, measurements: Measurements, base: Mapping[str, Any], is_nominal: bool) -> "MeasuredSheet":
@@ -58,6 +62,20 @@ class MeasuredSheet:
         for figure in () if is_nominal else _AS_THEY_ARE:
             sheet._keep(figure)
         return sheet
+
+    def gaps(self, base_name: str) -> str:
+        """Returns what was not measured and why, what is in the sheet in its place, and how long all of it takes."""
+        measurements = self.measurements
+        figures = list(dict.fromkeys(self.missing)) or ["large matmuls"]
+        text = f"{', '.join(figures)}: {'; '.join(measurements.skipped)}"
+        if self.missing:
+            ratio = f" (peaks by their ratio to {_reference(self._best_rates())})" * self.is_nominal
+            text += f". They are as in the sheet {base_name!r}{ratio}"
+        if self.small:
+            text += f". The rates of {', '.join(self.small)} are those of small matmuls, and large ones are faster"
+        if measurements.whole_seconds:
+            text += f". To measure all takes about {_in_tens(measurements.whole_seconds)} s: pass that as time_limit"
+        return text
 
     def _measured(self, figure: str, value: Any, how: str = "") -> None:
         self.values[figure] = _rounded(value)
@@ -97,20 +115,25 @@ class MeasuredSheet:
     def _add_compute(self, best: Mapping[str, float]) -> None:
         matmuls = self.measurements.matmuls
         cut = [kind for kind in best if not _is_large_matmul(matmuls, kind, self._sizes.matmuls[-1])]
-        if cut:
-            self.missing.append(f"matmul_fractions of {', '.join(cut)}")
         large = {kind: rate for kind, rate in best.items() if kind not in cut}
         how = ": the fastest matmul of each kind" + ", none of them large" * (not large)
-        # Of a device without a sheet nothing else is known than its small matmuls.
-        best = large or (dict(best) if self.is_nominal else {})
-        peaks = best if self.is_nominal else dict(self.base["peak_flops"])
         if self.is_nominal:
-            self._measured("peak_flops", peaks, how)
+            # Of a device without a sheet nothing else is known than its small matmuls.
+            best, self.small = large or dict(best), () if large else tuple(best)
+            peaks = self._peaks_like(best)
+            unmeasured = [kind for kind in peaks if kind not in best]
+            rest = f"; {', '.join(unmeasured)} by their ratio to {_reference(best)} in the sheet {self.base['name']!r}"
+            self._measured("peak_flops", peaks, how + rest * bool(unmeasured))
+            lacking = [kind for kind in unmeasured if kind in MATMUL_KINDS]
+            self.missing += [f"peak_flops of {', '.join(lacking)}"] * bool(lacking)
         else:
-            # A clock above the one that peaks are quoted for, or a kind that the sheet does not have.
-            peaks |= {kind: rate for kind, rate in best.items() if rate > peaks.get(kind, 0.0) and kind in peaks}
+            best = large
+            # A clock above the one that peaks are quoted for.
+            peaks = dict(self.base["peak_flops"])
+            peaks |= {kind: rate for kind, rate in best.items() if kind in peaks and rate > peaks[kind]}
             self._keep("peak_flops")
             self.values["peak_flops"] = peaks
+            self.missing += [f"matmul_fractions of {', '.join(cut)}"] * bool(cut)
         peaks = {kind: _rounded(rate) for kind, rate in peaks.items()}
         fractions = {kind: min(1.0, rate / peaks[kind]) for kind, rate in best.items() if kind in peaks}
         self._overwrite("matmul_fractions", fractions, how)
@@ -121,6 +144,12 @@ class MeasuredSheet:
             self._measured("launch_seconds", self.measurements.launch_seconds)
         else:
             self._miss("launch_seconds")
+
+    def _peaks_like(self, best: Mapping[str, float]) -> dict[str, float]:
+        """The measured rates, and for all other kinds what keeps the ratio that they have in the nominal sheet."""
+        nominal, reference = dict(self.base["peak_flops"]), _reference(best)
+        scale = best[reference] / nominal[reference]
+        return {kind: best.get(kind, scale * rate) for kind, rate in nominal.items()}
 
     def _miss(self, figure: str) -> None:
         self.missing.append(figure)
@@ -208,6 +237,15 @@ class MeasuredSheet:
             self._keep("network_bytes_per_second")
             self._measured("network_fraction", rate / self.base["network_bytes_per_second"])
         self._measured("network_latency_seconds", _latency(times), ": the smallest collective between hosts")
+
+
+def _in_tens(seconds: float) -> int:
+    return 10 * math.ceil(seconds / 10)
+
+
+def _reference(rates: Mapping[str, float]) -> str:
+    """The kind of multiplication that others are compared with."""
+    return next(kind for kind in MATMUL_KINDS if kind in rates)
 
 
 def _rounded(value: Any) -> Any:

@@ -81,7 +81,8 @@ def test_collectives_that_were_measured_take_what_they_took() -> None:
 def test_a_device_without_a_sheet_has_the_best_that_was_measured() -> None:
     hardware, _ = sheet(UNKNOWN, "cpu")
     assert hardware.name == "NVIDIA Z1 (measured)"
-    assert dict(hardware.peak_flops) == pytest.approx({"bf16": 680e12, "f32": 380e12}, rel=0.1)
+    peaks = dict(hardware.peak_flops)
+    assert (peaks["bf16"], peaks["f32"]) == pytest.approx((680e12, 380e12), rel=0.1)
     assert dict(hardware.matmul_fractions) == {"bf16": 1, "f32": 1}
     assert hardware.memory_bytes_per_second == 3e12
     # The best ring, and the least that a step of one takes.
@@ -170,11 +171,31 @@ def test_a_device_without_a_sheet_has_no_peak_of_small_messages() -> None:
     hardware, missing = sheet(UNKNOWN, "cpu", collectives=times)
     assert hardware.link_bytes_per_second == sr.Hardware.named("cpu").link_bytes_per_second
     assert hardware.collective_times == ()
-    assert missing == [f"collective_times of {', '.join(COLLECTIVE_KINDS)}"]
+    lacking = f"collective_times of {', '.join(COLLECTIVE_KINDS)}"
+    assert missing == ["peak_flops of f16, f32_highest, f8, s8", lacking]
     small = MatmulTime("f8", 256, 256, 256, 5e-6)
     hardware, missing = sheet(UNKNOWN, "cpu", matmuls=(*H100.matmuls, small))
-    assert [kind for kind, _ in hardware.peak_flops] == ["bf16", "f32"]
-    assert missing == ["matmul_fractions of f8"]
+    peaks = dict(hardware.peak_flops)
+    assert peaks["f8"] == peaks["bf16"] > peaks["f32"]
+    assert 2 * peaks["f64"] == pytest.approx(peaks["bf16"], rel=1e-3)
+    assert missing == ["peak_flops of f16, f32_highest, f8, s8"]
+
+
+@pytest.mark.parametrize("whole_seconds", [0.0, 84.0])
+def test_warnings_agree_with_the_sources(whole_seconds: float) -> None:
+    fields = attrs.asdict(sr.Hardware.named("cpu"))
+    cut = attrs.evolve(UNKNOWN, matmuls=MATMULS[:1], whole_seconds=whole_seconds)
+    built = MeasuredSheet.of(cut, fields, is_nominal=True)
+    text, source = built.gaps("cpu"), built.sources["peak_flops"]
+    assert source.startswith("measured on ")
+    assert source.endswith(
+        "none of them large; f16, f32, f32_highest, f8, s8, f64 by their ratio to bf16 in the sheet 'CPU (nominal)'"
+    )
+    assert "of bf16 are those of small matmuls" in text
+    before, _, after = text.partition(". They are as in the sheet 'cpu' (peaks by their ratio to bf16)")
+    assert after
+    assert before == "peak_flops of f16, f32, f32_highest, f8, s8, matmul_rates: f16 matmuls (the time limit)"
+    assert ("all takes about 90 s" in text) == bool(whole_seconds)
 
 
 def test_networks_are_not_as_slow_as_small_messages() -> None:
