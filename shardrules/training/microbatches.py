@@ -8,6 +8,7 @@ Without groups, gradients are reduced for each microbatch, and none of a group i
 one example of every run of `microbatches`, so that each device has examples of all microbatches.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -233,10 +234,17 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     size, by_group = trace.batch_size // (microbatches * groups), groups > 1
     runs = groups if by_group else size
     program = flattened(trace.jaxpr)
-    counts, pair, calls = _paired(trace, program, size, 1 if by_group else runs)
-    arguments = pair.whole.invars
-    body = read_examples(pair, _input_facts(trace), counts)
+    while True:
+        counts, pair, calls = _paired(trace, program, size, 1 if by_group else runs)
+        body = read_examples(pair, _input_facts(trace), counts)
+        pieces = [fact.pieces for fact in body.outputs if fact.form == "refused"]
+        # Losses of pairs of examples, say, need runs of two and more.
+        longer = math.gcd(runs, *(count // microbatches for count in pieces))
+        if by_group or not pieces or not all(pieces) or longer == runs:
+            break
+        runs = longer
     _check(trace, body)
+    arguments = pair.whole.invars
     sums = _sums(body)
     stacked = [var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is not None]
     tail_outputs = [pair.whole.outvars[0], *(var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is None)]
@@ -245,7 +253,7 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     if step:
         raise MicrobatchError(
             f"{trace.name}: the loss is not linear in a sum over the examples: {step}. The mean of the losses of parts "
-            "would be another value. Sum the losses of the examples last"
+            "would be another value. Sum the losses of the examples last; balance the load of experts within examples"
         )
     # What trains nothing and comes from the batch is computed before, where a part needs it of the whole batch.
     candidates: set[Demand] = {

@@ -122,6 +122,8 @@ def plan_training(
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options)
+    if microbatches is not None:
+        problem.check_split(microbatches)
     search = TrainingSearch(problem, microbatches, deadline, progress or (lambda text: None))
     search.run()
     _check_outcomes(search, name_of(loss))

@@ -103,6 +103,11 @@ def labels_by_index(model: Any, batch: Any) -> Any:
     return -jnp.mean(logs[jnp.arange(len(logs)), batch["labels"]])
 
 
+def labels_of_all_tokens(model: Any, batch: Any) -> Any:
+    logs = jax.nn.log_softmax(model["words"][batch["tokens"]].reshape(-1, WIDTH))
+    return -jnp.mean(logs[jnp.arange(len(logs)), batch["tokens"].reshape(-1) % WIDTH])
+
+
 def labels_of_optax(model: Any, batch: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(forward(model, batch["x"]), batch["labels"]).mean()
 
@@ -206,6 +211,12 @@ LOSSES = (
         {"tokens": integers(BATCH, LENGTH, below=9)},
     ),
     Loss(
+        "labels_of_all_tokens",
+        labels_of_all_tokens,
+        {"words": real(9, WIDTH)},
+        {"tokens": integers(BATCH, LENGTH, below=9)},
+    ),
+    Loss(
         "convolutional",
         convolutional,
         {
@@ -233,6 +244,29 @@ def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, in
     for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         scale = float(jnp.max(jnp.abs(first)))
         np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6 * scale)
+
+
+def preferences(model: Any, batch: Any) -> Any:
+    """Of each two examples that follow each other, the first is the better."""
+    better, worse = jnp.moveaxis(squares(model, batch).reshape(-1, 2), 1, 0)
+    return -jnp.mean(jax.nn.log_sigmoid(worse - better))
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (4, 1), (2, 2)], ids=str)
+def test_examples_that_belong_together_stay_together(parts: tuple[int, int]) -> None:
+    trace = trace_loss(preferences, mlp(), rows())
+    arrays = trace.split.arrays(mlp(), rows())
+    expected = jax.jit(accumulated(trace))(arrays.trainable, arrays.fixed, arrays.batched)
+    actual = jax.jit(accumulated(trace, *parts))(arrays.trainable, arrays.fixed, arrays.batched)
+    for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
+
+
+def tokens_by_example(model: Any, batch: Any) -> Any:
+    """Looks up, for each row of all tokens, the position of an example."""
+    logs = squares(model, batch)[:, None] * jnp.ones((1, 2))
+    indices = jnp.repeat(jnp.arange(len(logs)), 2)
+    return jnp.mean(logs.reshape(-1)[indices] * batch["mask"][indices])
 
 
 def with_aux(model: Any, batch: Any) -> Any:
@@ -321,6 +355,7 @@ def paired_product(model: Any, batch: Any) -> Any:
         (normalized, r"sub uses a sum over the examples for single examples.*test_microbatches.py:\d+"),
         (lambda m, b: jnp.mean(clipped(squares(m, b))), "the derivative of custom_vjp_call.*div uses a sum over the"),
         (contrastive, "dot_general computes with several examples at once"),
+        (tokens_by_example, "gather computes with several examples at once"),
         (each_after_another, "scan carries values from example to example"),
         (lambda m, b: jnp.log(jnp.mean(squares(m, b))), r"not linear in a sum over the examples: log \("),
         (lambda m, b: jnp.mean(squares(m, b)) ** 2, "not linear in a sum over the examples: integer_pow"),

@@ -48,8 +48,12 @@ class Fact:
     is_false: bool = False
     index_columns: tuple[int, ...] = ()
     """In which columns of the last dim each example has its own position in the batch; (-1,) for all."""
+    index_size: int = 0
+    """How many positions these are: as many as there are examples, or pieces of all examples one after another."""
     reason: str = ""
     """Why it is refused."""
+    pieces: int = 0
+    """How many pieces of several examples a batch has that is refused because its runs of examples tear them apart."""
 
     @property
     def is_part_only(self) -> bool:
@@ -62,10 +66,11 @@ class Fact:
         return self.index_columns == (-1,)
 
 
-def refused(reason: str, equation: Any = None) -> Fact:
+def refused(reason: str, equation: Any = None, pieces: int = 0) -> Fact:
     """The fact of an array that is computed from several examples at once."""
     line = "" if equation is None else short_line(equation_line(equation))
-    return Fact("refused", is_trained=True, from_batch=True, reason=f"{reason} ({line})" if line else reason)
+    reason = f"{reason} ({line})" if line else reason
+    return Fact("refused", is_trained=True, from_batch=True, reason=reason, pieces=pieces)
 
 
 def name_of_step(equation: Any) -> str:

@@ -183,8 +183,8 @@ class _Reader:
         """The fact of a result for which no operand has examples: it may have some by its shape."""
         name, shape = equation.primitive.name, equation.outvars[0].aval.shape
         if fact.form == "examples" and name == "iota":
-            is_position = shape[fact.dim or 0] == self.counts.whole and equation.params["dimension"] == fact.dim
-            return attrs.evolve(fact, index_columns=(-1,) if is_position else ())
+            is_position = equation.params["dimension"] == fact.dim
+            return attrs.evolve(fact, index_columns=(-1,) if is_position else (), index_size=shape[fact.dim or 0])
         if name == "broadcast_in_dim":
             # The same for each example: a part repeats it less often.
             return attrs.evolve(fact, is_own=not fact.is_misfit, is_zero=operands[0].is_zero)

@@ -158,7 +158,7 @@ class Replay:
         if columns:
             # Indices count the examples of the whole batch: here those of the part.
             indices, is_index = operands[1], jnp.isin(jnp.arange(operands[1].shape[-1]), jnp.array(columns))
-            size = self.counts.whole // (self.position.group_count * self.position.microbatch_count)
+            size = facts[1].index_size // (self.position.group_count * self.position.microbatch_count)
             operands[1] = jnp.where(is_index, self.position.inside(indices, size), indices)
         # Constants of the whole program, in the equation of the part.
         constants = [

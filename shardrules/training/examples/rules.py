@@ -134,9 +134,10 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
             return [attrs.evolve(lookup, **common)]
         why = f"{name_of_step(equation)} computes with several examples at once"
         return [refused(why, equation)] * len(outvars)
-    if factors.sizes[factor] % counts.runs:
-        why = f"{factors.sizes[factor]} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts"
-        return [refused(why, equation)] * len(outvars)
+    pieces = factors.sizes[factor]
+    if pieces % counts.runs:
+        why = f"{pieces} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts"
+        return [refused(why, equation, pieces)] * len(outvars)
     return [_result_fact(equation, index, factor, factors, facts, common) for index in range(len(outvars))]
 
 
@@ -156,8 +157,10 @@ def _result_fact(
     name = operation_name(equation)
     if len(dims) == 1:
         columns = index_columns(equation, facts) if len(equation.outvars) == 1 else ()
+        index_size = next((fact.index_size for fact in facts if fact.index), 0)
         false = name == "lt" and facts[0].index and facts[1].is_zero
-        return Fact("examples", dims[0], is_own=True, index_columns=columns, is_false=false, **common)
+        indices: dict[str, Any] = {"index_columns": columns, "index_size": index_size, "is_false": false}
+        return Fact("examples", dims[0], is_own=True, **indices, **common)
     if dims:
         return refused(f"{name_of_step(equation)} has the examples in several dims", equation)
     # Other operands of a scatter are what the sum is added to.
@@ -177,7 +180,8 @@ def index_columns(equation: Any, facts: Sequence[Fact]) -> tuple[int, ...]:
     if name == "select_n" and facts[0].is_false and facts[1].index:
         return (-1,)
     ndim = len(equation.outvars[0].aval.shape)
-    if name == "concatenate" and equation.params["dimension"] == ndim - 1:
+    sizes = {fact.index_size for fact in facts if fact.index}
+    if name == "concatenate" and equation.params["dimension"] == ndim - 1 and len(sizes) == 1:
         starts, columns = 0, []
         for var, fact in zip(equation.invars, facts, strict=True):
             width = var.aval.shape[-1]
@@ -220,9 +224,9 @@ def own_columns(equation: Any, facts: Sequence[Fact], counts: Counts) -> tuple[i
     inserted = numbers.collapsed_slice_dims if name == "gather" else numbers.inserted_window_dims
     if operand.dim not in targets or operand.dim not in inserted:
         return ()
-    # Positions count examples, so both dims have to have one element for each.
+    # Both dims have to have one element for each position.
     sizes = {equation.invars[0].aval.shape[operand.dim or 0], equation.invars[1].aval.shape[indices.dim or 0]}
     column = targets.index(operand.dim)
     width = equation.invars[1].aval.shape[-1]
     columns = tuple(range(width)) if indices.index else indices.index_columns
-    return (column,) if sizes == {counts.whole} and column in columns else ()
+    return (column,) if sizes == {indices.index_size} and column in columns else ()

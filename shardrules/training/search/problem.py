@@ -26,8 +26,9 @@ from shardrules.training.microbatches import forward_program
 from shardrules.training.search.kept import kept_on_device
 from shardrules.training.step import Recipe, TrainingStep
 
-REFUSALS = (DoesNotFitError, MeshError, PlanError, UnknownAxisError)
-"""What keeps a mesh from being planned for, where another may be: its torus, pins and constraints on axes it lacks."""
+REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
+"""What keeps a mesh and a recipe from being planned for, where others may be: a torus, pins and constraints on axes
+that a mesh lacks, microbatches that would tear examples apart."""
 
 
 @final
@@ -66,11 +67,15 @@ class TrainingProblem:
     def split_refusal(self) -> str:
         """Why the loss cannot be computed by microbatches; empty where it can."""
         try:
-            with axis_names_of(self.mesh):
-                forward_program(self.loss, self._least_split)
+            self.check_split(self._least_split)
         except MicrobatchError as error:
             return str(error)
         return ""
+
+    def check_split(self, microbatches: int) -> None:
+        """Raises an error if the loss cannot be computed by so many microbatches."""
+        with axis_names_of(self.mesh):
+            forward_program(self.loss, microbatches)
 
     def keeps(self, microbatches: int) -> tuple[Keep, ...]:
         """Returns what the backward pass of a microbatch may keep: first everything, then less and less."""
