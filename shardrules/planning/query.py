@@ -1,7 +1,7 @@
 """What `autoplan` searches: a function on one mesh, with a limit of memory and pins."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -89,10 +89,16 @@ class Query:
         return attrs.evolve(self, pinned=dict(pinned), task=task)
 
 
-def read_query(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, options: QueryOptions) -> Query:
-    """Traces a function and builds the choices of its layouts on a mesh."""
+def read_query(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    options: QueryOptions,
+    on_host: Sequence[bool] | None = None,
+) -> Query:
+    """Traces a function and builds the choices of its layouts on a mesh. `on_host` is as `read_call` takes it."""
     start = time.monotonic()
-    call = read_call(fn, args, mesh, name_of(fn))
+    call = read_call(fn, args, mesh, name_of(fn), on_host)
     machine = Machine.of(mesh, options.hardware, options.assumptions)
     program = read_jaxpr(call.jaxpr)
     limit_bytes = memory_limit(options.memory_limit, machine.hardware)

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
 from shardrules.core.errors import ConfigTypeError, PlanError, printable
 from shardrules.core.tree import array_kind
+from shardrules.training.host_state import is_any_on_host, update_by_parts
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss, trace_loss
@@ -34,12 +35,15 @@ class Recipe:
     """What the backward pass keeps of each microbatch."""
     accumulate_dtype: Any = None
     """What gradients of microbatches are added up in; by default at least float32."""
+    host_state: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    """Which arrays of the optimizer's state are in the memory of the host, by index, between steps."""
 
     def __str__(self) -> str:
         parts = [f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch"]
         if self.microbatches > 1:
             parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
-        return ", ".join([*parts, self.keep.short_text])
+        parts.append(self.keep.short_text)
+        return ", ".join([*parts, "optimizer state on the host"] if self.host_state else parts)
 
     def accumulated_dtypes(self, trace: TracedLoss) -> tuple[str, ...]:
         """What gradients of microbatches are added up in, each dtype once."""
@@ -58,7 +62,8 @@ class TrainingStep:
     """A training step to trace, plan and run: from model, state and batch to new model, new state, loss and aux.
 
     The values are those of the plain step: gradient, `optimizer.update`, `eqx.apply_updates`; what is trained keeps its
-    dtype, as `optax.apply_updates` has it.
+    dtype, as `optax.apply_updates` has it. Arrays of the state that are in the memory of the host are fetched for the
+    update, and sent back.
 
     ```python
     import optax
@@ -87,7 +92,9 @@ class TrainingStep:
         loss, aux, gradients = self.recipe.gradients(trace)(arrays.trainable, arrays.fixed, arrays.batched)
         params, gradients = trace.split.trainable_tree(arrays.trainable), trace.split.trainable_tree(gradients)
         aux, writes = trace.rebuild_aux(aux)
-        updates, state = self.optimizer.update(gradients, state, params, **self._extra(loss))
+        update = functools.partial(self.optimizer.update, **self._extra(loss))
+        by_parts = functools.partial(update_by_parts, update) if is_any_on_host(state) else update
+        updates, state = by_parts(gradients, state, params)
         new_model = _with_new_state(_with_dtypes(eqx.apply_updates(model, updates), model), aux)
         write_variables(new_model, writes)
         return new_model, state, loss, aux

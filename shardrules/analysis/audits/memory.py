@@ -10,6 +10,7 @@ from shardrules.analysis.compiling.arguments import Argument
 from shardrules.analysis.compiling.compile import Compiled
 from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, STATE, Role
 from shardrules.analysis.program.program import CompiledProgram
+from shardrules.analysis.program.text import HOST_MEMORY
 
 _ARGUMENT = re.compile(r"args\[(\d+)\]")
 """How JAX names the parameters of a function that takes `*args`, as the compiled functions here do."""
@@ -79,11 +80,12 @@ def argument_bytes(compiled: Compiled, program: CompiledProgram, arguments: Sequ
     """Returns the bytes of each argument on one device, without the padding of its layout."""
     indices = argument_indices(program)
     sizes = [0] * len(arguments)
-    for parameter in program.entry_computation.parameters:
-        sizes[indices[parameter.op_name]] = parameter.nbytes
     # Some compilers count memory of the host separately. With the others it is part of the sum that ours must match.
-    if compiled.memory.host_argument_bytes:
-        return tuple(0 if array.memory else size for array, size in zip(arguments, sizes, strict=True))
+    is_separate = compiled.memory.host_argument_bytes > 0
+    for parameter in program.entry_computation.parameters:
+        index = indices[parameter.op_name]
+        is_on_host = bool(arguments[index].memory) or any(each.memory_space == HOST_MEMORY for each in parameter.types)
+        sizes[index] = 0 if is_separate and is_on_host else parameter.nbytes
     return tuple(sizes)
 
 

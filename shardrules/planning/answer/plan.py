@@ -23,6 +23,7 @@ from shardrules.core.views.table import aligned
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim, alternative_text, array_uses, split_dims
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
+from shardrules.planning.answer.host_traffic import HostTraffic
 from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.run.call import Call
@@ -151,11 +152,17 @@ class AutoPlan:
         moves = self.task.problem.chosen_moves(self.choice)
         exposed = sum(move.exposed_seconds * move.count for move in moves)
         communication = sum(move.seconds * move.count for move in moves)
-        compute = self.cost - communication
+        copies = self.host_traffic.exposed_seconds
+        compute = self.cost - communication - copies
         nodes = zip(self.task.problem.nodes, self.choice, strict=True)
-        memory = sum(float(node.memory_seconds[index]) for node, index in nodes)
+        memory = sum(float(node.memory_seconds[index]) for node, index in nodes) - copies
         # Nothing hides behind more computing than there is.
-        return StepTime(compute, communication, memory, max(exposed, communication - compute))
+        return StepTime(compute, communication, memory, max(exposed, communication - compute), copies)
+
+    @functools.cached_property
+    def host_traffic(self) -> HostTraffic:
+        """What a device exchanges with its host in one call."""
+        return HostTraffic.of(self.task.problem, self.choice)
 
     @functools.cached_property
     def sent_bytes(self) -> dict[str, int]:

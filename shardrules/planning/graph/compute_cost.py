@@ -16,12 +16,13 @@ from shardrules.analysis.costs.kernels import READS_PER_WRITE
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.measured import ROW_BYTES
+from shardrules.planning.graph.host_moves import host_move
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.operand_copies import OperandCopies, copied_filter
 from shardrules.planning.graph.problem import Home, project
 from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul, reduced_runs
-from shardrules.planning.traced.program import Operation, changes_memory
+from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 
 _LOOP_KERNELS = 2
@@ -56,20 +57,20 @@ class ComputeCosts:
         copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
         seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
-        seconds = seconds + self._host_seconds(operation, node, layouts)
+        seconds = seconds + self._host_seconds(op_index, node, layouts)
         # A kernel of a GPU reduces dims that are next to each other.
         kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
         launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
         return seconds, seconds * is_memory_bound
 
-    def _host_seconds(self, operation: Operation, node: int, layouts: np.ndarray) -> np.ndarray:
+    def _host_seconds(self, op_index: int, node: int, layouts: np.ndarray) -> np.ndarray:
         """What sending to the host, or fetching from there, takes beside what is computed meanwhile."""
-        if not changes_memory(operation):
+        move = host_move(self.fusion.program, op_index, self.machine.assumptions)
+        if move is None:
             return np.zeros(len(layouts))
-        nbytes = sum(self.fusion.program.arrays[result].nbytes for result in operation.results)
-        exposed = (1 - self.machine.assumptions.hidden) * host_seconds(nbytes, self.machine.hardware)
-        return exposed / self._result_counts(operation, node, layouts, 0)
+        exposed = move.exposed * host_seconds(move.nbytes, self.machine.hardware)
+        return exposed / self._result_counts(self.fusion.program.operations[op_index], node, layouts, 0)
 
     @functools.cached_property
     def _loop_heads(self) -> frozenset[int]:

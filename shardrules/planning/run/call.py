@@ -41,6 +41,8 @@ class Call:
     argument_names: tuple[str, ...]
     argument_indices: tuple[int, ...]
     """The index of the argument that each array is in."""
+    on_host: tuple[bool, ...]
+    """Whether each array is in the memory of the host."""
     returned: tuple[Any, ...]
     """The leaves that the function returns, with `None` for arrays."""
     treedef: Any
@@ -95,8 +97,13 @@ class Call:
         return self.treedef.unflatten([next(results) if leaf is None else leaf for leaf in self.returned])
 
 
-def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name: str) -> Call:
-    """Traces a function, which may use the axis names of a mesh; nothing is run."""
+def read_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name: str, on_host: Sequence[bool] | None = None
+) -> Call:
+    """Traces a function, which may use the axis names of a mesh; nothing is run.
+
+    `on_host`: which arrays are in the memory of the host; by default those that are, or whose sharding says so.
+    """
     leaves, treedef = jtu.tree_flatten(args)
     array_leaves = [leaf for leaf in leaves if array_kind(leaf) is not None]
     outputs: list[Any] = []
@@ -118,8 +125,11 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
         return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
     structs = tuple(map(struct, array_leaves))
+    if on_host is None:
+        on_host = [is_in_host_memory(leaf) for leaf in array_leaves]
+    types = [_host_type(array) if flag else array for array, flag in zip(structs, on_host, strict=True)]
     with axis_names_of(mesh):
-        traced = jax.make_jaxpr(run)(*structs)
+        traced = jax.make_jaxpr(run)(*types)
         program = ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
     returned, returned_treedef = jtu.tree_flatten(outputs[-1])
     names = argument_names(fn, len(args))
@@ -140,6 +150,7 @@ def read_call(fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name
         tuple(paths),
         tuple(names),
         tuple(argument_indices),
+        tuple(on_host),
         tuple(None if array_kind(leaf) is not None else leaf for leaf in returned),
         returned_treedef,
         fingerprint(program),
@@ -152,6 +163,20 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
     shape, dtype = array_kind(leaf) or ((), None)
     weak = bool(getattr(leaf, "weak_type", False))
     return jax.ShapeDtypeStruct(shape, device_dtype(dtype), weak_type=weak)
+
+
+HOST_MEMORY = "pinned_host"
+"""The kind of memory in which devices read and write what is on their host: pages of other kinds are copied first."""
+
+
+def is_in_host_memory(leaf: Any) -> bool:
+    """Whether an array, or the sharding of a shape, is in the memory of the host."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST_MEMORY
+
+
+def _host_type(array: jax.ShapeDtypeStruct) -> ShapedArray:
+    """The type of an array in the memory of the host."""
+    return ShapedArray(array.shape, array.dtype, array.weak_type, memory_space=jax.memory.Space.Host)
 
 
 def _leaf_kind(leaf: Any) -> _Kind:

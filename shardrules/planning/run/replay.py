@@ -20,8 +20,9 @@ from shardrules.core.tree import array_kind
 from shardrules.placement.cache import Cache
 from shardrules.placement.transfer import put_some, put_unplaced
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.run.call import Call, auto_mesh, axis_names_of, read_call, struct
+from shardrules.planning.run.call import HOST_MEMORY, Call, auto_mesh, axis_names_of, read_call, struct
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
+from shardrules.planning.traced.program import is_on_host
 
 _XLA_MEMORY = 0.8
 """The part of a GPU's memory that XLA schedules for."""
@@ -72,7 +73,7 @@ class PlannedFunction:
     def _placed(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays as planned: those that are replicated, or not placed yet, are put there."""
         mesh = auto_mesh(concrete_mesh(self.mesh))
-        targets = [NamedSharding(mesh, spec) for spec in self.specs]
+        targets = self.argument_shardings(mesh)
         traced: dict[int, NamedSharding] = {}
         moved: dict[int, NamedSharding] = {}
         misplaced: list[str] = []
@@ -121,7 +122,7 @@ class PlannedFunction:
 
     def _jitted(self, args: tuple[Any, ...]) -> tuple[Call, Any]:
         mesh = concrete_mesh(self.mesh)
-        call = read_call(self.fn, args, mesh, self.planned.name)
+        call = read_call(self.fn, args, mesh, self.planned.name, self.planned.on_host)
         if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:
             raise TreeError(_difference(self.planned, call))
         # Constraints need Auto axes, whatever axis types the user's mesh has.
@@ -137,13 +138,17 @@ class PlannedFunction:
         named.__name__ = call.name
         run = jax.jit(
             named,
-            in_shardings=[NamedSharding(auto, spec) for spec in self.specs],
-            out_shardings=[NamedSharding(auto, spec) for spec in self.result_specs],
+            in_shardings=self.argument_shardings(auto),
+            out_shardings=_shardings(auto, self.result_specs, list(map(is_on_host, call.jaxpr.out_avals))),
             donate_argnums=[index for index, owner in enumerate(call.argument_indices) if owner in self.donated],
             keep_unused=True,
             compiler_options=self.compiler_options(mesh) or None,
         )
         return call, run
+
+    def argument_shardings(self, mesh: Mesh) -> list[NamedSharding]:
+        """Returns where each array of the arguments is, on a mesh."""
+        return _shardings(mesh, self.specs, self.planned.on_host)
 
     def compiler_options(self, mesh: Mesh) -> dict[str, Any]:
         """Returns XLA options with the memory limit, for GPUs.
@@ -161,7 +166,7 @@ class PlannedFunction:
             return sum(
                 shard_bytes(program.arrays[array].shape, program.arrays[array].dtype, spec, sizes)
                 for array, spec in zip(arrays, specs, strict=True)
-                if array is not None
+                if array is not None and not program.arrays[array].on_host
             )
 
         argument_bytes = total_bytes(program.arguments, self.specs)
@@ -175,6 +180,14 @@ class PlannedFunction:
         least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / (available / 100))
         percent = max(1, most, least)
         return {"xla_gpu_memory_limit_slop_factor": percent} if percent < _XLA_DEFAULT_PERCENT else {}
+
+
+def _shardings(mesh: Mesh, specs: Sequence[PartitionSpec], on_host: Sequence[bool]) -> list[NamedSharding]:
+    if not any(on_host):
+        return [NamedSharding(mesh, spec) for spec in specs]
+    # JAX matches donated arguments to results in the same memory only where all memories have names.
+    kinds = [HOST_MEMORY if flag else "device" for flag in on_host]
+    return [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(specs, kinds, strict=True)]
 
 
 def _static_key(leaf: Any) -> Any:

@@ -19,6 +19,7 @@ from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult
 from shardrules.training.batch import ExampleDims
 from shardrules.training.cluster import Cluster, Shape
+from shardrules.training.host_state import array_bytes
 from shardrules.training.keep.choices import keep_choices
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss
@@ -46,7 +47,13 @@ class TrainingProblem:
     def query(self, shape: Shape, recipe: Recipe) -> Query:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
         step = self.step_of(recipe)
-        return read_query(step, (self.model, self.state, self.batch), self.cluster.mesh_of(shape), self.options)
+        args = self.model, self.state, self.batch
+        return read_query(step, args, self.cluster.mesh_of(shape), self.options, self.on_host(recipe))
+
+    def on_host(self, recipe: Recipe) -> list[bool]:
+        """Returns for each array of the step's arguments whether a recipe has it in the memory of the host."""
+        model, state, batch = (len(array_bytes(tree)) for tree in (self.model, self.state, self.batch))
+        return [False] * model + [index in recipe.host_state for index in range(state)] + [False] * batch
 
     def step_of(self, recipe: Recipe) -> TrainingStep:
         """Returns the step with a recipe."""
@@ -105,7 +112,7 @@ class TrainingProblem:
             program,
             self.cluster.hardware,
             trainable_count=count,
-            offload=False,
+            offload=True,
             replace_checkpoints=self.step.recipe.keep.replaces_checkpoints,
         )
 
