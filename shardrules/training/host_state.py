@@ -24,20 +24,19 @@ small copies are made for little memory; with twice as much, some arrays of smal
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
-def host_state(state: Any, device_count: int, part: float = 1.0) -> tuple[int, ...]:
-    """Returns the arrays of a state, by index, to have on the host so that devices are rid of a part of its bytes.
+def host_state(state: Any, device_count: int, part: float = 1.0, most_bytes: float = math.inf) -> tuple[int, ...]:
+    """Returns the arrays of a state, by index, to have on hosts so that devices are rid of a part of its bytes.
 
-    The largest come first, and none that is small once it is split over all devices.
+    The largest come first, and none that is small once it is split over all devices. Together they have `most_bytes`.
     """
     sizes = array_bytes(state)
     candidates = [index for index, nbytes in enumerate(sizes) if nbytes >= LEAST_HOST_BYTES * device_count]
     candidates.sort(key=lambda index: (-sizes[index], index))
     left, chosen = part * sum(sizes[index] for index in candidates), list[int]()
     for index in candidates:
-        if left <= 0:
-            break
-        chosen.append(index)
-        left -= sizes[index]
+        if left > 0 and sizes[index] <= most_bytes:
+            chosen.append(index)
+            left, most_bytes = left - sizes[index], most_bytes - sizes[index]
     return tuple(sorted(chosen))
 
 
@@ -121,7 +120,9 @@ class _PartedUpdate:
 
         def program_of(group: Any, equations: list[Any]) -> Jaxpr:
             outputs = [var for equation in equations for var in equation.outvars]
-            return segment_program(equations, [var for var in outputs if any(each != group for each in readers.get(var, ()))])
+            return segment_program(
+                equations, [var for var in outputs if any(each != group for each in readers.get(var, ()))]
+            )
 
         common, *parts = (program_of(group, equations) for group, equations in groups.items())
         # Gradients come from the last layer to the first, and parameters are listed from the first to the last.

@@ -37,6 +37,7 @@ def plan_training(
     trainable: Any = eqx.is_inexact_array,
     example_dims: Any = None,
     memory_limit: int | str | None = None,
+    host_memory: int | str | None = None,
     pins: ShardingRule | None = None,
     microbatches: int | None = None,
     accumulate_dtype: Any = None,
@@ -69,6 +70,8 @@ def plan_training(
         first dim of the arrays that share its size; where several sizes are possible, an error lists them.
     - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`); by default the
         device's memory less a tenth.
+    - `host_memory`: the most memory of its host that a device may use, for activations and the optimizer's state, in
+        the same way; by default as much as the device has itself. With 0 everything stays on devices.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
     - `microbatches`: how many microbatches to use; by default as many as are best.
     - `accumulate_dtype`: what gradients of microbatches are added up in. By default that is float32 for gradients of
@@ -121,7 +124,7 @@ def plan_training(
     state = eqx.filter_eval_shape(step.init_state, model)
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
-    problem = TrainingProblem(step, model, state, batch, devices, options)
+    problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
     if microbatches is not None:
         problem.check_split(microbatches)
     search = TrainingSearch(problem, microbatches, deadline, progress or (lambda text: None))

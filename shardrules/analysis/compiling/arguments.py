@@ -69,29 +69,32 @@ class Arguments:
     shared: dict[int, int] = attrs.field(factory=dict)
     """The leaves of variables that occur twice, as `shared_leaves` returns them."""
 
-    def with_specs(self, specs: Mapping[int, PartitionSpec], mesh: AnyMesh) -> "Arguments":
-        """Returns the arguments with the specs that a jitted function has of its own, by array index."""
+    def with_shardings(self, shardings: Mapping[int, NamedSharding], mesh: AnyMesh) -> "Arguments":
+        """Returns the arguments with the shardings that a jitted function has of its own, by array index."""
         problems = [
             attrs.evolve(finding, remedy="Audit it on the mesh that it is jitted for")
-            for index, spec in specs.items()
-            for finding in spec_errors(self.arrays[index].shape, spec, mesh, self.arrays[index].path)
+            for index, own in shardings.items()
+            for finding in spec_errors(self.arrays[index].shape, own.spec, mesh, self.arrays[index].path)
         ]
         problems += [
             Finding(
                 "error",
                 "two-specs",
-                f"the call requests {spec_repr(requested)}, and the jitted function has {spec_repr(spec)}",
+                f"the call requests {spec_repr(requested)}, and the jitted function has {spec_repr(own.spec)}",
                 self.arrays[index].path,
                 "Pass the spec in one of both places",
                 self.arrays[index].shape,
             )
-            for index, spec in specs.items()
+            for index, own in shardings.items()
             for requested in [self.arrays[index].spec]
-            if requested is not None and not same(requested, spec)
+            if requested is not None and not same(requested, own.spec)
         ]
         if problems:
             raise plan_error("the jitted function has other shardings than the call requests", problems)
-        arrays = [attrs.evolve(array, spec=specs.get(index, array.spec)) for index, array in enumerate(self.arrays)]
+        arrays = list(self.arrays)
+        for index, own in shardings.items():
+            memory = requested_memory(own) or arrays[index].memory
+            arrays[index] = attrs.evolve(arrays[index], spec=own.spec, memory=memory)
         return attrs.evolve(self, arrays=tuple(arrays))
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -283,8 +286,13 @@ def _as_request(entry: Any) -> _Request | None:
     if isinstance(entry, PartitionSpec):
         return _Request(entry)
     if isinstance(entry, NamedSharding):
-        return _Request(entry.spec, entry.memory_kind if entry.memory_kind == _HOST else None)
+        return _Request(entry.spec, requested_memory(entry))
     return None
+
+
+def requested_memory(sharding: NamedSharding) -> str | None:
+    """Returns the kind of memory that a sharding asks for, where that is the host's."""
+    return sharding.memory_kind if sharding.memory_kind == _HOST else None
 
 
 def result_shardings(shapes: Any, out_shardings: HowEach, mesh: AnyMesh) -> list[NamedSharding | None]:

@@ -16,9 +16,9 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from shardrules.analysis.compiling.arguments import Arguments, result_shardings
+from shardrules.analysis.compiling.arguments import Arguments, requested_memory, result_shardings
 from shardrules.analysis.compiling.constraints import find_constraints, weakened_constraints
 from shardrules.analysis.compiling.flags import Options
 from shardrules.analysis.compiling.retarget import retarget
@@ -113,9 +113,9 @@ class Traced:
     """The indices of the arrays of the arguments in whose place it writes."""
     donated: tuple[int, ...]
     """The indices of the arrays that a jitted function donates itself."""
-    input_specs: Mapping[int, PartitionSpec]
-    """The specs that a jitted function has itself, by the index of the array."""
-    output_specs: tuple[PartitionSpec | None, ...]
+    input_shardings: Mapping[int, NamedSharding]
+    """The shardings that a jitted function has itself, by the index of the array."""
+    output_shardings: tuple[NamedSharding | None, ...]
 
 
 def trace(fn: Callable[..., Any], arguments: Arguments, mesh: Mesh) -> Traced:
@@ -190,13 +190,13 @@ def _unwrapped(fn: Callable[..., Any], traced: Any, result: Any, written: tuple[
     donated, in_shardings, out_shardings = (
         inner.params[name] for name in ("donated_invars", "in_shardings", "out_shardings")
     )
-    input_specs = {
-        index: sharding.spec
+    input_shardings = {
+        index: sharding
         for index, sharding in zip(input_indices, in_shardings, strict=True)
         if index is not None and isinstance(sharding, NamedSharding)
     }
-    output_specs = {
-        id(variable): sharding.spec
+    output_shardings = {
+        id(variable): sharding
         for variable, sharding in zip(inner.outvars, out_shardings, strict=True)
         if isinstance(sharding, NamedSharding)
     }
@@ -214,8 +214,8 @@ def _unwrapped(fn: Callable[..., Any], traced: Any, result: Any, written: tuple[
         tuple(
             index for index, is_donated in zip(input_indices, donated, strict=True) if is_donated and index is not None
         ),
-        input_specs,
-        tuple(output_specs.get(id(variable)) for variable in program.outvars),
+        input_shardings,
+        tuple(output_shardings.get(id(variable)) for variable in program.outvars),
     )
 
 
@@ -309,7 +309,10 @@ def _requested_shardings(
     targets = [arguments.arrays[index] for index in traced.written]
     paths += [target.path for target in targets]
     of_arrays += [None if target.spec is None else NamedSharding(mesh, target.spec) for target in targets]
-    of_function = [None if spec is None else NamedSharding(mesh, spec) for spec in traced.output_specs]
+    of_function = [
+        None if own is None else NamedSharding(mesh, own.spec, memory_kind=requested_memory(own))
+        for own in traced.output_shardings
+    ]
     return paths, [first or second for first, second in zip(of_arrays, of_function, strict=True)]
 
 

@@ -68,7 +68,7 @@ class CompileRequest:
         roles = read_roles(arguments, self.roles)
         traced = trace(self.fn, arguments, trace_mesh)
         # A jitted function may have specs of its own, which are known only after tracing.
-        arguments = arguments.with_specs(traced.input_specs, target_mesh)
+        arguments = arguments.with_shardings(traced.input_shardings, target_mesh)
         donated_arrays = [array_index for array_index, owner in enumerate(arguments.owners) if owner in donated_args]
         compiled = compile_for(
             traced, arguments, target_mesh, self.out_shardings, donated_arrays, tolerant=tolerant, options=options

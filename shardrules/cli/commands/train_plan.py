@@ -31,6 +31,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="C", required=True, help="cuda:h100:64, tpu:v5p:4x4x8, ...")
     parser.add_argument("--has-aux", action="store_true", help="the loss returns a pair (loss, aux)")
     parser.add_argument("--memory-limit", metavar="BYTES", help="memory that a device may use: 40GiB")
+    parser.add_argument("--host-memory", metavar="BYTES", help="memory of its host that a device may use")
     parser.add_argument("--hardware", metavar="NAME", help="another sheet, or a file from Hardware.save")
     parser.add_argument("--pins", metavar="RULES", help="rules for (model, state, batch)")
     parser.add_argument("--microbatches", metavar="N", type=int, help="how many (default: the best)")
@@ -47,6 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("--prove and --microbatches must be positive")
     hardware = None if args.hardware is None else read_hardware(args.hardware)
     memory_limit = byte_option("--memory-limit", args.memory_limit)
+    host_memory = byte_option("--host-memory", args.host_memory)
     pins = None if args.pins is None else load_rules(args.pins).rule
     loss = load_object(args.loss)
     if not callable(loss.value) or loss.args is not None:
@@ -66,6 +68,7 @@ def _run(args: argparse.Namespace) -> int:
             has_aux=args.has_aux,
             example_dims=example_dims,
             memory_limit=memory_limit,
+            host_memory=host_memory,
             pins=pins,
             microbatches=args.microbatches,
             hardware=hardware,

@@ -19,9 +19,12 @@ class AutoPlanDiff:
     wire_bytes: tuple[int, int]
     """What a device sends in a call."""
     peak_bytes: tuple[int, int]
+    host_bytes: tuple[int, int] = (0, 0)
+    """What a device has in the memory of its host."""
 
     def __str__(self) -> str:
         time = " -> ".join(f"{1000 * seconds:.4g} ms" for seconds in self.seconds)
         wire = " -> ".join(map(bytes_text, self.wire_bytes))
         peak = " -> ".join(map(bytes_text, self.peak_bytes))
-        return f"time {time}\nwire {wire}\nmemory {peak}\n{self.arguments}"
+        host = "\nhost " + " -> ".join(map(bytes_text, self.host_bytes)) if any(self.host_bytes) else ""
+        return f"time {time}\nwire {wire}\nmemory {peak}{host}\n{self.arguments}"

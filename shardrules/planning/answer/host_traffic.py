@@ -26,6 +26,11 @@ class HostTraffic:
     exposed_seconds: float
     """How long the device waits for it."""
 
+    @property
+    def host_bytes(self) -> int:
+        """What a device has on its host, if nothing that is sent there is written over in the same call."""
+        return self.argument_bytes + self.kept_bytes
+
     @classmethod
     def of(cls, problem: Problem, choice: Sequence[int]) -> Self:
         """Adds up the moves of a plan."""

@@ -332,6 +332,7 @@ class AutoPlan:
             (self.cost, other.cost),
             (self.wire_bytes, other.wire_bytes),
             (self.peak_bytes, other.peak_bytes),
+            (self.host_traffic.host_bytes, other.host_traffic.host_bytes),
         )
 
     def _placements(self) -> Placements:

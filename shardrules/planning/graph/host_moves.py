@@ -7,7 +7,7 @@ import attrs
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.traced.program import Operation, TracedProgram, changes_memory
 
-_EXPOSED_ARGUMENTS = 0.9
+EXPOSED_ARGUMENTS = 0.9
 """The part of the time that a device waits for arguments from the host and results to it. They are moved around the
 update at the end of a step, which has little to hide them behind: of AdamW's state, moved a few arrays at a time,
 between 0.77 and 0.97 in steps compiled for H100s. With half of it, steps with state on the host are planned up to a
@@ -46,7 +46,7 @@ def host_move(program: TracedProgram, op_index: int, assumptions: Assumptions) -
         program.arrays[result].nbytes,
         operation.run_count,
         program.arrays[result].on_host,
-        _EXPOSED_ARGUMENTS if is_lasting else 1 - assumptions.hidden,
+        EXPOSED_ARGUMENTS if is_lasting else 1 - assumptions.hidden,
         is_lasting,
     )
 

@@ -125,7 +125,7 @@ def read_call(
         return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
     structs = tuple(map(struct, array_leaves))
-    if on_host is None:
+    if on_host is None or len(on_host) != len(structs):  # another tree than was planned, which is refused later
         on_host = [is_in_host_memory(leaf) for leaf in array_leaves]
     types = [_host_type(array) if flag else array for array, flag in zip(structs, on_host, strict=True)]
     with axis_names_of(mesh):

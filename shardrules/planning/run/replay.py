@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
@@ -85,7 +85,11 @@ class PlannedFunction:
                 sharding = array.sharding
                 named = sharding if isinstance(sharding, NamedSharding) else None
                 # An equivalent sharding under another name is put there too: to jit it has another type.
-                if sharding.is_equivalent_to(target, array.ndim) or (named is not None and named.is_fully_replicated):
+                if (
+                    sharding.is_equivalent_to(target, array.ndim)
+                    or (named is not None and named.is_fully_replicated)
+                    or _is_in_other_memory(sharding, target, array.ndim)
+                ):
                     moved[index] = target
                 elif named is not None:  # JAX explains the others
                     misplaced.append(
@@ -180,6 +184,12 @@ class PlannedFunction:
         least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / (available / 100))
         percent = max(1, most, least)
         return {"xla_gpu_memory_limit_slop_factor": percent} if percent < _XLA_DEFAULT_PERCENT else {}
+
+
+def _is_in_other_memory(sharding: Sharding, target: NamedSharding, ndim: int) -> bool:
+    """Whether an array is where it was planned but for its memory, as after a load by a rule, which has no memories."""
+    memory = target.memory_kind
+    return memory is not None and sharding.with_memory_kind(memory).is_equivalent_to(target, ndim)
 
 
 def _shardings(mesh: Mesh, specs: Sequence[PartitionSpec], on_host: Sequence[bool]) -> list[NamedSharding]:

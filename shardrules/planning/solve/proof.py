@@ -68,7 +68,7 @@ def memory_bound(
         if all(program.operations[user].role == "return" for user, _ in program.users.get(array, ())):
             continue
         nbytes, traced = splits.least_bytes(array), program.arrays[array]
-        if index in pinned:
+        if index in pinned and not traced.on_host:
             nbytes = shard_bytes(traced.shape, traced.dtype, pinned[index], sizes)
         arguments[array] = BoundArray(paths[index], nbytes)
     moments = [("for its arguments and results", [*arguments.values(), *_fresh_results(program, splits)])]
@@ -101,9 +101,9 @@ class _Splits:
         return cls(program, machine.sizes, counts, machine.hardware.torus_dims > 0)
 
     def whole_bytes(self, array: int) -> int:
-        """Returns the bytes of an array; 0 for tokens."""
+        """Returns the bytes of an array on devices; 0 for tokens."""
         traced = self.program.arrays[array]
-        return 0 if traced.dtype is None else array_bytes(traced.shape, traced.dtype)
+        return 0 if traced.dtype is None or traced.on_host else array_bytes(traced.shape, traced.dtype)
 
     def least_bytes(self, array: int) -> int:
         """Returns the bytes of the smallest piece of an array that a device may have."""

@@ -79,6 +79,8 @@ def training_plan(
         planned.peak_bytes,
         planned.memory_limit,
         _memory(planned),
+        _host_memory(planned, outcome),
+        planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
         planned.split_dims,
         tuple(_candidates(search, outcome)),
@@ -114,11 +116,21 @@ def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
     """Returns the bytes of a device at the peak, by category."""
     sizes = mesh_sizes(planned.mesh)
     by_argument = [0] * len(planned.args)
-    for array, spec, owner in zip(planned.call.structs, planned.specs, planned.call.argument_indices, strict=True):
-        by_argument[owner] += shard_bytes(array.shape, array.dtype, spec, sizes)
+    call = planned.call
+    for array, spec, owner, is_on_host in zip(
+        call.structs, planned.specs, call.argument_indices, call.on_host, strict=True
+    ):
+        by_argument[owner] += 0 if is_on_host else shard_bytes(array.shape, array.dtype, spec, sizes)
     rest = max(0, planned.peak_bytes - sum(by_argument))
     names = ("model", "optimizer state", "batch")
     return (*zip(names, by_argument, strict=True), ("activations, gradients and temporaries", rest))
+
+
+def _host_memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
+    """Returns the bytes that a device has in the memory of its host, by category."""
+    state = planned.host_traffic.argument_bytes
+    parts = ("optimizer state", state), ("activations", outcome.host_bytes - state)
+    return tuple((name, nbytes) for name, nbytes in parts if nbytes)
 
 
 def _candidates(search: TrainingSearch, chosen: Outcome) -> Iterator[TrainingCandidate]:
@@ -142,11 +154,12 @@ def _candidate(outcome: Outcome, reason: str) -> TrainingCandidate:
         outcome.mesh,
         outcome.recipe.microbatches,
         outcome.recipe.groups,
-        outcome.recipe.keep.short_text,
+        outcome.recipe.keep.short_text + ", state on the host" * bool(outcome.recipe.host_state),
         seconds,
         outcome.peak_bytes,
         outcome.fits,
         reason,
+        outcome.host_bytes,
     )
 
 
@@ -164,7 +177,9 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
         return ""
     if outcome.refusal:
         return outcome.refusal
-    limit = search.problem.limit_bytes
+    limit, host_limit = search.problem.limit_bytes, search.problem.host_limit_bytes
+    if outcome.host_bytes > host_limit:
+        return f"does not fit on the host: {bytes_text(outcome.host_bytes)} of {bytes_text(host_limit)} for each device"
     if not outcome.fits:
         return f"does not fit: {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
     ratio = outcome.seconds / chosen.seconds if chosen.seconds else 1.0
@@ -272,5 +287,28 @@ def _findings(
             f"the search was not done after time_limit={planned.time_limit:.3g} s: another run may find another plan",
             remedy="Raise time_limit",
         )
+    yield from _host_findings(search, outcome)
     yield from machine_findings(planned.mesh, search.problem.options.hardware)
     yield from program_findings(planned.call, planned.task)
+
+
+_PINNED_BYTES = 64 * 2**30
+"""How much memory of the host JAX allows a process on GPUs by default, over all of its devices."""
+
+
+def _host_findings(search: TrainingSearch, outcome: Outcome) -> Iterator[Finding]:
+    """Yields what to know about memory of hosts."""
+    cluster = search.problem.cluster
+    devices = min(cluster.count, cluster.hardware.devices_per_host or cluster.count)
+    nbytes = outcome.host_bytes * devices
+    is_gpu = not cluster.hardware.torus_dims
+    if is_gpu and nbytes > _PINNED_BYTES:
+        yield Finding(
+            "note",
+            "host-memory",
+            f"the plan needs {bytes_text(nbytes)} of each host, and JAX allows a process {bytes_text(_PINNED_BYTES)}",
+            remedy=f"Set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * nbytes / 1e9)} before JAX starts",
+        )
+    if search.best is None and not search.problem.host_limit_bytes:
+        why = "CPU devices share it" if cluster.hardware.name.startswith("CPU") else "host_memory is 0"
+        yield Finding("note", "no-host-memory", f"nothing was planned in the memory of hosts: {why}")

@@ -6,16 +6,17 @@ from typing import Any, final
 
 import attrs
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.axes import AnyMesh
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
+from shardrules.core.tree import array_kind
 from shardrules.placement.init import filter_init
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.plan import AutoPlan
-from shardrules.planning.run.replay import PlannedFunction
+from shardrules.planning.run.replay import PlannedFunction, concrete_mesh
 from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
 from shardrules.training.answer.report import TrainingCandidate, TrainingPlanReport
 from shardrules.training.search.problem import Outcome, TrainingProblem
@@ -96,10 +97,23 @@ class TrainingPlan:
         return self.planned.jit(self._training_step, donate_argnums=(0, 1))
 
     def as_rule(self) -> SpecTreeShardingRule:
-        """Returns a rule for (model, state) that decides as the plan does, for checkpoints and others."""
+        """Returns a rule for (model, state) that decides as the plan does, for checkpoints and others.
+
+        Rules say nothing about memory: where the plan has arrays of the state on hosts, `shardings` does.
+        """
         # What is no array, such as a name, is in the tree as it is.
         specs = jax.tree.map(lambda spec: spec if isinstance(spec, PartitionSpec) else None, self.plan.specs[:2])
         return SpecTreeShardingRule(specs)
+
+    def shardings(self, mesh: Mesh | None = None) -> Any:
+        """Returns the sharding of each array of (model, state), with its memory: what loads of checkpoints take.
+
+        `mesh` is needed if that of the plan has no devices.
+        """
+        function = self.step
+        leaves, treedef = jax.tree.flatten(self.planned.args[:2])
+        shardings = iter(function.argument_shardings(concrete_mesh(self.mesh if mesh is None else mesh)))
+        return treedef.unflatten([None if array_kind(leaf) is None else next(shardings) for leaf in leaves])
 
     def init(self, make: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         """Returns a function that makes the model and the optimizer's state, placed from the start.
@@ -112,7 +126,8 @@ class TrainingPlan:
             model = make(*args, **kwargs)
             return model, self._training_step.init_state(model)
 
-        return filter_init(model_and_state, self.as_rule(), self.mesh)
+        how = self.as_rule() if not self.recipe.host_state else lambda tree: self.shardings()
+        return filter_init(model_and_state, how, self.mesh)
 
     def prove(self, count: int = 3) -> tuple[ProvedPlan, ...]:
         """Compiles the best plans for the cluster, and returns what the compiler makes of each, the best first.

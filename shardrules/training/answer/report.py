@@ -43,6 +43,8 @@ class TrainingCandidate:
     fits: bool
     reason: str = ""
     """Why it lost; empty for the plan itself."""
+    host_bytes: int = 0
+    """What a device has in the memory of its host."""
 
     @property
     def batch_text(self) -> str:
@@ -111,6 +113,10 @@ class TrainingPlanReport:
     memory_limit: int
     memory: tuple[tuple[str, int], ...]
     """The bytes of a device at the peak, by category."""
+    host_memory: tuple[tuple[str, int], ...]
+    """The bytes that a device has in the memory of its host, by category."""
+    host_exchanged_bytes: int
+    """What a device sends to its host in a step, and fetches from there."""
     sent_bytes: tuple[tuple[str, int], ...]
     """What a device sends in a step, by kind of collective."""
     split_dims: tuple[SplitDim, ...]
@@ -155,6 +161,7 @@ class TrainingPlanReport:
             ("batch", self._examples_text()),
             ("backward", self.keep),
             ("memory", self._memory_text()),
+            *([("host", self._host_text())] if self.host_exchanged_bytes else []),
             ("time", self._time_text()),
             ("wire", ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes if sent) or "nothing"),
             ("limit", self._limit_text()),
@@ -184,17 +191,30 @@ class TrainingPlanReport:
         parts = ", ".join(f"{category} {bytes_text(nbytes)}" for category, nbytes in self.memory)
         return f"{bytes_text(self.peak_bytes)} of {bytes_text(self.memory_limit)}: {parts}"
 
+    def _host_text(self) -> str:
+        parts = ", ".join(f"{category} {bytes_text(nbytes)}" for category, nbytes in self.host_memory)
+        exchanged, seconds = bytes_text(self.host_exchanged_bytes), seconds_text(self.time.copy_seconds)
+        return f"{parts}; {exchanged} go there and back in each step, which waits {seconds} for it"
+
     def _time_text(self) -> str:
         time = self.time
         sent, exposed = seconds_text(time.communication_seconds), seconds_text(time.exposed_seconds)
-        return f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed)"
+        copies = f", host {seconds_text(time.copy_seconds)}" if time.copy_seconds else ""
+        return f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed){copies}"
 
     def _limit_text(self) -> str:
         """Says what the time of a step goes to."""
-        share = 100 * self.time.exposed_seconds / self.time.seconds if self.time.seconds else 0.0
-        if self.time.exposed_seconds > self.time.compute_seconds:
-            return f"communication: {share:.0f} % of the step waits for it"
-        return f"computing: {100 - share:.0f} % of the step; {share:.0f} % waits for communication"
+        time = self.time
+        waits = [("communication", time.exposed_seconds)]
+        if time.copy_seconds:
+            waits.append(("the host", time.copy_seconds))
+        shares = [(name, 100 * seconds / time.seconds if time.seconds else 0.0) for name, seconds in waits]
+        name, seconds = max(waits, key=lambda wait: wait[1])
+        if seconds > time.compute_seconds:
+            return f"{name}: {dict(shares)[name]:.0f} % of the step waits for it"
+        rest = 100 - sum(share for _, share in shares)
+        text = " and ".join(f"{share:.0f} % waits for {name}" for name, share in shares)
+        return f"computing: {rest:.0f} % of the step; {text}"
 
     def _candidate_table(self) -> list[str]:
         rows = [("mesh", "microbatches", "backward", "time", "memory", "")]

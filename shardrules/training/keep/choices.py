@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.machine.hardware import Hardware
+from shardrules.training.host_state import LEAST_HOST_BYTES
 from shardrules.training.keep.cut import KeptValues, cheapest
 from shardrules.training.keep.flat import flattened
 from shardrules.training.keep.keep import Keep, KeptUnit
@@ -32,20 +33,23 @@ def keep_choices(
     *,
     trainable_count: int | None = None,
     offload: bool = True,
+    device_count: int = 1,
     replace_checkpoints: bool = False,
     count: int = 10,
 ) -> tuple[Keep, ...]:
     """Returns what the backward pass of a program may keep, the most first, each of the others with less memory.
 
     The first keeps everything, as the program is written. The first `trainable_count` inputs have gradients.
-    `offload`: whether arrays may be kept in the memory of the host. `replace_checkpoints`: whether the program's own
+    `offload`: whether arrays may be kept in the memory of the host, those that are not small once they are split over
+    `device_count` devices. `replace_checkpoints`: whether the program's own
     `jax.checkpoint` are taken away; otherwise each is a single step. At most `count` are returned.
     """
     flat = flattened(program, replace_checkpoints)
     reader = NeedsReader()
-    offload = offload and not hardware.name.startswith("CPU")
+    is_offered = offload and not hardware.name.startswith("CPU")  # the memory of CPU devices is that of the host
+    least_host_bytes = LEAST_HOST_BYTES * device_count if is_offered else math.inf
     units = [unit for unit in find_units(flat, trainable_count) if not unit.body.effects]
-    problems = [unit_problem(unit, reader, hardware, offload) for unit in units]
+    problems = [unit_problem(unit, reader, hardware, least_host_bytes) for unit in units]
     written = _Choice.of(problems, [((each.as_written, each.repeats),) for each in problems])
     flops = model_flops(flat)
     choices = _thinned(_front(problems, written), count)

@@ -32,10 +32,12 @@ class UnitProblem:
         return self.unit.position.repeats
 
 
-def unit_problem(unit: Unit, reader: NeedsReader, hardware: Hardware, offload: bool) -> UnitProblem:
-    """Reads what the backward pass of a unit needs, and prices it by a sheet. `offload`: whether arrays may be kept in
-    the memory of the host."""
-    return _Builder(unit, hardware, offload).build(reader.program_needs(unit.body, unit.is_traced))
+def unit_problem(
+    unit: Unit, reader: NeedsReader, hardware: Hardware, least_host_bytes: float = math.inf
+) -> UnitProblem:
+    """Reads what the backward pass of a unit needs, and prices it by a sheet. Arrays of `least_host_bytes` or more may
+    be kept in the memory of the host."""
+    return _Builder(unit, hardware, least_host_bytes).build(reader.program_needs(unit.body, unit.is_traced))
 
 
 @final
@@ -45,7 +47,7 @@ class _Builder:
 
     unit: Unit
     hardware: Hardware
-    offload: bool
+    least_host_bytes: float
     values: list[UnitValue] = attrs.field(factory=list)
     indices: dict[Any, int] = attrs.field(factory=dict)
     """For each variable that is not in memory anyway its value."""
@@ -121,7 +123,7 @@ class _Builder:
         copies = (_STACK_COPIES - 1) * self.unit.is_loop + (not is_written)
         keep_seconds = traffic_seconds(copies * nbytes * self.unit.run_count, self.hardware)
         sent_seconds = math.inf
-        if self.offload and nbytes >= _LEAST_HOST_BYTES:
+        if nbytes >= self.least_host_bytes:
             exposed = 1 - Assumptions().hidden
             sent_seconds = keep_seconds + 2 * exposed * host_seconds(nbytes * self.unit.run_count, self.hardware)
         if not isinstance(getattr(aval, "dtype", None), np.dtype) and position[0] >= 0:
@@ -133,10 +135,6 @@ class _Builder:
 _STACK_COPIES = 3
 """What keeping an array of a round moves, over its bytes: it is written, read and written into the stack. With twice as
 many, more would be computed again in loops than experts do, and steps of the benchmark are slower."""
-
-_LEAST_HOST_BYTES = 2**20
-"""Smaller arrays are not sent to the host: each takes a copy of its own, both ways. With half as much, more small
-copies are made for little memory; with twice as much, some arrays of small models stay on the device."""
 
 
 def _aval_bytes(aval: Any) -> int:

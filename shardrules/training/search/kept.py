@@ -21,9 +21,10 @@ def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep
             array, count = program.arrays[index], operation.run_count
             whole_bytes += count * array.nbytes
             local_bytes += count * shard_bytes(array.shape, array.dtype, planned.spec_of(index), sizes)
-    if not keep.kept_bytes:
+    kept_bytes = keep.kept_bytes + keep.host_bytes
+    if not kept_bytes:
         return keep
     # Each microbatch names its own.
-    named = min(1.0, whole_bytes / recipe.microbatches / keep.kept_bytes)
+    named = min(1.0, whole_bytes / recipe.microbatches / kept_bytes)
     share = named * local_bytes / whole_bytes if whole_bytes else 0.0
     return keep.scaled(share + (1 - named) / batch_splits)

@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
@@ -11,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
+from shardrules.core.fields import read_bytes
 from shardrules.core.tree import array_kind
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.query import Query, QueryOptions, memory_limit, read_query
@@ -19,7 +21,7 @@ from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult
 from shardrules.training.batch import ExampleDims
 from shardrules.training.cluster import Cluster, Shape
-from shardrules.training.host_state import array_bytes
+from shardrules.training.host_state import array_bytes, host_state
 from shardrules.training.keep.choices import keep_choices
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss
@@ -43,6 +45,8 @@ class TrainingProblem:
     batch: Any = attrs.field(repr=False)
     cluster: Cluster
     options: QueryOptions
+    host_memory: int | str | None = None
+    """The most memory of its host that a device may use; by default as much as it has itself."""
 
     def query(self, shape: Shape, recipe: Recipe) -> Query:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
@@ -63,6 +67,19 @@ class TrainingProblem:
     def limit_bytes(self) -> int:
         """The most memory that a device may use."""
         return memory_limit(self.options.memory_limit, self.cluster.hardware)
+
+    @functools.cached_property
+    def host_limit_bytes(self) -> int:
+        """The most memory of its host that a device may use; none where the host's memory is the device's own."""
+        hardware = self.cluster.hardware
+        if hardware.name.startswith("CPU"):
+            return 0
+        return hardware.memory_bytes if self.host_memory is None else read_bytes("host_memory", self.host_memory)
+
+    def host_state(self, part: float) -> tuple[int, ...]:
+        """Returns the arrays of the optimizer's state, by index, that are on the host if a part of its bytes is."""
+        count = self.cluster.count
+        return host_state(self.state, count, part, self.host_limit_bytes * count)
 
     @functools.cached_property
     def loss(self) -> TracedLoss:
@@ -87,8 +104,11 @@ class TrainingProblem:
     def keeps(self, microbatches: int) -> tuple[Keep, ...]:
         """Returns what the backward pass of a microbatch may keep: first everything, then less and less."""
         if microbatches == 1:
-            return self._keeps
-        return tuple(keep.scaled(self._least_split / microbatches) for keep in self._split_keeps)
+            keeps = self._keeps
+        else:
+            keeps = tuple(keep.scaled(self._least_split / microbatches) for keep in self._split_keeps)
+        # What the hosts have room for.
+        return tuple(keep for keep in keeps if keep.host_bytes <= self.host_limit_bytes * self.cluster.count)
 
     @functools.cached_property
     def _keeps(self) -> tuple[Keep, ...]:
@@ -112,7 +132,8 @@ class TrainingProblem:
             program,
             self.cluster.hardware,
             trainable_count=count,
-            offload=True,
+            offload=self.host_limit_bytes > 0,
+            device_count=self.cluster.count,
             replace_checkpoints=self.step.recipe.keep.replaces_checkpoints,
         )
 
@@ -148,6 +169,8 @@ class Outcome:
     batch_splits: int = 1
     """Over how many devices the batch is split."""
     planning_seconds: float = 0.0
+    host_bytes: int = 0
+    """What a device has in the memory of its host."""
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         """Returns the plan of the step."""
@@ -179,6 +202,7 @@ def plan_once(
     result = query.task.within(float("inf") if is_free else limit_bytes, deadline)
     plan = query.plan(result)
     batch_splits = _batch_splits(plan, problem.loss.split.example_dims)
+    host_bytes = plan.host_traffic.argument_bytes + plan.host_traffic.kept_bytes // recipe.microbatches
     return Outcome(
         shape,
         mesh_text(query.mesh),
@@ -186,9 +210,10 @@ def plan_once(
         result,
         plan.cost,
         plan.peak_bytes,
-        result.fits and result.peak_bytes <= limit_bytes,
+        result.fits and result.peak_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
         batch_splits=batch_splits,
         planning_seconds=time.monotonic() - start,
+        host_bytes=host_bytes,
     )
 
 

@@ -13,7 +13,9 @@ from typing import final
 
 import attrs
 
+from shardrules.analysis.costs.memory import host_seconds
 from shardrules.analysis.schedule.step_time import seconds_text
+from shardrules.planning.graph.host_moves import EXPOSED_ARGUMENTS
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.training.cluster import Shape
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
@@ -33,6 +35,19 @@ which nothing fits go on to single examples, for hardly a per cent."""
 
 _TIE = 1e-3
 """By what part a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
+
+
+_HOST_MESHES = 3
+"""On how many meshes steps are planned with the optimizer's state on hosts. Doubled, searches in which hardly anything
+fits take up to 20 plans longer."""
+
+_MOST_HOST_PLANS = 30
+"""How many plans are made with the optimizer's state on hosts, beside the others. Halved, larger models than fit are
+not searched to the end."""
+
+_HOST_PARTS = 3
+"""How often the part of the state on hosts is halved or raised again, to eighths. Each more is one plan, for a part
+that takes half as long as the one before."""
 
 
 @final
@@ -58,6 +73,10 @@ class TrainingSearch:
     count: int = 0
     """How many plans were made."""
     longest_seconds: float = 0.0
+    most_count: int = _MOST_PLANS
+    """How many plans may be made."""
+    host_part: float = 0.0
+    """Which part of the optimizer's state is on hosts, in recipes that are made."""
     is_late: bool = False
     """Whether the time was up before the search was done."""
 
@@ -76,6 +95,7 @@ class TrainingSearch:
             if self.center == center:
                 break
         self.polish()
+        self.offload_state()
 
     @property
     def first_recipe(self) -> Recipe:
@@ -91,7 +111,12 @@ class TrainingSearch:
             return None
         most = min(outcome.seconds for outcome in fitting) * (1 + _TIE)
         alike = [outcome for outcome in fitting if outcome.seconds <= most]
-        return min(alike, key=lambda outcome: (len(outcome.shape), outcome.recipe.microbatches, outcome.peak_bytes))
+
+        def simplicity(outcome: Outcome) -> tuple[float, ...]:
+            recipe = outcome.recipe
+            return len(recipe.host_state), len(outcome.shape), recipe.microbatches, outcome.peak_bytes
+
+        return min(alike, key=simplicity)
 
     @property
     def fitting(self) -> list[Outcome]:
@@ -112,6 +137,7 @@ class TrainingSearch:
         }
         self.fit_all(tuple(self.free))
         self.polish()
+        self.offload_state()
         return any(outcome.fits for key, outcome in self.outcomes.items() if before.get(key) is not outcome)
 
     @property
@@ -132,7 +158,7 @@ class TrainingSearch:
         """Whether another plan would take longer than there is time for, or more plans were made than are worth it."""
         if self.deadline.seconds_left <= self.longest_seconds:
             self.is_late = True
-        return self.is_late or self.count >= _MOST_PLANS
+        return self.is_late or self.count >= self.most_count
 
     def first_keep(self, microbatches: int) -> int:
         """Returns the index of what is fastest to keep: writing more to memory may take longer than to recompute it."""
@@ -142,7 +168,8 @@ class TrainingSearch:
     def recipe(self, microbatches: int, groups: int, keep_index: int = 0) -> Recipe:
         """Returns a recipe by the index of what it keeps."""
         keep = self.problem.keeps(microbatches)[keep_index]
-        return Recipe(microbatches, groups, keep, self.problem.step.recipe.accumulate_dtype)
+        on_host = self.problem.host_state(self.host_part) if self.host_part else ()
+        return Recipe(microbatches, groups, keep, self.problem.step.recipe.accumulate_dtype, on_host)
 
     def plan_free(self, shape: Shape, recipe: Recipe) -> None:
         """Plans a mesh without a limit of memory."""
@@ -289,6 +316,49 @@ class TrainingSearch:
             if self.best is best or len(self.outcomes) == count:
                 return
 
+    def offload_state(self) -> None:
+        """Plans with the optimizer's state on hosts, if nothing fits without, or that may be faster."""
+        best, on_devices = self.best, self.free
+        bounds = {
+            shape: outcome.seconds + self.least_host_seconds(outcome)
+            for shape, outcome in on_devices.items()
+            if outcome.result is not None and not outcome.fits
+        }
+        shapes = [
+            shape
+            for shape in sorted(bounds, key=lambda shape: (bounds[shape], len(shape)))
+            if best is None or bounds[shape] < best.seconds * (1 - _TIE)
+        ][:_HOST_MESHES]
+        if not shapes or not self.problem.host_state(1.0):
+            return
+        self.most_count, self.host_part = self.count + _MOST_HOST_PLANS, 1.0
+        if not self.is_over:
+            self.free = {}
+            for shape in shapes:
+                self.plan_free(shape, self.first_recipe)
+            self.fit_all(tuple(self.free))
+            self.keep_on_devices()
+            self.columns |= {(shape, outcome.recipe): outcome for shape, outcome in self.free.items()}
+        self.free, self.host_part = on_devices, 0.0
+
+    def least_host_seconds(self, free: Outcome) -> float:
+        """Returns what sending and fetching takes at least of what does not fit on a mesh without a limit."""
+        surplus = max(0.0, free.peak_bytes - self.limit_bytes)
+        return 2 * EXPOSED_ARGUMENTS * host_seconds(surplus, self.problem.cluster.hardware)
+
+    def keep_on_devices(self) -> None:
+        """Plans for less of the state on hosts, as long as that fits: each byte of it takes time in every step."""
+        low, high = 0.0, 1.0
+        for _ in range(_HOST_PARTS):
+            best = self.best
+            if best is None or not best.recipe.host_state or self.is_over:
+                return
+            middle = (low + high) / 2
+            recipe = attrs.evolve(best.recipe, host_state=self.problem.host_state(middle))
+            if (best.shape, recipe) not in self.outcomes:
+                self.outcomes[best.shape, recipe] = self.plan(best.shape, recipe)
+            low, high = (low, middle) if self.outcomes[best.shape, recipe].fits else (middle, high)
+
     def fits(self, shape: Shape, microbatches: int, groups: int, keep_index: int) -> bool:
         """Whether a recipe fits on a mesh."""
         recipe = self.recipe(microbatches, groups, keep_index)
@@ -304,7 +374,8 @@ class TrainingSearch:
         if best is None:
             return False
         # Recomputing may save time by this model, though not by that of what is kept: on this mesh as on the best.
-        saved = min(1.0, best.seconds / self.free[best.shape].seconds)
+        fastest = self.free.get(best.shape, best)
+        saved = min(1.0, best.seconds / fastest.seconds)
         if bound * saved < best.seconds * (1 - _TIE):
             return False
         self.beaten[shape, recipe] = _beaten_text(bound)

@@ -43,7 +43,7 @@ def built(
     mesh = mesh or mesh_on(CPU, AXES)
     arguments = read_arguments(fn, args, mesh, in_shardings=shardings)
     traced = trace(fn, arguments, trace_mesh or mesh)
-    return compile_for(traced, arguments.with_specs(traced.input_specs, mesh), mesh, **options)
+    return compile_for(traced, arguments.with_shardings(traced.input_shardings, mesh), mesh, **options)
 
 
 def plainly(fn: Callable[..., Any], mesh: Mesh, *args: Any, shardings: Any = IN, **options: Any) -> Any:
