@@ -180,5 +180,5 @@ def _run(program: Jaxpr, values: dict[Any, Any]) -> None:
     values.update(zip(program.outvars, jaxpr_as_fun(ClosedJaxpr(program, ()))(*operands), strict=True))
 
 
-def _moved(value: Any, memory: jax.memory.Space) -> Any:
+def _moved(value: Any, memory: Any) -> Any:
     return value if jax.typeof(value).memory_space == memory else jax.device_put(value, memory)

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shardrules as sr
 from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
+from shardrules.planning.solve.proof import memory_bound
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import changes_memory, is_on_host, read_jaxpr
 
@@ -88,3 +90,46 @@ def test_a_move_between_memories_is_a_copy_and_not_a_view() -> None:
     fusion = FusedProgram.of(program)
     assert [fusion.nbytes(operation.results[0]) for operation in (first, second)] == [0, ROWS * WIDTH * 2]
     assert second.results[0] not in fusion.sources
+
+
+def test_arguments_on_hosts_take_no_memory_of_devices() -> None:
+    mesh = sr.mesh_shape("data:8")
+    sharding = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    shape = SHAPE((ROWS, WIDTH), jnp.float32)
+
+    def step(moment: jax.Array, x: jax.Array) -> jax.Array:
+        new = jax.device_put(moment, jax.memory.Space.Device) * 0.9 + x
+        return jax.device_put(new, jax.memory.Space.Host)
+
+    on_hosts = sr.autoplan(step, shape.update(sharding=sharding), shape, mesh=mesh, hardware=H100)
+    on_devices = sr.autoplan(lambda moment, x: moment * 0.9 + x, shape, shape, mesh=mesh, hardware=H100)
+    nbytes = ROWS * WIDTH * 4 // 8
+    traffic = on_hosts.host_traffic
+    assert (traffic.argument_bytes, traffic.kept_bytes, traffic.exchanged_bytes) == (nbytes, 0, 2 * nbytes)
+    assert on_hosts.peak_bytes < on_devices.peak_bytes - 0.9 * nbytes
+    assert least_bytes(on_hosts) == least_bytes(on_devices) - nbytes
+    assert on_hosts.step_time.copy_seconds == pytest.approx(traffic.exposed_seconds)
+    assert on_devices.step_time.copy_seconds == 0
+    assert on_devices.diff(on_hosts).host_bytes == (0, nbytes)
+    assert "host 0 B -> 512.0 KiB" in str(on_devices.diff(on_hosts))
+
+
+def least_bytes(plan: AutoPlan) -> int:
+    problem = plan.task.problem
+    return memory_bound(problem.program, problem.machine, plan.call.paths, {}).nbytes
+
+
+def test_functions_run_with_arguments_on_hosts() -> None:
+    def step(moment: jax.Array, x: jax.Array) -> jax.Array:
+        new = jax.device_put(moment, jax.memory.Space.Device) + x
+        return jax.device_put(new, jax.memory.Space.Host)
+
+    mesh = sr.create_mesh("data:8")
+    on_devices = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, PartitionSpec("data")))
+    moment = jax.device_put(on_devices, on_devices.sharding.with_memory_kind("pinned_host"))
+    plan = sr.autoplan(step, moment, on_devices, mesh=mesh)
+    run = plan.jit(step, donate_argnums=0)
+    for argument in (moment, jax.device_put(on_devices, NamedSharding(mesh, plan.specs[0]))):
+        result = run(argument, on_devices)
+        assert result.sharding.memory_kind == "pinned_host"
+        assert (jax.device_get(result) == 2 * jnp.arange(64.0).reshape(8, 8)).all()

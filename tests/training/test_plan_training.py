@@ -301,3 +301,62 @@ def test_without_time_there_is_a_plan_all_the_same() -> None:
         squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit="30KiB", time_limit=1e-3
     )
     assert not planned.candidates[0].fits
+
+
+def wide(model: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ model["a"]) @ model["b"]) ** 2)
+
+
+def wide_model() -> Any:
+    first, second = jax.random.split(jax.random.key(0))
+    return {"a": jax.random.normal(first, (1024, 2048)) / 32, "b": jax.random.normal(second, (2048, 1024)) / 32}
+
+
+def on_hosts(**options: Any) -> TrainingPlan:
+    """A plan for which the optimizer's state does not fit on devices: CPU devices stand in for GPUs, as they can."""
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    h100 = sr.Hardware.named("cuda:h100")
+    mesh = sr.create_mesh("data:8")
+    model = jax.eval_shape(wide_model)
+    return sr.plan_training(wide, model, OPTIMIZER, x, cluster=mesh, hardware=h100, memory_limit=7_000_000, **options)
+
+
+@pytest.mark.slow
+def test_state_on_hosts_is_what_makes_a_plan_fit() -> None:
+    plan = on_hosts()
+    assert plan.candidates[0].fits
+    assert plan.recipe.host_state == (1, 2, 3, 4)
+    assert dict(plan.report.host_memory) == {"optimizer state": 4 * 2**20}
+    assert plan.report.host_exchanged_bytes == 8 * 2**20
+    assert dict(plan.report.memory)["optimizer state"] == 4  # the count of steps
+    assert "optimizer state 4.0 MiB; 8.0 MiB go there and back in each step" in str(plan)
+    assert plan.step_time.copy_seconds > plan.step_time.compute_seconds
+    assert "% of the step waits for it" in str(plan)
+    assert all(not candidate.fits for candidate in plan.candidates if not candidate.host_bytes)
+    assert TrainingPlanReport.from_json(plan.to_json()) == plan.report
+    model, state = plan.init(wide_model)()
+    memories = ["device", *["pinned_host"] * 4]
+    assert [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)] == memories
+    assert jax.tree.map(lambda leaf: leaf.sharding, (model, state)) == plan.shardings()
+    x = jax.random.normal(jax.random.key(2), (64, 1024))
+    # As after a load of a checkpoint by `as_rule`, which has no memories.
+    state = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("device")), state)
+    model, state, loss, _ = plan.step(model, state, x)
+    assert [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)] == memories
+    plain = TrainingStep(wide, OPTIMIZER)
+    expected = wide_model()
+    expected, expected_state, expected_loss, _ = eqx.filter_jit(plain)(expected, plain.init_state(expected), x)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_hosts_are_used_no_more_than_they_may_be() -> None:
+    (plan, other) = on_hosts(host_memory=0), on_hosts(host_memory="3MiB")
+    assert not plan.candidates[0].fits
+    assert not any(candidate.host_bytes for candidate in plan.candidates)
+    assert "no-host-memory" in [finding.code for finding in plan.report.findings]
+    assert all(candidate.host_bytes <= 3 * 2**20 for candidate in other.candidates if candidate.fits)
+    with pytest.raises(ConfigError, match="host_memory must be a number of bytes"):
+        on_hosts(host_memory=-1)

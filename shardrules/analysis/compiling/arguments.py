@@ -73,28 +73,28 @@ class Arguments:
         """Returns the arguments with the shardings that a jitted function has of its own, by array index."""
         problems = [
             attrs.evolve(finding, remedy="Audit it on the mesh that it is jitted for")
-            for index, own in shardings.items()
-            for finding in spec_errors(self.arrays[index].shape, own.spec, mesh, self.arrays[index].path)
+            for index, sharding in shardings.items()
+            for finding in spec_errors(self.arrays[index].shape, sharding.spec, mesh, self.arrays[index].path)
         ]
         problems += [
             Finding(
                 "error",
                 "two-specs",
-                f"the call requests {spec_repr(requested)}, and the jitted function has {spec_repr(own.spec)}",
+                f"the call requests {spec_repr(requested)}, and the jitted function has {spec_repr(sharding.spec)}",
                 self.arrays[index].path,
                 "Pass the spec in one of both places",
                 self.arrays[index].shape,
             )
-            for index, own in shardings.items()
+            for index, sharding in shardings.items()
             for requested in [self.arrays[index].spec]
-            if requested is not None and not same(requested, own.spec)
+            if requested is not None and not same(requested, sharding.spec)
         ]
         if problems:
             raise plan_error("the jitted function has other shardings than the call requests", problems)
         arrays = list(self.arrays)
-        for index, own in shardings.items():
-            memory = requested_memory(own) or arrays[index].memory
-            arrays[index] = attrs.evolve(arrays[index], spec=own.spec, memory=memory)
+        for index, sharding in shardings.items():
+            memory = requested_memory(sharding) or arrays[index].memory
+            arrays[index] = attrs.evolve(arrays[index], spec=sharding.spec, memory=memory)
         return attrs.evolve(self, arrays=tuple(arrays))
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:

@@ -310,8 +310,8 @@ def _requested_shardings(
     paths += [target.path for target in targets]
     of_arrays += [None if target.spec is None else NamedSharding(mesh, target.spec) for target in targets]
     of_function = [
-        None if own is None else NamedSharding(mesh, own.spec, memory_kind=requested_memory(own))
-        for own in traced.output_shardings
+        None if sharding is None else NamedSharding(mesh, sharding.spec, memory_kind=requested_memory(sharding))
+        for sharding in traced.output_shardings
     ]
     return paths, [first or second for first, second in zip(of_arrays, of_function, strict=True)]
 

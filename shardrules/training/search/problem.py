@@ -3,7 +3,6 @@
 import functools
 import math
 import time
-from collections.abc import Sequence
 from typing import Any, final
 
 import attrs

@@ -326,14 +326,14 @@ def test_only_specs_and_named_shardings_are_requests(entry: Any) -> None:
 # ---- what a jitted function has of its own ----
 
 
-def own(*specs: P, memory: str | None = None) -> dict[int, NamedSharding]:
+def by_index(*specs: P, memory: str | None = None) -> dict[int, NamedSharding]:
     mesh = sr.mesh_shape("data:2,model:2,rows:2")
     return {index: NamedSharding(mesh, spec, memory_kind=memory) for index, spec in enumerate(specs)}
 
 
 def test_shardings_of_a_jitted_function_fill_gaps() -> None:
     arguments = read_arguments(step, (f32(8, 8), f32(8)), SHAPE, in_shardings=(P("data"), None))
-    merged = arguments.with_shardings(own(P("data", None), P("model"), memory="pinned_host"), SHAPE)
+    merged = arguments.with_shardings(by_index(P("data", None), P("model"), memory="pinned_host"), SHAPE)
     assert [array.spec for array in merged.arrays] == [P("data", None), P("model")]
     assert [array.memory for array in merged.arrays] == ["pinned_host", "pinned_host"]
     assert [array.spec for array in arguments.with_shardings({}, SHAPE).arrays] == [P("data"), None]
@@ -342,7 +342,7 @@ def test_shardings_of_a_jitted_function_fill_gaps() -> None:
 def test_shardings_of_a_jitted_function_must_not_differ() -> None:
     arguments = read_arguments(step, (f32(8, 8), f32(10)), SHAPE, in_shardings=(P("data"), None))
     with pytest.raises(sr.errors.PlanError, match="the jitted function has other shardings") as caught:
-        arguments.with_shardings(own(P("model"), P("rows")), SHAPE)
+        arguments.with_shardings(by_index(P("model"), P("rows")), SHAPE)
     assert sorted((finding.path, finding.code) for finding in findings_of(caught.value)) == [
         ("params", "two-specs"),
         ("x", "unknown-axis"),
