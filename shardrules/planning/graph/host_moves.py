@@ -54,13 +54,12 @@ def host_move(program: TracedProgram, op_index: int, assumptions: Assumptions) -
 def _is_lasting(program: TracedProgram, operation: Operation) -> bool:
     (operand,), (result,) = operation.operands, operation.results
     # What others wait for goes through barriers.
-    while operand in program.producers and program.operations[program.producers[operand]].name == _BARRIER:
+    while operand is not None and operand in program.producers:
         barrier = program.operations[program.producers[operand]]
+        if barrier.name != "optimization_barrier":
+            break
         operand = barrier.operands[barrier.results.index(operand)]
     if operand in program.arguments:
         return True
     readers = [program.operations[reader] for reader, _ in program.users.get(result, ())]
     return any(reader.role == "return" for reader in readers)
-
-
-_BARRIER = "optimization_barrier"

@@ -150,7 +150,7 @@ class PlannedFunction:
         )
         return call, run
 
-    def argument_shardings(self, mesh: Mesh) -> list[NamedSharding]:
+    def argument_shardings(self, mesh: AnyMesh) -> list[NamedSharding]:
         """Returns where each array of the arguments is, on a mesh."""
         return _shardings(mesh, self.specs, self.planned.on_host)
 
@@ -192,7 +192,7 @@ def _is_in_other_memory(sharding: Sharding, target: NamedSharding, ndim: int) ->
     return memory is not None and sharding.with_memory_kind(memory).is_equivalent_to(target, ndim)
 
 
-def _shardings(mesh: Mesh, specs: Sequence[PartitionSpec], on_host: Sequence[bool]) -> list[NamedSharding]:
+def _shardings(mesh: AnyMesh, specs: Sequence[PartitionSpec], on_host: Sequence[bool]) -> list[NamedSharding]:
     if not any(on_host):
         return [NamedSharding(mesh, spec) for spec in specs]
     # JAX matches donated arguments to results in the same memory only where all memories have names.
