@@ -16,6 +16,7 @@ from shardrules.analysis.compiling.compile import Compiled
 from shardrules.analysis.compiling.constraints import Constraint, find_constraints
 from shardrules.analysis.compiling.model_flops import ModelMatmul, model_matmuls, without_dead_code
 from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, Role
+from shardrules.analysis.compiling.roundings import Rounding, find_roundings
 from shardrules.analysis.compiling.source import equation_line, user_line
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.costs.kernels import kernel_seconds
@@ -95,6 +96,11 @@ class AuditFacts:
     def constraints(self) -> tuple[Constraint, ...]:
         """The arrays whose sharding the function constrains."""
         return tuple(find_constraints(self.compiled.jaxpr))
+
+    @functools.cached_property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """The arrays that the function rounds to 8 bits or fewer."""
+        return tuple(find_roundings(self.compiled.jaxpr))
 
     @functools.cached_property
     def model_matmuls(self) -> tuple[ModelMatmul, ...]:

@@ -11,6 +11,7 @@ import attrs
 
 from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
 from shardrules.analysis.audits.checks.moves import is_parameter_or_gradient
+from shardrules.analysis.audits.checks.work import is_for_update
 from shardrules.analysis.audits.facts import AuditFacts, is_explicit
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
@@ -71,7 +72,7 @@ def _sums(facts: AuditFacts) -> Iterator[_Sum]:
         # Sums over the axis of the batch are gradients, or findings of `check_moves`.
         if collective.kind not in ("all-reduce", "reduce-scatter") or len(collective.arrays) != 1:
             continue
-        if not collective.crossed or is_explicit(collective):
+        if not collective.crossed or is_explicit(collective) or is_for_update(facts, collective):
             continue
         if all(name in facts.example_axes for name in collective.crossed):
             continue

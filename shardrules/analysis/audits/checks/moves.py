@@ -8,6 +8,7 @@ from typing import final
 import attrs
 
 from shardrules.analysis.audits.checks.costs import cost_text, names_text
+from shardrules.analysis.audits.checks.work import is_for_update
 from shardrules.analysis.audits.facts import AuditFacts, is_explicit
 from shardrules.analysis.compiling.roles import BATCH
 from shardrules.analysis.compiling.source import user_line
@@ -60,8 +61,13 @@ def check_moves(facts: AuditFacts) -> Iterator[Finding]:
     total = max(1, sum(collective.total_wire_bytes for collective in facts.collectives))
     groups: dict[tuple[str, str, str, str], list[_MovedArray]] = {}
     for collective in facts.collectives:
-        # What a kernel needs whole has a finding of its own.
-        if collective.total_wire_bytes and not is_explicit(collective) and not facts.kernels_behind(collective):
+        # What a kernel needs whole has a finding of its own, and so has what the update multiplies.
+        if (
+            collective.total_wire_bytes
+            and not is_explicit(collective)
+            and not facts.kernels_behind(collective)
+            and not is_for_update(facts, collective)
+        ):
             for moved in _moved_arrays(collective):
                 code = _move_code(facts, moved)
                 line = "" if code == "fsdp" else user_line(collective.stack)

@@ -61,7 +61,7 @@ def update_lines(facts: AuditFacts) -> tuple[str, ...]:
 def check_repeated_update(facts: AuditFacts) -> Iterator[Finding]:
     """Matmuls of an optimizer (Newton-Schulz in Muon, the statistics of Shampoo) on matrices that are not split."""
     lines = update_lines(facts)
-    gathers = [collective for collective in facts.collectives if _is_for_update(facts, collective)]
+    gathers = [collective for collective in facts.collectives if is_for_update(facts, collective)]
     if not lines and not gathers:
         return
     flops = [facts.flops_by_line[line] for line in lines]
@@ -108,7 +108,7 @@ def _factors(facts: AuditFacts, lines: tuple[str, ...]) -> Iterator[ArrayType]:
             yield from inside.operand_types(inside.by_name[matmul.name])
 
 
-def _is_for_update(facts: AuditFacts, collective: Collective) -> bool:
+def is_for_update(facts: AuditFacts, collective: Collective) -> bool:
     """Whether it brings matrices together for a matmul after the gradients, or sums up what that gives."""
     is_matmul = collective.op_name.endswith("/dot_general") and not _DIFFERENTIATED.search(collective.op_name)
     is_sum_or_gather = collective.kind in ("all-gather", "all-reduce", "reduce-scatter")

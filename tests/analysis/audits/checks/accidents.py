@@ -230,6 +230,19 @@ def float8(is_bad: bool, target: str) -> Step:
     return Step(step, (bf16(4096, 4096), bf16(512, 4096)), "fsdp:8", options)
 
 
+def quantised(is_bad: bool, target: str) -> Step:
+    """A weight that is rounded to 8 bits, and gathered after it is widened again, or before."""
+
+    def step(w: Any, x: Any) -> Any:
+        scale = jnp.max(jnp.abs(w), axis=1, keepdims=True) / 448
+        narrow = con((w / scale).astype(F8), "fsdp")
+        wide = (narrow if is_bad else con(narrow)).astype(BF16) * scale  # <cast>
+        return con(x @ con(wide), "fsdp")
+
+    options = _options(P("fsdp"), P("fsdp"), out=P("fsdp"), roles=("parameters", "batch"))
+    return Step(step, (bf16(4096, 4096), bf16(512, 4096)), "fsdp:8", options)
+
+
 def bfloat16(is_bad: bool, target: str) -> Step:
     """A float32 weight that is scaled and cast to bfloat16 after it is gathered, or before."""
 
@@ -296,6 +309,7 @@ ACCIDENTS: Mapping[Callable[[bool, str], Step], str] = MappingProxyType(
         microbatches: "reduced-in-loop",
         stacked_microbatches: "reduced-in-loop",
         float8: "wide-on-the-wire",
+        quantised: "wide-on-the-wire",
         bfloat16: "wide-on-the-wire",
         zero: "state-left-whole",
         table: "recomputed-table",

@@ -15,6 +15,7 @@ COST = re.compile(r"modelled [\d.,]+ (ms|µs), [\d.e+-]+ % of the step")
 COMPILERS: dict[Any, tuple[str, ...]] = {
     accidents.narrow: (TPU,),  # GPUs scatter rows of any size, and CPUs have no reduce-scatter.
     accidents.float8: (CUDA,),  # CPUs compute in float32 what is written in 8 bits,
+    accidents.quantised: (CUDA,),
     accidents.bfloat16: (TPU,),
     accidents.table: (CUDA,),  # and move tables out of loops.
     accidents.kernel: (CPU, CUDA),  # a call of a library, and of Pallas

@@ -7,10 +7,12 @@ import pytest
 
 import shardrules as sr
 from shardrules.analysis.audits.checks.dtypes import check_wire_dtypes
+from shardrules.analysis.compiling.roundings import Rounding
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import read_program
+from shardrules.analysis.program.text import ArrayType
 from shardrules.analysis.program.uses import uses
 
 GATHERED = """HloModule m, num_partitions=8
@@ -32,19 +34,78 @@ ENTRY %e (w: f32[128,1024]) -> (bf16[1024,1024], f32[SIZE]) {
 """
 
 
-@pytest.mark.parametrize(("size", "count"), [("1024", 1), ("1024,512", 0)])
-def test_statistics_in_stages_need_no_wide_array(size: str, count: int) -> None:
-    program = read_program(GATHERED.replace("SIZE", size))
+def findings(text: str, *roundings: Rounding) -> list[sr.Finding]:
+    program = read_program(text)
     target = Target.parse("cpu:8")
     facts: Any = SimpleNamespace(
         program=program,
         collectives=find_collectives(program, sr.create_mesh("data:8"), target),
         hardware=target.hardware,
         is_on_cpu=False,
+        roundings=roundings,
         sizes={"data": 8},
         time=SimpleNamespace(seconds=1.0),
         paths_of=lambda names: (),
         results_of=lambda collective: ((Value(collective.computation, collective.name),),),
         uses_of=lambda values, passes_on: tuple(uses(program, values, passes_on)),
     )
-    assert len(list(check_wire_dtypes(facts))) == count
+    return list(check_wire_dtypes(facts))
+
+
+@pytest.mark.parametrize(("size", "count"), [("1024", 1), ("1024,512", 0)])
+def test_statistics_in_stages_need_no_wide_array(size: str, count: int) -> None:
+    assert len(findings(GATHERED.replace("SIZE", size))) == count
+
+
+WIDENED = """HloModule m, num_partitions=8
+
+%quantised (w: bf16[128,1024], s: bf16[1024], v: bf16[128,1024]) -> bf16[128,1024] {
+  %w = bf16[128,1024] parameter(0)
+  %s = bf16[1024] parameter(1)
+  %v = bf16[128,1024] parameter(2)
+  %narrow = NARROW[128,1024] convert(%w)
+  %wide = bf16[128,1024] convert(%narrow)
+  %scales = bf16[128,1024] broadcast(%s), dimensions={1}
+  ROOT %scaled = bf16[128,1024] multiply(%wide, %FACTOR)
+}
+
+ENTRY %e (w: bf16[128,1024], s: bf16[1024], x: bf16[64,1024]) -> bf16[64,1024] {
+  %w = bf16[128,1024] parameter(0)
+  %s = bf16[1024] parameter(1)
+  %x = bf16[64,1024] parameter(2)
+  %made = bf16[128,1024] fusion(%w, %s, %w), kind=kLoop, calls=%quantised
+  %all = bf16[1024,1024] all-gather(%made), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  ROOT %y = bf16[64,1024] dot(%x, %all), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("narrow", "factor", "count"),
+    [
+        ("f8e4m3fn", "scales", 1),
+        ("s8", "scales", 1),
+        ("f16", "scales", 0),  # it takes as many bytes
+        ("f8e4m3fn", "v", 0),  # it is made of another array, too
+    ],
+)
+def test_what_was_quantised_is_sent_quantised(narrow: str, factor: str, count: int) -> None:
+    problems = findings(WIDENED.replace("NARROW", narrow).replace("FACTOR", factor))
+    assert len(problems) == count
+    for finding in problems:
+        assert (
+            f"sends bf16, which the function rounds to {narrow} before: 896.0 KiB more on the wire" in finding.message
+        )
+        assert f"Move the {narrow} array and its scale, and cast to bf16 after that" in str(finding.remedy)
+
+
+DROPPED = WIDENED.replace("NARROW[128,1024] convert(%w)", "bf16[128,1024] copy(%w)").replace("FACTOR", "scales")
+
+
+@pytest.mark.parametrize(("line", "size", "count"), [(7, 1024, 1), (8, 1024, 0), (7, 999, 0)])
+def test_what_compilers_do_not_round_is_told_by_its_line(line: int, size: int, count: int) -> None:
+    """XLA for GPUs leaves out a cast to 8 bits and back."""
+    text = DROPPED.replace("%scales)\n", '%scales), metadata={op_name="mul" source_file="/user.py" source_line=7}\n')
+    rounding = Rounding(ArrayType("f8e4m3fn", (1024, size), 8), f"/user.py:{line}")
+    problems = findings(text, rounding)
+    assert [finding.source for finding in problems] == ["/user.py:7"] * count

@@ -3,6 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
 import shardrules as sr
 from shardrules.analysis.audits.checks.work import check_repeated_update
 from shardrules.analysis.program.flops import find_matmuls
@@ -37,3 +41,25 @@ def test_whole_matrices_are_named_without_gathers() -> None:
     assert "8.00 times as many; largest array f32[64,32]: modelled" in finding.message
     assert finding.message.endswith("By shape layers/up")
     assert "wire" not in finding.message
+
+
+def test_sums_for_an_update_are_counted_once() -> None:
+    """Newton-Schulz on matrices that are split by columns adds up a Gram matrix over devices."""
+
+    def step(w: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        gram = gradient @ gradient.T
+        return w - gram @ gradient
+
+    array = jax.ShapeDtypeStruct
+    report = sr.ShardingAnalyzer(sr.create_mesh("data:8")).audit(
+        step,
+        *(array((128, 512), jnp.float32), array((2048, 128), jnp.float32)),
+        in_shardings=(P(None, "data"), P("data")),
+        out_shardings=P(None, "data"),
+        roles=("parameters", "batch"),
+    )
+    (gram,) = [collective for collective in report.collectives if "f32[128,128]" in map(str, collective.arrays)]
+    findings = [finding for finding in report.findings if "f32[128,128]" in finding.message]
+    assert [finding.code for finding in findings] == ["replicated-update"]
+    assert gram.kind == "all-reduce"
