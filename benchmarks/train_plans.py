@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 LIMIT = 1.0
@@ -29,17 +30,23 @@ TOLERANCE = 1e-3
 """What models of costs do not tell apart: plans that differ by less count as equal, as they do in the search."""
 
 
-def figure_of(row: Any, time_limit: float, prove: int) -> dict[str, Any]:
+def figure_of(row: Any, time_limit: float, prove: int, texts: Path | None = None) -> dict[str, Any]:
     """Plans a row, and the published configuration."""
-    from published.training import expert_outcome, training_case
+    from published.training import expert_audit, expert_outcome, scanned_row, training_case
 
     import shardrules as sr
 
-    case = training_case(row)
+    case = training_case(scanned_row(row))
     expert = expert_outcome(case)
     start, used = time.perf_counter(), time.process_time()
     plan = sr.plan_training(
-        case.loss, case.weights, case.optimizer, case.batch, cluster=row.target, time_limit=time_limit, prove=prove
+        case.loss,
+        case.weights,
+        case.optimizer,
+        case.batch,
+        cluster=row.compiled_for,
+        time_limit=time_limit,
+        prove=prove,
     )
     figure = {
         "name": row.name,
@@ -58,7 +65,32 @@ def figure_of(row: Any, time_limit: float, prove: int) -> dict[str, Any]:
         "late": any(finding.code == "time-is-up" for finding in plan.report.findings),
     }
     if plan.compiled:
-        figure |= {"compiled_seconds": plan.compiled[0].seconds, "compiled_bytes": plan.compiled[0].peak_bytes}
+        compiled = expert_audit(case)
+        figure["compiled"] = [
+            {
+                "mesh": proof.mesh,
+                "recipe": proof.recipe,
+                "seconds": proof.seconds,
+                "bytes": proof.peak_bytes,
+                "modelled_seconds": proof.modelled_seconds,
+                "modelled_bytes": proof.modelled_bytes,
+            }
+            for proof in plan.compiled
+        ]
+        compiled, best = expert_audit(case), plan.compiled[0]
+        figure |= {
+            "compiled_expert_seconds": compiled.time.seconds,
+            "compiled_expert_bytes": compiled.peak_bytes,
+            "compiled_ratio": best.seconds / compiled.time.seconds,
+            "compiled_fits": best.fits,
+        }
+        if texts is not None:
+            texts.mkdir(parents=True, exist_ok=True)
+            audits = {"published": compiled} | {
+                f"plan {index}": proof.audit for index, proof in enumerate(plan.compiled)
+            }
+            for name, report in audits.items():
+                (texts / f"{row.name}, {name}.txt").write_text(report.hlo_text, "utf-8")
     return figure
 
 
@@ -91,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--row", nargs="*", default=[], metavar="NAME", help="only rows whose name starts so")
     parser.add_argument("--time-limit", type=float, default=600.0, help="for each plan, in seconds")
     parser.add_argument("--prove", type=int, default=0, metavar="N", help="compile the best N plans of each row")
+    parser.add_argument("--texts", type=Path, metavar="DIR", help="with --prove: keep compiled programs here")
     parser.add_argument("--smoke", action="store_true", help="toy models on CPU devices")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -111,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'':34}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
     figures = []
     for row in rows:
-        figures.append(figure_of(row, options.time_limit, options.prove))
+        figures.append(figure_of(row, options.time_limit, options.prove, options.texts))
         print(line(figures[-1]), file=out, flush=True)
         jax.clear_caches()
     over = [] if options.smoke else missed(figures)

@@ -54,7 +54,7 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
     if path is not None and path.exists():
         text = path.read_text("utf-8")
     else:
-        text = _audit(row, mesh).hlo_text
+        text = audit(row, _decoder(row)).hlo_text
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
@@ -76,12 +76,14 @@ def _arguments(row: Row) -> tuple[Any, ...]:
     return weights, state_shapes(weights), tokens, tokens
 
 
-def _audit(row: Row, mesh: Any) -> Any:
+def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
+    """Compiles the step of a decoder with a row's mesh and layouts."""
+    mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
     arguments = _arguments(row)
     plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(arguments[0], mesh)
     spec = P(None, BATCH) if row.recipe.accumulations > 1 else P(BATCH)
     return sr.ShardingAnalyzer(mesh).audit(
-        _decoder(row).step,
+        decoder.step,
         *arguments,
         target=row.compiled_for,
         plan=plan,

@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from published.attention import BATCH
 from published.decoder import Decoder, weight_shapes, weight_specs
+from published.rebuild import audit
 from published.rows import Row
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions
+from shardrules.reports import AuditReport
 from shardrules.training.cluster import Cluster
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.step import Recipe, TrainingStep
@@ -33,8 +35,8 @@ class TrainingCase:
 
 
 def training_case(row: Row) -> TrainingCase:
-    """Returns a row without what its authors decided: no mesh, no constraints, nothing recomputed by hand."""
-    free = attrs.evolve(row.recipe, fsdp="", eager=False, scan=True, constraints=False)
+    """Returns the step of a row without what its authors decided: no mesh, constraints or policy."""
+    free = attrs.evolve(row.recipe, constraints=False)
     decoder = Decoder(row.dims, free, "blocks", "none")
 
     def loss(weights: Any, batch: Any) -> Any:
@@ -46,10 +48,19 @@ def training_case(row: Row) -> TrainingCase:
     return TrainingCase(row, loss, weight_shapes(row.dims, free, row.length), optimizer, (tokens, tokens))
 
 
+def scanned_row(row: Row) -> Row:
+    """Returns a row whose layers are scanned, and whose weights XLA splits."""
+    return attrs.evolve(row, recipe=attrs.evolve(row.recipe, fsdp="", eager=False, scan=True))
+
+
+def expert_audit(case: TrainingCase) -> AuditReport:
+    """Compiles the published configuration as its authors run it."""
+    return audit(case.row, Decoder(case.row.dims, case.row.recipe, "blocks", case.row.remat))
+
+
 def expert_outcome(case: TrainingCase) -> Outcome:
     """Returns what the planner's costs say of the published mesh, layouts, recomputation and accumulations."""
-    row = case.row
-    recipe = attrs.evolve(row.recipe, fsdp="", eager=False, scan=True)
+    row, recipe = case.row, case.row.recipe
     decoder = Decoder(row.dims, recipe, "blocks", row.remat)
 
     def loss(weights: Any, batch: Any) -> Any:
