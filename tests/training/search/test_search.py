@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import optax
@@ -60,6 +61,16 @@ def test_meshes_are_left_that_cannot_be_better() -> None:
     assert best is not None
     assert best.fits
     assert best.seconds <= min(outcome.seconds for outcome in search.free.values()) * 1.001
+
+
+def test_the_same_plan_on_another_mesh_is_not_another_plan() -> None:
+    search = TrainingSearch(problem_on("cuda:h100:2"), None, NO_DEADLINE, lambda text: None)
+    search.plan_free((2,), search.first_recipe)
+    (plan,) = search.fitting
+    search.outcomes[(1, 2), plan.recipe] = attrs.evolve(plan, shape=(1, 2))
+    assert search.fitting == [plan]
+    slower = search.outcomes[(2, 1), plan.recipe] = attrs.evolve(plan, shape=(2, 1), seconds=1.1 * plan.seconds)
+    assert search.fitting == [plan, slower]
 
 
 @pytest.mark.slow
