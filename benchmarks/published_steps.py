@@ -3,18 +3,18 @@
 **Method.** Each row of `published/rows.toml` is a training step that others published with its seconds: a model,
 chips, a layout, a batch. It is rebuilt from these alone (`published/`), compiled for the chips, which need not be
 present, with the flags of its authors, and modelled. `ratio` is predicted over measured. Nothing in the model is fitted
-on these rows: its figures come from micro-benchmarks. Rows with an `order` are layouts of one model on one machine, and
-only their order is tested.
+on these rows: its figures come from micro-benchmarks. Rows with an `order` are layouts of one model on one machine, of
+which the order is tested, and for some how many times as long as the fastest the others take.
 
 **Last answer.** 2026-11-22, 2 cores of a busy AMD EPYC, JAX 0.10.2. The ratio is 0.90 to 1.03 for six steps of
 MaxText on 8 to 2,048 H100s, 0.97 to 1.04 for six on v5e, 0.99 to 1.05 for three on v5p, 1.03 on v6e, and 0.91 and
 0.94 for two of PyTorch on H100s. The median error is 3.2 %, the 90th percentile 8.8 %, the worst 9.7 %: within the
-limits. The orders R1 and R4 are right; of R4 the ratios are not (1.18 and 1.24, machines 1.30 and 1.45). Of R5, a
-layer of DeepSeek-V3 whose batch is assumed, two of three were compiled: FSDP2 x TP2 takes 1.27 s (machines 1.43),
-FSDP2 x TPT2 1.60 s (machines 10.4): slower, but today's compiler does not have the accident of that day's. Compiling
-takes 10 s of one core for GPUs where layers are scanned, 40 to 70 s where they are written out, and 90 to 330 s for
-TPUs, but 690 s for GPT-3 on v6e, which is over the limit: nearly all of it goes into machine code, after the schedule
-is known.
+limits. The orders R1 and R4 are right; the ratios of R4 miss their limit of 5 % (1.18 and 1.24, machines 1.30 and
+1.45). Of R5, a layer of DeepSeek-V3 whose batch is assumed, two of three were compiled: FSDP2 x TP2 takes 1.27 s
+(machines 1.43), FSDP2 x TPT2 1.60 s (machines 10.4): slower, but today's compiler does not have the accident of that
+day's. Compiling takes 10 s of one core for GPUs where layers are scanned, 40 to 70 s where they are written out, and 90
+to 330 s for TPUs, but 690 s for GPT-3 on v6e, which is over the limit: nearly all of it goes into machine code, after
+the schedule is known.
 
 Run it as `python benchmarks/published_steps.py`; see `--help` for less. It needs the extras `cuda` and `tpu`. Compiling
 takes up to five minutes a row, and `--texts DIR` keeps the compiled programs, so that another run models them again
@@ -35,6 +35,9 @@ from typing import Any
 MEDIAN_LIMIT, TAIL_LIMIT, WORST_LIMIT, CHIP_LIMIT = 0.05, 0.12, 0.20, 0.08
 """The largest relative errors: in the median, at the 90th percentile, of any row, and in the median of a chip."""
 
+RATIO_LIMITS = {"R4": 0.05}
+"""By set the largest relative error of how many times as long as its fastest layout another one takes."""
+
 SECONDS_LIMIT = 300.0
 """Seconds that the rebuild of a row may take on two cores."""
 
@@ -45,21 +48,29 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def order_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with the orders of sets."""
+def order_limits(figures: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """The limits on orders, and on how many times as long as the fastest the others of a set take."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for figure in figures:
         if figure["order"]:
             sets.setdefault(figure["order"], []).append(figure)
-    lines = []
+    limits = []
     for name, members in sets.items():
         measured, predicted = (
             [member["name"] for member in sorted(members, key=lambda member: member[key])]
             for key in ("measured", "predicted")
         )
-        if measured != predicted:
-            lines.append(f"{name}: predicted {' < '.join(predicted)}, measured {' < '.join(measured)}")
-    return lines
+        if len(members) > 1:
+            text = f"{name}: predicted {' < '.join(predicted)}, measured {' < '.join(measured)}"
+            limits.append((text, measured == predicted))
+        fastest = min(members, key=lambda member: member["measured"])
+        for member in members:
+            if name in RATIO_LIMITS and member is not fastest:
+                ours, theirs = (member[key] / fastest[key] for key in ("predicted", "measured"))
+                text = f"{member['name']} takes {ours:.2f} x {fastest['name']}, machines {theirs:.2f} x, "
+                text += f"at most {RATIO_LIMITS[name]:.0%} apart"
+                limits.append((text, abs(ours / theirs - 1) <= RATIO_LIMITS[name]))
+    return limits
 
 
 def summary(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -80,25 +91,32 @@ def summary(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def limits_of(figures: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Every limit that these rows are held to, and whether it is met."""
+    totals, errors = summary(figures), {"median": MEDIAN_LIMIT, "90th percentile": TAIL_LIMIT, "worst": WORST_LIMIT}
+    limits = [
+        (f"{name} error {totals[name]:.1%}, at most {limit:.0%}", totals[name] <= limit)
+        for name, limit in errors.items()
+        if name in totals
+    ]
+    limits += [
+        (f"median error on {chip} {error:.1%}, at most {CHIP_LIMIT:.0%}", error <= CHIP_LIMIT)
+        for chip, error in totals.get("chips", {}).items()
+    ]
+    limits += [
+        (
+            f"{figure['name']}: rebuilt in {figure['seconds']:.0f} s, at most {SECONDS_LIMIT:.0f} s",
+            figure["seconds"] <= SECONDS_LIMIT,
+        )
+        for figure in figures
+        if figure["compiled"]
+    ]
+    return limits + order_limits(figures)
+
+
 def missed(figures: Sequence[dict[str, Any]]) -> list[str]:
     """The limits that were missed."""
-    totals, limits = summary(figures), {"median": MEDIAN_LIMIT, "90th percentile": TAIL_LIMIT, "worst": WORST_LIMIT}
-    lines = [
-        f"{name} error {totals[name]:.1%}, at most {limit:.0%}"
-        for name, limit in limits.items()
-        if totals.get(name, 0) > limit
-    ]
-    lines += [
-        f"median error on {chip} {error:.1%}, at most {CHIP_LIMIT:.0%}"
-        for chip, error in totals.get("chips", {}).items()
-        if error > CHIP_LIMIT
-    ]
-    lines += [
-        f"{figure['name']}: rebuilt in {figure['seconds']:.0f} s, at most {SECONDS_LIMIT:.0f} s"
-        for figure in figures
-        if figure["seconds"] > SECONDS_LIMIT
-    ]
-    return lines + order_lines(figures)
+    return [text for text, is_met in limits_of(figures) if not is_met]
 
 
 def figure_of(result: Any) -> dict[str, Any]:
@@ -118,6 +136,7 @@ def figure_of(result: Any) -> dict[str, Any]:
         "communication": time.communication_seconds,
         "exposed": time.exposed_seconds,
         "seconds": result.compile_seconds,
+        "compiled": result.is_compiled,
     }
 
 
@@ -177,7 +196,12 @@ def main(arguments: list[str] | None = None) -> int:
         if totals["rows"]:
             errors = ", ".join(f"{name} {totals[name]:.1%}" for name in ("median", "90th percentile", "worst"))
             print(f"\n{totals['rows']} rows: {errors}; medians by chip: {chips}")
-        print(*(f"missed: {item}" for item in over), sep="\n")
+        met = [] if options.smoke else [text for text, is_met in limits_of(figures) if is_met]
+        kept = [figure["name"] for figure in figures if not figure["compiled"]]
+        print(
+            *(f"not tested: {name}: rebuilt in {SECONDS_LIMIT:.0f} s, its program was kept" for name in kept), sep="\n"
+        )
+        print(*(f"met: {text}" for text in met), *(f"missed: {text}" for text in over), sep="\n")
     return 1 if over else 0
 
 

@@ -34,6 +34,8 @@ class Result:
     time: StepTime
     compile_seconds: float
     """How long the whole rebuild took."""
+    is_compiled: bool
+    """Whether it was compiled, and not read."""
 
     @property
     def predicted(self) -> float:
@@ -51,7 +53,8 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
     start = time.perf_counter()
     path = None if texts is None else texts / f"{_slug(row.name)}.txt"
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
-    if path is not None and path.exists():
+    is_kept = path is not None and path.exists()
+    if path is not None and is_kept:
         text = path.read_text("utf-8")
     else:
         text = audit(row, _decoder(row)).hlo_text
@@ -59,7 +62,7 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
     modelled = _model(row, text, mesh)
-    return Result(row, modelled, time.perf_counter() - start)
+    return Result(row, modelled, time.perf_counter() - start, not is_kept)
 
 
 def _decoder(row: Row) -> Decoder:

@@ -26,7 +26,7 @@ remat = "{remat}"
 seconds = 1.0
 source = "me"
 """
-FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0}
+FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True}
 
 
 def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> None:
@@ -139,5 +139,10 @@ def test_orders_are_compared_within_their_set() -> None:
         for name, (measured, predicted) in times.items()
     ]
     assert names["missed"](figures) == ["R: predicted b < a < c, measured a < b < c"]
+    ratios = [{**figure, "order": "R4"} for figure in (figures[0], figures[2])]
+    (ratio,) = names["missed"](ratios)
+    assert ratio == "c takes 1.33 x a, machines 3.00 x, at most 5% apart"
+    assert names["missed"]([ratios[0], {**ratios[1], "predicted": 4.4}]) == []
     late = {**FIGURE, "name": "late", "ratio": 1.0, "seconds": 301.0}
     assert names["missed"]([late]) == ["late: rebuilt in 301 s, at most 300 s"]
+    assert names["missed"]([{**late, "compiled": False}]) == []

@@ -70,9 +70,11 @@ class Step:
             if index is None:
                 raise UsageError(f"{self.text}: no argument of the function has an array in it")
             return index, self.args[index]
-        name, *rest = path.split("/")
+        # Arguments of `*args` have names with a slash.
+        names = [name for name in self.names if f"{path}/".startswith(f"{name}/")]
+        name = max(names, key=len, default=path.partition("/")[0])
         index = self.index_of(name, f"--params {path}")
-        value = self.args[index]
+        value, rest = self.args[index], path[len(name) :].split("/")[1:]
         for part in rest:
             value = _child(value, part, path)
         if not has_arrays(value):

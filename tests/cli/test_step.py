@@ -9,6 +9,7 @@ import pytest
 import shardrules as sr
 from shardrules.analysis.compiling.arguments import read_arguments
 from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, STATE, read_roles
+from shardrules.cli.errors import UsageError
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import Step
 
@@ -47,3 +48,14 @@ def test_arguments_have_the_roles_of_a_step(args: tuple[Any, ...], params_path: 
             by_owner.setdefault(owner, []).append(role)
     assert not whole
     assert [set(of_argument) for of_argument in by_owner.values()] == [{role} for role in roles]
+
+
+def test_arguments_of_a_variadic_step_have_names_with_a_slash() -> None:
+    def variadic(*args: Any) -> Any:
+        raise AssertionError("never called")
+
+    step = Step("step.py:training", variadic, ({"model": PARAMS}, PARAMS, f32(512, 256)))
+    assert step.parameters("args/1") == (1, PARAMS)
+    assert step.parameters("args/0/model") == (None, PARAMS)
+    with pytest.raises(UsageError, match="--params args/3: unknown argument 'args' .*; the arguments are args/0, args/1"):
+        step.parameters("args/3")

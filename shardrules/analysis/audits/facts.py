@@ -22,7 +22,7 @@ from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.costs.kernels import kernel_seconds
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.analysis.program.collectives import Collective, channel
-from shardrules.analysis.program.custom_calls import is_black_box
+from shardrules.analysis.program.custom_calls import is_black_box, is_callback
 from shardrules.analysis.program.flops import Matmul
 from shardrules.analysis.program.flow import LOOP_ROLES, Value
 from shardrules.analysis.program.kernel_costs import KernelFacts
@@ -326,8 +326,16 @@ class AuditFacts:
         for array, values in zip(collective.arrays, self.results_of(collective), strict=True):
             users = self.uses_of(values, lambda user: is_move(user) or is_elementwise(user))
             kernels = [use.instruction for use in users if is_black_box(use.instruction)]
+            # One device calls back, in a branch of its own.
+            kernels += self._callbacks.get(collective.op_name, ())
             pairs += [(array, kernel) for kernel in kernels[:1]]
         return tuple(pairs)
+
+    @functools.cached_property
+    def _callbacks(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """The calls back to Python, by what JAX calls them."""
+        callbacks = [instruction for _, instruction in self.program.walk() if is_callback(instruction)]
+        return {instruction.op_name: (instruction,) for instruction in callbacks if instruction.op_name}
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:

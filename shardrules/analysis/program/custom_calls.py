@@ -70,6 +70,11 @@ def is_black_box(instruction: Instruction) -> bool:
     return bool(target) and not NO_WORK.match(target) and not target.startswith(_OF_COMPILERS)
 
 
+def is_callback(instruction: Instruction) -> bool:
+    """Whether it calls back to Python: `jax.pure_callback` and the like."""
+    return "callback" in instruction.custom_call_target
+
+
 def kernel_names(instruction: Instruction) -> tuple[str, ...]:
     """Returns the names of a kernel: its own, that of its JAX operation, and the target of its custom call.
 

@@ -1,7 +1,8 @@
 """Arrays that are gathered because a kernel needs them whole.
 
 XLA splits its own operations. A custom call (a kernel of Pallas, a function of another library by FFI) is a black box:
-unless it says how, it cannot be split, and every device gets the whole batch and does all of the work.
+unless it says how, it cannot be split, and every device gets the whole batch and does all of the work. A call back to
+Python (`jax.pure_callback`) is one, too.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.program.collectives import Collective
+from shardrules.analysis.program.custom_calls import is_callback
 from shardrules.analysis.program.text import ArrayType, Instruction
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
@@ -33,7 +35,7 @@ def check_kernels(facts: AuditFacts) -> Iterator[Finding]:
     for gather in _kernel_gathers(facts):
         key = (gather.kernel.custom_call_target, gather.collective.axes_text, _line(facts, gather))
         groups.setdefault(key, []).append(gather)
-    for (target, axes, line), group in groups.items():
+    for (_, axes, line), group in groups.items():
         collectives = list({id(gather.collective): gather.collective for gather in group}.values())
         names = {gather.kernel.name for gather in group}
         kernels = [kernel for kernel in facts.kernels if kernel.name in names]
@@ -49,15 +51,27 @@ def check_kernels(facts: AuditFacts) -> Iterator[Finding]:
             severity(facts, seconds),
             "gathered-for-kernel",
             f"{runs} x all-gather over {axes}, largest array {largest}: {bytes_text(wire_bytes)} on the wire "
-            f"per device and step, for the kernel {target!r}, which cannot be split: every "
-            f"device gets all of it, and repeats the work of {size} devices: {cost_text(facts, seconds)}"
+            f"per device and step, for {_reason(group[0].kernel, size)}: {cost_text(facts, seconds)}"
             + f". Arrays: {paths}"
             * bool(paths),
-            remedy=f"Call the kernel inside jax.shard_map over {axes}, or tell how to split it "
+            remedy=f"Call it inside jax.shard_map over {axes}"
+            if is_callback(group[0].kernel)
+            else f"Call the kernel inside jax.shard_map over {axes}, or tell how to split it "
             "(jax.custom_partitioning with a sharding_rule)",
             axis=axes if axes in facts.sizes else None,
             source=line,
         )
+
+
+def _reason(kernel: Instruction, size: int) -> str:
+    """Why a kernel needs all of an array. Calls back to Python have a name of their own in each backend."""
+    if is_callback(kernel):
+        name = kernel.op_name.rpartition("/")[2]
+        return f"the Python function of {name!r}, which one of {size} devices calls while the others wait"
+    return (
+        f"the kernel {kernel.custom_call_target!r}, which cannot be split: every device gets all of it, and repeats "
+        f"the work of {size} devices"
+    )
 
 
 def _kernel_gathers(facts: AuditFacts) -> Iterator[_KernelGather]:

@@ -5,13 +5,14 @@ enough, nor is a spec for the state that the step takes: arguments without a spe
 are what the compiler makes of them.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, final
 
 import attrs
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.analysis.audits.checks.costs import cost_text, severity
+from shardrules.analysis.audits.checks.costs import cost_text, names_text, severity
 from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.arguments import Argument
 from shardrules.analysis.compiling.compile import ResultArray
@@ -19,7 +20,7 @@ from shardrules.analysis.compiling.constraints import Constraint, follow_argumen
 from shardrules.analysis.compiling.roles import STATE
 from shardrules.analysis.compiling.source import user_line
 from shardrules.core.check import bytes_text
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, common_path
 from shardrules.core.spec import axis_names, shard_bytes, spec_repr
 
 
@@ -39,24 +40,36 @@ class _Whole:
 
 def check_optimizer_state(facts: AuditFacts) -> Iterator[Finding]:
     """Arrays of the state that are compiled over fewer axes than a spec or a constraint asks for."""
+    groups: dict[tuple[str, ...], list[_Whole]] = {}
     for whole in _whole_arrays(facts):
-        array = whole.array
-        requested, actual = (
-            shard_bytes(array.shape, array.dtype, spec, facts.sizes) for spec in (whole.requested, whole.compiled)
-        )
+        specs = spec_repr(whole.requested), spec_repr(whole.compiled)
+        groups.setdefault((whole.reason, *specs, whole.outcome, whole.remedy, whole.source), []).append(whole)
+    for (reason, requested, compiled, outcome, remedy, source), group in groups.items():
+        sizes = [
+            tuple(
+                shard_bytes(whole.array.shape, whole.array.dtype, spec, facts.sizes)
+                for spec in (whole.requested, whole.compiled)
+            )
+            for whole in group
+        ]
+        requested_bytes, actual_bytes = map(sum, zip(*sizes, strict=True))
         # The optimizer reads and writes all that a device has of it.
-        seconds = 2 * (actual - requested) / facts.hardware.memory_bytes_per_second
-        missing = [name for name in axis_names(whole.requested) if name not in axis_names(whole.compiled)]
+        seconds = 2 * (actual_bytes - requested_bytes) / facts.hardware.memory_bytes_per_second
+        is_large = any(after - before >= _WARNING_BYTES for before, after in sizes)
+        missing = [name for name in axis_names(group[0].requested) if name not in axis_names(group[0].compiled)]
+        paths, shapes = [whole.array.path for whole in group], {whole.array.shape: None for whole in group}
+        arrays = f". {len(group)} arrays: {names_text(paths)}" * (len(group) > 1)
         yield Finding(
-            "warning" if actual - requested >= _WARNING_BYTES else severity(facts, seconds),
+            "warning" if is_large else severity(facts, seconds),
             "state-left-whole",
-            f"{whole.reason} {spec_repr(whole.requested)}, and {whole.outcome} {spec_repr(whole.compiled)}: every "
-            f"device has {bytes_text(actual)} of it in place of {bytes_text(requested)}, {cost_text(facts, seconds)}",
-            array.path,
-            whole.remedy,
-            array.shape,
+            f"{reason} {requested}, and {outcome} {compiled}: every device has {bytes_text(actual_bytes)} of it in "
+            f"place of {bytes_text(requested_bytes)}, {cost_text(facts, seconds)}{arrays}",
+            functools.reduce(common_path, paths),
+            remedy,
+            next(iter(shapes)) if len(shapes) == 1 else None,
             axis=missing[0] if len(missing) == 1 else None,
-            source=whole.source,
+            count=len(group),
+            source=source,
         )
 
 

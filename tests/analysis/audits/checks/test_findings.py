@@ -698,3 +698,16 @@ def test_a_mesh_and_its_shape_give_equal_findings() -> None:
     other = audit(fn, W, X, in_shardings=(P(None, "model"), P("data")), target=CPU)
     assert report.findings == other.findings
     assert report.problems
+
+
+def test_a_call_back_to_python_is_named() -> None:
+    def step(w: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(y.shape, y.dtype), y)  # <callback>
+
+    report = sr.ShardingAnalyzer(sr.create_mesh("data:8")).audit(
+        step, f32(64, 64), f32(512, 64), in_shardings=(P(), P("data")), out_shardings=P("data")
+    )
+    finding = only(report, "gathered-for-kernel")
+    assert "for the Python function of 'pure_callback', which one of 8 devices calls while" in finding.message
+    assert finding.remedy == "Call it inside jax.shard_map over data"

@@ -46,7 +46,7 @@ TAKEN = "the state that the step returns is requested as P('data'), and it is co
 @pytest.mark.parametrize(
     ("step", "moments", "results", "expected"),
     [
-        (adam, P(), (P(), SPLIT, SPLIT), {"m/w": TAKEN, "v/w": TAKEN}),
+        (adam, P(), (P(), SPLIT, SPLIT), {"*/w": TAKEN}),
         (adam, SPLIT, (P(), SPLIT, P()), {"v/w": RETURNED}),
         (adam, SPLIT, (P(), SPLIT, SPLIT), {}),
         (moments_first, SPLIT, (SPLIT, P(), P()), {"v/w": RETURNED}),
@@ -90,3 +90,23 @@ def test_a_constrained_state_that_is_returned_whole() -> None:
         "state/m/w": message
     }
     assert left_whole(constrained, {"w": W}, state, X, in_shardings=shardings, out_shardings=(P(), None)) == {}
+
+
+def test_arrays_with_one_cause_are_one_finding() -> None:
+    def step(p: Any, state: Any, x: Any) -> tuple[Any, Any]:
+        (q, m, v) = adam(p, state["m"], state["v"], x)
+        return q, {"m": m, "v": v}
+
+    state = {"m": {"w": W}, "v": {"w": W}}
+    report = sr.ShardingAnalyzer(sr.mesh_shape("data:4")).audit(
+        step,
+        *({"w": W}, state, X),
+        target="cpu",
+        roles=("parameters", "optimizer state", "batch"),
+        in_shardings=(P(), P(), SPLIT),
+        out_shardings=(P(), SPLIT),
+    )
+    (finding,) = [finding for finding in report.findings if finding.code == "state-left-whole"]
+    assert (finding.path, finding.count, finding.shape) == ("state/*/w", 2, (64, 512))
+    assert "every device has 256.0 KiB of it in place of 64.0 KiB" in finding.message
+    assert finding.message.endswith(". 2 arrays: state/m/w, state/v/w")
