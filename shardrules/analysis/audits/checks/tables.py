@@ -53,6 +53,11 @@ _PURE = (
 _DETAILS = ("slice", "direction", "padding", "window")
 """Attributes by which operations on equal operands give different results."""
 
+_LEARNED_EVALUATIONS = 4
+"""How often what is computed from a learned array is computed for one use: forward, again to recompute it, and for both
+gradients. With half as many, healthy programs that recompute would have findings; with twice as many, six layers that
+each compute a table of learned frequencies would have none."""
+
 _MAX_DEPTH = 100
 """How many operations deep an expression may be. Tables of positions have 10 to 30, so that half as many would do; what
 is twice as deep is no table."""
@@ -88,10 +93,9 @@ def check_tables(facts: AuditFacts) -> Iterator[Finding]:
     sources: dict[str, list[int]] = {}
     for key, evaluations in tables.items():
         indices = _arguments(key)
-        # A learned array is used once, and perhaps again to recompute it. Only a loop repeats it for nothing.
         is_learned = facts.has_gradients and any(_is_learned(facts, index) for index in indices)
         is_repeated = max(each.runs for each in evaluations) > 1
-        if is_repeated or (not is_learned and len(evaluations) > 1):
+        if is_repeated or len(evaluations) > (_LEARNED_EVALUATIONS if is_learned else 1):
             first = evaluations[0]
             cause = facts.program.cause(first.computation, first.instruction)
             line = user_line(facts.program.stack(cause))

@@ -89,3 +89,10 @@ def test_learned_arrays_that_remat_computes_again_are_no_tables() -> None:
     assert findings(LEARNED) == []
     (finding,) = findings(LEARNED, has_gradients=False)
     assert "of positions and constants and w/pos" in finding.message
+
+
+def test_tables_of_learned_arrays_in_every_layer_are_tables() -> None:
+    layers = [f"  %layer{index} = f32[64,64] exponential(%w)\n" for index in range(5)]
+    assert findings("\n" + "".join(layers[:4])) == []
+    (finding,) = findings("\n" + "".join(layers))
+    assert "and w/pos, 16.0 KiB, is computed 5 times in a step" in finding.message
