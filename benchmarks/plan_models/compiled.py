@@ -51,7 +51,7 @@ class Cache:
     folder: Path | None  # `None` to keep nothing
 
     def compilation(self, lowered: Any, target: str) -> Compilation:
-        """Returns what a compiler makes of a lowered step."""
+        """Returns what a compiler makes of a lowered step; `target` names all that it is compiled for and with."""
         key = hashlib.sha256(f"{jax.__version__}\n{target}\n{lowered.as_text()}".encode()).hexdigest()[:32]
         file = None if self.folder is None else self.folder / f"{key}.json.gz"
         if file is not None and file.exists():
@@ -307,8 +307,9 @@ class Question:
         )
         try:
             with jax.set_mesh(self.device_mesh):
-                lowered = plan.jit(self.step, donate_argnums=self.model.donated).lower(*self.args)
-            compilation = self.cache.compilation(lowered, str(self.target))
+                planned = plan.jit(self.step, donate_argnums=self.model.donated)
+                lowered, flags = planned.lower(*self.args), planned.compiler_options(self.device_mesh)
+            compilation = self.cache.compilation(lowered, f"{self.target} {flags}" if flags else str(self.target))
         except Exception as error:  # noqa: BLE001
             return attrs.evolve(result, error=f"compiling: {type(error).__name__}: {error}")
         row, audited = self.read_row("autoplan", compilation), self.audited_seconds(compilation.text)

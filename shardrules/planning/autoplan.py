@@ -26,7 +26,6 @@ from shardrules.core.spec import spec_repr
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.findings import (
     COSTLY_RATIO,
-    NEAR_RATIO,
     PinCosts,
     machine_findings,
     may_not_fit,
@@ -41,6 +40,7 @@ from shardrules.planning.answer.plan import AutoPlan, Candidate
 from shardrules.planning.answer.prove import prove_plan
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import Query, QueryOptions, check_time_limit, read_query
+from shardrules.planning.run.replay import NEAR_RATIO
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult
 

@@ -31,6 +31,10 @@ _RESERVE = 0.1
 """The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
 fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
 
+_ROOM_COST = 0.03
+"""By what part a plan may cost more that leaves room for what the model of memory is off by. With much more, plans are
+slower than those of experts that fit; with none, some need a per cent more than their limit."""
+
 
 @final
 @attrs.frozen
@@ -76,12 +80,33 @@ class Query:
             raise DoesNotFitError(text, bound.nbytes)
 
     def search(self, deadline: Deadline) -> SearchResult:
-        """Finds the best choice that fits."""
-        return self.task.within(self.limit_bytes, deadline)
+        """Finds the best choice that fits.
+
+        Compilers that have to keep a limit need less for most plans, but more for those whose losses are looked up
+        late. Where that decides what fits, it is searched again as such compilers have it.
+        """
+        result, tight = self.task.within(self.limit_bytes, deadline), self.task.tight()
+        if tight is self.task or (result.fits and tight.occupancy.peak(result.choice) <= self.limit_bytes):
+            return result
+        if not any(tight.occupancy.peak(trial.choice) <= self.limit_bytes for trial in result.candidates):
+            return result
+        other = tight.within(self.limit_bytes, deadline, [trial.choice for trial in result.candidates])
+        return attrs.evolve(self._with_room(tight, other), seconds=result.seconds + other.seconds, is_tight=True)
+
+    def _with_room(self, tight: Task, result: SearchResult) -> SearchResult:
+        """Returns the cheapest choice that fits even with gaps as large as without a limit, if it costs hardly more."""
+        gaps = attrs.evolve(tight.occupancy, temporaries=self.task.occupancy.temporaries)
+        for trial in result.candidates:
+            if trial.cost > (1 + _ROOM_COST) * self.task.problem.cost(result.choice):
+                break
+            if gaps.peak(trial.choice) <= self.limit_bytes:
+                return tight.with_choice(result, trial.choice)
+        return result
 
     def plan(self, result: SearchResult) -> AutoPlan:
         """Returns the plan that a search found, without findings."""
-        return AutoPlan(self.call, self.args, self.mesh, self.limit_bytes, self.options.time_limit, self.task, result)
+        task = self.task.tight() if result.is_tight else self.task
+        return AutoPlan(self.call, self.args, self.mesh, self.limit_bytes, self.options.time_limit, task, result)
 
     def with_pins(self, pinned: Mapping[int, PartitionSpec]) -> "Query":
         """Returns the same query with other pins."""

@@ -26,10 +26,6 @@ know, so that a few per cent are not worth a warning; with 4, tensor parallelism
 _LARGE_CONSTANT = 2**20
 """Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
 
-NEAR_RATIO = 0.9
-"""The part of the limit from which a plan is called near it. The model of memory may say up to a tenth less than the
-compiler for most functions; with 0.8, half of all plans with a limit would have the finding."""
-
 _SHOWN_ARRAYS = 5
 """How many arrays an error lists behind a bound: the largest, which usually take most of it."""
 

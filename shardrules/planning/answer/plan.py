@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, Literal, TypeAlias, final
 
 import attrs
 import jax.tree_util as jtu
@@ -30,12 +30,15 @@ from shardrules.planning.run.call import Call
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult, Task
-from shardrules.planning.solve.solver import Status
-from shardrules.planning.solve.trials import LIMIT_TOLERANCE
+from shardrules.planning.solve.solver import LIMIT_TOLERANCE
+
+Status: TypeAlias = Literal["optimal", "feasible"]
+"""What is known about a plan: that no other that fits is better, or that another may be."""
 
 _OPTIMAL_GAP = 2e-3
-"""By what part a plan may cost more than the bound and be called optimal: twice the solver's `CLOSE`, since bounds are
-lowered by the preference among equal plans. Doubled, users would see `optimal` on plans that a search could better."""
+"""By what part of its cost a plan may be above the bound and be called optimal: twice `CLOSE`, at which searches end,
+since bounds are lowered by the preference among equal plans. Doubled, users would see `optimal` on plans that a search
+could better."""
 
 _NANOSECOND = 1e-9
 """What no plan is called worse for, in seconds: functions that cost next to nothing have gaps of rounding only."""
@@ -373,7 +376,9 @@ class AutoPlan:
     def _status_text(self) -> str:
         if not self.fits:
             return f"{'does' if self.compiled else 'may'} not fit"
-        return self.status if self.status == "optimal" else f"feasible, at most {100 * self.gap:.1f} % above the best"
+        return (
+            self.status if self.status == "optimal" else f"feasible, the best takes at most {100 * self.gap:.1f} % less"
+        )
 
     def _argument_table(self) -> list[str]:
         """Returns a row for each argument; arguments of repeated layers share a row."""

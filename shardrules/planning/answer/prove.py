@@ -24,7 +24,6 @@ from shardrules.core.finding import Finding
 from shardrules.planning.answer.plan import AutoPlan, CompiledPlan
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult, Task
-from shardrules.planning.solve.solver import Solution
 
 _MOST_COMPILED = 6
 """How many plans are compiled at most. What the second says hardly changes the factor of a function; with twice as
@@ -73,12 +72,10 @@ def prove_plan(plan: AutoPlan, fn: Callable[..., Any], mesh: Mesh, deadline: Dea
     return _Trials(plan, fn, mesh, deadline).best()
 
 
-def _with_temporaries(task: Task, temporaries: float) -> Task:
-    """Returns the task with another factor for intermediate results."""
-    machine = task.problem.machine
-    assumptions = attrs.evolve(machine.assumptions, temporaries=temporaries)
-    problem = attrs.evolve(task.problem, machine=attrs.evolve(machine, assumptions=assumptions))
-    return attrs.evolve(task, problem=problem, occupancy=attrs.evolve(task.occupancy, problem=problem))
+def _scaled(task: Task, factor: float) -> Task:
+    """Returns the task in which intermediate results take so many times the memory."""
+    occupancy = task.occupancy
+    return attrs.evolve(task, occupancy=attrs.evolve(occupancy, temporaries=occupancy.temporaries * factor))
 
 
 @final
@@ -127,7 +124,7 @@ class _Trials:
         limit, peak, cost = self.plan.memory_limit, task.occupancy.peak, task.problem.cost
         fitting = [choice for choice in self.choices if peak(choice) <= limit]
         choice = min(fitting, key=cost) if fitting else min(self.choices, key=peak)
-        return attrs.evolve(_chosen(task, choice, result), fits=bool(fitting))
+        return attrs.evolve(task.with_choice(result, choice), fits=bool(fitting))
 
     def search(self, task: Task) -> SearchResult:
         """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
@@ -189,7 +186,7 @@ class _Trials:
 
     def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
         """Compiles a choice; `result` is of the last search, which may have found another."""
-        result = attrs.evolve(_chosen(task, choice, result), fits=True)
+        result = attrs.evolve(task.with_choice(result, choice), fits=True)
         # A compiled function passes its limit on to the compiler unless the model says that more is needed.
         plan = attrs.evolve(self.plan, task=self.fitted(task, choice), result=result)
         owners = self.plan.call.argument_indices
@@ -213,7 +210,7 @@ class _Trials:
         if peak <= limit or arguments >= limit:
             return task
         factor = (limit - arguments) / (peak - arguments)
-        return _with_temporaries(task, task.problem.machine.assumptions.temporaries * factor)
+        return _scaled(task, factor)
 
     def corrected(self, task: Task, choice: tuple[int, ...]) -> Task:
         """Returns the task with the factor that a compiled choice shows; the same one if that says nothing new."""
@@ -227,15 +224,7 @@ class _Trials:
         if abs(factor - 1) < _SAME_FACTOR:
             return task
         factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
-        return _with_temporaries(task, task.problem.machine.assumptions.temporaries * factor)
-
-
-def _chosen(task: Task, choice: tuple[int, ...], result: SearchResult) -> SearchResult:
-    """Returns the result of a search with another choice."""
-    if choice != result.choice or result.solution is None:
-        cost = task.problem.cost(choice)
-        result = attrs.evolve(result, solution=Solution(choice, cost, min(result.bound, cost), "feasible", ()))
-    return attrs.evolve(result, peak_bytes=task.occupancy.peak(choice))
+        return _scaled(task, factor)
 
 
 def _does_not_fit(plan: AutoPlan, trial: CompiledPlan, is_late: bool) -> Finding:

@@ -14,9 +14,8 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import SAVE_AGAIN, problem, record
 from shardrules.planning.answer.explain import SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
-from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
+from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
 from shardrules.planning.answer.version import FORMAT
-from shardrules.planning.solve.solver import Status
 
 _Report = TypeVar("_Report")
 

@@ -27,6 +27,11 @@ _LATE_LOOKUPS = 0.5
 six of eleven that were compiled for H100s. With 0, peaks of the others are up to a tenth too low; with 1, up to a third
 too high."""
 
+_TIGHT_GAPS = 0.3
+"""What is left of the gaps between intermediate results where XLA for GPUs has to keep a limit. Of six plans that were
+compiled so, two had none, two a third, one nearly all. With 0, half of such plans exceed their limit by one to three
+per cent; with 1, plans that fit are refused."""
+
 _Positions: TypeAlias = Sequence[int]
 """For each operation when it runs."""
 
@@ -48,7 +53,7 @@ class Stay:
     is_lasting: bool = False
     """Whether it is an argument."""
     split_dims: tuple[int, ...] = ()
-    """If there are any, it is only there where one of these dims is split."""
+    """If there are any, it is only there where one of these dims is split, and only if a lookup is late."""
     whole_dims: tuple[int, ...] = ()
     """It is only there where none of these dims is split."""
 
@@ -78,6 +83,10 @@ class Occupancy:
     copies: tuple[Copy, ...]
     fixed_bytes: int
     """What is there in any case: arguments without a layout to choose, and constants."""
+    temporaries: float
+    """How many times their bytes intermediate results take: `Assumptions.temporaries`, or less where limits bind."""
+    late_lookups: float = _LATE_LOOKUPS
+    """Which part of what is there only if a lookup is late counts."""
 
     @classmethod
     def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
@@ -94,11 +103,19 @@ class Occupancy:
             *_written_stays(problem, positions, spans, overwritten, updated),
             *_expansion_stays(problem, positions),
         )
-        return cls(problem, stays, _copies(problem, positions, spans, last_uses, updated), fixed)
+        copies = _copies(problem, positions, spans, last_uses, updated)
+        return cls(problem, stays, copies, fixed, problem.machine.assumptions.temporaries)
+
+    def tight(self) -> "Occupancy":
+        """Returns the occupancy where compilers have to keep a limit.
+
+        They leave smaller gaps, but run the program in the order that they have to: what may be there is there.
+        """
+        return attrs.evolve(self, temporaries=1 + _TIGHT_GAPS * (self.temporaries - 1), late_lookups=1.0)
 
     def overhead(self, stay: Stay) -> float:
         """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
-        return 1.0 if stay.is_lasting else self.problem.machine.assumptions.temporaries
+        return 1.0 if stay.is_lasting else self.temporaries * (self.late_lookups if stay.split_dims else 1.0)
 
     def timeline(self, choice: Sequence[int]) -> np.ndarray:
         """Returns the bytes in memory under a choice, at each operation and at the end."""
@@ -110,8 +127,8 @@ class Occupancy:
             changes[stay.first] += nbytes
             changes[stay.last + 1] -= nbytes
         for (first, last), nbytes in self._copy_spans(choice):
-            changes[first] += nbytes * problem.machine.assumptions.temporaries
-            changes[last + 1] -= nbytes * problem.machine.assumptions.temporaries
+            changes[first] += nbytes * self.temporaries
+            changes[last + 1] -= nbytes * self.temporaries
         return np.cumsum(changes)[:-1] + self.fixed_bytes
 
     def peak(self, choice: Sequence[int]) -> float:
@@ -178,8 +195,7 @@ class Occupancy:
             counted_arrays[copy.array] = None
             edge = problem.edges[copy.edge]
             sizes = edge.nbytes / shard_counts(edge.to_layouts, problem.machine)
-            sizes = sizes * problem.machine.assumptions.temporaries
-            copy_bytes[copy.edge] = copy_bytes.get(copy.edge, 0.0) + sizes
+            copy_bytes[copy.edge] = copy_bytes.get(copy.edge, 0.0) + sizes * self.temporaries
         return MemoryConstraint(layout_bytes, copy_bytes, self.fixed_bytes, limit_bytes)
 
 
@@ -308,7 +324,7 @@ def _result_stays(
             first = here + 1 if computed_home is not None or source is not None else here
             if computed_home is None and source is not None:
                 if dims := _looked_up_dims(problem, source):
-                    yield result, Stay(home, int(_LATE_LOOKUPS * nbytes), here, here, split_dims=dims)
+                    yield result, Stay(home, nbytes, here, here, split_dims=dims)
                 if fusion.keeps_rows(op_index, source):
                     # A kernel that keeps rows on chip writes to other memory than it reads.
                     yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))

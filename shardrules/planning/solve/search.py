@@ -25,7 +25,7 @@ from shardrules.planning.solve.memory import Occupancy, peaks
 from shardrules.planning.solve.messages import Messages
 from shardrules.planning.solve.patterns import patterns
 from shardrules.planning.solve.price import APART, CLOSER, Budget, within_budget
-from shardrules.planning.solve.solver import CLOSE, Solution, Status, Work, fractions, least_memory, solve
+from shardrules.planning.solve.solver import CLOSE, Solution, Work, fractions, least_memory, solve
 from shardrules.planning.solve.trials import Trial, Trials
 from shardrules.planning.traced.order import late_order, program_order
 from shardrules.planning.traced.program import TracedProgram
@@ -114,9 +114,16 @@ class Task:
         between = sum(move.seconds * move.count for move in moves if move.is_between)
         if not self.problem.machine.puts_off or between <= _BUSY * computing:
             return peak
-        as_written = Occupancy.of(self.problem, program_order(self.problem.program))
+        stays = Occupancy.of(self.problem, program_order(self.problem.program))
+        as_written = attrs.evolve(self.occupancy, stays=stays.stays, copies=stays.copies)
         least = as_written.peak(choice)
         return least + _PUT_OFF_BUSY * (peak - least) if least < peak else peak
+
+    def tight(self) -> "Task":
+        """Returns the task of a compiler that has to keep a limit; the same one if it would do nothing else then."""
+        if not self.problem.machine.puts_off:
+            return self
+        return attrs.evolve(self, occupancy=self.occupancy.tight())
 
     @classmethod
     def of(
@@ -144,16 +151,30 @@ class Task:
         order = late_order if machine.puts_off else program_order
         return cls(problem, Occupancy.of(problem, order(program)))
 
+    def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
+        """Returns the result of a search with another choice."""
+        solution = result.solution
+        if solution is None or choice != solution.choice:
+            cost = self.problem.cost(choice)
+            solution = Solution(choice, cost, min(result.bound, cost), ())
+        return attrs.evolve(result, solution=solution, peak_bytes=self.occupancy.peak(choice))
+
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
         """Returns the task with fewer layouts: for each node the indices of those to keep."""
         problem = restrict(self.problem, keep)
         return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
-    def within(self, limit_bytes: float, deadline: Deadline = NO_DEADLINE) -> "SearchResult":
-        """Finds the best choice that fits, or the one with the least memory where it finds none that fits."""
+    def within(
+        self, limit_bytes: float, deadline: Deadline = NO_DEADLINE, choices: Sequence[tuple[int, ...]] = ()
+    ) -> "SearchResult":
+        """Finds the best choice that fits, or the one with the least memory where it finds none that fits.
+
+        `choices` are those that another search has met.
+        """
         start = time.monotonic()
         trials = Trials(self.occupancy, limit_bytes)
-        trials.add((0,) * len(self.problem.nodes))
+        for choice in ((0,) * len(self.problem.nodes), *choices):
+            trials.add(choice)
         if not self.problem.nodes:
             return _result(trials, Budget(0.0), False, time.monotonic() - start)
         self._weigh_patterns(trials, deadline)
@@ -439,6 +460,8 @@ class SearchResult:
     seconds: float = 0.0
     is_late: bool = False
     """Whether the time was up before the search was done."""
+    is_tight: bool = False
+    """Whether it fits where the compiler has to keep the limit, as `Task.tight` says what is in memory then."""
 
     @property
     def price(self) -> float:
@@ -469,10 +492,9 @@ def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> Se
     if answer is None:
         return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), seconds, is_late)
     bound = min(max(0.0, budget.bound), answer.cost)
-    status: Status = "optimal" if fits and answer.cost <= bound * (1 + CLOSE) + _TIE else "feasible"
     # Bounds count only what is in memory in any case: where that leaves the price at 0, plans that need more tell it.
     prices = (budget.price or trials.saving,) if fits else ()
-    solution = Solution(answer.choice, answer.cost, bound, status, prices)
+    solution = Solution(answer.choice, answer.cost, bound, prices)
     return SearchResult(solution, answer.peak_bytes, bound, fits, trials.front(), seconds, is_late)
 
 

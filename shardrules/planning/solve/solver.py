@@ -7,7 +7,7 @@ branched on, until its bound is near the best choice or a count of linear progra
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -17,12 +17,9 @@ from scipy.sparse import csr_array, vstack
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.formulation import MICRO, Formulation, MemoryConstraint, sparse
 
-Status: TypeAlias = Literal["optimal", "feasible", "infeasible"]
-"""What is known about a choice: that no other is better, that another may be, or that there is none."""
-
 CLOSE = 1e-3
-"""By what part a choice may cost more than the lower bound and still count as optimal. What the cost model predicts is
-off by far more. With a tenth of it, searches near full memory go on for much longer, to gain nothing that is real."""
+"""By what part a choice may cost more than the lower bound and end a search. What the cost model predicts is off by far
+more. With a tenth of it, searches near full memory go on for much longer, to gain nothing that is real."""
 
 _WHOLE = 1e-5
 """A layout counts as taken from 1 less this. HiGHS's own tolerance is 1e-6 for each row, and a few add up."""
@@ -34,14 +31,12 @@ _WORK = 400_000
 """How many variables the linear programs of a search have together. That takes seconds. Doubled, gaps near full memory
 are a little smaller."""
 
-_LIMIT_TOLERANCE = 1e-6
-"""By what part a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array."""
+LIMIT_TOLERANCE = 1e-6
+"""By what part a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array. With
+less, choices that fit would be searched for again; with a thousand times as much, real bytes would be missing."""
 
 _INFEASIBLE = 2
 """The status of SciPy's `linprog` for a program without a solution."""
-
-_NANOSECOND = 1e-9
-"""Two choices that differ by less, in seconds, cost the same, even if both are nearly free."""
 
 
 @final
@@ -54,7 +49,6 @@ class Solution:
     cost: float
     bound: float
     """What every choice costs at least, in seconds."""
-    status: Status
     prices: tuple[float, ...]
     """For each memory constraint what one more byte would save."""
 
@@ -75,12 +69,12 @@ def solve(
 ) -> Solution:
     """Finds the choice with the least cost."""
     if not formulation.problem.nodes:
-        return Solution((), 0.0, 0.0, "optimal", ())
+        return Solution((), 0.0, 0.0, ())
     problem, program = formulation.problem, _cost_program(formulation, constraints)
 
     def value(choice: tuple[int, ...]) -> float:
         for constraint in constraints:
-            if constraint.used_bytes(problem, choice) > constraint.limit_bytes * (1 + _LIMIT_TOLERANCE):
+            if constraint.used_bytes(problem, choice) > constraint.limit_bytes * (1 + LIMIT_TOLERANCE):
                 return np.inf
         return problem.cost(choice) * MICRO + formulation.preferred(choice)
 
@@ -89,10 +83,9 @@ def solve(
     # Duals are microseconds for each scaled byte, and negative: a higher limit lowers the cost.
     prices = tuple(-price / scale / MICRO for price, scale in zip(answer.prices, program.scales, strict=False))
     if answer.choice is None:
-        return Solution(None, np.inf, max(0.0, bound), "infeasible" if answer.is_infeasible else "feasible", prices)
+        return Solution(None, np.inf, max(0.0, bound), prices)
     cost = problem.cost(answer.choice)
-    status = "optimal" if cost <= bound * (1 + CLOSE) + _NANOSECOND else "feasible"
-    return Solution(answer.choice, cost, min(bound, cost), status, prices)
+    return Solution(answer.choice, cost, min(bound, cost), prices)
 
 
 def fractions(

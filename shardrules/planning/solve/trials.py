@@ -7,10 +7,7 @@ import attrs
 import numpy as np
 
 from shardrules.planning.solve.memory import Occupancy
-
-LIMIT_TOLERANCE = 1e-6
-"""By what part a choice may exceed the limit: linear programs satisfy constraints to 1e-7, in units of the largest
-array. Smaller, choices that fit would be searched for again; a thousand times as large, real bytes would be missing."""
+from shardrules.planning.solve.solver import LIMIT_TOLERANCE
 
 _BETTER = 1e-6
 """By what part another choice has to be cheaper, or smaller, to replace the first: less is noise, and plans would

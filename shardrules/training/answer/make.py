@@ -14,9 +14,10 @@ from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.spec import shard_bytes
-from shardrules.planning.answer.findings import NEAR_RATIO, machine_findings, near_the_limit, program_findings
+from shardrules.planning.answer.findings import machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
+from shardrules.planning.run.replay import NEAR_RATIO
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport

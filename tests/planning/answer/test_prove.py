@@ -84,7 +84,7 @@ def test_what_is_compiled_corrects_the_model(monkeypatch: pytest.MonkeyPatch) ->
     (index,) = [index for index, trial in enumerate(others, 2) if trial.is_chosen]
     assert all(trial.peak_bytes <= limit for trial in others)
     assert plan.cost > free.cost
-    assert plan.task.problem.machine.assumptions.temporaries > 1.2 * sr.Assumptions().temporaries
+    assert plan.task.occupancy.temporaries > 1.2 * sr.Assumptions().temporaries
     text = str(plan)
     assert f"{index} (chosen, fits)" in text
     assert plan.peak_bytes == plan.compiled[index - 1].peak_bytes

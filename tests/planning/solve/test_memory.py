@@ -92,7 +92,8 @@ def test_scores_may_be_there_beside_their_gradient(spec: P, is_late: bool) -> No
     scores = 2 * 2048 * 4096 / 4
     assert timeline[stay.first] - timeline[stay.first + 1] >= (scores / 2 if is_late else 0)
     (both,) = [each for each in task.occupancy.stays if each.home == stay.home and each.first == stay.first + 1]
-    assert stay.nbytes == both.nbytes / 2
+    assert task.occupancy.overhead(stay) == task.occupancy.overhead(both) / 2
+    assert task.tight().occupancy.overhead(stay) == task.tight().occupancy.overhead(both)
     constraint = task.occupancy.constraint(stay.first, np.inf, certain=True)
     assert constraint.used_bytes(task.problem, choice) <= timeline[stay.first]
 
