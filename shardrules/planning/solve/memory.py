@@ -53,9 +53,11 @@ class Stay:
     is_lasting: bool = False
     """Whether it is an argument."""
     split_dims: tuple[int, ...] = ()
-    """If there are any, it is only there where one of these dims is split, and only if a lookup is late."""
+    """If there are any, it is only there where one of these dims is split."""
     whole_dims: tuple[int, ...] = ()
     """It is only there where none of these dims is split."""
+    is_late: bool = False
+    """Whether it is only there if a loss is looked up late."""
 
 
 @final
@@ -86,7 +88,7 @@ class Occupancy:
     temporaries: float
     """How many times their bytes intermediate results take: `Assumptions.temporaries`, or less where limits bind."""
     late_lookups: float = _LATE_LOOKUPS
-    """Which part of what is there only if a lookup is late counts."""
+    """Which part counts of what is there only if a loss is looked up late."""
 
     @classmethod
     def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
@@ -101,6 +103,7 @@ class Occupancy:
         stays = (
             *_argument_stays(problem),
             *_written_stays(problem, positions, spans, overwritten, updated),
+            *_entering_stays(problem, positions, spans),
             *_expansion_stays(problem, positions),
         )
         copies = _copies(problem, positions, spans, last_uses, updated)
@@ -115,7 +118,7 @@ class Occupancy:
 
     def overhead(self, stay: Stay) -> float:
         """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
-        return 1.0 if stay.is_lasting else self.temporaries * (self.late_lookups if stay.split_dims else 1.0)
+        return 1.0 if stay.is_lasting else self.temporaries * (self.late_lookups if stay.is_late else 1.0)
 
     def timeline(self, choice: Sequence[int]) -> np.ndarray:
         """Returns the bytes in memory under a choice, at each operation and at the end."""
@@ -291,7 +294,7 @@ def _written_stays(
 
 def _stay_key(array_stay: tuple[int, Stay]) -> tuple[Any, ...]:
     array, stay = array_stay
-    return array, stay.nbytes, stay.first, stay.last, stay.split_dims, stay.whole_dims
+    return array, stay.nbytes, stay.first, stay.last, stay.split_dims, stay.whole_dims, stay.is_late
 
 
 def _result_stays(
@@ -324,7 +327,7 @@ def _result_stays(
             first = here + 1 if computed_home is not None or source is not None else here
             if computed_home is None and source is not None:
                 if dims := _looked_up_dims(problem, source):
-                    yield result, Stay(home, nbytes, here, here, split_dims=dims)
+                    yield result, Stay(home, nbytes, here, here, split_dims=dims, is_late=True)
                 if fusion.keeps_rows(op_index, source):
                     # A kernel that keeps rows on chip writes to other memory than it reads.
                     yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))
@@ -384,6 +387,19 @@ def _looked_up_dims(problem: Problem, array: int) -> tuple[int, ...]:
                 chain += [result for result in operation.results if program.arrays[result].shape == shape]
         visited.add(link)
     return tuple(dims)
+
+
+def _entering_stays(problem: Problem, positions: _Positions, spans: _Spans) -> Iterator[Stay]:
+    """Yields what enters loops although no kernel of the program has to write it, such as masks: loops read memory."""
+    program, entered = problem.program, set[tuple[int, int]]()
+    for op_index, operation in enumerate(program.operations):
+        operand = operation.operands[0] if operation.role == "enter" else None
+        if operand is None or operand in problem.fusion.written or (operand, operation.region) in entered:
+            continue
+        home = problem.operand_homes.get((op_index, 0), problem.homes.get(operand))
+        if home is not None:
+            entered.add((operand, operation.region))
+            yield Stay(home, problem.fusion.nbytes(operand), positions[op_index], spans[operation.region][1])
 
 
 def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:

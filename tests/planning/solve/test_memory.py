@@ -137,6 +137,21 @@ def test_losses_keep_what_kernels_of_rows_write(is_looked_up: bool, size: int, d
     assert task.occupancy.constraint(op_index, np.inf).used_bytes(task.problem, choice) >= timeline[op_index] - 1
 
 
+def test_masks_that_enter_loops_are_in_memory() -> None:
+    """A mask that kernels compute as they go is written once, outside of the loop that takes it in each round."""
+    rows, width, rounds = 1024, 256, 4
+
+    def masked(x: Any, w: Any) -> Any:
+        mask = jnp.broadcast_to(jnp.arange(width) > 3, (rows, width))
+        return jax.lax.scan(lambda y, _: (jnp.where(mask, y @ w, 0.0), None), x, length=rounds)[0]
+
+    pins = {0: P("x"), 1: P()}
+    task, _, timeline = planned(masked, (rows, width), (width, width), pins=pins)
+    (matmul,) = [index for index, name in enumerate(names(task)) if name == "dot_general"]
+    x, w = FOUR * rows * width // 4, FOUR * width * width
+    assert timeline[matmul] == x + w + 2 * x + rows * width // 4  # what goes round, the product, and the mask
+
+
 def grouped_norm(x: Any) -> Any:
     """A norm over the rows and each of 8 groups of channels, and an activation."""
     groups = x.reshape(x.shape[0], x.shape[1], 8, -1)
