@@ -163,8 +163,9 @@ class PlannedFunction:
 
         By default XLA fills what a GPU has, so as to overlap more. The option is a part, in whole per cent, of what
         arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no such number
-        is near the limit. Where the plan is, the number is rounded down: XLA then saves memory wherever it can. It
-        would also compute much twice to get there, which is turned off.
+        is near the limit. Where the plan is, XLA is given nothing, so that it saves memory wherever it can: with a
+        little less than it needs, it takes more than without a limit. It would also compute much twice to get there,
+        which is turned off.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}
@@ -189,8 +190,8 @@ class PlannedFunction:
         unit = available / 100
         most = math.floor(_MOST_OF_LIMIT * (self.memory_limit - argument_bytes) / unit)
         least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / unit)
-        if max(0, most) < least and NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit:
-            return {_LIMIT_OPTION: max(0, most), "xla_disable_hlo_passes": "rematerialization"}
+        if most < least and NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit:
+            return {_LIMIT_OPTION: 0, "xla_disable_hlo_passes": "rematerialization"}
         percent = max(1, most, least)
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}
 
