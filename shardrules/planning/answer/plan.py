@@ -182,7 +182,10 @@ class AutoPlan:
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """The most memory that a device uses once the plan is compiled, as modelled; with `prove`, as compiled."""
+        """The most memory that a device uses once the plan is compiled, as modelled; with `prove`, as compiled.
+
+        Arguments that come back as results count as donated. Run without `donate_argnums`, these results come on top.
+        """
         for trial in self.compiled:
             if trial.is_chosen:
                 return trial.peak_bytes
