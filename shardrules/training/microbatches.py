@@ -280,8 +280,8 @@ def _forward_program(
 ) -> ClosedJaxpr:
     """Traces a run of a part with this many examples: of the values of variables, group and microbatch."""
 
-    def forward(*values: Any) -> list[Any]:
-        *values, group, microbatch = values
+    def forward(*arguments: Any) -> list[Any]:
+        *values, group, microbatch = arguments
         at_hand = {(var, "whole"): value for var, value in zip(shared, values, strict=False)}
         at_hand |= {(var, "part"): value for var, value in zip(batched, values[len(shared) :], strict=True)}
         return run(group, microbatch, at_hand)

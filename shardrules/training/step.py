@@ -203,10 +203,10 @@ def _with_new_state(model: Any, aux: Any) -> Any:
 
 def _can_replace(new: Any, array: Any) -> bool:
     """Whether the entry of a state may be in the place of another in the next step."""
-    kinds = array_kind(new), array_kind(array)
-    if None in kinds:
-        return kinds == (None, None)
-    (shape, dtype), (other_shape, other_dtype) = kinds
+    kind, other_kind = array_kind(new), array_kind(array)
+    if kind is None or other_kind is None:
+        return kind is other_kind
+    (shape, dtype), (other_shape, other_dtype) = kind, other_kind
     are_floats = jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(other_dtype, jnp.inexact)
     return shape == other_shape and (dtype == other_dtype or are_floats)
 

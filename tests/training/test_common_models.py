@@ -113,10 +113,8 @@ class Case:
 
         (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         updates, state = self.optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-        if isinstance(aux, eqx.nn.State):
-            return (eqx.combine(params, frozen)[0], aux), state, value, aux
-        return eqx.combine(params, frozen), state, value, aux
+        trained: Any = eqx.combine(optax.apply_updates(params, updates), frozen)
+        return (trained[0], aux) if isinstance(aux, eqx.nn.State) else trained, state, value, aux
 
     def filter_of(self, model: Any) -> Any:
         return eqx.is_inexact_array if self.trainable is None else self.trainable(model)

@@ -52,4 +52,4 @@ def _looks_up(jaxpr: Jaxpr, variables: Iterable[Any]) -> bool:
 
 
 def _is_integer(var: Any) -> bool:
-    return jnp.issubdtype(getattr(var.aval, "dtype", None), jnp.integer)
+    return jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.integer)  # tokens of effects have no dtype
