@@ -42,7 +42,8 @@ def keep_choices(
     The first keeps everything, as the program is written. The first `trainable_count` inputs have gradients.
     `offload`: whether arrays may be kept in the memory of the host, those that are not small once they are split over
     `device_count` devices. `replace_checkpoints`: whether the program's own
-    `jax.checkpoint` are taken away; otherwise each is a single step. At most `count` are returned.
+    `jax.checkpoint` are taken away; otherwise each is a single step. At most `count` are returned that keep all on the
+    device, and half as many others.
     """
     flat = flattened(program, replace_checkpoints)
     reader = NeedsReader()
@@ -68,6 +69,11 @@ class _Choice:
     units: tuple[_UnitChoice, ...]
     nbytes: int
     seconds: float
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it keeps anything in the memory of the host."""
+        return any(kept.offloaded for unit in self.units for kept, _ in unit)
 
     @classmethod
     def of(cls, problems: Sequence[UnitProblem], units: Sequence[_UnitChoice]) -> "_Choice":
@@ -115,7 +121,7 @@ def _between(
     """Yields choices that keep less and less between two.
 
     Segments are as in `less` one after the other, from the first on, instead of as in `more`; these choices are as good
-    as the two. Of a loop they are the `subsets` between the two.
+    as the two. Of a loop they are the `subsets` between the two, and what has less on the host.
     """
     if more.seconds >= less.seconds:
         return
@@ -127,13 +133,41 @@ def _between(
         for count in range(1, repeats):
             units[index] = (kept_after, count), (kept_before, repeats - count)
             yield _Choice.of(problems, units)
-        for kept in subsets[index]:
-            if kept_after.nbytes < kept.nbytes < kept_before.nbytes and kept.seconds < kept_after.seconds:
+        others = (*subsets[index], *_partly_on_host(problems[index], kept_after))
+        for kept in _best([kept for kept in others if kept_after.nbytes < kept.nbytes < kept_before.nbytes]):
+            if kept.seconds < kept_after.seconds:
                 units[index] = ((kept, 1),)
                 yield _Choice.of(problems, units)
         units[index] = after
         if units != list(less.units):
             yield _Choice.of(problems, units)
+
+
+def _partly_on_host(problem: UnitProblem, choice: KeptValues) -> Iterator[KeptValues]:
+    """Yields what a loop may keep if only the largest of the arrays that a choice sends to the host go there."""
+    values = problem.problem.values
+    on_host = sorted(choice.offloaded, key=lambda index: (-values[index].nbytes, index))
+    for count in range(1, len(on_host)) if problem.unit.is_loop else ():
+        sent, kept = on_host[:count], on_host[count:]
+        kept_bytes = sum(values[index].nbytes for index in kept)
+        saved_seconds = sum(values[index].host_seconds - values[index].keep_seconds for index in kept)
+        yield attrs.evolve(
+            choice,
+            kept=tuple(sorted((*choice.kept, *kept))),
+            offloaded=tuple(sorted(sent)),
+            nbytes=choice.nbytes + kept_bytes,
+            host_bytes=choice.host_bytes - kept_bytes,
+            seconds=choice.seconds - saved_seconds,
+        )
+
+
+def _best(choices: Sequence[KeptValues]) -> list[KeptValues]:
+    """The choices of which none that keeps less is as fast, those that keep most first."""
+    best: list[KeptValues] = []
+    for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.seconds)):
+        if not best or choice.seconds < best[-1].seconds:
+            best.append(choice)
+    return best[::-1]
 
 
 def _hull(problems: Sequence[UnitProblem]) -> list[_Choice]:
@@ -165,8 +199,17 @@ def _step_seconds(problems: Sequence[UnitProblem]) -> float:
 
 
 def _thinned(front: Sequence[_Choice], count: int) -> list[_Choice]:
-    """At most `count` choices of a front, with the first and the last."""
+    """At most `count` choices of a front that keep nothing on the host, and half as many others, with the first and the
+    last of each."""
+    on_devices = _least_gaps([choice for choice in front if not choice.is_on_host], count)
+    on_hosts = _least_gaps([choice for choice in front if choice.is_on_host], count // 2)
+    return sorted((*on_devices, *on_hosts), key=lambda choice: -choice.nbytes)
+
+
+def _least_gaps(front: Sequence[_Choice], count: int) -> list[_Choice]:
     choices = list(front)
+    if not choices:
+        return []
     most_bytes = max(1, choices[0].nbytes)
     most_seconds = max(choice.seconds for choice in choices) or 1.0
     while len(choices) > max(2, count):

@@ -63,8 +63,9 @@ class Keep:
         """What it keeps and computes again, in a few words."""
         if not self.units:
             return "keeps everything"
-        host = f" and {bytes_text(self.host_bytes)} on the host" if self.host_bytes else ""
-        return f"keeps {bytes_text(self.kept_bytes)}{host}, recomputes {100 * self.repeated_flops:.0f} %"
+        parts = [bytes_text(self.kept_bytes)] if self.kept_bytes or not self.host_bytes else []
+        parts += [f"{bytes_text(self.host_bytes)} on the host"] if self.host_bytes else []
+        return f"keeps {' and '.join(parts)}, recomputes {100 * self.repeated_flops:.0f} %"
 
     def __str__(self) -> str:
         return "".join(bytes_text(word) if isinstance(word, int) else word for word in self.words)

@@ -113,3 +113,27 @@ def test_units_with_effects_stay_as_written() -> None:
         return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
 
     assert [keep.units for keep in Traced.of(loss, layer_weights(), batch()).choices()] == [()]
+
+
+def test_hosts_fill_the_gap_below_what_devices_can_keep() -> None:
+    weights = jax.ShapeDtypeStruct((4, 16384, 16384), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((16384, 16384), jnp.bfloat16)
+
+    def layers(weights: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            hidden = jnp.tanh(x @ w)
+            return jnp.sin(hidden @ w) @ w + x, None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    program = jax.make_jaxpr(layers)(weights, x)
+    choices = keep_choices(program, sr.Hardware.named("cuda:h100"))
+    assert [keep.kept_bytes for keep in choices] == sorted((keep.kept_bytes for keep in choices), reverse=True)
+    on_hosts = [keep for keep in choices if keep.host_bytes]
+    assert len(on_hosts) > 1
+    assert on_hosts[0].kept_bytes  # some of it stays on the device
+    assert not on_hosts[-1].kept_bytes
+    assert [keep.seconds for keep in on_hosts] == sorted(keep.seconds for keep in on_hosts)
+    assert "on the host, recomputes" in on_hosts[-1].short_text
+    few = keep_choices(program, sr.Hardware.named("cuda:h100"), device_count=2**20)
+    assert not any(keep.host_bytes for keep in few)  # a device's part of each array is small
