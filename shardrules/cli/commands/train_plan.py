@@ -106,9 +106,8 @@ COMMAND = Command(
     "LOSS --model M --batch B --cluster C [options]",
     (
         (
-            "train-plan docs/examples/train_gpt.py:loss_of \\\n"
-            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]' \\\n"
-            "      --cluster cuda:h100:4"
+            "train-plan docs/examples/train_gpt.py:loss_of --cluster cpu:8 \\\n"
+            "      --model docs/examples/train_gpt.py:GPT --batch 'uint8[64,65]'"
         ),
     ),
     _declare,
