@@ -110,6 +110,8 @@ def test_arguments_on_hosts_take_no_memory_of_devices() -> None:
     assert least_bytes(on_hosts) == least_bytes(on_devices) - nbytes
     assert on_hosts.step_time.copy_seconds == pytest.approx(traffic.exposed_seconds)
     assert on_devices.step_time.copy_seconds == 0
+    assert "and 512.0 KiB of the host" in str(on_hosts)
+    assert "of the host" not in str(on_devices)
     assert on_devices.diff(on_hosts).host_bytes == (0, nbytes)
     assert "host 0 B -> 512.0 KiB" in str(on_devices.diff(on_hosts))
 

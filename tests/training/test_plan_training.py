@@ -312,13 +312,15 @@ def wide_model() -> Any:
     return {"a": jax.random.normal(first, (1024, 2048)) / 32, "b": jax.random.normal(second, (2048, 1024)) / 32}
 
 
-def on_hosts(**options: Any) -> TrainingPlan:
+def on_hosts(memory_limit: int = 7_000_000, **options: Any) -> TrainingPlan:
     """A plan for which the optimizer's state does not fit on devices: CPU devices stand in for GPUs, as they can."""
     x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
     h100 = sr.Hardware.named("cuda:h100")
     mesh = sr.create_mesh("data:8")
     model = jax.eval_shape(wide_model)
-    return sr.plan_training(wide, model, OPTIMIZER, x, cluster=mesh, hardware=h100, memory_limit=7_000_000, **options)
+    return sr.plan_training(
+        wide, model, OPTIMIZER, x, cluster=mesh, hardware=h100, memory_limit=memory_limit, **options
+    )
 
 
 @pytest.mark.slow
@@ -349,6 +351,15 @@ def test_state_on_hosts_is_what_makes_a_plan_fit() -> None:
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_only_as_much_state_is_on_hosts_as_has_to_be() -> None:
+    plan = on_hosts(9_200_000)
+    assert plan.candidates[0].fits
+    assert 0 < len(plan.recipe.host_state) < 4
+    others = [candidate for candidate in plan.candidates if candidate.fits and candidate.host_bytes == 4 * 2**20]
+    assert all(other.seconds > plan.report.cost for other in others if other.seconds is not None)
 
 
 @pytest.mark.slow

@@ -359,15 +359,18 @@ class AutoPlan:
         return "\n".join(line.rstrip() for line in lines)
 
     def _summary(self) -> Iterator[str]:
-        time = self.step_time
+        time, on_host = self.step_time, self.host_traffic.host_bytes
+        parts = {"compute": time.compute_seconds, "communication": time.communication_seconds}
+        parts |= {"host": time.copy_seconds} if time.copy_seconds else {}
+        text = ", ".join(f"{name} {1000 * seconds:.4g}" for name, seconds in parts.items())
         yield (
-            f"{self.call.name} on {mesh_text(self.mesh)}: {1000 * self.cost:.4g} ms a call "
-            f"(compute {1000 * time.compute_seconds:.4g}, communication {1000 * time.communication_seconds:.4g}), "
+            f"{self.call.name} on {mesh_text(self.mesh)}: {1000 * self.cost:.4g} ms a call ({text}), "
             f"{self._status_text()}, found in {self.seconds:.1f} s"
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
         source = " as compiled" if self.compiled else ""
-        memory = f"{bytes_text(self.peak_bytes)}{source} of {bytes_text(self.memory_limit)}"
+        host = f" and {bytes_text(on_host)} of the host" if on_host else ""
+        memory = f"{bytes_text(self.peak_bytes)}{source} of {bytes_text(self.memory_limit)}{host}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
         if self.price_of_memory:
             percent = self.memory_limit // 100
