@@ -95,6 +95,17 @@ def test_an_axis_of_a_torus_has_links_along_its_dims() -> None:
     assert half == pytest.approx(2 * whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+def test_what_spans_a_cube_of_a_torus_costs_an_all_reduce(kind: str) -> None:
+    """`data` spans two dims of the cube, both axes three."""
+    rates = Machine.of(mesh_on("tpu:v5p:4x4x4", "data:16,model:4")).rates
+    plane, cube = rates[kind].per_byte[[1, 3]]
+    reduced_plane, reduced_cube = rates["all-reduce"].per_byte[[1, 3]]
+    assert cube == pytest.approx(2 * reduced_cube)
+    assert plane < 1.5 * reduced_plane
+
+
 def test_latency_grows_with_the_group() -> None:
     pair, inside, across = machine("a:2", H100), machine("a:8", H100), machine("a:64", H100)
     for kind in ("all-gather", "all-reduce"):
