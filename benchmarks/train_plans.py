@@ -4,13 +4,18 @@
 keeps. `plan_training` gets the model, written without a mesh, constraints or `jax.checkpoint`, with the batch of a
 whole step and the cluster. `ratio` is the modelled time of its plan over that of the published configuration: the same
 model with the row's mesh, constraints, pinned weights, policy and accumulations, planned by the same costs. Attention
-is the same for both: blocks of queries, in plain JAX. With `--prove N`, the best N plans are compiled.
+is the same for both: blocks of queries, in plain JAX. With `--prove N`, the best N plans are compiled, and the
+published configuration as its authors run it, both with its flags; that ratio is of the times of the compiled programs.
 
-**Last answer.** 2026-11-23, 2 cores of a busy AMD EPYC, JAX 0.10.2. The plan takes 0.875 of the published
-configuration's time for R4, 0.844 for R1, 0.91 for row 40, 0.937 for MPT-7B of row 60, 0.923 for 22, 0.951 for 44,
-0.959 for 17 and 0.932 for 49 with 512 GPUs, each with 16 to 145 s of a core. All fit by the model. Row 40 was
-compiled: 56 GiB of 71, 61 as planned. Attention in plain JAX takes longer than the kernels that were measured, in plan
-and configuration alike. The other rows were not run.
+**Last answer.** 2026-11-23, 2 cores of an AMD EPYC under a load of 12, JAX 0.10.2. By the model, the plan takes 0.89 of
+the published configuration's time for R4, 0.88 for R1, 0.90 for rows 24 and 45, 0.91 for 40, 0.94 for MPT-7B and 0.93
+for MPT-13B of row 60, 0.92 for 22, 0.95 for 44 and 13, 0.96 for 17, and 0.93 for 49 with 512 and with 2,048 GPUs, each
+with 16 to 360 s of a core. Compiled, it takes 0.81 for R4, 0.82 for MPT-13B, 0.86 for MPT-7B, 0.87 for R1 and 40, and
+0.92 for 44; all fit. For 22 it was 1.005, over the limit: libtpu gathers over a whole cube of chips by all-reduces,
+which the costs count since, and fuses what is recomputed into matmuls, which they do not. For R1 the plan is FSDP, as
+on the fastest machine; for R4 tensor parallelism in the MLP, as there, with gathered projections of attention.
+Attention in plain JAX takes longer and more memory than the kernels that were measured: the configurations of 22, 44
+and 60 do not fit.
 
 Run it as `python benchmarks/train_plans.py`; see `--help` for less.
 """

@@ -1,6 +1,7 @@
 """What communicating costs on a mesh, by the same model as in audits, and what compilers for its devices do."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import attrs
@@ -149,27 +150,31 @@ def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardwa
     torus_dims, chip_devices = 0, 1
     if sheet.torus_dims and devices[0].platform == "tpu":
         # A ring has links of its own along every dim of the torus in which its devices differ.
-        coords = np.array([devices[position].coords for position in group])
+        coords = _coords(mesh, group)
         torus_dims = int((coords != coords[0]).any(axis=0).sum())
         chip_devices = len(group) // len(np.unique(coords, axis=0)) // host_count or 1
     return Group(len(group), host_count, torus_dims, chip_devices=chip_devices)
 
 
-def _first_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int) -> np.ndarray:
+def _first_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int) -> list[int]:
     """The positions of the devices that the axes of a bit mask join with the first."""
     group_axes = [axis for index, axis in enumerate(axes) if mask >> index & 1]
     sizes = mesh_sizes(mesh)
     first_group = tuple(slice(None) if axis in group_axes else 0 for axis in sizes)
-    return np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))[first_group].ravel()
+    return np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))[first_group].ravel().tolist()
+
+
+def _coords(mesh: Mesh, group: Sequence[int]) -> np.ndarray:
+    """Where the devices of a group are in the torus."""
+    devices: Any = mesh.devices.ravel()
+    return np.array([devices[position].coords for position in group])
 
 
 def _is_cube(mesh: AnyMesh, axes: tuple[str, ...], mask: int) -> bool:
     """Whether a group has rings along three dims of a torus of TPUs."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
         return False
-    devices = mesh.devices.ravel()
-    coords = np.array([devices[position].coords for position in _first_group(mesh, axes, mask)])
-    lengths = [len(np.unique(column)) for column in coords.T]
+    lengths = [len(np.unique(column)) for column in _coords(mesh, _first_group(mesh, axes, mask)).T]
     return len(lengths) == 3 and min(lengths) >= _RING
 
 
@@ -186,7 +191,7 @@ def _collective_rates(kind: CollectiveKind, groups: list[Group], cubes: list[boo
     for mask, group in enumerate(groups):
         if group.size > 1:
             # In an all-reduce a device sends twice as much.
-            is_reduced = cubes[mask] and kind in ("all-gather", "reduce-scatter")
+            is_reduced = cubes[mask] and group.host_count == 1 and kind in ("all-gather", "reduce-scatter")
             compiled, nbytes = ("all-reduce", 2 * _PROBE_BYTES) if is_reduced else (kind, _PROBE_BYTES)
             fixed[mask] = collective_cost(compiled, 0, group, sheet).seconds
             per_byte[mask] = (collective_cost(compiled, nbytes, group, sheet).seconds - fixed[mask]) / _PROBE_BYTES
