@@ -353,12 +353,16 @@ def _overwritten_source(
     program, fusion = problem.program, problem.fusion
     if not fusion.is_elementwise(op_index):
         return None
-    for operand, array in fusion.taken(op_index):
+    for operand, array, is_padded in fusion.taken(op_index):
+        if array not in problem.homes:
+            continue
+        # What is cut and the gradient of it may be laid out in different ways, but hardly are.
+        is_alike = problem.homes[array].node == problem.homes[result].node
+        is_alike |= is_padded and program.arrays[array].shape == program.arrays[result].shape
         if (
             array in program.producers  # otherwise an argument, or a scalar that enters a loop
             and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
-            and array in problem.homes
-            and problem.homes[array].node == problem.homes[result].node
+            and is_alike
             and fusion.nbytes(array) == fusion.nbytes(result)
             and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
         ):

@@ -132,20 +132,26 @@ class FusedProgram:
         operation = self.program.operations[op_index]
         return op_index in self.kernels and operation.role == "compute" and not _ends_chain(operation)
 
-    def taken(self, op_index: int) -> Iterator[tuple[int, int]]:
-        """Yields the arrays in memory that the kernel of a chain takes: first as it takes them, perhaps as a view."""
-        chain, visited = list(self.program.operations[op_index].operands), set[int]()
+    def taken(self, op_index: int) -> Iterator[tuple[int, int, bool]]:
+        """Yields the arrays in memory that the kernel of a chain takes: first as it takes them, perhaps as a view.
+
+        The last is whether rows of zeros are appended on the way, as in the gradient of a slice.
+        """
+        chain, visited = [(op_index, False)], set[int]()
         while chain:
-            operand = chain.pop()
-            if operand is None or operand in visited:
-                continue
-            visited.add(operand)
-            array = self.sources.get(operand, operand)
-            producer = self.program.producers.get(array)
-            if array in self.written or producer is None:
-                yield operand, array
-            else:
-                chain += self.program.operations[producer].operands
+            index, is_padded = chain.pop()
+            operation = self.program.operations[index]
+            is_padded |= operation.name == "pad" and _appends(operation)
+            for operand in operation.operands:
+                if operand is None or operand in visited:
+                    continue
+                visited.add(operand)
+                array = self.sources.get(operand, operand)
+                producer = self.program.producers.get(array)
+                if array in self.written or producer is None:
+                    yield operand, array, is_padded
+                else:
+                    chain.append((producer, is_padded))
 
     def keeps_rows(self, op_index: int, array: int) -> bool:
         """Whether the kernel of a chain reduces the rows of an array that it takes, to compute from both at once.
@@ -155,10 +161,10 @@ class FusedProgram:
         program, shape = self.program, self.program.arrays[array].shape
         reductions = [
             producer
-            for _, reduced in self.taken(op_index)
+            for _, reduced, _ in self.taken(op_index)
             if (producer := program.producers.get(reduced)) is not None
             and _reduced_rows(program.operations[producer]) == shape
-            and any(source == array for _, source in self.taken(producer))
+            and any(source == array for _, source, _ in self.taken(producer))
         ]
         return bool(reductions) and not _is_updated(program, array) and not _is_looked_up(program, array)
 
@@ -204,6 +210,11 @@ class FusedProgram:
     def nbytes(self, array: int) -> int:
         """Returns the bytes of an array as it is written."""
         return self.program.arrays[array].device_bytes * self.widened.get(array, 1)
+
+
+def _appends(operation: Operation) -> bool:
+    """Whether a pad only adds elements at the end of dims."""
+    return all(low == between == 0 for low, _, between in operation.equation.params["padding_config"])
 
 
 def _update(operation: Operation) -> int:

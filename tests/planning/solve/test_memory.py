@@ -98,6 +98,17 @@ def test_scores_may_be_there_beside_their_gradient(spec: P, is_late: bool) -> No
     assert constraint.used_bytes(task.problem, choice) <= timeline[stay.first]
 
 
+def test_gradients_of_slices_are_written_over_what_was_cut() -> None:
+    """The scores of all tokens but the last, as losses of language models take them."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.nn.logsumexp((x @ w)[:, :-1], -1))
+
+    _, _, timeline = planned(jax.grad(loss), (64, 32768), (4, 256, 64), pins={0: P(), 1: P()}, mesh="x:1")
+    scores = FOUR * 4 * 256 * 32768
+    assert timeline.max() - timeline[-1] == pytest.approx(scores, rel=0.1)
+
+
 def log_likelihood(w: Any, x: Any, words: Any, is_looked_up: bool) -> Any:
     """The gradient of a loss with the logarithm of a softmax, of bfloat16 scores in float32."""
 
