@@ -31,6 +31,10 @@ _RESERVE = 0.1
 """The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
 fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
 
+_SLOW = 1.3
+"""How many times as long as its bound a plan takes that hardly anything fits beside, so that compilers are asked to
+save memory. With less, more plans overlap less, to gain little; with twice as much, some take three times too long."""
+
 _ROOM_COST = 0.03
 """By what part a plan may cost more that leaves room for what the model of memory is off by. With much more, plans are
 slower than those of experts that fit; with none, some need a per cent more than their limit."""
@@ -83,7 +87,7 @@ class Query:
         """Finds the best choice that fits.
 
         Compilers that have to keep a limit need less for most plans, but more for those whose losses are looked up
-        late. Where that decides what fits, it is searched again as such compilers have it.
+        late. Where that decides what fits, or what fits is slow, it is searched again as such compilers have it.
         """
         result, tight = self.task.within(self.limit_bytes, deadline), self.task.tight()
         if tight is self.task or (result.fits and tight.occupancy.peak(result.choice) <= self.limit_bytes):

@@ -191,7 +191,7 @@ class Task:
         if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
             everything = [np.arange(len(node.layouts)) for node in self.problem.nodes]
             self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK))
-        elif not is_close and not budget.is_hopeless:
+        elif not is_close:  # where nothing can fit, what is left is to take less
             self._improve(trials, budget, deadline, moments)
             self._merge(trials, budget, deadline, moments)
         return _result(trials, budget, deadline.is_over, time.monotonic() - start)

@@ -191,3 +191,12 @@ def test_merging_takes_the_better_parts_of_choices(seed: int) -> None:
     task._merge(trials, Budget(0.0), NO_DEADLINE, {int(trials.trials[1].timeline.argmax()): None})
     assert trials.best is not None
     assert trials.best.cost < 0.7 * smallest.solution.cost
+
+
+def test_parts_are_searched_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is returned then is the smallest, which programs that are too large for one exact search need parts for."""
+    monkeypatch.setattr(search, "_SMALL", 0)
+    answers: list[int] = []
+    monkeypatch.setattr(Task, "_improve", lambda self, trials, *_: answers.append(int(trials.smallest.peak_bytes)))
+    result = random_task(12).within(0.0)
+    assert answers == [int(result.peak_bytes)]
