@@ -203,13 +203,14 @@ def may_not_fit(call: Call, limit_bytes: int, peak_bytes: int, pinned: Sequence[
     return Finding("warning", "may-not-fit", message, remedy=remedy)
 
 
-def near_the_limit(limit_bytes: int, peak_bytes: float) -> Finding:
-    """Returns the finding that a plan fits by less than what the model of memory is off by."""
+def near_the_limit(limit_bytes: int, peak_bytes: float, is_tight: bool = False) -> Finding:
+    """Returns the finding that a plan fits by less than the model is off by, or only if the compiler saves memory."""
+    saved = "; it fits because XLA is asked to save memory, and hides less of the communication" * is_tight
     return Finding(
         "note",
         "near-the-limit",
         f"modelled to take {bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}, which leaves less than the model may "
-        "be off by",
+        f"be off by{saved}",
         remedy="Pass prove=True to ask the compiler",
     )
 

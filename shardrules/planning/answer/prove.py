@@ -69,7 +69,7 @@ def prove_plan(plan: AutoPlan, fn: Callable[..., Any], mesh: Mesh, deadline: Dea
 
     `plan.compiled` has all that were compiled. Arguments that come back as results are donated.
     """
-    return _Trials(plan, fn, mesh, deadline).best()
+    return _Compilations(plan, fn, mesh, deadline).best()
 
 
 def _scaled(task: Task, factor: float) -> Task:
@@ -80,7 +80,7 @@ def _scaled(task: Task, factor: float) -> Task:
 
 @final
 @attrs.define(eq=False)
-class _Trials:
+class _Compilations:
     plan: AutoPlan
     fn: Callable[..., Any]
     mesh: Mesh
