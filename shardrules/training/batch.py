@@ -36,9 +36,9 @@ def named_dims(batch: Any, example_dims: Any) -> ExampleDims:
     problems: list[str] = []
     counts: dict[str, int] = {}
     for index, (leaf, path, dim) in enumerate(zip(leaves, paths, dims, strict=True)):
-        shape = () if dim is None else leaf.shape
         if dim is None:
             continue
+        shape = leaf.shape
         if not -len(shape) <= dim < len(shape):
             problems.append(f"{_text(path, leaf)} has no dim {dim}")
             continue

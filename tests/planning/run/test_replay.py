@@ -281,6 +281,7 @@ def test_functions_are_traced_once_for_the_same_arguments() -> None:
     assert len(traces) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "peak", "options"),
     [
