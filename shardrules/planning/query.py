@@ -31,9 +31,10 @@ _RESERVE = 0.1
 """The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
 fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
 
-_SLOW = 1.3
-"""How many times as long as its bound a plan takes that hardly anything fits beside, so that compilers are asked to
-save memory. With less, more plans overlap less, to gain little; with twice as much, some take three times too long."""
+_SLOW = 1.15
+"""How many times as long a plan takes as its bound, and as a plan for which compilers have to save memory, before that
+one is better: such plans overlap less, which takes up to a tenth. With twice the excess, plans are slower for nothing.
+"""
 
 _ROOM_COST = 0.03
 """By what part a plan may cost more that leaves room for what the model of memory is off by. With much more, plans are
@@ -89,13 +90,20 @@ class Query:
         Compilers that have to keep a limit need less for most plans, but more for those whose losses are looked up
         late. Where that decides what fits, or what fits is slow, it is searched again as such compilers have it.
         """
-        result, tight = self.task.within(self.limit_bytes, deadline), self.task.tight()
-        if tight is self.task or (result.fits and tight.occupancy.peak(result.choice) <= self.limit_bytes):
+        limit, cost = self.limit_bytes, self.task.problem.cost
+        result, tight = self.task.within(limit, deadline), self.task.tight()
+        peak = tight.occupancy.peak
+        if tight is self.task or not any(peak(trial.choice) <= limit for trial in result.candidates):
             return result
-        if not any(tight.occupancy.peak(trial.choice) <= self.limit_bytes for trial in result.candidates):
+        fits = result.fits and peak(result.choice) <= limit
+        is_slow = result.candidates[0].cost < cost(result.choice) and cost(result.choice) > _SLOW * result.bound
+        if fits and not is_slow:
             return result
-        other = tight.within(self.limit_bytes, deadline, [trial.choice for trial in result.candidates])
-        return attrs.evolve(self._with_room(tight, other), seconds=result.seconds + other.seconds, is_tight=True)
+        other = self._with_room(tight, tight.within(limit, deadline, [trial.choice for trial in result.candidates]))
+        seconds = result.seconds + other.seconds
+        if fits and cost(result.choice) <= _SLOW * cost(other.choice):
+            return attrs.evolve(result, seconds=seconds)
+        return attrs.evolve(other, seconds=seconds, is_tight=True)
 
     def _with_room(self, tight: Task, result: SearchResult) -> SearchResult:
         """Returns the cheapest choice that fits even with gaps as large as without a limit, if it costs hardly more."""

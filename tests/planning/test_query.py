@@ -1,5 +1,8 @@
 """What is searched, and as what the compiler makes of it."""
 
+from typing import Any
+
+import attrs
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,3 +39,30 @@ def test_limits_may_be_kept_by_saving_memory(name: str, saves: bool) -> None:
     if saves:
         assert query.plan(result).peak_bytes <= query.limit_bytes < free.peak_bytes
     assert not query_of(int(0.8 * free.peak_bytes), hardware).search(NO_DEADLINE).fits
+
+
+def lookup_step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        hidden = x
+        for up, down in params["layers"]:
+            hidden = hidden + jax.nn.gelu(hidden @ up) @ down
+        scores = jax.nn.log_softmax((hidden @ params["head"]).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(scores, y[:, None], -1))
+
+    return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, jax.grad(loss)(params))
+
+
+@pytest.mark.slow
+def test_plans_that_fit_are_left_for_faster_ones_that_save_memory() -> None:
+    layer = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16)
+    params = {"head": jax.ShapeDtypeStruct((512, 32768), jnp.bfloat16), "layers": [layer] * 3}
+    args = (params, jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16), jax.ShapeDtypeStruct((8192,), jnp.int32))
+    options = QueryOptions(None, None, sr.Hardware.named("cuda:h100"), None, 60, prove=False)
+    query = read_query(lookup_step, args, sr.mesh_shape("data:8"), options)
+    free = query.search(NO_DEADLINE)
+    cost = query.task.problem.cost
+    costs = [
+        cost(attrs.evolve(query, limit_bytes=int(part * free.peak_bytes)).search(NO_DEADLINE).choice)
+        for part in (0.98, 0.95, 0.93)
+    ]
+    assert cost(free.choice) <= costs[0] <= costs[1] <= costs[2] < 2 * cost(free.choice)

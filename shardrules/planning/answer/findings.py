@@ -205,7 +205,7 @@ def may_not_fit(call: Call, limit_bytes: int, peak_bytes: int, pinned: Sequence[
 
 def near_the_limit(limit_bytes: int, peak_bytes: float, is_tight: bool = False) -> Finding:
     """Returns the finding that a plan fits by less than the model is off by, or only if the compiler saves memory."""
-    saved = "; it fits because XLA is asked to save memory, and hides less of the communication" * is_tight
+    saved = "; it fits where XLA saves memory, for which it hides less of the communication" * is_tight
     return Finding(
         "note",
         "near-the-limit",

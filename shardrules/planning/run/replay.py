@@ -1,6 +1,7 @@
 """Running a function as it was planned."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -29,6 +30,12 @@ _XLA_MEMORY = 0.8
 
 _LIMIT_OPTION, _XLA_DEFAULT_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
 """XLA's option that says how many per cent of that it fills, and its default."""
+
+_COARSE = 5
+"""Below how many hundredths the next one is too far off to say what is near the limit. Doubled, functions that take
+several gigabytes overlap less for a few per cent of memory."""
+
+_DISABLED_PASSES = "xla_disable_hlo_passes"
 
 _MOST_OF_LIMIT, _LEAST_OF_PEAK = 0.98, 0.95
 """Parts of the memory limit and of the modelled peak that XLA is given. It overshoots what it is given by a per cent or
@@ -165,7 +172,7 @@ class PlannedFunction:
         arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no such number
         is near the limit. Where the plan is, XLA is given nothing, so that it saves memory wherever it can: with a
         little less than it needs, it takes more than without a limit. It would also compute much twice to get there,
-        which is turned off.
+        which is turned off, unless `XLA_FLAGS` turns off other passes: the option would replace that.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}
@@ -190,8 +197,9 @@ class PlannedFunction:
         unit = available / 100
         most = math.floor(_MOST_OF_LIMIT * (self.memory_limit - argument_bytes) / unit)
         least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / unit)
-        if most < least and NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit:
-            return {_LIMIT_OPTION: 0, "xla_disable_hlo_passes": "rematerialization"}
+        is_near = NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit
+        if most < min(least, _COARSE) and is_near and _DISABLED_PASSES not in os.environ.get("XLA_FLAGS", ""):
+            return {_LIMIT_OPTION: 0, _DISABLED_PASSES: "rematerialization"}
         percent = max(1, most, least)
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}
 
