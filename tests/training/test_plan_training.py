@@ -199,6 +199,7 @@ def test_microbatches_can_be_pinned() -> None:
     pinned = sr.plan_training(layers, model, OPTIMIZER, batch, cluster=mesh, microbatches=4)
     assert pinned.recipe.microbatches == 4
     assert {candidate.microbatches for candidate in pinned.candidates} == {4}
+    assert {candidate.groups for candidate in pinned.candidates} == {1, 8}  # reduced in each, and once
 
 
 @pytest.mark.slow
