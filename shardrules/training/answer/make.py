@@ -184,7 +184,7 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
     if not outcome.fits:
         return f"does not fit: {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
     ratio = outcome.seconds / chosen.seconds if chosen.seconds else 1.0
-    return f"slower by {100 * (ratio - 1):.1f} %" if ratio > 1 + 1e-6 else "as fast, with more axes, steps or memory"
+    return f"slower by {100 * (ratio - 1):.1f} %" if ratio >= 1 + _SHOWN else "as fast, with more axes, steps or memory"
 
 
 def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
@@ -201,6 +201,9 @@ def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
             front.append(FrontierPoint(peak_bytes, seconds, peak_bytes, 0.0))
     return tuple(front)
 
+
+_SHOWN = 5e-4
+"""The least part by which a candidate is called slower: less is shown as 0.0 %."""
 
 _HELPS = 1.01
 """How many times the examples a second a change has to give to be shown: less is within what models are off by."""
