@@ -73,6 +73,8 @@ class Copy:
     """The last operation at which the copy is needed here."""
     until: int
     """The last operation at which it may be needed, if others take the same copy."""
+    is_fused: bool = False
+    """Whether it is read in the kernel that computes it: only what other devices send is in memory then."""
 
 
 @final
@@ -161,7 +163,8 @@ class Occupancy:
             edge = problem.edges[copy.edge]
             row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
             target = edge.to_layouts[column]
-            if (edge.from_layouts[row] == target).all():
+            source = edge.from_layouts[row]
+            if (source == target).all() or (copy.is_fused and not _is_sent(source, target)):
                 continue
             key = (copy.array, target.tobytes())
             first, last, _ = spans.get(key, (copy.first, copy.last, 0.0))
@@ -188,7 +191,7 @@ class Occupancy:
                 layout_bytes[node] = layout_bytes.get(node, np.zeros(len(sizes))) + sizes
         copy_bytes: dict[int, np.ndarray] = {}
         for copy in self.copies:
-            if not copy.first <= op_index <= (copy.last if certain else copy.until):
+            if not copy.first <= op_index <= (copy.last if certain else copy.until) or (certain and copy.is_fused):
                 continue
             # Operations alike share an edge: of their copies, only the one made right here may come on top.
             if copy.edge in copy_bytes and copy.first != op_index:
@@ -495,19 +498,23 @@ def _copies(
         for operand_index, operand in enumerate(operation.operands):
             if (op_index, operand_index) not in problem.edge_indices:
                 continue
-            if not (fusion.read_counts.get((op_index, operand_index)) or operation.role == "enter"):
-                continue
+            is_fused = not fusion.read_counts.get((op_index, operand_index)) and operation.role != "enter"
             assert operand is not None, "an operand that has an edge is an array"
             region = read_region(program, op_index, operand_index)
             here = until = positions[op_index]
             if region != operation.region:
                 until = max(until, spans[operation.region][1])
-            if operand_index == 0 and operation.results[0] in updated:
+            if operand_index == 0 and operation.results and operation.results[0] in updated:
                 until = max(until, last_updates[updated[operation.results[0]]])
             array = (operand, region)
-            copies.append(Copy(array, problem.edge_indices[op_index, operand_index], here, until, until))
+            copies.append(Copy(array, problem.edge_indices[op_index, operand_index], here, until, until, is_fused))
             kept_until[array] = max(kept_until.get(array, 0), until)
     return tuple(attrs.evolve(copy, until=kept_until[copy.array]) for copy in copies)
+
+
+def _is_sent(source: np.ndarray, target: np.ndarray) -> bool:
+    """Whether devices need more of an array than they have: it is not only split further."""
+    return bool(((source >= 0) & (source != target)).any())
 
 
 def _birth_region(program: TracedProgram, array: int) -> int:

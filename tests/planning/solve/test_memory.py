@@ -46,6 +46,20 @@ def names(task: Task) -> list[str]:
     return [operation.name for operation in task.problem.program.operations]
 
 
+def test_what_devices_send_is_in_memory_inside_of_kernels() -> None:
+    """The maximum is fused with the tanh where both are split alike, or where each device needs less than it has."""
+    task, _, _ = planned(lambda x: jnp.tanh(x).max(1), (1024, 256), pins={0: P("x")})
+    assert names(task) == ["tanh", "reduce_max", "return"]
+    split, whole = FOUR * 1024 * 256 // 4, FOUR * 1024 * 256
+
+    def extra(tanh: int, reduced: int) -> float:
+        """What is there at the maximum beside the argument and the result, for layouts that nodes list: whole first."""
+        result = FOUR * 1024 // (4 if reduced == 1 else 1)
+        return task.occupancy.timeline((0, tanh, reduced, 0, 0))[1] - split - result
+
+    assert [extra(1, 1), extra(1, 0), extra(1, 2), extra(0, 1)] == [0, whole, split, 0]
+
+
 def test_a_chain() -> None:
     """Arguments stay; results go when the last operation that uses them is done."""
     x, up, down = (1024, 256), (256, 512), (512, 128)
