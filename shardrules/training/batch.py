@@ -52,11 +52,12 @@ def named_dims(batch: Any, example_dims: Any) -> ExampleDims:
     return tuple(dims)
 
 
-def guessed_dims(batch: Any, can_grow: Callable[[ExampleDims, int], bool]) -> ExampleDims:
+def guessed_dims(batch: Any, trace: Callable[[ExampleDims, int], Any]) -> ExampleDims:
     """Guesses the dims of examples: the first dims of the arrays that share its size.
 
-    Keys, arrays whose first dim is 1, and those without dims do not count. Of several sizes, such as those of tokens
-    and of a table of positions, the examples have the one that `can_grow` while the others stay: the loss is traced so.
+    Keys and arrays without dims do not count. Of several sizes, such as those of tokens and of a table of positions,
+    the examples have the one that can grow while the others stay: `trace` traces the loss so. Where that does not
+    decide, arrays whose first dim is 1 are the same for all examples.
     """
     leaves = jtu.tree_leaves(batch)
     kinds = [array_kind(leaf) for leaf in leaves]
@@ -64,7 +65,6 @@ def guessed_dims(batch: Any, can_grow: Callable[[ExampleDims, int], bool]) -> Ex
     sizes = list(dict.fromkeys(size for size in firsts if size is not None))
     if not sizes:
         raise ConfigError("the batch has no array with a dim of examples")
-    sizes = [size for size in sizes if size != 1] or sizes
 
     def dims_of(size: int) -> ExampleDims:
         return tuple(0 if first == size else None for first in firsts)
@@ -72,11 +72,11 @@ def guessed_dims(batch: Any, can_grow: Callable[[ExampleDims, int], bool]) -> Ex
     if len(sizes) == 1:
         return dims_of(sizes[0])
     every_size = {size for kind in kinds if kind is not None for size in kind[0]}
-    # Another number of examples than any other size, or arrays would fit together by chance.
-    factors = {size: next(n for n in range(2, 2 + len(every_size) + 1) if n * size not in every_size) for size in sizes}
-    growing = [size for size in sizes if can_grow(dims_of(size), factors[size] * size)]
-    if len(growing) == 1:
-        return dims_of(growing[0])
+    trace(dims_of(sizes[0]), sizes[0])  # errors of the loss itself are not about sizes
+    growing = [size for size in sizes if _can_grow(trace, dims_of(size), size, every_size)]
+    choices = growing if len(growing) == 1 else [size for size in growing or sizes if size != 1]
+    if len(choices) == 1:
+        return dims_of(choices[0])
     paths, treedef = leaf_paths(batch), jtu.tree_structure(batch)
     lines = []
     for size in sizes:
@@ -98,6 +98,16 @@ def example_count(leaves: Sequence[Any], dims: ExampleDims) -> int:
 
 
 _REMEDY = "Name the dim of the examples of each array, and None for arrays that are the same for all examples"
+
+
+def _can_grow(trace: Callable[[ExampleDims, int], Any], dims: ExampleDims, size: int, taken_sizes: set[int]) -> bool:
+    # Another number of examples than any other size, or arrays would fit together by chance.
+    larger = (factor * max(size, 1) for factor in range(2, 3 + len(taken_sizes)))
+    try:
+        trace(dims, next(count for count in larger if count not in taken_sizes))
+    except Exception:  # noqa: BLE001  what the loss raises for arrays that do not fit together
+        return False
+    return True
 
 
 def _is_old_key(kind: tuple[tuple[int, ...], Any]) -> bool:

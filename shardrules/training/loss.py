@@ -233,14 +233,10 @@ def trace_loss(
         model_parts, batch_parts = (tuple(model_leaves), model_tree, is_trainable), (tuple(batch_leaves), batch_tree)
         return LossLeaves(loss, has_aux, count, *model_parts, *batch_parts, dims)
 
-    def can_grow(dims: ExampleDims, size: int) -> bool:
-        try:
-            split_by(dims).trace(size)
-        except Exception:  # noqa: BLE001  what the loss raises for arrays that do not fit together
-            return False
-        return True
-
-    dims = guessed_dims(batch, can_grow) if example_dims is None else named_dims(batch, example_dims)
+    if example_dims is None:
+        dims = guessed_dims(batch, lambda dims, size: split_by(dims).trace(size))
+    else:
+        dims = named_dims(batch, example_dims)
     leaves = split_by(dims)
     return leaves.trace(leaves.batch_size if batch_size is None else batch_size)
 
@@ -252,7 +248,9 @@ def _refuse_shared(model: Any) -> None:
     if shared:
         raise TreeError(
             f"variables of flax nnx are in the model twice: {', '.join(shared)}. Pass its state, which has each once, "
-            "graph, state = nnx.split(model), and let the loss call nnx.merge(graph, state)"
+            "graph, state = nnx.split(model), and let the loss call nnx.merge(graph, state). "
+            "What the loss writes there to other variables is lost: running means and the counts of random streams "
+            "stay as they are"
         )
 
 

@@ -223,7 +223,8 @@ class SplitLoss:
 def accumulation_dtype(dtype: Any, requested: Any = None) -> Any:
     """Returns what arrays of a dtype are added up in: with fewer bits than float32, long sums would lose parts."""
     if requested is not None:
-        return jnp.dtype(requested)
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        return jnp.promote_types(requested, jnp.complex64) if is_complex else jnp.dtype(requested)
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

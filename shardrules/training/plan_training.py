@@ -75,7 +75,8 @@ def plan_training(
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
     - `microbatches`: how many microbatches to use; by default as many as are best.
     - `accumulate_dtype`: what gradients of microbatches are added up in. By default that is float32 for gradients of
-        fewer bits, and devices exchange their sums as the plain step does, in the dtype of the parameters.
+        fewer bits, and devices exchange their sums as the plain step does, in the dtype of the parameters. Complex
+        gradients add up in complex numbers of it.
     - `replace_checkpoints`: whether `jax.checkpoint` in the loss may be replaced; by default it is kept as written.
     - `hardware`: what the devices reach; by default the sheet of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
@@ -114,7 +115,7 @@ def plan_training(
         raise ConfigError(f"microbatches must be a positive integer, got {microbatches!r}")
     _check_dtype(accumulate_dtype)
     check_time_limit(time_limit)
-    if not hasattr(optimizer, "init"):
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ConfigTypeError(f"optimizer must be one of optax, such as optax.adam(1e-3), got {optimizer!r:.80}")
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
@@ -140,6 +141,10 @@ def _check_dtype(dtype: Any) -> None:
         is_float = False
     if not is_float:
         raise ConfigError(f"accumulate_dtype must be a floating-point type, got {dtype!r:.80}")
+    if dtype is not None and (actual := jax.dtypes.canonicalize_dtype(dtype)) != jnp.dtype(dtype):
+        raise ConfigError(
+            f"accumulate_dtype is {jnp.dtype(dtype)}, which JAX computes as {actual} unless jax_enable_x64 is set"
+        )
 
 
 def _shapes(tree: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
-from shardrules.core.errors import ConfigTypeError, PlanError, printable
+from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, printable
 from shardrules.core.tree import array_kind
 from shardrules.training.host_state import is_any_on_host, update_by_parts
 from shardrules.training.keep.apply import with_kept
@@ -94,7 +94,11 @@ class TrainingStep:
         aux, writes = trace.rebuild_aux(aux)
         update = functools.partial(self.optimizer.update, **self._extra(loss))
         by_parts = functools.partial(update_by_parts, update) if is_any_on_host(state) else update
-        updates, state = by_parts(gradients, state, params)
+        try:
+            updates, state = by_parts(gradients, state, params)
+        except Exception as error:
+            self._check_state(model, state, error)
+            raise
         new_model = _with_new_state(_with_dtypes(eqx.apply_updates(model, updates), model), aux)
         write_variables(new_model, writes)
         return new_model, state, loss, aux
@@ -119,11 +123,21 @@ class TrainingStep:
 
         try:
             eqx.filter_eval_shape(update, model, state)
-        except TypeError as error:
+        except Exception as error:
             raise PlanError(
                 "the optimizer cannot update the model from gradients, parameters and the loss: "
-                f"{printable(str(error))}. Line searches, such as that of optax.lbfgs, evaluate the loss again, and a "
-                "training step does not"
+                f"{printable(str(error).rstrip('.'))}. Line searches, such as that of optax.lbfgs, evaluate the loss "
+                "again, and a training step does not"
+            ) from error
+
+    def _check_state(self, model: Any, state: Any, error: Exception) -> None:
+        """Raises an error if a state with which the optimizer failed is not that of a model."""
+        actual, expected = map(jtu.tree_structure, (state, eqx.filter_eval_shape(self.init_state, model)))
+        if actual != expected:
+            raise ConfigTypeError(
+                "the structure of the optimizer's state differs from what its init returns for the trainable part of "
+                f"the model: {printable(str(actual)):.200} instead of {printable(str(expected)):.200}. Make model and "
+                "state by plan.init(make_model)(...), or restore a checkpoint into what that returns"
             ) from error
 
     def _extra(self, loss: jax.Array) -> dict[str, Any]:
@@ -155,11 +169,12 @@ def trainable_filter(model: Any, trainable: Any) -> Any:
     What `eqx.nn.State`s hold is not, such as the running means of BatchNorm, nor are variables of flax nnx but its
     parameters. A type of variables as the filter chooses those.
     """
-    if not callable(trainable):
-        return trainable
     variable_type: Any = parameter_type()
     if chooses_variables := isinstance(trainable, type) and issubclass(trainable, variable_types()):
         variable_type, trainable = trainable, eqx.is_inexact_array
+    _check_filter(model, trainable)
+    if not callable(trainable):
+        return trainable
 
     def node_filter(node: Any) -> Any:
         is_chosen = issubclass(node.type, variable_type) if is_variable(node) else not chooses_variables
@@ -170,6 +185,34 @@ def trainable_filter(model: Any, trainable: Any) -> Any:
 
     has_special = any(map(is_special, jtu.tree_leaves(model, is_leaf=is_special)))
     return jtu.tree_map(node_filter, model, is_leaf=is_special) if has_special else trainable
+
+
+def _check_filter(model: Any, trainable: Any) -> None:
+    """Raises an error for what is no filter of Equinox, such as the filters of flax nnx, which take paths."""
+    remedy = (
+        "Pass a type of variables of flax nnx, or a filter as eqx.partition takes it: a function of an array, or a "
+        "tree of booleans, a prefix of the model"
+    )
+    problems = [leaf for leaf in jtu.tree_leaves(trainable) if not (isinstance(leaf, bool) or _takes_array(leaf))]
+    if problems:
+        texts = ", ".join(f"{printable(repr(leaf)):.80}" for leaf in problems)
+        raise ConfigTypeError(f"`trainable` cannot choose arrays by {texts}. {remedy}")
+    try:
+        jtu.tree_map(lambda choice, part: None, trainable, model)
+    except ValueError as error:
+        raise ConfigError(f"`trainable` is no prefix of the model: {printable(str(error)):.200}. {remedy}") from error
+
+
+def _takes_array(choice: Any) -> bool:
+    if not callable(choice) or isinstance(choice, type):
+        return False
+    try:
+        inspect.signature(choice).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # functions in C may have no signature
+        return True
+    return True
 
 
 def _with_new_state(model: Any, aux: Any) -> Any:

@@ -73,6 +73,21 @@ def test_ambiguous_batches_are_refused_with_each_choice() -> None:
         trace_loss(of_one_size, WORDS, {"tokens": array(8, 6, dtype=jnp.int32), "table": array(5)})
 
 
+def test_one_example_beside_a_table_is_the_batch() -> None:
+    batch = {"tokens": array(1, 6, dtype=jnp.int32), "rope": array(6, 4)}
+    assert trace_loss(embedded, WORDS, batch).split.example_arrays == (("batch/tokens[0]",), ("batch/rope",))
+
+
+def test_empty_arrays_do_not_hide_the_choice() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)other sizes of several.*0 examples: table.*8 examples: tokens"):
+        traced(table=array(0))
+
+
+def test_errors_of_the_loss_are_not_about_sizes() -> None:
+    with pytest.raises(AttributeError, match="undefined"):
+        trace_loss(lambda words, batch: words.undefined, WORDS, {"x": array(16, 4), "table": array(5)})
+
+
 def test_a_batch_without_examples_is_refused() -> None:
     with pytest.raises(ConfigError, match="no array with a dim of examples"):
         trace_loss(lambda w, x: w * x, jnp.ones(()), jnp.ones(()))

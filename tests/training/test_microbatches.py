@@ -417,6 +417,16 @@ def test_gradients_add_up_in_the_requested_dtype() -> None:
     assert sizes(jnp.bfloat16) == {"bfloat16"}
 
 
+def test_complex_gradients_keep_their_imaginary_part() -> None:
+    w, x = jnp.arange(1, 5) * (1 - 2j), rows()["x"][:, :4]
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.abs(x @ w) ** 2)
+
+    _, _, (gradient,) = accumulated(trace_loss(loss, w, x), 4, 1, jnp.float32)([w], [], [x])
+    np.testing.assert_allclose(gradient, jax.grad(loss)(w, x), rtol=1e-4)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradients_in_few_bits_add_up_without_loss(groups: int) -> None:
     w, ones = jnp.ones(2, jnp.bfloat16), jnp.ones((1024, 2), jnp.bfloat16)

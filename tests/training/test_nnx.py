@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import shardrules as sr
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import ConfigTypeError, TreeError
 from shardrules.training.step import TrainingStep
 
 X = jax.random.normal(jax.random.key(1), (16, 4))
@@ -91,6 +91,12 @@ def test_a_type_of_variables_chooses_what_is_trained() -> None:
     assert changed == ["['lora_b']"]  # it is zero at first, and so is the gradient of the other
 
 
+@pytest.mark.parametrize("choice", [nnx.All(nnx.Param, nnx.PathContains("up")), nnx.Not(nnx.BatchStat), (nnx.Param,)])
+def test_filters_of_nnx_are_refused(choice: Any) -> None:
+    with pytest.raises(ConfigTypeError, match=r"cannot choose arrays by.*Pass a type of variables of flax nnx"):
+        TrainingStep(squares, OPTIMIZER, trainable=choice).init_state(make())
+
+
 def test_writes_to_trained_variables_and_to_the_batch_are_refused() -> None:
     def trained(net: Any, x: jax.Array) -> jax.Array:
         net.up.bias[...] = net.up.bias[...] + 1
@@ -111,5 +117,5 @@ def test_shared_variables_are_refused() -> None:
     net = make()
     net.down.bias = net.up.kernel
     step = TrainingStep(squares, optax.sgd(0.1))
-    with pytest.raises(TreeError, match=r"model twice: up/kernel is down/bias.*nnx\.split"):
+    with pytest.raises(TreeError, match=r"model twice: up/kernel is down/bias.*nnx\.split.*stay as they are"):
         step(net, step.init_state(net), X)

@@ -1,7 +1,9 @@
 """From a loss and a cluster to a step that runs."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -123,10 +125,14 @@ def test_wrong_arguments_are_refused() -> None:
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", microbatches=0)
     with pytest.raises(ConfigError, match="accumulate_dtype must be a floating-point type"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype=jnp.int32)
+    with pytest.raises(ConfigError, match="accumulate_dtype is float64, which JAX computes as float32"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype="float64")
     with pytest.raises(ConfigError, match="time_limit must be a number of seconds above 0"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", time_limit=0)
     with pytest.raises(sr.errors.ConfigTypeError, match=r"such as optax\.adam\(1e-3\)"):
         sr.plan_training(squares, model, optax.adam, batch, cluster="cuda:h100:8")
+    with pytest.raises(sr.errors.ConfigTypeError, match="optimizer must be one of optax"):
+        sr.plan_training(squares, model, SimpleNamespace(init=lambda params: ()), batch, cluster="cuda:h100:8")
     unknown = sr.RegexShardingRule([("weight", P("tensor"))])
     with pytest.raises(PlanError, match="no mesh can be planned") as caught:
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)
@@ -134,6 +140,10 @@ def test_wrong_arguments_are_refused() -> None:
     assert "data:8: " not in str(caught.value)
     with pytest.raises(PlanError, match=r"'value_fn'\. Line searches, such as that of optax\.lbfgs, evaluate the loss"):
         sr.plan_training(squares, model, optax.lbfgs(), batch, cluster="cuda:h100:8")
+    opaque = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+    with pytest.raises(PlanError, match=r"the optimizer cannot update the model.*grad_fn") as caught:
+        sr.plan_training(squares, model, opaque, batch, cluster="cuda:h100:8")
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.slow
@@ -220,19 +230,20 @@ def test_losses_that_are_no_sums_are_computed_at_once() -> None:
 def test_gradients_add_up_in_the_dtype_of_choice() -> None:
     model, batch = deep()
     halves = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), model)
-    wide = sr.plan_training(
+    narrow = sr.plan_training(
         layers,
         halves,
         OPTIMIZER,
         batch,
         cluster=sr.create_mesh("data:8"),
         microbatches=4,
-        accumulate_dtype=jnp.float32,
+        accumulate_dtype=jnp.bfloat16,
     )
-    assert wide.recipe.accumulate_dtype == jnp.float32
-    step = TrainingStep(layers, OPTIMIZER, recipe=wide.recipe)
-    text = str(jax.make_jaxpr(step)(*wide.planned.args))
-    assert "f32[6,64,256]" in text
+    # By default they add up in float32.
+    for dtype, is_wide in ((jnp.bfloat16, False), (None, True)):
+        step = TrainingStep(layers, OPTIMIZER, recipe=attrs.evolve(narrow.recipe, accumulate_dtype=dtype))
+        assert ("f32[6,64,256]" in str(jax.make_jaxpr(step)(*narrow.planned.args))) == is_wide
+    assert narrow.recipe.accumulate_dtype == jnp.bfloat16
 
 
 @pytest.mark.slow

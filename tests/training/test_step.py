@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardrules.core.errors import ConfigTypeError
+from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.training.step import TrainingStep
 
 KEY = jax.random.key(0)
@@ -177,3 +177,15 @@ def test_updates_in_float32_leave_models_in_bfloat16() -> None:
     w = jnp.ones((4, 4), jnp.bfloat16)
     model, _, _, _ = step(w, step.init_state(w), X)
     assert model.dtype == jnp.bfloat16
+
+
+def test_a_state_of_another_structure_is_refused() -> None:
+    state = optax.adam(0.1).init(jax.tree.leaves(eqx.filter(Net(), eqx.is_array)))
+    with pytest.raises(ConfigTypeError, match=r"optimizer's state differs.*plan\.init"):
+        TrainingStep(squares, optax.adam(0.1))(Net(), state, X)
+
+
+@pytest.mark.parametrize("choice", ["weight", (eqx.nn.Linear, float), ..., lambda path, leaf: True, [True]])
+def test_what_is_no_filter_is_refused(choice: Any) -> None:
+    with pytest.raises((ConfigError, ConfigTypeError), match=r"`trainable`.*Pass a type of variables of flax nnx"):
+        TrainingStep(squares, optax.sgd(0.1), trainable=choice).trace(Net(), X)

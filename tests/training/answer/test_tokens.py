@@ -27,6 +27,17 @@ def with_keys(table: Any, batch: Any) -> Any:
     return jnp.mean(batch["x"] @ table) + jax.vmap(jax.random.uniform)(batch["keys"]).mean()
 
 
+def masked(table: Any, batch: Any) -> Any:
+    words = table[batch["tokens"]]
+    scores = jnp.where(batch["mask"] == 1, jnp.einsum("btd,bsd->bts", words, words), -1e9)
+    return jnp.mean(jax.nn.softmax(scores) @ words)
+
+
+def weighted(table: Any, batch: Any) -> Any:
+    """One-hot kinds of pairs beside words that are looked up."""
+    return jnp.mean(table[batch["tokens"]]) + jnp.mean(jax.nn.one_hot(batch["mask"], 3))
+
+
 @pytest.mark.parametrize(
     ("loss", "batch", "count"),
     [
@@ -36,8 +47,10 @@ def with_keys(table: Any, batch: Any) -> Any:
         (lambda table, images: (images.reshape(8, 256) / 255 @ table).mean(), array(8, 16, 16, dtype=jnp.uint8), 0),
         (with_keys, {"x": array(8, 256, dtype=jnp.float32), "keys": array(8, 2, dtype=jnp.uint32)}, 0),
         (lambda table, labels: table[labels].mean(), array(8), 0),
+        (masked, {"tokens": array(8, 6), "mask": array(8, 6, 6)}, 48),
+        (weighted, {"tokens": array(8, 6), "mask": array(8, 6, 6)}, 48),
     ],
-    ids=["words", "one-hot", "in-loops", "images", "keys", "labels"],
+    ids=["words", "one-hot", "in-loops", "images", "keys", "labels", "masks", "one-hot-masks"],
 )
 def test_tokens_look_something_up(loss: Any, batch: Any, count: int) -> None:
     assert token_count(trace_loss(loss, TABLE, batch)) == count
