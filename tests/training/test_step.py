@@ -182,7 +182,7 @@ def test_updates_in_float32_leave_models_in_bfloat16() -> None:
 def test_a_state_of_another_structure_is_refused() -> None:
     state = optax.adam(0.1).init(jax.tree.leaves(eqx.filter(Net(), eqx.is_array)))
     with pytest.raises(ConfigTypeError, match=r"optimizer's state differs.*plan\.init"):
-        TrainingStep(squares, optax.adam(0.1))(Net(), state, X)
+        eqx.filter_eval_shape(TrainingStep(squares, optax.adam(0.1)), Net(), state, X)
 
 
 @pytest.mark.parametrize("choice", ["weight", (eqx.nn.Linear, float), ..., lambda path, leaf: True, [True]])
