@@ -121,6 +121,16 @@ def least_bytes(plan: AutoPlan) -> int:
     return memory_bound(problem.program, problem.machine, plan.call.paths, {}).nbytes
 
 
+def test_functions_move_arguments_from_hosts() -> None:
+    mesh = sr.mesh_shape("data:8")
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    on_host = shape.update(sharding=NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host"))
+    with pytest.raises(sr.errors.PlanError, match=r"state/0\b.* is in the memory of the host") as caught:
+        sr.autoplan(lambda state, x: state[0] * 0.9 + state[1] + x, (on_host, shape), shape, mesh=mesh, hardware=H100)
+    assert "state/1" not in str(caught.value)
+    assert "jax.device_put(x, jax.memory.Space.Device)" in str(caught.value)
+
+
 def test_functions_run_with_arguments_on_hosts() -> None:
     def step(moment: jax.Array, x: jax.Array) -> jax.Array:
         new = jax.device_put(moment, jax.memory.Space.Device) + x

@@ -85,7 +85,6 @@ def audit(
 
 def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
     # An alias is a result that the compiler writes over an argument: only then has donation saved memory.
-    aliased = {alias.parameter for alias in facts.program.aliases}
     arguments = (
         AuditedArray(
             array.path,
@@ -95,7 +94,7 @@ def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
             "" if array.spec is None else spec_repr(array.spec),
             spec_text(sharding),
             size,
-            array_index in aliased,
+            array_index in facts.aliased,
         )
         for array_index, (array, role, sharding, size) in enumerate(
             zip(facts.arguments, facts.roles, facts.compiled.argument_shardings, facts.device_bytes, strict=True)

@@ -155,6 +155,11 @@ class AuditFacts:
         """What one device needs, by what it is for."""
         return memory_use(self.compiled, self.program, self.arguments, self.roles)
 
+    @functools.cached_property
+    def aliased(self) -> frozenset[int]:
+        """The indices of the arguments that the compiler writes results over."""
+        return frozenset(alias.parameter - self.program.token_count for alias in self.program.aliases)
+
     def paths_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
         """Returns the paths of arguments from the program's names for them; an unknown name gives an empty path."""
         indices = self.argument_indices
@@ -235,7 +240,7 @@ class AuditFacts:
     @functools.cached_property
     def argument_shapes(self) -> ShapeSet:
         """What a device has of each argument."""
-        return ShapeSet.of(parameter.types[0].shape for parameter in self.program.entry_computation.parameters)
+        return ShapeSet.of(parameter.types[0].shape for parameter in self.program.arguments)
 
     def parameters_like(self, collective: Collective, array: ArrayType) -> tuple[str, ...]:
         """Returns the paths of the parameters of which an array in a collective may be the whole or the gradient."""
@@ -325,17 +330,29 @@ class AuditFacts:
         pairs = []
         for array, values in zip(collective.arrays, self.results_of(collective), strict=True):
             users = self.uses_of(values, lambda user: is_move(user) or is_elementwise(user))
-            kernels = [use.instruction for use in users if is_black_box(use.instruction)]
-            # One device calls back, in a branch of its own.
-            kernels += self._callbacks.get(collective.op_name, ())
+            # One device calls back, in a branch of its own. JAX gives all calls of one kind the same name.
+            line = user_line(collective.stack)
+            kernels = [
+                callback
+                for callback in self.callbacks.get(collective.op_name, ())
+                if user_line(self.program.stack(callback)) == line
+            ]
+            kernels += [use.instruction for use in users if is_black_box(use.instruction)]
             pairs += [(array, kernel) for kernel in kernels[:1]]
         return tuple(pairs)
 
+    def is_sent_back(self, collective: Collective) -> bool:
+        """Whether it sends what one device got from a call back to Python to the others."""
+        return collective.kind != "all-gather" and collective.op_name in self.callbacks
+
     @functools.cached_property
-    def _callbacks(self) -> Mapping[str, tuple[Instruction, ...]]:
+    def callbacks(self) -> Mapping[str, tuple[Instruction, ...]]:
         """The calls back to Python, by what JAX calls them."""
-        callbacks = [instruction for _, instruction in self.program.walk() if is_callback(instruction)]
-        return {instruction.op_name: (instruction,) for instruction in callbacks if instruction.op_name}
+        callbacks: dict[str, tuple[Instruction, ...]] = {}
+        for _, instruction in self.program.walk():
+            if is_callback(instruction) and instruction.op_name:
+                callbacks[instruction.op_name] = (*callbacks.get(instruction.op_name, ()), instruction)
+        return callbacks
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -82,7 +82,7 @@ def argument_bytes(compiled: Compiled, program: CompiledProgram, arguments: Sequ
     sizes = [0] * len(arguments)
     # Some compilers count memory of the host separately. With the others it is part of the sum that ours must match.
     is_separate = compiled.memory.host_argument_bytes > 0
-    for parameter in program.entry_computation.parameters:
+    for parameter in program.arguments:
         index = indices[parameter.op_name]
         is_on_host = bool(arguments[index].memory) or any(each.memory_space == HOST_MEMORY for each in parameter.types)
         sizes[index] = 0 if is_separate and is_on_host else parameter.nbytes
@@ -94,7 +94,7 @@ def argument_indices(program: CompiledProgram) -> Mapping[str, int]:
     # Parameters that XLA renamed have no index in their names; their position in the program is the index, since no
     # argument is dropped (`keep_unused`).
     indices = {}
-    for parameter in program.entry_computation.parameters:
+    for parameter in program.arguments:
         match = _ARGUMENT.search(parameter.op_name)
-        indices[parameter.op_name] = int(match[1]) if match else int(parameter.literal)
+        indices[parameter.op_name] = int(match[1]) if match else int(parameter.literal) - program.token_count
     return indices

@@ -43,7 +43,8 @@ def find_roundings(program: ClosedJaxpr) -> Iterator[Rounding]:
         if equation.primitive.name != "convert_element_type":
             continue
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-        if jnp.issubdtype(before, jnp.floating) and after.itemsize * 8 <= QUANTISED_BITS < before.itemsize * 8:
+        is_number = jnp.issubdtype(before, jnp.floating) and after != jnp.bool_
+        if is_number and after.itemsize * 8 <= QUANTISED_BITS < before.itemsize * 8:
             shape = tuple(equation.outvars[0].aval.shape)
             yield Rounding(ArrayType(_xla_name(after.name), shape, QUANTISED_BITS), equation_line(equation))
 

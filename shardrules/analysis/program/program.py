@@ -87,10 +87,20 @@ class CompiledProgram:
         """The computation that runs first. Its parameters are the arguments of the program."""
         return self.find(self.entry)
 
+    @functools.cached_property
+    def token_count(self) -> int:
+        """How many tokens come first in what it takes and returns: JAX orders calls back to Python by them."""
+        return sum(parameter.types[0].dtype == "token" for parameter in self.entry_computation.parameters)
+
+    @property
+    def arguments(self) -> tuple[Instruction, ...]:
+        """What it takes, without tokens."""
+        return self.entry_computation.parameters[self.token_count :]
+
     @property
     def outputs(self) -> tuple[ArrayType, ...]:
-        """The types of what it returns."""
-        return self.entry_computation.by_name[self.entry_computation.root].types
+        """The types of what it returns, without tokens."""
+        return self.entry_computation.by_name[self.entry_computation.root].types[self.token_count :]
 
     def find(self, computation: str) -> Computation:
         """Returns the computation of this name."""

@@ -17,7 +17,8 @@ from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import ArgumentVariables, share_variables, shared_leaves
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import PlanError, TreeError
+from shardrules.core.finding import Finding, plan_error
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.planning.run.expand import expanded
@@ -128,10 +129,6 @@ def read_call(
     if on_host is None or len(on_host) != len(structs):  # another tree than was planned, which is refused later
         on_host = [is_in_host_memory(leaf) for leaf in array_leaves]
     types = [_host_type(array) if flag else array for array, flag in zip(structs, on_host, strict=True)]
-    with axis_names_of(mesh):
-        traced = jax.make_jaxpr(run)(*types)
-        program = ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
-    returned, returned_treedef = jtu.tree_flatten(outputs[-1])
     names = argument_names(fn, len(args))
     paths: list[str] = []
     argument_indices: list[int] = []
@@ -143,6 +140,15 @@ def read_call(
             if array_kind(leaf) is not None:
                 paths.append(f"{argument_name}/{path}".rstrip("/"))
                 argument_indices.append(argument_index)
+    with axis_names_of(mesh):
+        try:
+            traced = jax.make_jaxpr(run)(*types)
+        except ValueError as error:
+            if _MIXED_MEMORIES not in str(error) or not any(on_host):
+                raise
+            raise _memory_error(paths, on_host, name) from error
+        program = ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
+    returned, returned_treedef = jtu.tree_flatten(outputs[-1])
     return Call(
         name,
         program,
@@ -177,6 +183,25 @@ def is_in_host_memory(leaf: Any) -> bool:
 def _host_type(array: jax.ShapeDtypeStruct) -> ShapedArray:
     """The type of an array in the memory of the host."""
     return ShapedArray(array.shape, array.dtype, array.weak_type, memory_space=jax.memory.Space.Host)
+
+
+_MIXED_MEMORIES = "memory_space of all inputs passed to"
+"""How JAX begins to say that an operation has operands in the memory of the host and in that of devices."""
+
+
+def _memory_error(paths: Sequence[str], on_host: Sequence[bool], name: str) -> PlanError:
+    findings = [
+        Finding(
+            "error",
+            "host-memory",
+            "is in the memory of the host, and devices compute with what is in their own",
+            path=path,
+            remedy="Where the function first uses it, move it with jax.device_put(x, jax.memory.Space.Device)",
+        )
+        for path, flag in zip(paths, on_host, strict=True)
+        if flag
+    ]
+    return plan_error(f"{name}: one operation has operands in the memory of the host and in that of devices", findings)
 
 
 def _leaf_kind(leaf: Any) -> _Kind:

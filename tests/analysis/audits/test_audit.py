@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -486,6 +487,18 @@ def test_callbacks_do_not_compile_without_a_gpu() -> None:
         audit(asks, W, X, in_shardings=IN, target=CUDA)
     assert any("calls back to Python" in note for note in caught.value.__notes__)
     assert audit(asks, W, X, in_shardings=IN, target=CPU).model_flops == PRODUCT
+
+
+def test_tokens_of_ordered_callbacks_are_no_arrays() -> None:
+    def step(w: Any, x: Any) -> Any:
+        y = product(w, x)
+        return io_callback(lambda y: y, jax.ShapeDtypeStruct(y.shape, y.dtype), y, ordered=True), x + 1
+
+    report = audit(step, W, X, in_shardings=IN, target=CPU, donate_argnums=1)
+    assert [array.path for array in report.arrays] == ["w", "x", "result/0", "result/1"]
+    assert [array.donated for array in report.arrays[:2]] == [False, True]
+    assert [array.device_bytes for array in report.arrays[:2]] == [W.size * 4 // 2, X.size * 4 // 4]
+    assert not any(finding.code == "donated-in-vain" for finding in report.findings)
 
 
 def test_functions_without_arguments_or_results() -> None:

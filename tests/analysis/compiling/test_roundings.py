@@ -18,6 +18,7 @@ from shardrules.analysis.compiling.roundings import find_roundings
         (jnp.float32, jnp.bfloat16, []),
         (jnp.int32, jnp.int8, []),  # tokens and labels are not quantised
         (jnp.int8, jnp.bfloat16, []),
+        (jnp.float32, jnp.bool_, []),  # a mask
     ],
 )
 def test_casts_of_numbers_to_8_bits_are_roundings(before: Any, after: Any, expected: list[str]) -> None:

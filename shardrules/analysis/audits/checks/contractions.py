@@ -74,6 +74,8 @@ def _sums(facts: AuditFacts) -> Iterator[_Sum]:
             continue
         if not collective.crossed or is_explicit(collective) or is_for_update(facts, collective):
             continue
+        if facts.is_sent_back(collective):
+            continue
         if all(name in facts.example_axes for name in collective.crossed):
             continue
         if is_parameter_or_gradient(facts, collective, collective.arrays[0]):

@@ -15,6 +15,7 @@ from shardrules.analysis.audits.facts import AuditFacts
 from shardrules.analysis.compiling.roundings import QUANTISED_BITS, Rounding
 from shardrules.analysis.compiling.source import user_line
 from shardrules.analysis.costs.collective import collective_seconds
+from shardrules.analysis.machine.measured import KINDS
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.text import ArrayType, Instruction
@@ -131,7 +132,7 @@ def _widened_from(facts: AuditFacts, collective: Collective, index: int) -> Roun
     if len(operands) != len(collective.arrays):
         return None
     # Compilers may leave the rounding out: then the lines of what they keep of the scaling are its trace.
-    roundings = {each.line: each for each in facts.roundings if each.array.size % array.size == 0}
+    roundings = {each.line: each for each in facts.roundings if each.line and each.array.size % array.size == 0}
     trace: list[Rounding] = []
     value = Value(computation.name, operands[index])
     size = facts.program.instruction(value).types[0].size
@@ -143,15 +144,16 @@ def _widened_from(facts: AuditFacts, collective: Collective, index: int) -> Roun
         instruction, inside = facts.program.instruction(value), facts.program.find(value.computation)
         factors = [name for name in instruction.operands if not _is_scale(facts, Value(inside.name, name), size)]
         if len(factors) != 1 or not (is_move(instruction) or is_elementwise(instruction)):
-            break
+            is_whole = instruction.op == "parameter" or instruction.op.startswith(KINDS)
+            return trace[0] if trace and is_whole else None
         narrow = inside.by_name[factors[0]].types[0]
         line = user_line(facts.program.stack(facts.program.cause(inside, instruction)))
-        if instruction.op == "convert" and narrow.bits <= QUANTISED_BITS:
+        if instruction.op == "convert" and narrow.bits <= QUANTISED_BITS and narrow.dtype != "pred":
             return Rounding(narrow, line)
         if is_elementwise(instruction) and line in roundings:
             trace.append(roundings[line])
         value = Value(inside.name, factors[0])
-    return trace[0] if trace else None
+    return None
 
 
 def _is_scale(facts: AuditFacts, value: Value, size: int) -> bool:

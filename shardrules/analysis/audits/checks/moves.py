@@ -66,6 +66,7 @@ def check_moves(facts: AuditFacts) -> Iterator[Finding]:
             collective.total_wire_bytes
             and not is_explicit(collective)
             and not facts.kernels_behind(collective)
+            and not facts.is_sent_back(collective)
             and not is_for_update(facts, collective)
         ):
             for moved in _moved_arrays(collective):
@@ -208,6 +209,9 @@ def check_rematerialised(facts: AuditFacts) -> Iterator[Finding]:
     """Arrays that XLA gathers whole only to split them in another way; it warns about each on standard error."""
     matches = [_REMATERIALISED.search(message) for message in facts.compiled.messages]
     for array, old, new in dict.fromkeys(match.group("type", "old", "new") for match in matches if match):
+        # One device calls back to Python: what goes there, and comes back, has a finding of its own.
+        if facts.callbacks and "maximal" in old + new:
+            continue
         # The warning names no line. The array has the shape of a shard, so constraints with such shards are candidates.
         sizes = tuple(map(int, re.findall(r"\d+", array.partition("[")[2])))
         lines = {

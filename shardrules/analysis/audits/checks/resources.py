@@ -93,8 +93,7 @@ def check_uncounted(facts: AuditFacts) -> Iterator[Finding]:
 
 def check_donation(facts: AuditFacts) -> Iterator[Finding]:
     """Donated arrays whose memory no result reuses."""
-    reused = {alias.parameter for alias in facts.program.aliases}
-    unused = [array_index for array_index in facts.compiled.donated if array_index not in reused]
+    unused = [array_index for array_index in facts.compiled.donated if array_index not in facts.aliased]
     if unused:
         size = sum(facts.device_bytes[array_index] for array_index in unused)
         paths = names_text(facts.arguments[array_index].path for array_index in unused)

@@ -102,10 +102,26 @@ def test_what_was_quantised_is_sent_quantised(narrow: str, factor: str, count: i
 DROPPED = WIDENED.replace("NARROW[128,1024] convert(%w)", "bf16[128,1024] copy(%w)").replace("FACTOR", "scales")
 
 
+AT_LINE = '%scales), metadata={op_name="mul" source_file="/user.py" source_line=7}\n'
+
+
+def test_what_compilers_do_not_round_has_a_line_and_is_one_array() -> None:
+    assert not findings(DROPPED, Rounding(ArrayType("f8e4m3fn", (1024, 1024), 8), ""))
+    text = DROPPED.replace("%scales)\n", AT_LINE)
+    rounding = Rounding(ArrayType("f8e4m3fn", (1024, 1024), 8), "/user.py:7")
+    assert findings(text, rounding)
+    assert not findings(text.replace("copy(%w)", "add(%w, %v)"), rounding)
+
+
+def test_masks_are_not_rounded() -> None:
+    text = WIDENED.replace("NARROW[128,1024] convert(%w)", "pred[128,1024] compare(%w, %v), direction=GT")
+    assert not findings(text.replace("FACTOR", "scales"))
+
+
 @pytest.mark.parametrize(("line", "size", "count"), [(7, 1024, 1), (8, 1024, 0), (7, 999, 0)])
 def test_what_compilers_do_not_round_is_told_by_its_line(line: int, size: int, count: int) -> None:
     """XLA for GPUs leaves out a cast to 8 bits and back."""
-    text = DROPPED.replace("%scales)\n", '%scales), metadata={op_name="mul" source_file="/user.py" source_line=7}\n')
+    text = DROPPED.replace("%scales)\n", AT_LINE)
     rounding = Rounding(ArrayType("f8e4m3fn", (1024, size), 8), f"/user.py:{line}")
     problems = findings(text, rounding)
     assert [finding.source for finding in problems] == ["/user.py:7"] * count

@@ -711,3 +711,18 @@ def test_a_call_back_to_python_is_named() -> None:
     finding = only(report, "gathered-for-kernel")
     assert "for the Python function of 'pure_callback', which one of 8 devices calls while" in finding.message
     assert finding.remedy == "Call it inside jax.shard_map over data"
+    # What comes back from that device is no sum, and no two steps lead there.
+    assert not {finding.code for finding in report.findings} & {"partial-sums", "rematerialised"}
+
+
+def test_each_call_back_to_python_has_its_line() -> None:
+    def step(w: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        y = jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(y.shape, y.dtype), y)  # <first>
+        y = jnp.tanh(y @ w)
+        return jax.pure_callback(lambda y: 2 * y, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+    report = sr.ShardingAnalyzer(sr.create_mesh("data:8")).audit(
+        step, f32(64, 64), f32(512, 64), in_shardings=(P(), P("data")), out_shardings=P("data")
+    )
+    assert only(report, "gathered-for-kernel").source == line_of(step, "first")
