@@ -332,12 +332,10 @@ class AuditFacts:
             users = self.uses_of(values, lambda user: is_move(user) or is_elementwise(user))
             # One device calls back, in a branch of its own. JAX gives all calls of one kind the same name.
             line = user_line(collective.stack)
-            kernels = [
-                callback
-                for callback in self.callbacks.get(collective.op_name, ())
-                if user_line(self.program.stack(callback)) == line
-            ]
+            callbacks = self.callbacks.get(collective.op_name, ())
+            kernels = [each for each in callbacks if user_line(self.program.stack(each)) == line]
             kernels += [use.instruction for use in users if is_black_box(use.instruction)]
+            kernels += callbacks  # some have no line
             pairs += [(array, kernel) for kernel in kernels[:1]]
         return tuple(pairs)
 

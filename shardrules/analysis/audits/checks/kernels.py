@@ -82,4 +82,6 @@ def _kernel_gathers(facts: AuditFacts) -> Iterator[_KernelGather]:
 
 
 def _line(facts: AuditFacts, gather: _KernelGather) -> str:
-    return user_line(facts.program.stack(gather.kernel)) or user_line(gather.collective.stack)
+    lines = [user_line(facts.program.stack(gather.kernel)), user_line(gather.collective.stack)]
+    # A callback may be another one of the same name.
+    return next(filter(None, reversed(lines) if is_callback(gather.kernel) else lines), "")

@@ -210,7 +210,7 @@ def check_rematerialised(facts: AuditFacts) -> Iterator[Finding]:
     matches = [_REMATERIALISED.search(message) for message in facts.compiled.messages]
     for array, old, new in dict.fromkeys(match.group("type", "old", "new") for match in matches if match):
         # One device calls back to Python: what goes there, and comes back, has a finding of its own.
-        if facts.callbacks and "maximal" in old + new:
+        if facts.callbacks and any(word in old + new for word in ("maximal", "single_device")):
             continue
         # The warning names no line. The array has the shape of a shard, so constraints with such shards are candidates.
         sizes = tuple(map(int, re.findall(r"\d+", array.partition("[")[2])))
