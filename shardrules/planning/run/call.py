@@ -140,14 +140,7 @@ def read_call(
             if array_kind(leaf) is not None:
                 paths.append(f"{argument_name}/{path}".rstrip("/"))
                 argument_indices.append(argument_index)
-    with axis_names_of(mesh):
-        try:
-            traced = jax.make_jaxpr(run)(*types)
-        except ValueError as error:
-            if _MIXED_MEMORIES not in str(error) or not any(on_host):
-                raise
-            raise _memory_error(paths, on_host, name) from error
-        program = ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
+    program = _program(run, types, mesh, lambda: _memory_error(paths, on_host, name) if any(on_host) else None)
     returned, returned_treedef = jtu.tree_flatten(outputs[-1])
     return Call(
         name,
@@ -162,6 +155,21 @@ def read_call(
         fingerprint(program),
         tuple(arguments),
     )
+
+
+def _program(
+    run: Callable[..., Any], types: Sequence[Any], mesh: AnyMesh, memory_error: Callable[[], PlanError | None]
+) -> ClosedJaxpr:
+    """Traces a function; `memory_error` returns what to raise where arrays of two memories meet."""
+    with axis_names_of(mesh):
+        try:
+            traced = jax.make_jaxpr(run)(*types)
+        except ValueError as error:
+            refusal = memory_error() if _MIXED_MEMORIES in str(error) else None
+            if refusal is None:
+                raise
+            raise refusal from error
+        return ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
