@@ -52,7 +52,6 @@ class TracedLoss:
     aux_names: tuple[str, ...] = attrs.field(repr=False)
     """What messages call their arrays."""
     split: "LossLeaves" = attrs.field(repr=False)
-    has_aux: bool = False
 
     @property
     def batched_count(self) -> int:
@@ -197,7 +196,6 @@ class LossLeaves:
             tuple(None if array else leaf for leaf, array in zip(aux_leaves, is_array, strict=True)),
             tuple(text for text, array in zip(names, is_array, strict=True) if array),
             self,
-            self.has_aux,
         )
 
 

@@ -303,6 +303,11 @@ class Hardware:
         except (TypeError, ValueError) as error:
             raise HardwareError(f"{file}: {error}") from error
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU, whose memory is that of its host."""
+        return self.name.startswith("CPU")
+
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
         """Returns the peak rate that a matmul of a dtype runs at.
 

@@ -105,7 +105,7 @@ class Machine:
     @property
     def is_gpu(self) -> bool:
         """Whether its devices are GPUs."""
-        return self.hardware.torus_dims == 0 and not self.hardware.name.startswith("CPU")
+        return self.hardware.torus_dims == 0 and not self.hardware.is_cpu
 
     @property
     def puts_off(self) -> bool:

@@ -314,5 +314,5 @@ def _host_findings(search: TrainingSearch, outcome: Outcome) -> Iterator[Finding
             remedy=f"Set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * nbytes / 1e9)} before JAX starts",
         )
     if search.best is None and not search.problem.host_limit_bytes:
-        why = "CPU devices share it" if cluster.hardware.name.startswith("CPU") else "host_memory is 0"
+        why = "CPU devices share it" if cluster.hardware.is_cpu else "host_memory is 0"
         yield Finding("note", "no-host-memory", f"nothing was planned in the memory of hosts: {why}")

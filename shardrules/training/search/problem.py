@@ -71,7 +71,7 @@ class TrainingProblem:
     def host_limit_bytes(self) -> int:
         """The most memory of its host that a device may use; none where the host's memory is the device's own."""
         hardware = self.cluster.hardware
-        if hardware.name.startswith("CPU"):
+        if hardware.is_cpu:
             return 0
         return hardware.memory_bytes if self.host_memory is None else read_bytes("host_memory", self.host_memory)
 
