@@ -2,16 +2,18 @@
 
 First the fastest plan of all is compiled, unless it is far from fitting. What the compiler needs says by what factor
 the model of memory is off for this function, and the next search knows that factor. Until a plan fits, each leaves more
-room than the last; once one does, cheaper ones are tried. It ends at the cheapest plan that the compiler says fits.
+room than the last; once one does, cheaper ones are tried. A factor is that of one plan: those that it rules out follow,
+as long as there are few enough and there is time. The answer is the cheapest plan that the compiler says fits.
 """
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import attrs
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from shardrules.analysis.compiling.compile import compiled_memory
@@ -38,6 +40,14 @@ _ROOM, _LAST_ROOM = 0.1, 0.2
 """The part of the limit that plans leave free, by the corrected model, to be compiled where nothing fits so far: for
 each that did not fit, and at least for the last that there is time for. Plans of one function differ by about a tenth
 in what the model is off by. Halved, several are compiled in vain; doubled, they are slower than need be."""
+
+_GAIN = 0.01
+"""By what part a plan has to cost less than one that fits to be compiled although it is expected not to fit. With a
+tenth of it, compilers work for minutes for less than the model of costs can tell."""
+
+_LONGER = 1.25
+"""How many times as long as the slowest so far another plan may take to compile. With 1, every other that is started
+last ends after its time; with 2, the last is often not compiled that there is time for."""
 
 _SAME_FACTOR = 0.01
 """Factors that differ by less are the same: another search would find the same plans."""
@@ -97,18 +107,15 @@ class _Compilations:
         task, result = self.plan.task, self.plan.result
         if task.occupancy.peak(result.choice) > _HOPELESS * self.plan.memory_limit:
             result = self.search(task)
-        is_late = False
         while len(self.compiled) < _MOST_COMPILED:
-            self.choices.update(dict.fromkeys((result.choice, *(option.choice for option in result.candidates))))
+            met = (*result.candidates, *result.patterns)
+            self.choices.update(dict.fromkeys((result.choice, *(trial.choice for trial in met))))
             choice = self.next_choice(task, result)
-            # Compiling cannot be interrupted. Of the first it is unknown how long it takes.
-            is_late = self.deadline.seconds_left <= self.longest_seconds
-            if choice is None or is_late:
+            if choice is None or self.is_late:
                 break
             self.compile(task, choice, result)
             corrected = self.corrected(task, choice)
-            is_late = self.deadline.seconds_left <= self.longest_seconds
-            if is_late or self.is_cheapest(choice):
+            if self.is_late or self.is_cheapest(choice):
                 break
             if corrected is not task or not self.has_fitting:
                 task, result = corrected, self.search(corrected)
@@ -116,7 +123,7 @@ class _Compilations:
             return attrs.evolve(self.plan, result=self.likeliest(task, result), findings=(_not_compiled(),))
         best, trial = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
-        findings = () if self.fits(trial) else (_does_not_fit(self.plan, trial, is_late),)
+        findings = () if self.fits(trial) else (_does_not_fit(self.plan, trials, self.is_late),)
         return attrs.evolve(best, compiled=tuple(trials), findings=findings)
 
     def likeliest(self, task: Task, result: SearchResult) -> SearchResult:
@@ -128,13 +135,21 @@ class _Compilations:
 
     def search(self, task: Task) -> SearchResult:
         """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
-        compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - self.longest_seconds)
+        compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - _LONGER * self.longest_seconds)
         aimed = self.aimed_bytes
         result = task.within(aimed, compiling.share(2))
         if aimed == self.plan.memory_limit:
             return result
         # With all of the limit, plans may cost less than this search says: only the first one's bound is left.
         return attrs.evolve(result, bound=min(result.bound, self.plan.result.bound))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there is no time to compile another plan, which cannot be interrupted.
+
+        Of the first it is unknown how long it takes.
+        """
+        return self.deadline.seconds_left <= _LONGER * self.longest_seconds
 
     @property
     def has_fitting(self) -> bool:
@@ -152,7 +167,7 @@ class _Compilations:
         if not self.compiled or self.has_fitting:
             return limit
         room = _ROOM * len(self.compiled)
-        if self.deadline.seconds_left < 2 * self.longest_seconds:
+        if self.deadline.seconds_left < 2 * _LONGER * self.longest_seconds:
             room = max(room, _LAST_ROOM)
         return limit * (1 - room)
 
@@ -168,27 +183,49 @@ class _Compilations:
         return not fits, plan.cost if fits else float(trial.peak_bytes)
 
     def next_choice(self, task: Task, result: SearchResult) -> tuple[int, ...] | None:
-        """Returns the cheapest choice that is expected to fit, if it may be better than what does.
+        """Returns what to compile next; `None` if nothing else can be better than what fits.
 
-        Where nothing is expected to fit, it is the one that is expected to need least, if less than all before.
+        It is the cheapest that is expected to fit. After these come those that only the factor rules out, which another
+        plan has shown: the smallest first. Those that are like one that did not fit are last, as long as nothing fits.
         """
         if not self.compiled:
             return result.choice
         cost, aimed = task.problem.cost, self.aimed_bytes
-        most = min((plan.cost for plan, trial in self.compiled.values() if self.fits(trial)), default=None)
-        new = [choice for choice in self.choices if choice not in self.compiled]
-        peaks = {choice: task.occupancy.peak(choice) for choice in new}
-        fitting = [choice for choice in new if peaks[choice] <= aimed and (most is None or cost(choice) < most)]
-        if fitting or most is not None:
-            return min(fitting, key=cost, default=None)
-        least = min(trial.peak_bytes for _, trial in self.compiled.values())
-        return min((choice for choice in new if peaks[choice] < least), key=peaks.__getitem__, default=None)
+        most = min((plan.cost for plan, trial in self.compiled.values() if self.fits(trial)), default=np.inf)
+        peaks = {
+            choice: task.occupancy.peak(choice)
+            for choice in self.choices
+            if choice not in self.compiled and cost(choice) < most
+        }
+        fitting = [choice for choice, peak in peaks.items() if peak <= aimed]
+        if fitting:
+            return min(fitting, key=cost)
+        likely = [choice for choice in peaks if cost(choice) < (1 - _GAIN) * most and self.may_fit(choice)]
+        distinct = [choice for choice in likely if not self.is_like_a_failure(choice)]
+        return min(distinct if distinct or self.has_fitting else likely, key=peaks.__getitem__, default=None)
+
+    def may_fit(self, choice: tuple[int, ...]) -> bool:
+        """Whether a choice fits with the least factor of any; as long as nothing does, whether its arguments fit."""
+        occupancy, limit = self.plan.task.occupancy, self.plan.memory_limit
+        if not self.has_fitting:
+            return occupancy.argument_bytes(choice) <= limit
+        factors = [self.factor(self.plan.task, compiled) for compiled in self.compiled]
+        return _scaled(self.plan.task, min(1.0, *factors)).occupancy.peak(choice) <= limit
+
+    def is_like_a_failure(self, choice: tuple[int, ...]) -> bool:
+        """Whether a choice has the cost and the peak of one that did not fit once it was compiled."""
+        cost, peak = self.plan.task.problem.cost(choice), self.plan.task.occupancy.peak(choice)
+        return any(
+            abs(cost - plan.cost) <= _GAIN * plan.cost and abs(peak - trial.predicted_bytes) <= _GAIN * peak
+            for plan, trial in self.compiled.values()
+            if not self.fits(trial)
+        )
 
     def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
         """Compiles a choice; `result` is of the last search, which may have found another."""
-        result = attrs.evolve(task.with_choice(result, choice), fits=True)
         # A compiled function passes its limit on to the compiler unless the model says that more is needed.
-        plan = attrs.evolve(self.plan, task=self.fitted(task, choice), result=result)
+        task = self.fitted(task, choice)
+        plan = attrs.evolve(self.plan, task=task, result=attrs.evolve(task.with_choice(result, choice), fits=True))
         owners = self.plan.call.argument_indices
         donated = sorted(dict.fromkeys(owners[index] for index in self.plan.call.feedback.values()))
         start = time.monotonic()
@@ -212,12 +249,17 @@ class _Compilations:
         factor = (limit - arguments) / (peak - arguments)
         return _scaled(task, factor)
 
-    def corrected(self, task: Task, choice: tuple[int, ...]) -> Task:
-        """Returns the task with the factor that a compiled choice shows; the same one if that says nothing new."""
+    def factor(self, task: Task, choice: tuple[int, ...]) -> float:
+        """Returns how many times what a task says the intermediate results of a compiled choice take."""
         _, trial = self.compiled[choice]
         arguments = task.occupancy.argument_bytes(choice)
         modelled = task.occupancy.peak(choice) - arguments
-        factor = (trial.peak_bytes - arguments) / modelled if modelled > 0 else 1.0
+        return (trial.peak_bytes - arguments) / modelled if modelled > 0 else 1.0
+
+    def corrected(self, task: Task, choice: tuple[int, ...]) -> Task:
+        """Returns the task with the factor that a compiled choice shows; the same one if that says nothing new."""
+        _, trial = self.compiled[choice]
+        factor = self.factor(task, choice)
         # Where there is room, compilers fill it: only what does not fit shows that the model says too little.
         if self.fits(trial):
             factor = min(factor, 1.0)
@@ -227,13 +269,15 @@ class _Compilations:
         return _scaled(task, factor)
 
 
-def _does_not_fit(plan: AutoPlan, trial: CompiledPlan, is_late: bool) -> Finding:
-    more = ". Raise time_limit: it was reached before more plans could be compiled" if is_late else ""
+def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_late: bool) -> Finding:
+    is_cut = is_late and len(trials) < _MOST_COMPILED
+    more = ". Raise time_limit: it was reached before more plans could be compiled" * is_cut
+    peaks = ", ".join(bytes_text(nbytes) for nbytes in sorted(trial.peak_bytes for trial in trials))
+    least = f"this one needs {peaks}" if len(trials) == 1 else f"the {len(trials)} need {peaks}; this one needs least"
     return Finding(
         "warning",
         "does-not-fit",
-        f"no plan that was compiled fits in {bytes_text(plan.memory_limit)}; this one needs "
-        f"{bytes_text(trial.peak_bytes)}",
+        f"no plan that was compiled fits in {bytes_text(plan.memory_limit)}: {least}",
         remedy=f"Use more devices, a smaller batch, or recompute activations (jax.checkpoint){more}",
     )
 

@@ -457,6 +457,8 @@ class SearchResult:
     """Whether the peak of `choice` is within the limit."""
     candidates: tuple[Trial, ...]
     """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
+    patterns: tuple[Trial, ...] = ()
+    """The best choice of each pattern that experts would write: by compilers, some may take less than is modelled."""
     seconds: float = 0.0
     is_late: bool = False
     """Whether the time was up before the search was done."""
@@ -475,11 +477,14 @@ class SearchResult:
 
     def reindexed(self, keep: Sequence[np.ndarray]) -> "SearchResult":
         """Returns the result of a search over the layouts `keep`, with the indices that the whole problem has."""
-        candidates = tuple(attrs.evolve(trial, choice=_whole_indices(keep, trial.choice)) for trial in self.candidates)
         if self.solution is None:
             return self
+
+        def whole(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+            return tuple(attrs.evolve(trial, choice=_whole_indices(keep, trial.choice)) for trial in trials)
+
         solution = attrs.evolve(self.solution, choice=_whole_indices(keep, self.choice))
-        return attrs.evolve(self, solution=solution, candidates=candidates)
+        return attrs.evolve(self, solution=solution, candidates=whole(self.candidates), patterns=whole(self.patterns))
 
 
 def _whole_indices(keep: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[int, ...]:
@@ -490,12 +495,13 @@ def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> Se
     """Returns the result of a search with what it has met."""
     answer, fits = trials.answer, trials.best is not None
     if answer is None:
-        return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), seconds, is_late)
+        return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), (), seconds, is_late)
     bound = min(max(0.0, budget.bound), answer.cost)
     # Bounds count only what is in memory in any case: where that leaves the price at 0, plans that need more tell it.
     prices = (budget.price or trials.saving,) if fits else ()
     solution = Solution(answer.choice, answer.cost, bound, prices)
-    return SearchResult(solution, answer.peak_bytes, bound, fits, trials.front(), seconds, is_late)
+    patterns = tuple(trial for trial in trials.trials if trial.origin != "search")
+    return SearchResult(solution, answer.peak_bytes, bound, fits, trials.front(), patterns, seconds, is_late)
 
 
 def layout_preference(problem: Problem) -> list[np.ndarray]:

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.compiling.compile import CompilerMemory
 from shardrules.analysis.machine import targets
-from shardrules.planning.answer.prove import device_mesh
-from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.answer.plan import CompiledPlan
+from shardrules.planning.answer.prove import _Compilations, device_mesh
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import Task
 from shardrules.planning.solve.trials import Trials
 
@@ -76,13 +77,12 @@ def test_the_fastest_plan_is_kept_where_it_fits_once_compiled() -> None:
 def test_what_is_compiled_corrects_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     free = plan_of()
     limit = free.peak_bytes * 1.05
-    compiler_peaks(monkeypatch, [free.peak_bytes * 1.3, free.peak_bytes])
+    compiler_peaks(monkeypatch, [free.peak_bytes * 1.3, free.peak_bytes, free.peak_bytes * 1.3])
     plan = plan_of(limit, prove=True)
     first, *others = plan.compiled
     assert first.predicted_bytes < limit < first.peak_bytes
     assert not first.is_chosen
     (index,) = [index for index, trial in enumerate(others, 2) if trial.is_chosen]
-    assert all(trial.peak_bytes <= limit for trial in others)
     assert plan.cost > free.cost
     assert plan.task.occupancy.temporaries > 1.2 * sr.Assumptions().temporaries
     text = str(plan)
@@ -98,9 +98,10 @@ def test_where_nothing_fits_the_least_is_returned_with_a_finding(monkeypatch: py
     free = plan_of()
     compiler_peaks(monkeypatch, [2e9, 1e9, 3e9])
     plan = plan_of(free.peak_bytes, prove=True)
-    assert "does-not-fit" in codes(plan)
+    (message,) = [finding.message for finding in plan.findings if finding.code == "does-not-fit"]
+    assert "the 6 need 953.7 MiB, 1.9 GiB, 2.8 GiB, 2.8 GiB, 2.8 GiB, 2.8 GiB; this one needs least" in message
     assert "may-not-fit" not in codes(plan)
-    assert [trial.is_chosen for trial in plan.compiled[:2]] == [False, True]
+    assert [trial.is_chosen for trial in plan.compiled] == [False, True, False, False, False, False]
     assert plan.peak_bytes == int(1e9)
     assert plan.peak_bytes > plan.memory_limit
 
@@ -142,16 +143,36 @@ def test_far_too_large_plans_are_not_compiled_first(monkeypatch: pytest.MonkeyPa
     assert "does-not-fit" not in codes(plan)
 
 
-def test_it_ends_where_nothing_smaller_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_compiled_where_a_factor_rules_out_all(monkeypatch: pytest.MonkeyPatch) -> None:
     free = plan_of()
-    whole = Trials(free.task.occupancy, 0).add((0,) * len(free.choice))
-    assert whole.peak_bytes > free.peak_bytes
-    met = attrs.evolve(free.result, candidates=(whole,))
-    monkeypatch.setattr(Task, "within", lambda *_: met)
-    compiler_peaks(monkeypatch, [free.peak_bytes])
-    plan = plan_of(free.peak_bytes * 0.95, prove=True)
-    assert len(plan.compiled) == 1
-    assert "does-not-fit" in codes(plan)
+    limit = free.peak_bytes
+    met = attrs.evolve(free.result, candidates=free.result.patterns, patterns=())
+    monkeypatch.setattr(Task, "within", lambda *_, **__: met)
+    # All others are modelled to take more than the fastest, which by the compiler takes more than the limit.
+    compiler_peaks(monkeypatch, [3 * limit, 2 * limit, 0.99 * limit])
+    plan = plan_of(limit, prove=True)
+    assert [trial.is_chosen for trial in plan.compiled] == [False, False, True]
+    assert "does-not-fit" not in codes(plan)
+
+
+def test_faster_plans_follow_that_only_the_factor_of_another_rules_out() -> None:
+    free = plan_of()
+    trials = {trial.origin: trial for trial in free.result.patterns}
+    faster, slow = trials["data parallel, ZeRO-3"], trials["sequence parallel, ZeRO-3"]
+    plan = plan_of(1.1 * slow.peak_bytes)
+    failure, limit = CompiledPlan(free.cost, free.peak_bytes, 9 * plan.memory_limit), plan.memory_limit
+    success = CompiledPlan(slow.cost, int(slow.peak_bytes), limit)
+    slow_plan = attrs.evolve(plan, result=plan.task.with_choice(plan.result, slow.choice))
+    compiled = {free.choice: (plan, failure), slow.choice: (slow_plan, success)}
+    compilations = _Compilations(plan, train, sr.create_mesh("data:8"), NO_DEADLINE, compiled)
+    compilations.choices = dict.fromkeys([*compiled, faster.choice])
+    corrected = compilations.corrected(plan.task, free.choice)
+    assert corrected.occupancy.peak(faster.choice) > limit
+    assert compilations.next_choice(corrected, plan.result) == faster.choice
+    # One that is like the one that failed, and one that hardly gains anything, are not compiled.
+    compilations.compiled[faster.choice] = plan, attrs.evolve(success, seconds=faster.cost)
+    compilations.choices |= dict.fromkeys([trials["data parallel, ZeRO-1"].choice, trials["tensor parallel"].choice])
+    assert compilations.next_choice(corrected, plan.result) is None
 
 
 def test_no_time_is_left_to_compile() -> None:
