@@ -23,6 +23,7 @@ from shardrules.planning.answer.prove import device_mesh
 from shardrules.planning.graph.machine import Assumptions, Machine
 from shardrules.planning.run.call import Call, read_call
 from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.limits import search_within
 from shardrules.planning.solve.proof import memory_bound
 from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
@@ -30,15 +31,6 @@ from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 _RESERVE = 0.1
 """The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
 fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
-
-_SLOW = 1.15
-"""How many times as long a plan takes as its bound, and as a plan for which compilers have to save memory, before that
-one is better: such plans overlap less, which takes up to a tenth. With twice the excess, plans are slower for nothing.
-"""
-
-_ROOM_COST = 0.03
-"""By what part a plan may cost more that leaves room for what the model of memory is off by. With much more, plans are
-slower than those of experts that fit; with none, some need a per cent more than their limit."""
 
 
 @final
@@ -85,40 +77,12 @@ class Query:
             raise DoesNotFitError(text, bound.nbytes)
 
     def search(self, deadline: Deadline) -> SearchResult:
-        """Finds the best choice that fits.
-
-        Compilers that have to keep a limit need less for most plans, but more for those whose losses are looked up
-        late. Where that decides what fits, or what fits is slow, it is searched again as such compilers have it.
-        """
-        limit, cost = self.limit_bytes, self.task.problem.cost
-        result, tight = self.task.within(limit, deadline), self.task.tight()
-        peak = tight.occupancy.peak
-        if tight is self.task or not any(peak(trial.choice) <= limit for trial in result.candidates):
-            return result
-        fits = result.fits and peak(result.choice) <= limit
-        is_slow = result.candidates[0].cost < cost(result.choice) and cost(result.choice) > _SLOW * result.bound
-        if fits and not is_slow:
-            return result
-        other = self._with_room(tight, tight.within(limit, deadline, [trial.choice for trial in result.candidates]))
-        seconds = result.seconds + other.seconds
-        if fits and cost(result.choice) <= _SLOW * cost(other.choice):
-            return attrs.evolve(result, seconds=seconds)
-        return attrs.evolve(other, seconds=seconds, is_tight=True)
-
-    def _with_room(self, tight: Task, result: SearchResult) -> SearchResult:
-        """Returns the cheapest choice that fits even with gaps as large as without a limit, if it costs hardly more."""
-        gaps = attrs.evolve(tight.occupancy, temporaries=self.task.occupancy.temporaries)
-        for trial in result.candidates:
-            if trial.cost > (1 + _ROOM_COST) * self.task.problem.cost(result.choice):
-                break
-            if gaps.peak(trial.choice) <= self.limit_bytes:
-                return tight.with_choice(result, trial.choice)
-        return result
+        """Finds the best choice that fits."""
+        return search_within(self.task, self.limit_bytes, deadline)
 
     def plan(self, result: SearchResult) -> AutoPlan:
         """Returns the plan that a search found, without findings."""
-        task = self.task.tight() if result.is_tight else self.task
-        return AutoPlan(self.call, self.args, self.mesh, self.limit_bytes, self.options.time_limit, task, result)
+        return AutoPlan(self.call, self.args, self.mesh, self.limit_bytes, self.options.time_limit, self.task, result)
 
     def with_pins(self, pinned: Mapping[int, PartitionSpec]) -> "Query":
         """Returns the same query with other pins."""

@@ -116,13 +116,31 @@ def test_frontiers_that_end_in_time_are_not_changed_by_the_limit(clock: Clock, m
 
     def interrupted(self: search.Task, limit: float, *args: Any) -> search.SearchResult:
         limits.append(limit)
-        if len(limits) == 3:  # the first point: its search takes more than an equal share of the time
-            clock.seconds += 0.4 * LIMIT
+        if len(limits) == 1:  # takes more than an equal share of the time
+            clock.seconds += 0.8 * LIMIT
         return within(self, limit, *args)
 
     monkeypatch.setattr(search.Task, "within", interrupted)
     assert planned.frontier(3) == free
-    assert len(limits) == 5
+    assert len(limits) == 4  # the last point is the first that was searched
+
+
+def test_frontiers_are_of_what_was_met_once_the_time_is_up(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = sr.autoplan(train, *mlp(1024, 4096, 2**12), mesh=sr.mesh_shape("data:8"), time_limit=LIMIT)
+    within, limits = search.Task.within, list[float]()
+
+    def slow_search(self: search.Task, limit: float, *args: Any) -> search.SearchResult:
+        result = within(self, limit, *args)
+        limits.append(limit)
+        clock.seconds += LIMIT / 2
+        return result
+
+    monkeypatch.setattr(search.Task, "within", slow_search)
+    points = planned.frontier(4).points
+    assert limits == [float("inf"), 0.0]
+    assert points[0].seconds > points[-1].seconds == pytest.approx(planned.cost)
+    assert points[0].price > 0
+    assert all(point.peak_bytes <= point.limit_bytes for point in points)
 
 
 def test_what_pins_cost_is_searched_within_the_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,14 @@ from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import aligned
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim, alternative_text, array_uses, split_dims
-from shardrules.planning.answer.frontier import Frontier, FrontierPoint
+from shardrules.planning.answer.frontier import Frontier, frontier_points
 from shardrules.planning.answer.host_traffic import HostTraffic
 from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.run.call import Call
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.limits import search_within
 from shardrules.planning.solve.search import SearchResult, Task
 from shardrules.planning.solve.solver import LIMIT_TOLERANCE
 
@@ -42,9 +43,6 @@ could better."""
 
 _NANOSECOND = 1e-9
 """What no plan is called worse for, in seconds: functions that cost next to nothing have gaps of rounding only."""
-
-_FRONTIER_STEP = 1.01
-"""The first budget of a frontier is that much above the least memory met, which is a little below what fits."""
 
 
 @final
@@ -189,7 +187,8 @@ class AutoPlan:
         for trial in self.compiled:
             if trial.is_chosen:
                 return trial.peak_bytes
-        return int(self.task.compiled_peak(self.choice))
+        task = self.task.tight() if self.result.is_tight else self.task
+        return int(task.compiled_peak(self.choice))
 
     @functools.cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -278,7 +277,7 @@ class AutoPlan:
         keep[home.node] = np.delete(keep[home.node], self.choice[home.node])
         if not len(keep[home.node]):
             return None
-        other = self.task.only(keep).within(self.memory_limit, Deadline.after(self.time_limit))
+        other = search_within(self.task.only(keep), self.memory_limit, Deadline.after(self.time_limit))
         if not other.fits:
             return None
         # Nothing was compiled of the other plan: models are compared with models.
@@ -311,25 +310,10 @@ class AutoPlan:
         """Returns what less memory costs: the best plan for each of `count` budgets, by a search each.
 
         They go from the least budget that anything fits in to the largest that helps. All of them take no longer than
-        the time limit of the plan.
+        the time limit of the plan: the budgets after that get the best of the plans met before.
         """
-        # The ends of the frontier: what the fastest plan takes, and the least that anything does.
-        deadline = Deadline.after(self.time_limit)
-        fastest = self.task.within(float("inf"), deadline.share(2))
-        smallest = self.task.within(0.0, deadline.share(2))
-        points: list[FrontierPoint] = []
-        best = smallest.choice
-        first = max(1.0, smallest.peak_bytes * _FRONTIER_STEP)
-        # Geometric steps: near the least memory, where plans change most, budgets are close together.
-        limits = np.geomspace(first, max(fastest.peak_bytes, first * _FRONTIER_STEP), count)
-        for index, limit in enumerate(limits):
-            # Searches end by themselves. One that does not leaves half of the time that is left to those after it.
-            result = self.task.within(float(limit), deadline.share(min(2, count - index)))
-            if result.fits:  # what fits in less fits in more, and may be the better of the two
-                best = min(best, result.choice, key=self.task.problem.cost)
-            cost, peak = self.task.problem.cost(best), self.task.occupancy.peak(best)
-            points.append(FrontierPoint(int(limit), cost, int(peak), result.price))
-        return Frontier(self.call.name, mesh_text(self.mesh), tuple(points))
+        points = frontier_points(self.task, count, Deadline.after(self.time_limit))
+        return Frontier(self.call.name, mesh_text(self.mesh), points)
 
     def diff(self, other: "AutoPlan") -> AutoPlanDiff:
         """Returns what differs in another plan of the same function, from this one to the other."""

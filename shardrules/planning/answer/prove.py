@@ -130,14 +130,16 @@ class _Compilations:
         """Returns the cheapest choice that fits by the model, or the one that needs least."""
         limit, peak, cost = self.plan.memory_limit, task.occupancy.peak, task.problem.cost
         fitting = [choice for choice in self.choices if peak(choice) <= limit]
-        choice = min(fitting, key=cost) if fitting else min(self.choices, key=peak)
-        return attrs.evolve(task.with_choice(result, choice), fits=bool(fitting))
+        if not fitting:  # without time, and without a limit, hardly any pattern was weighed
+            return task.within(limit, self.deadline)
+        return attrs.evolve(task.with_choice(result, min(fitting, key=cost)), fits=True)
 
     def search(self, task: Task) -> SearchResult:
         """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
         compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - _LONGER * self.longest_seconds)
         aimed = self.aimed_bytes
-        result = task.within(aimed, compiling.share(2))
+        first = self.plan.result
+        result = task.within(aimed, compiling.share(2), (*first.candidates, *first.patterns))
         if aimed == self.plan.memory_limit:
             return result
         # With all of the limit, plans may cost less than this search says: only the first one's bound is left.

@@ -164,20 +164,21 @@ class Task:
         problem = restrict(self.problem, keep)
         return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
-    def within(
-        self, limit_bytes: float, deadline: Deadline = NO_DEADLINE, choices: Sequence[tuple[int, ...]] = ()
-    ) -> "SearchResult":
+    def within(self, limit_bytes: float, deadline: Deadline = NO_DEADLINE, met: Sequence[Trial] = ()) -> "SearchResult":
         """Finds the best choice that fits, or the one with the least memory where it finds none that fits.
 
-        `choices` are those that another search has met.
+        `met` are the candidates and patterns of another search of the same problem: what is best in a pattern does not
+        depend on memory, so patterns are not weighed again.
         """
         start = time.monotonic()
         trials = Trials(self.occupancy, limit_bytes)
-        for choice in ((0,) * len(self.problem.nodes), *choices):
-            trials.add(choice)
+        trials.add((0,) * len(self.problem.nodes))
         if not self.problem.nodes:
             return _result(trials, Budget(0.0), False, time.monotonic() - start)
-        self._weigh_patterns(trials, deadline)
+        for trial in met:
+            trials.add(trial.choice, trial.origin)
+        if not met:
+            self._weigh_patterns(trials, deadline)
         moments: dict[int, None] = {}
         messages = Messages(self.problem, [extra / MICRO for extra in layout_preference(self.problem)])
         budget = within_budget(messages, trials, deadline, moments)
@@ -199,7 +200,8 @@ class Task:
     def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
         """Adds the best choice of each pattern that experts would write."""
         for pattern in patterns(self.problem):
-            if deadline.is_over and not pattern.is_simple:
+            # Without any time, those that are simple are weighed until one fits.
+            if deadline.is_over and (trials.best is not None or not pattern.is_simple):
                 continue
             problem = restrict(self.problem, pattern.keep)
             messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])

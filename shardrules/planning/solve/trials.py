@@ -53,13 +53,22 @@ class Trials:
         if not np.isfinite(cost):
             return Trial(key, cost, np.inf, origin)
         timeline = self.occupancy.timeline(key)
-        trial = Trial(key, cost, float(timeline.max()), origin, timeline)
-        self._trials[key] = trial
+        return self._keep(Trial(key, cost, float(timeline.max()), origin, timeline))
+
+    def _keep(self, trial: Trial) -> Trial:
+        self._trials[trial.choice] = trial
         if self.fits(trial) and (self.best is None or trial.cost < self.best.cost * (1 - _BETTER)):
             self.best = trial
         if self.smallest is None or trial.peak_bytes < self.smallest.peak_bytes * (1 - _BETTER):
             self.smallest = trial
         return trial
+
+    def within(self, limit_bytes: float) -> "Trials":
+        """Returns the same trials under another limit."""
+        other = Trials(self.occupancy, limit_bytes)
+        for trial in self._trials.values():
+            other._keep(trial)
+        return other
 
     @property
     def trials(self) -> tuple[Trial, ...]:

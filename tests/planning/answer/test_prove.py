@@ -14,7 +14,7 @@ from shardrules.analysis.compiling.compile import CompilerMemory
 from shardrules.analysis.machine import targets
 from shardrules.planning.answer.plan import CompiledPlan
 from shardrules.planning.answer.prove import _Compilations, device_mesh
-from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.planning.solve.deadline import NO_DEADLINE
 from shardrules.planning.solve.search import Task
 from shardrules.planning.solve.trials import Trials
 
@@ -121,7 +121,7 @@ def test_the_last_that_there_is_time_for_leaves_most_room(monkeypatch: pytest.Mo
     aims: list[float] = []
     search = Task.within
 
-    def within(task: Task, limit: float, deadline: Deadline) -> Any:
+    def within(task: Task, limit: float, *_: Any) -> Any:
         aims.append(limit)
         return search(task, limit)
 

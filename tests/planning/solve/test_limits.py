@@ -1,4 +1,4 @@
-"""What is searched, and as what the compiler makes of it."""
+"""The best within a limit, as compilers have it that know the limit."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.planning.query import Query, QueryOptions, read_query
-from shardrules.planning.solve.deadline import NO_DEADLINE
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.planning.solve.search import SearchResult, Task
+from shardrules.planning.solve.trials import Trials
 
 MESH = sr.mesh_shape("data:4")
 PINS = sr.SpecTreeShardingRule((P("data"), P(), P()))
@@ -39,6 +41,39 @@ def test_limits_may_be_kept_by_saving_memory(name: str, saves: bool) -> None:
     if saves:
         assert query.plan(result).peak_bytes <= query.limit_bytes < free.peak_bytes
     assert not query_of(int(0.8 * free.peak_bytes), hardware).search(NO_DEADLINE).fits
+
+
+def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = sr.Hardware.named("cuda:h100")
+    free = query_of(2**30, hardware).search(NO_DEADLINE)
+    weigh, limits = Task._weigh_patterns, list[float]()
+
+    def weigh_patterns(task: Task, trials: Trials, deadline: Deadline) -> None:
+        limits.append(trials.limit_bytes)
+        weigh(task, trials, deadline)
+
+    monkeypatch.setattr(Task, "_weigh_patterns", weigh_patterns)
+    query = query_of(int(0.97 * free.peak_bytes), hardware)
+    assert query.search(NO_DEADLINE).is_tight
+    assert limits == [query.limit_bytes]
+
+
+def test_without_time_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits where compilers save memory is chosen from what the first search has met."""
+    hardware = sr.Hardware.named("cuda:h100")
+    free = query_of(2**30, hardware).search(NO_DEADLINE)
+    query = query_of(int(0.97 * free.peak_bytes), hardware)
+    limits = list[float]()
+
+    def within(task: Task, limit: float, *_: Any) -> SearchResult:
+        limits.append(limit)
+        return attrs.evolve(free, fits=False, is_late=True)
+
+    monkeypatch.setattr(Task, "within", within)
+    result = query.search(Deadline.after(-1))
+    assert len(limits) == 1
+    assert (result.fits, result.is_tight, result.is_late) == (True, True, True)
+    assert result.peak_bytes <= query.limit_bytes
 
 
 def lookup_step(params: Any, x: jax.Array, y: jax.Array) -> Any:

@@ -1,0 +1,60 @@
+"""Finds the best choice within a limit of memory, as compilers have it that know the limit.
+
+Compilers that have to keep a limit need less for most plans, but more for those whose losses are looked up late. Where
+that decides what fits, or what fits is slow, it is searched again as such compilers have it.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.planning.solve.search import SearchResult, Task
+from shardrules.planning.solve.trials import Trial
+
+_SLOW = 1.15
+"""How many times as long a plan takes as its bound, and as a plan for which compilers have to save memory, before that
+one is better: such plans overlap less, which takes up to a tenth. With twice the excess, plans are slower for nothing.
+"""
+
+_ROOM_COST = 0.03
+"""By what part a plan may cost more that leaves room for what the model of memory is off by. With much more, plans are
+slower than those of experts that fit; with none, some need a per cent more than their limit."""
+
+
+def search_within(
+    task: Task, limit_bytes: float, deadline: Deadline = NO_DEADLINE, met: Sequence[Trial] = ()
+) -> SearchResult:
+    """Finds the best choice that fits; `met` is as `Task.within` takes it."""
+    cost, tight = task.problem.cost, task.tight()
+    result = task.within(limit_bytes, deadline, met)
+    if tight is task:
+        return result
+    peak = tight.occupancy.peak
+    saving = [trial.choice for trial in result.candidates if peak(trial.choice) <= limit_bytes]
+    if not saving:
+        return result
+    fits = result.fits and peak(result.choice) <= limit_bytes
+    is_slow = result.candidates[0].cost < cost(result.choice) and cost(result.choice) > _SLOW * result.bound
+    if fits and not is_slow:
+        return result
+    if deadline.is_over:  # another search would take seconds: the cheapest of what is there
+        other = attrs.evolve(tight.with_choice(result, saving[0]), fits=True)
+    else:
+        other = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
+        other = attrs.evolve(_with_room(task, other, limit_bytes), seconds=result.seconds + other.seconds)
+    if fits and cost(result.choice) <= _SLOW * cost(other.choice):
+        return attrs.evolve(result, seconds=other.seconds)
+    return attrs.evolve(other, is_tight=True)
+
+
+def _with_room(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
+    """Returns the cheapest choice that fits even with gaps as large as without a limit, if it costs hardly more."""
+    tight = task.tight()
+    gaps = attrs.evolve(tight.occupancy, temporaries=task.occupancy.temporaries)
+    for trial in result.candidates:
+        if trial.cost > (1 + _ROOM_COST) * task.problem.cost(result.choice):
+            break
+        if gaps.peak(trial.choice) <= limit_bytes:
+            return tight.with_choice(result, trial.choice)
+    return result
