@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.tree import array_kind
+from shardrules.planning.run.branches import without_branches
 from shardrules.training.keep.flat import flattened
 from shardrules.training.keep.segments import segment_program
 
@@ -74,7 +75,9 @@ def update_by_parts(update: Callable[..., Any], gradients: Any, state: Any, para
         returned.append(update(*arguments))
         return [leaf for leaf in jtu.tree_leaves(returned[-1]) if array_kind(leaf) is not None]
 
-    program = flattened(jax.make_jaxpr(run)(*map(_on_device_type, arrays)))
+    traced = jax.make_jaxpr(run)(*map(_on_device_type, arrays))
+    # A branch takes and returns all of the state: without them, optimizers that may skip an update have parts.
+    program = flattened(ClosedJaxpr(without_branches(traced.jaxpr), traced.consts))
     parted = _PartedUpdate.of(program, [*map(_is_on_host, arrays)])
     values = iter(parted.run(arrays, _results_on_host(returned[-1], state)))
     out_leaves, out_treedef = jtu.tree_flatten(returned[-1])

@@ -82,5 +82,13 @@ def test_each_part_waits_for_the_one_before() -> None:
 
 
 @pytest.mark.slow
+def test_updates_that_may_be_skipped_have_parts() -> None:
+    # Three pairs of moments and sums of gradients have two.
+    assert counts(optax.MultiSteps(optax.adam(1e-2), 2))["optimization_barrier"] == 1
+    assert counts(optax.apply_if_finite(optax.adam(1e-2), 2))["optimization_barrier"] == 1
+
+
+@pytest.mark.slow
 def test_updates_in_which_all_depends_on_all_are_one_part() -> None:
-    assert counts(optax.MultiSteps(optax.adam(1e-2), 2))["optimization_barrier"] == 0
+    skipping = optax.conditionally_transform(optax.adam(1e-2), lambda step: step % 2 == 0)
+    assert counts(skipping)["optimization_barrier"] == 0

@@ -21,6 +21,7 @@ from shardrules.core.errors import PlanError, TreeError
 from shardrules.core.finding import Finding, plan_error
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.planning.run.branches import without_branches
 from shardrules.planning.run.expand import expanded
 
 _Kind: TypeAlias = tuple[tuple[int, ...], Any] | None
@@ -169,7 +170,8 @@ def _program(
             if refusal is None:
                 raise
             raise refusal from error
-        return ClosedJaxpr(expanded(without_dead_code(traced)), traced.consts)
+        program = ClosedJaxpr(without_branches(expanded(traced.jaxpr)), traced.consts)
+        return ClosedJaxpr(without_dead_code(program), traced.consts)
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:

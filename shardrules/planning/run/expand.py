@@ -1,5 +1,6 @@
 """Functions of JAX that are a primitive by themselves, such as `jnp.searchsorted`, as the operations that they run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,42 +21,53 @@ def expanded(jaxpr: Jaxpr) -> Jaxpr:
     assert all(equation.primitive.name != "call_hi_primitive" for equation in expanded(program).eqns)
     ```
     """
+    return replaced(jaxpr, lambda equation: _steps(equation) if equation.primitive.name == _FUNCTION else [equation])
+
+
+def replaced(
+    jaxpr: Jaxpr, steps_of: Callable[[Any], list[Any]], is_open: Callable[[Any], bool] = lambda equation: True
+) -> Jaxpr:
+    """Returns a program with other equations in the place of some, at any depth of those that are open."""
     equations: list[Any] = []
     for equation in jaxpr.eqns:
-        steps = _steps(equation) if equation.primitive.name == _FUNCTION else [equation]
-        for step in steps:
-            params = {name: _expanded_value(value) for name, value in step.params.items()}
+        for step in steps_of(equation):
+            params = step.params
+            if is_open(step):
+                params = {name: _replaced_value(value, steps_of, is_open) for name, value in params.items()}
             is_same = all(params[name] is value for name, value in step.params.items())
             equations.append(step if is_same else step.replace(params=params))
     is_same = len(equations) == len(jaxpr.eqns) and all(map(lambda new, old: new is old, equations, jaxpr.eqns))
     return jaxpr if is_same else jaxpr.replace(eqns=equations)
 
 
-def _expanded_value(value: Any) -> Any:
+def _replaced_value(value: Any, *rules: Any) -> Any:
     if isinstance(value, Jaxpr):
-        return expanded(value)
+        return replaced(value, *rules)
     if isinstance(value, ClosedJaxpr):
-        body = expanded(value.jaxpr)
+        body = replaced(value.jaxpr, *rules)
         return value if body is value.jaxpr else ClosedJaxpr(body, value.consts)
     if type(value) in (tuple, list):
-        items = [_expanded_value(item) for item in value]
+        items = [_replaced_value(item, *rules) for item in value]
         return value if all(map(lambda new, old: new is old, items, value)) else type(value)(items)
     return value
 
 
 def _steps(equation: Any) -> list[Any]:
-    """Returns the equations that a function runs: a call, and a copy of each of its results."""
     function = equation.params["_prim"]
+    return call_steps(
+        equation, lambda *operands: jax.tree.leaves(function.expand(*jax.tree.unflatten(function.in_tree, operands)))
+    )
 
-    def run(*operands: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(function.expand(*jax.tree.unflatten(function.in_tree, operands)))
+
+def call_steps(equation: Any, run: Callable[..., list[Any]]) -> list[Any]:
+    """Returns equations that run a function instead of an equation: a call, and a copy of each of its results."""
 
     def copied(*operands: jax.Array) -> list[jax.Array]:
         # A result may be an operand, or come twice: each copy is a variable of its own, and costs nothing.
         return [jnp.array(result, copy=True) for result in jax.jit(run)(*operands)]
 
     program = jax.make_jaxpr(copied)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
-    if program.consts:  # they would have to be arguments: such a function stays as it is, and is reported as unknown
+    if program.consts:  # they would have to be arguments: such an equation stays as it is
         return [equation]
     current: dict[Any, Any] = dict(zip(program.jaxpr.invars, equation.invars, strict=True))
     current |= dict(zip(program.jaxpr.outvars, equation.outvars, strict=True))

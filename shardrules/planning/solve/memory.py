@@ -236,6 +236,7 @@ def _last_uses(fusion: FusedProgram, positions: _Positions, spans: _Spans) -> di
     """Returns for each array that anything takes the last position at which it has to be there."""
     program = fusion.program
     last_uses: dict[int, int] = {}
+    branch_ends = _branch_ends(program, spans)
     # Backwards, so that the last use of what is computed from an array is known when the array's own is needed.
     for op_index in sorted(range(len(positions)), key=lambda op_index: -positions[op_index]):
         operation, here = program.operations[op_index], positions[op_index]
@@ -245,8 +246,16 @@ def _last_uses(fusion: FusedProgram, positions: _Positions, spans: _Spans) -> di
             # operands have to last until then.
             if not fusion.writes(op_index, result):
                 until = max(until, last_uses.get(result, here))
+        if operation.role == "enter" and operation.results[0] in last_uses:
+            # Compilers keep what any branch takes until the last has ended.
+            until = max(until, branch_ends.get(operation.region, 0))
         for operand_index, operand in enumerate(operation.operands):
             if operand is None:
+                continue
+            if operation.name == "cond":
+                # What branches return is in the same memory, and the result's after the last.
+                branch = program.branch_of(op_index, operand)
+                last_uses[operand] = max(last_uses.get(operand, 0), here if branch is None else spans[branch][1])
                 continue
             if operand_index == 0 and until == here and (operation.name in IN_PLACE or operation.role == "join"):
                 # The result takes its memory over: counted from here on, and the operand to just before.
@@ -336,6 +345,10 @@ def _result_stays(
                     yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))
             if operation.role == "leave":
                 first = stacks[_stack_key(program, result)]
+            elif operation.name == "cond":
+                # All results of branches are there from the end of the last on.
+                branches = [program.branch_of(op_index, operand) for operand in operation.operands]
+                first = max((spans[branch][1] + 1 for branch in branches if branch is not None), default=first)
             last = max(first, last_uses.get(result, here))
             argument = overwritten.get(result)
             if argument is not None and problem.homes.get(argument) != home:
@@ -447,7 +460,11 @@ def _overwritten(problem: Problem) -> dict[int, int]:
         if operation.role == "return" and operation.results[0] in problem.feedback:
             (operand,) = operation.operands
             assert operand is not None, "a result of the function is an array"
-            arguments[sources.get(operand, operand)] = problem.feedback[operation.results[0]]
+            array = sources.get(operand, operand)
+            producer = program.producers.get(array)
+            # What branches return is copied to the argument after them (`copies.py`).
+            if producer is None or program.operations[producer].name != "cond":
+                arguments[array] = problem.feedback[operation.results[0]]
     return arguments
 
 
@@ -520,6 +537,17 @@ def _is_sent(source: np.ndarray, target: np.ndarray) -> bool:
 def _birth_region(program: TracedProgram, array: int) -> int:
     producer = program.producers.get(array)
     return 0 if producer is None else program.operations[producer].region
+
+
+def _branch_ends(program: TracedProgram, spans: _Spans) -> dict[int, int]:
+    """Returns for each region that is a branch when the last of the branches ends that it is one of."""
+    branches: dict[int, dict[int, None]] = {}
+    for op_index, operation in enumerate(program.operations):
+        for operand in operation.operands if operation.name == "cond" else ():
+            branch = program.branch_of(op_index, operand)
+            if branch is not None:
+                branches.setdefault(operation.equation_index, {})[branch] = None
+    return {region: max(spans[each][1] for each in group) for group in branches.values() for region in group}
 
 
 def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: int) -> int:

@@ -6,6 +6,9 @@ where that is
 - an argument that is not donated, or a constant of the function;
 - needed again by something that waits for the update, or returned as it was;
 - for an update in a loop: an array from outside of the loop, which the next round needs as it was.
+
+What branches return is an array of its own: a branch that passes on what it gets copies it, and what replaces an
+argument is copied there after the branches.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +20,7 @@ from shardrules.planning.traced.program import Operation, TracedProgram
 def copied_parts(
     program: TracedProgram, sources: Mapping[int, int], feedback: Mapping[int, int] | None, updates: Collection[str]
 ) -> dict[int, float]:
-    """For each operation that copies its first operand before: how often it does in one run.
+    """For each operation that copies its first operand: how often it does in one run.
 
     `sources` has for each view the array in whose memory it is, and `feedback` for each result the argument that it
     replaces (`None`: any argument may be overwritten). `updates` are primitives that write over their first operand.
@@ -25,6 +28,10 @@ def copied_parts(
     copies = _Copies(program, sources, feedback)
     parts: dict[int, float] = {}
     for op_index, operation in enumerate(program.operations):
+        if operation.name == "cond":
+            if count := copies.of_branches(op_index):
+                parts[op_index] = count
+            continue
         if operation.role == "compute" and operation.name in updates:
             is_copied = copies.before_update(op_index)
         else:
@@ -52,6 +59,7 @@ class _Copies:
         self.fixed = frozenset((*program.constants, *(array for array in kept if array not in donated)))
         self.readers: dict[int, list[int]] = {}
         """For each array in memory the operations that read it, or a view of it."""
+        self.replacing = frozenset(() if feedback is None else feedback)
         for array, users in program.users.items():
             self.readers.setdefault(self.source(array), []).extend(op_index for op_index, _ in users)
 
@@ -78,6 +86,17 @@ class _Copies:
         readers = [self.program.operations[reader] for reader in self.readers.get(array, ())]
         is_read_inside = any(reader.role == "enter" and reader.region == operation.region for reader in readers)
         return array in self.fixed or is_read_inside or self._is_needed_after(array, op_index)
+
+    def of_branches(self, op_index: int) -> float:
+        """How often arrays are copied in branches and after them, each counted as if it were taken."""
+        program, operation = self.program, self.program.operations[op_index]
+        sources = [None if operand is None else self.source(operand) for operand in operation.operands]
+        pairs = list(zip(operation.operands, sources, strict=True))
+        passed_on = sum(
+            program.branch_of(op_index, array) != program.branch_of(op_index, source) for array, source in pairs
+        )
+        readers = [program.operations[reader] for reader in self.readers.get(operation.results[0], ())]
+        return passed_on + any(reader.role == "return" and reader.results[0] in self.replacing for reader in readers)
 
     def _first(self, operation: Operation) -> int | None:
         return None if operation.operands[0] is None else self.source(operation.operands[0])

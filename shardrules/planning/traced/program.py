@@ -111,6 +111,14 @@ class TracedProgram:
                     users.setdefault(operand, []).append((op_index, operand_index))
         return users
 
+    def branch_of(self, op_index: int, operand: int | None) -> int | None:
+        """The region of the branch that returns an operand to the join of branches; `None` for literals."""
+        producer, branch = None if operand is None else self.producers.get(operand), None
+        region = -1 if producer is None else self.operations[producer].region
+        while region > self.operations[op_index].region:
+            branch, region = region, self.regions[region].parent
+        return branch
+
 
 def read_jaxpr(jaxpr: ClosedJaxpr) -> TracedProgram:
     """Reads a traced function.

@@ -289,6 +289,27 @@ def test_an_update_in_another_layout_takes_memory_until_it_is_taken() -> None:
     assert (timeline[update : names(task).index("return") + 1] >= 2 * cache).all()
 
 
+def test_branches_share_the_memory_of_what_they_return() -> None:
+    """What enters them stays until the last has ended; then come the results, which are copied to the arguments."""
+
+    def step(x: Any, y: Any) -> Any:
+        def add(x: Any, y: Any) -> Any:
+            return jnp.sort(x) + 1, y - 1
+
+        gradient = jnp.sort(x + y)
+        return jax.lax.switch(x.sum().astype(jnp.int32), (lambda x, y: (x, y), add, add), x, gradient)
+
+    shapes, pins = ((1024, 256), (1024, 256)), {0: P("x"), 1: P("x")}
+    task, _, timeline = planned(step, *shapes, pins=pins)
+    feedback = dict(zip(task.problem.program.results, task.problem.program.arguments, strict=True))
+    _, _, again = planned(step, *shapes, pins=pins, feedback=feedback)
+    split, last = FOUR * 1024 * 256 // 4, names(task).index("cond") - 1
+    # Arguments and the gradient, and in both of the branches that compute their results.
+    assert timeline[last] == again[last] == (3 + 2) * split
+    assert timeline.max() == again.max() == (3 + 2) * split
+    assert again[last + 1] == again[-2] == (2 + 2) * split
+
+
 def test_scan_residuals_stay_until_the_gradient_is_done() -> None:
     layers, rows, width = 6, 2**16, 256
 

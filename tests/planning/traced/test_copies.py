@@ -162,12 +162,16 @@ def test_a_row_of_a_large_cache_takes_a_launch() -> None:
 # Which updates overwrite.
 
 
-def copied(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The operations that copy their first operand, where the first argument is donated."""
+def copies(fn: Callable[..., Any], *args: Any) -> list[tuple[str, float]]:
+    """The operations that copy their first operand, and how often, where the first argument is donated."""
     call = read_call(fn, args, sr.mesh_shape("data:2"), "fn")
     machine = Machine.of(sr.mesh_shape("data:2"), sr.Hardware.named("cuda:h100"))
     problem = Task.of(read_jaxpr(call.jaxpr), machine, call.paths, call.feedback, {}).problem
-    return [problem.program.operations[op_index].name for op_index in problem.fusion.copied]
+    return [(problem.program.operations[op_index].name, count) for op_index, count in problem.fusion.copied.items()]
+
+
+def copied(fn: Callable[..., Any], *args: Any) -> list[str]:
+    return [name for name, _ in copies(fn, *args)]
 
 
 def test_an_array_that_is_read_before_its_update_is_overwritten() -> None:
@@ -194,3 +198,16 @@ def test_constants_and_arrays_from_outside_of_a_loop_are_copied() -> None:
         return table, lax.scan(lambda sum_, i: (sum_ + table.at[i].add(rows)[0], None), jnp.sin(rows), jnp.arange(4))[0]
 
     assert copied(loop, TABLE, jnp.ones(COLUMNS)) == ["scatter-add"]
+
+
+def test_what_branches_pass_on_or_return_over_an_argument_is_copied() -> None:
+    def branches(table: Any, *others: Callable[[Any], Any]) -> Any:
+        return lax.switch(jnp.int32(table[0, 0]), others, table)
+
+    def sort(table: Any) -> Any:
+        return jnp.sort(table, 0)
+
+    assert copies(lambda table: branches(table, sort, sort), TABLE) == [("cond", 1)]
+    assert copies(lambda table: branches(table, sort, lambda table: table), TABLE) == [("cond", 2)]
+    assert copies(lambda table: branches(table, sort, lambda table: table)[1:], TABLE) == [("cond", 1)]
+    assert copies(lambda table: branches(table, sort, sort, sort)[1:], TABLE) == []
