@@ -17,7 +17,7 @@ from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import PlannedFunction, concrete_mesh
-from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
+from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome, ranked
 from shardrules.training.answer.report import TrainingCandidate, TrainingPlanReport
 from shardrules.training.search.problem import Outcome, TrainingProblem
 from shardrules.training.step import Recipe, TrainingStep
@@ -71,7 +71,7 @@ class TrainingPlan:
     @property
     def peak_bytes(self) -> int:
         """The most memory that a device uses, as modelled."""
-        return self.planned.peak_bytes
+        return self.report.peak_bytes
 
     @property
     def candidates(self) -> tuple[TrainingCandidate, ...]:
@@ -132,9 +132,11 @@ class TrainingPlan:
     def prove(self, count: int = 3) -> tuple[ProvedPlan, ...]:
         """Compiles the best plans for the cluster, and returns what the compiler makes of each, the best first.
 
-        First come those that fit by the compiler, by the modelled time of the compiled program. Nothing is run.
+        Of plans that are nearly as fast by the model, those are compiled that differ most. First come those that fit by
+        the compiler, by the modelled time of the compiled program. Nothing is run.
         """
-        return ranked([prove_outcome(self._problem, outcome) for outcome in self._outcomes[:count]])
+        outcomes = plans_to_prove(self._outcomes, count)
+        return ranked([prove_outcome(self._problem, outcome) for outcome in outcomes])
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""
