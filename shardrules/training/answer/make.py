@@ -19,7 +19,7 @@ from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import NEAR_RATIO
 from shardrules.training.answer.plan import TrainingPlan
-from shardrules.training.answer.prove import ProvedPlan, prove_outcome, ranked
+from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome, ranked
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
@@ -36,7 +36,7 @@ def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
     """Returns the best plan of a search by the compiler, which compiles the best few, and more if none of them fits."""
     proofs: dict[Outcome, ProvedPlan] = {}
     for _ in range(_MOST_SEARCHES):
-        for outcome in search.fitting[:count] or [search.smallest]:
+        for outcome in plans_to_prove(search.fitting, count) or [search.smallest]:
             if outcome is not None and outcome not in proofs and (not proofs or not search.is_late):
                 search.progress(f"compiling {outcome.mesh}, {outcome.recipe}")
                 proofs[outcome] = prove_outcome(search.problem, outcome)
@@ -77,9 +77,9 @@ def training_plan(
         token_count(problem.loss),
         flops,
         peak,
-        planned.peak_bytes,
+        outcome.peak_bytes,
         planned.memory_limit,
-        _memory(planned),
+        _memory(planned, outcome),
         _host_memory(planned, outcome),
         planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
@@ -113,7 +113,7 @@ def _scalar(jaxpr: Any) -> Any:
     return lambda *arrays: program(*arrays)[0]
 
 
-def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
+def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
     """Returns the bytes of a device at the peak, by category."""
     sizes = mesh_sizes(planned.mesh)
     by_argument = [0] * len(planned.args)
@@ -122,7 +122,7 @@ def _memory(planned: AutoPlan) -> tuple[tuple[str, int], ...]:
         call.structs, planned.specs, call.argument_indices, call.on_host, strict=True
     ):
         by_argument[owner] += 0 if is_on_host else shard_bytes(array.shape, array.dtype, spec, sizes)
-    rest = max(0, planned.peak_bytes - sum(by_argument))
+    rest = max(0, outcome.peak_bytes - sum(by_argument))
     names = ("model", "optimizer state", "batch")
     return (*zip(names, by_argument, strict=True), ("activations, gradients and temporaries", rest))
 
@@ -190,7 +190,7 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
 def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
     """Returns the plans that no other beats in both time and memory, the smallest first."""
     points = {
-        (int(trial.peak_bytes), trial.cost)
+        (int(trial.peak_bytes) + outcome.paired_bytes, trial.cost)
         for outcome in (*search.outcomes.values(), *search.free.values(), *search.columns.values())
         if outcome.result is not None
         for trial in outcome.result.candidates
@@ -272,11 +272,11 @@ def _findings(
             "warning",
             "may-not-fit",
             f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take "
-            f"{bytes_text(planned.peak_bytes)}",
+            f"{bytes_text(outcome.peak_bytes)}",
             remedy="Pass prove=3 to ask the compiler; use more devices, or a smaller batch",
         )
-    elif planned.peak_bytes > NEAR_RATIO * limit:
-        yield attrs.evolve(near_the_limit(limit, planned.peak_bytes), remedy="Pass prove=3 to ask the compiler")
+    elif outcome.peak_bytes > NEAR_RATIO * limit:
+        yield attrs.evolve(near_the_limit(limit, outcome.peak_bytes), remedy="Pass prove=3 to ask the compiler")
     free = search.free.get(outcome.shape)
     if outcome.recipe.microbatches == 1 and free is not None and not free.fits and search.problem.split_refusal:
         yield Finding(

@@ -26,6 +26,7 @@ from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss
 from shardrules.training.microbatches import forward_program
 from shardrules.training.search.kept import kept_on_device
+from shardrules.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
 from shardrules.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
@@ -170,6 +171,8 @@ class Outcome:
     planning_seconds: float = 0.0
     host_bytes: int = 0
     """What a device has in the memory of its host."""
+    paired_bytes: int = 0
+    """The part of `peak_bytes` that the layouts say nothing of: what rounds of loops take that run in pairs."""
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         """Returns the plan of the step."""
@@ -198,8 +201,11 @@ def plan_once(
         # Without layouts: as if all devices shared it.
         recipe = attrs.evolve(recipe, keep=recipe.keep.scaled(1 / problem.cluster.count))
         return Outcome(shape, text, recipe, None, float("inf"), needed, False, " ".join(str(error).split()))
-    result = query.task.within(float("inf") if is_free else limit_bytes, deadline)
+    is_paired, program = pairs_rounds(problem.cluster, recipe), query.task.problem.program
+    least_bytes = least_paired_bytes(program, recipe, problem.cluster.count) if is_paired else 0
+    result = query.task.within(float("inf") if is_free else max(0.0, limit_bytes - least_bytes), deadline)
     plan = query.plan(result)
+    more_bytes = paired_bytes(plan, recipe) if is_paired else 0
     batch_splits = _batch_splits(plan, problem.loss.split.example_dims)
     host_bytes = plan.host_traffic.argument_bytes + plan.host_traffic.kept_bytes // recipe.microbatches
     return Outcome(
@@ -208,11 +214,12 @@ def plan_once(
         attrs.evolve(recipe, keep=kept_on_device(plan, recipe, batch_splits)),
         result,
         plan.cost,
-        plan.peak_bytes,
-        result.fits and result.peak_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
+        plan.peak_bytes + more_bytes,
+        result.fits and result.peak_bytes + more_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
         batch_splits=batch_splits,
         planning_seconds=time.monotonic() - start,
         host_bytes=host_bytes,
+        paired_bytes=more_bytes,
     )
 
 
