@@ -76,7 +76,7 @@ def _rewritten(body: Jaxpr, entries: Sequence[_Entry]) -> Jaxpr:
                 if stop > len(body.eqns):
                     raise _other_program(f"it has {len(body.eqns)} equations, and {stop} are needed")
                 segment = segment_program(body.eqns[start:stop], segment_results(body, start, stop))
-                equations.append(_checkpointed(segment, unit_index, kept, prevent_cse=True))
+                equations += _checkpointed(segment, unit_index, kept, prevent_cse=True)
             index += position.length * position.repeats
             continue
         equations.append(_scan_with(equation, scans[index]) if index in scans else equation)
@@ -99,8 +99,8 @@ def _scan_with(equation: Any, entries: Sequence[_Entry]) -> Any:
         inner = closed.jaxpr
         program = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
         outputs = [Var(var.aval) for var in inner.outvars]
-        checkpointed = _checkpointed(program, index, kept, prevent_cse=not is_loop)
-        body = inner.replace(eqns=[checkpointed.replace(outvars=outputs)], outvars=outputs)
+        *namings, checkpointed = _checkpointed(program, index, kept, prevent_cse=not is_loop)
+        body = inner.replace(eqns=[*namings, checkpointed.replace(outvars=outputs)], outvars=outputs)
     return equation.replace(params={**params, "jaxpr": ClosedJaxpr(body, closed.consts)})
 
 
@@ -108,22 +108,30 @@ def _other_program(why: str) -> ConfigError:
     return ConfigError(f"what is kept was chosen for another function: {why}. Call keep_choices for this one")
 
 
-def _checkpointed(program: Jaxpr, unit_index: int, kept: KeptUnit, prevent_cse: bool) -> Any:
-    """The equation that computes a program, and whose gradient keeps only the values in `kept`."""
+def _checkpointed(program: Jaxpr, unit_index: int, kept: KeptUnit, prevent_cse: bool) -> list[Any]:
+    """The equation that computes a program, and whose gradient keeps only the values in `kept`.
+
+    Before it come names for inputs. Those on the device are kept without: the names are for who reads the program.
+    """
     named = _Named(unit_index, kept)
-    inner = named.program(program)
-    # Inputs are kept without a name.
+    inner, inputs = named.program(program), list(program.invars)
+    namings: list[Any] = []
+    for index, result in kept.kept:
+        if index < 0:
+            namings.append(named.naming(inputs[result], (index, result), program.eqns[0]))
+            (inputs[result],) = namings[-1].outvars
     names = tuple(named.name(position) for position in kept.kept if position[0] >= 0)
     policy = _policy(names, tuple(map(named.name, kept.offloaded)))
     template = _checkpoint_equation(policy, prevent_cse)
     source = program.eqns[0].source_info.replace(name_stack=template.source_info.name_stack)
-    return template.replace(
-        invars=program.invars,
+    checkpointed = template.replace(
+        invars=inputs,
         outvars=program.outvars,
         params={**template.params, "jaxpr": inner},
         effects=inner.effects,
         source_info=source,
     )
+    return [*namings, checkpointed]
 
 
 @final
@@ -141,7 +149,6 @@ class _Named:
     def program(self, program: Jaxpr) -> Jaxpr:
         inputs = [Var(var.aval) for var in program.invars]
         current: dict[Any, Any] = dict(zip(program.invars, inputs, strict=True))
-        # An input is a residual already; a name is for those that go to the host.
         positions = dict.fromkeys((*(each for each in self.kept.kept if each[0] >= 0), *self.kept.offloaded))
         equations: list[Any] = []
 

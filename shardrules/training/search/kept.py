@@ -11,7 +11,8 @@ from shardrules.training.step import Recipe
 def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep:
     """Returns what the backward pass keeps, with the bytes of each device by the layouts of a plan.
 
-    Named arrays are in the program; the inputs of layers are not named, and are split as the batch is.
+    What parts of the program keep that are as written is not named. It is split as all that is; if nothing is, as the
+    batch.
     """
     keep, sizes, program = recipe.keep, mesh_sizes(planned.mesh), planned.task.problem.program
     whole_bytes = local_bytes = 0
@@ -24,7 +25,4 @@ def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep
     kept_bytes = keep.kept_bytes + keep.host_bytes
     if not kept_bytes:
         return keep
-    # Each microbatch names its own.
-    named = min(1.0, whole_bytes / recipe.microbatches / kept_bytes)
-    share = named * local_bytes / whole_bytes if whole_bytes else 0.0
-    return keep.scaled(share + (1 - named) / batch_splits)
+    return keep.scaled(local_bytes / whole_bytes if whole_bytes else 1 / batch_splits)
