@@ -179,7 +179,7 @@ def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding
     if not plan.compiled:  # what was compiled has findings already
         if not plan.fits:
             yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
-        elif plan.result.is_tight or plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
+        elif not plan.result.fits or plan.result.is_tight or plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
             yield near_the_limit(query.limit_bytes, plan.peak_bytes, plan.result.is_tight)
     if plan.result.is_late:
         yield time_is_up(query.options.time_limit, plan.gap)

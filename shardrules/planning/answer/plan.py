@@ -115,7 +115,7 @@ class AutoPlan:
         """`"optimal"` if the plan fits and no other is better by 0.2 % and a nanosecond, as modelled; else
         `"feasible"`: another may be, by `gap` at most."""
         is_best = self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND
-        return "optimal" if is_best and self.fits else "feasible"
+        return "optimal" if is_best and self.fits and self.result.fits else "feasible"
 
     @property
     def fits(self) -> bool:
@@ -366,6 +366,8 @@ class AutoPlan:
     def _status_text(self) -> str:
         if not self.fits:
             return f"{'does' if self.compiled else 'may'} not fit"
+        if not self.result.fits:  # the search counted more than is compiled, and took what needs least
+            return "feasible, the plan with the least memory"
         return (
             self.status if self.status == "optimal" else f"feasible, the best takes at most {100 * self.gap:.1f} % less"
         )
