@@ -5,6 +5,7 @@ from has to stay until then. Arrays that enter a loop stay until its end. Argume
 fed back as arguments are written over them, and so are updates in place.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -127,8 +128,8 @@ class Occupancy:
         problem = self.problem
         # Changes at each operation, added up at the end: one pass, however long arrays stay.
         changes = np.zeros(len(problem.program.operations) + 2)
-        for stay in self.stays:
-            nbytes = self._stay_bytes(stay, choice)
+        for stay, sizes in zip(self.stays, self._stay_sizes, strict=True):
+            nbytes = sizes[choice[stay.home.node]]
             changes[stay.first] += nbytes
             changes[stay.last + 1] -= nbytes
         for (first, last), nbytes in self._copy_spans(choice):
@@ -142,11 +143,15 @@ class Occupancy:
 
     def argument_bytes(self, choice: Sequence[int]) -> float:
         """Returns the bytes of what is in memory from the beginning to the end, under a choice."""
-        lasting = [stay for stay in self.stays if stay.is_lasting]
-        return self.fixed_bytes + sum(self._stay_bytes(stay, choice) for stay in lasting)
+        stays = zip(self.stays, self._stay_sizes, strict=True)
+        return self.fixed_bytes + sum(float(sizes[choice[stay.home.node]]) for stay, sizes in stays if stay.is_lasting)
 
-    def _stay_bytes(self, stay: Stay, choice: Sequence[int]) -> float:
-        return float(self._layout_bytes(stay, np.array([self.problem.layout(stay.home, choice)], np.int8))[0])
+    @functools.cached_property
+    def _stay_sizes(self) -> tuple[np.ndarray, ...]:
+        """For each array that stays the bytes that it takes in each layout of its node."""
+        homes = dict.fromkeys(stay.home for stay in self.stays)
+        layouts = {home: project(self.problem.nodes[home.node].layouts, home) for home in homes}
+        return tuple(self._layout_bytes(stay, layouts[stay.home]) for stay in self.stays)
 
     def _layout_bytes(self, stay: Stay, layouts: np.ndarray) -> np.ndarray:
         """Returns the bytes that an array takes in each of some layouts."""
@@ -183,11 +188,9 @@ class Occupancy:
         problem = self.problem
         counted_arrays: dict[tuple[int, int], None] = {}
         layout_bytes: dict[int, np.ndarray] = {}
-        for stay in self.stays:
+        for stay, sizes in zip(self.stays, self._stay_sizes, strict=True):
             if stay.first <= op_index <= stay.last:
                 node = stay.home.node
-                layouts = project(problem.nodes[node].layouts, stay.home)
-                sizes = self._layout_bytes(stay, layouts)
                 layout_bytes[node] = layout_bytes.get(node, np.zeros(len(sizes))) + sizes
         copy_bytes: dict[int, np.ndarray] = {}
         for copy in self.copies:

@@ -42,6 +42,8 @@ class _Link:
     start_costs: np.ndarray
     """What was moved here from the layouts of the start, by code; what was moved to it is negative."""
     end_costs: np.ndarray
+    priced: np.ndarray
+    """What pairs cost, with their copies."""
     memory_cost: np.ndarray | None = None
     """What copies cost at the prices of memory."""
     copies: np.ndarray | None = None
@@ -54,13 +56,31 @@ class _Link:
         (start_order, start_firsts), (end_order, end_firsts) = _by_code(start_codes, rows), _by_code(end_codes, columns)
         return cls(
             *(start, end, cost, start_order, start_firsts, start_codes),
-            *(end_order, end_firsts, end_codes, np.zeros(rows), np.zeros(columns)),
+            *(end_order, end_firsts, end_codes, np.zeros(rows), np.zeros(columns), cost),
         )
 
     def joint(self) -> np.ndarray:
         """What each pair costs now."""
-        cost = self.cost if self.memory_cost is None else self.cost + self.memory_cost
-        return cost + self.start_costs[:, None] + self.end_costs[None, :]
+        cost = self.priced + self.start_costs[:, None]
+        cost += self.end_costs
+        return cost
+
+    def least(self, axis: int) -> np.ndarray:
+        """What each code of the start costs at least now, with axis 1; each code of the end, with axis 0."""
+        return np.minimum.reduce(self.joint(), axis)  # a third faster than `.min(axis)`, for arrays this small
+
+    def beside_end(self, code: int) -> np.ndarray:
+        """What each code of the start costs beside one of the end."""
+        return self.priced[:, code] + self.start_costs + self.end_costs[code]
+
+    def beside_start(self, code: int) -> np.ndarray:
+        """What each code of the end costs beside one of the start."""
+        return self.priced[code] + self.start_costs[code] + self.end_costs
+
+    def set_costs(self, cost: np.ndarray, memory_cost: np.ndarray | None) -> None:
+        """Changes what pairs cost, and what their copies cost at the prices of memory."""
+        self.cost, self.memory_cost = cost, memory_cost
+        self.priced = cost if memory_cost is None else cost + memory_cost
 
 
 def _by_code(codes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +188,7 @@ class Messages:
             shares[columns] += 1
         for link, columns in zip(links, targets, strict=True):
             part = cost[:, columns] / shares[columns]
-            link.cost = np.where(link.cost < self.impossible, part, self.impossible)
+            link.set_costs(np.where(link.cost < self.impossible, part, self.impossible), link.memory_cost)
         self.bundles.append(_Bundle(tuple(links), tuple(targets), cost, shares))
 
     def _add_equality(self, start: int, start_rows: np.ndarray, end: int, end_rows: np.ndarray) -> None:
@@ -213,11 +233,11 @@ class Messages:
         for edge_index, link in self.edge_links.items():
             sizes = copies.get(edge_index)
             if sizes is None:
-                link.memory_cost = None
+                link.set_costs(link.cost, None)
                 continue
             if link.copies is None:
                 link.copies = _copies(self.problem.edges[edge_index])
-            link.memory_cost = link.copies * sizes[None, :]
+            link.set_costs(link.cost, link.copies * sizes[None, :])
         return paid
 
     def sweep(self) -> None:
@@ -234,11 +254,11 @@ class Messages:
         unary = self.unary[node]
         for link in before:
             if link.start == node:
-                least = link.joint().min(axis=1)
+                least = link.least(1)
                 link.start_costs = link.start_costs - least
                 unary = unary + least[link.start_codes]
             else:
-                least = link.joint().min(axis=0)
+                least = link.least(0)
                 link.end_costs = link.end_costs - least
                 unary = unary + least[link.end_codes]
         if after:
@@ -266,7 +286,8 @@ class Messages:
             left[:, columns] -= need
         left = np.maximum(left, 0.0) / bundle.shares
         for link, columns, need in zip(bundle.links, bundle.targets, needs, strict=True):
-            link.cost = np.where(link.cost < self.impossible, need + left[:, columns], self.impossible)
+            cost = np.where(link.cost < self.impossible, need + left[:, columns], self.impossible)
+            link.set_costs(cost, link.memory_cost)
 
     def bound(self) -> float:
         """What every choice costs at least now, prices of memory included."""
@@ -323,8 +344,9 @@ class Messages:
     def restore(self, state: MessageState) -> None:
         """Goes back to a state, with the prices that were in force then."""
         self.unary, self.memory_unary = list(state.unary), list(state.memory_unary)
-        for link, costs in zip(self.links, state.links, strict=True):
-            link.cost, link.start_costs, link.end_costs, link.memory_cost = costs
+        for link, (cost, start_costs, end_costs, memory_cost) in zip(self.links, state.links, strict=True):
+            link.start_costs, link.end_costs = start_costs, end_costs
+            link.set_costs(cost, memory_cost)
 
     def _decoded(self) -> tuple[tuple[int, ...], np.ndarray]:
         """A choice, and by how much the layout of each node is cheaper than the next best."""
@@ -334,16 +356,16 @@ class Messages:
             costs = unary
             for link in self.later[node]:
                 if link.start == node:
-                    costs = costs + link.joint().min(axis=1)[link.start_codes]
+                    costs = costs + link.least(1)[link.start_codes]
                 else:
-                    costs = costs + link.joint().min(axis=0)[link.end_codes]
+                    costs = costs + link.least(0)[link.end_codes]
             for link in self.earlier[node]:
                 if link.start == node:
                     column = link.end_codes[choice[link.end]]
-                    costs = costs + link.joint()[:, column][link.start_codes]
+                    costs = costs + link.beside_end(column)[link.start_codes]
                 else:
                     row = link.start_codes[choice[link.start]]
-                    costs = costs + link.joint()[row][link.end_codes]
+                    costs = costs + link.beside_start(row)[link.end_codes]
             choice[node] = int(np.argmin(costs))
             margins[node] = np.partition(costs, 1)[1] - costs[choice[node]] if len(costs) > 1 else np.inf
         return tuple(choice), margins
