@@ -7,7 +7,6 @@ from typing import Any, final
 
 import attrs
 import jax
-from jax.extend.core import ClosedJaxpr
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
@@ -47,6 +46,8 @@ class TrainingProblem:
     options: QueryOptions
     host_memory: int | str | None = None
     """The most memory of its host that a device may use; by default as much as it has itself."""
+    _keep_choices: dict[tuple[int, bool], tuple[Keep, ...]] = attrs.field(factory=dict, init=False, repr=False)
+    """What microbatches may keep, for their number and whether hosts have memory."""
 
     def query(self, shape: Shape, recipe: Recipe) -> Query:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
@@ -103,39 +104,46 @@ class TrainingProblem:
 
     def keeps(self, microbatches: int) -> tuple[Keep, ...]:
         """Returns what the backward pass of a microbatch may keep: first everything, then less and less."""
+        most_bytes = self.host_limit_bytes * self.cluster.count
+        keeps = self._keeps(microbatches, most_bytes > 0)
+        fitting = [keep for keep in keeps if keep.host_bytes <= most_bytes]
+        if len(fitting) == len(keeps):
+            return keeps
+        # What hosts have no room for is computed again. Of any two, the one that keeps more has to be faster.
+        front: list[Keep] = []
+        candidates = (*fitting, *self._keeps(microbatches, False))
+        for keep in sorted(candidates, key=lambda keep: (keep.kept_bytes, keep.seconds)):
+            if not front or keep.seconds < front[-1].seconds or not keep.units:
+                front.append(keep)
+        return tuple(dict.fromkeys(front[::-1]))
+
+    def _keeps(self, microbatches: int, offload: bool) -> tuple[Keep, ...]:
         if microbatches == 1:
-            keeps = self._keeps
-        else:
-            keeps = tuple(keep.scaled(self._least_split / microbatches) for keep in self._split_keeps)
-        # What the hosts have room for.
-        return tuple(keep for keep in keeps if keep.host_bytes <= self.host_limit_bytes * self.cluster.count)
-
-    @functools.cached_property
-    def _keeps(self) -> tuple[Keep, ...]:
-        return self._choices(forward_program(self.loss))
-
-    @functools.cached_property
-    def _split_keeps(self) -> tuple[Keep, ...]:
+            return self._choices(1, offload)
         # Positions are the same in microbatches of any size.
-        with axis_names_of(self.mesh):
-            return self._choices(forward_program(self.loss, self._least_split))
+        factor = self._least_split / microbatches
+        return tuple(keep.scaled(factor) for keep in self._choices(self._least_split, offload))
+
+    def _choices(self, microbatches: int, offload: bool) -> tuple[Keep, ...]:
+        key = microbatches, offload
+        if key not in self._keep_choices:
+            with axis_names_of(self.mesh):
+                program = forward_program(self.loss, microbatches)
+            self._keep_choices[key] = keep_choices(
+                program,
+                self.cluster.hardware,
+                trainable_count=self.loss.trainable_count,
+                offload=offload,
+                device_count=self.cluster.count,
+                replace_checkpoints=self.step.recipe.keep.replaces_checkpoints,
+            )
+        return self._keep_choices[key]
 
     @property
     def _least_split(self) -> int:
         """The least number of microbatches that the batch can be split into."""
         examples = self.loss.batch_size
         return next((count for count in range(2, examples + 1) if examples % count == 0), 2)
-
-    def _choices(self, program: ClosedJaxpr) -> tuple[Keep, ...]:
-        count = self.loss.trainable_count
-        return keep_choices(
-            program,
-            self.cluster.hardware,
-            trainable_count=count,
-            offload=self.host_limit_bytes > 0,
-            device_count=self.cluster.count,
-            replace_checkpoints=self.step.recipe.keep.replaces_checkpoints,
-        )
 
     @functools.cached_property
     def mesh(self) -> AnyMesh:
