@@ -25,6 +25,7 @@ from shardrules.core.errors import ConfigError, DoesNotFitError
 from shardrules.core.finding import Finding
 from shardrules.planning.answer.plan import AutoPlan, CompiledPlan
 from shardrules.planning.solve.deadline import Deadline
+from shardrules.planning.solve.limits import search_within
 from shardrules.planning.solve.search import SearchResult, Task
 
 _MOST_COMPILED = 6
@@ -139,7 +140,7 @@ class _Compilations:
         compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - _LONGER * self.longest_seconds)
         aimed = self.aimed_bytes
         first = self.plan.result
-        result = task.within(aimed, compiling.share(2), (*first.candidates, *first.patterns))
+        result = search_within(task, aimed, compiling.share(2), (*first.candidates, *first.patterns))
         if aimed == self.plan.memory_limit:
             return result
         # With all of the limit, plans may cost less than this search says: only the first one's bound is left.
@@ -187,8 +188,9 @@ class _Compilations:
     def next_choice(self, task: Task, result: SearchResult) -> tuple[int, ...] | None:
         """Returns what to compile next; `None` if nothing else can be better than what fits.
 
-        It is the cheapest that is expected to fit. After these come those that only the factor rules out, which another
-        plan has shown: the smallest first. Those that are like one that did not fit are last, as long as nothing fits.
+        It is the cheapest that fits with the factor of the last. After these come those that only this factor rules
+        out, which another plan has shown, unless they are like one that did not fit: first what is expected to need
+        least.
         """
         if not self.compiled:
             return result.choice
@@ -202,17 +204,27 @@ class _Compilations:
         fitting = [choice for choice, peak in peaks.items() if peak <= aimed]
         if fitting:
             return min(fitting, key=cost)
-        likely = [choice for choice in peaks if cost(choice) < (1 - _GAIN) * most and self.may_fit(choice)]
-        distinct = [choice for choice in likely if not self.is_like_a_failure(choice)]
-        return min(distinct if distinct or self.has_fitting else likely, key=peaks.__getitem__, default=None)
+        limit, argument_bytes = self.plan.memory_limit, task.occupancy.argument_bytes
+        expected = {
+            choice: self.expected_bytes(choice)
+            for choice in peaks
+            if cost(choice) < (1 - _GAIN) * most
+            and argument_bytes(choice) <= limit
+            and not self.is_like_a_failure(choice)
+        }
+        if self.has_fitting:
+            expected = {choice: nbytes for choice, nbytes in expected.items() if nbytes <= limit}
+        return min(expected, key=expected.__getitem__, default=None)
 
-    def may_fit(self, choice: tuple[int, ...]) -> bool:
-        """Whether a choice fits with the least factor of any; as long as nothing does, whether its arguments fit."""
-        occupancy, limit = self.plan.task.occupancy, self.plan.memory_limit
-        if not self.has_fitting:
-            return occupancy.argument_bytes(choice) <= limit
-        factors = [self.factor(self.plan.task, compiled) for compiled in self.compiled]
-        return _scaled(self.plan.task, min(1.0, *factors)).occupancy.peak(choice) <= limit
+    def expected_bytes(self, choice: tuple[int, ...]) -> float:
+        """Returns what a choice is expected to need: its factor is that of the compiled one that it is most like.
+
+        The less it has in common with that one, the nearer the factor is to 1.
+        """
+        parts = {other: float(np.mean(np.equal(choice, other))) for other in self.compiled}
+        nearest = max(parts, key=parts.__getitem__)
+        factor = max(self.factor(self.plan.task, nearest), _LEAST_FACTOR) ** parts[nearest]
+        return _scaled(self.plan.task, factor).occupancy.peak(choice)
 
     def is_like_a_failure(self, choice: tuple[int, ...]) -> bool:
         """Whether a choice has the cost and the peak of one that did not fit once it was compiled."""
@@ -227,7 +239,8 @@ class _Compilations:
         """Compiles a choice; `result` is of the last search, which may have found another."""
         # A compiled function passes its limit on to the compiler unless the model says that more is needed.
         task = self.fitted(task, choice)
-        plan = attrs.evolve(self.plan, task=task, result=attrs.evolve(task.with_choice(result, choice), fits=True))
+        result = attrs.evolve(task.with_choice(result, choice), fits=True, is_tight=False)
+        plan = attrs.evolve(self.plan, task=task, result=result)
         owners = self.plan.call.argument_indices
         donated = sorted(dict.fromkeys(owners[index] for index in self.plan.call.feedback.values()))
         start = time.monotonic()
