@@ -11,6 +11,7 @@ from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError
+from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.planning.graph.machine import Assumptions
@@ -71,7 +72,8 @@ def plan_training(
     - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`); by default the
         device's memory less a tenth.
     - `host_memory`: the most memory of its host that a device may use, for activations and the optimizer's state, in
-        the same way; by default as much as the device has itself. With 0 everything stays on devices.
+        the same way; by default as much as the device has itself. With 0 everything stays on devices. CPU devices have
+        no other memory.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
     - `microbatches`: how many microbatches to use; by default as many as are best.
     - `accumulate_dtype`: what gradients of microbatches are added up in. By default that is float32 for gradients of
@@ -119,6 +121,8 @@ def plan_training(
         raise ConfigTypeError(f"optimizer must be one of optax, such as optax.adam(1e-3), got {optimizer!r:.80}")
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
+    if host_memory is not None and read_bytes("host_memory", host_memory) and devices.hardware.is_cpu:
+        raise ConfigError(f"host_memory is {host_memory!r}, but CPU devices have no memory of a host besides their own")
     model, batch = _shapes(model), _shapes(batch)
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
     step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)

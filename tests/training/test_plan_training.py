@@ -127,6 +127,10 @@ def test_wrong_arguments_are_refused() -> None:
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype=jnp.int32)
     with pytest.raises(ConfigError, match="accumulate_dtype is float64, which JAX computes as float32"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype="float64")
+    with pytest.raises(ConfigError, match="host_memory must be a number of bytes, or a string like '80GB'"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cpu:8", host_memory="foo")
+    with pytest.raises(ConfigError, match="host_memory is '8GiB', but CPU devices have no memory of a host besides"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cpu:8", host_memory="8GiB")
     with pytest.raises(ConfigError, match="time_limit must be a number of seconds above 0"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", time_limit=0)
     with pytest.raises(sr.errors.ConfigTypeError, match=r"such as optax\.adam\(1e-3\)"):
@@ -371,6 +375,9 @@ def test_only_as_much_state_is_on_hosts_as_has_to_be() -> None:
     assert plan.candidates[0].fits
     assert 0 < len(plan.recipe.host_state) < 4
     others = [candidate for candidate in plan.candidates if candidate.fits and candidate.host_bytes == 4 * 2**20]
+    parts = [candidate.keep for candidate in plan.candidates if "of state on the host" in candidate.keep]
+    assert len(parts) == len(dict.fromkeys(parts)) > 1
+    assert max(map(len, str(plan).splitlines())) < 240
     assert all(other.seconds > plan.report.cost for other in others if other.seconds is not None)
 
 

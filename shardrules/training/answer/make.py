@@ -155,13 +155,20 @@ def _candidate(outcome: Outcome, reason: str) -> TrainingCandidate:
         outcome.mesh,
         outcome.recipe.microbatches,
         outcome.recipe.groups,
-        outcome.recipe.keep.short_text + ", state on the host" * bool(outcome.recipe.host_state),
+        outcome.recipe.keep.short_text + _host_state_text(outcome),
         seconds,
         outcome.peak_bytes,
         outcome.fits,
         reason,
         outcome.host_bytes,
     )
+
+
+def _host_state_text(outcome: Outcome) -> str:
+    if not outcome.recipe.host_state:
+        return ""
+    nbytes = outcome.host_bytes - outcome.recipe.keep.host_bytes
+    return f", {bytes_text(nbytes)} of state on the host" if nbytes > 0 else ", state on the host"
 
 
 def _rank(outcome: Outcome, chosen: Outcome) -> tuple[int, float]:
@@ -176,9 +183,11 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
     """Says why a candidate lost; nothing of the plan itself."""
     if outcome is chosen:
         return ""
-    if outcome.refusal:
-        return outcome.refusal
     limit, host_limit = search.problem.limit_bytes, search.problem.host_limit_bytes
+    if outcome.refusal:
+        if not outcome.peak_bytes:
+            return outcome.refusal
+        return f"does not fit: {bytes_text(outcome.peak_bytes)} or more of {bytes_text(limit)}, whatever the layouts"
     if outcome.host_bytes > host_limit:
         return f"does not fit on the host: {bytes_text(outcome.host_bytes)} of {bytes_text(host_limit)} for each device"
     if not outcome.fits:

@@ -23,6 +23,9 @@ _SHOWN_CANDIDATES = 24
 """How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
 
 
+_LONGEST_REASON = 100
+"""How many characters of why a candidate was refused are printed. Doubled, tables wrap; `candidates` has it all."""
+
 _LISTED_ARRAYS = 4
 """How many arrays of the batch a line lists. Doubled, lines of batches with many arrays wrap."""
 
@@ -221,9 +224,9 @@ class TrainingPlanReport:
         for candidate in self.candidates[:_SHOWN_CANDIDATES]:
             time = "" if candidate.seconds is None else seconds_text(candidate.seconds)
             memory = bytes_text(candidate.peak_bytes) if candidate.peak_bytes else ""
-            rows.append(
-                (candidate.mesh, candidate.batch_text, candidate.keep, time, memory, candidate.reason or "the plan")
-            )
+            reason = candidate.reason or "the plan"
+            reason = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON].rstrip()} ..."
+            rows.append((candidate.mesh, candidate.batch_text, candidate.keep, time, memory, reason))
         more = len(self.candidates) - _SHOWN_CANDIDATES
         return [*aligned(rows), *([f"and {more} more"] if more > 0 else [])]
 

@@ -60,8 +60,10 @@ def test_a_plan_is_written_and_shown(code: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_batches_may_be_functions(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(code, "loss", "--batch", f"{code}:batch", "--format", "json") == 0
-    assert sr.reports.TrainingPlanReport.from_json(capsys.readouterr().out).examples == 64
+    words = ["--microbatches", "2", "--accumulate-dtype", "bfloat16", "--format", "json"]
+    assert run(code, "loss", "--batch", f"{code}:batch", *words) == 0
+    report = sr.reports.TrainingPlanReport.from_json(capsys.readouterr().out)
+    assert (report.examples, report.gradient_dtype) == (64, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,7 @@ def test_batches_may_be_functions(code: str, capsys: pytest.CaptureFixture[str])
         ("loss", ("--optimizer", "adamm"), "unknown optimizer 'adamm' (did you mean 'adam'?)"),
         ("loss", ("--time-limit", "0"), "--time-limit must be"),
         ("loss", ("--microbatches", "0"), "must be positive"),
+        ("loss", ("--accumulate-dtype", "float"), "accumulate_dtype"),
         ("loss", ("--example-dims", "first"), "--example-dims must be an integer, or JSON like the batch, got 'first'"),
         ("loss", ("--example-dims", "2"), "float32[64, 16] has no dim 2"),
         ("loss", ("--example-dims", "[0,1]", "--batch", "float32[64,16],float32[]"), "1 float32[] has no dim 1"),
