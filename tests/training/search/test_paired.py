@@ -24,7 +24,7 @@ def test_gradients_of_microbatches_count_again_in_pairs_of_rounds(recipe: Recipe
     plain, paired = (planned(cluster, recipe) for cluster in ("cuda:h100:2", f"cuda:h100:2 {FLAG}=true"))
     more = paired.peak_bytes - plain.peak_bytes
     assert more == paired.paired_bytes
-    assert GRADIENT_BYTES <= more <= 2 * GRADIENT_BYTES + 64  # split over the two devices, or whole on each
+    assert 2 * GRADIENT_BYTES <= more <= 4 * GRADIENT_BYTES + 64  # split over the two devices, or whole on each
     assert paired.seconds == plain.seconds
 
 
