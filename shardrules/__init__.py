@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from shardrules.placement.source import ArraySource
     from shardrules.planning.autoplan import autoplan
     from shardrules.planning.graph.machine import Assumptions
+    from shardrules.regions.check import check_region
+    from shardrules.regions.region import region
     from shardrules.rules.auto import AutoShardingRule
     from shardrules.rules.composite import CompositeShardingRule
     from shardrules.rules.dim import DimShardingRule
@@ -184,6 +186,9 @@ __all__ = [
     "Target",
     "Hardware",
     "kernel_cost",
+    # Regions
+    "region",
+    "check_region",
     "fits",
     "largest_batch",
     "assert_plan_matches",

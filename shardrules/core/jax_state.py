@@ -7,6 +7,7 @@
 - The settings and contexts on which a trace depends beside its arguments are a key inside `jax.jit`.
 - The lines behind an equation can be read, but not passed on to equations that replace it.
 - The context of an equation, with the mesh that was in force, can be read but not made.
+- A primitive that lowers to `custom_partitioning` has to be listed among those that need devices for it.
 """
 
 from collections.abc import Hashable
@@ -14,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import config, core, distributed, mesh, source_info_util, xla_bridge
+from jax._src import config, core, dispatch, distributed, mesh, source_info_util, xla_bridge
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
@@ -63,3 +64,8 @@ def context_on(context: Any, mesh: jax.sharding.AbstractMesh) -> Any:
 def lines_of(equation: Any) -> AbstractContextManager[Any]:
     """Returns a context in which new equations come from the same lines of code as this one."""
     return source_info_util.user_context(equation.source_info.traceback)
+
+
+def require_devices(primitive: Any) -> None:
+    """Makes JAX lower programs with a primitive for the devices that will run them."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)

@@ -96,7 +96,11 @@ class _Retargeter:
         return self.variables[variable]
 
     def _aval(self, aval: Any) -> Any:
-        sharding = getattr(aval, "sharding", None)  # tokens and references have none
+        inner = getattr(aval, "inner_aval", None)  # of a reference, as the kernels of Pallas take
+        if inner is not None:
+            moved_inner = self._aval(inner)
+            return aval if moved_inner is inner else aval.update(inner_aval=moved_inner)
+        sharding = getattr(aval, "sharding", None)  # tokens have none
         moved = self.rewrite(sharding)
         return aval if moved is sharding else aval.update(sharding=moved)
 

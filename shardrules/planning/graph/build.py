@@ -173,7 +173,7 @@ class _GraphBuilder:
         for result_index, result in enumerate(operation.results):
             if not self.program.arrays[result].shape:
                 continue
-            home = Home(node, factors.results[result_index], factors.reduced)
+            home = Home(node, factors.results[result_index], factors.summed(result_index))
             # A sum that is only added to others stays in parts: all are completed together at the end.
             if not self.sums.is_only_added(result):
                 home = self._home_after(op_index, op_class, result_index, home)

@@ -154,7 +154,7 @@ class ComputeCosts:
         rows, factors = layouts, operation.factors
         is_part = bool(factors.reduced) and operation.name in IN_PLACE
         if (len(operation.results) > 1 or factors.reduced) and not is_part:
-            rows = project(layouts, Home(node, factors.results[result_index], factors.reduced))
+            rows = project(layouts, Home(node, factors.results[result_index], factors.summed(result_index)))
         return shard_counts(rows, self.machine)
 
     def _operand_copy_bytes(

@@ -21,8 +21,8 @@ class LocalSplit:
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
-    summed: tuple[str, ...]
-    """The axes along which each device has a part of a sum."""
+    summed: tuple[tuple[str, ...], ...]
+    """For each result the axes along which each device has a part of a sum."""
 
 
 def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
@@ -33,24 +33,29 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
 
     mesh = sr.create_mesh("data:8")
     equation = jax.make_jaxpr(lambda x: jax.lax.top_k(x, 2))(jnp.ones((16, 4))).eqns[0]
-    split = LocalSplit((P("data"),), (P("data"), P("data")), ())
+    split = LocalSplit((P("data"),), (P("data"), P("data")), ((), ()))
     assert [var.aval.shape for var in local_jaxpr(equation, split, mesh).jaxpr.outvars] == [(16, 2), (16, 2)]
     ```
     """
 
     def on_device(*operands: jax.Array) -> list[jax.Array]:
         operands = _operands_of_pieces(equation, operands, split)
-        results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
-        results = results if equation.primitive.multiple_results else [results]
         # The parts of a sum lie side by side in a new dim, one on each device.
-        return [lax.expand_dims(result, (0,)) for result in results] if split.summed else results
+        return [
+            lax.expand_dims(result, (0,)) if axes else result
+            for result, axes in zip(_results_of_pieces(equation, operands), split.summed, strict=True)
+        ]
 
     def on_all(*operands: jax.Array) -> list[jax.Array]:
-        parts = [PartitionSpec(split.summed, *spec) if split.summed else spec for spec in split.results]
+        parts = [
+            PartitionSpec(axes, *spec) if axes else spec for spec, axes in zip(split.results, split.summed, strict=True)
+        ]
         mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split.operands, out_specs=parts, check_vma=False)
         results = mapped(*operands)
         # The partitioner completes this sum as it does others: with an all-reduce, or a reduce-scatter.
-        return [lax.reduce_sum(result, (0,)) for result in results] if split.summed else results
+        return [
+            lax.reduce_sum(result, (0,)) if axes else result for result, axes in zip(results, split.summed, strict=True)
+        ]
 
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with axis_names_of(mesh):
@@ -75,6 +80,14 @@ def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyM
         return jax.make_jaxpr(jax.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False))(
             shape
         )
+
+
+def _results_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns what an equation computes from pieces of its operands."""
+    if equation.primitive.name == "region":
+        return equation.params["function"].run(*operands)
+    results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
+    return results if equation.primitive.multiple_results else [results]
 
 
 def _operands_of_pieces(equation: Any, operands: tuple[jax.Array, ...], split: LocalSplit) -> tuple[jax.Array, ...]:

@@ -108,32 +108,38 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
     operation = program.operations[op_index]
     if not operation.factors.is_local:
         return None
-    factors, summed = operation.factors, dict[str, None]()
+    factors = operation.factors
     is_even, is_split = True, False
 
-    def spec(array: int | None, home: Home | None, names: Sequence[int | None]) -> PartitionSpec:
+    def split(array: int | None, home: Home | None, names: Sequence[int | None]) -> tuple[PartitionSpec, tuple[str, ...]]:
         nonlocal is_even, is_split
         if array is None or home is None:
-            return PartitionSpec()
+            return PartitionSpec(), ()
         # What a caller passes again may be split along other dims, too: it is sliced afterwards.
         dims = [dim if name is not None else None for dim, name in zip(home.dims, names, strict=True)]
         layout = problem.layout(attrs.evolve(home, dims=tuple(dims)), choice)
-        summed.update((axis, None) for axis, dim in zip(machine.axes, layout, strict=True) if dim == PARTIAL)
+        summed = tuple(axis for axis, dim in zip(machine.axes, layout, strict=True) if dim == PARTIAL)
         for dim, name in enumerate(names):
             count = dim_shard_count(layout, dim, machine)
             is_split |= count > 1
             is_even &= count == 1 or (name is not None and factors.sizes[name] % count == 0)
-        return spec_of(layout, len(names), machine)
+        return spec_of(layout, len(names), machine), summed
 
     operands = tuple(
-        spec(operand, problem.operand_homes.get((op_index, index)), names)
+        split(operand, problem.operand_homes.get((op_index, index)), names)
         for index, (operand, names) in enumerate(zip(operation.operands, factors.operands, strict=True))
     )
     results = tuple(
-        spec(result, problem.produced_homes.get((op_index, index), problem.homes.get(result)), names)
+        split(result, problem.produced_homes.get((op_index, index), problem.homes.get(result)), names)
         for index, (result, names) in enumerate(zip(operation.results, factors.results, strict=True))
     )
-    return LocalSplit(operands, results, tuple(summed)) if is_split and is_even else None
+    if operation.name == "region" and not is_even:
+        operands, results = ([(PartitionSpec(), ())] * len(side) for side in (operands, results))
+    elif not (is_even and (is_split or operation.name == "region")):
+        return None
+    return LocalSplit(
+        tuple(spec for spec, _ in operands), tuple(spec for spec, _ in results), tuple(summed for _, summed in results)
+    )
 
 
 def with_layouts(program: ClosedJaxpr, layouts: dict[_OpKey, OperationLayouts], mesh: AnyMesh) -> ClosedJaxpr:

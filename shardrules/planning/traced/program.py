@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import attrs
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core import Literal as Constant
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -505,5 +506,9 @@ def _whole_factors(equation: Any) -> Factors:
 
 
 def _flops(equation: Any) -> tuple[int, Any]:
+    if equation.primitive.name == "region":
+        flops = equation.params["function"].flops(equation.params["program"])
+        dtypes = (var.aval.dtype for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
+        return flops, next(dtypes, None)
     flops = equation_flops(equation)
     return flops, equation.invars[0].aval.dtype if flops else None

@@ -38,7 +38,7 @@ def test_parts_of_a_sum_are_added_up() -> None:
     expected = kernel_gradient(x, gradient)
     for axis, pieces in (("data", P("data")), ("model", P("model")), (("data", "model"), P(("data", "model")))):
         axes = (axis,) if isinstance(axis, str) else axis
-        (result,) = run(kernel_gradient, (x, gradient), LocalSplit((pieces, pieces), (P(),), axes))
+        (result,) = run(kernel_gradient, (x, gradient), LocalSplit((pieces, pieces), (P(),), (axes,)))
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -47,7 +47,7 @@ def test_parts_of_a_sum_are_added_up() -> None:
 def test_ragged_rows_are_in_their_groups(sizes: tuple[int, ...]) -> None:
     """Groups that are empty, cross the border of a device, or end before the rows do."""
     x, w, counts = real(32, 8), real(4, 8, 6), jnp.array(sizes, jnp.int32)
-    split = LocalSplit((P(("data", "model")), P(), P()), (P(("data", "model")),), ())
+    split = LocalSplit((P(("data", "model")), P(), P()), (P(("data", "model")),), ((),))
     (result,) = run(lax.ragged_dot, (x, w, counts), split)
     np.testing.assert_allclose(result, lax.ragged_dot(x, w, counts), rtol=1e-4, atol=1e-4)
 

@@ -84,7 +84,10 @@ def local(case: Case, mesh: Mesh, way: Split) -> Any:
         tuple(sharding(mesh, names, way).spec for names in side)
         for side in (case_factors.operands, case_factors.results)
     )
-    summed = tuple(axis for factor, axis in way.items() if factor in case_factors.reduced)
+    summed = tuple(
+        tuple(axis for factor, axis in way.items() if factor in case_factors.summed(index))
+        for index in range(len(case_factors.results))
+    )
     return jaxpr_as_fun(local_jaxpr(equation(case), LocalSplit(operands, results, summed), mesh))
 
 

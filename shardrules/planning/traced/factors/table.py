@@ -51,9 +51,13 @@ class Factors:
     sizes: tuple[int, ...]
     """For each factor the size that the number of pieces has to divide."""
     reduced: tuple[int, ...] = ()
-    """Factors over which the results are sums, maxima or the like: one all-reduce completes them."""
+    """Factors over which the results that lack them are sums, maxima or the like: one all-reduce completes them."""
     is_local: bool = False
     """Whether XLA would gather the operands, unless each device is given an operation of its own on its pieces."""
+
+    def summed(self, result_index: int) -> tuple[int, ...]:
+        """The factors over which a result is a sum, or the like."""
+        return tuple(factor for factor in self.reduced if factor not in self.results[result_index])
 
 
 def op_factors(equation: Any) -> Factors | None:
@@ -153,6 +157,17 @@ def _reshard(op: OpSignature) -> Loops | None:
     return _passed_on(op) if all(axis_type == AxisType.Auto for axis_type in types) else None
 
 
+def _region(op: OpSignature) -> Loops | None:
+    """The letters that `shardrules.region` declares to be split. Devices run the function on their shards."""
+    declaration = op.params["function"].declaration
+    operands, results = (
+        [[letter if letter in declaration.split else None for letter in term] for term in terms]
+        for terms in (declaration.operands, declaration.results)
+    )
+    summed = [letter for index in range(len(results)) for letter in declaration.summed(index)]
+    return Loops(operands, results, list(dict.fromkeys(summed)), is_local=True)
+
+
 def _whole(op: OpSignature) -> Loops | None:
     """One state gives all bits, on every device."""
     return Loops([whole(shape) for shape in op.operands], [whole(shape) for shape in op.results])
@@ -189,6 +204,7 @@ RULES: Mapping[str, LoopRule] = {
     **dict.fromkeys(("random_fold_in", "random_gamma"), LoopRule(_with_keys)),
     **dict.fromkeys(("random_wrap", "random_unwrap"), LoopRule(_key_data, ONE, ONE)),
     **dict.fromkeys(("rng_bit_generator", "rng_uniform"), LoopRule(_whole, ANY, ANY)),
+    "region": LoopRule(_region, ANY, ANY, ("function",)),
     **SHAPE_RULES,
     **INDEX_RULES,
     **LINEAR_RULES,
