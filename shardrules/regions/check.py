@@ -1,5 +1,6 @@
 """`check_region`: a region on shards beside the same function on whole arrays."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shardrules.analysis.analyzer import ShardingAnalyzer
+from shardrules.analysis.program.collectives import find_collectives
+from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import ConfigTypeError, ExpectationError, MeshError
 from shardrules.core.tree import array_kind
 from shardrules.regions.declaration import Axes
+from shardrules.regions.primitive import kinds_of, traced
 from shardrules.regions.region import RegionFunction
 
 _TOLERANCES = {
@@ -96,7 +99,7 @@ def _arrays(operands: Sequence[Any]) -> list[Any]:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class _Check:
     """A region and the operands that it is checked with."""
 
@@ -110,7 +113,7 @@ class _Check:
     def problems(self) -> list[str]:
         """What differs, for each way to split letters."""
         declaration = self.function.declaration
-        self.function.on_shards(dict(self.options)).trace(self.operands)
+        traced(self.function.on_shards(dict(self.options)), kinds_of(self.operands))
         sizes = declaration.sizes([operand.shape for operand in self.operands])
         problems: list[str] = []
         pieces: dict[str, int] = {}  # of letters that hold by themselves
@@ -142,61 +145,86 @@ class _Check:
             for operand, spec in zip(self.operands, specs, strict=True)
         ]
         with jax.set_mesh(mesh):
-            results = jax.jit(self._run)(*placed)
-        whole = jax.jit(self._run)(*self.operands)
-        yield from self._differences(f"{split}: result", results, whole)
-        yield from self._sent(split, pieces, placed, mesh)
-        if self.gradients:
-            with jax.set_mesh(mesh):
-                gradients = jax.jit(self._gradients)(*placed)
-            whole = jax.jit(self._gradients)(*self.operands)
-            yield from self._differences(f"{split}: gradient of operand", gradients, whole)
+            compiled = jax.jit(self._run).lower(*placed).compile()
+        values = compiled(*placed)
+        for name, expected in sorted(self._whole_values.items(), key=lambda item: item[0].startswith("gradient")):
+            difference = self._difference(values[name], expected)
+            if difference:
+                yield f"{split}: {name} differs by up to {difference}"
+        collectives = find_collectives(read_program(compiled.as_text() or ""), mesh)
+        actual, expected = sum(collective.total_wire_bytes for collective in collectives), self._sum_bytes(pieces)
+        if actual > expected + 1:  # rounded
+            yield f"{split}: devices send {actual:,.0f} bytes, and sums that the declaration implies {expected:,.0f}"
 
-    def _run(self, *operands: Any) -> dict[int, Any]:
-        results = self.function(*operands, **self.options)
-        return dict(enumerate([results] if len(self.function.declaration.results) == 1 else results))
+    @functools.cached_property
+    def _whole_values(self) -> dict[str, Any]:
+        return jax.jit(self._run)(*self.operands)
 
-    def _gradients(self, *operands: Any) -> dict[int, Any]:
-        """The gradients of a sum of the results with weights that all differ."""
-        trained = [index for index, operand in enumerate(operands) if jnp.issubdtype(operand.dtype, jnp.inexact)]
+    @property
+    def _trained(self) -> list[int]:
+        """The operands that have gradients."""
+        is_inexact = [jnp.issubdtype(operand.dtype, jnp.inexact) for operand in self.operands]
+        return [index for index, flag in enumerate(is_inexact) if flag and self.gradients]
 
-        def loss(*changed: Any) -> Any:
+    def _run(self, *operands: Any) -> dict[str, Any]:
+        """Results, and gradients of a sum of them with weights that all differ."""
+
+        def results_of(*trained: Any) -> list[Any]:
             arrays = [*operands]
-            for index, array in zip(trained, changed, strict=True):
+            for index, array in zip(self._trained, trained, strict=True):
                 arrays[index] = array
-            results = self._run(*arrays).values()
-            return sum(
-                jnp.sum(jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape) * jnp.real(result))
-                for result in results
-                if jnp.issubdtype(result.dtype, jnp.inexact)
-            )
+            results = self.function(*arrays, **self.options)
+            return [results] if len(self.function.declaration.results) == 1 else list(results)
 
-        gradients = jax.grad(loss, argnums=tuple(range(len(trained))))(*(operands[index] for index in trained))
-        return dict(zip(trained, gradients, strict=True))
+        results, gradients_of = jax.vjp(results_of, *(operands[index] for index in self._trained))
+        values = {f"result {index}": result for index, result in enumerate(results)}
+        if self._trained:
+            gradients = gradients_of([_weights(result) for result in results])
+            values |= {
+                f"gradient of operand {index}": gradient
+                for index, gradient in zip(self._trained, gradients, strict=True)
+            }
+        return values
 
-    def _differences(self, name: str, actual: Mapping[int, Any], expected: Mapping[int, Any]) -> Iterator[str]:
-        for index, array in expected.items():
-            here, whole = (np.asarray(each) for each in (actual[index], array))
-            wide = np.result_type(whole.dtype, np.float32) if whole.dtype.kind not in "fciub" else whole.dtype
-            here, whole = here.astype(wide), whole.astype(wide)
-            largest = float(np.abs(whole).max(initial=0.0))
-            tolerance = _TOLERANCES.get(str(array.dtype), 0.0) if self.tolerance is None else self.tolerance
-            difference = float(np.abs(here - whole).max(initial=0.0))
-            if not difference <= tolerance * largest:
-                yield f"{name} {index} differs by up to {difference:.3g}, where the largest element is {largest:.3g}"
+    def _difference(self, actual: Any, expected: Any) -> str:
+        """By how much an array differs; empty where it is by rounding."""
+        tolerance = _TOLERANCES.get(str(expected.dtype), 0.0) if self.tolerance is None else self.tolerance
+        here, whole = (np.asarray(array) for array in (actual, expected))
+        if whole.dtype.kind not in "fciub":  # bfloat16 and smaller
+            here, whole = here.astype(np.float32), whole.astype(np.float32)
+        largest, difference = (float(np.abs(array).max(initial=0)) for array in (whole, here * 1.0 - whole * 1.0))
+        return (
+            "" if difference <= tolerance * largest else f"{difference:.3g}, where the largest element is {largest:.3g}"
+        )
 
-    def _sent(self, split: str, pieces: Mapping[str, int], placed: Sequence[Any], mesh: Mesh) -> Iterator[str]:
-        """Yields how many bytes devices send beyond the sums that the declaration implies."""
+    def _sum_bytes(self, pieces: Mapping[str, int]) -> float:
+        """The bytes that a device sends for the sums of results, and of gradients."""
         declaration = self.function.declaration
-        report = ShardingAnalyzer(mesh).audit(self._run, *placed, target="cpu", axis_types="explicit")
-        actual = sum(collective.wire_bytes * collective.times.count for collective in report.collectives)
-        expected = 0.0
-        for index, struct in jax.eval_shape(self._run, *self.operands).items():
-            devices = math.prod(pieces.get(letter, 1) for letter in declaration.summed(index))
-            shards = math.prod(pieces.get(letter, 1) for letter in declaration.results[index])
-            expected += 2 * (devices - 1) / devices * struct.size * struct.dtype.itemsize / shards
-        if actual > expected + 1:
-            yield f"{split}: devices send {actual:,.0f} bytes, and the declaration's sums are {expected:,.0f}"
+        letters = {letter for term in (*declaration.operands, *declaration.results) for letter in term}
+        terms = [
+            (declaration.results[index], self._whole_values[f"result {index}"], declaration.summed(index))
+            for index in range(len(declaration.results))
+        ]
+        for index in self._trained:
+            term = declaration.operands[index]
+            terms.append((term, self.operands[index], tuple(letter for letter in letters if letter not in term)))
+        sent = 0.0
+        for term, array, summed in terms:
+            devices = math.prod(pieces.get(letter, 1) for letter in summed)
+            shards = math.prod(pieces.get(letter, 1) for letter in term)
+            itemsize = max(4, array.dtype.itemsize)  # compilers for CPUs add small floats up in float32
+            sent += 2 * (devices - 1) / devices * array.size * itemsize / shards
+        return sent
+
+
+def _weights(result: Any) -> Any:
+    """Cotangents that differ from element to element, in the sharding of a result."""
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return np.zeros(result.shape, jax.dtypes.float0)
+    weights = np.cos(np.arange(result.size)).reshape(result.shape).astype(result.dtype)
+    return (
+        jax.device_put(weights, jax.typeof(result).sharding) if jax.typeof(result).sharding.mesh.axis_names else weights
+    )
 
 
 def _pieces(size: int, device_count: int) -> int:

@@ -20,7 +20,7 @@ Axes: TypeAlias = tuple[str, ...]
 @final
 @attrs.frozen
 class Declaration:
-    """How the dims of operands and results go together. Results are sums over split letters that they lack.
+    """How the dims of operands and results go together. A result is a sum over the split letters that it lacks.
 
     ```python
     from shardrules.regions.declaration import Declaration
@@ -34,6 +34,9 @@ class Declaration:
     results: tuple[Term, ...]
     split: Term
     """The letters that may be split, in the order in which they first appear."""
+    sources: tuple[tuple[int, ...], ...] = ()
+    """For each result the operands that it is computed from, once the function is traced: what is computed without a
+    letter is no sum over it."""
 
     @classmethod
     def parse(cls, text: str, split: str | None, whole: str | None) -> Self:
@@ -98,10 +101,9 @@ class Declaration:
 
     def summed(self, result_index: int) -> Term:
         """The split letters that a result is summed over."""
-        in_operands = {letter for term in self.operands for letter in term}
-        return tuple(
-            letter for letter in self.split if letter in in_operands and letter not in self.results[result_index]
-        )
+        sources = self.sources[result_index] if self.sources else range(len(self.operands))
+        letters = {letter for operand_index in sources for letter in self.operands[operand_index]}
+        return tuple(letter for letter in self.split if letter in letters and letter not in self.results[result_index])
 
     def axes_of(
         self,

@@ -8,8 +8,8 @@ operands.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
 
 import attrs
 import jax
@@ -18,12 +18,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
 
+from shardrules.core.jax_state import trace_key
 from shardrules.regions.declaration import Declaration, Term
-from shardrules.regions.primitive import ShardFunction, call_region
-
-_Kind: TypeAlias = tuple[tuple[int, ...], Any, bool]
-"""Shape, dtype and whether the dtype is weak."""
+from shardrules.regions.primitive import Kind, ShardFunction, call_region, kinds_of, sources_of, traced
 
 
 def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
@@ -34,20 +33,24 @@ def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any
         return call_region(function, operands)
 
     def forward(*operands: Any) -> tuple[list[Any], Any]:
-        function.trace(operands)  # what does not fit is raised before anything is differentiated
-        kinds = tuple(
-            (tuple(x.shape), x.dtype, bool(getattr(x, "weak_type", False))) for x in map(jax.typeof, operands)
-        )
-        backward_pass = _backward_pass(function, kinds)
+        backward_pass = _backward_pass(function, kinds_of(operands), trace_key())
         results, residuals = backward_pass.forward(operands)
-        return results, (_Static(backward_pass), residuals)
+        shardings = tuple(jax.typeof(operand).sharding for operand in operands)
+        return results, (_Static((backward_pass, shardings)), residuals)
 
     def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        backward_pass, residuals = saved
-        return backward_pass.value.backward(residuals, cotangents)
+        (backward_pass, shardings), residuals = saved[0].value, saved[1]
+        gradients = backward_pass.backward(residuals, cotangents)
+        return tuple(map(_as_split, gradients, shardings))
 
     call.defvjp(forward, backward)
     return call(*operands)
+
+
+def _as_split(gradient: Any, sharding: NamedSharding) -> Any:
+    """On an Explicit mesh, splits a gradient as its operand: it is whole where all devices compute the same."""
+    is_same = gradient is None or sharding.mesh.empty or jax.typeof(gradient).sharding.spec == sharding.spec
+    return gradient if is_same else jax.reshard(gradient, sharding)
 
 
 @jtu.register_static
@@ -56,7 +59,7 @@ def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any
 class _Static:
     """A value that passes through JAX beside arrays."""
 
-    value: "_BackwardPass"
+    value: Any
 
 
 @final
@@ -72,11 +75,12 @@ class _Residual:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class _BackwardPass:
     """How a region is differentiated, for operands of these kinds."""
 
     function: ShardFunction
+    kinds: tuple[Kind, ...]
     trained: tuple[int, ...]
     """The operands that have gradients."""
     residuals: tuple[_Residual, ...] | None
@@ -86,20 +90,10 @@ class _BackwardPass:
 
     def forward(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns results and residuals."""
+        arrays = iter(call_region(self._forward_function, operands))
+        results = [next(arrays) for _ in self.function.declaration.results]
         if self.residuals is None:
-            return call_region(self.function, operands), list(operands)
-        declaration = self.function.declaration
-        count = len(declaration.results)
-        inside = [index for index, each in enumerate(self.residuals) if each.operand is None and not each.is_shared]
-
-        def run(*shards: Any) -> list[Any]:
-            results, residuals = _with_residuals(self.function, self.trained, shards)
-            return [*results, *(jtu.tree_leaves(residuals)[index] for index in inside)]
-
-        terms = (*declaration.results, *(self.residuals[index].term for index in inside))
-        function = attrs.evolve(self.function, run=run, declaration=attrs.evolve(declaration, results=terms))
-        arrays = iter(call_region(function, operands))
-        results = [next(arrays) for _ in range(count)]
+            return results, list(operands)
         shared = iter(self._shared(operands))
         residuals = [
             operands[each.operand] if each.operand is not None else next(shared if each.is_shared else arrays)
@@ -107,45 +101,100 @@ class _BackwardPass:
         ]
         return results, residuals
 
-    def _shared(self, operands: Sequence[Any]) -> list[Any]:
-        """Residuals that need no shard of their own."""
-        count = len(self.function.declaration.results)
-        used = [False] * count + [each.is_shared for each in self.residuals or ()]
-        jaxpr, used_operands = partial_eval.dce_jaxpr(self.program.jaxpr, used)
-        needed = [operand for operand, flag in zip(operands, used_operands, strict=True) if flag]
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, self.program.consts))(*needed) if any(used) else []
-
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the gradient of each operand, `None` for whole numbers."""
+        inexact = (cotangent for cotangent in cotangents if cotangent.dtype != jax.dtypes.float0)
+        gradients = iter(call_region(self._backward_function, [*residuals, *inexact]))
+        count = len(self.function.declaration.operands)
+        return tuple(next(gradients) if index in self.trained else None for index in range(count))
+
+    @functools.cached_property
+    def _forward_function(self) -> ShardFunction:
+        """Computes the results, and the residuals that differ from shard to shard."""
+        if self.residuals is None:
+            return self.function
+        inside = [index for index, each in enumerate(self.residuals) if each.operand is None and not each.is_shared]
+
+        def run(*shards: Any) -> list[Any]:
+            results, residuals = _with_residuals(self.function, self.trained, shards)
+            leaves = jtu.tree_leaves(residuals)
+            return [*results, *(leaves[index] for index in inside)]
+
         declaration = self.function.declaration
-        inexact = [index for index, cotangent in enumerate(cotangents) if cotangent.dtype != jax.dtypes.float0]
-        terms = declaration.operands if self.residuals is None else tuple(each.term for each in self.residuals)
-        backward = Declaration(
-            (*terms, *(declaration.results[index] for index in inexact)),
-            tuple(declaration.operands[index] for index in self.trained),
-            declaration.split,
+        terms = (*declaration.results, *(self.residuals[index].term for index in inside))
+        return attrs.evolve(self.function, run=run, declaration=attrs.evolve(declaration, results=terms))
+
+    def _shared(self, operands: Sequence[Any]) -> list[Any]:
+        """Residuals that are the same for all shards."""
+        used = [False] * len(self.function.declaration.results)
+        used += [each.is_shared and each.operand is None for each in self.residuals or ()]
+        if not any(used):
+            return []
+        jaxpr, used_operands = partial_eval.dce_jaxpr(self.program.jaxpr, used)
+        needed = [operand for operand, flag in zip(operands, used_operands, strict=True) if flag]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, self.program.consts))(*needed)
+
+    @functools.cached_property
+    def _backward_function(self) -> ShardFunction:
+        """Computes the gradients from residuals and cotangents."""
+        forward = traced(self.function, self.kinds)[0].declaration
+        terms = forward.operands if self.residuals is None else tuple(each.term for each in self.residuals)
+        avals = self.program.out_avals[: len(forward.results)]
+        inexact = [index for index, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+        read = (*terms, *(forward.results[index] for index in inexact))
+        # A gradient may have a letter that nothing has which it is computed from: each device computes all of it.
+        split = tuple(letter for letter in forward.split if any(letter in term for term in read))
+        declaration = Declaration(read, tuple(forward.operands[index] for index in self.trained), split)
+        function = ShardFunction(
+            f"{self.function.name}_backward", self._gradients(declaration, inexact), declaration, is_backward=True
         )
-        whole_sizes = declaration.sizes([tuple(var.aval.shape) for var in self.program.jaxpr.invars])
+        self._refuse_shared_results(function, inexact, len(terms))
+        return function
+
+    def _refuse_shared_results(self, function: ShardFunction, inexact: Sequence[int], first: int) -> None:
+        """Raises where a gradient is a sum over shards, and comes also from what all shards compute alike.
+
+        Each shard would add it. `first` is the position of the first cotangent among the operands of the `function`.
+        """
+        forward, avals = traced(self.function, self.kinds)[0].declaration, self.program.out_avals
+        saved = self.kinds if self.residuals is None else tuple(map(_kind, avals[len(forward.results) :]))
+        sums = traced(function, (*saved, *(_kind(avals[index]) for index in inexact)))[0].declaration
+        self.function.refuse(
+            [
+                f"the gradient of operand {self.trained[gradient]} is a sum over {letter!r}, and comes also from result "
+                f"{index}, which has no {letter!r}: compute that outside of the region"
+                for gradient, sources in enumerate(sums.sources)
+                for letter in sums.summed(gradient)
+                for position, index in enumerate(inexact, first)
+                if position in sources and letter not in (*forward.results[index], *forward.summed(index))
+            ]
+        )
+
+    def _gradients(self, declaration: Declaration, inexact: Sequence[int]) -> Callable[..., list[Any]]:
+        """The function that each device runs on shards of residuals and cotangents."""
+        operands = self.function.declaration.operands
+        whole_sizes = self.function.declaration.sizes([shape for shape, _, _ in self.kinds])
+        saved_count = len(declaration.operands) - len(inexact)
 
         def run(*arrays: Any) -> list[Any]:
-            shards, gradients = arrays[: len(terms)], iter(arrays[len(terms) :])
-            sizes = whole_sizes | backward.sizes([tuple(jnp.shape(array)) for array in arrays])
+            saved, cotangents = arrays[:saved_count], iter(arrays[saved_count:])
+            sizes = whole_sizes | declaration.sizes([tuple(jnp.shape(array)) for array in arrays])
             structs = [
-                jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in term), var.aval.dtype)
-                for term, var in zip(declaration.operands, self.program.jaxpr.invars, strict=True)
+                jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in term), dtype, weak_type=is_weak)
+                for term, (_, dtype, is_weak) in zip(operands, self.kinds, strict=True)
             ]
-            outcome = jax.eval_shape(functools.partial(_with_residuals, self.function, self.trained), structs)
+            results, gradients_of = jax.eval_shape(
+                functools.partial(_with_residuals, self.function, self.trained), structs
+            )
             filled = [
-                next(gradients) if index in inexact else np.zeros(result.shape, jax.dtypes.float0)
-                for index, result in enumerate(outcome[0])
+                next(cotangents) if index in inexact else np.zeros(result.shape, jax.dtypes.float0)
+                for index, result in enumerate(results)
             ]
             if self.residuals is None:
-                return list(_with_residuals(self.function, self.trained, shards)[1](filled))
-            return list(jtu.tree_unflatten(jtu.tree_structure(outcome[1]), shards)(filled))
+                return list(_with_residuals(self.function, self.trained, saved)[1](filled))
+            return list(jtu.tree_unflatten(jtu.tree_structure(gradients_of), saved)(filled))
 
-        function = ShardFunction(f"{self.function.name}_backward", run, backward, None)
-        gradients = iter(call_region(function, [*residuals, *(cotangents[index] for index in inexact)]))
-        return tuple(next(gradients) if index in self.trained else None for index in range(len(declaration.operands)))
+        return run
 
 
 def _with_residuals(function: ShardFunction, trained: Sequence[int], operands: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -161,8 +210,9 @@ def _with_residuals(function: ShardFunction, trained: Sequence[int], operands: S
 
 
 @functools.lru_cache(maxsize=256)
-def _backward_pass(function: ShardFunction, kinds: tuple[_Kind, ...]) -> _BackwardPass:
-    """How a region is differentiated."""
+def _backward_pass(function: ShardFunction, kinds: tuple[Kind, ...], key: Hashable) -> _BackwardPass:
+    """How a region is differentiated. What does not fit its declaration raises before that."""
+    traced(function, kinds)
     structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in kinds]
     trained = tuple(index for index, struct in enumerate(structs) if jnp.issubdtype(struct.dtype, jnp.inexact))
 
@@ -171,7 +221,11 @@ def _backward_pass(function: ShardFunction, kinds: tuple[_Kind, ...]) -> _Backwa
         return results, jtu.tree_leaves(residuals)
 
     program = jax.make_jaxpr(run)(*structs)
-    return _BackwardPass(function, trained, _residuals(function.declaration, run, program, structs), program)
+    return _BackwardPass(function, kinds, trained, _residuals(function.declaration, run, program, structs), program)
+
+
+def _kind(aval: Any) -> Kind:
+    return tuple(aval.shape), aval.dtype, bool(aval.weak_type)
 
 
 def _residuals(
@@ -206,12 +260,10 @@ def _residuals(
             name.startswith("residual") and dim in dims for dim, name in enumerate(term)
         ):
             return None
-        used = [position == count + index for position in range(len(program.out_avals))]
-        sources = partial_eval.dce_jaxpr(program.jaxpr, used)[1]
         needed = {
             letter
-            for term_of_operand, flag in zip(declaration.operands, sources, strict=True)
-            for letter in (term_of_operand if flag else ())
+            for operand in sources_of(program, count + index)
+            for letter in declaration.operands[operand]
             if letter in declaration.split and sizes[letter] > 1
         }
         var = program.jaxpr.outvars[count + index]

@@ -4,9 +4,10 @@ Where a plan or an Explicit mesh says how operands are split, devices run the fu
 `jax.shard_map`. Elsewhere the compiler decides, and gets the declaration as a rule for its partitioner.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import attrs
 import jax
@@ -22,7 +23,7 @@ from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.core.errors import ConfigError, SpecError
-from shardrules.core.jax_state import require_devices
+from shardrules.core.jax_state import require_devices, trace_key
 from shardrules.core.spec import spec_repr
 from shardrules.regions.declaration import Axes, Declaration
 
@@ -37,16 +38,6 @@ class ShardFunction:
     declaration: Declaration
     cost: Callable[..., Any] | None = None
     """Returns FLOPs, from shapes of shards: `None` where they are counted."""
-
-    def trace(self, operands: Sequence[Any]) -> ClosedJaxpr:
-        """The program on whole operands. What does not fit the declaration raises."""
-        shapes = [tuple(jnp.shape(operand)) for operand in operands]
-        self.refuse(self.declaration.misfits(shapes, None))
-        program = jax.make_jaxpr(self.run)(*(jax.typeof(operand).update(sharding=None) for operand in operands))
-        if any(isinstance(const, Tracer) for const in program.consts):
-            self.refuse(["it uses arrays that are traced outside of it; pass them as arguments"])
-        self.refuse(self.declaration.misfits(shapes, [tuple(aval.shape) for aval in program.out_avals]))
-        return program
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raises an error that lists what is wrong, if anything is."""
@@ -83,10 +74,44 @@ def call_region(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
     types = set(mesh.axis_types) if not mesh.empty else set()
     if types == {AxisType.Manual}:
         return function.run(*operands)
-    program = function.trace(operands)
+    function, program = traced(function, kinds_of(operands))
     if AxisType.Explicit in types:
         return _call_split(function, operands, mesh)
     return region_p.bind(*operands, function=function, program=program)
+
+
+Kind: TypeAlias = tuple[tuple[int, ...], Any, bool]
+"""Shape, dtype and whether the dtype is weak."""
+
+
+def kinds_of(operands: Sequence[Any]) -> tuple[Kind, ...]:
+    """The kind of each operand."""
+    types = map(jax.typeof, operands)
+    return tuple((tuple(aval.shape), aval.dtype, bool(aval.weak_type)) for aval in types)
+
+
+def traced(function: ShardFunction, kinds: tuple[Kind, ...]) -> tuple[ShardFunction, ClosedJaxpr]:
+    """A function and its program on whole operands. What does not fit the declaration raises."""
+    return _traced(function, kinds, trace_key())
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced(function: ShardFunction, kinds: tuple[Kind, ...], key: Hashable) -> tuple[ShardFunction, ClosedJaxpr]:
+    declaration, shapes = function.declaration, [shape for shape, _, _ in kinds]
+    function.refuse(declaration.misfits(shapes, None))
+    structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak) for shape, dtype, is_weak in kinds]
+    program = jax.make_jaxpr(function.run)(*structs)
+    if any(isinstance(const, Tracer) for const in program.consts):
+        function.refuse(["it uses arrays that are traced outside of it; pass them as arguments"])
+    function.refuse(declaration.misfits(shapes, [tuple(aval.shape) for aval in program.out_avals]))
+    sources = tuple(sources_of(program, index) for index in range(len(program.out_avals)))
+    return attrs.evolve(function, declaration=attrs.evolve(declaration, sources=sources)), program
+
+
+def sources_of(program: ClosedJaxpr, result_index: int) -> tuple[int, ...]:
+    """The operands that a result of a program is computed from."""
+    used = [index == result_index for index in range(len(program.out_avals))]
+    return tuple(index for index, flag in enumerate(partial_eval.dce_jaxpr(program.jaxpr, used)[1]) if flag)
 
 
 def _call_split(function: ShardFunction, operands: Sequence[Any], mesh: Any) -> list[Any]:
@@ -125,7 +150,12 @@ def _abstract_eval(*operands: Any, function: ShardFunction, program: ClosedJaxpr
 
 @region_p.def_impl
 def _run(*operands: Any, **params: Any) -> list[Any]:
-    return jax.jit(lambda *arrays: region_p.bind(*arrays, **params))(*operands)
+    return _compiled(**params)(*operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(**params: Any) -> Callable[..., list[Any]]:
+    return jax.jit(lambda *arrays: region_p.bind(*arrays, **params))
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, function: ShardFunction, program: ClosedJaxpr) -> Any:
@@ -137,7 +167,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, function: ShardFun
     mapped = attrs.evolve(
         function,
         run=jax.vmap(function.run, in_axes=[0 if flag else None for flag in is_batched]),
-        declaration=function.declaration.with_dim(is_batched),
+        declaration=attrs.evolve(function.declaration.with_dim(is_batched), sources=()),
         cost=None,
     )
     return call_region(mapped, moved), [0] * len(program.out_avals)
@@ -233,7 +263,11 @@ def _without_unused(used: Sequence[bool], *arguments: Any) -> Any:
     fewer = attrs.evolve(
         function,
         run=run,
-        declaration=attrs.evolve(declaration, results=tuple(declaration.results[index] for index in kept)),
+        declaration=attrs.evolve(
+            declaration,
+            results=tuple(declaration.results[index] for index in kept),
+            sources=tuple(declaration.sources[index] for index in kept),
+        ),
     )
     program = equation.params["program"]
     jaxpr = program.jaxpr.replace(outvars=[program.jaxpr.outvars[index] for index in kept])

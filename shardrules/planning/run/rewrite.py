@@ -111,7 +111,9 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
     factors = operation.factors
     is_even, is_split = True, False
 
-    def split(array: int | None, home: Home | None, names: Sequence[int | None]) -> tuple[PartitionSpec, tuple[str, ...]]:
+    def split(
+        array: int | None, home: Home | None, names: Sequence[int | None]
+    ) -> tuple[PartitionSpec, tuple[str, ...]]:
         nonlocal is_even, is_split
         if array is None or home is None:
             return PartitionSpec(), ()

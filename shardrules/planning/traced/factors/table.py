@@ -54,10 +54,13 @@ class Factors:
     """Factors over which the results that lack them are sums, maxima or the like: one all-reduce completes them."""
     is_local: bool = False
     """Whether XLA would gather the operands, unless each device is given an operation of its own on its pieces."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """For each result the factors in `reduced` that it is not computed from; empty where there are none."""
 
     def summed(self, result_index: int) -> tuple[int, ...]:
         """The factors over which a result is a sum, or the like."""
-        return tuple(factor for factor in self.reduced if factor not in self.results[result_index])
+        others = (*self.results[result_index], *(self.shared[result_index] if self.shared else ()))
+        return tuple(factor for factor in self.reduced if factor not in others)
 
 
 def op_factors(equation: Any) -> Factors | None:
@@ -102,7 +105,10 @@ def _number_loops(loops: Loops, op: OpSignature) -> Factors:
         tuple(tuple(factors.get(name) for name in names) for names in side) for side in (loops.operands, loops.results)
     )
     reduced = tuple(factors[name] for name in loops.reduced if name in factors)
-    return Factors(operands, results, tuple(sizes[name] for name in kept), reduced, loops.is_local and bool(kept))
+    shared = tuple(tuple(factors[name] for name in names if name in factors) for names in loops.shared)
+    return Factors(
+        operands, results, tuple(sizes[name] for name in kept), reduced, loops.is_local and bool(kept), shared
+    )
 
 
 def _pointwise(op: OpSignature) -> Loops | None:
@@ -164,8 +170,10 @@ def _region(op: OpSignature) -> Loops | None:
         [[letter if letter in declaration.split else None for letter in term] for term in terms]
         for terms in (declaration.operands, declaration.results)
     )
-    summed = [letter for index in range(len(results)) for letter in declaration.summed(index)]
-    return Loops(operands, results, list(dict.fromkeys(summed)), is_local=True)
+    sums = [declaration.summed(index) for index in range(len(results))]
+    reduced = list(dict.fromkeys(letter for letters in sums for letter in letters))
+    shared = [[letter for letter in reduced if letter not in letters] for letters in sums]
+    return Loops(operands, results, reduced, is_local=True, shared=shared if any(shared) else ())
 
 
 def _whole(op: OpSignature) -> Loops | None:
