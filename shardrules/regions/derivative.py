@@ -145,9 +145,7 @@ class _BackwardPass:
         # A gradient may have a letter that nothing has which it is computed from: each device computes all of it.
         split = tuple(letter for letter in forward.split if any(letter in term for term in read))
         declaration = Declaration(read, tuple(forward.operands[index] for index in self.trained), split)
-        function = ShardFunction(
-            f"{self.function.name}_backward", self._gradients(declaration, inexact), declaration, is_backward=True
-        )
+        function = ShardFunction(f"{self.function.name}_backward", self._gradients(declaration, inexact), declaration)
         self._refuse_shared_results(function, inexact, len(terms))
         return function
 
@@ -161,8 +159,8 @@ class _BackwardPass:
         sums = traced(function, (*saved, *(_kind(avals[index]) for index in inexact)))[0].declaration
         self.function.refuse(
             [
-                f"the gradient of operand {self.trained[gradient]} is a sum over {letter!r}, and comes also from result "
-                f"{index}, which has no {letter!r}: compute that outside of the region"
+                f"the gradient of operand {self.trained[gradient]} is a sum over {letter!r} and comes from result "
+                f"{index}, too, which has no {letter!r}: compute that outside of the region"
                 for gradient, sources in enumerate(sums.sources)
                 for letter in sums.summed(gradient)
                 for position, index in enumerate(inexact, first)

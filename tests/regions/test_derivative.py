@@ -147,6 +147,6 @@ def test_results_of_different_operands() -> None:
 
 def test_a_gradient_from_shards_and_from_what_they_share_is_refused() -> None:
     region = sr.region("r d, d -> r d, d", split="r")(lambda x, w: (x * w, jnp.sin(w)))
-    message = r"gradient of operand 1 is a sum over 'r', and comes also from result 1, which has no 'r'"
+    message = r"gradient of operand 1 is a sum over 'r', and comes from result 1, too, which has no 'r'"
     with pytest.raises(ConfigError, match=message):
         gradients(lambda x, w: region(x, w)[0], 2)(real(8, 3), real(3, seed=1))
