@@ -28,6 +28,7 @@ from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.run.replay import PlannedFunction
+from shardrules.regions.region import RegionFunction
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import ProvedPlan
@@ -78,6 +79,7 @@ __all__ = [
     "PlanDiff",
     "PlannedFunction",
     "ProvedPlan",
+    "RegionFunction",
     "ReplicatedLeaf",
     "ReshardPlan",
     "Row",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +31,13 @@ def con(x: Any, *spec: Any, mesh: Any = HERE) -> Any:
 
 def plain(x: Any) -> Any:
     return jnp.tanh(con(x, "data", "model"))
+
+
+def kernel(x: Any) -> Any:
+    def double(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(con(x))
 
 
 def mapped(x: Any) -> Any:
@@ -64,6 +72,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "remat": lambda x: jax.grad(lambda x: jax.checkpoint(plain)(x).sum())(x),
     "jit": jitted,
     "jit inside": lambda x: jitted(x * 2) + 1,
+    "kernel": kernel,
     "shard_map": mapped,
     "shard_map in scan": lambda x: lax.scan(lambda c, _: (mapped(c) * 0.1, None), x, None, length=2)[0],
     "gradient of shard_map": jax.grad(lambda x: jnp.sum(mapped(x) ** 2)),

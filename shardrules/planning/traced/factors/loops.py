@@ -37,12 +37,12 @@ class Loops:
     results: Sequence[LoopNames]
     reduced: LoopNames = ()
     """Loops over which the results are sums, or the like, of the results of the pieces."""
-    shared: Sequence[LoopNames] = ()
-    """For each result the loops in `reduced` that it is not computed from: every piece has the same."""
     sizes: Mapping[Hashable, int] = attrs.field(factory=dict, hash=False)
     """Sizes of loops that cannot be split into every divisor of their dims."""
     is_local: bool = False
     """Whether XLA splits the operation only if each device is given its own (`shard_map`): otherwise it gathers."""
+    shared: Sequence[LoopNames] = ()
+    """For each result the loops in `reduced` that it is not computed from: every piece has the same."""
 
 
 @final

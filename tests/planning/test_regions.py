@@ -1,0 +1,128 @@
+"""Plans split what a region declares, and run it on shards."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.sharding import AbstractMesh
+
+import shardrules as sr
+from shardrules.planning.traced.factors.table import Factors, op_factors
+from tests.regions.test_region import SHARDED_ATTENTION, attention, close, real
+
+MESH = "data:4,model:2"
+
+
+def train_step(attend: Any) -> Any:
+    def loss(weights: dict[str, Any], x: Any) -> Any:
+        q, k, v = jnp.einsum("bsd,dkhe->kbhse", x, weights["qkv"])
+        return (jnp.einsum("bhse,hed->bsd", attend(q, k, v), weights["out"]) ** 2).mean()
+
+    return lambda weights, x: jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+
+def test_factors_are_the_split_letters() -> None:
+    region = sr.region("m k, k n -> m n, m", split="m k")(lambda a, b: (a @ b, a.sum(1)))
+    jaxpr = jax.make_jaxpr(region)(jnp.ones((4, 6)), jnp.ones((6, 8)))
+    (call,) = jaxpr.eqns
+    (equation,) = next(value for value in call.params.values() if hasattr(value, "eqns")).eqns
+    factors = op_factors(equation)
+    assert factors == Factors(((0, 1), (1, None)), ((0, None), (0,)), (4, 6), (1,), is_local=True)
+
+
+def test_what_a_result_is_not_computed_from_is_not_summed() -> None:
+    region = sr.region("s d, t d -> s d, t d", split="s t")(lambda q, k: (jnp.sin(q), jnp.cos(k)))
+    plan = sr.autoplan(region, jnp.ones((64, 128)), jnp.ones((32, 128)), mesh=sr.create_mesh(MESH))
+    q, k = real(64, 128), real(32, 128, seed=1)
+    close(plan.jit(region)(q, k), (jnp.sin(q), jnp.cos(k)))
+
+
+def test_a_planned_step_computes_the_same() -> None:
+    weights, x = {"qkv": real(64, 3, 8, 16), "out": real(8, 16, 64, seed=1)}, real(16, 32, 64, seed=2)
+    plan = sr.autoplan(train_step(SHARDED_ATTENTION), weights, x, mesh=sr.create_mesh(MESH))
+    assert not any(finding.code == "unknown-operation" for finding in plan.findings)
+    planned = plan.jit(train_step(SHARDED_ATTENTION))(weights, x)
+    close(planned, train_step(attention)(weights, x))
+
+
+def test_costs_are_the_authors_or_those_of_the_matmuls() -> None:
+    def flops(**options: Any) -> float:
+        region = sr.region("m k, k n -> m n", split="m", **options)(jnp.matmul)
+        shapes = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+        return sr.autoplan(region, *shapes, mesh=sr.create_mesh("data:8")).cost
+
+    counted, doubled = flops(), flops(cost=lambda a, b: 4 * a.shape[0] * a.shape[1] * b.shape[1])
+    assert 1.9 < doubled / counted < 2.1
+    with pytest.raises(sr.errors.ConfigError, match="its cost must return a number of at least 0, got -1"):
+        flops(cost=lambda *_: -1)
+
+
+def layer_on(target: str) -> Any:
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] + x_ref[...]
+
+    @sr.region("rows dim -> rows dim", split="rows")
+    def double(x: Any) -> Any:
+        block, grid = pl.BlockSpec((64, x.shape[1]), lambda row: (row, 0)), (x.shape[0] // 64,)
+        options = {"compiler_params": triton.CompilerParams()} if target.startswith("cuda") else {}
+        struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(kernel, struct, grid=grid, in_specs=[block], out_specs=block, **options)(x)
+
+    return lambda x, w: jax.nn.relu(double(x) @ w)
+
+
+SHAPES = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:h100:8", "tpu:v5e:2x4"])
+def test_nothing_is_gathered_for_a_kernel_of_a_plan(target: str) -> None:
+    mesh, layer = sr.Target.parse(target).mesh(AbstractMesh((4, 2), ("data", "model"))), layer_on(target)
+    plan = sr.autoplan(layer, *SHAPES, mesh=mesh)
+    report = sr.ShardingAnalyzer(mesh).audit(plan.jit(layer), *SHAPES, target=target)
+    assert report.collectives == ()
+    assert "custom-call" in (report.hlo_text or "")
+
+
+def constrained(target: str, mesh: Any) -> Any:
+    sharding, layer = jax.NamedSharding(mesh, jax.P(("data", "model"))), layer_on(target)
+    return lambda x, w: layer(jax.lax.with_sharding_constraint(x, sharding), w)
+
+
+@pytest.mark.slow
+def test_nothing_is_gathered_by_the_partitioner_for_gpus() -> None:
+    mesh = sr.create_mesh(MESH)
+    report = sr.ShardingAnalyzer(mesh).audit(constrained("cuda", mesh), *SHAPES, target="cuda:h100:8")
+    assert report.collectives == ()
+
+
+@pytest.mark.slow
+def test_the_partitioner_for_tpus_cannot_be_told() -> None:
+    mesh = sr.create_mesh(MESH)
+    with pytest.raises(sr.errors.ConfigError, match="cannot be told how to split a kernel"):
+        sr.ShardingAnalyzer(mesh).audit(constrained("tpu", mesh), *SHAPES, target="tpu:v5e:2x4")
+
+
+@pytest.mark.slow
+def test_a_training_plan_recomputes_regions() -> None:
+    import optax
+
+    weights, x = {"qkv": real(64, 3, 8, 16) / 8, "out": real(8, 16, 64, seed=1) / 8}, real(16, 32, 64, seed=2)
+
+    def loss(attend: Any) -> Any:
+        def run(weights: dict[str, Any], x: Any) -> Any:
+            q, k, v = jnp.einsum("bsd,dkhe->kbhse", x, weights["qkv"])
+            return (jnp.einsum("bhse,hed->bsd", attend(q, k, v), weights["out"]) ** 2).mean()
+
+        return run
+
+    optimizer = optax.sgd(0.1)
+    plan = sr.plan_training(loss(SHARDED_ATTENTION), weights, optimizer, x, cluster="cpu:8", pins=None)
+    expected = jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss(attention))(weights, x))
+    with jax.set_mesh(sr.create_mesh(plan.report.mesh)):
+        actual, *_ = plan.step(weights, optimizer.init(weights), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), actual, expected)
