@@ -68,7 +68,7 @@ def layer_on(target: str) -> Any:
     @sr.region("rows dim -> rows dim", split="rows")
     def double(x: Any) -> Any:
         block, grid = pl.BlockSpec((64, x.shape[1]), lambda row: (row, 0)), (x.shape[0] // 64,)
-        options = {"compiler_params": triton.CompilerParams()} if target.startswith("cuda") else {}
+        options: dict[str, Any] = {"compiler_params": triton.CompilerParams()} if target.startswith("cuda") else {}
         struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return pl.pallas_call(kernel, struct, grid=grid, in_specs=[block], out_specs=block, **options)(x)
 

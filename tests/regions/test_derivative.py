@@ -91,8 +91,8 @@ def test_gradients_that_nothing_needs_are_not_computed() -> None:
     x, weight = real(8, 4), real(4, seed=1)
     program = without_dead_code(jax.make_jaxpr(jax.grad(lambda x: (region(x, weight) ** 2).sum()))(x))
     backward = [equation for equation in program.eqns if equation.primitive.name == "region"][-1]
-    assert [var.aval.shape for var in backward.outvars] == [(8, 4)]
-    assert len(backward.params["program"].out_avals) == 1
+    assert [aval.shape for aval in backward.params["program"].out_avals] == [(8, 4)]
+    assert len(backward.outvars) == 1
 
 
 def test_kernels_that_refuse_shards_of_half_are_computed_again() -> None:
@@ -147,6 +147,6 @@ def test_results_of_different_operands() -> None:
 
 def test_a_gradient_from_shards_and_from_what_they_share_is_refused() -> None:
     region = sr.region("r d, d -> r d, d", split="r")(lambda x, w: (x * w, jnp.sin(w)))
-    message = r"gradient of operand 1 is a sum over 'r', and comes from result 1, too, which has no 'r'"
+    message = r"gradient of operand 1 is a sum over 'r' and comes from result 1, too, which has no 'r'"
     with pytest.raises(ConfigError, match=message):
         gradients(lambda x, w: region(x, w)[0], 2)(real(8, 3), real(3, seed=1))
