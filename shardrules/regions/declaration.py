@@ -72,6 +72,11 @@ class Declaration:
         sides = (", ".join(" ".join(term) for term in side) for side in (self.operands, self.results))
         return " -> ".join(sides)
 
+    @property
+    def text(self) -> str:
+        """All of it, the same in every process: equations that print it are told apart by it."""
+        return f"{self}; split {' '.join(self.split) or 'nothing'}"
+
     def sizes(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]] = ()) -> dict[str, int]:
         """The size of each letter, in shapes that fit (`misfits`)."""
         sides = zip((*self.operands, *self.results), (*operands, *results), strict=False)

@@ -77,7 +77,7 @@ def call_region(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
     function, program = traced(function, kinds_of(operands))
     if AxisType.Explicit in types:
         return _call_split(function, operands, mesh)
-    return region_p.bind(*operands, function=function, program=program)
+    return region_p.bind(*operands, function=function, program=program, rule=function.declaration.text)
 
 
 Kind: TypeAlias = tuple[tuple[int, ...], Any, bool]
@@ -144,7 +144,7 @@ def _filled(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 
 @region_p.def_abstract_eval
-def _abstract_eval(*operands: Any, function: ShardFunction, program: ClosedJaxpr) -> list[ShapedArray]:
+def _abstract_eval(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[ShapedArray]:
     return [ShapedArray(aval.shape, aval.dtype) for aval in program.out_avals]
 
 
@@ -158,7 +158,9 @@ def _compiled(**params: Any) -> Callable[..., list[Any]]:
     return jax.jit(lambda *arrays: region_p.bind(*arrays, **params))
 
 
-def _batched(operands: Sequence[Any], dims: Sequence[Any], *, function: ShardFunction, program: ClosedJaxpr) -> Any:
+def _batched(
+    operands: Sequence[Any], dims: Sequence[Any], *, function: ShardFunction, program: ClosedJaxpr, rule: str
+) -> Any:
     is_batched = [dim is not None for dim in dims]
     moved = [
         jnp.moveaxis(operand, dim, 0) if flag else operand
@@ -168,24 +170,38 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, function: ShardFun
         function,
         run=jax.vmap(function.run, in_axes=[0 if flag else None for flag in is_batched]),
         declaration=attrs.evolve(function.declaration.with_dim(is_batched), sources=()),
-        cost=None,
+        cost=None if function.cost is None else _cost_of_all(function.cost, is_batched),
     )
     return call_region(mapped, moved), [0] * len(program.out_avals)
 
 
-def _no_jvp(primals: Any, tangents: Any, *, function: ShardFunction, program: ClosedJaxpr) -> Any:
+def _cost_of_all(cost: Callable[..., Any], is_batched: Sequence[bool]) -> Callable[..., Any]:
+    """The cost of a mapped function: that of one call, times the calls."""
+
+    def cost_of_all(*operands: jax.ShapeDtypeStruct) -> Any:
+        calls = next(operand.shape[0] for operand, flag in zip(operands, is_batched, strict=True) if flag)
+        each = (
+            jax.ShapeDtypeStruct(operand.shape[flag:], operand.dtype)
+            for operand, flag in zip(operands, is_batched, strict=True)
+        )
+        return calls * cost(*each)
+
+    return cost_of_all
+
+
+def _no_jvp(primals: Any, tangents: Any, *, function: ShardFunction, program: ClosedJaxpr, rule: str) -> Any:
     raise ConfigError(
         f"region {function.name}: only first derivatives in reverse mode are known (jax.grad, jax.vjp). For others, "
         "call the region inside a function with a jax.custom_jvp or jax.custom_vjp"
     )
 
 
-def _lower(ctx: Any, *operands: Any, function: ShardFunction, program: ClosedJaxpr) -> Any:
+def _lower(ctx: Any, *operands: Any, function: ShardFunction, program: ClosedJaxpr, rule: str) -> Any:
     run = _partitioned(function, program) if _is_partitioned(ctx) else jaxpr_as_fun(program)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _lower_for_tpu(ctx: Any, *operands: Any, function: ShardFunction, program: ClosedJaxpr) -> Any:
+def _lower_for_tpu(ctx: Any, *operands: Any, function: ShardFunction, program: ClosedJaxpr, rule: str) -> Any:
     """As `_lower`, without asking the partitioner: libtpu's asks nobody."""
     kernels = [equation for equation in equations(program) if equation.primitive.name in _KERNELS]
     if kernels and _is_partitioned(ctx):
@@ -217,8 +233,8 @@ def _partitioned(function: ShardFunction, program: ClosedJaxpr) -> Callable[...,
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         axes = declaration.axes_of(
-            [_spec(operand.sharding) for operand in operands],
-            [_spec(result.sharding) for result in results],
+            [_spec(function, operand.sharding) for operand in operands],
+            [_spec(function, result.sharding) for result in results],
             dict(mesh.shape),
             declaration.sizes([operand.shape for operand in operands], [result.shape for result in results]),
         )
@@ -230,8 +246,10 @@ def _partitioned(function: ShardFunction, program: ClosedJaxpr) -> Callable[...,
     return called
 
 
-def _spec(sharding: Any) -> PartitionSpec:
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+def _spec(function: ShardFunction, sharding: Any) -> PartitionSpec:
+    if not isinstance(sharding, NamedSharding):
+        function.refuse([f"it is compiled for several devices without a mesh ({sharding}): call it under jax.set_mesh"])
+    return sharding.spec
 
 
 def sharding_rule(declaration: Declaration) -> SdyShardingRule:
@@ -273,7 +291,11 @@ def _without_unused(used: Sequence[bool], *arguments: Any) -> Any:
     jaxpr = program.jaxpr.replace(outvars=[program.jaxpr.outvars[index] for index in kept])
     return [True] * len(equation.invars), equation.replace(
         outvars=[equation.outvars[index] for index in kept],
-        params={"function": fewer, "program": ClosedJaxpr(jaxpr, program.consts)},
+        params={
+            "function": fewer,
+            "program": ClosedJaxpr(jaxpr, program.consts),
+            "rule": fewer.declaration.text,
+        },
     )
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import AbstractMesh
 
 import shardrules as sr
+from shardrules.planning.run.call import read_call
 from shardrules.planning.traced.factors.table import Factors, op_factors
+from tests.analysis.programs import mesh_on
 from tests.regions.test_region import SHARDED_ATTENTION, attention, close, real
 
 MESH = "data:4,model:2"
@@ -32,6 +33,14 @@ def test_factors_are_the_split_letters() -> None:
     (equation,) = next(value for value in call.params.values() if hasattr(value, "eqns")).eqns
     factors = op_factors(equation)
     assert factors == Factors(((0, 1), (1, None)), ((0, None), (0,)), (4, 6), (1,), is_local=True)
+
+
+def test_plans_tell_declarations_apart() -> None:
+    def fingerprint(split: str) -> str:
+        region = sr.region("m k, k n -> m n", split=split)(jnp.matmul)
+        return read_call(region, (jnp.ones((4, 6)), jnp.ones((6, 8))), sr.create_mesh(MESH), "step").fingerprint
+
+    assert fingerprint("m") == fingerprint("m") != fingerprint("m n")
 
 
 def test_what_a_result_is_not_computed_from_is_not_summed() -> None:
@@ -57,6 +66,11 @@ def test_costs_are_the_authors_or_those_of_the_matmuls() -> None:
 
     counted, doubled = flops(), flops(cost=lambda a, b: 4 * a.shape[0] * a.shape[1] * b.shape[1])
     assert 1.9 < doubled / counted < 2.1
+    mapped = jax.vmap(
+        sr.region("m k, k n -> m n", split="m", cost=lambda a, b: 2 * a.size * b.shape[1])(jnp.matmul), (0, None)
+    )
+    shapes = jax.ShapeDtypeStruct((8, 512, 4096), jnp.float32), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    assert sr.autoplan(mapped, *shapes, mesh=sr.create_mesh("data:8")).cost == pytest.approx(counted, rel=0.05)
     with pytest.raises(sr.errors.ConfigError, match="its cost must return a number of at least 0, got -1"):
         flops(cost=lambda *_: -1)
 
@@ -81,7 +95,7 @@ SHAPES = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16), jax.ShapeDtypeStruct((
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cuda:h100:8", "tpu:v5e:2x4"])
 def test_nothing_is_gathered_for_a_kernel_of_a_plan(target: str) -> None:
-    mesh, layer = sr.Target.parse(target).mesh(AbstractMesh((4, 2), ("data", "model"))), layer_on(target)
+    mesh, layer = mesh_on(target, MESH), layer_on(target)
     plan = sr.autoplan(layer, *SHAPES, mesh=mesh)
     report = sr.ShardingAnalyzer(mesh).audit(plan.jit(layer), *SHAPES, target=target)
     assert report.collectives == ()
@@ -95,14 +109,14 @@ def constrained(target: str, mesh: Any) -> Any:
 
 @pytest.mark.slow
 def test_nothing_is_gathered_by_the_partitioner_for_gpus() -> None:
-    mesh = sr.create_mesh(MESH)
+    mesh = mesh_on("cuda:h100:8", MESH)
     report = sr.ShardingAnalyzer(mesh).audit(constrained("cuda", mesh), *SHAPES, target="cuda:h100:8")
     assert report.collectives == ()
 
 
 @pytest.mark.slow
 def test_the_partitioner_for_tpus_cannot_be_told() -> None:
-    mesh = sr.create_mesh(MESH)
+    mesh = mesh_on("tpu:v5e:2x4", MESH)
     with pytest.raises(sr.errors.ConfigError, match="cannot be told how to split a kernel"):
         sr.ShardingAnalyzer(mesh).audit(constrained("tpu", mesh), *SHAPES, target="tpu:v5e:2x4")
 
