@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import shardrules as sr
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions
 from shardrules.training.cluster import Cluster
@@ -26,7 +27,8 @@ def problem(host_memory: int | None) -> TrainingProblem:
     """Of layers so wide that a TPU fetches arrays from its host faster than it computes them."""
     shape, width = jax.ShapeDtypeStruct, 2**14
     model = shape((4, width, width), jnp.float32), shape((4, width, width), jnp.float32)
-    step, cluster = TrainingStep(loss, optax.adam(1e-3)), Cluster.of("tpu:v5e:2x4")
+    cluster = Cluster.of(sr.mesh_shape("data:8"), sr.Hardware.named("tpu:v5e"))
+    step = TrainingStep(loss, optax.adam(1e-3))
     state = jax.eval_shape(step.init_state, model)
     options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
     return TrainingProblem(step, model, state, shape((2**14, width), jnp.bfloat16), cluster, options, host_memory)
