@@ -21,7 +21,8 @@ from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.operand_copies import OperandCopies, copied_filter
 from shardrules.planning.graph.problem import Home, project
-from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul, reduced_runs
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.kernels import IN_PLACE, is_matmul, reduced_runs
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import group_count
 

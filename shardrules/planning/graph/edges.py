@@ -13,7 +13,7 @@ from shardrules.planning.graph.layouts import PARTIAL, Moves, moves, shard_count
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
 from shardrules.planning.traced.broadcasts import Broadcasts
-from shardrules.planning.traced.fusion import is_matmul
+from shardrules.planning.traced.kernels import is_matmul
 from shardrules.planning.traced.program import Operation, TracedProgram
 from shardrules.planning.traced.waiting import Waiting
 

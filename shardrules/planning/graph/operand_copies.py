@@ -19,7 +19,8 @@ from typing import final
 import attrs
 import numpy as np
 
-from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram, is_matmul
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.kernels import IN_PLACE, is_matmul
 from shardrules.planning.traced.program import Operation, TracedProgram
 
 _UPDATED_COPIES = 3

@@ -15,7 +15,9 @@ import numpy as np
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.problem import Home, Problem, project, read_region
 from shardrules.planning.solve.formulation import MemoryConstraint
-from shardrules.planning.traced.fusion import IN_PLACE, FusedProgram
+from shardrules.planning.traced.fusion import FusedProgram
+from shardrules.planning.traced.kernels import IN_PLACE
+from shardrules.planning.traced.norms import FEW_COLUMNS
 from shardrules.planning.traced.program import TracedProgram
 from shardrules.planning.traced.ragged import expansions
 
@@ -59,6 +61,9 @@ class Stay:
     """It is only there where none of these dims is split."""
     is_late: bool = False
     """Whether it is only there if a loss is looked up late."""
+    columns: int = 0
+    """If there are any, it is only there where a device has few of them, or many. See `FEW_COLUMNS`."""
+    has_many: bool = False
 
 
 @final
@@ -155,7 +160,10 @@ class Occupancy:
 
     def _layout_bytes(self, stay: Stay, layouts: np.ndarray) -> np.ndarray:
         """Returns the bytes that an array takes in each of some layouts."""
-        nbytes = stay.nbytes * self.overhead(stay) / shard_counts(layouts, self.problem.machine)
+        counts = shard_counts(layouts, self.problem.machine)
+        nbytes = stay.nbytes * self.overhead(stay) / counts
+        if stay.columns:
+            nbytes = np.where((stay.columns / counts > FEW_COLUMNS) == stay.has_many, nbytes, 0.0)
         if stay.split_dims:
             nbytes = np.where(np.isin(layouts, stay.split_dims).any(axis=1), nbytes, 0.0)
         return np.where(np.isin(layouts, stay.whole_dims).any(axis=1), 0.0, nbytes) if stay.whole_dims else nbytes
@@ -284,12 +292,39 @@ def _written_stays(
     overwritten: Mapping[int, int],
     updated: Mapping[int, int],
 ) -> Iterator[Stay]:
+    """Yields what operations write. Where devices have many columns to reduce, norms of groups write other arrays."""
+    fusion = problem.fusion
+    stays = list(_row_stays(problem, positions, spans, overwritten, updated))
+    if not fusion.columns:
+        yield from (stay for _, stay in stays)
+        return
+    apart = attrs.evolve(problem, fusion=fusion.with_many_columns)
+    others = list(_row_stays(apart, positions, spans, overwritten, updated))
+    common = dict.fromkeys(map(_stay_key, stays)).keys() & dict.fromkeys(map(_stay_key, others)).keys()
+    for array, stay in stays:
+        columns, width = fusion.columns.get(array, 0), fusion.gradients.widths.get(array, 1)
+        is_common = _stay_key((array, stay)) in common and width == 1
+        yield stay if is_common else attrs.evolve(stay, nbytes=width * stay.nbytes, columns=columns)
+    for array, stay in others:
+        # What is not an array of the norms counts as where there are few.
+        is_common = _stay_key((array, stay)) in common and fusion.gradients.widths.get(array, 1) == 1
+        if array in fusion.columns and not is_common:
+            yield attrs.evolve(stay, columns=fusion.columns[array], has_many=True)
+
+
+def _row_stays(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    overwritten: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> Iterator[tuple[int, Stay]]:
     """Yields what operations write. Where rows are split, other kernels write other arrays."""
     arrays, shifted = problem.program.arrays, problem.fusion.shifted
     last_uses = _last_uses(problem.fusion, positions, spans)
     stays = list(_result_stays(problem, positions, spans, last_uses, overwritten, updated))
     if not shifted:
-        yield from (stay for _, stay in stays)
+        yield from stays
         return
     apart = attrs.evolve(problem, fusion=problem.fusion.with_split_rows)
     split_uses = _last_uses(apart.fusion, positions, spans)
@@ -300,11 +335,11 @@ def _written_stays(
     for array, stay in stays:
         shape = arrays[array].shape
         is_rows = _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows
-        yield attrs.evolve(stay, whole_dims=(len(shape) - 1,)) if is_rows else stay
+        yield array, attrs.evolve(stay, whole_dims=(len(shape) - 1,)) if is_rows else stay
     for array, stay in split_stays:
         shape = arrays[array].shape
         if _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows:
-            yield attrs.evolve(stay, split_dims=(len(shape) - 1,))
+            yield array, attrs.evolve(stay, split_dims=(len(shape) - 1,))
 
 
 def _stay_key(array_stay: tuple[int, Stay]) -> tuple[Any, ...]:
@@ -346,6 +381,8 @@ def _result_stays(
                 if fusion.keeps_rows(op_index, source):
                     # A kernel that keeps rows on chip writes to other memory than it reads.
                     yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))
+            if result in fusion.gradients.siblings:
+                first = min(first, positions[fusion.gradients.siblings[result]])
             if operation.role == "leave":
                 first = stacks[_stack_key(program, result)]
             elif operation.name == "cond":

@@ -10,7 +10,7 @@ from typing import final
 
 import attrs
 
-from shardrules.planning.traced.fusion import PARTIAL_READS, WHOLE, is_matmul
+from shardrules.planning.traced.kernels import PARTIAL_READS, WHOLE, is_matmul
 from shardrules.planning.traced.program import Operation, TracedProgram
 
 

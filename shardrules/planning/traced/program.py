@@ -96,6 +96,8 @@ class TracedProgram:
     """Primitives that no rule covers, with how often they occur."""
     kept: tuple[int, ...] = ()
     """Arrays that are in memory before a part that is computed again: compilers must not look behind them."""
+    scalars: tuple[int, ...] = ()
+    """Scalars among the results."""
 
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:
@@ -151,7 +153,8 @@ class _JaxprReader:
     def read(self, jaxpr: ClosedJaxpr) -> TracedProgram:
         arguments = [self.add_array(var.aval) for var in jaxpr.jaxpr.invars]
         results: list[int | None] = []
-        for array in self.read_body(jaxpr, arguments, 0):
+        returned_arrays = self.read_body(jaxpr, arguments, 0)
+        for array in returned_arrays:
             # Each result has an operation of its own, so that an array which is returned twice can have two layouts.
             if array is None or not self.arrays[array].shape:
                 results.append(None)
@@ -168,6 +171,7 @@ class _JaxprReader:
             tuple(self.regions),
             tuple(sorted(self.unknown_primitives.items())),
             tuple(self.kept),
+            tuple(array for array in returned_arrays if array is not None and not self.arrays[array].shape),
         )
 
     def add_array(self, aval: Any) -> int:

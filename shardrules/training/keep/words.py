@@ -7,7 +7,7 @@ from jax.extend.core import Literal
 
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.compiling.source import equation_line, short_line
-from shardrules.planning.traced.fusion import VIEWS
+from shardrules.planning.traced.kernels import VIEWS
 from shardrules.training.keep.cut import KeptValues
 from shardrules.training.keep.needs import is_dear_equation
 from shardrules.training.keep.problem import UnitProblem
