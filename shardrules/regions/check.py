@@ -14,10 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
-from shardrules.core.errors import ConfigTypeError, ExpectationError, MeshError
+from shardrules.core.errors import ConfigError, ConfigTypeError, ExpectationError, MeshError
 from shardrules.core.tree import array_kind
-from shardrules.regions.declaration import Axes
-from shardrules.regions.primitive import kinds_of, traced
+from shardrules.regions.declaration import Axes, Declaration
 from shardrules.regions.region import RegionFunction
 
 _TOLERANCES = {
@@ -112,18 +111,22 @@ class _Check:
 
     def problems(self) -> list[str]:
         """What differs, for each way to split letters."""
-        declaration = self.function.declaration
-        traced(self.function.on_shards(dict(self.options)), kinds_of(self.operands))
+        declaration = self._declaration
         sizes = declaration.sizes([operand.shape for operand in self.operands])
+        counts = {letter: _pieces(sizes[letter], len(self.devices)) for letter in declaration.split}
+        uneven = [f"{letter!r} of {sizes[letter]}" for letter, count in counts.items() if count == 1]
+        if uneven:
+            raise ConfigError(
+                f"check_region cannot split {', '.join(uneven)} over {len(self.devices)} devices: pass operands whose "
+                "dims can be"
+            )
         problems: list[str] = []
         pieces: dict[str, int] = {}  # of letters that hold by themselves
-        for letter in declaration.split:
-            count = _pieces(sizes.get(letter, 1), len(self.devices))
-            if count > 1:
-                differences = list(self._differences_of({letter: count}))
-                problems += differences
-                if not differences:
-                    pieces[letter] = count
+        for letter, count in counts.items():
+            differences = list(self._differences_of({letter: count}))
+            problems += differences
+            if not differences:
+                pieces[letter] = count
         for count in dict.fromkeys((2, len(pieces))):
             for letters in itertools.combinations(pieces, count) if count > 1 else ():
                 if math.prod(pieces[letter] for letter in letters) <= len(self.devices):
@@ -135,7 +138,7 @@ class _Check:
         mesh = Mesh(
             np.array(self.devices[: math.prod(pieces.values())]).reshape(*pieces.values()),
             tuple(pieces),
-            axis_types=(AxisType.Explicit,) * len(pieces),
+            axis_types=(AxisType.Auto,) * len(pieces),
         )
         split = ", ".join(f"{letter} in {count}" for letter, count in pieces.items())
         axes: dict[str, Axes] = {letter: (letter,) for letter in pieces}
@@ -144,21 +147,26 @@ class _Check:
             jax.device_put(operand, NamedSharding(mesh, spec))
             for operand, spec in zip(self.operands, specs, strict=True)
         ]
-        with jax.set_mesh(mesh):
-            compiled = jax.jit(self._run).lower(*placed).compile()
+        compiled = jax.jit(self._run).lower(*placed).compile()
         values = compiled(*placed)
         for name, expected in sorted(self._whole_values.items(), key=lambda item: item[0].startswith("gradient")):
             difference = self._difference(values[name], expected)
             if difference:
                 yield f"{split}: {name} differs by up to {difference}"
+            if values[name].dtype != expected.dtype:
+                yield f"{split}: {name} is {values[name].dtype} instead of {expected.dtype}"
         collectives = find_collectives(read_program(compiled.as_text() or ""), mesh)
         actual, expected = sum(collective.total_wire_bytes for collective in collectives), self._sum_bytes(pieces)
         if actual > expected + 1:  # rounded
             yield f"{split}: devices send {actual:,.0f} bytes, and sums that the declaration implies {expected:,.0f}"
 
     @functools.cached_property
+    def _declaration(self) -> Declaration:
+        return self.function.on_shards(dict(self.options)).traced(self.operands)[0].declaration
+
+    @functools.cached_property
     def _whole_values(self) -> dict[str, Any]:
-        return jax.jit(self._run)(*self.operands)
+        return jax.jit(self._run)(*jax.device_put(self.operands, self.devices[0]))
 
     @property
     def _trained(self) -> list[int]:
@@ -192,14 +200,16 @@ class _Check:
         here, whole = (np.asarray(array) for array in (actual, expected))
         if whole.dtype.kind not in "fciub":  # bfloat16 and smaller
             here, whole = here.astype(np.float32), whole.astype(np.float32)
-        largest, difference = (float(np.abs(array).max(initial=0)) for array in (whole, here * 1.0 - whole * 1.0))
+        largest = float(np.abs(whole, where=np.isfinite(whole), out=np.zeros(whole.shape)).max(initial=0))
+        is_same = (here == whole) | (np.isnan(here) & np.isnan(whole))  # infinities have no difference
+        difference = float(np.abs(np.where(is_same, 0.0, here) - np.where(is_same, 0.0, whole)).max(initial=0))
         return (
             "" if difference <= tolerance * largest else f"{difference:.3g}, where the largest element is {largest:.3g}"
         )
 
     def _sum_bytes(self, pieces: Mapping[str, int]) -> float:
         """The bytes that a device sends for the sums of results, and of gradients."""
-        declaration = self.function.declaration
+        declaration = self._declaration
         letters = {letter for term in (*declaration.operands, *declaration.results) for letter in term}
         terms = [
             (declaration.results[index], self._whole_values[f"result {index}"], declaration.summed(index))
@@ -218,13 +228,10 @@ class _Check:
 
 
 def _weights(result: Any) -> Any:
-    """Cotangents that differ from element to element, in the sharding of a result."""
+    """Cotangents that differ from element to element."""
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return np.zeros(result.shape, jax.dtypes.float0)
-    weights = np.cos(np.arange(result.size)).reshape(result.shape).astype(result.dtype)
-    return (
-        jax.device_put(weights, jax.typeof(result).sharding) if jax.typeof(result).sharding.mesh.axis_names else weights
-    )
+    return jnp.asarray(np.cos(np.arange(result.size)).reshape(result.shape), result.dtype)
 
 
 def _pieces(size: int, device_count: int) -> int:

@@ -61,6 +61,12 @@ class Declaration:
         wholes = [letter for letter in letters if letter not in splits] if whole is None else whole.split()
         problems += [f"{letter!r} is in no array" for letter in (*splits, *wholes) if letter not in letters]
         problems += [f"{letter!r} cannot be both split and whole" for letter in splits if letter in wholes]
+        in_operands = {letter for term in operands for letter in term}
+        problems += [
+            f"{letter!r} is in no operand, so that it cannot be split"
+            for letter in splits
+            if letter in letters and letter not in in_operands
+        ]
         problems += [
             f"{letter!r} is neither in split nor in whole" for letter in letters if letter not in (*splits, *wholes)
         ]

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.regions.declaration import Declaration
 from shardrules.regions.derivative import differentiable
-from shardrules.regions.primitive import ShardFunction
+from shardrules.regions.function import ShardFunction
 
 
 def region(
@@ -26,8 +26,8 @@ def region(
     It is for what compilers cannot split by themselves: a Pallas or FFI kernel, for which they gather the batch. Under
     a plan, or on an Explicit mesh, each device runs the function on its shards, in `jax.shard_map`; elsewhere the
     compiler's partitioner gets the declaration, and gathers nothing that may stay split. It works under `jax.jit`,
-    `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and `jax.grad`. The backward pass is a region too, made from the
-    function's own `custom_vjp` where it has one.
+    `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and `jax.grad`. The backward pass is a region too: it computes the
+    forward pass again, and runs the function's own `custom_vjp` where it has one.
 
     What the declaration says is believed; `shardrules.check_region` compares shards with the whole.
 
@@ -39,7 +39,7 @@ def region(
         of `"m k, k n -> m n"` with `split="m n k"` return parts of a sum, which is completed by an all-reduce.
     - `whole`: the letters that may not be split. One of `split` and `whole` is enough.
     - `cost`: a function that returns the FLOPs of one call, from a `jax.ShapeDtypeStruct` for each operand. By default
-        the matmuls that the function writes are counted.
+        the matmuls that the function writes are counted, and what its kernels estimate.
 
     **Returns:**
 
@@ -87,18 +87,19 @@ class RegionFunction:
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         arrays = [jnp.asarray(operand) for operand in operands]
-        mesh = jax.sharding.get_abstract_mesh()
+        types = jax.sharding.get_abstract_mesh().axis_types
         function = self.on_shards(options)
-        if not mesh.empty and set(mesh.axis_types) == {AxisType.Manual}:
-            results = function.run(*arrays)  # these are shards
-        else:
-            results = differentiable(function, arrays)
+        if AxisType.Manual in types and set(types) != {AxisType.Manual}:
+            function.refuse(["it is inside a jax.shard_map over some axes of the mesh; map all of them"])
+        # Inside of a shard_map operands are shards.
+        results = function.run(*arrays) if AxisType.Manual in types else differentiable(function, arrays)
         return results[0] if len(self.declaration.results) == 1 else tuple(results)
 
     def on_shards(self, options: dict[str, Any]) -> ShardFunction:
         """Returns the function with its static arguments, the same for the same options."""
         try:
-            key = tuple(sorted(options.items(), key=lambda item: item[0]))
+            # 2 == 2.0 == True, and 0.0 == -0.0: what is printed tells them apart.
+            key = tuple((name, type(value), value, repr(value)) for name, value in sorted(options.items()))
             hash(key)
         except TypeError as error:
             raise ConfigTypeError(

@@ -50,6 +50,18 @@ def test_what_a_result_is_not_computed_from_is_not_summed() -> None:
     close(plan.jit(region)(q, k), (jnp.sin(q), jnp.cos(k)))
 
 
+def test_scalar_sums_are_completed() -> None:
+    loss = sr.region("m k, k ->", split="m")(lambda x, w: ((x @ w) ** 2).sum())
+    x, w = real(512, 256), real(256, seed=1)
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda w: loss(x, w) / len(x))(w)
+
+    plan = sr.autoplan(step, w, x, mesh=sr.create_mesh("data:8"))
+    assert plan.specs[1] == jax.P("data")
+    close(plan.jit(step)(w, x), step(w, x))
+
+
 def test_a_planned_step_computes_the_same() -> None:
     weights, x = {"qkv": real(64, 3, 8, 16), "out": real(8, 16, 64, seed=1)}, real(16, 32, 64, seed=2)
     plan = sr.autoplan(train_step(SHARDED_ATTENTION), weights, x, mesh=sr.create_mesh(MESH))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules.errors import ConfigTypeError, ExpectationError
+from shardrules.errors import ConfigError, ConfigTypeError, ExpectationError
 from tests.regions.test_region import attention, real
 
 SHAPES = [jax.ShapeDtypeStruct((4, 2, 6, 8), jnp.float32)] * 3
@@ -58,6 +58,17 @@ def test_indices_have_to_be_arrays() -> None:
     sr.check_region(region, real(6, 4), indices)
     with pytest.raises(ConfigTypeError, match=r"pass arrays: operand 1 is int32\[4\]"):
         sr.check_region(region, real(6, 4), jax.ShapeDtypeStruct((4,), jnp.int32))
+
+
+def test_what_cannot_be_split_is_not_passed_over() -> None:
+    region = sr.region("r d -> r d", split="r d")(lambda x: jax.nn.softmax(x, axis=0))
+    with pytest.raises(ConfigError, match="cannot split 'r' of 11, 'd' of 13 over 8 devices"):
+        sr.check_region(region, real(11, 13))
+
+
+def test_infinities_may_be_equal() -> None:
+    region = sr.region("r d -> r", split="r")(lambda x: jax.nn.logsumexp(x, axis=-1))
+    sr.check_region(region, jnp.full((8, 4), -jnp.inf), gradients=False)
 
 
 def test_only_regions_are_checked() -> None:

@@ -38,6 +38,7 @@ def test_letters_may_be_words_and_arrays_scalars() -> None:
         ("m k -> m", None, None, ["split= or whole="]),
         ("m k -> m", "m b", None, ["'b' is in no array"]),
         ("m k -> m", "m", "m k", ["'m' cannot be both"]),
+        ("m -> m k", "m k", None, ["'k' is in no operand"]),
         ("m k -> m", "m", "", ["'k' is neither in split nor in whole"]),
         ("m m, k -> _n", "b", None, ["'m' is in 2 dims", "'_n' in result 0", "'b' is in no array"]),
     ],

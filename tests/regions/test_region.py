@@ -132,6 +132,73 @@ def test_explicit_meshes_run_shards() -> None:
     close((result, grads), (attention(*arrays), gradients(attention, 3)(*arrays)))
 
 
+def test_examples_of_vmap_are_split_on_explicit_meshes() -> None:
+    mesh, x, weight = mesh_of(AxisType.Explicit), real(8, 16, 4), real(4, seed=1)
+    mapped, placed = jax.vmap(SHARDED_NORM, (0, None)), place(mesh, x, P("data", "model"))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(mapped).lower(placed, weight).compile()
+        grads = jax.jit(gradients(mapped, 2))(placed, weight)
+    assert sent(compiled) == []
+    close((compiled(placed, weight), grads), (normalise(x, weight), gradients(normalise, 2)(x, weight)))
+
+
+def test_types_say_how_operands_are_split_without_set_mesh() -> None:
+    mesh, x, weight = mesh_of(AxisType.Explicit), real(16, 4), place(mesh_of(AxisType.Explicit), real(4), P())
+    assert jax.jit(SHARDED_NORM)(place(mesh, x, P("data")), weight).sharding.spec == P("data", None)
+    with pytest.raises(SpecError, match=r"split as P\('data', 'model'\); reshard it"):
+        jax.jit(SHARDED_NORM)(place(mesh, x, P("data", "model")), weight)
+
+
+def test_what_is_whole_is_sliced_on_explicit_meshes() -> None:
+    scaled = sr.region("r d, r -> r d", split="r")(lambda x, y: x * y[:, None])
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        assert scaled(jax.device_put(real(16, 4), P("data")), jnp.ones(16)).sharding.spec == P("data", None)
+
+
+def test_meshes_of_several_types_are_refused() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match="axes of several types"):
+        SHARDED_NORM(jax.device_put(real(16, 4), P("data")), real(4))
+    mesh = mesh_of(AxisType.Auto)
+    part = jax.shard_map(
+        SHARDED_NORM, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}, check_vma=False
+    )
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"inside a jax\.shard_map over some axes"):
+        jax.jit(part)(real(16, 4), real(4))
+
+
+def test_what_partitioners_cannot_split_is_refused() -> None:
+    mesh = mesh_of(AxisType.Auto)
+
+    def called(x: Any) -> Any:
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def printed(x: Any) -> Any:
+        jax.debug.print("{}", x)
+        return x
+
+    def drawn(x: Any, key: Any) -> Any:
+        return x * jax.random.normal(key)
+
+    x = place(mesh, real(8), P("data"))
+    with pytest.raises(ConfigError, match="calls back to Python"):
+        jax.jit(sr.region("r -> r", split="r")(called))(x)
+    with pytest.raises(ConfigError, match="has effects"):
+        jax.jit(sr.region("r -> r", split="r")(printed))(x)
+    with pytest.raises(ConfigError, match="cannot split typed keys"):
+        jax.jit(sr.region("r, -> r", split="r")(drawn))(x, jax.random.key(0))
+
+
+def test_truth_cannot_be_added_up() -> None:
+    with pytest.raises(ConfigError, match="result 0 is a sum over 'r', and bool cannot be added up"):
+        sr.region("r ->", split="r")(jnp.any)(jnp.ones(8, bool))
+
+
+def test_weak_types_stay_weak() -> None:
+    double = sr.region("->", split="")(lambda x: x * 2)
+    assert (double(2.0) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_explicit_meshes_refuse_splits_of_whole_letters() -> None:
     with jax.set_mesh(mesh_of(AxisType.Explicit)), pytest.raises(SpecError, match="region attention") as caught:
         SHARDED_ATTENTION(*(jax.device_put(array, P(None, None, "model")) for array in heads()))
@@ -156,6 +223,7 @@ def test_keyword_arguments_are_static() -> None:
         return x * by
 
     close(jax.jit(lambda x: scale(x, by=2.0) + scale(x, by=3.0))(jnp.ones(4)), jnp.full(4, 5.0))
+    assert [scale(jnp.arange(4), by=by).dtype for by in (2, 2.0)] == [jnp.int32, jnp.float32]
     with pytest.raises(ConfigTypeError, match="static and must be hashable"):
         scale(jnp.ones(4), by=jnp.ones(()))
 

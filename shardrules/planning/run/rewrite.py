@@ -106,10 +106,12 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
     """Returns how an operation is split that XLA would not split by itself; `None` for others."""
     program, machine = problem.program, problem.machine
     operation = program.operations[op_index]
-    if not operation.factors.is_local:
+    is_region = operation.name == "region"
+    if not (operation.factors.is_local or is_region):
         return None
     factors = operation.factors
     is_even, is_split = True, False
+    factor_axes: dict[int, tuple[str, ...]] = {}
 
     def split(
         array: int | None, home: Home | None, names: Sequence[int | None]
@@ -123,6 +125,10 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
         summed = tuple(axis for axis, dim in zip(machine.axes, layout, strict=True) if dim == PARTIAL)
         for dim, name in enumerate(names):
             count = dim_shard_count(layout, dim, machine)
+            if name is not None:
+                factor_axes[name] = tuple(
+                    axis for axis, other in zip(machine.axes, layout, strict=True) if other == dim
+                )
             is_split |= count > 1
             is_even &= count == 1 or (name is not None and factors.sizes[name] % count == 0)
         return spec_of(layout, len(names), machine), summed
@@ -131,13 +137,19 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
         split(operand, problem.operand_homes.get((op_index, index)), names)
         for index, (operand, names) in enumerate(zip(operation.operands, factors.operands, strict=True))
     )
+    scalar_sums = [
+        tuple(axis for factor in factors.summed(index) for axis in factor_axes.get(factor, ()))
+        for index in range(len(operation.results))
+    ]
     results = tuple(
         split(result, problem.produced_homes.get((op_index, index), problem.homes.get(result)), names)
+        if names
+        else (PartitionSpec(), scalar_sums[index])  # a scalar has no layout of its own
         for index, (result, names) in enumerate(zip(operation.results, factors.results, strict=True))
     )
-    if operation.name == "region" and not is_even:
+    if is_region and not is_even:
         operands, results = ([(PartitionSpec(), ())] * len(side) for side in (operands, results))
-    elif not (is_even and (is_split or operation.name == "region")):
+    elif not (is_even and (is_split or is_region)):
         return None
     return LocalSplit(
         tuple(spec for spec, _ in operands), tuple(spec for spec, _ in results), tuple(summed for _, summed in results)
