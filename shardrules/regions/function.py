@@ -31,8 +31,8 @@ class ShardFunction:
     declaration: Declaration
     cost: Callable[..., Any] | None = None
     """Returns FLOPs, from shapes of shards: `None` where they are counted."""
-    _made: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
-    """What was made of it, so that JAX compiles none of it twice."""
+    _cache: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
+    """Programs and functions that are derived from it, so that JAX compiles none of them twice."""
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raises an error that lists what is wrong, if anything is."""
@@ -47,7 +47,7 @@ class ShardFunction:
         avals = [operand if isinstance(operand, ShapedArray) else jax.typeof(operand) for operand in operands]
         structs = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals)
         key = "traced", tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals), trace_key()
-        return self._make(key, lambda: self._trace(structs))
+        return self._cached(key, lambda: self._trace(structs))
 
     def _trace(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Self, ClosedJaxpr]:
         shapes = [struct.shape for struct in structs]
@@ -93,11 +93,11 @@ class ShardFunction:
 
     def compiled(self, bind: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled function, for calls outside of `jax.jit`."""
-        return self._make(("compiled", trace_key()), lambda: jax.jit(bind))
+        return self._cached(("compiled", trace_key()), lambda: jax.jit(bind))
 
     def mapped(self, is_batched: tuple[bool, ...]) -> Self:
         """The function under `jax.vmap`, over a new first dim of some operands, which may be split."""
-        return self._make(("mapped", is_batched), lambda: self._map(is_batched))
+        return self._cached(("mapped", is_batched), lambda: self._map(is_batched))
 
     def _map(self, is_batched: tuple[bool, ...]) -> Self:
         return attrs.evolve(
@@ -109,7 +109,7 @@ class ShardFunction:
 
     def with_results(self, kept: tuple[int, ...]) -> Self:
         """The function that returns some of its results."""
-        return self._make(("results", kept), lambda: self._select(kept))
+        return self._cached(("results", kept), lambda: self._select(kept))
 
     def _select(self, kept: tuple[int, ...]) -> Self:
         def run(*operands: Any) -> list[Any]:
@@ -126,7 +126,7 @@ class ShardFunction:
     def backward(self, operands: Sequence[Any]) -> "BackwardPass":
         """The backward pass for these operands. What cannot be differentiated raises."""
         function, program = self.traced(operands)
-        return function._make(("backward", program), lambda: function._differentiate(program))
+        return function._cached(("backward", program), lambda: function._differentiate(program))
 
     def _differentiate(self, program: ClosedJaxpr) -> "BackwardPass":
         trained = tuple(index for index, aval in enumerate(program.in_avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
@@ -175,10 +175,10 @@ class ShardFunction:
             ]
         )
 
-    def _make(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def _cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
 @final
