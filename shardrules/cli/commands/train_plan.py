@@ -35,7 +35,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", metavar="NAME", help="another sheet, or a file from Hardware.save")
     parser.add_argument("--pins", metavar="RULES", help="rules for (model, state, batch)")
     parser.add_argument("--microbatches", metavar="N", type=int, help="how many (default: the best)")
-    parser.add_argument("--accumulate-dtype", metavar="D", help="what gradients of microbatches add up in: bfloat16")
+    parser.add_argument("--accumulate-dtype", metavar="D", help="dtype that gradients are added up in: bfloat16")
     parser.add_argument("--time-limit", metavar="S", type=float, default=600.0, help="seconds to search (default: 600)")
     parser.add_argument("--prove", metavar="N", type=int, default=0, help="compile the best N, and take the best")
     parser.add_argument("-o", "--output", metavar="F", type=Path, help="write it as JSON, which report reads")

@@ -310,7 +310,7 @@ class AutoPlan:
         """Returns what less memory costs: the best plan for each of `count` budgets, by a search each.
 
         They go from the least budget that anything fits in to the largest that helps. All of them take no longer than
-        the time limit of the plan: the budgets after that get the best of the plans met before.
+        the time limit of the plan: once it is up, the other budgets get the best of the plans met before.
         """
         points = frontier_points(self.task, count, Deadline.after(self.time_limit))
         return Frontier(self.call.name, mesh_text(self.mesh), points)

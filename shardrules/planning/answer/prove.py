@@ -133,7 +133,7 @@ class _Compilations:
         fitting = [choice for choice in self.choices if peak(choice) <= limit]
         if not fitting:  # without time, and without a limit, hardly any pattern was weighed
             return task.within(limit, self.deadline)
-        return attrs.evolve(task.with_choice(result, min(fitting, key=cost)), fits=True)
+        return attrs.evolve(task.with_choice(result, min(fitting, key=cost)), fits=True, is_tight=False)
 
     def search(self, task: Task) -> SearchResult:
         """Searches within the limit, less room, for half of the time that is left beside compiling once more."""

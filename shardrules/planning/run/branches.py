@@ -1,6 +1,6 @@
 """Branches as compilers run them.
 
-XLA takes a branch that is chosen when a program is traced, and leaves the others out. Where two branches compute
+XLA takes a branch that a constant chooses, and leaves the others out. Where two branches compute
 element by element, it computes both and selects: what they return is then written in one kernel with what it is
 computed from, over arrays that nothing else needs. Where one of them only passes on what it gets, or anything takes
 more than passing over elements, one branch runs, and its results are arrays of their own.
@@ -17,7 +17,7 @@ from shardrules.planning.traced.factors.table import is_elementwise
 from shardrules.planning.traced.program import is_on_host
 
 _PASSES = """
-broadcast_in_dim concatenate dynamic_slice expand_dims pad reduce_and reduce_max reduce_min reduce_or reduce_prod
+broadcast_in_dim concatenate dynamic_slice pad reduce_and reduce_max reduce_min reduce_or reduce_prod
 reduce_sum sharding_constraint slice squeeze
 """
 """Primitives that XLA computes in both branches, besides elementwise ones and reshapes."""
@@ -34,7 +34,7 @@ _OPEN = frozenset(("scan", "while", "cond", *INLINED))
 def without_branches(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a program without the branches that compilers leave out or compute all of, at any depth.
 
-    Gradients have to be in it already: those of a selection are not those of a branch where an element has none.
+    Gradients of the program are those of its branches, also where an element of the branch that is not taken has none.
 
     ```python
     from shardrules.planning.run.branches import without_branches
@@ -57,10 +57,15 @@ def _steps(equation: Any) -> list[Any]:
     if not _is_selected(equation):
         return [equation]
 
+    @jax.custom_jvp
     def run(index: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         first, second = (jaxpr_as_fun(branch)(*operands) for branch in branches)
-        # The second is chosen by any index but 0.
-        return [jax.lax.select_n(index != 0, *pair) for pair in zip(first, second, strict=True)]
+        return [jax.lax.select_n(index > 0, *pair) for pair in zip(first, second, strict=True)]
+
+    # The derivative of a selection is not that of a branch: what is not selected may have none, and 0 times that.
+    @run.defjvp
+    def run_jvp(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *operands: equation.primitive.bind(*operands, **equation.params), primals, tangents)
 
     return call_steps(equation, run)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _FUNCTION = "call_hi_primitive"
@@ -66,6 +67,8 @@ def call_steps(equation: Any, run: Callable[..., list[Any]]) -> list[Any]:
         # A result may be an operand, or come twice: each copy is a variable of its own, and costs nothing.
         return [jnp.array(result, copy=True) for result in jax.jit(run)(*operands)]
 
+    if not all(isinstance(var.aval, ShapedArray) for var in equation.invars):  # a reference or a token
+        return [equation]
     program = jax.make_jaxpr(copied)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
     if program.consts:  # they would have to be arguments: such an equation stays as it is
         return [equation]

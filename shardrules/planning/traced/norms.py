@@ -123,7 +123,7 @@ class NormGradients:
     @classmethod
     def of(cls, program: TracedProgram, written: frozenset[int]) -> Self:
         products, siblings, inputs = dict[int, int](), dict[int, int](), dict[int, int]()
-        firsts: dict[int | None, int] = {}
+        firsts: dict[int, int] = {}
         for operation in program.operations:
             columns = _columns(operation) if operation.name == "reduce_sum" else 0
             product = _added_up(program, operation) if columns else None
@@ -135,7 +135,8 @@ class NormGradients:
             if len({**sides[0], **sides[1]}) < 2:
                 continue
             products[product] = max(1, columns // 2)
-            siblings[product] = min([firsts.setdefault(factor, op_index) for factor in factors])
+            earliest = (firsts.setdefault(factor, op_index) for factor in factors if factor is not None)
+            siblings[product] = min(earliest, default=op_index)
             for factor, side in zip(factors, sides, strict=True):
                 producer = None if factor is None else program.producers.get(factor)
                 if len(side) == 1 and producer is not None and program.operations[producer].name == "sub":
@@ -292,10 +293,11 @@ def _sums_more_than_rows(program: TracedProgram, operation: Operation) -> bool:
 
 def _is_from_rows(program: TracedProgram, array: int | None, shape: tuple[int, ...]) -> bool:
     """Whether an array broadcasts what is reduced from short rows of some shape."""
-    chain = [array]
+    chain, visited = [array], dict[int | None, None]()
     while chain:
         link = chain.pop()
-        producer = None if link is None else program.producers.get(link)
+        producer = None if link is None or link in visited else program.producers.get(link)
+        visited[link] = None
         operation = None if producer is None else program.operations[producer]
         if link is None or operation is None or operation.role != "compute":
             continue

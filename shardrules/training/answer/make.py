@@ -187,7 +187,7 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
     if outcome.refusal:
         if not outcome.peak_bytes:
             return outcome.refusal
-        return f"does not fit: {bytes_text(outcome.peak_bytes)} or more of {bytes_text(limit)}, whatever the layouts"
+        return f"does not fit: needs at least {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
     if outcome.host_bytes > host_limit:
         return f"does not fit on the host: {bytes_text(outcome.host_bytes)} of {bytes_text(host_limit)} for each device"
     if not outcome.fits:

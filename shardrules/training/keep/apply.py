@@ -111,7 +111,8 @@ def _other_program(why: str) -> ConfigError:
 def _checkpointed(program: Jaxpr, unit_index: int, kept: KeptUnit, prevent_cse: bool) -> list[Any]:
     """The equation that computes a program, and whose gradient keeps only the values in `kept`.
 
-    Before it come names for inputs. Those on the device are kept without: the names are for who reads the program.
+    Before it come names for inputs. Those on the device would be kept without: these names are for readers of the
+    program.
     """
     named = _Named(unit_index, kept)
     inner, inputs = named.program(program), list(program.invars)

@@ -11,8 +11,8 @@ from shardrules.training.step import Recipe
 def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep:
     """Returns what the backward pass keeps, with the bytes of each device by the layouts of a plan.
 
-    What parts of the program keep that are as written is not named. It is split as all that is; if nothing is, as the
-    batch.
+    Values kept by parts that stay as written have no name: they count as split like those that have one, or like the
+    batch if none has.
     """
     keep, sizes, program = recipe.keep, mesh_sizes(planned.mesh), planned.task.problem.program
     whole_bytes = local_bytes = 0

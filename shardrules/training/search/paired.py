@@ -42,9 +42,12 @@ def paired_bytes(plan: AutoPlan, recipe: Recipe) -> int:
 
 
 def _carried(program: TracedProgram, recipe: Recipe) -> Iterator[int]:
-    """Yields the arrays that go round the loop over microbatches."""
+    """Yields the arrays that go round the loop over microbatches: the first with as many rounds, before the update."""
+    first = None
     for operation in program.operations:
         region = program.regions[operation.region]
         is_outermost = region.parent >= 0 and program.regions[region.parent].parent < 0
         if operation.name == "join" and is_outermost and region.run_count == recipe.microbatches:
-            yield operation.results[0]
+            first = operation.region if first is None else first
+            if operation.region == first:
+                yield operation.results[0]

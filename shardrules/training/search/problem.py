@@ -214,6 +214,11 @@ def plan_once(
     result = query.task.within(float("inf") if is_free else max(0.0, limit_bytes - least_bytes), deadline)
     plan = query.plan(result)
     more_bytes = paired_bytes(plan, recipe) if is_paired else 0
+    if not is_free and result.fits and result.peak_bytes + more_bytes > limit_bytes:
+        # What goes round twice is larger in these layouts than at the least: leave room for it.
+        result = query.task.within(max(0.0, limit_bytes - more_bytes), deadline)
+        plan = query.plan(result)
+        more_bytes = paired_bytes(plan, recipe)
     batch_splits = _batch_splits(plan, problem.loss.split.example_dims)
     host_bytes = plan.host_traffic.argument_bytes + plan.host_traffic.kept_bytes // recipe.microbatches
     return Outcome(

@@ -61,3 +61,15 @@ def test_products_of_two_arrays_are_written_before_some_sums(axes: tuple[int, ..
     columns = 4 * 128
     assert {*fused.gradients.products.values()} == ({columns // 2} if count else set())
     assert not fused.gradients.products.keys() & fused.with_many_columns.written
+
+
+def test_long_chains_of_products_are_walked_once() -> None:
+    """Each step reads the one before twice: walks that forget where they were would take 2 to the power of 60 steps."""
+
+    def loss(x: Any, scale: Any) -> Any:
+        for _ in range(60):
+            scale = scale * (2 - x[0, 0] * scale)
+        return jnp.mean((x * scale) ** 2)
+
+    shapes = jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.bfloat16)
+    assert written(loss, *shapes) == []
