@@ -62,6 +62,7 @@ def test_scalar_sums_are_completed() -> None:
     close(plan.jit(step)(w, x), step(w, x))
 
 
+@pytest.mark.slow
 def test_a_planned_step_computes_the_same() -> None:
     weights, x = {"qkv": real(64, 3, 8, 16), "out": real(8, 16, 64, seed=1)}, real(16, 32, 64, seed=2)
     plan = sr.autoplan(train_step(SHARDED_ATTENTION), weights, x, mesh=sr.create_mesh(MESH))
