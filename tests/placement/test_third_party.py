@@ -99,7 +99,7 @@ def assert_split(model: Any) -> None:
     assert here < sum(leaf.nbytes for leaf in arrays) / 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("types", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_third_party_models_compute_the_same(name: str, types: str) -> None:

@@ -78,7 +78,7 @@ def assert_sharded_as(tree: Any, plan: sr.ShardingPlan, mesh: Mesh) -> int:
     return split
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_losses_match_one_device_and_nothing_moves(task: Task, kind: str) -> None:

@@ -512,6 +512,7 @@ def test_eight_microbatches_reduce_gradients_once(spec: P) -> None:
     assert sorted(re.findall(r"f32\[([\d,]*)\]", reduction)) == ["", "3,16,32", "3,32,16"]
 
 
+@pytest.mark.slow
 def test_without_groups_each_microbatch_reduces_and_data_stays() -> None:
     text = compiled_text(P(), 1)
     outside, inside = sent_in_loops(text)

@@ -427,6 +427,7 @@ def test_methods_of_one_object_are_compiled_each() -> None:
     assert [float(fn(jnp.ones(8))[0]) for fn in jitted] == [16, 32, 16, 8, 16]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["function", "model"])
 def test_functions_and_models_are_freed_when_they_are_dropped(kind: str) -> None:
     def make() -> Any:

@@ -74,6 +74,7 @@ def test_search_with_a_budget_is_near_the_best(seed: int, part: float) -> None:
     assert result.bound <= best * (1 + 1e-6) + slack
 
 
+@pytest.mark.slow
 def test_budgets_make_random_programs_slower() -> None:
     """Otherwise the test above would prove little."""
     slower = 0

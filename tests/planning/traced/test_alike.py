@@ -111,6 +111,7 @@ def test_equal_layers_get_the_same_specs() -> None:
     assert all(specs == middle[0] for specs in middle)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("train", [False, True])
 def test_more_layers_add_no_nodes(train: bool) -> None:
     fn = step if train else loss

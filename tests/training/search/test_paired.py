@@ -28,6 +28,7 @@ def test_gradients_of_microbatches_count_again_in_pairs_of_rounds(recipe: Recipe
     assert paired.seconds == plain.seconds
 
 
+@pytest.mark.slow
 def test_limits_leave_room_for_pairs_of_rounds() -> None:
     cluster = f"cuda:h100:2 {FLAG}=true"
     free = planned(cluster, Recipe(2))
