@@ -77,7 +77,7 @@ def update_by_parts(update: Callable[..., Any], gradients: Any, state: Any, para
 
     traced = jax.make_jaxpr(run)(*map(_on_device_type, arrays))
     # A branch takes and returns all of the state: without them, optimizers that may skip an update have parts.
-    program = flattened(ClosedJaxpr(without_branches(traced.jaxpr), traced.consts))
+    program = flattened(ClosedJaxpr(without_branches(traced.jaxpr, has_derivatives=False), traced.consts))
     parted = _PartedUpdate.of(program, [*map(_is_on_host, arrays)])
     values = iter(parted.run(arrays, _results_on_host(returned[-1], state)))
     out_leaves, out_treedef = jtu.tree_flatten(returned[-1])

@@ -6,6 +6,7 @@ computed from, over arrays that nothing else needs. Where one of them only passe
 more than passing over elements, one branch runs, and its results are arrays of their own.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -31,10 +32,11 @@ _OPEN = frozenset(("scan", "while", "cond", *INLINED))
 """Primitives whose programs are part of the one around them. Kernels and `shard_map` stay as they are."""
 
 
-def without_branches(jaxpr: Jaxpr) -> Jaxpr:
+def without_branches(jaxpr: Jaxpr, has_derivatives: bool = True) -> Jaxpr:
     """Returns a program without the branches that compilers leave out or compute all of, at any depth.
 
     Gradients of the program are those of its branches, also where an element of the branch that is not taken has none.
+    A program that is never differentiated needs none: `has_derivatives` is false.
 
     ```python
     from shardrules.planning.run.branches import without_branches
@@ -43,10 +45,11 @@ def without_branches(jaxpr: Jaxpr) -> Jaxpr:
     assert all(equation.primitive.name != "cond" for equation in without_branches(program).eqns)
     ```
     """
-    return replaced(jaxpr, _steps, lambda equation: equation.primitive.name in _OPEN)
+    steps_of = functools.partial(_steps, has_derivatives)
+    return replaced(jaxpr, steps_of, lambda equation: equation.primitive.name in _OPEN)
 
 
-def _steps(equation: Any) -> list[Any]:
+def _steps(has_derivatives: bool, equation: Any) -> list[Any]:
     variables = (*equation.invars, *equation.outvars)
     if equation.primitive.name != "cond" or any(is_on_host(var.aval) for var in variables):
         return [equation]
@@ -57,17 +60,17 @@ def _steps(equation: Any) -> list[Any]:
     if not _is_selected(equation):
         return [equation]
 
-    @jax.custom_jvp
-    def run(index: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    def select(index: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         first, second = (jaxpr_as_fun(branch)(*operands) for branch in branches)
         return [jax.lax.select_n(index > 0, *pair) for pair in zip(first, second, strict=True)]
 
     # The derivative of a selection is not that of a branch: what is not selected may have none, and 0 times that.
-    @run.defjvp
-    def run_jvp(primals: Any, tangents: Any) -> Any:
+    def select_jvp(primals: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *operands: equation.primitive.bind(*operands, **equation.params), primals, tangents)
 
-    return call_steps(equation, run)
+    differentiable = jax.custom_jvp(select)
+    differentiable.defjvp(select_jvp)
+    return call_steps(equation, differentiable if has_derivatives else select)
 
 
 def _is_selected(equation: Any) -> bool:
