@@ -44,11 +44,16 @@ def docstrings(modules: tuple[Module, ...]) -> list[tuple[str, str, str, int]]:
     return [entry for entry in entries if "```" in entry[2] or "~~~" in entry[2]]
 
 
+def environment_variables() -> dict[str, str]:
+    """The environment, without what JAX writes into it at the first Pallas kernel if its CUDA plugin is installed."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC_GPU_")}
+
+
 def lasting_effects(run: Callable[[], object]) -> list[str]:
     """Runs an example, and returns the global state that it changed, which the next example would see."""
-    before = dict(os.environ), dict(jax.config.values), jax.sharding.get_abstract_mesh()
+    before = environment_variables(), dict(jax.config.values), jax.sharding.get_abstract_mesh()
     run()
-    after = dict(os.environ), dict(jax.config.values), jax.sharding.get_abstract_mesh()
+    after = environment_variables(), dict(jax.config.values), jax.sharding.get_abstract_mesh()
     names = ("the environment", "the configuration of JAX", "the mesh: write `with jax.set_mesh(...)`")
     return [name for name, old, new in zip(names, before, after, strict=True) if old != new]
 
