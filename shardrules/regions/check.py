@@ -75,7 +75,7 @@ def check_region(
     check = _Check(function, options, arrays, gradients, tolerance, devices)
     problems = check.problems()
     if problems:
-        name = getattr(function.fn, "__name__", "region")
+        name = function.on_shards(options).name
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise ExpectationError(f"region {name} ({function.declaration}) is not what it declares:{lines}")
 

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 from shardrules.analysis.compiling.jaxprs import programs_in
-from shardrules.analysis.compiling.model_flops import equation_flops
+from shardrules.analysis.compiling.model_flops import equation_flops, inner_runs
 from shardrules.core.errors import ConfigError
 from shardrules.core.jax_state import trace_key
 from shardrules.regions.declaration import Axes, Declaration
@@ -234,15 +234,11 @@ def _flops(program: ClosedJaxpr | Jaxpr) -> int:
     total = 0
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     for equation in jaxpr.eqns:
-        name, params, rounds = equation.primitive.name, equation.params, 1
+        name, params = equation.primitive.name, equation.params
         if name == "region":
             total += params["function"].flops(params["program"])
-            continue
-        if name == "pallas_call":
-            if params["cost_estimate"] is not None:
-                total += int(params["cost_estimate"].flops)
-                continue
-            rounds = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-        rounds = params["length"] if name == "scan" else rounds
-        total += equation_flops(equation) + rounds * sum(map(_flops, programs_in(equation)))
+        elif name == "pallas_call" and params["cost_estimate"] is not None:
+            total += int(params["cost_estimate"].flops)
+        else:
+            total += equation_flops(equation) + inner_runs(equation) * sum(map(_flops, programs_in(equation)))
     return total

@@ -67,7 +67,7 @@ def model_matmuls(
             is_counted = is_certain and not _is_rewritten(equation)
             yield ModelMatmul(equation, times * count(equation), is_counted, repeats)
         else:
-            inner_times = times * _rounds(equation) * _device_count(equation)
+            inner_times = times * inner_runs(equation)
             is_inner_certain = is_certain and name not in ("while", "pallas_call")
             for program in programs_in(equation):
                 yield from model_matmuls(program, inner_times, is_inner_certain, repeats)
@@ -87,6 +87,11 @@ def _is_rewritten(equation: Any) -> bool:
     # TPUs emulate float64 and int64 by several products of smaller types.
     is_wide = equation.outvars[0].aval.dtype.itemsize > 4
     return equation.primitive.name == "ragged_dot_general" or groups > 1 or is_wide
+
+
+def inner_runs(equation: Any) -> int:
+    """Returns how often the programs inside an equation run on whole arrays: in each round, and on each device."""
+    return _rounds(equation) * _device_count(equation)
 
 
 def _rounds(equation: Any) -> int:
