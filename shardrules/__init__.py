@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from shardrules.planning.autoplan import autoplan
     from shardrules.planning.graph.machine import Assumptions
     from shardrules.regions.check import check_region
-    from shardrules.regions.region import region
+    from shardrules.regions.region import alternatives, region
     from shardrules.rules.auto import AutoShardingRule
     from shardrules.rules.composite import CompositeShardingRule
     from shardrules.rules.dim import DimShardingRule
@@ -187,6 +187,7 @@ __all__ = [
     "Hardware",
     "kernel_cost",
     # Regions
+    "alternatives",
     "region",
     "check_region",
     "fits",

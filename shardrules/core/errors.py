@@ -27,6 +27,11 @@ class ConfigError(ShardRulesError, ValueError):
 
 
 @final
+class SplitError(ShardRulesError, ValueError):
+    """A region that cannot run on shards of these shapes. Its function raises it, and plans take another split."""
+
+
+@final
 class ConfigTypeError(ShardRulesError, TypeError):
     """An argument, or the result of a function that you passed, of a type that is not accepted."""
 

@@ -16,7 +16,7 @@ from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import ConfigError, ConfigTypeError, ExpectationError, MeshError
 from shardrules.core.tree import array_kind
-from shardrules.regions.declaration import Axes, Declaration
+from shardrules.regions.declaration import Declaration, ShardAxes
 from shardrules.regions.region import RegionFunction
 
 _TOLERANCES = {
@@ -141,7 +141,7 @@ class _Check:
             axis_types=(AxisType.Auto,) * len(pieces),
         )
         split = ", ".join(f"{letter} in {count}" for letter, count in pieces.items())
-        axes: dict[str, Axes] = {letter: (letter,) for letter in pieces}
+        axes = ShardAxes({letter: (letter,) for letter in pieces})
         specs, _ = self.function.declaration.specs(axes)
         placed = [
             jax.device_put(operand, NamedSharding(mesh, spec))

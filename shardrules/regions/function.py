@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
 import attrs
@@ -13,12 +13,13 @@ from jax import lax
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
 
 from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.model_flops import equation_flops, inner_runs
-from shardrules.core.errors import ConfigError
+from shardrules.core.errors import ConfigError, SplitError
 from shardrules.core.jax_state import trace_key
-from shardrules.regions.declaration import Axes, Declaration
+from shardrules.regions.declaration import Axes, Declaration, ShardAxes
 
 
 @final
@@ -28,11 +29,21 @@ class ShardFunction:
 
     name: str
     run: Callable[..., list[Any]]
+    """Takes the axes over which shards are exchanged, then the operands."""
     declaration: Declaration
     cost: Callable[..., Any] | None = None
     """Returns FLOPs, from shapes of shards: `None` where they are counted."""
+    alternatives: tuple["ShardFunction", ...] = ()
+    """Functions that compute the same, of which one runs; `run` is that of the first."""
     _cache: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
     """Programs and functions that are derived from it, so that JAX compiles none of them twice."""
+
+    @property
+    def text(self) -> str:
+        """What is declared, the same in every process: equations that print it are told apart by it."""
+        return " or ".join(
+            f"{function.name} {function.declaration.text}" for function in (self.alternatives or (self,))
+        )
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raises an error that lists what is wrong, if anything is."""
@@ -54,7 +65,7 @@ class ShardFunction:
         self.refuse(self.declaration.misfits(shapes, None))
         run = _in_same_settings(self.run)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            program = jax.make_jaxpr(run)(*structs)
+            program = jax.make_jaxpr(functools.partial(run, ()))(*structs)
         problems = self.declaration.misfits(shapes, [tuple(aval.shape) for aval in program.out_avals])
         if any(isinstance(const, Tracer) for const in program.consts):
             problems.append("it uses arrays that are traced outside of it; pass them as arguments")
@@ -72,7 +83,73 @@ class ShardFunction:
                 if declaration.summed(index) and not jnp.issubdtype(aval.dtype, jnp.number)
             ]
         )
-        return attrs.evolve(self, run=run, declaration=declaration), program
+        alternatives = tuple(alternative.traced(program.in_avals) for alternative in self.alternatives)
+        types = [_types(program), *(_types(other) for _, other in alternatives)]
+        if len({*types}) > 1:
+            self.refuse([f"alternatives must return the same types, got {'; '.join(map(str, types[1:]))}"])
+        traced = attrs.evolve(
+            self, run=run, declaration=declaration, alternatives=tuple(function for function, _ in alternatives)
+        )
+        return traced, program
+
+    def shard_program(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> ClosedJaxpr:
+        """The program of one device, for whole operands or their types."""
+        specs, _ = self.declaration.specs(axes)
+        structs = tuple(
+            jax.ShapeDtypeStruct(shard_shape(operand.shape, spec, mesh_sizes), operand.dtype)
+            for operand, spec in zip(operands, specs, strict=True)
+        )
+        sizes = tuple((name, mesh_sizes[name]) for name in axes.exchange)
+        key = "shards", sizes, tuple((struct.shape, struct.dtype) for struct in structs), trace_key()
+        return self._cached(key, lambda: self._trace_shards(axes.exchange, sizes, structs))
+
+    def _trace_shards(
+        self, exchange: Axes, sizes: Sequence[tuple[str, int]], structs: Sequence[jax.ShapeDtypeStruct]
+    ) -> ClosedJaxpr:
+        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with no_mesh:
+            return jax.make_jaxpr(functools.partial(self.run, exchange), axis_env=sizes)(*structs)
+
+    def candidates(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> list[int]:
+        """The alternatives that can be split so; `[0]` for a function without."""
+        if not self.alternatives:
+            return [0]
+        possible = []
+        for index, alternative in enumerate(self.alternatives):
+            if alternative.declaration.allows(axes):
+                with contextlib.suppress(SplitError):
+                    alternative.shard_program(axes, mesh_sizes, operands)
+                    possible.append(index)
+        return possible
+
+    def alternative(self, index: int) -> "ShardFunction":
+        """One of the alternatives; the function itself if it has none."""
+        return self.alternatives[index] if self.alternatives else self
+
+    def fitting(
+        self,
+        specs: Sequence[PartitionSpec],
+        results: Sequence[PartitionSpec],
+        mesh_sizes: Mapping[str, int],
+        avals: Any,
+    ) -> tuple["ShardFunction", ShardAxes]:
+        """The function that runs where operands and results are split in these specs, and how it is split.
+
+        Of alternatives it is the one that is split over the most devices, and the first of equal ones.
+        """
+        best: tuple[ShardFunction, ShardAxes] | None = None
+        for index in range(max(1, len(self.alternatives))):
+            function = self.alternative(index)
+            sizes = function.declaration.sizes([aval.shape for aval in avals])
+            axes = function.declaration.axes_of(specs, results, mesh_sizes, sizes)
+            if self.alternatives and index not in self.candidates(axes, mesh_sizes, avals):
+                continue
+            if best is None or axes.device_count(mesh_sizes) > best[1].device_count(mesh_sizes):
+                best = function, axes
+        if best is None:
+            self.refuse([f"none of its alternatives can be split as {', '.join(map(str, specs))}"])
+        assert best is not None
+        return best
 
     def flops(self, program: ClosedJaxpr) -> int:
         """The FLOPs of a program of this function: what its author says, or those of its matmuls and kernels."""
@@ -83,11 +160,11 @@ class ShardFunction:
             self.refuse([f"its cost must return a number of at least 0, got {flops!r:.60}"])
         return int(flops)
 
-    def run_on_shard(self, axes: dict[str, Axes], operands: Sequence[Any]) -> list[Any]:
+    def run_on_shard(self, axes: ShardAxes, operands: Sequence[Any]) -> list[Any]:
         """Runs on the shards of one device, and completes sums over letters that are split over `axes`."""
         results = []
-        for index, result in enumerate(self.run(*operands)):
-            names = tuple(name for letter in self.declaration.summed(index) for name in axes.get(letter, ()))
+        for index, result in enumerate(self.run(axes.exchange, *operands)):
+            names = self.declaration.sum_axes(index, axes)
             results.append(lax.psum(result, names) if names else result)
         return results
 
@@ -100,11 +177,17 @@ class ShardFunction:
         return self._cached(("mapped", is_batched), lambda: self._map(is_batched))
 
     def _map(self, is_batched: tuple[bool, ...]) -> Self:
+        in_axes = [0 if flag else None for flag in is_batched]
+
+        def run(exchange: Axes, *operands: Any) -> list[Any]:
+            return jax.vmap(functools.partial(self.run, exchange), in_axes)(*operands)
+
         return attrs.evolve(
             self,
-            run=jax.vmap(self.run, in_axes=[0 if flag else None for flag in is_batched]),
+            run=run,
             declaration=attrs.evolve(self.declaration.with_dim(is_batched), sources=()),
             cost=None if self.cost is None else functools.partial(_cost_of_all, self.cost, is_batched),
+            alternatives=tuple(alternative.mapped(is_batched) for alternative in self.alternatives),
         )
 
     def with_results(self, kept: tuple[int, ...]) -> Self:
@@ -112,8 +195,8 @@ class ShardFunction:
         return self._cached(("results", kept), lambda: self._select(kept))
 
     def _select(self, kept: tuple[int, ...]) -> Self:
-        def run(*operands: Any) -> list[Any]:
-            results = self.run(*operands)
+        def run(exchange: Axes, *operands: Any) -> list[Any]:
+            results = self.run(exchange, *operands)
             return [results[index] for index in kept]
 
         declaration = attrs.evolve(
@@ -121,7 +204,8 @@ class ShardFunction:
             results=tuple(self.declaration.results[index] for index in kept),
             sources=tuple(self.declaration.sources[index] for index in kept),
         )
-        return attrs.evolve(self, run=run, declaration=declaration)
+        alternatives = tuple(alternative.with_results(kept) for alternative in self.alternatives)
+        return attrs.evolve(self, run=run, declaration=declaration, alternatives=alternatives)
 
     def backward(self, operands: Sequence[Any]) -> "BackwardPass":
         """The backward pass for these operands. What cannot be differentiated raises."""
@@ -133,14 +217,14 @@ class ShardFunction:
         smooth = tuple(index for index, aval in enumerate(program.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
         count, forward = len(program.in_avals), self.declaration
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(exchange: Axes, *arrays: Any) -> list[Any]:
             operands, cotangents = arrays[:count], arrays[count:]
 
             def results_of(*changed: Any) -> list[Any]:
                 all_operands = list(operands)
                 for index, array in zip(trained, changed, strict=True):
                     all_operands[index] = array
-                results = self.run(*all_operands)
+                results = self.run(exchange, *all_operands)
                 return [results[index] for index in smooth]
 
             _, gradients_of = jax.vjp(results_of, *(operands[index] for index in trained))
@@ -150,10 +234,18 @@ class ShardFunction:
             (*forward.operands, *(forward.results[index] for index in smooth)),
             tuple(forward.operands[index] for index in trained),
             forward.split,
+            forward.exchange,
         )
         # What the forward pass computes is computed again, and each product has two gradients.
         cost = self.cost and (lambda *shapes: 3 * self.cost(*shapes[:count]))  # pyright: ignore[reportOptionalCall]
-        function = attrs.evolve(self, name=f"{self.name}_backward", run=run, declaration=declaration, cost=cost)
+        function = attrs.evolve(
+            self,
+            name=f"{self.name}_backward",
+            run=run,
+            declaration=declaration,
+            cost=cost,
+            alternatives=tuple(alternative._differentiate(program).function for alternative in self.alternatives),
+        )
         avals = [*program.in_avals, *(program.out_avals[index] for index in smooth)]
         self._refuse_shared_results(function.traced(avals)[0].declaration, trained, smooth)
         return BackwardPass(function, trained, smooth)
@@ -192,6 +284,17 @@ class BackwardPass:
     """The operands that have gradients."""
     smooth: tuple[int, ...]
     """The results that have cotangents."""
+
+
+def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a shard."""
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in tuple(spec))
+    pieces = [math.prod(mesh_sizes[name] for name in names) for names in entries]
+    return tuple(size // count for size, count in zip(shape, pieces, strict=True))
+
+
+def _types(program: ClosedJaxpr) -> str:
+    return ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in program.out_avals)
 
 
 def _sources(program: ClosedJaxpr, result_index: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.core.errors import ConfigError, SpecError
 from shardrules.core.jax_state import require_devices
 from shardrules.core.spec import spec_repr
-from shardrules.regions.declaration import Axes, Declaration
+from shardrules.regions.declaration import Declaration, ShardAxes
 from shardrules.regions.function import ShardFunction
 
 region_p = Primitive("region")
@@ -30,7 +30,7 @@ require_devices(region_p)
 def call_region(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
     """Runs a function on whole arrays, and on shards where these are split."""
     function, program = function.traced(operands)
-    return region_p.bind(*operands, function=function, program=program, rule=function.declaration.text)
+    return region_p.bind(*operands, function=function, program=program, rule=function.text)
 
 
 def _result_avals(*operands: Any, function: ShardFunction, program: ClosedJaxpr, rule: str) -> list[ShapedArray]:
@@ -39,21 +39,22 @@ def _result_avals(*operands: Any, function: ShardFunction, program: ClosedJaxpr,
     avals = [ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in program.out_avals]
     if split is None:
         return avals
-    mesh, axes = split
-    _, specs = function.declaration.specs(axes)
+    mesh, fitting, axes = split
+    _, specs = fitting.declaration.specs(axes)
     return [aval.update(sharding=NamedSharding(mesh, spec)) for aval, spec in zip(avals, specs, strict=True)]
 
 
-def _explicit_split(function: ShardFunction, avals: Sequence[Any]) -> tuple[Any, dict[str, Axes]] | None:
-    """The mesh and the axes of each letter where the types of operands say how they are split, else `None`."""
+def _explicit_split(function: ShardFunction, avals: Sequence[Any]) -> tuple[Any, ShardFunction, ShardAxes] | None:
+    """The mesh, the function and its axes where the types of operands say how they are split, else `None`."""
     mesh = next((aval.sharding.mesh for aval in avals if AxisType.Explicit in aval.sharding.mesh.axis_types), None)
     if mesh is None:
         return None
     if set(mesh.axis_types) != {AxisType.Explicit}:
         function.refuse([f"the mesh has axes of several types, {mesh.axis_types}; make all of them Auto or Explicit"])
+    specs = [aval.sharding.spec for aval in avals]
+    results = [PartitionSpec()] * len(function.declaration.results)
+    function, axes = function.fitting(specs, results, dict(mesh.shape), avals)
     declaration = function.declaration
-    specs, sizes = [aval.sharding.spec for aval in avals], declaration.sizes([aval.shape for aval in avals])
-    axes = declaration.axes_of(specs, [PartitionSpec()] * len(declaration.results), dict(mesh.shape), sizes)
     problems = []
     for index, (aval, before, after) in enumerate(zip(avals, specs, declaration.specs(axes)[0], strict=True)):
         pairs = zip(_entries(before, aval.ndim), _entries(after, aval.ndim), strict=True)
@@ -64,7 +65,7 @@ def _explicit_split(function: ShardFunction, avals: Sequence[Any]) -> tuple[Any,
             )
     if problems:
         raise SpecError(f"region {function.name} ({declaration}): {'; '.join(problems)}")
-    return mesh, axes
+    return mesh, function, axes
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...] | None]:
@@ -109,13 +110,13 @@ def _lowered(
     """The function that is compiled for a region."""
     split = _explicit_split(function, ctx.avals_in)
     if split is not None:
-        return _on_shards(function, *split)
+        return _on_shards(*split)
     # Inside of `shard_map` nothing is partitioned: its context has no number of devices.
     is_partitioned = getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
     return partitioned(function, program) if is_partitioned else jaxpr_as_fun(program)
 
 
-def _on_shards(function: ShardFunction, mesh: Any, axes: dict[str, Axes]) -> Callable[..., Any]:
+def _on_shards(mesh: Any, function: ShardFunction, axes: ShardAxes) -> Callable[..., Any]:
     operand_specs, result_specs = function.declaration.specs(axes)
     mapped = jax.shard_map(
         lambda *shards: function.run_on_shard(axes, shards),
@@ -153,24 +154,23 @@ def _partitioned(function: ShardFunction, program: ClosedJaxpr) -> Callable[...,
         function.refuse([f"compilers cannot split a function that calls back to Python. {_INSTEAD}"])
     if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in (*program.in_avals, *program.out_avals)):
         function.refuse([f"compilers cannot split typed keys; pass jax.random.key_data(key). Or: {_INSTEAD}"])
-    declaration = function.declaration
 
     # Partitioners replace the call; only the shapes of what it returns are read.
     def stand_in(*operands: Any) -> list[Any]:
         return [jnp.zeros(aval.shape, aval.dtype) for aval in program.out_avals]
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        axes = declaration.axes_of(
+        fitting, axes = function.fitting(
             [_spec(function, operand.sharding) for operand in operands],
             [_spec(function, result.sharding) for result in results],
             dict(mesh.shape),
-            declaration.sizes([operand.shape for operand in operands], [result.shape for result in results]),
+            program.in_avals,
         )
-        shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in declaration.specs(axes)]
-        return mesh, lambda *shards: function.run_on_shard(axes, shards), list(shardings[1]), shardings[0]
+        shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in fitting.declaration.specs(axes)]
+        return mesh, lambda *shards: fitting.run_on_shard(axes, shards), list(shardings[1]), shardings[0]
 
     called = custom_partitioning(stand_in)
-    called.def_partition(partition, sharding_rule=sharding_rule(declaration))
+    called.def_partition(partition, sharding_rule=sharding_rule(function.declaration))
     return called
 
 
@@ -183,12 +183,13 @@ def _spec(function: ShardFunction, sharding: Any) -> PartitionSpec:
 def sharding_rule(declaration: Declaration) -> SdyShardingRule:
     """The rule that compilers propagate shardings by."""
     in_results = {letter for term in declaration.results for letter in term}
+    splits = (*declaration.split, *declaration.exchange)
     letters = dict.fromkeys(letter for term in (*declaration.operands, *declaration.results) for letter in term)
     return SdyShardingRule(
         tuple(ArrayMapping(*term) for term in declaration.operands),
         tuple(ArrayMapping(*term) for term in declaration.results),
-        reduction_factors=tuple(letter for letter in declaration.split if letter not in in_results),
-        need_replication_factors=tuple(letter for letter in letters if letter not in declaration.split),
+        reduction_factors=tuple(letter for letter in letters if letter in splits and letter not in in_results),
+        need_replication_factors=tuple(letter for letter in letters if letter not in splits),
     )
 
 
@@ -208,7 +209,7 @@ def _without_unused(used: Sequence[bool], *arguments: Any) -> Any:
         params={
             "function": fewer,
             "program": ClosedJaxpr(jaxpr, program.consts),
-            "rule": fewer.declaration.text,
+            "rule": fewer.text,
         },
     )
 

@@ -1,4 +1,4 @@
-"""`region`: a function that runs on shards, with a declaration of how its dims go together."""
+"""`region`: a function that runs on shards, with a declaration of how its dims go together. And `alternatives`."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, final
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardrules.core.errors import ConfigError, ConfigTypeError
-from shardrules.regions.declaration import Declaration
+from shardrules.regions.declaration import Axes, Declaration
 from shardrules.regions.derivative import differentiable
 from shardrules.regions.function import ShardFunction
 
@@ -19,6 +19,7 @@ def region(
     *,
     split: str | None = None,
     whole: str | None = None,
+    exchange: str | None = None,
     cost: Callable[..., float] | None = None,
 ) -> "Callable[[Callable[..., Any]], RegionFunction]":
     """Declares how the dims of a function's arrays go together, so that devices can run it on their shards.
@@ -38,6 +39,10 @@ def region(
     - `split`: the letters that may be split. A result that lacks one of them is a sum over it, as in an einsum: shards
         of `"m k, k n -> m n"` with `split="m n k"` return parts of a sum, which is completed by an all-reduce.
     - `whole`: the letters that may not be split. One of `split` and `whole` is enough.
+    - `exchange`: letters that may be split too, all of them over the same mesh axes, where the function itself
+        communicates. It is called with the keyword argument `axis_name`: a tuple of mesh axes, as collectives of
+        `jax.lax` take them, or `None` where these letters are whole. Of a result that has none of these letters each
+        shard returns a part of a sum.
     - `cost`: a function that returns the FLOPs of one call, from a `jax.ShapeDtypeStruct` for each operand. By default
         the matmuls that the function writes are counted, and what its kernels estimate.
 
@@ -59,7 +64,7 @@ def region(
     assert jax.jit(normalise)(x, jnp.ones(4)).sharding.spec == P("data")
     ```
     """
-    declaration = Declaration.parse(rule, split, whole)
+    declaration = Declaration.parse(rule, split, whole, exchange)
     if cost is not None and not callable(cost):
         raise ConfigTypeError(f"region: cost must be a function of the operands' shapes, got {cost!r:.60}")
 
@@ -71,14 +76,81 @@ def region(
     return decorate
 
 
+def alternatives(*regions: "RegionFunction") -> "RegionFunction":
+    """Returns a region that is computed by one of several, which compute the same.
+
+    They have the same rule, and may be split along different letters, or communicate differently. `shardrules.autoplan`
+    and `shardrules.plan_training` take for each call the one that is fastest in the layout that they choose, for the
+    forward and the backward pass. Without a plan the one runs that is split over the most devices, and of equal ones
+    the first.
+
+    **Arguments:**
+
+    - `regions`: what `shardrules.region` returns, at least two. One that raises `shardrules.errors.SplitError` for
+        shards of some shapes is not taken for them.
+
+    **Returns:**
+
+    A region; keyword arguments are passed to whichever runs.
+
+    **Raises:**
+
+    `ConfigError` where the rules differ.
+
+    ```python
+    @sr.region("rows dim -> rows dim", split="rows")
+    def softmax(x):
+        return jax.nn.softmax(x)
+
+    @sr.region("rows dim -> rows dim", split="rows", exchange="dim")
+    def softmax_by_exchange(x, *, axis_name):
+        largest = jax.lax.stop_gradient(x.max(-1, keepdims=True))
+        if axis_name:
+            largest = jax.lax.pmax(largest, axis_name)
+        terms = jnp.exp(x - largest)
+        total = terms.sum(-1, keepdims=True)
+        return terms / (jax.lax.psum(total, axis_name) if axis_name else total)
+
+    either = sr.alternatives(softmax, softmax_by_exchange)
+    x = jax.device_put(jnp.ones((3, 16)), jax.NamedSharding(sr.create_mesh("model:8"), P(None, "model")))
+    assert jax.jit(either)(x).sharding.spec == P(None, "model")
+    ```
+    """
+    if len(regions) < 2 or not all(isinstance(region, RegionFunction) for region in regions):
+        raise ConfigTypeError(
+            f"alternatives needs at least two functions that shardrules.region returns, got {list(regions)!r:.80}"
+        )
+    flat = tuple(inner for region in regions for inner in (region.regions or (region,)))
+    declarations = [region.declaration for region in flat]
+    first = declarations[0]
+    problems = [
+        f"{region.name} is {declaration}, and {flat[0].name} {first}"
+        for region, declaration in zip(flat, declarations, strict=True)
+        if str(declaration) != str(first)
+    ]
+    exchanges = dict.fromkeys(tuple(sorted(each.exchange)) for each in declarations if each.exchange)
+    if len(exchanges) > 1:
+        problems.append(f"they exchange along different letters: {', '.join(map(' '.join, exchanges))}")
+    if problems:
+        raise ConfigError(f"alternatives must have one rule: {'; '.join(problems)}")
+    union = attrs.evolve(
+        first,
+        split=tuple(dict.fromkeys(letter for each in declarations for letter in each.split)),
+        exchange=next((each.exchange for each in declarations if each.exchange), ()),
+    )
+    return RegionFunction(flat[0].fn, union, regions=flat)
+
+
 @final
 @attrs.frozen(eq=False, slots=False)
 class RegionFunction:
-    """A function that devices run on their shards; `shardrules.region` makes one."""
+    """A function that devices run on their shards; `shardrules.region` and `shardrules.alternatives` make one."""
 
     fn: Callable[..., Any]
     declaration: Declaration
     cost: Callable[..., float] | None = None
+    regions: "tuple[RegionFunction, ...]" = ()
+    """The alternatives that it is computed by."""
     _functions: dict[Hashable, ShardFunction] = attrs.field(factory=dict, init=False, repr=False)
 
     @property
@@ -92,7 +164,7 @@ class RegionFunction:
         if AxisType.Manual in types and set(types) != {AxisType.Manual}:
             function.refuse(["it is inside a jax.shard_map over some axes of the mesh; map all of them"])
         # Inside of a shard_map operands are shards.
-        results = function.run(*arrays) if AxisType.Manual in types else differentiable(function, arrays)
+        results = function.run((), *arrays) if AxisType.Manual in types else differentiable(function, arrays)
         return results[0] if len(self.declaration.results) == 1 else tuple(results)
 
     def on_shards(self, options: dict[str, Any]) -> ShardFunction:
@@ -103,25 +175,31 @@ class RegionFunction:
             hash(key)
         except TypeError as error:
             raise ConfigTypeError(
-                f"region {self._name}: keyword arguments are static and must be hashable; pass arrays by position"
+                f"region {self.name}: keyword arguments are static and must be hashable; pass arrays by position"
             ) from error
         if key not in self._functions:
-            self._functions[key] = ShardFunction(self._name, self._run_with(options), self.declaration, self.cost)
+            functions = tuple(region.on_shards(options) for region in self.regions)
+            run = functions[0].run if functions else self._run_with(options)
+            self._functions[key] = ShardFunction(self.name, run, self.declaration, self.cost, functions)
         return self._functions[key]
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """For people: the name of the function, or of all alternatives."""
+        if self.regions:
+            return " or ".join(region.name for region in self.regions)
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def _run_with(self, options: dict[str, Any]) -> Callable[..., list[Any]]:
-        def run(*operands: Any) -> list[Any]:
-            results = self.fn(*operands, **options)
+        def run(exchange: Axes, *operands: Any) -> list[Any]:
+            axes = {"axis_name": exchange or None} if self.declaration.exchange else {}
+            results = self.fn(*operands, **options, **axes)
             listed = [results] if len(self.declaration.results) == 1 else results
             if not isinstance(listed, list | tuple) or not all(hasattr(result, "shape") for result in listed):
                 count = len(self.declaration.results)
                 expected = "one array" if count == 1 else f"a tuple of {count} arrays"
                 raise ConfigError(
-                    f"region {self._name} ({self.declaration}) must return {expected}, got {type(results).__name__}"
+                    f"region {self.name} ({self.declaration}) must return {expected}, got {type(results).__name__}"
                 )
             return list(listed)
 

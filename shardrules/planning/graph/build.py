@@ -23,7 +23,8 @@ from shardrules.planning.graph.compute_cost import ComputeCosts
 from shardrules.planning.graph.edges import EdgeBuilder
 from shardrules.planning.graph.layouts import WHOLE, all_layouts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Home, Node, Problem, project
+from shardrules.planning.graph.problem import Home, Node, Problem, nest_home, project
+from shardrules.planning.graph.region_cost import RegionCosts, is_priced_by_shards
 from shardrules.planning.traced.alike import op_classes
 from shardrules.planning.traced.clusters import Clusters, find_clusters
 from shardrules.planning.traced.fusion import FusedProgram
@@ -53,7 +54,7 @@ def build_problem(
     classes = op_classes(program, paths, tie)
     fusion = FusedProgram.of(program, feedback)
     costs = ComputeCosts(fusion, machine, feedback)
-    builder = _GraphBuilder(program, machine, costs, feedback, sums, clusters)
+    builder = _GraphBuilder(program, machine, costs, RegionCosts(machine), feedback, sums, clusters)
     for position, array in enumerate(program.arguments):
         spec = pinned.get(position)
         builder.add_argument(position, array, ("argument", classes.arguments[position], spec), spec)
@@ -77,6 +78,7 @@ def build_problem(
         edges.edge_indices,
         feedback,
         tuple(builder.ignored_specs),
+        builder.region_nodes,
     )
 
 
@@ -88,6 +90,7 @@ class _GraphBuilder:
     program: TracedProgram
     machine: Machine
     costs: ComputeCosts
+    region_costs: RegionCosts
     feedback: Mapping[int, int]
     sums: PartialSums
     clusters: Clusters
@@ -96,6 +99,7 @@ class _GraphBuilder:
     operand_homes: dict[tuple[int, int], Home] = attrs.field(factory=dict)
     produced_homes: dict[tuple[int, int], Home] = attrs.field(factory=dict)
     ignored_specs: dict[str, None] = attrs.field(factory=dict)
+    region_nodes: dict[int, int] = attrs.field(factory=dict)
     _node_indices: dict[Any, int] = attrs.field(factory=dict)
     _cluster_nodes: dict[int, int] = attrs.field(factory=dict)
 
@@ -119,7 +123,7 @@ class _GraphBuilder:
             self._add_passed_on(op_index, op_class)
         elif operation.role == "opaque":
             self._add_as_written(op_index, op_class)
-        elif len(operation.results) == 1 and not operation.factors.reduced and arrays[operation.results[0]].shape:
+        elif not operation.is_nest and arrays[operation.results[0]].shape:
             self._add_output_driven(op_index, op_class)
         else:
             self._add_loops(op_index, op_class)
@@ -168,12 +172,19 @@ class _GraphBuilder:
         """Adds an operation whose layouts are splits of its loops."""
         operation = self.program.operations[op_index]
         factors = operation.factors
-        node, _ = self._node_of_class(("node", op_class), factors.sizes, operation.name)
-        self._set_operand_homes(op_index, node, {factor: factor for factor in range(len(factors.sizes))})
+        node, is_new = self._node_of_class(("node", op_class), factors.sizes, operation.name)
+        if operation.name == "region":
+            self.region_nodes[op_index] = node
+            if is_new:
+                self._keep_layouts(node, self.region_costs.possible(operation, self.nodes[node].layouts))
+        for operand_index, operand in enumerate(operation.operands):
+            if operand in self.homes:
+                home = nest_home(node, factors, factors.operands[operand_index])
+                self.operand_homes[op_index, operand_index] = home
         for result_index, result in enumerate(operation.results):
             if not self.program.arrays[result].shape:
                 continue
-            home = Home(node, factors.results[result_index], factors.summed(result_index))
+            home = nest_home(node, factors, factors.results[result_index], factors.summed(result_index))
             # A sum that is only added to others stays in parts: all are completed together at the end.
             if not self.sums.is_only_added(result):
                 home = self._home_after(op_index, op_class, result_index, home)
@@ -261,7 +272,10 @@ class _GraphBuilder:
                 self.operand_homes[op_index, operand_index] = Home(node, dims)
 
     def _add_compute_seconds(self, op_index: int, node_index: int) -> None:
-        node = self.nodes[node_index]
+        node, operation = self.nodes[node_index], self.program.operations[op_index]
+        if operation.name == "region" and is_priced_by_shards(operation):
+            node.seconds = node.seconds + operation.run_count * self.region_costs.seconds(operation, node.layouts)
+            return
         seconds, memory = self.costs.seconds(op_index, node_index, node.layouts, self.operand_homes)
         node.seconds, node.memory_seconds = node.seconds + seconds, node.memory_seconds + memory
 
@@ -282,6 +296,10 @@ class _GraphBuilder:
         if not keep.any() or unknown_axes:
             self.ignored_specs[spec_repr(spec)] = None
             return
+        self._keep_layouts(home.node, keep)
+
+    def _keep_layouts(self, node_index: int, keep: np.ndarray) -> None:
+        node = self.nodes[node_index]
         node.layouts, node.seconds, node.memory_seconds = (
             node.layouts[keep],
             node.seconds[keep],

@@ -20,7 +20,7 @@ from shardrules.planning.graph.host_moves import host_move
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.operand_copies import OperandCopies, copied_filter
-from shardrules.planning.graph.problem import Home, project
+from shardrules.planning.graph.problem import Home, nest_home, project
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.kernels import IN_PLACE, is_matmul, reduced_runs
 from shardrules.planning.traced.program import Operation
@@ -154,8 +154,10 @@ class ComputeCosts:
         # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
         rows, factors = layouts, operation.factors
         is_part = bool(factors.reduced) and operation.name in IN_PLACE
-        if (len(operation.results) > 1 or factors.reduced) and not is_part:
-            rows = project(layouts, Home(node, factors.results[result_index], factors.summed(result_index)))
+        if operation.is_nest and not is_part:
+            rows = project(
+                layouts, nest_home(node, factors, factors.results[result_index], factors.summed(result_index))
+            )
         return shard_counts(rows, self.machine)
 
     def _operand_copy_bytes(

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
+from shardrules.planning.traced.factors.table import Factors
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 
@@ -40,6 +41,7 @@ class Home:
     node: int
     dims: tuple[int | None, ...]  # None: never split
     sums: tuple[int, ...] = ()  # dims of the node that the array is summed over: split, they make it partial
+    joint: tuple[tuple[int, int], ...] = ()  # more dims of the node, each with the dim of the array that it splits
 
 
 @final
@@ -135,11 +137,20 @@ class Problem:
     """For results that a caller passes again, the argument that each becomes: they share its memory."""
     ignored_specs: tuple[str, ...]
     """Constraints in the function that no layout of this mesh satisfies."""
+    region_nodes: Mapping[int, int] = attrs.field(factory=dict)
+    """For each region the node of its splits."""
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
         """The layout of an array."""
         row = self.nodes[home.node].layouts[choice[home.node]][None]
         return tuple(map(int, project(row, home)[0]))
+
+    def region_layout(self, op_index: int, choice: Sequence[int]) -> tuple[int, ...]:
+        """The layout of a region over its factors."""
+        node = self.region_nodes.get(op_index)
+        if node is None:  # it has only scalars
+            return (WHOLE,) * len(self.machine.axes)
+        return tuple(map(int, self.nodes[node].layouts[choice[node]]))
 
     def highest_cost(self) -> float:
         """Seconds that no choice exceeds."""
@@ -188,15 +199,24 @@ def read_region(program: TracedProgram, op_index: int, operand_index: int) -> in
     return operation.region
 
 
+def nest_home(node: int, factors: Factors, array: Sequence[int | None], sums: tuple[int, ...] = ()) -> Home:
+    """The home of an array, given the factor of each of its dims, in a node over the factors of its operation."""
+    joint = [(factors.exchange, dim) for dim, factor in enumerate(array) if factor in factors.joint]
+    return Home(node, tuple(array), sums, tuple((node_dim, dim) for node_dim, dim in joint if node_dim is not None))
+
+
 def project(rows: np.ndarray, home: Home) -> np.ndarray:
     """The layouts of an array that follow from layouts of its node."""
     # A lookup table from dims of the node to dims of the array. WHOLE and PARTIAL are -1 and -2, so they index its last
     # two entries, which no dim reaches.
-    highest = max([*rows.ravel().tolist(), *(dim for dim in home.dims if dim is not None), 0])
+    node_dims = (*(dim for dim in home.dims if dim is not None), *(node_dim for node_dim, _ in home.joint))
+    highest = max([*rows.ravel().tolist(), *node_dims, 0])
     table = np.full(highest + 3, WHOLE, np.int8)
     for dim, node_dim in enumerate(home.dims):
         if node_dim is not None:
             table[node_dim] = dim
+    for node_dim, dim in home.joint:
+        table[node_dim] = dim
     for node_dim in home.sums:
         if node_dim <= highest:
             table[node_dim] = PARTIAL

@@ -12,6 +12,18 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.planning.run.call import axis_names_of
+from shardrules.regions.function import ShardFunction
+
+
+@final
+@attrs.frozen
+class RegionRun:
+    """How a device runs a region."""
+
+    alternative: int
+    """The index of the alternative that runs; 0 where there are none."""
+    exchange: tuple[str, ...]
+    """The axes along which its function communicates."""
 
 
 @final
@@ -23,6 +35,7 @@ class LocalSplit:
     results: tuple[PartitionSpec, ...]
     summed: tuple[tuple[str, ...], ...]
     """For each result the axes along which each device has a part of a sum."""
+    region: RegionRun | None = None
 
 
 def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
@@ -43,7 +56,7 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
         # The parts of a sum lie side by side in a new dim, one on each device.
         return [
             lax.expand_dims(result, (0,)) if axes else result
-            for result, axes in zip(_results_of_pieces(equation, operands), split.summed, strict=True)
+            for result, axes in zip(_results_of_pieces(equation, operands, split.region), split.summed, strict=True)
         ]
 
     def on_all(*operands: jax.Array) -> list[jax.Array]:
@@ -82,10 +95,11 @@ def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyM
         )
 
 
-def _results_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _results_of_pieces(equation: Any, operands: Sequence[jax.Array], region: RegionRun | None) -> Sequence[jax.Array]:
     """Returns what an equation computes from pieces of its operands."""
-    if equation.primitive.name == "region":
-        return equation.params["function"].run(*operands)
+    if region is not None:
+        function: ShardFunction = equation.params["function"]
+        return function.alternative(region.alternative).run(region.exchange, *operands)
     results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
     return results if equation.primitive.multiple_results else [results]
 

@@ -18,9 +18,11 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
 from shardrules.planning.graph.layouts import PARTIAL, dim_shard_count, relayout_steps, spec_of
 from shardrules.planning.graph.problem import Home, Problem
-from shardrules.planning.run.local import LocalSplit, local_jaxpr, row_major_jaxpr
+from shardrules.planning.graph.region_cost import RegionCosts, shard_axes
+from shardrules.planning.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
 from shardrules.planning.traced.calls import InlinedCall, closed_like, open_jaxpr
 from shardrules.planning.traced.program import is_on_host
+from shardrules.regions.function import ShardFunction
 
 _OpKey: TypeAlias = tuple[int, str, int]
 """The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""
@@ -106,8 +108,9 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
     """Returns how an operation is split that XLA would not split by itself; `None` for others."""
     program, machine = problem.program, problem.machine
     operation = program.operations[op_index]
-    is_region = operation.name == "region"
-    if not (operation.factors.is_local or is_region):
+    if operation.name == "region":
+        return _region_split(problem, choice, op_index)
+    if not operation.factors.is_local:
         return None
     factors = operation.factors
     is_even, is_split = True, False
@@ -147,13 +150,26 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
         else (PartitionSpec(), scalar_sums[index])  # a scalar has no layout of its own
         for index, (result, names) in enumerate(zip(operation.results, factors.results, strict=True))
     )
-    if is_region and not is_even:
-        operands, results = ([(PartitionSpec(), ())] * len(side) for side in (operands, results))
-    elif not (is_even and (is_split or is_region)):
+    if not (is_even and is_split):
         return None
     return LocalSplit(
         tuple(spec for spec, _ in operands), tuple(spec for spec, _ in results), tuple(summed for _, summed in results)
     )
+
+
+def _region_split(problem: Problem, choice: Sequence[int], op_index: int) -> LocalSplit:
+    """Returns how a region is split."""
+    machine, operation = problem.machine, problem.program.operations[op_index]
+    layout = problem.region_layout(op_index, choice)
+    axes = shard_axes(operation, layout, machine)
+    function: ShardFunction = operation.equation.params["function"]
+    index = 0
+    if function.alternatives:
+        index = RegionCosts(machine).fastest(operation, layout).alternative
+    declaration = function.alternative(index).declaration
+    operands, results = declaration.specs(axes)
+    summed = tuple(declaration.sum_axes(result_index, axes) for result_index in range(len(results)))
+    return LocalSplit(operands, results, summed, RegionRun(index, axes.exchange))
 
 
 def with_layouts(program: ClosedJaxpr, layouts: dict[_OpKey, OperationLayouts], mesh: AnyMesh) -> ClosedJaxpr:

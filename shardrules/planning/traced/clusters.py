@@ -32,7 +32,7 @@ def find_clusters(program: TracedProgram, partial_ops: Iterable[int], wide: bool
     joined = _JoinedArrays(program, partial)
     partial_results = dict.fromkeys(result for index in partial for result in program.operations[index].results)
     for op_index, operation in enumerate(program.operations):
-        if operation.role != "compute" or len(operation.results) != 1 or operation.factors.reduced:
+        if operation.role != "compute" or operation.is_nest:
             continue
         result = operation.results[0]
         if op_index in partial or not program.arrays[result].shape:
@@ -100,7 +100,7 @@ class _JoinedArrays:
         self.settled: dict[int, None] = {}
         """Results that get a layout of their own after the operation, which therefore need not be able to give it."""
         for op_index, operation in enumerate(program.operations):
-            if operation.factors.reduced or op_index in partial or len(operation.results) > 1:
+            if operation.is_nest or op_index in partial:
                 self.settled.update(dict.fromkeys(operation.results))
             # Their layouts are those that the caller, the user or the loop requires.
             if operation.role in ("return", "fixed", "exit"):

@@ -80,6 +80,11 @@ class Operation:
     """For a constraint its spec; for what is opaque, the specs of the operands and of the results."""
     equation: Any = None
 
+    @property
+    def is_nest(self) -> bool:
+        """Whether what is chosen are splits of its loops, and each result gets a layout of its own after it."""
+        return len(self.results) != 1 or bool(self.factors.reduced) or self.name == "region"
+
 
 @final
 @attrs.frozen(eq=False)

@@ -43,6 +43,10 @@ class Loops:
     """Whether XLA splits the operation only if each device is given its own (`shard_map`): otherwise it gathers."""
     shared: Sequence[LoopNames] = ()
     """For each result the loops in `reduced` that it is not computed from: every piece has the same."""
+    exchange: Hashable = None
+    """The loop over whose pieces the function of a region communicates, if it does."""
+    joint: LoopNames = ()
+    """Loops whose dims are split by `exchange`, too."""
 
 
 @final

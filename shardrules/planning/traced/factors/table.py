@@ -6,6 +6,7 @@ summed over. The rules promise no more than XLA's partitioner does: a loop that 
 factor here. What it does was observed on compilers for CPUs and GPUs, from JAX 0.10 to 0.12.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -27,6 +28,9 @@ from shardrules.planning.traced.factors.loops import (
     whole,
 )
 from shardrules.planning.traced.factors.shape import SHAPE_RULES
+
+EXCHANGE = "exchange of shards"
+"""The loop over whose pieces the function of a region communicates. No letter of a region has spaces."""
 
 
 @final
@@ -56,6 +60,10 @@ class Factors:
     """Whether XLA would gather the operands, unless each device is given an operation of its own on its pieces."""
     shared: tuple[tuple[int, ...], ...] = ()
     """For each result the factors in `reduced` that it is not computed from; empty where there are none."""
+    exchange: int | None = None
+    """The factor over whose pieces the function of a region communicates, if it does."""
+    joint: tuple[int, ...] = ()
+    """Factors whose dims are split by `exchange`, too."""
 
     def summed(self, result_index: int) -> tuple[int, ...]:
         """The factors over which a result is a sum, or the like."""
@@ -98,6 +106,9 @@ def _signature(equation: Any) -> OpSignature | None:
 
 def _number_loops(loops: Loops, op: OpSignature) -> Factors:
     sizes, result_names = loop_sizes(loops, op), [name for names in loops.results for name in names]
+    if loops.exchange is not None:
+        sizes[loops.exchange] = loops.sizes[loops.exchange]
+        result_names.append(loops.exchange)
     # A dim of operands only has to be whole unless it is reduced. And there is no way to split zero elements.
     kept = [name for name, size in sizes.items() if size > 0 and (name in result_names or name in loops.reduced)]
     factors = {name: factor for factor, name in enumerate(kept)}
@@ -107,7 +118,14 @@ def _number_loops(loops: Loops, op: OpSignature) -> Factors:
     reduced = tuple(factors[name] for name in loops.reduced if name in factors)
     shared = tuple(tuple(factors[name] for name in names if name in factors) for names in loops.shared)
     return Factors(
-        operands, results, tuple(sizes[name] for name in kept), reduced, loops.is_local and bool(kept), shared
+        operands,
+        results,
+        tuple(sizes[name] for name in kept),
+        reduced,
+        loops.is_local and bool(kept),
+        shared,
+        factors.get(loops.exchange),
+        tuple(factors[name] for name in loops.joint if name in factors),
     )
 
 
@@ -166,14 +184,30 @@ def _reshard(op: OpSignature) -> Loops | None:
 def _region(op: OpSignature) -> Loops | None:
     """The letters that `shardrules.region` declares to be split. Devices run the function on their shards."""
     declaration = op.params["function"].declaration
+
+    def name(letter: str) -> str | None:
+        return letter if letter in declaration.split else EXCHANGE if letter in declaration.exchange else None
+
     operands, results = (
-        [[letter if letter in declaration.split else None for letter in term] for term in terms]
-        for terms in (declaration.operands, declaration.results)
+        [[name(letter) for letter in term] for term in terms] for terms in (declaration.operands, declaration.results)
     )
-    sums = [declaration.summed(index) for index in range(len(results))]
-    reduced = list(dict.fromkeys(letter for letters in sums for letter in letters))
-    shared = [[letter for letter in reduced if letter not in letters] for letters in sums]
-    return Loops(operands, results, reduced, is_local=True, shared=shared if any(shared) else ())
+    sums = [
+        [*declaration.summed(index), *([EXCHANGE] if declaration.sums_exchange(index) else [])]
+        for index in range(len(results))
+    ]
+    reduced = list(dict.fromkeys(loop for loops in sums for loop in loops))
+    shared = [[loop for loop in reduced if loop not in loops] for loops in sums]
+    letter_sizes = declaration.sizes(op.operands, op.results)
+    return Loops(
+        operands,
+        results,
+        reduced,
+        sizes={EXCHANGE: math.gcd(*(letter_sizes[letter] for letter in declaration.exchange))},
+        is_local=True,
+        shared=shared if any(shared) else (),
+        exchange=EXCHANGE if declaration.exchange else None,
+        joint=[letter for letter in declaration.exchange if letter in declaration.split],
+    )
 
 
 def _whole(op: OpSignature) -> Loops | None:
