@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -16,7 +16,9 @@ from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import ConfigError, ConfigTypeError, ExpectationError, MeshError
 from shardrules.core.tree import array_kind
-from shardrules.regions.declaration import Declaration, ShardAxes
+from shardrules.regions.declaration import Declaration, ShardAxes, Term
+from shardrules.regions.exchanges import exchanges_of
+from shardrules.regions.function import ShardFunction, shard_shape
 from shardrules.regions.region import RegionFunction
 
 _TOLERANCES = {
@@ -30,15 +32,19 @@ _TOLERANCES = {
 """How far shards may be off, over the largest element: sums are added up in another order. A declaration that is wrong
 is off by as much as the elements themselves."""
 
+_WIDENED = 2
+"""How much more the collectives of a function may send: compilers for CPUs add small floats up in float32."""
+
 
 def check_region(
     function: Any, *operands: Any, gradients: bool = True, tolerance: float | None = None, **options: Any
 ) -> None:
     """Compares a region on shards with the same function on whole arrays, on CPU devices.
 
-    Each letter that may be split is split by itself, and then every two of those that hold, and all of them, as far as
-    devices reach. Results and gradients have to be equal to rounding, and the compiled program must send no more than
-    the sums that the declaration implies.
+    Each letter that may be split is split by itself, and those of the exchange together; then every two of those that
+    hold, and all of them, as far as devices reach. Results and gradients have to be equal to rounding, and the compiled
+    program must send no more than the sums that the declaration implies, and what the function sends by hand. Of
+    alternatives each is checked.
 
     **Arguments:**
 
@@ -72,12 +78,19 @@ def check_region(
             "check_region needs at least 2 CPU devices, got 1: start with "
             'jax.config.update("jax_num_cpu_devices", 8), or XLA_FLAGS=--xla_force_host_platform_device_count=8'
         )
-    check = _Check(function, options, arrays, gradients, tolerance, devices)
-    problems = check.problems()
-    if problems:
-        name = function.on_shards(options).name
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise ExpectationError(f"region {name} ({function.declaration}) is not what it declares:{lines}")
+    problems = {
+        region: _Check(region, options, arrays, gradients, tolerance, devices).problems()
+        for region in function.regions or (function,)
+    }
+    if any(problems.values()):
+        raise ExpectationError(
+            "\n".join(
+                f"region {region.name} ({region.declaration}) is not what it declares:"
+                + "".join(f"\n  {line}" for line in lines)
+                for region, lines in problems.items()
+                if lines
+            )
+        )
 
 
 def _arrays(operands: Sequence[Any]) -> list[Any]:
@@ -98,6 +111,27 @@ def _arrays(operands: Sequence[Any]) -> list[Any]:
 
 
 @final
+@attrs.frozen
+class _Group:
+    """Letters that are split over the same axes: one by itself, or those of the exchange."""
+
+    letters: Term
+    is_exchange: bool = False
+
+    @property
+    def axis(self) -> str:
+        """The name of the mesh axis."""
+        return "_".join((*self.letters, "exchange") if self.is_exchange else self.letters)
+
+
+def _axes_of(groups: Iterable[_Group]) -> ShardAxes:
+    """The axes of groups of letters, each of which is split over an axis of its own."""
+    letters = {group.letters[0]: (group.axis,) for group in groups if not group.is_exchange}
+    exchange = tuple(group.axis for group in groups if group.is_exchange)
+    return ShardAxes(letters, exchange, tuple(group.axis for group in groups))
+
+
+@final
 @attrs.frozen(eq=False, slots=False)
 class _Check:
     """A region and the operands that it is checked with."""
@@ -113,35 +147,54 @@ class _Check:
         """What differs, for each way to split letters."""
         declaration = self._declaration
         sizes = declaration.sizes([operand.shape for operand in self.operands])
-        counts = {letter: _pieces(sizes[letter], len(self.devices)) for letter in declaration.split}
-        uneven = [f"{letter!r} of {sizes[letter]}" for letter, count in counts.items() if count == 1]
+        groups = [_Group((letter,)) for letter in declaration.split]
+        groups += [_Group(declaration.exchange, is_exchange=True)] if declaration.exchange else []
+        counts = {
+            group: _pieces(math.gcd(*(sizes[letter] for letter in group.letters)), len(self.devices))
+            for group in groups
+        }
+        uneven = [
+            f"{letter!r} of {sizes[letter]}"
+            for group, count in counts.items()
+            if count == 1
+            for letter in group.letters
+        ]
         if uneven:
             raise ConfigError(
                 f"check_region cannot split {', '.join(uneven)} over {len(self.devices)} devices: pass operands whose "
                 "dims can be"
             )
         problems: list[str] = []
-        pieces: dict[str, int] = {}  # of letters that hold by themselves
-        for letter, count in counts.items():
-            differences = list(self._differences_of({letter: count}))
+        pieces: dict[_Group, int] = {}  # of letters that hold by themselves
+        for group, count in counts.items():
+            differences = list(self._differences_of({group: count}))
             problems += differences
             if not differences:
-                pieces[letter] = count
+                pieces[group] = count
         for count in dict.fromkeys((2, len(pieces))):
-            for letters in itertools.combinations(pieces, count) if count > 1 else ():
-                if math.prod(pieces[letter] for letter in letters) <= len(self.devices):
-                    problems += self._differences_of({letter: pieces[letter] for letter in letters})
+            for together in itertools.combinations(pieces, count) if count > 1 else ():
+                split = {group: pieces[group] for group in together}
+                if math.prod(split.values()) <= len(self.devices) and self._is_even(split, sizes):
+                    problems += self._differences_of(split)
         return problems
 
-    def _differences_of(self, pieces: Mapping[str, int]) -> Iterator[str]:
-        """Yields what differs where letters are split into as many `pieces`."""
+    def _is_even(self, pieces: Mapping[_Group, int], sizes: Mapping[str, int]) -> bool:
+        """Whether letters that are split by themselves and in the exchange have enough elements for both."""
+        letters = {letter for group in pieces for letter in group.letters}
+        counts = {
+            letter: math.prod(count for group, count in pieces.items() if letter in group.letters) for letter in letters
+        }
+        return all(sizes[letter] % count == 0 for letter, count in counts.items())
+
+    def _differences_of(self, pieces: Mapping[_Group, int]) -> Iterator[str]:
+        """Yields what differs where letters are split into as many `pieces`: some together, if they are exchanged."""
+        axes = _axes_of(pieces)
         mesh = Mesh(
             np.array(self.devices[: math.prod(pieces.values())]).reshape(*pieces.values()),
-            tuple(pieces),
+            axes.order,
             axis_types=(AxisType.Auto,) * len(pieces),
         )
-        split = ", ".join(f"{letter} in {count}" for letter, count in pieces.items())
-        axes = ShardAxes({letter: (letter,) for letter in pieces})
+        split = ", ".join(f"{' and '.join(group.letters)} in {count}" for group, count in pieces.items())
         specs, _ = self.function.declaration.specs(axes)
         placed = [
             jax.device_put(operand, NamedSharding(mesh, spec))
@@ -156,9 +209,14 @@ class _Check:
             if values[name].dtype != expected.dtype:
                 yield f"{split}: {name} is {values[name].dtype} instead of {expected.dtype}"
         collectives = find_collectives(read_program(compiled.as_text() or ""), mesh)
-        actual, expected = sum(collective.total_wire_bytes for collective in collectives), self._sum_bytes(pieces)
-        if actual > expected + 1:  # rounded
-            yield f"{split}: devices send {actual:,.0f} bytes, and sums that the declaration implies {expected:,.0f}"
+        actual = sum(collective.total_wire_bytes for collective in collectives)
+        sums, by_hand = self._sum_bytes(axes, dict(mesh.shape)), self._exchanged_bytes(axes, dict(mesh.shape))
+        if actual > sums + by_hand + 1:  # rounded
+            exchanged = f", and its collectives {by_hand:,.0f}" if by_hand else ""
+            yield (
+                f"{split}: devices send {actual:,.0f} bytes, and sums that the declaration implies {sums:,.0f}"
+                f"{exchanged}"
+            )
 
     @functools.cached_property
     def _declaration(self) -> Declaration:
@@ -207,24 +265,44 @@ class _Check:
             "" if difference <= tolerance * largest else f"{difference:.3g}, where the largest element is {largest:.3g}"
         )
 
-    def _sum_bytes(self, pieces: Mapping[str, int]) -> float:
+    def _sum_bytes(self, axes: ShardAxes, mesh_sizes: Mapping[str, int]) -> float:
         """The bytes that a device sends for the sums of results, and of gradients."""
-        declaration = self._declaration
-        letters = {letter for term in (*declaration.operands, *declaration.results) for letter in term}
-        terms = [
-            (declaration.results[index], self._whole_values[f"result {index}"], declaration.summed(index))
-            for index in range(len(declaration.results))
-        ]
-        for index in self._trained:
-            term = declaration.operands[index]
-            terms.append((term, self.operands[index], tuple(letter for letter in letters if letter not in term)))
         sent = 0.0
-        for term, array, summed in terms:
-            devices = math.prod(pieces.get(letter, 1) for letter in summed)
-            shards = math.prod(pieces.get(letter, 1) for letter in term)
-            itemsize = max(4, array.dtype.itemsize)  # compilers for CPUs add small floats up in float32
-            sent += 2 * (devices - 1) / devices * array.size * itemsize / shards
+        for function, values in self._passes:
+            declaration = function.declaration
+            specs = declaration.specs(axes)[1]
+            for index, array in enumerate(values):
+                devices = math.prod(mesh_sizes[name] for name in declaration.sum_axes(index, axes))
+                shard = math.prod(shard_shape(array.shape, specs[index], mesh_sizes))
+                itemsize = max(4, array.dtype.itemsize)  # compilers for CPUs add small floats up in float32
+                sent += 2 * (devices - 1) / devices * shard * itemsize
         return sent
+
+    def _exchanged_bytes(self, axes: ShardAxes, mesh_sizes: Mapping[str, int]) -> float:
+        """The bytes that a device sends in the collectives of the function, and of its backward pass."""
+        sent = 0.0
+        for function, _ in self._passes if axes.exchange else ():
+            operands = [*self.operands, *self._cotangents][: len(function.declaration.operands)]
+            program = function.shard_program(axes, mesh_sizes, operands)
+            for exchange in exchanges_of(program, mesh_sizes):
+                sent += exchange.count * exchange.sent_bytes * _WIDENED
+        return sent
+
+    @functools.cached_property
+    def _passes(self) -> list[tuple[ShardFunction, Sequence[Any]]]:
+        """The function with its results, and its backward pass with the gradients."""
+        results = [value for name, value in self._whole_values.items() if name.startswith("result")]
+        function, _ = self.function.on_shards(dict(self.options)).traced(self.operands)
+        passes: list[tuple[ShardFunction, Sequence[Any]]] = [(function, results)]
+        if self._trained:
+            backward, _ = function.backward(self.operands).function.traced([*self.operands, *self._cotangents])
+            passes.append((backward, [self.operands[index] for index in self._trained]))
+        return passes
+
+    @functools.cached_property
+    def _cotangents(self) -> list[Any]:
+        results = [value for name, value in self._whole_values.items() if name.startswith("result")]
+        return [result for result in results if jnp.issubdtype(result.dtype, jnp.inexact)]
 
 
 def _weights(result: Any) -> Any:
