@@ -23,7 +23,7 @@ from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
 from shardrules.placement.functions.stages import CompiledFunction, LoweredFunction
 from shardrules.planning.answer.diff import AutoPlanDiff
-from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim
+from shardrules.planning.answer.explain import Alternative, ArrayUse, RegionUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.planning.answer.report import AutoPlanReport
@@ -80,6 +80,7 @@ __all__ = [
     "PlannedFunction",
     "ProvedPlan",
     "RegionFunction",
+    "RegionUse",
     "ReplicatedLeaf",
     "ReshardPlan",
     "Row",

@@ -332,11 +332,24 @@ def _cost_of_all(cost: Callable[..., Any], is_batched: Sequence[bool], *operands
     return calls * cost(*each)
 
 
-def _flops(program: ClosedJaxpr | Jaxpr) -> int:
-    """The FLOPs of matmuls, and of kernels by their authors' estimates or by what they multiply."""
+def kernel_flops(program: ClosedJaxpr | Jaxpr) -> int:
+    """The FLOPs of kernels: by their authors' estimates, or by what they multiply."""
     total = 0
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    for equation in jaxpr.eqns:
+    for equation in _open(program).eqns:
+        estimate = equation.params.get("cost_estimate")
+        if equation.primitive.name != "pallas_call":
+            total += inner_runs(equation) * sum(map(kernel_flops, programs_in(equation)))
+        elif estimate is not None:
+            total += int(estimate.flops)
+        else:
+            total += inner_runs(equation) * sum(map(_flops, programs_in(equation)))
+    return total
+
+
+def _flops(program: ClosedJaxpr | Jaxpr) -> int:
+    """The FLOPs of matmuls and of kernels."""
+    total = 0
+    for equation in _open(program).eqns:
         name, params = equation.primitive.name, equation.params
         if name == "region":
             total += params["function"].flops(params["program"])
@@ -345,3 +358,7 @@ def _flops(program: ClosedJaxpr | Jaxpr) -> int:
         else:
             total += equation_flops(equation) + inner_runs(equation) * sum(map(_flops, programs_in(equation)))
     return total
+
+
+def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program

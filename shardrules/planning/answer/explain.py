@@ -7,12 +7,14 @@ import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.analysis.compiling.source import equation_line, short_line
+from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import template
 from shardrules.core.spec import spec_repr
 from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.graph.problem import Problem
+from shardrules.planning.graph.region_cost import shard_axes
 from shardrules.planning.traced.program import TracedProgram
 
 _SHOWN_NAMES = 3
@@ -67,6 +69,65 @@ class ArrayUse:
 
 @final
 @attrs.frozen
+class RegionUse:
+    """How a plan runs a `shardrules.region`."""
+
+    name: str
+    """Of the function, or of the alternative that runs."""
+    line: str
+    """The line of Python that calls it; empty if unknown."""
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+    """For each letter that is split the mesh axes."""
+    exchange: tuple[str, ...]
+    """The mesh axes along which it communicates."""
+    seconds: float
+    """What it takes in one call of the planned function."""
+    wire_bytes: int
+    """What a device sends in its own collectives."""
+    alternatives: tuple[tuple[str, float], ...]
+    """What each alternative that is not taken would take in the same layout, in seconds."""
+
+    def __str__(self) -> str:
+        location = f" at {self.line}" if self.line else ""
+        split = ", ".join(f"{letter} over {' and '.join(names)}" for letter, names in self.axes)
+        sent = f", sends {bytes_text(self.wire_bytes)} along {' and '.join(self.exchange)}" if self.exchange else ""
+        others = "".join(f"; {name} {seconds_text(seconds)}" for name, seconds in self.alternatives)
+        return f"{self.name}{location}: {split or 'whole'}, {seconds_text(self.seconds)}{sent}{others}"
+
+
+def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...]:
+    """Returns the regions of a function. Those of one line that run alike are listed once, with all their seconds."""
+    uses: dict[RegionUse, int] = {}
+    for op_index in problem.region_nodes:
+        operation, layout = problem.program.operations[op_index], problem.region_layout(op_index, choice)
+        prices = problem.region_costs.prices(operation, layout)
+        taken = problem.region_costs.fastest(operation, layout)
+        axes = shard_axes(operation, layout, problem.machine)
+        count = operation.run_count
+        use = RegionUse(
+            taken.name,
+            short_line(equation_line(operation.equation)),
+            tuple(axes.letters.items()),
+            axes.exchange,
+            count * taken.seconds,
+            round(count * sum(taken.sent)),
+            tuple((price.name, count * price.seconds) for price in prices if price is not taken),
+        )
+        uses[use] = uses.get(use, 0) + 1
+    return tuple(_times(use, count) for use, count in uses.items())
+
+
+def _times(use: RegionUse, count: int) -> RegionUse:
+    return attrs.evolve(
+        use,
+        seconds=count * use.seconds,
+        wire_bytes=count * use.wire_bytes,
+        alternatives=tuple((name, count * seconds) for name, seconds in use.alternatives),
+    )
+
+
+@final
+@attrs.frozen
 class Alternative:
     """The best plan in which an argument has another layout, and how much more it takes than the plan."""
 
@@ -106,7 +167,11 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
                 continue
             line = "" if operation.equation is None else short_line(equation_line(operation.equation))
             spec = spec_of(layout, len(program.arrays[operand].shape), problem.machine)
-            uses.append(ArrayUse(operation.name, line, spec, kinds, int(wire_bytes), seconds))
+            name = operation.name
+            if op_index in problem.region_nodes:
+                region_layout = problem.region_layout(op_index, choice)
+                name = f"region {problem.region_costs.fastest(operation, region_layout).name}"
+            uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
 

@@ -21,11 +21,21 @@ from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import aligned
 from shardrules.planning.answer.diff import AutoPlanDiff
-from shardrules.planning.answer.explain import Alternative, ArrayUse, SplitDim, alternative_text, array_uses, split_dims
+from shardrules.planning.answer.explain import (
+    Alternative,
+    ArrayUse,
+    RegionUse,
+    SplitDim,
+    alternative_text,
+    array_uses,
+    region_uses,
+    split_dims,
+)
 from shardrules.planning.answer.frontier import Frontier, frontier_points
 from shardrules.planning.answer.host_traffic import HostTraffic
 from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS
+from shardrules.planning.graph.problem import ChosenMove
 from shardrules.planning.run.call import Call
 from shardrules.planning.run.replay import PlannedFunction
 from shardrules.planning.solve.deadline import Deadline
@@ -150,7 +160,7 @@ class AutoPlan:
     @functools.cached_property
     def step_time(self) -> StepTime:
         """The modelled time of one call, in its parts, as an audit reports it of the compiled plan."""
-        moves = self.task.problem.chosen_moves(self.choice)
+        moves = self._moves
         exposed = sum(move.exposed_seconds * move.count for move in moves)
         communication = sum(move.seconds * move.count for move in moves)
         copies = self.host_traffic.exposed_seconds
@@ -161,6 +171,12 @@ class AutoPlan:
         return StepTime(compute, communication, memory, max(exposed, communication - compute), copies)
 
     @functools.cached_property
+    def _moves(self) -> list[ChosenMove]:
+        """What is sent: to change layouts, and by regions."""
+        problem = self.task.problem
+        return [*problem.chosen_moves(self.choice), *problem.exchanges(self.choice)]
+
+    @functools.cached_property
     def host_traffic(self) -> HostTraffic:
         """What a device exchanges with its host in one call."""
         return HostTraffic.of(self.task.problem, self.choice)
@@ -169,7 +185,7 @@ class AutoPlan:
     def sent_bytes(self) -> dict[str, int]:
         """What a device sends in one call, by kind of collective."""
         total = np.zeros(len(COLLECTIVE_KINDS))
-        for move in self.task.problem.chosen_moves(self.choice):
+        for move in self._moves:
             total += move.sent * move.count
         return dict(zip(COLLECTIVE_KINDS, map(int, total), strict=True))
 
@@ -262,6 +278,11 @@ class AutoPlan:
         """Dims that go together through the function, as batch, heads and features do, and the axes that split them."""
         return split_dims(self.task.problem, self.choice, self.call.paths)
 
+    @functools.cached_property
+    def regions(self) -> tuple[RegionUse, ...]:
+        """How each `shardrules.region` runs, and what its alternatives would take instead."""
+        return region_uses(self.task.problem, self.choice)
+
     def uses(self, path: str) -> tuple[ArrayUse, ...]:
         """Returns the operations that use an argument, by its path in `call.paths`, and the layouts they take it in."""
         return array_uses(self.task.problem, self.choice, self._argument_index(path))
@@ -334,6 +355,8 @@ class AutoPlan:
 
     def __str__(self) -> str:
         lines = [*map(printable, self._summary()), "", *self._argument_table()]
+        if self.regions:
+            lines += ["", *(printable(f"region {use}") for use in self.regions)]
         if self.candidates:
             lines += ["", *self._candidate_table()]
         if self.compiled:

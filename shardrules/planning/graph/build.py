@@ -21,10 +21,11 @@ from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import axis_names, spec_repr
 from shardrules.planning.graph.compute_cost import ComputeCosts
 from shardrules.planning.graph.edges import EdgeBuilder
+from shardrules.planning.graph.home import Home, nest_home, project
 from shardrules.planning.graph.layouts import WHOLE, all_layouts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Home, Node, Problem, nest_home, project
-from shardrules.planning.graph.region_cost import RegionCosts, is_priced_by_shards
+from shardrules.planning.graph.problem import Node, Problem
+from shardrules.planning.graph.region_cost import RegionCosts
 from shardrules.planning.traced.alike import op_classes
 from shardrules.planning.traced.clusters import Clusters, find_clusters
 from shardrules.planning.traced.fusion import FusedProgram
@@ -79,6 +80,7 @@ def build_problem(
         feedback,
         tuple(builder.ignored_specs),
         builder.region_nodes,
+        builder.region_costs,
     )
 
 
@@ -273,7 +275,7 @@ class _GraphBuilder:
 
     def _add_compute_seconds(self, op_index: int, node_index: int) -> None:
         node, operation = self.nodes[node_index], self.program.operations[op_index]
-        if operation.name == "region" and is_priced_by_shards(operation):
+        if operation.name == "region":
             node.seconds = node.seconds + operation.run_count * self.region_costs.seconds(operation, node.layouts)
             return
         seconds, memory = self.costs.seconds(op_index, node_index, node.layouts, self.operand_homes)

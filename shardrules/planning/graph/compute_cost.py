@@ -16,11 +16,11 @@ from shardrules.analysis.costs.kernels import READS_PER_WRITE
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
 from shardrules.analysis.machine.measured import ROW_BYTES
+from shardrules.planning.graph.home import Home, nest_home, project
 from shardrules.planning.graph.host_moves import host_move
 from shardrules.planning.graph.layouts import shard_counts
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.operand_copies import OperandCopies, copied_filter
-from shardrules.planning.graph.problem import Home, nest_home, project
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.kernels import IN_PLACE, is_matmul, reduced_runs
 from shardrules.planning.traced.program import Operation

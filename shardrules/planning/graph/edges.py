@@ -9,9 +9,10 @@ import attrs
 import numpy as np
 
 from shardrules.analysis.costs.memory import traffic_seconds
+from shardrules.planning.graph.home import Home, project
 from shardrules.planning.graph.layouts import PARTIAL, Moves, moves, shard_counts
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Edge, Home, Node, project, read_region
+from shardrules.planning.graph.problem import Edge, Node, read_region
 from shardrules.planning.traced.broadcasts import Broadcasts
 from shardrules.planning.traced.kernels import is_matmul
 from shardrules.planning.traced.program import Operation, TracedProgram

@@ -16,9 +16,10 @@ from typing import final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.layouts import PARTIAL, WHOLE, Moves
+from shardrules.planning.graph.home import Home, project
+from shardrules.planning.graph.layouts import WHOLE, Moves
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
-from shardrules.planning.traced.factors.table import Factors
+from shardrules.planning.graph.region_cost import RegionCosts
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 
@@ -31,17 +32,6 @@ A nanosecond is far below any collective (microseconds), so ten times more or le
 
 _NOTHING = np.zeros((1, 1))
 """A table of no seconds, for any number of layouts."""
-
-
-@final
-@attrs.frozen
-class Home:
-    """Where the layout of an array is decided: a node, and which of its dims each dim of the array is."""
-
-    node: int
-    dims: tuple[int | None, ...]  # None: never split
-    sums: tuple[int, ...] = ()  # dims of the node that the array is summed over: split, they make it partial
-    joint: tuple[tuple[int, int], ...] = ()  # more dims of the node, each with the dim of the array that it splits
 
 
 @final
@@ -137,8 +127,9 @@ class Problem:
     """For results that a caller passes again, the argument that each becomes: they share its memory."""
     ignored_specs: tuple[str, ...]
     """Constraints in the function that no layout of this mesh satisfies."""
-    region_nodes: Mapping[int, int] = attrs.field(factory=dict)
-    """For each region the node of its splits."""
+    region_nodes: Mapping[int, int]
+    """For each call of a `shardrules.region` the node of its splits."""
+    region_costs: RegionCosts
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
         """The layout of an array."""
@@ -151,6 +142,17 @@ class Problem:
         if node is None:  # it has only scalars
             return (WHOLE,) * len(self.machine.axes)
         return tuple(map(int, self.nodes[node].layouts[choice[node]]))
+
+    def exchanges(self, choice: Sequence[int]) -> list["ChosenMove"]:
+        """What regions send by hand. `cost` counts it as their computing."""
+        exchanges = []
+        for op_index in self.region_nodes:
+            operation = self.program.operations[op_index]
+            price = self.region_costs.fastest(operation, self.region_layout(op_index, choice))
+            if price.exchange_seconds:
+                seconds, sent = price.exchange_seconds, np.array(price.sent)
+                exchanges.append(ChosenMove(seconds, seconds, operation.run_count, sent, is_between=False))
+        return exchanges
 
     def highest_cost(self) -> float:
         """Seconds that no choice exceeds."""
@@ -197,28 +199,3 @@ def read_region(program: TracedProgram, op_index: int, operand_index: int) -> in
     if parent >= 0 and (operation.role == "enter" or starts_loop):
         return parent
     return operation.region
-
-
-def nest_home(node: int, factors: Factors, array: Sequence[int | None], sums: tuple[int, ...] = ()) -> Home:
-    """The home of an array, given the factor of each of its dims, in a node over the factors of its operation."""
-    joint = [(factors.exchange, dim) for dim, factor in enumerate(array) if factor in factors.joint]
-    return Home(node, tuple(array), sums, tuple((node_dim, dim) for node_dim, dim in joint if node_dim is not None))
-
-
-def project(rows: np.ndarray, home: Home) -> np.ndarray:
-    """The layouts of an array that follow from layouts of its node."""
-    # A lookup table from dims of the node to dims of the array. WHOLE and PARTIAL are -1 and -2, so they index its last
-    # two entries, which no dim reaches.
-    node_dims = (*(dim for dim in home.dims if dim is not None), *(node_dim for node_dim, _ in home.joint))
-    highest = max([*rows.ravel().tolist(), *node_dims, 0])
-    table = np.full(highest + 3, WHOLE, np.int8)
-    for dim, node_dim in enumerate(home.dims):
-        if node_dim is not None:
-            table[node_dim] = dim
-    for node_dim, dim in home.joint:
-        table[node_dim] = dim
-    for node_dim in home.sums:
-        if node_dim <= highest:
-            table[node_dim] = PARTIAL
-    table[PARTIAL] = PARTIAL
-    return table[rows]

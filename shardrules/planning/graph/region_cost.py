@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
@@ -12,13 +13,13 @@ from shardrules.analysis.costs.matmul import flops_seconds
 from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.compute_cost import ComputeCosts
+from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
-from shardrules.planning.graph.problem import Home
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import Operation, TracedProgram, read_jaxpr
 from shardrules.regions.declaration import ShardAxes
 from shardrules.regions.exchanges import exchanges_of
-from shardrules.regions.function import ShardFunction
+from shardrules.regions.function import ShardFunction, kernel_flops
 
 
 @final
@@ -31,6 +32,8 @@ class RegionPrice:
     name: str
     compute_seconds: float
     exchange_seconds: float
+    program: ClosedJaxpr
+    """What the device runs."""
     sent: tuple[float, ...]
     """The bytes that a device sends, by kind of collective (`COLLECTIVE_KINDS`)."""
 
@@ -56,18 +59,14 @@ def shard_axes(operation: Operation, layout: Sequence[int], machine: Machine) ->
     return ShardAxes(letters, exchange, machine.axes)
 
 
-def is_priced_by_shards(operation: Operation) -> bool:
-    """Whether a region communicates, or has alternatives: then the program of a device is traced for each layout."""
-    function = operation.equation.params["function"]
-    return bool(function.alternatives) or operation.factors.exchange is not None
-
-
 @final
 @attrs.define(eq=False)
 class RegionCosts:
     """The prices of regions on a machine. Equal calls are priced once."""
 
     machine: Machine
+    temporary_bytes: dict[int, float] = attrs.field(factory=dict, init=False)
+    """What programs of a device have in memory beside operands and results, by their `id`; for those in prices."""
     _prices: dict[Any, RegionPrice] = attrs.field(factory=dict, init=False)
 
     def possible(self, operation: Operation, layouts: np.ndarray) -> np.ndarray:
@@ -122,23 +121,26 @@ class RegionCosts:
             rates = self.machine.rates[exchange.kind]
             seconds += exchange.count * (rates.fixed[mask] + rates.per_byte[mask] * exchange.sent_bytes)
             sent[COLLECTIVE_KINDS.index(exchange.kind)] += exchange.count * exchange.sent_bytes
-        compute = self._declared_seconds(function, program) if function.cost else self._program_seconds(program)
-        return RegionPrice(index, function.name, compute, seconds, tuple(sent.tolist()))
+        compute = self._kernel_seconds(function, program)
+        if function.cost is None:
+            compute = max(compute, self._program_seconds(program))
+        return RegionPrice(index, function.name, compute, seconds, program, tuple(sent.tolist()))
 
-    def _declared_seconds(self, function: ShardFunction, program: ClosedJaxpr) -> float:
-        """What computing takes by the FLOPs that the author declares, or reading and writing operands and results."""
+    def _kernel_seconds(self, function: ShardFunction, program: ClosedJaxpr) -> float:
+        """What computing takes by the FLOPs that the author, or a kernel, declares; 0 where nothing is declared."""
+        flops = kernel_flops(program) if function.cost is None else function.flops(program)
+        if not flops:
+            return 0.0
         hardware = self.machine.hardware
         avals = [*program.in_avals, *program.out_avals]
-        dtype = next((aval.dtype for aval in avals if np.issubdtype(aval.dtype, np.inexact)), np.dtype(np.float32))
+        dtype = next((aval.dtype for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)), np.dtype(np.float32))
         moved = sum(aval.size * aval.dtype.itemsize for aval in avals)
-        return max(
-            flops_seconds(function.flops(program), dtype, "default", hardware), moved * traffic_seconds(1, hardware)
-        )
+        return max(flops_seconds(flops, dtype, "default", hardware), moved * traffic_seconds(1, hardware))
 
     def _program_seconds(self, program: ClosedJaxpr) -> float:
         """What the operations of a program take on one device. Of branches the longest counts."""
         traced = read_jaxpr(program)
-        costs = ComputeCosts(FusedProgram.of(traced), self._device, {})
+        costs = ComputeCosts(FusedProgram.of(traced), self.device, {})
         layout = np.zeros((1, 0), np.int8)
         seconds = [0.0] * len(traced.regions)
         for op_index, operation in enumerate(traced.operations):
@@ -151,7 +153,8 @@ class RegionCosts:
         return _longest(traced, seconds)
 
     @functools.cached_property
-    def _device(self) -> Machine:
+    def device(self) -> Machine:
+        """A device of the machine by itself."""
         return Machine.of(mesh_shape("data:1"), self.machine.hardware, self.machine.assumptions)
 
 

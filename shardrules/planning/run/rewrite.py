@@ -16,9 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.analysis.compiling.jaxprs import scan_counts
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
+from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.layouts import PARTIAL, dim_shard_count, relayout_steps, spec_of
-from shardrules.planning.graph.problem import Home, Problem
-from shardrules.planning.graph.region_cost import RegionCosts, shard_axes
+from shardrules.planning.graph.problem import Problem
+from shardrules.planning.graph.region_cost import shard_axes
 from shardrules.planning.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
 from shardrules.planning.traced.calls import InlinedCall, closed_like, open_jaxpr
 from shardrules.planning.traced.program import is_on_host
@@ -165,7 +166,7 @@ def _region_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loc
     function: ShardFunction = operation.equation.params["function"]
     index = 0
     if function.alternatives:
-        index = RegionCosts(machine).fastest(operation, layout).alternative
+        index = problem.region_costs.fastest(operation, layout).alternative
     declaration = function.alternative(index).declaration
     operands, results = declaration.specs(axes)
     summed = tuple(declaration.sum_axes(result_index, axes) for result_index in range(len(results)))

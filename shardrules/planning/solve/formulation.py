@@ -8,7 +8,8 @@ import attrs
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 
-from shardrules.planning.graph.problem import Home, Problem, project
+from shardrules.planning.graph.home import Home, project
+from shardrules.planning.graph.problem import Problem
 
 MICRO = 1e6
 """Costs are in microseconds. HiGHS calls anything below 1e-7 zero: a call of milliseconds would be ten thousand times

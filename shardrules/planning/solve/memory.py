@@ -12,8 +12,9 @@ from typing import Any, TypeAlias, final
 import attrs
 import numpy as np
 
+from shardrules.planning.graph.home import Home, project
 from shardrules.planning.graph.layouts import shard_counts
-from shardrules.planning.graph.problem import Home, Problem, project, read_region
+from shardrules.planning.graph.problem import Problem, read_region
 from shardrules.planning.solve.formulation import MemoryConstraint
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.kernels import IN_PLACE
@@ -64,6 +65,8 @@ class Stay:
     columns: int = 0
     """If there are any, it is only there where a device has few of them, or many. See `FEW_COLUMNS`."""
     has_many: bool = False
+    sizes: Sequence[float] = ()
+    """The bytes on a device in each layout of its node, where they do not follow from `nbytes`."""
 
 
 @final
@@ -160,6 +163,8 @@ class Occupancy:
 
     def _layout_bytes(self, stay: Stay, layouts: np.ndarray) -> np.ndarray:
         """Returns the bytes that an array takes in each of some layouts."""
+        if len(stay.sizes):
+            return np.array(stay.sizes) * self.temporaries
         counts = shard_counts(layouts, self.problem.machine)
         nbytes = stay.nbytes * self.overhead(stay) / counts
         if stay.columns:

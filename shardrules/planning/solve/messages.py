@@ -13,7 +13,8 @@ from typing import final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.problem import Edge, Problem, project
+from shardrules.planning.graph.home import project
+from shardrules.planning.graph.problem import Edge, Problem
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.formulation import MemoryConstraint
 

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias, final
 import attrs
 import numpy as np
 
-from shardrules.planning.graph.problem import Home, Problem
+from shardrules.planning.graph.home import Home
+from shardrules.planning.graph.problem import Problem
 from shardrules.planning.traced.waiting import Waiting
 
 Role: TypeAlias = Literal["rows", "expert", "sequence", "tensor"]

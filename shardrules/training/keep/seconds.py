@@ -9,8 +9,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.compute_cost import ComputeCosts
+from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Home
 from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import read_jaxpr

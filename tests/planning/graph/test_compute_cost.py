@@ -10,8 +10,8 @@ import pytest
 
 import shardrules as sr
 from shardrules.planning.graph.compute_cost import ComputeCosts
+from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.machine import Machine
-from shardrules.planning.graph.problem import Home
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import read_jaxpr
 
