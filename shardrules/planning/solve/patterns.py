@@ -8,7 +8,7 @@ message passing, which is fast with so few layouts.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, TypeAlias, final
 
 import attrs
@@ -21,8 +21,10 @@ from shardrules.planning.traced.waiting import Waiting
 Role: TypeAlias = Literal["rows", "expert", "sequence", "tensor"]
 """What an axis splits beside weights: rows; rows and experts; rows but for the batch; dims of weights."""
 
-Stage: TypeAlias = Literal["whole", "moments", "all"]
-"""Which weights axes of rows split: none; those that no matmul takes (ZeRO-1 and 2); all (ZeRO-3, FSDP)."""
+Stage: TypeAlias = Literal["whole", "moments", "all", "derived"]
+"""Which weights axes of rows split: none; those that no matmul takes (ZeRO-1 and 2); all (ZeRO-3, FSDP); all, and what
+is derived from them, such as the kernels that gradients of convolutions take. That is gathered then: derived from what
+was gathered before, it takes no collective, but weights have to stay gathered for it from the forward pass on."""
 
 _ROLE_NAMES: dict[Role, str] = {
     "rows": "data parallel",
@@ -30,7 +32,12 @@ _ROLE_NAMES: dict[Role, str] = {
     "sequence": "sequence parallel",
     "tensor": "tensor parallel",
 }
-_STAGE_NAMES: dict[Stage, str] = {"whole": "", "moments": ", ZeRO-1", "all": ", ZeRO-3"}
+_STAGE_NAMES: dict[Stage, str] = {
+    "whole": "",
+    "moments": ", ZeRO-1",
+    "all": ", ZeRO-3",
+    "derived": ", ZeRO-3, gathered again",
+}
 
 _Dim: TypeAlias = tuple[int, int]
 """A node and one of its dims."""
@@ -64,6 +71,10 @@ def patterns(problem: Problem) -> Iterator[ExpertPattern]:
                 continue
             name = " x ".join(dict.fromkeys(_ROLE_NAMES[role] for role in combination)) + _STAGE_NAMES[stage]
             yield ExpertPattern(name, families.layouts(combination, stage), set(combination) == {"rows"})
+    if families.derived:
+        roles = ["rows"] * len(axes)
+        name = _ROLE_NAMES["rows"] + _STAGE_NAMES["derived"]
+        yield ExpertPattern(name, families.layouts(roles, "derived"), is_simple=True)
 
 
 @final
@@ -83,6 +94,8 @@ class Families:
     """The nodes of arguments that matmuls take, and that have no batch."""
     arguments: frozenset[int]
     """The nodes of all arguments that have no batch."""
+    derived: frozenset[int]
+    """The nodes of what is computed from parameters alone, where matmuls take both it and these."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Families":
@@ -96,7 +109,7 @@ class Families:
             for root in dict.fromkeys(root for home in homes if home is not None for root in _families(home, roots)):
                 flops[root] = flops.get(root, 0.0) + operation.flops * operation.run_count
         if not flops:
-            return cls(problem, roots, None, frozenset(), frozenset(), frozenset(), frozenset())
+            return cls(problem, roots, None, *[frozenset()] * 5)
         batch = max(flops, key=lambda root: flops[root])
         homes = {array: problem.homes[array] for array in program.arguments if array in problem.homes}
         # Vectors do not count: masks over rows would make weights of these.
@@ -130,6 +143,7 @@ class Families:
             frozenset(experts),
             frozenset(without_batch[array].node for array in matmul_arguments),
             frozenset(home.node for home in without_batch.values()),
+            frozenset(_derived(problem, waiting, matmul_arguments)),
         )
 
     def layouts(self, roles: Sequence[Role], stage: Stage) -> tuple[np.ndarray, ...]:
@@ -139,7 +153,8 @@ class Families:
             mask = np.ones(len(node.layouts), bool)
             for axis, role in enumerate(roles):
                 mask &= self._allowed(node_index, role, stage)[node.layouts[:, axis].astype(np.int64)]
-            if stage == "all" and node_index in self.arguments:
+            is_stored = node_index in self.arguments or (stage == "derived" and node_index in self.derived)
+            if stage in ("all", "derived") and is_stored:
                 is_split = np.stack([node.layouts[:, axis] >= 0 for axis, role in enumerate(roles) if role != "tensor"])
                 mask = mask & is_split.all(axis=0) if (mask & is_split.all(axis=0)).any() else mask
             kept = np.flatnonzero(mask)
@@ -148,8 +163,9 @@ class Families:
 
     def _allowed(self, node: int, role: Role, stage: Stage) -> np.ndarray:
         """Returns whether an axis may split each dim of a node; the last two entries are for parts and whole dims."""
-        families = self._node_families[node]
-        has_rows = any(root not in self.weights for root in families)
+        families, layouts = self._node_families[node], self.problem.nodes[node].layouts
+        # Dims that nothing splits, such as those of the windows of convolutions, are in no family.
+        has_rows = any(root not in self.weights and (layouts == dim).any() for dim, root in enumerate(families))
         allowed = np.ones(len(families) + 2, bool)
         for dim, root in enumerate(families):
             is_weight = root in self.weights
@@ -158,7 +174,7 @@ class Families:
             elif role == "expert" and root in self.experts:
                 allowed[dim] = True
             elif not has_rows:  # a weight, a gradient or a moment
-                allowed[dim] = stage == "all" or (stage == "moments" and node not in self.parameters)
+                allowed[dim] = stage in ("all", "derived") or (stage == "moments" and node not in self.parameters)
             else:
                 allowed[dim] = not is_weight and not (role == "sequence" and root == self.batch)
         return allowed
@@ -168,6 +184,23 @@ class Families:
         """For each node the family of each of its dims."""
         counts = [max(0, int(node.layouts.max(initial=-1)) + 1) for node in self.problem.nodes]
         return [[self.roots.get((node, dim), (node, dim)) for dim in range(count)] for node, count in enumerate(counts)]
+
+
+def _derived(problem: Problem, waiting: Waiting, parameters: Collection[int]) -> Iterator[int]:
+    """Yields the nodes of matrices that matmuls need and that are computed from nothing but some parameters, of which
+    matmuls need each for something else, too."""
+    program = problem.program
+    computed = {array for array in parameters if len(program.arrays[array].shape) > 1}
+    needing = waiting.before.union(waiting.matmuls)
+    for op_index in sorted(waiting.before.difference(waiting.matmuls)):
+        operation = program.operations[op_index]
+        operands = {operand for operand in operation.operands if operand is not None}
+        if not operands or not operands <= computed:
+            continue
+        computed.update(operation.results)
+        users = [{user for user, _ in program.users[operand]} for operand in operands]
+        if all(len(needing.intersection(each)) > 1 for each in users):
+            yield from (problem.homes[result].node for result in operation.results if result in problem.homes)
 
 
 def _families(home: Home, roots: dict[_Dim, _Dim]) -> list[_Dim]:

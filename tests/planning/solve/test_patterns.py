@@ -28,6 +28,21 @@ def experts_step(w: Any, x: Any) -> Any:
     return jax.tree.map(lambda old, slope: old - 0.1 * slope, w, jax.grad(experts_loss)(w, x))
 
 
+def kernels_loss(w: Any, x: Any) -> Any:
+    """Convolutions, one after another: gradients go through the same kernels, turned."""
+    for kernel in w:
+        x = jnp.tanh(jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")))
+    return jnp.mean(x**2)
+
+
+def kernels_step(w: Any, x: Any) -> Any:
+    return jax.tree.map(lambda old, slope: old - 0.1 * slope, w, jax.grad(kernels_loss)(w, x))
+
+
+def cast_step(w: Any, moments: Any, x: Any) -> Any:
+    return train(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), w), moments, x)
+
+
 EXPERTS = {
     "in": real(256, 256),
     "up": real(8, 256, 512),
@@ -94,6 +109,19 @@ def test_experts_are_a_batch_dim_of_weights() -> None:
     assert "data parallel x expert parallel" in specs
     down, *_ = specs["expert parallel"]
     assert down == {(-1, -1), (-1, 0), (0, -1), (0, 0)}
+
+
+def test_kernels_are_gathered_again_for_gradients() -> None:
+    planned = sr.autoplan(kernels_step, [real(9, 256, 256)] * 6, real(8, 64, 256), mesh=DATA)
+    trials = {trial.origin: trial for trial in planned.result.patterns}
+    kept, again = trials["data parallel, ZeRO-3"], trials["data parallel, ZeRO-3, gathered again"]
+    assert again.peak_bytes < 0.6 * kept.peak_bytes
+    assert kept.cost < again.cost < 1.5 * kept.cost
+
+
+@pytest.mark.parametrize("step", [train, cast_step])
+def test_nothing_is_gathered_again_that_matmuls_take_as_it_was(step: Any) -> None:
+    assert not [name for name in weighed(DATA, step, *mlp(256, 1024, 4096)) if "again" in name]
 
 
 def test_programs_without_matmuls_have_no_patterns() -> None:
