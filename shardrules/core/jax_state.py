@@ -5,7 +5,7 @@
 - No public function says whether a backend runs without starting it.
 - Whether code is being traced shows only in its arguments, and a function may have none.
 - The settings and contexts on which a trace depends beside its arguments are a key inside `jax.jit`.
-- The lines behind an equation can be read, but not passed on to equations that replace it.
+- The lines behind an equation, or a call, can be read, but not passed on to equations that replace it.
 - The context of an equation, with the mesh that was in force, can be read but not made.
 - A primitive that lowers to `custom_partitioning` has to be listed among those that need devices for it.
 """
@@ -64,6 +64,11 @@ def context_on(context: Any, mesh: jax.sharding.AbstractMesh) -> Any:
 def lines_of(equation: Any) -> AbstractContextManager[Any]:
     """Returns a context in which new equations come from the same lines of code as this one."""
     return source_info_util.user_context(equation.source_info.traceback)
+
+
+def lines_of_caller() -> AbstractContextManager[Any]:
+    """Returns a context in which new equations come from the lines of code that call this now."""
+    return source_info_util.user_context(source_info_util.current().traceback)
 
 
 def require_devices(primitive: Any) -> None:

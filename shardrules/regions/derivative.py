@@ -12,12 +12,14 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import register_static
 
+from shardrules.core.jax_state import lines_of_caller
 from shardrules.regions.function import BackwardPass, ShardFunction
 from shardrules.regions.primitive import call_region
 
 
 def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
     """Runs a region whose backward pass is a region."""
+    lines = lines_of_caller()  # JAX calls the forward pass later, from lines of its own
 
     @jax.custom_vjp
     def call(*operands: Any) -> list[Any]:
@@ -25,7 +27,9 @@ def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any
 
     def forward(*operands: Any) -> tuple[list[Any], Any]:
         # Here, where the settings of JAX are those of the call.
-        return call(*operands), (_Static(function.backward(operands)), operands)
+        with lines:
+            results = call(*operands)
+        return results, (_Static(function.backward(operands)), operands)
 
     def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         backward_pass, operands = saved[0].value, saved[1]

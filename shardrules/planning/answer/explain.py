@@ -85,7 +85,7 @@ class RegionUse:
     wire_bytes: int
     """What a device sends in its own collectives."""
     alternatives: tuple[tuple[str, float], ...]
-    """What each alternative that is not taken would take in the same layout, in seconds."""
+    """What each alternative that takes longer in the same layout would take, in seconds."""
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
@@ -111,7 +111,7 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
             axes.exchange,
             count * taken.seconds,
             round(count * sum(taken.sent)),
-            tuple((price.name, count * price.seconds) for price in prices if price is not taken),
+            tuple((price.name, count * price.seconds) for price in prices if price.seconds != taken.seconds),
         )
         uses[use] = uses.get(use, 0) + 1
     return tuple(_times(use, count) for use, count in uses.items())
