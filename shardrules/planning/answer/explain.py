@@ -85,7 +85,7 @@ class RegionUse:
     wire_bytes: int
     """What a device sends in its own collectives."""
     alternatives: tuple[tuple[str, float], ...]
-    """What each alternative that takes longer in the same layout would take, in seconds."""
+    """What each other alternative would take in the same layout, in seconds, where it is not the same."""
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
@@ -101,7 +101,7 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
     for op_index in problem.region_nodes:
         operation, layout = problem.program.operations[op_index], problem.region_layout(op_index, choice)
         prices = problem.region_costs.prices(operation, layout)
-        taken = problem.region_costs.fastest(operation, layout)
+        taken = problem.region_price(op_index, choice)
         axes = shard_axes(operation, layout, problem.machine)
         count = operation.run_count
         use = RegionUse(
@@ -169,8 +169,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
             spec = spec_of(layout, len(program.arrays[operand].shape), problem.machine)
             name = operation.name
             if op_index in problem.region_nodes:
-                region_layout = problem.region_layout(op_index, choice)
-                name = f"region {problem.region_costs.fastest(operation, region_layout).name}"
+                name = f"region {problem.region_price(op_index, choice).name}"
             uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))

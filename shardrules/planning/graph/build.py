@@ -178,7 +178,9 @@ class _GraphBuilder:
         if operation.name == "region":
             self.region_nodes[op_index] = node
             if is_new:
-                self._keep_layouts(node, self.region_costs.possible(operation, self.nodes[node].layouts))
+                rows, alternatives = self.region_costs.rows(operation, self.nodes[node].layouts)
+                self._keep_layouts(node, np.array(rows, np.int64))
+                self.nodes[node].alternatives = alternatives
         for operand_index, operand in enumerate(operation.operands):
             if operand in self.homes:
                 home = nest_home(node, factors, factors.operands[operand_index])
@@ -276,7 +278,9 @@ class _GraphBuilder:
     def _add_compute_seconds(self, op_index: int, node_index: int) -> None:
         node, operation = self.nodes[node_index], self.program.operations[op_index]
         if operation.name == "region":
-            node.seconds = node.seconds + operation.run_count * self.region_costs.seconds(operation, node.layouts)
+            rows = zip(node.layouts.tolist(), node.alternatives, strict=True)
+            seconds = [self.region_costs.price(operation, layout, index).seconds for layout, index in rows]
+            node.seconds = node.seconds + operation.run_count * np.array(seconds)
             return
         seconds, memory = self.costs.seconds(op_index, node_index, node.layouts, self.operand_homes)
         node.seconds, node.memory_seconds = node.seconds + seconds, node.memory_seconds + memory

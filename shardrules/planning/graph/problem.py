@@ -19,7 +19,7 @@ import numpy as np
 from shardrules.planning.graph.home import Home, project
 from shardrules.planning.graph.layouts import WHOLE, Moves
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
-from shardrules.planning.graph.region_cost import RegionCosts
+from shardrules.planning.graph.region_cost import RegionCosts, RegionPrice
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import TracedProgram
 
@@ -44,6 +44,8 @@ class Node:
     memory_seconds: np.ndarray
     """The part of `seconds` in operations that memory limits."""
     name: str  # for people
+    alternatives: Sequence[int] = ()
+    """For a region the index of the alternative that each layout is of."""
 
 
 @final
@@ -143,15 +145,22 @@ class Problem:
             return (WHOLE,) * len(self.machine.axes)
         return tuple(map(int, self.nodes[node].layouts[choice[node]]))
 
+    def region_price(self, op_index: int, choice: Sequence[int]) -> RegionPrice:
+        """What a call of a region takes."""
+        node = self.region_nodes[op_index]
+        alternative = self.nodes[node].alternatives[choice[node]]
+        return self.region_costs.price(
+            self.program.operations[op_index], self.region_layout(op_index, choice), alternative
+        )
+
     def exchanges(self, choice: Sequence[int]) -> list["ChosenMove"]:
         """What regions send by hand. `cost` counts it as their computing."""
         exchanges = []
         for op_index in self.region_nodes:
-            operation = self.program.operations[op_index]
-            price = self.region_costs.fastest(operation, self.region_layout(op_index, choice))
+            price, count = self.region_price(op_index, choice), self.program.operations[op_index].run_count
             if price.exchange_seconds:
                 seconds, sent = price.exchange_seconds, np.array(price.sent)
-                exchanges.append(ChosenMove(seconds, seconds, operation.run_count, sent, is_between=False))
+                exchanges.append(ChosenMove(seconds, seconds, count, sent, is_between=False))
         return exchanges
 
     def highest_cost(self) -> float:

@@ -1,7 +1,7 @@
 """What a region takes in each layout: the program of one device, with what it sends by hand."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
@@ -14,6 +14,7 @@ from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.compute_cost import ComputeCosts
 from shardrules.planning.graph.home import Home
+from shardrules.planning.graph.layouts import dim_shard_count
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.program import Operation, TracedProgram, read_jaxpr
@@ -69,54 +70,53 @@ class RegionCosts:
     """What programs of a device have in memory beside operands and results, by their `id`; for those in prices."""
     _prices: dict[Any, RegionPrice] = attrs.field(factory=dict, init=False)
 
-    def possible(self, operation: Operation, layouts: np.ndarray) -> np.ndarray:
-        """Which layouts a region can be split in: those whose pieces are even, and that an alternative runs in."""
-        factors, params = operation.factors, operation.equation.params
-        rows = [tuple(map(int, row)) for row in layouts]
-        sizes = dict(zip(self.machine.axes, self.machine.sizes, strict=True))
-        flags = []
-        for row in rows:
-            counts = [self._count(row, factor) for factor in range(len(factors.sizes))]
-            together = 1 if factors.exchange is None else counts[factors.exchange]
-            is_even = all(factors.sizes[factor] % (counts[factor] * together) == 0 for factor in factors.joint)
-            axes = shard_axes(operation, row, self.machine)
-            flags.append(is_even and bool(params["function"].candidates(axes, sizes, params["program"].in_avals)))
-        return np.array(flags, bool)
+    def rows(self, operation: Operation, layouts: np.ndarray) -> tuple[list[int], list[int]]:
+        """The layouts that a region can be split in, each for every alternative that runs in it: indices of both.
 
-    def seconds(self, operation: Operation, layouts: np.ndarray) -> np.ndarray:
-        """What one call takes in each layout, of the fastest alternative."""
-        rows = [tuple(map(int, row)) for row in layouts]
-        return np.array([self.fastest(operation, row).seconds for row in rows])
+        Pieces are even. Of alternatives that take the same time, as all do that send nothing, the first is enough.
+        """
+        indices, alternatives = [], []
+        for index, layout in enumerate(layouts.tolist()):
+            seconds: dict[float, None] = {}
+            for price in self.prices(operation, layout) if self._is_even(operation, layout) else ():
+                if price.seconds not in seconds:
+                    seconds[price.seconds] = None
+                    indices.append(index)
+                    alternatives.append(price.alternative)
+        return indices, alternatives
 
-    def fastest(self, operation: Operation, layout: Sequence[int]) -> RegionPrice:
-        """The alternative that is fastest in a layout, the first of equal ones."""
-        return min(self.prices(operation, layout), key=lambda price: price.seconds)
+    def price(self, operation: Operation, layout: Sequence[int], alternative: int) -> RegionPrice:
+        """What one call takes in a layout that an alternative runs in."""
+        function: ShardFunction = operation.equation.params["function"].alternative(alternative)
+        axes = shard_axes(operation, layout, self.machine)
+        program = function.shard_program(axes, self._sizes, operation.equation.params["program"].in_avals)
+        key = id(program), axes.exchange
+        if key not in self._prices:
+            self._prices[key] = self._price(alternative, function, program)
+        return self._prices[key]
 
     def prices(self, operation: Operation, layout: Sequence[int]) -> list[RegionPrice]:
         """What each alternative that is possible in a layout takes."""
-        function: ShardFunction = operation.equation.params["function"]
-        avals = operation.equation.params["program"].in_avals
-        sizes = dict(zip(self.machine.axes, self.machine.sizes, strict=True))
-        axes = shard_axes(operation, layout, self.machine)
-        prices = []
-        for index in function.candidates(axes, sizes, avals):
-            alternative = function.alternative(index)
-            program = alternative.shard_program(axes, sizes, avals)
-            key = id(program), axes.exchange
-            if key not in self._prices:
-                self._prices[key] = self._price(index, alternative, program, sizes)
-            prices.append(self._prices[key])
-        return prices
+        function, avals = operation.equation.params["function"], operation.equation.params["program"].in_avals
+        possible = function.candidates(shard_axes(operation, layout, self.machine), self._sizes, avals)
+        return [self.price(operation, layout, alternative) for alternative in possible]
 
-    def _count(self, layout: Sequence[int], factor: int) -> int:
-        sizes = zip(layout, self.machine.sizes, strict=True)
-        return int(np.prod([size for dim, size in sizes if dim == factor], dtype=np.int64))
+    def _is_even(self, operation: Operation, layout: Sequence[int]) -> bool:
+        """Whether dims that are split in two ways have enough elements for both."""
+        factors = operation.factors
+        together = 1 if factors.exchange is None else dim_shard_count(layout, factors.exchange, self.machine)
+        return all(
+            factors.sizes[factor] % (dim_shard_count(layout, factor, self.machine) * together) == 0
+            for factor in factors.joint
+        )
 
-    def _price(
-        self, index: int, function: ShardFunction, program: ClosedJaxpr, sizes: Mapping[str, int]
-    ) -> RegionPrice:
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.machine.axes, self.machine.sizes, strict=True))
+
+    def _price(self, index: int, function: ShardFunction, program: ClosedJaxpr) -> RegionPrice:
         sent, seconds = np.zeros(len(COLLECTIVE_KINDS)), 0.0
-        for exchange in exchanges_of(program, sizes):
+        for exchange in exchanges_of(program, self._sizes):
             mask = sum(1 << self.machine.axes.index(name) for name in exchange.axes if name in self.machine.axes)
             rates = self.machine.rates[exchange.kind]
             seconds += exchange.count * (rates.fixed[mask] + rates.per_byte[mask] * exchange.sent_bytes)

@@ -6,13 +6,19 @@ import attrs
 import numpy as np
 
 from shardrules.planning.graph.layouts import Moves
-from shardrules.planning.graph.problem import Edge, Node, Problem
+from shardrules.planning.graph.problem import Edge, Problem
 
 
 def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     """The problem with only some layouts of each node, which get new indices in the order of `keep`."""
     nodes = [
-        Node(node.layouts[indices], node.seconds[indices], node.memory_seconds[indices], node.name)
+        attrs.evolve(
+            node,
+            layouts=node.layouts[indices],
+            seconds=node.seconds[indices],
+            memory_seconds=node.memory_seconds[indices],
+            alternatives=[node.alternatives[index] for index in indices] if node.alternatives else (),
+        )
         for node, indices in zip(problem.nodes, keep, strict=True)
     ]
     return attrs.evolve(problem, nodes=nodes, edges=[_restrict_edge(edge, keep) for edge in problem.edges])

@@ -25,8 +25,10 @@ def _region_stays(problem: Problem, positions: Sequence[int]) -> Iterator[Stay]:
     for op_index, node in problem.region_nodes.items():
         operation = problem.program.operations[op_index]
         sizes: list[float] = []
-        for layout in problem.nodes[node].layouts:
-            program = costs.fastest(operation, tuple(map(int, layout))).program
+        for layout, alternative in zip(
+            problem.nodes[node].layouts.tolist(), problem.nodes[node].alternatives, strict=True
+        ):
+            program = costs.price(operation, layout, alternative).program
             if id(program) not in costs.temporary_bytes:
                 costs.temporary_bytes[id(program)] = _temporary_bytes(program, costs.device)
             sizes.append(costs.temporary_bytes[id(program)])

@@ -89,6 +89,7 @@ class _Refinement:
                     operation.run_count,
                     str(operation.spec),
                     None if operation.equation is None else equation_line(operation.equation),
+                    operation.equation.params["rule"] if operation.name == "region" else None,
                 )
             )
             for operation in self.program.operations
