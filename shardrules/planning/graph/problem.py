@@ -46,6 +46,8 @@ class Node:
     name: str  # for people
     alternatives: Sequence[int] = ()
     """For a region the index of the alternative that each layout is of."""
+    temporary_bytes: Sequence[float] = ()
+    """For a region what a device has in memory while it runs in each layout, beside operands and results."""
 
 
 @final

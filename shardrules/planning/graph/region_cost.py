@@ -66,8 +66,6 @@ class RegionCosts:
     """The prices of regions on a machine. Equal calls are priced once."""
 
     machine: Machine
-    temporary_bytes: dict[int, float] = attrs.field(factory=dict, init=False)
-    """What programs of a device have in memory beside operands and results, by their `id`; for those in prices."""
     _prices: dict[Any, RegionPrice] = attrs.field(factory=dict, init=False)
 
     def rows(self, operation: Operation, layouts: np.ndarray) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
             seconds=node.seconds[indices],
             memory_seconds=node.memory_seconds[indices],
             alternatives=[node.alternatives[index] for index in indices] if node.alternatives else (),
+            temporary_bytes=[node.temporary_bytes[index] for index in indices] if node.temporary_bytes else (),
         )
         for node, indices in zip(problem.nodes, keep, strict=True)
     ]

@@ -65,8 +65,8 @@ class Stay:
     columns: int = 0
     """If there are any, it is only there where a device has few of them, or many. See `FEW_COLUMNS`."""
     has_many: bool = False
-    sizes: Sequence[float] = ()
-    """The bytes on a device in each layout of its node, where they do not follow from `nbytes`."""
+    is_region: bool = False
+    """Whether it is what a region has in memory while it runs."""
 
 
 @final
@@ -116,6 +116,7 @@ class Occupancy:
             *_written_stays(problem, positions, spans, overwritten, updated),
             *_entering_stays(problem, positions, spans),
             *_expansion_stays(problem, positions),
+            *_region_stays(problem, positions),
         )
         copies = _copies(problem, positions, spans, last_uses, updated)
         return cls(problem, stays, copies, fixed, problem.machine.assumptions.temporaries)
@@ -163,8 +164,8 @@ class Occupancy:
 
     def _layout_bytes(self, stay: Stay, layouts: np.ndarray) -> np.ndarray:
         """Returns the bytes that an array takes in each of some layouts."""
-        if len(stay.sizes):
-            return np.array(stay.sizes) * self.temporaries
+        if stay.is_region:
+            return np.array(self.problem.nodes[stay.home.node].temporary_bytes) * self.temporaries
         counts = shard_counts(layouts, self.problem.machine)
         nbytes = stay.nbytes * self.overhead(stay) / counts
         if stay.columns:
@@ -481,6 +482,13 @@ def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
         # The copies of one depth are made together, by the first matmul that takes any of them.
         first = min(positions[op_index] for op_index in expansion.alongside)
         yield Stay(home, nbytes, first, max(positions[op_index] for op_index in expansion.users))
+
+
+def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
+    """Yields what regions have in memory while they run."""
+    for op_index, node in problem.region_nodes.items():
+        if any(problem.nodes[node].temporary_bytes):
+            yield Stay(Home(node, ()), 0, positions[op_index], positions[op_index], is_region=True)
 
 
 def _stack_key(program: TracedProgram, array: int) -> tuple[Any, ...]:

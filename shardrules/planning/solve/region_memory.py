@@ -1,39 +1,30 @@
 """What regions have in memory while they run, beside their operands and results."""
 
-from collections.abc import Iterator, Sequence
-
 import attrs
 from jax.extend.core import ClosedJaxpr
 
 from shardrules.planning.graph.build import build_problem
-from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.solve.memory import Occupancy, Stay
+from shardrules.planning.solve.memory import Occupancy
 from shardrules.planning.traced.order import program_order
 from shardrules.planning.traced.program import read_jaxpr
 
 
-def occupancy_of(problem: Problem, positions: Sequence[int]) -> Occupancy:
-    """Returns what is in memory when, with what regions need, if operations run at some positions."""
-    occupancy = Occupancy.of(problem, positions)
-    return attrs.evolve(occupancy, stays=(*occupancy.stays, *_region_stays(problem, positions)))
-
-
-def _region_stays(problem: Problem, positions: Sequence[int]) -> Iterator[Stay]:
-    costs = problem.region_costs
-    for op_index, node in problem.region_nodes.items():
-        operation = problem.program.operations[op_index]
+def with_temporary_bytes(problem: Problem) -> Problem:
+    """Returns a problem whose regions say what they have in memory in each layout."""
+    nodes = list(problem.nodes)
+    costs, counted = problem.region_costs, dict[int, float]()
+    for op_index, node_index in problem.region_nodes.items():
+        node, operation = nodes[node_index], problem.program.operations[op_index]
         sizes: list[float] = []
-        for layout, alternative in zip(
-            problem.nodes[node].layouts.tolist(), problem.nodes[node].alternatives, strict=True
-        ):
+        for layout, alternative in zip(node.layouts.tolist(), node.alternatives, strict=True):
             program = costs.price(operation, layout, alternative).program
-            if id(program) not in costs.temporary_bytes:
-                costs.temporary_bytes[id(program)] = _temporary_bytes(program, costs.device)
-            sizes.append(costs.temporary_bytes[id(program)])
-        if any(sizes):
-            yield Stay(Home(node, ()), 0, positions[op_index], positions[op_index], sizes=tuple(sizes))
+            if id(program) not in counted:
+                counted[id(program)] = _temporary_bytes(program, costs.device)
+            sizes.append(counted[id(program)])
+        nodes[node_index] = attrs.evolve(node, temporary_bytes=sizes)
+    return attrs.evolve(problem, nodes=nodes)
 
 
 def _temporary_bytes(program: ClosedJaxpr, device: Machine) -> float:

@@ -25,7 +25,7 @@ from shardrules.planning.solve.memory import Occupancy, peaks
 from shardrules.planning.solve.messages import Messages
 from shardrules.planning.solve.patterns import patterns
 from shardrules.planning.solve.price import APART, CLOSER, Budget, within_budget
-from shardrules.planning.solve.region_memory import occupancy_of
+from shardrules.planning.solve.region_memory import with_temporary_bytes
 from shardrules.planning.solve.solver import CLOSE, Solution, Work, fractions, least_memory, solve
 from shardrules.planning.solve.trials import Trial, Trials
 from shardrules.planning.traced.order import late_order, program_order
@@ -115,7 +115,7 @@ class Task:
         between = sum(move.seconds * move.count for move in moves if move.is_between)
         if not self.problem.machine.puts_off or between <= _BUSY * computing:
             return peak
-        stays = occupancy_of(self.problem, program_order(self.problem.program))
+        stays = Occupancy.of(self.problem, program_order(self.problem.program))
         as_written = attrs.evolve(self.occupancy, stays=stays.stays, copies=stays.copies)
         least = as_written.peak(choice)
         return least + _PUT_OFF_BUSY * (peak - least) if least < peak else peak
@@ -146,11 +146,11 @@ class Task:
             for result_index, result in enumerate(program.results)
             if result is not None and result_index in feedback
         }
-        problem = build_problem(program, machine, paths, feedback_arrays, pinned, tie)
+        problem = with_temporary_bytes(build_problem(program, machine, paths, feedback_arrays, pinned, tie))
         # Compilers for GPUs put off the matmuls that nothing waits for, to have something to hide collectives behind. A
         # memory limit hardly keeps them from it.
         order = late_order if machine.puts_off else program_order
-        return cls(problem, occupancy_of(problem, order(program)))
+        return cls(problem, Occupancy.of(problem, order(program)))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
         """Returns the result of a search with another choice."""
