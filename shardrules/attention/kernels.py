@@ -1,0 +1,129 @@
+"""Kernels of attention: functions of whole arrays, which each way to split a sequence calls on what a device has."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from shardrules.core.errors import ConfigError, ConfigTypeError
+
+Kernel: TypeAlias = Callable[..., Any]
+"""`kernel(q, k, v, *, is_causal, q_segment_ids, kv_segment_ids)` returns the output, or `(output, log_sum_exp)`."""
+
+MASKED = -1e30
+"""The log-sum-exp of a row that attends to nothing is below this: minus infinity, or what kernels mask with."""
+
+
+def plain_kernel(
+    q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any = None, kv_segment_ids: Any = None
+) -> tuple[Any, Any]:
+    """Attention with all scores at once, in float32. Rows that attend to nothing are 0."""
+    batch, length, heads, width = q.shape
+    kv_heads = k.shape[2]
+    grouped, dtype = q.reshape(batch, length, kv_heads, heads // kv_heads, width), jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=dtype) / math.sqrt(width)
+    mask = _mask(is_causal, q_segment_ids, kv_segment_ids, length, k.shape[1])
+    if mask is not None:
+        mask = mask[:, None, None]
+        scores = jnp.where(mask, scores, -jnp.finfo(scores.dtype).max)
+    largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)
+    total = weights.sum(-1)
+    is_masked = total == 0
+    total = jnp.where(is_masked, 1, total)
+    log_sum_exp = jnp.where(is_masked, -jnp.inf, largest[..., 0] + jnp.log(total))
+    weights = (weights / total[..., None]).astype(v.dtype)
+    out = jnp.einsum("bkgst,btkd->bskgd", weights, v, preferred_element_type=dtype)
+    return out.astype(q.dtype).reshape(q.shape), jnp.moveaxis(log_sum_exp, 3, 1).reshape(q.shape[:3])
+
+
+def _mask(is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any, q_length: int, kv_length: int) -> Any:
+    """Which keys each query attends to, or `None` for all."""
+    mask = None
+    if is_causal:
+        mask = jnp.tri(q_length, kv_length, dtype=bool)[None]
+    if q_segment_ids is not None:
+        is_same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
+        mask = is_same if mask is None else mask & is_same
+    return mask
+
+
+def _xla_kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return _jax_attention("xla", q, k, v, **options)
+
+
+def _cudnn_kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return _jax_attention("cudnn", q, k, v, **options)
+
+
+def _jax_attention(
+    implementation: Any, q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any
+) -> Any:
+    # Its log-sum-exp has the dtype of q: in bfloat16 too coarse to merge blocks by.
+    mask = _mask(False, q_segment_ids, kv_segment_ids, q.shape[1], k.shape[1])
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=None if mask is None else mask[:, None], is_causal=is_causal, implementation=implementation
+    )
+
+
+_KERNELS: dict[str, Kernel] = {"xla": _xla_kernel, "cudnn": _cudnn_kernel}
+
+
+def as_kernel(kernel: Any) -> Kernel:
+    """The function of what a user passes as `kernel`."""
+    if kernel is None:
+        return plain_kernel
+    if isinstance(kernel, str) and kernel in _KERNELS:
+        return _KERNELS[kernel]
+    if callable(kernel):
+        return kernel
+    raise ConfigTypeError(f'sharded_attention: kernel must be a function, "xla", "cudnn" or None; got {kernel!r:.60}')
+
+
+def call_kernel(
+    kernel: Kernel, q: Any, k: Any, v: Any, q_segment_ids: Any, kv_segment_ids: Any, *, is_causal: bool
+) -> tuple[Any, Any]:
+    """The output of a kernel, and its log-sum-exp or `None`. Results of other shapes raise."""
+    results = kernel(q, k, v, is_causal=is_causal, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+    out, log_sum_exp = results if isinstance(results, tuple | list) and len(results) == 2 else (results, None)
+    problems = []
+    if getattr(out, "shape", None) != q.shape:
+        problems.append(f"an output of {_described(out)} for queries of shape {q.shape}")
+    if log_sum_exp is not None:
+        if getattr(log_sum_exp, "shape", None) != q.shape[:3]:
+            problems.append(f"a log-sum-exp of {_described(log_sum_exp)} instead of shape {q.shape[:3]}")
+        elif log_sum_exp.dtype not in (jnp.float32, jnp.float64):
+            problems.append(f"a log-sum-exp of {log_sum_exp.dtype}, too coarse to merge blocks by; return float32")
+    if problems:
+        raise ConfigError(f"sharded_attention: the kernel {_name(kernel)} returns {' and '.join(problems)}")
+    if log_sum_exp is not None:
+        out = jnp.where(log_sum_exp[..., None] > MASKED, out, 0)
+    return out, log_sum_exp
+
+
+def returns_log_sum_exp(kernel: Kernel, q: Any, k: Any, v: Any, *, is_causal: bool) -> bool:
+    """Whether a kernel says by how much its blocks weigh, so that they can be merged."""
+    if kernel in _KERNELS.values():
+        return False
+    run = lambda q, k, v: call_kernel(kernel, q, k, v, None, None, is_causal=is_causal)
+    return jax.eval_shape(run, q, k, v)[1] is not None
+
+
+def require_log_sum_exp(kernel: Kernel, log_sum_exp: Any, how: str) -> None:
+    if log_sum_exp is None:
+        raise ConfigError(
+            f"sharded_attention: how={how!r} merges blocks of keys, and the kernel {_name(kernel)} returns no "
+            'log-sum-exp to do that by. Return (output, log_sum_exp) from it, or pass how="all_to_all" or kernel=None'
+        )
+
+
+def _name(kernel: Kernel) -> str:
+    return getattr(kernel, "__name__", repr(kernel)[:60])
+
+
+def _described(array: Any) -> str:
+    return f"shape {array.shape}" if hasattr(array, "shape") else f"type {type(array).__name__}"

@@ -1,0 +1,104 @@
+"""Attention as devices run it on shards, in three ways to split the sequence.
+
+Arrays are `q[b, s, k, g, d]`, `k[b, t, k, d]` and `v[b, t, k, d]`: heads of queries in groups `g` for each head `k` of keys.
+`axis_name` is what the sequence is split over, or `None` where it is whole.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardrules.attention.blocks import Keys, Queries
+from shardrules.attention.gather import attend_to_gathered, by_device, gather
+from shardrules.attention.kernels import Kernel, as_kernel, call_kernel
+from shardrules.attention.ring import attend_in_ring
+from shardrules.attention.rounds import Rounds
+from shardrules.attention.zigzag import from_zigzag, to_zigzag
+from shardrules.core.errors import ConfigError
+
+
+def attention_by_ring(
+    q: Any, k: Any, v: Any, *segments: Any, axis_name: tuple[str, ...] | None, causal: bool, kernel: Any
+) -> Any:
+    """Keys and values go round the devices."""
+    queries, keys = _operands(q, k, v, segments)
+    if _is_whole(axis_name):
+        return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
+    rounds = Rounds("ring", as_kernel(kernel), axis_name, causal, causal and q.shape[1] % 2 == 0)
+    if rounds.is_zigzag:
+        queries, keys = to_zigzag((queries, keys), axis_name)
+    out = attend_in_ring(rounds, queries, keys)
+    return (from_zigzag(out, axis_name) if rounds.is_zigzag else out).reshape(q.shape)
+
+
+def attention_by_gather(
+    q: Any, k: Any, v: Any, *segments: Any, axis_name: tuple[str, ...] | None, causal: bool, kernel: Any
+) -> Any:
+    """Keys and values are gathered."""
+    queries, keys = _operands(q, k, v, segments)
+    if not _is_whole(axis_name):
+        keys = gather(keys, axis_name)
+    if not causal or _is_whole(axis_name):
+        return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
+    rounds = Rounds("gather", as_kernel(kernel), axis_name, True, q.shape[1] % 2 == 0)
+    if rounds.is_zigzag:
+        queries = to_zigzag(queries, axis_name)
+    keys = by_device(keys, rounds.index_and_size()[1], is_zigzag=rounds.is_zigzag)
+    out = attend_to_gathered(rounds, queries, keys)
+    return (from_zigzag(out, axis_name) if rounds.is_zigzag else out).reshape(q.shape)
+
+
+def attention_by_all_to_all(
+    q: Any, k: Any, v: Any, *segments: Any, axis_name: tuple[str, ...] | None, causal: bool, kernel: Any
+) -> Any:
+    """Heads are split instead of the sequence while attention is computed."""
+    if _is_whole(axis_name):
+        queries, keys = _operands(q, k, v, segments)
+        return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
+    repeats = head_repeats(q.shape[2], q.shape[3], lax.axis_size(axis_name))
+    if repeats is None:
+        raise ConfigError(
+            f'sharded_attention: how="all_to_all" cannot split {q.shape[2] * q.shape[3]} heads over the '
+            f"{lax.axis_size(axis_name)} devices of {', '.join(axis_name)}; pass another how, or a smaller axis"
+        )
+    batch, length, kv_heads, groups, width = q.shape
+    grouped = q.reshape(batch, length, kv_heads * repeats, groups // repeats, width)
+    split_heads = lambda array: lax.all_to_all(array, axis_name, split_axis=2, concat_axis=1, tiled=True)
+    all_q = split_heads(grouped)
+    all_k, all_v = (split_heads(jnp.repeat(array, repeats, axis=2)) for array in (k, v))
+    queries, keys = _operands(all_q, all_k, all_v, gather(segments, axis_name))
+    out = _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(all_q.shape)
+    return lax.all_to_all(out, axis_name, split_axis=1, concat_axis=2, tiled=True).reshape(q.shape)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "ring": attention_by_ring,
+    "gather": attention_by_gather,
+    "all_to_all": attention_by_all_to_all,
+}
+"""The functions for each `how`."""
+
+
+def head_repeats(kv_heads: int, groups: int, devices: int) -> int | None:
+    """How often heads of keys are repeated so that devices have as many of them each, or `None` if that is impossible."""
+    repeats = devices // math.gcd(kv_heads, devices)
+    return None if groups % repeats else repeats
+
+
+def _is_whole(axis_name: tuple[str, ...] | None) -> Any:
+    return axis_name is None or lax.axis_size(axis_name) == 1
+
+
+def _operands(q: Any, k: Any, v: Any, segments: Any) -> tuple[Queries, Keys]:
+    q_segments, kv_segments = segments or (None, None)
+    batch, length, kv_heads, groups, width = q.shape
+    return Queries(q.reshape(batch, length, kv_heads * groups, width), q_segments), Keys(k, v, kv_segments)
+
+
+def _attend_whole(kernel: Kernel, queries: Queries, keys: Keys, *, is_causal: bool) -> Any:
+    out, _ = call_kernel(kernel, queries.q, keys.k, keys.v, queries.segments, keys.segments, is_causal=is_causal)
+    return out.astype(queries.q.dtype)
