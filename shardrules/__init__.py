@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardrules.analysis.machine.hardware import Hardware
     from shardrules.analysis.machine.targets import Target
     from shardrules.analysis.program.kernel_costs import kernel_cost
+    from shardrules.attention.attention import sharded_attention
     from shardrules.core.context import current_mesh
     from shardrules.core.finding import Finding
     from shardrules.core.leaf import Decision, Leaf
@@ -190,6 +191,7 @@ __all__ = [
     "alternatives",
     "region",
     "check_region",
+    "sharded_attention",
     "fits",
     "largest_batch",
     "assert_plan_matches",

@@ -28,9 +28,7 @@ def by_device(tree: Any, size: int, *, is_zigzag: bool) -> Any:
         if not is_zigzag:
             return jnp.stack(jnp.split(array, size, axis=1))
         halves = jnp.split(array, 2 * size, axis=1)
-        return jnp.stack(
-            [jnp.concatenate([halves[device], halves[-1 - device]], axis=1) for device in range(size)]
-        )
+        return jnp.stack([jnp.concatenate([halves[device], halves[-1 - device]], axis=1) for device in range(size)])
 
     return jax.tree.map(split, tree)
 

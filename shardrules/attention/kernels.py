@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from shardrules.core.errors import ConfigError, ConfigTypeError
+from shardrules.core.errors import ConfigError, ConfigTypeError, SplitError
 
 Kernel: TypeAlias = Callable[..., Any]
 """`kernel(q, k, v, *, is_causal, q_segment_ids, kv_segment_ids)` returns the output, or `(output, log_sum_exp)`."""
@@ -22,7 +22,10 @@ def plain_kernel(
     """Attention with all scores at once, in float32. Rows that attend to nothing are 0."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
-    grouped, dtype = q.reshape(batch, length, kv_heads, heads // kv_heads, width), jnp.promote_types(q.dtype, jnp.float32)
+    grouped, dtype = (
+        q.reshape(batch, length, kv_heads, heads // kv_heads, width),
+        jnp.promote_types(q.dtype, jnp.float32),
+    )
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=dtype) / math.sqrt(width)
     mask = _mask(is_causal, q_segment_ids, kv_segment_ids, length, k.shape[1])
     if mask is not None:
@@ -105,17 +108,9 @@ def call_kernel(
     return out, log_sum_exp
 
 
-def returns_log_sum_exp(kernel: Kernel, q: Any, k: Any, v: Any, *, is_causal: bool) -> bool:
-    """Whether a kernel says by how much its blocks weigh, so that they can be merged."""
-    if kernel in _KERNELS.values():
-        return False
-    run = lambda q, k, v: call_kernel(kernel, q, k, v, None, None, is_causal=is_causal)
-    return jax.eval_shape(run, q, k, v)[1] is not None
-
-
 def require_log_sum_exp(kernel: Kernel, log_sum_exp: Any, how: str) -> None:
     if log_sum_exp is None:
-        raise ConfigError(
+        raise SplitError(
             f"sharded_attention: how={how!r} merges blocks of keys, and the kernel {_name(kernel)} returns no "
             'log-sum-exp to do that by. Return (output, log_sum_exp) from it, or pass how="all_to_all" or kernel=None'
         )

@@ -44,9 +44,7 @@ class Rounds:
         return rows
 
     def own_gradients(self, queries: Queries, keys: Keys, rows: Rows, cotangent: Any) -> BlockGradients:
-        return block_gradients(
-            self.kernel, queries, keys, rows, cotangent, is_causal=self.is_causal, how=self.how
-        )
+        return block_gradients(self.kernel, queries, keys, rows, cotangent, is_causal=self.is_causal, how=self.how)
 
     def gradients(
         self, queries: Queries, keys: Keys, index: Any, source: Any, rows: Rows, cotangent: Any

@@ -1,14 +1,13 @@
 """Attention as devices run it on shards, in three ways to split the sequence.
 
-Arrays are `q[b, s, k, g, d]`, `k[b, t, k, d]` and `v[b, t, k, d]`: heads of queries in groups `g` for each head `k` of keys.
-`axis_name` is what the sequence is split over, or `None` where it is whole.
+Arrays are `q[b, s, k, g, d]`, `k[b, t, k, d]` and `v[b, t, k, d]`: heads of queries in groups `g` for each
+head `k` of keys. `axis_name` is what the sequence is split over, or `None` where it is whole.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,7 +17,7 @@ from shardrules.attention.kernels import Kernel, as_kernel, call_kernel
 from shardrules.attention.ring import attend_in_ring
 from shardrules.attention.rounds import Rounds
 from shardrules.attention.zigzag import from_zigzag, to_zigzag
-from shardrules.core.errors import ConfigError
+from shardrules.core.errors import SplitError
 
 
 def attention_by_ring(
@@ -61,15 +60,13 @@ def attention_by_all_to_all(
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
     repeats = head_repeats(q.shape[2], q.shape[3], lax.axis_size(axis_name))
     if repeats is None:
-        raise ConfigError(
-            f'sharded_attention: how="all_to_all" cannot split {q.shape[2] * q.shape[3]} heads over the '
-            f"{lax.axis_size(axis_name)} devices of {', '.join(axis_name)}; pass another how, or a smaller axis"
-        )
+        raise SplitError(uneven_heads(q.shape[2] * q.shape[3], lax.axis_size(axis_name), axis_name))
     batch, length, kv_heads, groups, width = q.shape
     grouped = q.reshape(batch, length, kv_heads * repeats, groups // repeats, width)
-    split_heads = lambda array: lax.all_to_all(array, axis_name, split_axis=2, concat_axis=1, tiled=True)
-    all_q = split_heads(grouped)
-    all_k, all_v = (split_heads(jnp.repeat(array, repeats, axis=2)) for array in (k, v))
+    all_q, all_k, all_v = (
+        lax.all_to_all(array, axis_name, split_axis=2, concat_axis=1, tiled=True)
+        for array in (grouped, jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2))
+    )
     queries, keys = _operands(all_q, all_k, all_v, gather(segments, axis_name))
     out = _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(all_q.shape)
     return lax.all_to_all(out, axis_name, split_axis=1, concat_axis=2, tiled=True).reshape(q.shape)
@@ -84,9 +81,16 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def head_repeats(kv_heads: int, groups: int, devices: int) -> int | None:
-    """How often heads of keys are repeated so that devices have as many of them each, or `None` if that is impossible."""
+    """How often heads of keys are repeated so that all devices have as many of them, or `None` if they cannot."""
     repeats = devices // math.gcd(kv_heads, devices)
     return None if groups % repeats else repeats
+
+
+def uneven_heads(heads: int, devices: int, axis_name: tuple[str, ...]) -> str:
+    return (
+        f'how="all_to_all" cannot split {heads} heads over the {devices} devices of {", ".join(axis_name)}; pass '
+        'how="ring" or "gather", or a smaller axis'
+    )
 
 
 def _is_whole(axis_name: tuple[str, ...] | None) -> Any:

@@ -4,6 +4,7 @@ Where a plan or an Explicit mesh says how operands are split, devices run the fu
 `jax.shard_map`. Elsewhere the compiler decides, and gets the declaration as a rule for its partitioner.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,7 +97,17 @@ def _no_jvp(primals: Any, tangents: Any, *, function: ShardFunction, program: Cl
 
 
 def _lower(ctx: Any, *operands: Any, function: ShardFunction, program: ClosedJaxpr, rule: str) -> Any:
-    return mlir.lower_fun(_lowered(ctx, function, program, _partitioned), multiple_results=True)(ctx, *operands)
+    lowered = mlir.lower_fun(_lowered(ctx, function, program, _partitioned), multiple_results=True)
+    return lowered(_on_mesh(ctx), *operands)
+
+
+def _on_mesh(ctx: Any) -> Any:
+    """The context with the mesh of `jax.set_mesh`, which JAX leaves out where no argument of a program is on a mesh."""
+    module, mesh = ctx.module_context, jax.sharding.get_abstract_mesh()
+    axes = module.axis_context
+    if getattr(axes, "abstract_mesh", mesh) is not None or mesh.size != axes.num_devices:
+        return ctx
+    return ctx.replace(module_context=module.replace(axis_context=dataclasses.replace(axes, abstract_mesh=mesh)))
 
 
 def _lower_for_tpu(ctx: Any, *operands: Any, function: ShardFunction, program: ClosedJaxpr, rule: str) -> Any:

@@ -1,0 +1,201 @@
+"""`sharded_attention` is attention, on every mesh and in every way."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.attention.shards import WAYS, attention_by_all_to_all, attention_by_gather, attention_by_ring
+from shardrules.errors import ConfigError, ConfigTypeError, NoMeshError, SplitError
+from tests.attention.reference import assert_close, operands, packed, reference, value_and_gradients
+
+MESHES = ("sequence:8", "data:2,sequence:4", "data:2,model:2,sequence:2")
+TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2}
+
+
+def attend_on(mesh: Any, arrays: Any, attend: Any) -> Any:
+    """Values and gradients on a mesh, with the batch split over `data` and the heads over `model`."""
+    spec = P(*(name if name in mesh.axis_names else None for name in ("data", "", "model")))
+    with jax.set_mesh(mesh):
+        return value_and_gradients(attend)(*(jax.device_put(array, NamedSharding(mesh, spec)) for array in arrays))
+
+
+# Every way on every mesh in both dtypes; masks, lengths and types of axes take turns.
+CASES = [
+    (how, mesh, dtype, index % 4 != 3, index % 3 == 1, 32 if index % 2 else 27, ("auto", "explicit")[index % 5 == 4])
+    for index, (dtype, mesh, how) in enumerate(itertools.product(TOLERANCES, MESHES, WAYS))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "mesh", "dtype", "causal", "has_segments", "length", "axis_types"), CASES)
+def test_every_way_on_every_mesh(
+    how: Any, mesh: str, dtype: str, causal: bool, has_segments: bool, length: int, axis_types: Any
+) -> None:
+    arrays = operands(length, dtype=dtype)
+    ids = packed(length) if has_segments else None
+    options = {"causal": causal, "segment_ids": ids}
+    devices = sr.create_mesh(mesh, axis_types=axis_types)
+    actual = attend_on(
+        devices, arrays, lambda q, k, v: sr.sharded_attention(q, k, v, **options, axis="sequence", how=how)
+    )
+    assert_close(actual, value_and_gradients(lambda q, k, v: reference(q, k, v, **options))(*arrays), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_every_way_on_two_devices(how: Any) -> None:
+    arrays, ids = operands(7), packed(7)
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    attend = jax.jit(
+        lambda q, k, v: sr.sharded_attention(q, k, v, causal=True, axis="sequence", how=how, segment_ids=ids)
+    )
+    with jax.set_mesh(mesh):
+        assert_close(attend(*arrays), reference(*arrays, causal=True, segment_ids=ids))
+
+
+def test_without_a_mesh_it_is_attention() -> None:
+    arrays, ids = operands(6), (packed(6), packed(6) + 1)
+    attend, expected = (
+        jax.jit(lambda *a, fn=fn: (fn(*a, causal=True), fn(*a, causal=False, segment_ids=ids)))
+        for fn in (sr.sharded_attention, reference)
+    )
+    assert_close(attend(*arrays), expected(*arrays))
+
+
+def test_keys_may_be_more_than_queries() -> None:
+    (q, _, _), (_, k, v) = operands(3), operands(10)
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda *arrays: sr.sharded_attention(*arrays, causal=False, axis="sequence", how="gather"))(
+            q, k, v
+        )
+    assert_close(out, reference(q, k, v, causal=False))
+
+
+def test_under_transformations() -> None:
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    stacked = [jnp.stack([array, array[::-1]]) for array in operands(8)]
+
+    def layers(attend: Any) -> Any:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            def layer(x: Any, _: None) -> tuple[Any, None]:
+                return x + jax.vmap(attend)(x, k, v), None
+
+            return jax.lax.scan(jax.checkpoint(layer), q, None, length=2)[0]
+
+        return value_and_gradients(run)
+
+    with jax.set_mesh(mesh):
+        actual = layers(lambda q, k, v: sr.sharded_attention(q, k, v, causal=False, axis="sequence", how="gather"))(
+            *stacked
+        )
+    assert_close(actual, layers(lambda q, k, v: reference(q, k, v, causal=False))(*stacked), 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (6, 2)])
+def test_heads_of_keys_are_repeated_until_they_can_be_split(shape: tuple[int, int]) -> None:
+    kv_heads, groups = shape
+    arrays = operands(8, heads=kv_heads * groups, kv_heads=kv_heads)
+    mesh = sr.create_mesh("sequence:4", devices=jax.devices()[:4])
+    attend = jax.jit(lambda *a: sr.sharded_attention(*a, causal=True, axis="sequence", how="all_to_all"))
+    with jax.set_mesh(mesh):
+        assert_close(attend(*arrays), reference(*arrays, causal=True))
+
+
+def test_inside_of_a_shard_map() -> None:
+    arrays = operands(8)
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    attend = jax.shard_map(
+        lambda *shards: sr.sharded_attention(*shards, causal=False, axis="sequence", how="gather"),
+        mesh=mesh,
+        in_specs=P(None, "sequence"),
+        out_specs=P(None, "sequence"),
+        check_vma=False,
+    )
+    assert_close(jax.jit(attend)(*arrays), reference(*arrays, causal=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [None, *WAYS])
+def test_in_a_plan(how: Any) -> None:
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 512, 32)), jnp.float32)
+    weights = [array[0, :32] for array in operands(32, width=16)]
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            q, k, v = (jnp.einsum("bse,ehd->bshd", x, weight) for weight in weights)
+            return (sr.sharded_attention(q, k, v, causal=True, how=how) ** 2).mean()
+
+        return jax.value_and_grad(loss)(weights)
+
+    pins = sr.SpecTreeShardingRule(([None] * 3, P(None, "data")))
+    plan = sr.autoplan(step, weights, x, mesh=sr.create_mesh("data:8"), pins=pins)
+    assert plan.specs[-1] == P(None, "data")
+    assert_close(plan.jit(step)(weights, x), jax.jit(step)(weights, x))
+
+
+def test_wrong_arguments_are_listed() -> None:
+    q, k, v = operands(8)
+    wrong: Any = {"causal": 1, "axis": "heads", "how": "rings", "segment_ids": jnp.zeros((2, 8))}
+    with jax.set_mesh(sr.create_mesh("sequence:8")):
+        with pytest.raises(ConfigError, match="sharded_attention") as caught:
+            sr.sharded_attention(q, k, v, **wrong)
+        for text in ("causal must be", "'rings'", "unknown axis 'heads'; the mesh has", "must be integers (2, 8)"):
+            assert text in str(caught.value)
+        with pytest.raises(ConfigError, match="6 heads over the 8 devices of sequence; pass"):
+            sr.sharded_attention(q[:, :, :6], k, v, causal=True, axis="sequence", how="all_to_all")
+    with pytest.raises(ConfigError, match="7 heads of q must be a multiple of the 2 of k"):
+        sr.sharded_attention(q[:, :, :7], k, v, causal=True)
+    with pytest.raises(ConfigError, match=r"as many keys as queries.*pass causal=False"):
+        sr.sharded_attention(q[:, :2], k, v, causal=True)
+    with pytest.raises(NoMeshError, match=r"jax\.set_mesh"):
+        sr.sharded_attention(q, k, v, causal=True, axis="sequence")
+    with pytest.raises(ConfigTypeError, match='"xla", "cudnn" or None; got \'flash\''):
+        sr.sharded_attention(q, k, v, causal=True, kernel="flash")
+
+
+def on_shards(way: Any, kernel: Any) -> Any:
+    """Attention of two devices, which exchange."""
+    q, k, v = operands(8)
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    attend = jax.shard_map(
+        lambda q, k, v: way(q[:, :, :, None], k, v, axis_name=("sequence",), causal=True, kernel=kernel),
+        mesh=mesh,
+        in_specs=P(None, "sequence"),
+        out_specs=P(None, "sequence"),
+        check_vma=False,
+    )
+    return jax.jit(attend)(q[:, :, :2], k, v)
+
+
+def without_log_sum_exp(q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("kernel", ["xla", without_log_sum_exp])
+def test_kernels_without_log_sum_exp_need_all_keys(kernel: Any) -> None:
+    q, k, v = operands(8)
+    out = on_shards(attention_by_all_to_all, kernel)[:, :, :, 0]
+    assert_close(out, reference(q[:, :, :2], k, v, causal=True))
+    for way in (attention_by_ring, attention_by_gather):
+        with pytest.raises(SplitError, match=r"returns no log-sum-exp.*pass how="):
+            on_shards(way, kernel)
+
+
+def test_wrong_results_of_kernels_are_refused() -> None:
+    def narrow(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        return q, q[..., 0].astype(jnp.bfloat16)
+
+    def transposed(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        return q.swapaxes(1, 2)
+
+    with pytest.raises(ConfigError, match="a log-sum-exp of bfloat16, too coarse"):
+        sr.sharded_attention(*operands(8), causal=True, kernel=narrow)
+    with pytest.raises(ConfigError, match=r"the kernel transposed returns an output of shape \(2, 8, 8, 4\)|of shape"):
+        sr.sharded_attention(*operands(6), causal=True, kernel=transposed)
