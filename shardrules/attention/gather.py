@@ -58,7 +58,7 @@ def _backward(rounds: Rounds, saved: tuple[Queries, Keys, Rows], cotangent: Any)
     queries, keys, rows = saved
     index, size = rounds.index_and_size()
     cotangent = cotangent.astype(rows.out.dtype)
-    own = rounds.own_gradients(queries, _of_device(keys, index), rows, cotangent)
+    local = rounds.own_gradients(queries, _of_device(keys, index), rows, cotangent)
 
     # Each device's keys are met once: what they get is written, and not added up.
     def write(gradients: tuple[Any, Any], k: Any, v: Any, source: Any) -> tuple[Any, Any]:
@@ -73,8 +73,8 @@ def _backward(rounds: Rounds, saved: tuple[Queries, Keys, Rows], cotangent: Any)
         gradients = rounds.gradients(queries, _of_device(keys, source), index, source, rows, cotangent)
         return (q_gradient + gradients.q, write(kv_gradients, gradients.k, gradients.v, source)), None
 
-    kv_gradients = write((jnp.zeros_like(keys.k), jnp.zeros_like(keys.v)), own.k, own.v, index)
-    (q_gradient, (k_gradient, v_gradient)), _ = lax.scan(attend_to, (own.q, kv_gradients), jnp.arange(1, size))
+    kv_gradients = write((jnp.zeros_like(keys.k), jnp.zeros_like(keys.v)), local.k, local.v, index)
+    (q_gradient, (k_gradient, v_gradient)), _ = lax.scan(attend_to, (local.q, kv_gradients), jnp.arange(1, size))
     return Queries(q_gradient.astype(queries.q.dtype), None), Keys(k_gradient, v_gradient, None)
 
 

@@ -92,7 +92,10 @@ def call_kernel(
 ) -> tuple[Any, Any]:
     """The output of a kernel, and its log-sum-exp or `None`. Results of other shapes raise."""
     results = kernel(q, k, v, is_causal=is_causal, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
-    out, log_sum_exp = results if isinstance(results, tuple | list) and len(results) == 2 else (results, None)
+    out: Any = results
+    log_sum_exp = None
+    if isinstance(results, tuple | list) and len(results) == 2:
+        out, log_sum_exp = results
     problems = []
     if getattr(out, "shape", None) != q.shape:
         problems.append(f"an output of {_described(out)} for queries of shape {q.shape}")

@@ -53,10 +53,10 @@ def _backward(rounds: Rounds, saved: tuple[Queries, Keys, Rows], cotangent: Any)
         return q_gradient + gradients.q, following, behind
 
     passing = _send(keys, rounds)
-    own = rounds.own_gradients(queries, keys, rows, cotangent)
-    nothing = jax.tree.map(jnp.zeros_like, (own.k, own.v))
-    q_gradient, _, behind = _go_round(attend_to, (own.q, passing, nothing), size)
-    k_gradient, v_gradient = jax.tree.map(jnp.add, (own.k, own.v), _send(behind, rounds))
+    local = rounds.own_gradients(queries, keys, rows, cotangent)
+    nothing = jax.tree.map(jnp.zeros_like, (local.k, local.v))
+    q_gradient, _, behind = _go_round(attend_to, (local.q, passing, nothing), size)
+    k_gradient, v_gradient = jax.tree.map(jnp.add, (local.k, local.v), _send(behind, rounds))
     return (
         Queries(q_gradient.astype(queries.q.dtype), None),
         Keys(k_gradient.astype(keys.k.dtype), v_gradient.astype(keys.v.dtype), None),

@@ -25,7 +25,7 @@ def attention_by_ring(
 ) -> Any:
     """Keys and values go round the devices."""
     queries, keys = _operands(q, k, v, segments)
-    if _is_whole(axis_name):
+    if axis_name is None or lax.axis_size(axis_name) == 1:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
     rounds = Rounds("ring", as_kernel(kernel), axis_name, causal, causal and q.shape[1] % 2 == 0)
     if rounds.is_zigzag:
@@ -39,10 +39,11 @@ def attention_by_gather(
 ) -> Any:
     """Keys and values are gathered."""
     queries, keys = _operands(q, k, v, segments)
-    if not _is_whole(axis_name):
-        keys = gather(keys, axis_name)
-    if not causal or _is_whole(axis_name):
+    if axis_name is None or lax.axis_size(axis_name) == 1:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
+    keys = gather(keys, axis_name)
+    if not causal:
+        return _attend_whole(as_kernel(kernel), queries, keys, is_causal=False).reshape(q.shape)
     rounds = Rounds("gather", as_kernel(kernel), axis_name, True, q.shape[1] % 2 == 0)
     if rounds.is_zigzag:
         queries = to_zigzag(queries, axis_name)
@@ -55,7 +56,7 @@ def attention_by_all_to_all(
     q: Any, k: Any, v: Any, *segments: Any, axis_name: tuple[str, ...] | None, causal: bool, kernel: Any
 ) -> Any:
     """Heads are split instead of the sequence while attention is computed."""
-    if _is_whole(axis_name):
+    if axis_name is None or lax.axis_size(axis_name) == 1:
         queries, keys = _operands(q, k, v, segments)
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
     repeats = head_repeats(q.shape[2], q.shape[3], lax.axis_size(axis_name))
@@ -91,10 +92,6 @@ def uneven_heads(heads: int, devices: int, axis_name: tuple[str, ...]) -> str:
         f'how="all_to_all" cannot split {heads} heads over the {devices} devices of {", ".join(axis_name)}; pass '
         'how="ring" or "gather", or a smaller axis'
     )
-
-
-def _is_whole(axis_name: tuple[str, ...] | None) -> Any:
-    return axis_name is None or lax.axis_size(axis_name) == 1
 
 
 def _operands(q: Any, k: Any, v: Any, segments: Any) -> tuple[Queries, Keys]:

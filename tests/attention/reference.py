@@ -37,15 +37,16 @@ def packed(length: int, batch: int = 2) -> jax.Array:
 
 
 def value_and_gradients(fn: Any) -> Any:
-    def run(q: Any, k: Any, v: Any) -> tuple:
-        out, gradients_of = jax.vjp(lambda *arrays: jnp.sin(fn(*arrays).astype(jnp.float32)), q, k, v)
-        return out, *gradients_of(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+    def weighted(*arrays: Any) -> tuple:
+        out = fn(*arrays)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return (weights * jnp.sin(out.astype(jnp.float32))).sum(), out
 
-    return jax.jit(run)
+    return jax.jit(jax.grad(weighted, (0, 1, 2), has_aux=True))
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
-    for here, there in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert here.dtype == there.dtype
-        wide = np.asarray(there, np.float32)
-        np.testing.assert_allclose(np.asarray(here, np.float32), wide, rtol=0, atol=tolerance * np.abs(wide).max())
+    for result, target in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert result.dtype == target.dtype
+        wide = np.asarray(target, np.float32)
+        np.testing.assert_allclose(np.asarray(result, np.float32), wide, rtol=0, atol=tolerance * np.abs(wide).max())

@@ -17,7 +17,7 @@ from tests.attention.reference import assert_close, operands, packed, reference
 def test_the_plain_kernel_is_attention(causal: bool) -> None:
     q, k, v = operands(12)
     ids = None if causal else packed(12)
-    out, log_sum_exp = jax.jit(lambda *a: call_kernel(plain_kernel, *a, ids, ids, is_causal=causal))(q, k, v)
+    out, log_sum_exp = jax.jit(lambda q, k, v: call_kernel(plain_kernel, q, k, v, ids, ids, is_causal=causal))(q, k, v)
     assert_close(out, jax.jit(lambda *a: reference(*a, causal=causal, segment_ids=ids))(q, k, v))
     if causal:
         attend = jax.jit(lambda *a: jax.nn.dot_product_attention(*a, is_causal=True, return_residual=True))
