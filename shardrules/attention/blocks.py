@@ -4,7 +4,7 @@ The gradients of a block need the merged output and log-sum-exp, not those of ot
 nothing for each of them, and its backward pass computes each block again.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardrules.attention.kernels import MASKED, Kernel, call_kernel, require_log_sum_exp
 
 
+@final
 class Queries(NamedTuple):
     """Queries [batch, length, heads, width], and their segments [batch, length], if they have any."""
 
@@ -19,6 +20,7 @@ class Queries(NamedTuple):
     segments: Any
 
 
+@final
 class Keys(NamedTuple):
     """Keys and values [batch, length, heads, width], and their segments [batch, length], if they have any."""
 
@@ -27,6 +29,7 @@ class Keys(NamedTuple):
     segments: Any
 
 
+@final
 class Rows(NamedTuple):
     """For each query what it attends to so far, in float32, and the log-sum-exp of its scores."""
 
@@ -34,6 +37,7 @@ class Rows(NamedTuple):
     log_sum_exp: Any
 
 
+@final
 class BlockGradients(NamedTuple):
     """Gradients of a block, in float32."""
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardrules.attention.blocks import BlockGradients, Keys, Queries, Rows, attend, block_gradients, merge
 from shardrules.attention.kernels import Kernel
-from shardrules.attention.zigzag import Part, parts_of, put, take
+from shardrules.attention.zigzag import Pairing, parts_of, put, take
 
 
 @final
@@ -73,5 +73,5 @@ class Rounds:
         assert total is not None
         return total
 
-    def _parts(self, index: Any, source: Any) -> Sequence[Part]:
+    def _parts(self, index: Any, source: Any) -> Sequence[Pairing]:
         return parts_of(index, source, is_causal=self.is_causal, is_zigzag=self.is_zigzag)

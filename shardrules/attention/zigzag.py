@@ -6,7 +6,7 @@ the early half of an earlier device, or the late half to the late half of a late
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ Half: TypeAlias = Any
 """Of two halves along dim 1 `True` is the first, `False` the second, a traced bool either, and `None` both."""
 
 
-class Part(NamedTuple):
+@final
+class Pairing(NamedTuple):
     """Which queries attend to which keys of another device. Where not `is_attended`, they do not."""
 
     queries: Half
@@ -24,14 +25,14 @@ class Part(NamedTuple):
     is_attended: Any = None
 
 
-def parts_of(index: Any, source: Any, *, is_causal: bool, is_zigzag: bool) -> tuple[Part, ...]:
+def parts_of(index: Any, source: Any, *, is_causal: bool, is_zigzag: bool) -> tuple[Pairing, ...]:
     """What device `index` attends to in the keys of another device."""
     if not is_causal:
-        return (Part(None, None),)
+        return (Pairing(None, None),)
     is_earlier = source < index
     if not is_zigzag:
-        return (Part(None, None, is_earlier),)
-    return Part(False, True), Part(is_earlier, is_earlier)
+        return (Pairing(None, None, is_earlier),)
+    return Pairing(False, True), Pairing(is_earlier, is_earlier)
 
 
 def take(tree: Any, half: Half) -> Any:
