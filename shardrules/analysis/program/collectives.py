@@ -49,7 +49,7 @@ class Collective:
 
     payload_bytes: int
     """What an all-gather brings together on a device, and what any other collective takes in. For `ragged-all-to-all`
-    the size of the buffer, which need not be full."""
+    the size of the smaller buffer, of what is sent and of what comes, which need not be full."""
 
     wire_bytes: int
     """What a device sends in a ring of `n` devices: `(n - 1) / n` of the payload, twice that for an all-reduce, and all
@@ -237,7 +237,7 @@ def _read_collective(
         kept = _kept_parts(program, computation, instruction)
         kind, results = ("reduce-scatter", kept) if kept else (kind, results)
     reach = groups.read(kind, instruction)
-    payload_bytes = sum(array.nbytes for array in (results if kind == "all-gather" else taken_in))
+    payload_bytes = _payload_bytes(kind, taken_in, results)
     # A collective that the partitioner inserted may have no line of its own.
     cause = program.cause(computation, instruction)
     return Collective(
@@ -262,6 +262,13 @@ def _read_collective(
         reach.torus_along,
         reach.torus_ways,
     )
+
+
+def _payload_bytes(kind: str, taken_in: Sequence[ArrayType], results: Sequence[ArrayType]) -> int:
+    sent, arrived = (sum(array.nbytes for array in arrays) for arrays in (taken_in, results))
+    if kind == "ragged-all-to-all":
+        return min(sent, arrived)  # on average over the devices: what one sends another receives
+    return arrived if kind == "all-gather" else sent
 
 
 def _wire_bytes(kind: str, payload_bytes: int, size: int) -> int:

@@ -1,0 +1,90 @@
+"""Experts as users write them: a callable pytree whose arrays are stacked along their first dim, by expert."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardrules.core.errors import ConfigError, ConfigTypeError
+
+
+@final
+@attrs.frozen
+class StackedExperts:
+    """All of a pytree of experts but its arrays."""
+
+    structure: Any
+    others: tuple[Hashable, ...]
+    """Its leaves; `_ARRAY` for arrays."""
+
+    def one_by_one(self, params: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
+        """What each expert makes of its rows: [experts, rows, ...]."""
+        results = jax.vmap(lambda params, rows: self._call(params, rows))(list(params), rows)
+        return _checked(results, rows.shape[:2], "rows")
+
+    def in_groups(self, params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """What all experts make of rows that are sorted by expert; zeros for rows of none."""
+        results = _checked(self._call(list(params), rows, sizes), rows.shape[:1], "rows, group_sizes")
+        is_routed = jnp.arange(len(rows)) < sizes.sum()
+        return jnp.where(is_routed[:, None], results, 0)
+
+    def _call(self, params: Sequence[jax.Array], *operands: jax.Array) -> Any:
+        arrays = iter(params)
+        leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.others]
+        return jax.tree.unflatten(self.structure, leaves)(*operands)
+
+
+def unstack(experts: Any) -> tuple[StackedExperts, list[jax.Array]]:
+    """The arrays of experts, and the rest."""
+    leaves, structure = jax.tree.flatten(experts)
+    arrays = [jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
+    others = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+    return StackedExperts(structure, others), arrays
+
+
+def expert_count(experts: Any) -> int | None:
+    """How many experts are stacked; `None` if they are not."""
+    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(experts) if _is_array(leaf)}
+    return next(iter(counts))[0] if len(counts) == 1 and () not in counts else None
+
+
+def stacking_problems(experts: Any) -> list[str]:
+    """Why these cannot be experts."""
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(experts)]
+    shapes = {path: leaf.shape for path, leaf in leaves if _is_array(leaf)}
+    if not callable(experts) or not shapes:
+        return [
+            f"experts must be a callable pytree of arrays, got {type(experts).__name__} with {len(shapes)} arrays: "
+            "a module, or jax.tree_util.Partial(function, arrays)"
+        ]
+    if expert_count(experts) is None:
+        listed = ", ".join(f"{path or 'experts'} {shape}" for path, shape in shapes.items())
+        return [f"arrays of experts must be stacked along their first dim, one row for each expert: {listed}"]
+    return []
+
+
+@final
+@attrs.frozen
+class _Array:
+    """Stands for an array."""
+
+
+_ARRAY = _Array()
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _checked(results: Any, shape: tuple[int, ...], operands: str) -> jax.Array:
+    if not isinstance(results, jax.Array):
+        raise ConfigTypeError(f"experts({operands}) must return an array, got {type(results).__name__}")
+    if results.ndim != len(shape) + 1 or results.shape[:-1] != shape:
+        raise ConfigError(
+            f"experts({operands}) must return a vector for each row: for {shape[-1]} rows it returned shape "
+            f"{results.shape[len(shape) - 1:]}"
+        )
+    return results
