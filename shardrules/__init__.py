@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         decide,
     )
     from shardrules.core.tree import leaf_paths
+    from shardrules.experts.expert_exchange import expert_exchange
     from shardrules.mesh.creation import create_mesh
     from shardrules.mesh.processes import barrier_sync
     from shardrules.mesh.shape import mesh_shape
@@ -192,6 +193,7 @@ __all__ = [
     "region",
     "check_region",
     "sharded_attention",
+    "expert_exchange",
     "fits",
     "largest_batch",
     "assert_plan_matches",

@@ -17,6 +17,7 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Row, Totals
 from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
+from shardrules.experts.expert_exchange import ExpertLoad
 from shardrules.moves.plan import LeafMove, ReshardPlan
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
@@ -58,6 +59,7 @@ __all__ = [
     "CompiledPlan",
     "DeviceTime",
     "Event",
+    "ExpertLoad",
     "FigureChange",
     "FilterJit",
     "FilterShardMap",

@@ -45,7 +45,9 @@ def ways_of(sizes: jax.Array, axis_name: Axes, stride: int | None) -> Ways:
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     all_sizes = lax.all_gather(sizes, axis_name).reshape(devices, devices, -1)  # [from, to, expert]
     rows_there = all_sizes.sum(0)  # [to, expert]
-    starts = _starts(rows_there) if stride is None else jnp.broadcast_to(_multiples(rows_there, stride), rows_there.shape)
+    starts = (
+        _starts(rows_there) if stride is None else jnp.broadcast_to(_multiples(rows_there, stride), rows_there.shape)
+    )
     arrivals = starts + jnp.cumsum(all_sizes, 0) - all_sizes  # [from, to, expert]: the first row there
     departures = _starts(all_sizes.reshape(devices, -1)).reshape(all_sizes.shape)
     sent, received = all_sizes[index], all_sizes[:, index]

@@ -1,6 +1,7 @@
 """`expert_exchange`: tokens to their experts and back, in the way that a plan chooses or a user names."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -86,7 +87,7 @@ def expert_exchange(
     if axes:
         params = [_split_first(param, axes) for param in params]
         if hows != ("sum",):
-            operands = [_split_tokens(operand, axes, fill) for operand, fill in zip(operands, (0, -1, 0), strict=True)]
+            operands = _split_tokens(operands, axes)
     results = region(*operands, jnp.arange(count, dtype=routes.dtype), *params, experts=stacked, capacity=capacity)
     return _first_rows(results, len(tokens)), load
 
@@ -116,17 +117,21 @@ def _split_first(array: jax.Array, axes: Axes) -> jax.Array:
     return _constrained(array, PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)))
 
 
-def _split_tokens(array: jax.Array, axes: Axes, fill: int) -> jax.Array:
-    """Splits the first dim over these axes besides those that split it, filled up to what they divide."""
+def _split_tokens(operands: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
+    """Splits the first dim over these axes besides those that split the tokens, filled up to what they divide."""
     mesh = jax.sharding.get_abstract_mesh()
-    missing = -len(array) % math.prod(mesh.shape[name] for name in axes)
+    missing = -len(operands[0]) % math.prod(mesh.shape[name] for name in axes)
     if missing:
-        array = jnp.pad(_whole_first(array), [(0, missing), *[(0, 0)] * (array.ndim - 1)], constant_values=fill)
+        operands = [
+            jnp.pad(_whole_first(operand), [(0, missing), *[(0, 0)] * (operand.ndim - 1)], constant_values=fill)
+            for operand, fill in zip(operands, (0, -1, 0), strict=True)  # what is filled in goes to no expert
+        ]
     if AxisType.Explicit not in mesh.axis_types:
-        return array  # the axes that split experts split tokens, too
-    entry = tuple(jax.typeof(array).sharding.spec)[:1]
-    names = () if entry in ((), (None,)) else (entry[0],) if isinstance(entry[0], str) else tuple(entry[0])
-    return _split_first(array, tuple(name for name in mesh.axis_names if name in (*axes, *names)))
+        return [*operands]  # the axes that split experts split tokens, too
+    entry = (*tuple(jax.typeof(operands[0]).sharding.spec), None)[0]
+    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    ordered = tuple(name for name in mesh.axis_names if name in (*axes, *names))
+    return [_split_first(operand, ordered) for operand in operands]
 
 
 def _first_rows(array: jax.Array, count: int) -> jax.Array:

@@ -85,7 +85,9 @@ def by_dense(shard: Shard) -> jax.Array:
     results = shard.apply_to_slots(dispatched.reshape(count, groups * shard.capacity, -1))
     results = results.reshape(count, groups, shard.capacity, -1)
     wide = jnp.promote_types(jnp.result_type(results, shard.weights), jnp.float32)
-    combine = jnp.einsum("gskec,gsk->gsec", one_hot.astype(wide), shard.weights.reshape(groups, tokens, -1).astype(wide))
+    combine = jnp.einsum(
+        "gskec,gsk->gsec", one_hot.astype(wide), shard.weights.reshape(groups, tokens, -1).astype(wide)
+    )
     combined = jnp.einsum("gsec,egcd->gsd", combine.astype(results.dtype), results, preferred_element_type=wide)
     return combined.reshape(groups * tokens, -1).astype(results.dtype)
 
@@ -117,13 +119,13 @@ def by_ragged(shard: Shard) -> jax.Array:
     # All tokens of all devices may go to the experts of one.
     row_count = devices * len(rows) if stride is None else shard.local_count * stride
     ways = ways_of(sizes, shard.axis_name, stride)
-    arrived = send(rows, ways.there, ways.back, row_count, shard.axis_name)
+    arrived: jax.Array = send(rows, ways.there, ways.back, row_count, shard.axis_name)
     if stride is None:
         results = shard.experts.in_groups(shard.params, arrived, ways.sizes)
     else:
         slots = arrived.reshape(shard.local_count, stride, -1)
         results = _flat(shard.experts.one_by_one(shard.params, slots))
-    returned = send(results, ways.back, ways.there, len(rows), shard.axis_name)
+    returned: jax.Array = send(results, ways.back, ways.there, len(rows), shard.axis_name)
     return table.combine(returned, shard.weights)
 
 

@@ -22,7 +22,7 @@ class StackedExperts:
 
     def one_by_one(self, params: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
         """What each expert makes of its rows: [experts, rows, ...]."""
-        results = jax.vmap(lambda params, rows: self._call(params, rows))(list(params), rows)
+        results = jax.vmap(self._call)(list(params), rows)
         return _checked(results, rows.shape[:2], "rows")
 
     def in_groups(self, params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -56,10 +56,9 @@ def stacking_problems(experts: Any) -> list[str]:
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(experts)]
     shapes = {path: leaf.shape for path, leaf in leaves if _is_array(leaf)}
     if not callable(experts) or not shapes:
-        return [
-            f"experts must be a callable pytree of arrays, got {type(experts).__name__} with {len(shapes)} arrays: "
-            "a module, or jax.tree_util.Partial(function, arrays)"
-        ]
+        description = f"{type(experts).__name__} with {len(shapes)} arrays"
+        remedy = "a module, or jax.tree_util.Partial(function, arrays)"
+        return [f"experts must be a callable pytree of arrays, got {description}: pass {remedy}"]
     if expert_count(experts) is None:
         listed = ", ".join(f"{path or 'experts'} {shape}" for path, shape in shapes.items())
         return [f"arrays of experts must be stacked along their first dim, one row for each expert: {listed}"]
@@ -85,6 +84,6 @@ def _checked(results: Any, shape: tuple[int, ...], operands: str) -> jax.Array:
     if results.ndim != len(shape) + 1 or results.shape[:-1] != shape:
         raise ConfigError(
             f"experts({operands}) must return a vector for each row: for {shape[-1]} rows it returned shape "
-            f"{results.shape[len(shape) - 1:]}"
+            f"{results.shape[len(shape) - 1 :]}"
         )
     return results

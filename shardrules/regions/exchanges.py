@@ -1,7 +1,7 @@
 """What a program of one device sends by hand, read off its collectives."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import attrs
@@ -23,6 +23,7 @@ _KINDS: Mapping[str, ExchangeKind] = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "all-to-all",
+    "send_rows": "all-to-all",  # that of `shardrules.expert_exchange`
     "ppermute": "collective-permute",
 }
 """The collectives of `jax.lax`, by what compilers make of them."""
@@ -59,10 +60,18 @@ def exchanges_of(program: ClosedJaxpr | Jaxpr, mesh_sizes: Mapping[str, int], co
         axes = _axes(equation)
         group_size = math.prod(mesh_sizes[name] for name in axes)
         if group_size > 1:
-            nbytes = sum(
-                var.aval.size * var.aval.dtype.itemsize for var in equation.invars if hasattr(var.aval, "size")
-            )
-            yield Exchange(kind, axes, _sent_fraction(equation, kind, group_size) * nbytes, count)
+            yield Exchange(kind, axes, _sent_fraction(equation, kind, group_size) * _nbytes(equation), count)
+
+
+def _nbytes(equation: Any) -> int:
+    """The bytes that a device has; of ragged rows what the smaller buffer holds, of what is sent and what comes."""
+
+    def of(variables: Sequence[Any]) -> int:
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in variables if hasattr(var.aval, "size"))
+
+    if equation.primitive.name in ("ragged_all_to_all", "send_rows"):
+        return min(of(equation.invars[:1]), of(equation.outvars))
+    return of(equation.invars)
 
 
 def _axes(equation: Any) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """On every mesh, each way to bring tokens and experts together computes what loops over tokens do."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 

@@ -10,7 +10,8 @@ import pytest
 from tests.house.source import Function, Module, plant, shardrules_source
 
 LAYERS = (
-    *("drawing", "core", "mesh", "rules", "analysis", "placement", "moves", "regions", "attention", "planning", "training"),
+    *("drawing", "core", "mesh", "rules", "analysis", "placement", "moves", "regions", "attention", "experts"),
+    *("planning", "training"),
     *("presets", "errors", "meshes", "reports", "specs", "page", "cli", "__main__"),
 )
 """Each may import itself and what stands before it."""

@@ -6,7 +6,7 @@ into one operation, is a reduce-scatter.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 import attrs

@@ -459,6 +459,14 @@ def test_rare_kinds(kind: str, attributes: str, wire: int) -> None:
     assert len(collective.arguments) == 1
 
 
+def test_a_ragged_all_to_all_sends_no_more_than_the_smaller_buffer_holds() -> None:
+    collective = only(
+        "  ROOT %c = f32[8,8]{1,0} ragged-all-to-all(%x, %x, %x, %x, %x, %x), channel_id=1, "
+        "replica_groups={{0,2,4,6},{1,3,5,7}}\n"
+    )
+    assert (collective.payload_bytes, collective.wire_bytes) == (256, 192)
+
+
 def test_wire_bytes_are_rounded_up() -> None:
     collective = only(
         "  %b = bf16[3]{0} bitcast-convert(%x)\n"
