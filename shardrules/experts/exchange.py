@@ -4,7 +4,7 @@ Backends with `jax.lax.ragged_all_to_all` run it. XLA for CPUs has none: there e
 """
 
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ Axes: TypeAlias = tuple[str, ...]
 """Mesh axes, as collectives of `jax.lax` take them."""
 
 
-class Slices(NamedTuple):
+@final
+class SentSlices(NamedTuple):
     """What goes from one device to the others, as `jax.lax.ragged_all_to_all` takes it: slices of rows, the same number
     for each device."""
 
@@ -27,11 +28,12 @@ class Slices(NamedTuple):
     recv_sizes: jax.Array
 
 
+@final
 class Ways(NamedTuple):
     """How rows go to the experts, and how they come back."""
 
-    there: Slices
-    back: Slices
+    outward: SentSlices
+    back: SentSlices
     sizes: jax.Array
     """[experts here]: how many rows come for each expert."""
 
@@ -51,25 +53,27 @@ def ways_of(sizes: jax.Array, axis_name: Axes, stride: int | None) -> Ways:
     arrivals = starts + jnp.cumsum(all_sizes, 0) - all_sizes  # [from, to, expert]: the first row there
     departures = _starts(all_sizes.reshape(devices, -1)).reshape(all_sizes.shape)
     sent, received = all_sizes[index], all_sizes[:, index]
-    here, there = departures[index], arrivals[index]
-    there_slices = Slices(here.ravel(), sent.ravel(), there.ravel(), received.ravel())
-    back_slices = Slices(arrivals[:, index].ravel(), received.ravel(), departures[:, index].ravel(), sent.ravel())
-    return Ways(there_slices, back_slices, rows_there[index])
+    outward = departures[index], sent, arrivals[index], received
+    back = arrivals[:, index], received, departures[:, index], sent
+    slices = [SentSlices(*(table.ravel() for table in tables)) for tables in (outward, back)]
+    return Ways(slices[0], slices[1], rows_there[index])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def send(rows: jax.Array, there: Slices, back: Slices, row_count: int, axis_name: Axes) -> jax.Array:
+def send(rows: jax.Array, outward: SentSlices, back: SentSlices, row_count: int, axis_name: Axes) -> jax.Array:
     """Sends rows to where they go, and returns the `row_count` rows that come, zeros between them."""
-    return send_rows_p.bind(rows, *there, row_count=row_count, axis_name=axis_name)
+    return send_rows_p.bind(rows, *outward, row_count=row_count, axis_name=axis_name)
 
 
-def _forward(rows: jax.Array, there: Slices, back: Slices, row_count: int, axis_name: Axes) -> tuple[jax.Array, Any]:
-    return send(rows, there, back, row_count, axis_name), (there, back, len(rows))
+def _forward(
+    rows: jax.Array, outward: SentSlices, back: SentSlices, row_count: int, axis_name: Axes
+) -> tuple[jax.Array, Any]:
+    return send(rows, outward, back, row_count, axis_name), (outward, back, len(rows))
 
 
 def _backward(row_count: int, axis_name: Axes, saved: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    there, back, count = saved
-    return send(gradient, back, there, count, axis_name), None, None
+    outward, back, count = saved
+    return send(gradient, back, outward, count, axis_name), None, None
 
 
 send.defvjp(_forward, _backward)
@@ -88,7 +92,7 @@ def _ragged(rows: jax.Array, *slices: jax.Array, row_count: int, axis_name: Axes
 
 def _padded(rows: jax.Array, *arrays: jax.Array, row_count: int, axis_name: Axes) -> jax.Array:
     """As `ragged_all_to_all`: no two devices can exchange more rows than the shorter side has."""
-    slices, most, devices = Slices(*arrays), min(len(rows), row_count), lax.axis_size(axis_name)
+    slices, most, devices = SentSlices(*arrays), min(len(rows), row_count), lax.axis_size(axis_name)
     offsets = lax.all_to_all(slices.output_offsets, axis_name, 0, 0, tiled=True)
     sources = _rows_of_slices(slices.input_offsets, slices.send_sizes, devices, most, len(rows))
     targets = _rows_of_slices(offsets, slices.recv_sizes, devices, most, row_count)

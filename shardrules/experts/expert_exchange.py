@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from shardrules.experts.stacked import unstack
 Axes: TypeAlias = tuple[str, ...]
 
 
+@final
 class ExpertLoad(NamedTuple):
     """How many tokens go to each expert."""
 

@@ -4,7 +4,7 @@ Rows of an expert are in the order of groups, then of choices, then of tokens. W
 group are kept, so that all first choices come before any second choice.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardrules.experts.pick import pick
 
 
+@final
 class Segments(NamedTuple):
     """The tokens of one device, sorted by expert and group of tokens: a segment for each pair of these."""
 
@@ -25,6 +26,7 @@ class Segments(NamedTuple):
     """[experts, groups]"""
 
 
+@final
 class Table(NamedTuple):
     """Which token is in each row, and in which row is each choice."""
 

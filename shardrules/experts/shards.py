@@ -119,13 +119,13 @@ def by_ragged(shard: Shard) -> jax.Array:
     # All tokens of all devices may go to the experts of one.
     row_count = devices * len(rows) if stride is None else shard.local_count * stride
     ways = ways_of(sizes, shard.axis_name, stride)
-    arrived: jax.Array = send(rows, ways.there, ways.back, row_count, shard.axis_name)
+    arrived: jax.Array = send(rows, ways.outward, ways.back, row_count, shard.axis_name)
     if stride is None:
         results = shard.experts.in_groups(shard.params, arrived, ways.sizes)
     else:
         slots = arrived.reshape(shard.local_count, stride, -1)
         results = _flat(shard.experts.one_by_one(shard.params, slots))
-    returned: jax.Array = send(results, ways.back, ways.there, len(rows), shard.axis_name)
+    returned: jax.Array = send(results, ways.back, ways.outward, len(rows), shard.axis_name)
     return table.combine(returned, shard.weights)
 
 

@@ -47,15 +47,23 @@ def exchanged(routes: Any, capacity: int | None, **options: Any) -> Callable[...
     return run
 
 
+def expected_of(routes: Any, capacity: int | None) -> Callable[..., Any]:
+    kept = is_kept(routes, capacity)
+
+    def run(tokens: Any, weights: Any, params: Any) -> Any:
+        return mixture(tokens, weights, params, routes, kept)
+
+    return run
+
+
 def close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected)
 
 
 def check(lead: tuple[int, ...], capacity: int | None, **options: Any) -> None:
     operands, routes = (*tokens_and_weights(*lead), parameters()), routes_of("any expert", *lead)
-    kept = is_kept(routes, capacity)
     actual = value_of(exchanged(routes, capacity, **options))(*operands)
-    close(actual, value_of(lambda *operands: mixture(*operands, routes, kept))(*operands))
+    close(actual, value_of(expected_of(routes, capacity))(*operands))
 
 
 @pytest.mark.slow
@@ -119,8 +127,7 @@ def test_in_a_scan_over_layers() -> None:
             jax.device_put(tokens, jax.P("data")),
         )
         actual = value_of(lambda *operands: layers(run, *operands))(placed, weights, stacked)
-    kept = is_kept(routes, 3)
-    expected = value_of(lambda *operands: layers(lambda *each: mixture(*each, routes, kept), *operands))
+    expected = value_of(lambda *operands: layers(expected_of(routes, 3), *operands))
     close(actual, expected(tokens, weights, stacked))
 
 
