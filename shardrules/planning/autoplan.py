@@ -89,8 +89,8 @@ def autoplan(
     `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh nor a device count; `ConfigError`
     if `time_limit` is not above 0; with `prove`, `MissingCompilerError` if the compiler is not installed and
     `ConfigError` if it is not known for which devices to compile; and whatever `fn` raises when it is traced. Where no
-    plan fits by the model, the one with the least memory is returned, with the finding `may-not-fit`; where one fits by
-    less than a tenth, it has the finding `near-the-limit`.
+    plan fits by the model, the one with the least memory is returned, or a faster one with up to 1 % more, with the
+    finding `may-not-fit`; where one fits by less than a tenth, it has the finding `near-the-limit`.
 
     ```python
     def loss(w, x):

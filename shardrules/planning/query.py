@@ -32,6 +32,10 @@ _RESERVE = 0.1
 """The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
 fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
 
+_SAME_PEAK = 0.01
+"""Where nothing fits, peaks that differ by no more count as the same. With none, plans take twice the time for less
+than the model can tell apart; with much more, larger plans are taken than those that may fit once compiled."""
+
 
 @final
 @attrs.frozen
@@ -77,8 +81,11 @@ class Query:
             raise DoesNotFitError(text, bound.nbytes)
 
     def search(self, deadline: Deadline) -> SearchResult:
-        """Finds the best choice that fits."""
-        return search_within(self.task, self.limit_bytes, deadline)
+        """Finds the best choice that fits; where none is found, the cheapest hardly larger than the smallest."""
+        result = search_within(self.task, self.limit_bytes, deadline)
+        most = (1 + _SAME_PEAK) * result.peak_bytes
+        small = [trial.choice for trial in result.candidates if trial.peak_bytes <= most]
+        return result if result.fits or not small else self.task.with_choice(result, small[0])
 
     def plan(self, result: SearchResult) -> AutoPlan:
         """Returns the plan that a search found, without findings."""

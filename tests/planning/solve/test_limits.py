@@ -12,7 +12,7 @@ import shardrules as sr
 from shardrules.planning.query import Query, QueryOptions, read_query
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult, Task
-from shardrules.planning.solve.trials import Trials
+from shardrules.planning.solve.trials import Trial, Trials
 
 MESH = sr.mesh_shape("data:4")
 PINS = sr.SpecTreeShardingRule((P("data"), P(), P()))
@@ -74,6 +74,22 @@ def test_without_time_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch)
     assert len(limits) == 1
     assert (result.fits, result.is_tight, result.is_late) == (True, True, True)
     assert result.peak_bytes <= query.limit_bytes
+
+
+@pytest.mark.parametrize(("larger", "is_taken"), [(1.009, True), (1.02, False)])
+def test_where_nothing_fits_hardly_more_memory_is_taken_for_time(
+    larger: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = query_of(2**20, sr.Hardware.named("cuda:h100"))
+    free = query.task.within(2**30)
+    smallest = (0,) * len(free.choice)
+    assert smallest != free.choice
+    front = (Trial(free.choice, 1e-3, larger * 2**30), Trial(smallest, 2e-3, 2**30))
+    result = attrs.evolve(query.task.with_choice(free, smallest), fits=False, peak_bytes=2**30, candidates=front)
+    monkeypatch.setattr("shardrules.planning.query.search_within", lambda *_: result)
+    assert query.search(NO_DEADLINE).choice == (free.choice if is_taken else smallest)
+    result = attrs.evolve(result, fits=True)
+    assert query.search(NO_DEADLINE).choice == smallest
 
 
 def lookup_step(params: Any, x: jax.Array, y: jax.Array) -> Any:
