@@ -12,7 +12,7 @@ from shardrules.core.errors import PlanError, ReportError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import SAVE_AGAIN, problem, record
-from shardrules.planning.answer.explain import SplitDim
+from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
 from shardrules.planning.answer.version import FORMAT
@@ -48,6 +48,8 @@ class AutoPlanReport:
     price_of_memory: float
     """What one more byte of memory would save, in seconds."""
     split_dims: tuple[SplitDim, ...]
+    regions: tuple[RegionUse, ...]
+    """How each `shardrules.region` runs, and what its alternatives would take."""
     frontier: tuple[FrontierPoint, ...]
     """The best plans for other budgets, if requested."""
     candidates: tuple[Candidate, ...]
@@ -73,6 +75,7 @@ class AutoPlanReport:
             planned.memory_limit,
             planned.price_of_memory,
             planned.split_dims,
+            planned.regions,
             planned.frontier(frontier).points if frontier else (),
             planned.candidates,
             planned.compiled,

@@ -84,6 +84,7 @@ def training_plan(
         planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
         planned.split_dims,
+        planned.regions,
         tuple(_candidates(search, outcome)),
         _frontier(search),
         tuple(_advice(search, outcome)),

@@ -12,7 +12,7 @@ from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, listing
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.table import aligned
-from shardrules.planning.answer.explain import SplitDim
+from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.report import read_plan_report
 
@@ -123,6 +123,8 @@ class TrainingPlanReport:
     sent_bytes: tuple[tuple[str, int], ...]
     """What a device sends in a step, by kind of collective."""
     split_dims: tuple[SplitDim, ...]
+    regions: tuple[RegionUse, ...]
+    """How each `shardrules.region` runs, and what its alternatives would take."""
     candidates: tuple[TrainingCandidate, ...]
     frontier: tuple[FrontierPoint, ...]
     advice: tuple[Advice, ...]
@@ -160,6 +162,7 @@ class TrainingPlanReport:
             ("speed", self._speed_text()),
             ("mesh", self.mesh),
             *(("layout", str(dim)) for dim in self.split_dims),
+            *(("regions", str(use)) for use in self.regions),
             ("batch", self._batch_text()),
             ("batch", self._examples_text()),
             ("backward", self.keep),
