@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from shardrules.attention.kernels import as_kernel
+from shardrules.attention.paired import as_kernel
 from shardrules.attention.shards import WAYS, head_repeats, uneven_heads
 from shardrules.core.axes import Axis, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
@@ -53,7 +53,8 @@ def sharded_attention(
         `"cudnn"` for these implementations of `jax.nn.dot_product_attention`; or a function
         `kernel(q, k, v, *, is_causal, q_segment_ids, kv_segment_ids)`. It returns the output, or the output and the
         log-sum-exp of the scores, `float32[batch, length, heads]`, by which results for some of the keys are merged:
-        `"ring"` needs it, and `"gather"` where attention is causal.
+        `"ring"` needs it, and `"gather"` where attention is causal. If a kernel with a log-sum-exp has no derivative,
+        pass a pair of functions, the first of which returns the output alone.
     - `segment_ids`: for packed sequences, integers [batch, length] of at least 0: queries attend to keys of the same
         segment. Or a pair, of queries and of keys. With the default kernel, the output is 0 where a query has no keys.
 

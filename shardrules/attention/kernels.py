@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from shardrules.core.errors import ConfigError, ConfigTypeError, SplitError
+from shardrules.core.errors import ConfigError, SplitError
 
 Kernel: TypeAlias = Callable[..., Any]
 """`kernel(q, k, v, *, is_causal, q_segment_ids, kv_segment_ids)` returns the output, or `(output, log_sum_exp)`."""
@@ -73,18 +73,8 @@ def _jax_attention(
     )
 
 
-_KERNELS: dict[str, Kernel] = {"xla": _xla_kernel, "cudnn": _cudnn_kernel}
-
-
-def as_kernel(kernel: Any) -> Kernel:
-    """The function of what a user passes as `kernel`."""
-    if kernel is None:
-        return plain_kernel
-    if isinstance(kernel, str) and kernel in _KERNELS:
-        return _KERNELS[kernel]
-    if callable(kernel):
-        return kernel
-    raise ConfigTypeError(f'sharded_attention: kernel must be a function, "xla", "cudnn" or None; got {kernel!r:.60}')
+KERNELS: dict[str, Kernel] = {"xla": _xla_kernel, "cudnn": _cudnn_kernel}
+"""Those of `jax.nn.dot_product_attention`."""
 
 
 def call_kernel(

@@ -13,7 +13,8 @@ from jax import lax
 
 from shardrules.attention.blocks import Keys, Queries
 from shardrules.attention.gather import attend_to_gathered, by_device, gather
-from shardrules.attention.kernels import Kernel, as_kernel, call_kernel
+from shardrules.attention.kernels import Kernel, call_kernel
+from shardrules.attention.paired import PairedKernel, as_kernel
 from shardrules.attention.ring import attend_in_ring
 from shardrules.attention.rounds import Rounds
 from shardrules.attention.zigzag import from_zigzag, to_zigzag
@@ -101,5 +102,7 @@ def _operands(q: Any, k: Any, v: Any, segments: Any) -> tuple[Queries, Keys]:
 
 
 def _attend_whole(kernel: Kernel, queries: Queries, keys: Keys, *, is_causal: bool) -> Any:
+    if isinstance(kernel, PairedKernel):
+        kernel = kernel.attend
     out, _ = call_kernel(kernel, queries.q, keys.k, keys.v, queries.segments, keys.segments, is_causal=is_causal)
     return out.astype(queries.q.dtype)

@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.attention.kernels import plain_kernel
+from shardrules.attention.paired import as_kernel
 from shardrules.attention.shards import WAYS, attention_by_all_to_all, attention_by_gather, attention_by_ring
 from shardrules.errors import ConfigError, ConfigTypeError, NoMeshError, SplitError
 from tests.attention.reference import assert_close, operands, packed, reference, value_and_gradients
@@ -186,6 +188,26 @@ def test_kernels_without_log_sum_exp_need_all_keys(kernel: Any) -> None:
     for way in (attention_by_ring, attention_by_gather):
         with pytest.raises(SplitError, match=r"returns no log-sum-exp.*pass how="):
             on_shards(way, kernel)
+
+
+def attention_without_derivative(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return jax.lax.stop_gradient(plain_kernel(q, k, v, **options))
+
+
+def attention_alone(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return plain_kernel(q, k, v, **options)[0]
+
+
+def test_pairs_of_kernels_have_the_gradients_of_a_whole_one() -> None:
+    def results(kernel: Any) -> Any:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            ids = {"q_segment_ids": packed(6), "kv_segment_ids": packed(6) + 1}
+            out, log_sum_exp = as_kernel(kernel)(q, k, v, is_causal=True, **ids)
+            return jnp.concatenate([out, jnp.where(log_sum_exp > -1e30, log_sum_exp, 0)[..., None]], axis=-1)
+
+        return value_and_gradients(run)(*operands(6))
+
+    assert_close(results((attention_alone, attention_without_derivative)), results(None))
 
 
 def test_wrong_results_of_kernels_are_refused() -> None:
