@@ -153,3 +153,16 @@ def test_a_training_plan_recomputes_regions() -> None:
     with jax.set_mesh(sr.create_mesh(plan.report.mesh)):
         actual, *_ = plan.step(weights, optimizer.init(weights), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), actual, expected)
+
+
+def test_constants_of_a_kernel_are_written_into_plans() -> None:
+    table = np.random.default_rng(1).normal(size=(128, 128)).astype(np.float32)
+    region = sr.region("r d -> r d", split="r")(lambda x: x @ jnp.array(table))
+
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (jnp.sin(region(carry)), None), region(x), None, length=2)[0]
+
+    x = real(512, 128)
+    plan = sr.autoplan(looped, x, mesh=sr.create_mesh("data:8"))
+    assert plan.specs == (jax.P("data"),)
+    close(plan.jit(looped)(x), jnp.sin(jnp.sin(x @ table @ table) @ table))

@@ -274,7 +274,7 @@ class _Rewriter:
         if layouts.local is None:
             equations.append(equation.replace(invars=operands))
         else:
-            program = local_jaxpr(equation, layouts.local, self.mesh).jaxpr
+            program = local_jaxpr(equation, layouts.local, self.mesh)
             self.add_program(program, operands, equation.outvars, equation, equations)
         self.constrain_results(equation, layouts.results, equations, current)
 
@@ -283,17 +283,22 @@ class _Rewriter:
         (operand,) = operands
         result = Var(operand.aval)
         shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype, weak_type=operand.aval.weak_type)
-        program = row_major_jaxpr(shape, spec, self.mesh).jaxpr
+        program = row_major_jaxpr(shape, spec, self.mesh)
         self.add_program(program, [operand], [result], equation, equations)
         return [result]
 
     def add_program(
-        self, program: Jaxpr, operands: list[Any], outvars: Sequence[Any], equation: Any, equations: list[Any]
+        self, program: ClosedJaxpr, operands: list[Any], outvars: Sequence[Any], equation: Any, equations: list[Any]
     ) -> None:
         """Adds the equations of a program that stands in for an equation, or around it."""
-        results = dict(zip(program.outvars, outvars, strict=True))
-        current: dict[Any, Any] = dict(zip(program.invars, operands, strict=True))
-        for step in program.eqns:
+        jaxpr = program.jaxpr
+        results = dict(zip(jaxpr.outvars, outvars, strict=True))
+        # Constants of a kernel, such as masks, are written into the equations: bodies of loops have none of their own.
+        current: dict[Any, Any] = {
+            var: Literal(const, var.aval) for var, const in zip(jaxpr.constvars, program.consts, strict=True)
+        }
+        current |= zip(jaxpr.invars, operands, strict=True)
+        for step in jaxpr.eqns:
             current |= {var: results.get(var, Var(var.aval)) for var in step.outvars}
             invars = [var if isinstance(var, Literal) else current[var] for var in step.invars]
             step_results = [current[var] for var in step.outvars]
