@@ -19,6 +19,8 @@ OWN_TO_TESTS = ("XLA_FLAGS", "JAX_PLATFORMS")
 ON_CPU = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 """How JAX starts on CPU devices where the environment does not ask for them."""
 
+SENT_BY_KERNELS = {"attention": set(), "cross_entropy": {"all-reduce"}, "ffi_call": set(), "matmul": {"all-reduce"}}
+
 
 def printed(script: str, *arguments: str, start: str, folder: Path, **variables: str) -> str:
     """Runs an example in a process of its own, and returns what it printed; to stderr it adds nothing to `start`."""
@@ -34,8 +36,8 @@ def printed(script: str, *arguments: str, start: str, folder: Path, **variables:
 def test_every_example_is_run_here() -> None:
     # Llama 405B is planned in tests/cli.
     scripts = ["first_plan.py", "llama_405b.py", "load_llama.py", "plan_llama.py", "train_gpt.py", "train_nnx.py"]
-    scripts.append("train_planned_gpt.py")
-    assert sorted(script.name for script in EXAMPLES.glob("*.py")) == scripts
+    scripts += ["train_planned_gpt.py", *(f"declared_{kernel}.py" for kernel in SENT_BY_KERNELS)]
+    assert sorted(script.name for script in EXAMPLES.glob("*.py")) == sorted(scripts)
 
 
 def test_readme_shows_the_first_plan(tmp_path: Path) -> None:
@@ -110,3 +112,11 @@ def test_train_nnx_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> Non
     losses = [loss for _, loss in steps]
     assert losses == sorted(losses, reverse=True)  # it did not start again
     assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", SENT_BY_KERNELS)
+def test_declared_kernels_gather_nothing(kernel: str, tmp_path: Path) -> None:
+    sent, differs = printed(f"declared_{kernel}.py", start=ON_CPU, folder=tmp_path).splitlines()
+    assert set(re.findall(r"\('([a-z-]+)', \(", sent)) == SENT_BY_KERNELS[kernel]
+    assert float(differs.removeprefix("differs by: ")) < 1e-4
