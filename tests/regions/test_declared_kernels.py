@@ -128,6 +128,7 @@ def test_explicit_meshes_gather_nothing_for_a_kernel(kernel: Kernel) -> None:
     assert text.count("custom-call(") >= kernel.calls
 
 
+@pytest.mark.slow
 def test_a_cross_entropy_over_a_split_vocabulary_is_whole() -> None:
     module = example("declared_cross_entropy")
     shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((64, 4), jnp.float32)
