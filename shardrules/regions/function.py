@@ -111,11 +111,9 @@ class ShardFunction:
             return jax.make_jaxpr(functools.partial(self.run, exchange), axis_env=sizes)(*structs)
 
     def candidates(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> list[int]:
-        """The alternatives that can be split so; `[0]` for a function without."""
-        if not self.alternatives:
-            return [0]
+        """The alternatives that can be split so. A function without any is the only one, 0."""
         possible = []
-        for index, alternative in enumerate(self.alternatives):
+        for index, alternative in enumerate(self.alternatives or (self,)):
             if alternative.declaration.allows(axes):
                 with contextlib.suppress(SplitError):
                     alternative.shard_program(axes, mesh_sizes, operands)

@@ -105,6 +105,19 @@ def test_planned_alternatives_compute_the_same(mesh: str) -> None:
     close(plan.jit(step)(q, k), jax.value_and_grad(lambda q, k: (weights(q, k) ** 2).sum(), (0, 1))(q, k))
 
 
+def test_layouts_that_a_region_refuses_are_not_planned() -> None:
+    @sr.region("t d -> t d", split="t")
+    def of_pairs(x: Any) -> Any:
+        if len(x) < 8:
+            raise sr.errors.SplitError("it takes 8 rows at least")
+        return 2 * x
+
+    x = real(16, 4)
+    plan = sr.autoplan(of_pairs, x, mesh=sr.create_mesh("data:4,model:2"))
+    assert {*plan.regions[0].axes} <= {("t", ("model",))}
+    np.testing.assert_allclose(plan.jit(of_pairs)(x), 2 * x)
+
+
 def test_calls_that_declare_alike_on_one_line_are_told_apart() -> None:
     double = sr.region("t d -> t d", split="t")(lambda x: 2 * x)
     triple = sr.region("t d -> t d", split="t")(lambda x: 3 * x)
