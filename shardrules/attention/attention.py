@@ -183,6 +183,7 @@ class _Call:
             q, k, v, q_segments, kv_segments = self._split(q_segments, kv_segments)
         segments = () if q_segments is None else (q_segments, kv_segments)
         attend = _attention(self.how, bool(segments))
+        attend = attend.over(self._axis_names) if self._axis_names else attend
         out = attend(self._grouped(q), k, v, *segments, causal=self.causal, kernel=self.kernel)
         out = out.reshape(q.shape)
         if out.shape[1] == length:

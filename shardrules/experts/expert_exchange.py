@@ -86,6 +86,7 @@ def expert_exchange(
     region = experts_region(hows, tokens.ndim - 1, tuple(param.ndim for param in params), capacity is not None)
     operands = [tokens, routes, weights]
     if axes:
+        region = region if hows == ("sum",) else region.over(axes)
         params = [_split_first(param, axes) for param in params]
         if hows != ("sum",):
             operands = _split_tokens(operands, axes)

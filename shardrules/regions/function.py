@@ -35,6 +35,8 @@ class ShardFunction:
     """Returns FLOPs, from shapes of shards: `None` where they are counted."""
     alternatives: tuple["ShardFunction", ...] = ()
     """Functions that compute the same, of which one runs; `run` is that of the first."""
+    over: Axes | None = None
+    """The mesh axes that plans have to exchange its shards over; `None` leaves them to the plan."""
     _cache: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
     """Programs and functions that are derived from it, so that JAX compiles none of them twice."""
 

@@ -151,7 +151,10 @@ class RegionFunction:
     cost: Callable[..., float] | None = None
     regions: "tuple[RegionFunction, ...]" = ()
     """The alternatives that it is computed by."""
+    axes: Axes | None = None
+    """The mesh axes that plans have to exchange its shards over."""
     _functions: dict[Hashable, ShardFunction] = attrs.field(factory=dict, init=False, repr=False)
+    _pinned: "dict[Axes, RegionFunction]" = attrs.field(factory=dict, init=False, repr=False)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -167,6 +170,12 @@ class RegionFunction:
         results = function.run((), *arrays) if AxisType.Manual in types else differentiable(function, arrays)
         return results[0] if len(self.declaration.results) == 1 else tuple(results)
 
+    def over(self, axes: Axes) -> "RegionFunction":
+        """Returns the region whose shards plans exchange over these mesh axes, the same for the same axes."""
+        if axes not in self._pinned:
+            self._pinned[axes] = attrs.evolve(self, axes=axes)
+        return self._pinned[axes]
+
     def on_shards(self, options: dict[str, Any]) -> ShardFunction:
         """Returns the function with its static arguments, the same for the same options."""
         try:
@@ -180,7 +189,7 @@ class RegionFunction:
         if key not in self._functions:
             functions = tuple(region.on_shards(options) for region in self.regions)
             run = functions[0].run if functions else self._run_with(options)
-            self._functions[key] = ShardFunction(self.name, run, self.declaration, self.cost, functions)
+            self._functions[key] = ShardFunction(self.name, run, self.declaration, self.cost, functions, self.axes)
         return self._functions[key]
 
     @property

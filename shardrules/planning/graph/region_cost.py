@@ -76,11 +76,14 @@ class RegionCosts:
         indices, alternatives = [], []
         for index, layout in enumerate(layouts.tolist()):
             seconds: dict[float, None] = {}
-            for price in self.prices(operation, layout) if self._is_even(operation, layout) else ():
+            for price in self.prices(operation, layout) if self._is_allowed(operation, layout) else ():
                 if price.seconds not in seconds:
                     seconds[price.seconds] = None
                     indices.append(index)
                     alternatives.append(price.alternative)
+        if not indices:
+            function: ShardFunction = operation.equation.params["function"]
+            function.refuse([f"it cannot be exchanged over {', '.join(function.over or ())}: pieces would be uneven"])
         return indices, alternatives
 
     def price(self, operation: Operation, layout: Sequence[int], alternative: int) -> RegionPrice:
@@ -99,9 +102,13 @@ class RegionCosts:
         possible = function.candidates(shard_axes(operation, layout, self.machine), self._sizes, avals)
         return [self.price(operation, layout, alternative) for alternative in possible]
 
-    def _is_even(self, operation: Operation, layout: Sequence[int]) -> bool:
-        """Whether dims that are split in two ways have enough elements for both."""
-        factors = operation.factors
+    def _is_allowed(self, operation: Operation, layout: Sequence[int]) -> bool:
+        """Whether shards are exchanged over the axes that they have to be, and dims that are split in two ways have
+        enough elements for both."""
+        factors, over = operation.factors, operation.equation.params["function"].over
+        required = [axis for axis in self.machine.axes if axis in (over or ())]
+        if over is not None and [*shard_axes(operation, layout, self.machine).exchange] != required:
+            return False
         together = 1 if factors.exchange is None else dim_shard_count(layout, factors.exchange, self.machine)
         return all(
             factors.sizes[factor] % (dim_shard_count(layout, factor, self.machine) * together) == 0
