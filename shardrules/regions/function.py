@@ -40,12 +40,14 @@ class ShardFunction:
     _cache: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
     """Programs and functions that are derived from it, so that JAX compiles none of them twice."""
 
-    @property
-    def text(self) -> str:
-        """What is declared, the same in every process: equations that print it are told apart by it."""
-        return " or ".join(
-            f"{function.name} {function.declaration.text}" for function in (self.alternatives or (self,))
-        )
+    def text_of(self, program: ClosedJaxpr) -> str:
+        """What is declared, with the FLOPs of a program; the same in every process: plans tell equations apart by it."""
+
+        def text(function: "ShardFunction") -> str:
+            cost = "" if function.cost is None else f"; {function.flops(program)} FLOPs"
+            return f"{function.name} {function.declaration.text}{cost}"
+
+        return " or ".join(map(text, self.alternatives or (self,)))
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raises an error that lists what is wrong, if anything is."""

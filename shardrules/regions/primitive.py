@@ -31,7 +31,7 @@ require_devices(region_p)
 def call_region(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
     """Runs a function on whole arrays, and on shards where these are split."""
     function, program = function.traced(operands)
-    return region_p.bind(*operands, function=function, program=program, rule=function.text)
+    return region_p.bind(*operands, function=function, program=program, rule=function.text_of(program))
 
 
 def _result_avals(*operands: Any, function: ShardFunction, program: ClosedJaxpr, rule: str) -> list[ShapedArray]:
@@ -220,7 +220,7 @@ def _without_unused(used: Sequence[bool], *arguments: Any) -> Any:
         params={
             "function": fewer,
             "program": ClosedJaxpr(jaxpr, program.consts),
-            "rule": fewer.text,
+            "rule": fewer.text_of(program),
         },
     )
 

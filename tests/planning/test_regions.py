@@ -36,11 +36,13 @@ def test_factors_are_the_split_letters() -> None:
 
 
 def test_plans_tell_declarations_apart() -> None:
-    def fingerprint(split: str) -> str:
-        region = sr.region("m k, k n -> m n", split=split)(jnp.matmul)
+    def fingerprint(split: str, cost: Any = None) -> str:
+        region = sr.region("m k, k n -> m n", split=split, cost=cost)(jnp.matmul)
         return read_call(region, (jnp.ones((4, 6)), jnp.ones((6, 8))), sr.create_mesh(MESH), "step").fingerprint
 
     assert fingerprint("m") == fingerprint("m") != fingerprint("m n")
+    costs = fingerprint("m", lambda a, b: a.size), fingerprint("m", lambda *_: 24), fingerprint("m", lambda *_: 25)
+    assert fingerprint("m") != costs[0] == costs[1] != costs[2]
 
 
 def test_what_a_result_is_not_computed_from_is_not_summed() -> None:
@@ -166,3 +168,14 @@ def test_constants_of_a_kernel_are_written_into_plans() -> None:
     plan = sr.autoplan(looped, x, mesh=sr.create_mesh("data:8"))
     assert plan.specs == (jax.P("data"),)
     close(plan.jit(looped)(x), jnp.sin(jnp.sin(x @ table @ table) @ table))
+
+
+def test_a_region_inside_of_another_costs_as_much() -> None:
+    def attend(q: Any, k: Any) -> Any:
+        return jnp.einsum("hst,thd->shd", jax.nn.softmax(jnp.einsum("shd,thd->hst", q, k)), k)
+
+    rule, shape = "s h d, t h d -> s h d", jax.ShapeDtypeStruct((2048, 8, 64), jnp.float32)
+    inner = sr.region(rule, split="h")(attend)
+    outer = sr.region(rule, split="h")(lambda q, k: inner(q, k))
+    costs = [sr.autoplan(each, shape, shape, mesh=sr.create_mesh("data:8")).cost for each in (inner, outer)]
+    assert costs[1] == pytest.approx(costs[0], rel=0.01)

@@ -126,10 +126,12 @@ class RegionCosts:
             rates = self.machine.rates[exchange.kind]
             seconds += exchange.count * (rates.fixed[mask] + rates.per_byte[mask] * exchange.sent_bytes)
             sent[COLLECTIVE_KINDS.index(exchange.kind)] += exchange.count * exchange.sent_bytes
-        compute = self._kernel_seconds(function, program)
-        if function.cost is None:
-            compute = max(compute, self._program_seconds(program))
+        compute = self._compute_seconds(function, program)
         return RegionPrice(index, function.name, compute, seconds, program, tuple(sent.tolist()))
+
+    def _compute_seconds(self, function: ShardFunction, program: ClosedJaxpr) -> float:
+        seconds = self._kernel_seconds(function, program)
+        return seconds if function.cost is not None else max(seconds, self._program_seconds(program))
 
     def _kernel_seconds(self, function: ShardFunction, program: ClosedJaxpr) -> float:
         """What computing takes by the FLOPs that the author, or a kernel, declares; 0 where nothing is declared."""
@@ -149,6 +151,11 @@ class RegionCosts:
         layout = np.zeros((1, 0), np.int8)
         seconds = [0.0] * len(traced.regions)
         for op_index, operation in enumerate(traced.operations):
+            if operation.name == "region":  # inside of another it runs as it stands
+                params = operation.equation.params
+                inner = self._compute_seconds(params["function"].alternative(0), params["program"])
+                seconds[operation.region] += inner * operation.run_count
+                continue
             homes = {
                 (op_index, index): Home(0, (None,) * len(traced.arrays[operand].shape))
                 for index, operand in enumerate(operation.operands)
