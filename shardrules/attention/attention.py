@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from shardrules.attention.kernels import KERNELS, no_log_sum_exp
 from shardrules.attention.paired import as_kernel
 from shardrules.attention.shards import WAYS, head_repeats, uneven_heads
 from shardrules.core.axes import Axis, axis_tuple, mesh_sizes, mesh_text
@@ -118,6 +119,9 @@ class _Call:
             problems.append(f"axis {self.axis!r} has a mesh axis twice")
         if self.how == "all_to_all" and not problems and names and self._repeats is None:
             problems.append(uneven_heads(self.q.shape[2], self._devices, names))
+        merges = self.how == "ring" or (self.how == "gather" and self.causal)
+        if merges and self.kernel in KERNELS.values() and not problems and names and self._devices > 1:
+            problems.append(no_log_sum_exp(self.kernel, str(self.how)))
         if problems:
             raise ConfigError(f"sharded_attention: {'; '.join(problems)}")
 

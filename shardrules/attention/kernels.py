@@ -103,14 +103,19 @@ def call_kernel(
 
 def require_log_sum_exp(kernel: Kernel, log_sum_exp: Any, how: str) -> None:
     if log_sum_exp is None:
-        raise SplitError(
-            f"sharded_attention: how={how!r} merges blocks of keys, and the kernel {_name(kernel)} returns no "
-            'log-sum-exp to do that by. Return (output, log_sum_exp) from it, or pass how="all_to_all" or kernel=None'
-        )
+        raise SplitError(f"sharded_attention: {no_log_sum_exp(kernel, how)}")
+
+
+def no_log_sum_exp(kernel: Kernel, how: str) -> str:
+    return (
+        f"how={how!r} merges blocks of keys, and the kernel {_name(kernel)} returns no log-sum-exp to do that by. "
+        'Return (output, log_sum_exp) from it, or pass how="all_to_all" or kernel=None'
+    )
 
 
 def _name(kernel: Kernel) -> str:
-    return getattr(kernel, "__name__", repr(kernel)[:60])
+    names = [f'"{name}"' for name, function in KERNELS.items() if function is kernel]
+    return names[0] if names else getattr(kernel, "__name__", repr(kernel)[:60])
 
 
 def _described(array: Any) -> str:

@@ -152,6 +152,8 @@ def test_wrong_arguments_are_listed() -> None:
             assert text in str(caught.value)
         with pytest.raises(ConfigError, match="6 heads over the 8 devices of sequence; pass"):
             sr.sharded_attention(q[:, :, :6], k, v, causal=True, axis="sequence", how="all_to_all")
+        with pytest.raises(ConfigError, match=r'the kernel "cudnn" returns no log-sum-exp.*pass how="all_to_all"'):
+            sr.sharded_attention(q, k, v, causal=True, axis="sequence", how="ring", kernel="cudnn")
     with pytest.raises(ConfigError, match="7 heads of q must be a multiple of the 2 of k"):
         sr.sharded_attention(q[:, :, :7], k, v, causal=True)
     with pytest.raises(ConfigError, match=r"as many keys as queries.*pass causal=False"):

@@ -26,7 +26,9 @@ def test_gradients_keep_the_scores_of_few_blocks(how: Any) -> None:
 
         with jax.set_mesh(mesh):
             compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(array, array, array).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     # Four devices more are four blocks of scores more, of which causal attention computes half.
     assert temporary_bytes(8) - temporary_bytes(4) < 4 * HEADS * SHARD**2
