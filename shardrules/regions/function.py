@@ -41,7 +41,7 @@ class ShardFunction:
     """Programs and functions that are derived from it, so that JAX compiles none of them twice."""
 
     def text_of(self, program: ClosedJaxpr) -> str:
-        """What is declared, with the FLOPs of a program; the same in every process: plans tell equations apart by it."""
+        """What is declared, with the FLOPs of a program, alike in every process: plans tell equations apart by it."""
 
         def text(function: "ShardFunction") -> str:
             cost = "" if function.cost is None else f"; {function.flops(program)} FLOPs"
