@@ -8,6 +8,7 @@
 - The lines behind an equation, or a call, can be read, but not passed on to equations that replace it.
 - The context of an equation, with the mesh that was in force, can be read but not made.
 - A primitive that lowers to `custom_partitioning` has to be listed among those that need devices for it.
+- What a partitioner says about an array is decoded by `custom_partitioning`, which cannot say what it cannot decode.
 """
 
 from collections.abc import Hashable
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, distributed, mesh, source_info_util, xla_bridge
+from jax._src import config, core, dispatch, distributed, mesh, sharding_impls, source_info_util, xla_bridge
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
@@ -74,3 +75,12 @@ def lines_of_caller() -> AbstractContextManager[Any]:
 def require_devices(primitive: Any) -> None:
     """Makes JAX lower programs with a primitive for the devices that will run them."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def decoded_spec(sharding: Any, mesh: Any) -> jax.sharding.PartitionSpec | None:
+    """Returns the spec of what a partitioner says of an array, or `None` where it splits that over part of an axis."""
+    try:
+        (spec,) = sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)
+    except ValueError:  # a dim in fewer pieces than its axis has devices
+        return None
+    return spec

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.core.errors import ConfigError, SpecError
-from shardrules.core.jax_state import require_devices
+from shardrules.core.jax_state import decoded_spec, require_devices
 from shardrules.core.spec import spec_repr
 from shardrules.regions.declaration import Declaration, ShardAxes
 from shardrules.regions.function import ShardFunction
@@ -172,8 +172,8 @@ def _partitioned(function: ShardFunction, program: ClosedJaxpr) -> Callable[...,
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         fitting, axes = function.fitting(
-            [_spec(function, operand.sharding) for operand in operands],
-            [_spec(function, result.sharding) for result in results],
+            [_spec(function, operand, mesh) for operand in operands],
+            [_spec(function, result, mesh) for result in results],
             dict(mesh.shape),
             program.in_avals,
         )
@@ -181,14 +181,23 @@ def _partitioned(function: ShardFunction, program: ClosedJaxpr) -> Callable[...,
         return mesh, lambda *shards: fitting.run_on_shard(axes, shards), list(shardings[1]), shardings[0]
 
     called = custom_partitioning(stand_in)
-    called.def_partition(partition, sharding_rule=sharding_rule(function.declaration))
+    called.def_partition(partition, sharding_rule=sharding_rule(function.declaration), decode_shardings=False)
     return called
 
 
-def _spec(function: ShardFunction, sharding: Any) -> PartitionSpec:
-    if not isinstance(sharding, NamedSharding):
-        function.refuse([f"it is compiled for several devices without a mesh ({sharding}): call it under jax.set_mesh"])
-    return sharding.spec
+def _spec(function: ShardFunction, array: Any, mesh: Any) -> PartitionSpec:
+    if mesh.empty:
+        function.refuse(
+            [f"it is compiled for several devices without a mesh ({array.sharding}): call it under jax.set_mesh"]
+        )
+    spec = decoded_spec(array.sharding, mesh)
+    if spec is not None:
+        return spec
+    raise ConfigError(
+        f"region {function.name} ({function.declaration}): an array of shape {array.shape} is split over part of a "
+        "mesh axis, as after a reshape; split it over whole axes with jax.lax.with_sharding_constraint, or make "
+        "several axes of this one"
+    )
 
 
 def sharding_rule(declaration: Declaration) -> SdyShardingRule:

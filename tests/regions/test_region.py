@@ -190,6 +190,13 @@ def test_what_partitioners_cannot_split_is_refused() -> None:
         jax.jit(sr.region("r, -> r", split="r")(drawn))(x, jax.random.key(0))
 
 
+def test_splits_over_part_of_an_axis_are_refused() -> None:
+    region = sr.region("a b -> a b", split="a b")(jnp.sin)
+    x = place(sr.create_mesh("data:8"), real(64, 8), P("data"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"shape \(4, 128\) is split over part of a mesh axis"):
+        jax.jit(lambda x: region(x.reshape(4, 128)))(x)
+
+
 def test_truth_cannot_be_added_up() -> None:
     with pytest.raises(ConfigError, match="result 0 is a sum over 'r', and bool cannot be added up"):
         sr.region("r ->", split="r")(jnp.any)(jnp.ones(8, bool))
