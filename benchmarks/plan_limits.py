@@ -17,10 +17,12 @@ LoRA and of accumulation are kept, at 0.86 to 1.00 of the best expert that fits;
 The neural ODE at 0.9 is at 0.956. Still wrong: the neural ODE at 0.8, where its own plan of 0.9 fits by a hair. The
 U-Net is right since weights that are gathered again are weighed: at 0.9 and at 0.8 the plan compiles to 0.354 GB, and
 takes 1.002 times as long as FSDP, the only expert's that fits. At 0.8 it is modelled at 0.424 of 0.360 GB, and has the
-finding `may-not-fit`; with `--prove`, and more time, it fits. For relative positions, no expert's plan fits in any of
-the limits, and none is found. The other kinds were all right on 2026-11-22: no limit was refused, no plan that fits
-took longer than 1.01 times the best expert's that fits (decode). On data:4,model:2, the small step takes 2.4 to 3.0 s
-of processors, and has the same plan under other hash seeds and beside four busy processes.
+finding `may-not-fit`; with `--prove`, and more time, it fits. For relative positions, no expert's plan fits in
+0.9 or less, and none is found. Pairs of images and texts are at 0.830 of FSDP at 0.9, though modelled at 0.422 GB where
+0.261 are compiled: by the model, hidden units of more layers that are computed again are in memory at once; at 0.8 the
+search took 68 s. The other kinds were all right on 2026-11-22: no limit was refused, no plan that fits took longer than
+1.01 times the best expert's that fits (decode). On data:4,model:2, the small step takes 2.4 to 3.0 s of processors, and
+has the same plan under other hash seeds and beside four busy processes.
 
 Run it as `python benchmarks/plan_limits.py --cache DIR`; see `--help` for less. It needs the extras `cuda` and `bench`.
 Without a cache it takes hours: `plan_quality.py --kinds` fills the same cache.
