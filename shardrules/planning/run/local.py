@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.planning.run.call import axis_names_of
+from shardrules.planning.run.ragged import ragged_dot_of_pieces
 from shardrules.regions.function import ShardFunction
 
 
@@ -52,11 +53,10 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
     """
 
     def on_device(*operands: jax.Array) -> list[jax.Array]:
-        operands = _operands_of_pieces(equation, operands, split)
         # The parts of a sum lie side by side in a new dim, one on each device.
         return [
             lax.expand_dims(result, (0,)) if axes else result
-            for result, axes in zip(_results_of_pieces(equation, operands, split.region), split.summed, strict=True)
+            for result, axes in zip(_results_of_pieces(equation, operands, split), split.summed, strict=True)
         ]
 
     def on_all(*operands: jax.Array) -> list[jax.Array]:
@@ -95,29 +95,15 @@ def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyM
         )
 
 
-def _results_of_pieces(equation: Any, operands: Sequence[jax.Array], region: RegionRun | None) -> Sequence[jax.Array]:
+def _results_of_pieces(equation: Any, operands: Sequence[jax.Array], split: LocalSplit) -> Sequence[jax.Array]:
     """Returns what an equation computes from pieces of its operands."""
-    if region is not None:
+    if split.region is not None:
         function: ShardFunction = equation.params["function"]
-        return function.alternative(region.alternative).run(region.exchange, *operands)
+        return function.alternative(split.region.alternative).run(split.region.exchange, *operands)
+    if equation.primitive.name == "ragged_dot_general":
+        return [ragged_dot_of_pieces(equation, operands, split.operands, split.results[0])]
     results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
     return results if equation.primitive.multiple_results else [results]
-
-
-def _operands_of_pieces(equation: Any, operands: tuple[jax.Array, ...], split: LocalSplit) -> tuple[jax.Array, ...]:
-    """Returns the operands that an equation has for its pieces: of ragged rows, the sizes of the groups among them."""
-    if equation.primitive.name != "ragged_dot_general":
-        return operands
-    (dim,) = equation.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    rows, sizes = operands[0].shape[dim], operands[2]
-    entries = tuple(split.operands[0])
-    axes = entries[dim] if dim < len(entries) else None
-    if axes is None:
-        return operands
-    # The rows from `first` on are here: of each group those between its start and its end.
-    first, ends = lax.axis_index(axes) * rows, lax.cumsum(sizes)
-    sizes_here = lax.clamp(0, ends - first, rows) - lax.clamp(0, ends - sizes - first, rows)
-    return (*operands[:2], sizes_here.astype(sizes.dtype), *operands[3:])
 
 
 def _params_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> dict[str, Any]:

@@ -52,6 +52,26 @@ def test_ragged_rows_are_in_their_groups(sizes: tuple[int, ...]) -> None:
     np.testing.assert_allclose(result, lax.ragged_dot(x, w, counts), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sizes", [(16, 0, 5, 11), (0, 0, 0, 32), (1, 2, 3, 4), (9, 7, 9, 7)])
+def test_devices_have_groups_of_ragged_rows(sizes: tuple[int, ...]) -> None:
+    """With rows whole, and with rows split along another axis; and gradients of the groups."""
+    x, w, y, counts = real(32, 8), real(4, 8, 6), real(32, 6), jnp.array(sizes, jnp.int32)
+    expected = lax.ragged_dot(x, w, counts)
+    for rows, groups in ((P(), "data"), (P("data"), "model")):
+        split = LocalSplit((rows, P(groups), P()), (rows,), ((groups,),))
+        (result,) = run(lax.ragged_dot, (x, w, counts), split)
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+    def gradient(x: Any, y: Any, counts: Any) -> Any:
+        return lax.ragged_dot_general(x, y, counts, numbers)
+
+    split = LocalSplit((P("model"), P("model"), P()), (P("data"),), (("model",),))
+    (result,) = run(gradient, (x, y, counts), split)
+    np.testing.assert_allclose(result, gradient(x, y, counts), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "model")), P("model", None, "data")])
 def test_keeping_the_order_of_dims_sends_nothing(spec: P) -> None:
     mesh = sr.create_mesh("data:4,model:2")

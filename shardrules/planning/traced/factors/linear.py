@@ -43,20 +43,27 @@ def _without_dims(names: list[Hashable], *omitted: Sequence[int]) -> list[Hashab
 
 
 def _ragged_dot(op: OpSignature) -> Loops | None:
-    """Rows, columns and summed dims may be split: each device finds which of its rows are in which group."""
+    """Rows, columns, summed dims and groups may be split: each device finds which of its rows are in which group.
+
+    Where groups are split, a device leaves zeros in the rows of the others: the result is a sum.
+    """
     numbers = op.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
     rows, groups = list(numbers.lhs_ragged_dimensions), list(numbers.rhs_group_dimensions)
     if any(dim in batch[0] for dim in rows):
         return None
     left, right = _dot_names(op, contracted, batch)
-    unsplit = [left[dim] for dim in batch[0]] + [right[dim] for dim in groups]
+    unsplit = [left[dim] for dim in batch[0]]
     left, right = ([None if name in unsplit else name for name in names] for names in (left, right))
+    for dim in groups:
+        right[dim] = "group"
     # Where the rows are what is summed over, there is a sum for each group, and the groups come first.
-    group_dims = [None] if any(dim in contracted[0] for dim in rows) else []
+    sums_rows = any(dim in contracted[0] for dim in rows)
+    group_dims: list[Hashable] = ["group"] if sums_rows else []
     result = [*group_dims, *(left[dim] for dim in batch[0]), *_without_dims(left, contracted[0], batch[0])]
     result += _without_dims(right, contracted[1], batch[1], groups)
     reduced = [left[dim] for dim in contracted[0] if left[dim] is not None]
+    reduced += [] if sums_rows else ["group"]
     operands = [left, right, *(whole(shape) for shape in op.operands[2:])]
     return Loops(operands, [result], reduced, is_local=True)
 
