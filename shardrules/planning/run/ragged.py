@@ -16,6 +16,8 @@ def ragged_dot_of_pieces(
 ) -> jax.Array:
     """Returns what a ragged matmul computes from pieces of its operands; rows of other devices' groups are zeros."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
+    # Gradients say how whole results are split.
+    params = {name: None if name == "out_sharding" else value for name, value in equation.params.items()}
     (row_dim,), (contracted, batch) = numbers.lhs_ragged_dimensions, numbers.dot_dimension_numbers
     left, right, sizes, *others = operands
     row_axes = _entry(specs[0], row_dim)
@@ -24,7 +26,7 @@ def ragged_dot_of_pieces(
     sums_rows = row_dim in contracted[0]
     group_axes = _entry(result_spec, 0) if sums_rows else _entry(specs[1], numbers.rhs_group_dimensions[0])
     if group_axes is None:
-        return equation.primitive.bind(left, right, sizes, *others, **equation.params)
+        return equation.primitive.bind(left, right, sizes, *others, **params)
     count = sizes.shape[0] // lax.axis_size(group_axes)
     first = lax.axis_index(group_axes) * count
     start = jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0).sum()
@@ -33,8 +35,8 @@ def ragged_dot_of_pieces(
     left = jnp.roll(left, -start, row_dim)
     if sums_rows:
         right = jnp.roll(right, -start, contracted[1][contracted[0].index(row_dim)])
-        return equation.primitive.bind(left, right, sizes, *others, **equation.params)
-    result = equation.primitive.bind(left, right, sizes, *others, **equation.params)
+        return equation.primitive.bind(left, right, sizes, *others, **params)
+    result = equation.primitive.bind(left, right, sizes, *others, **params)
     free = [dim for dim in range(left.ndim) if dim not in (*contracted[0], *batch[0])]
     result_dim = len(batch[0]) + free.index(row_dim)
     is_here = lax.broadcasted_iota(sizes.dtype, result.shape, result_dim) < sizes.sum()

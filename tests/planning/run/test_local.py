@@ -72,6 +72,15 @@ def test_devices_have_groups_of_ragged_rows(sizes: tuple[int, ...]) -> None:
     np.testing.assert_allclose(result, gradient(x, y, counts), rtol=1e-4, atol=1e-4)
 
 
+def test_a_planned_gradient_of_ragged_rows_runs() -> None:
+    x, w, sizes = real(32, 8), real(4, 8, 6), jnp.array([16, 0, 5, 11], jnp.int32)
+    step = jax.grad(lambda x, w, sizes: (lax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1))
+    pins = sr.RegexShardingRule([("^1", P("model"))])
+    planned = sr.autoplan(step, x, w, sizes, mesh=sr.create_mesh("data:4,model:2"), pins=pins, hardware=FAST)
+    for gradient, expected in zip(planned.jit(step)(x, w, sizes), step(x, w, sizes), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "model")), P("model", None, "data")])
 def test_keeping_the_order_of_dims_sends_nothing(spec: P) -> None:
     mesh = sr.create_mesh("data:4,model:2")
