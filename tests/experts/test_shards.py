@@ -70,7 +70,7 @@ def close(actual: Any, expected: Any, dtype: Any) -> None:
         np.testing.assert_allclose(np.float32(leaf), np.float32(other), atol=tolerance * max(1.0, np.abs(other).max()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mesh_text", "dtype"), [*((text, jnp.float32) for text in MESHES), ("data:2,expert:2,model:2", jnp.bfloat16)]
 )

@@ -72,6 +72,7 @@ def test_devices_have_groups_of_ragged_rows(sizes: tuple[int, ...]) -> None:
     np.testing.assert_allclose(result, gradient(x, y, counts), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_planned_gradient_of_ragged_rows_runs() -> None:
     x, w, sizes = real(32, 8), real(4, 8, 6), jnp.array([16, 0, 5, 11], jnp.int32)
     step = jax.grad(lambda x, w, sizes: (lax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1))
