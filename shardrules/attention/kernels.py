@@ -1,5 +1,6 @@
 """Kernels of attention: functions of whole arrays, which each way to split a sequence calls on what a device has."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -16,10 +17,36 @@ MASKED = -1e30
 """The log-sum-exp of a row that attends to nothing is below this: minus infinity, or what kernels mask with."""
 
 
+_LEAST_ROWS, _MOST_BLOCKS = 1024, 8
+"""How many rows of scores are computed at once, and into how many blocks of rows attention is cut at most: with more,
+causal attention computes less that is masked, half a block each, and programs are larger."""
+
+
 def plain_kernel(
     q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any = None, kv_segment_ids: Any = None
 ) -> tuple[Any, Any]:
-    """Attention with all scores at once, in float32. Rows that attend to nothing are 0."""
+    """Attention in float32, of some rows at a time. Rows that attend to nothing are 0."""
+    length = q.shape[1]
+    size = max(_LEAST_ROWS, -(-length // _MOST_BLOCKS))
+    if length <= size:
+        return _attend_rows(q, k, v, q_segment_ids, kv_segment_ids, first=0 if is_causal else None)
+    blocks = []
+    for first in range(0, length, size):
+        rows, keys = slice(first, first + size), slice(min(first + size, length) if is_causal else None)
+        segments = (None, None)
+        if q_segment_ids is not None:
+            segments = q_segment_ids[:, rows], kv_segment_ids[:, keys]
+        # The backward pass computes scores again, block by block.
+        attend_rows = jax.checkpoint(functools.partial(_attend_rows, first=first if is_causal else None))
+        blocks.append(attend_rows(q[:, rows], k[:, keys], v[:, keys], *segments))
+    out, log_sum_exp = zip(*blocks, strict=True)
+    return jnp.concatenate(out, axis=1), jnp.concatenate(log_sum_exp, axis=1)
+
+
+def _attend_rows(
+    q: Any, k: Any, v: Any, q_segment_ids: Any, kv_segment_ids: Any, *, first: int | None
+) -> tuple[Any, Any]:
+    """Attention of rows from `first` on, if it is causal, with all their scores at once."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     grouped, dtype = (
@@ -27,7 +54,7 @@ def plain_kernel(
         jnp.promote_types(q.dtype, jnp.float32),
     )
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=dtype) / math.sqrt(width)
-    mask = _mask(is_causal, q_segment_ids, kv_segment_ids, length, k.shape[1])
+    mask = _mask(first, q_segment_ids, kv_segment_ids, length, k.shape[1])
     if mask is not None:
         mask = mask[:, None, None]
         scores = jnp.where(mask, scores, -jnp.finfo(scores.dtype).max)
@@ -44,11 +71,11 @@ def plain_kernel(
     return out.astype(q.dtype).reshape(q.shape), jnp.moveaxis(log_sum_exp, 3, 1).reshape(q.shape[:3])
 
 
-def _mask(is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any, q_length: int, kv_length: int) -> Any:
-    """Which keys each query attends to, or `None` for all."""
+def _mask(first: int | None, q_segment_ids: Any, kv_segment_ids: Any, q_length: int, kv_length: int) -> Any:
+    """Which keys each query attends to, or `None` for all. Where it is causal, queries are those from `first` on."""
     mask = None
-    if is_causal:
-        mask = jnp.tri(q_length, kv_length, dtype=bool)[None]
+    if first is not None:
+        mask = jnp.tri(q_length, kv_length, first, dtype=bool)[None]
     if q_segment_ids is not None:
         is_same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
         mask = is_same if mask is None else mask & is_same
@@ -67,7 +94,7 @@ def _jax_attention(
     implementation: Any, q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any
 ) -> Any:
     # Its log-sum-exp has the dtype of q: in bfloat16 too coarse to merge blocks by.
-    mask = _mask(False, q_segment_ids, kv_segment_ids, q.shape[1], k.shape[1])
+    mask = _mask(None, q_segment_ids, kv_segment_ids, q.shape[1], k.shape[1])
     return jax.nn.dot_product_attention(
         q, k, v, mask=None if mask is None else mask[:, None], is_causal=is_causal, implementation=implementation
     )

@@ -101,17 +101,17 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
     for op_index in problem.region_nodes:
         operation, layout = problem.program.operations[op_index], problem.region_layout(op_index, choice)
         prices = problem.region_costs.prices(operation, layout)
-        taken = problem.region_price(op_index, choice)
+        price = problem.region_price(op_index, choice)
         axes = shard_axes(operation, layout, problem.machine)
         count = operation.run_count
         use = RegionUse(
-            taken.name,
+            price.name,
             short_line(equation_line(operation.equation)),
             tuple(axes.letters.items()),
             axes.exchange,
-            count * taken.seconds,
-            round(count * sum(taken.sent)),
-            tuple((price.name, count * price.seconds) for price in prices if price.seconds != taken.seconds),
+            count * price.seconds,
+            round(count * sum(price.sent)),
+            tuple((other.name, count * other.seconds) for other in prices if other.seconds != price.seconds),
         )
         uses[use] = uses.get(use, 0) + 1
     return tuple(_times(use, count) for use, count in uses.items())
