@@ -22,7 +22,7 @@ Axes: TypeAlias = tuple[str, ...]
 class ShardAxes:
     """The mesh axes over which a region is split."""
 
-    letters: Mapping[str, Axes] = attrs.field(factory=dict, converter=dict)
+    letters: Mapping[str, Axes] = attrs.field(factory=dict)
     """Of each letter that is split by itself."""
     exchange: Axes = ()
     """Of all letters along which the function communicates, together."""

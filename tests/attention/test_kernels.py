@@ -34,6 +34,8 @@ def test_blocks_compute_hardly_more_than_what_is_attended() -> None:
 
     def flops(is_causal: bool) -> float:
         compiled = jax.jit(lambda *arrays: plain_kernel(*arrays, is_causal=is_causal)).lower(*shapes).compile()
-        return compiled.cost_analysis()["flops"]
+        analysis = compiled.cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]
 
     assert flops(True) / flops(False) == pytest.approx((1 + 1 / 8) / 2, rel=0.02)

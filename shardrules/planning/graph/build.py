@@ -125,7 +125,7 @@ class _GraphBuilder:
             self._add_passed_on(op_index, op_class)
         elif operation.role == "opaque":
             self._add_as_written(op_index, op_class)
-        elif not operation.is_nest and arrays[operation.results[0]].shape:
+        elif len(operation.results) == 1 and not operation.is_nest and arrays[operation.results[0]].shape:
             self._add_output_driven(op_index, op_class)
         else:
             self._add_loops(op_index, op_class)

@@ -13,7 +13,7 @@ from typing import Any, final
 import attrs
 
 from shardrules.analysis.compiling.source import equation_line
-from shardrules.planning.traced.program import TracedProgram
+from shardrules.planning.traced.program import Operation, TracedProgram
 
 _ROUNDS = 3
 """How far around an operation the program has to look the same, in operations.
@@ -56,6 +56,11 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
     return OpClasses(tuple(operations), tuple(arguments[array] for array in program.arguments))
 
 
+def _rule(operation: Operation) -> str | None:
+    """What a region declares."""
+    return operation.equation.params["rule"] if operation.name == "region" and operation.equation is not None else None
+
+
 @final
 @attrs.define(eq=False)
 class _Refinement:
@@ -89,7 +94,7 @@ class _Refinement:
                     operation.run_count,
                     str(operation.spec),
                     None if operation.equation is None else equation_line(operation.equation),
-                    operation.equation.params["rule"] if operation.name == "region" else None,
+                    _rule(operation),
                 )
             )
             for operation in self.program.operations
