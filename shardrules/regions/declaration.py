@@ -152,6 +152,17 @@ class Declaration:
             letter in result for letter in self.exchange
         )
 
+    def all_summed(self, result_index: int) -> Term:
+        """All letters that a result is summed over: those of the exchange go together."""
+        exchange = self.exchange if self.sums_exchange(result_index) else ()
+        return tuple(dict.fromkeys((*self.summed(result_index), *exchange)))
+
+    def letters_of(self, result_index: int) -> Term:
+        """The letters that a result is split along: with one of the exchange it is split along all of these."""
+        result = self.results[result_index]
+        is_exchanged = any(letter in result for letter in self.exchange)
+        return (*result, *self.exchange) if is_exchanged else result
+
     def sum_axes(self, result_index: int, axes: ShardAxes) -> Axes:
         """The axes over which the shards of a result are parts of a sum."""
         exchange = axes.exchange if self.sums_exchange(result_index) else ()

@@ -79,12 +79,12 @@ class ShardFunction:
         self.refuse(problems)
         sources = tuple(_sources(program, index) for index in range(len(program.out_avals)))
         declaration = attrs.evolve(self.declaration, sources=sources)
+        summed = [declaration.all_summed(index) for index in range(len(program.out_avals))]
         self.refuse(
             [
-                f"result {index} is a sum over {' and '.join(map(repr, declaration.summed(index)))}, and {aval.dtype} "
-                "cannot be added up"
-                for index, aval in enumerate(program.out_avals)
-                if declaration.summed(index) and not jnp.issubdtype(aval.dtype, jnp.number)
+                f"result {index} is a sum over {' and '.join(map(repr, letters))}, and {aval.dtype} cannot be added up"
+                for index, (letters, aval) in enumerate(zip(summed, program.out_avals, strict=True))
+                if letters and not jnp.issubdtype(aval.dtype, jnp.number)
             ]
         )
         alternatives = tuple(alternative.traced(program.in_avals) for alternative in self.alternatives)
@@ -263,9 +263,9 @@ class ShardFunction:
                 f"the gradient of operand {trained[gradient]} is a sum over {letter!r} and comes from result {index}, "
                 f"too, which has no {letter!r}: compute that outside of the region"
                 for gradient, sources in enumerate(backward.sources)
-                for letter in backward.summed(gradient)
+                for letter in backward.all_summed(gradient)
                 for position, index in enumerate(smooth, len(forward.operands))
-                if position in sources and letter not in (*forward.results[index], *forward.summed(index))
+                if position in sources and letter not in (*forward.letters_of(index), *forward.all_summed(index))
             ]
         )
 
