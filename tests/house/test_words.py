@@ -83,6 +83,7 @@ def test_bindings_are_nouns() -> None:
     assert vague_names(shardrules_source()) == []
 
 
+@pytest.mark.slow
 def test_bindings_of_tests_and_benchmarks_are_nouns() -> None:
     assert vague_names((*read_package(REPOSITORY / "tests"), *read_package(REPOSITORY / "benchmarks"))) == []
 
