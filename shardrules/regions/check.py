@@ -150,13 +150,13 @@ class _Check:
         groups = [_Group((letter,)) for letter in declaration.split]
         groups += [_Group(declaration.exchange, is_exchange=True)] if declaration.exchange else []
         counts = {
-            group: _pieces(math.gcd(*(sizes[letter] for letter in group.letters)), len(self.devices))
+            group: self._possible_pieces(group, math.gcd(*(sizes[letter] for letter in group.letters)))
             for group in groups
         }
         uneven = [
             f"{letter!r} of {sizes[letter]}"
-            for group, count in counts.items()
-            if count == 1
+            for group, possible in counts.items()
+            if not possible
             for letter in group.letters
         ]
         if uneven:
@@ -166,17 +166,27 @@ class _Check:
             )
         problems: list[str] = []
         pieces: dict[_Group, int] = {}  # of letters that hold by themselves
-        for group, count in counts.items():
-            differences = list(self._differences_of({group: count}))
+        for group, possible in counts.items():
+            # Mistakes of an exchange show on more than two devices: both neighbours in a ring of two are the same.
+            differences = list(self._differences_of({group: possible[-1 if group.is_exchange else 0]}))
             problems += differences
             if not differences:
-                pieces[group] = count
+                pieces[group] = possible[0]
         for count in dict.fromkeys((2, len(pieces))):
             for together in itertools.combinations(pieces, count) if count > 1 else ():
                 split = {group: pieces[group] for group in together}
                 if math.prod(split.values()) <= len(self.devices) and self._is_even(split, sizes):
                     problems += self._differences_of(split)
         return problems
+
+    def _possible_pieces(self, group: _Group, size: int) -> list[int]:
+        """Into how many pieces letters of this size can be split."""
+        axes, function = _axes_of([group]), self.function.on_shards(dict(self.options))
+        return [
+            count
+            for count in range(2, min(size, len(self.devices)) + 1)
+            if size % count == 0 and function.candidates(axes, {group.axis: count}, self.operands)
+        ]
 
     def _is_even(self, pieces: Mapping[_Group, int], sizes: Mapping[str, int]) -> bool:
         """Whether letters that are split by themselves and in the exchange have enough elements for both."""
@@ -310,7 +320,3 @@ def _weights(result: Any) -> Any:
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return np.zeros(result.shape, jax.dtypes.float0)
     return jnp.asarray(np.cos(np.arange(result.size)).reshape(result.shape), result.dtype)
-
-
-def _pieces(size: int, device_count: int) -> int:
-    return next((count for count in range(2, min(size, device_count) + 1) if size % count == 0), 1)

@@ -146,22 +146,16 @@ class Declaration:
         return tuple(letter for letter in self.split if letter in letters and letter not in self.results[result_index])
 
     def sums_exchange(self, result_index: int) -> bool:
-        """Whether a result is summed over the devices that exchange: it has none of the letters, its operands do."""
-        letters, result = self._letters_of_sources(result_index), self.results[result_index]
-        return any(letter in letters for letter in self.exchange) and not any(
-            letter in result for letter in self.exchange
-        )
+        """Whether a result is summed over the devices that exchange, since it has none of their letters.
+
+        Whatever it is computed from: the function knows over which axes it runs, and returns its part.
+        """
+        return bool(self.exchange) and not any(letter in self.results[result_index] for letter in self.exchange)
 
     def all_summed(self, result_index: int) -> Term:
         """All letters that a result is summed over: those of the exchange go together."""
         exchange = self.exchange if self.sums_exchange(result_index) else ()
         return tuple(dict.fromkeys((*self.summed(result_index), *exchange)))
-
-    def letters_of(self, result_index: int) -> Term:
-        """The letters that a result is split along: with one of the exchange it is split along all of these."""
-        result = self.results[result_index]
-        is_exchanged = any(letter in result for letter in self.exchange)
-        return (*result, *self.exchange) if is_exchanged else result
 
     def sum_axes(self, result_index: int, axes: ShardAxes) -> Axes:
         """The axes over which the shards of a result are parts of a sum."""

@@ -19,17 +19,16 @@ from shardrules.regions.primitive import call_region
 
 def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any]:
     """Runs a region whose backward pass is a region."""
-    lines = lines_of_caller()  # JAX calls the forward pass later, from lines of its own
+    lines = lines_of_caller()  # JAX calls the function later, from lines of its own
 
     @jax.custom_vjp
     def call(*operands: Any) -> list[Any]:
-        return call_region(function, operands)
+        with lines:
+            return call_region(function, operands)
 
     def forward(*operands: Any) -> tuple[list[Any], Any]:
         # Here, where the settings of JAX are those of the call.
-        with lines:
-            results = call(*operands)
-        return results, (_Static(function.backward(operands)), operands)
+        return call(*operands), (_Static(function.backward(operands)), operands)
 
     def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         backward_pass, operands = saved[0].value, saved[1]

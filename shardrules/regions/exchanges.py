@@ -42,7 +42,8 @@ class Exchange:
 
 
 def exchanges_of(program: ClosedJaxpr | Jaxpr, mesh_sizes: Mapping[str, int], count: int = 1) -> Iterator[Exchange]:
-    """Yields the collectives of a program that runs on one device, `count` times. Of branches each counts.
+    """Yields the collectives of a program that runs on one device, `count` times. Of branches the one counts that sends
+    most.
 
     ```python
     from shardrules.regions.exchanges import exchanges_of
@@ -54,11 +55,15 @@ def exchanges_of(program: ClosedJaxpr | Jaxpr, mesh_sizes: Mapping[str, int], co
     for equation in (program.jaxpr if isinstance(program, ClosedJaxpr) else program).eqns:
         kind = _KINDS.get(equation.primitive.name)
         if kind is None:
-            for inner in programs_in(equation):
-                yield from exchanges_of(inner, mesh_sizes, count * inner_runs(equation))
+            inner_count = count * inner_runs(equation)
+            parts = [[*exchanges_of(inner, mesh_sizes, inner_count)] for inner in programs_in(equation)]
+            if equation.primitive.name == "cond":
+                parts = [max(parts, key=_total_bytes)]
+            yield from (exchange for part in parts for exchange in part)
             continue
         axes = _axes(equation)
-        group_size = math.prod(mesh_sizes[name] for name in axes)
+        groups = equation.params.get("axis_index_groups")
+        group_size = len(groups[0]) if groups else math.prod(mesh_sizes[name] for name in axes)
         if group_size > 1:
             yield Exchange(kind, axes, _sent_fraction(equation, kind, group_size) * _nbytes(equation), count)
 
@@ -72,6 +77,10 @@ def _nbytes(equation: Any) -> int:
     if equation.primitive.name in ("ragged_all_to_all", "send_rows"):
         return min(of(equation.invars[:1]), of(equation.outvars))
     return of(equation.invars)
+
+
+def _total_bytes(exchanges: Sequence[Exchange]) -> float:
+    return sum(exchange.count * exchange.sent_bytes for exchange in exchanges)
 
 
 def _axes(equation: Any) -> tuple[str, ...]:

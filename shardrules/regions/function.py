@@ -65,6 +65,8 @@ class ShardFunction:
         return self._cached(key, lambda: self._trace(structs))
 
     def _trace(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Self, ClosedJaxpr]:
+        if self.alternatives:
+            return self._trace_alternatives(structs)
         shapes = [struct.shape for struct in structs]
         self.refuse(self.declaration.misfits(shapes, None))
         run = _in_same_settings(self.run)
@@ -87,14 +89,28 @@ class ShardFunction:
                 if letters and not jnp.issubdtype(aval.dtype, jnp.number)
             ]
         )
-        alternatives = tuple(alternative.traced(program.in_avals) for alternative in self.alternatives)
-        types = [_types(program), *(_types(other) for _, other in alternatives)]
-        if len({*types}) > 1:
-            self.refuse([f"alternatives must return the same types, got {'; '.join(map(str, types[1:]))}"])
-        traced = attrs.evolve(
-            self, run=run, declaration=declaration, alternatives=tuple(function for function, _ in alternatives)
-        )
-        return traced, program
+        return attrs.evolve(self, run=run, declaration=declaration), program
+
+    def _trace_alternatives(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Self, ClosedJaxpr]:
+        """Traces those that run on whole arrays, of which there must be one."""
+        traced: list[tuple[ShardFunction, ClosedJaxpr]] = []
+        refusals: list[SplitError] = []
+        for alternative in self.alternatives:
+            try:
+                traced.append(
+                    alternative.traced([jax.core.ShapedArray(s.shape, s.dtype, s.weak_type) for s in structs])
+                )
+            except SplitError as error:
+                refusals.append(error)
+        if not traced:
+            raise refusals[0]
+        function, program = traced[0]
+        types = dict.fromkeys(_types(other) for _, other in traced)
+        if len(types) > 1:
+            self.refuse([f"alternatives must return the same types, got {'; '.join(types)}"])
+        declaration = attrs.evolve(self.declaration, sources=function.declaration.sources)
+        alternatives = tuple(function for function, _ in traced)
+        return attrs.evolve(self, run=function.run, declaration=declaration, alternatives=alternatives), program
 
     def shard_program(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> ClosedJaxpr:
         """The program of one device, for whole operands or their types."""
@@ -111,8 +127,19 @@ class ShardFunction:
         self, exchange: Axes, sizes: Sequence[tuple[str, int]], structs: Sequence[jax.ShapeDtypeStruct]
     ) -> ClosedJaxpr:
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-        with no_mesh:
-            return jax.make_jaxpr(functools.partial(self.run, exchange), axis_env=sizes)(*structs)
+        try:
+            with no_mesh:
+                return jax.make_jaxpr(functools.partial(self.run, exchange), axis_env=sizes)(*structs)
+        except (SplitError, ConfigError):
+            raise
+        except Exception as error:  # the function is the user's
+            reason = next(iter(str(error).splitlines()), "")
+            shapes = ", ".join(str(struct.shape) for struct in structs)
+            raise ConfigError(
+                f"region {self.name} ({self.declaration}) cannot run on shards of shapes {shapes}: "
+                f"{type(error).__name__}: {reason}. "
+                "Raise shardrules.errors.SplitError there, and plans split it otherwise"
+            ) from error
 
     def candidates(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> list[int]:
         """The alternatives that can be split so. A function without any is the only one, 0."""
@@ -263,9 +290,9 @@ class ShardFunction:
                 f"the gradient of operand {trained[gradient]} is a sum over {letter!r} and comes from result {index}, "
                 f"too, which has no {letter!r}: compute that outside of the region"
                 for gradient, sources in enumerate(backward.sources)
-                for letter in backward.all_summed(gradient)
+                for letter in backward.summed(gradient)
                 for position, index in enumerate(smooth, len(forward.operands))
-                if position in sources and letter not in (*forward.letters_of(index), *forward.all_summed(index))
+                if position in sources and letter not in (*forward.results[index], *forward.summed(index))
             ]
         )
 

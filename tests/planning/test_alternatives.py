@@ -125,3 +125,44 @@ def test_calls_that_declare_alike_on_one_line_are_told_apart() -> None:
     x = real(16, 4)
     plan = sr.autoplan(lambda x: [run(x) for run in (double, triple)], x, mesh=sr.create_mesh("data:8"))
     np.testing.assert_allclose(plan.jit(lambda x: [run(x) for run in (double, triple)])(x), [2 * x, 3 * x])
+
+
+def test_what_fails_on_shards_says_how_to_refuse_them() -> None:
+    @sr.region("t d -> t d", split="t")
+    def of_fours(x: Any) -> Any:
+        assert x.shape[0] % 4 == 0, "blocks of 4 rows"
+        return 2 * x
+
+    message = (
+        r"of_fours .* cannot run on shards of shapes \(2, 4\): AssertionError: blocks of 4 rows.* Raise shardrules"
+    )
+    with pytest.raises(sr.errors.ConfigError, match=message):
+        plan_of(of_fours, jax.ShapeDtypeStruct((16, 4), jnp.float32))
+
+
+def test_alternatives_of_scalars() -> None:
+    either = sr.alternatives(*(sr.region(", -> ", whole="")(run) for run in (jnp.add, lambda a, b: b + a)))
+    x = real(16, 4)
+    plan = sr.autoplan(lambda x: either(x.sum(), x.max()), x, mesh=sr.create_mesh("data:8"))
+    close(plan.jit(lambda x: either(x.sum(), x.max()))(x), x.sum() + x.max())
+
+
+def test_equal_times_with_less_memory_are_kept() -> None:
+    def cost(q: Any, k: Any) -> float:
+        return 4 * q.size * k.shape[0]
+
+    def in_blocks(q: Any, k: Any) -> Any:
+        return jax.lax.map(lambda rows: weights(rows, k), q.reshape(8, -1, *q.shape[1:])).reshape(q.shape)
+
+    whole, blocks = (sr.region(RULE, split="s h", cost=cost)(run) for run in (weights, in_blocks))
+    limit = int(1.3 * plan_of(blocks, *shapes(8192, 1)).peak_bytes)
+    plan = plan_of(sr.alternatives(whole, blocks), *shapes(8192, 1), memory_limit=limit)
+    assert plan.fits
+    assert [use.name for use in plan.regions] == ["in_blocks"]
+
+
+def test_batches_of_ragged_matmuls_are_whole() -> None:
+    x, w, sizes = real(3, 64, 8), real(3, 8, 8, 8, seed=1), jnp.full((3, 8), 8)
+    ragged = jax.vmap(jax.lax.ragged_dot)
+    plan = sr.autoplan(ragged, x, w, sizes, mesh=sr.create_mesh("e:4", devices=jax.devices()[:4]))
+    close(plan.jit(ragged)(x, w, sizes), ragged(x, w, sizes))

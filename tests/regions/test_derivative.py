@@ -129,6 +129,3 @@ def test_a_gradient_from_shards_and_from_what_they_share_is_refused() -> None:
     message = r"gradient of operand 1 is a sum over 'r' and comes from result 1, too, which has no 'r'"
     with pytest.raises(ConfigError, match=message):
         gradients(lambda x, w: region(x, w)[0], 2)(real(8, 3), real(3, seed=1))
-    exchanged = sr.region("r d, d -> r d, d", exchange="r")(lambda x, w, axis_name: (x * w, jnp.sin(w)))
-    with pytest.raises(ConfigError, match=message):
-        gradients(lambda x, w: exchanged(x, w)[0], 2)(real(8, 3), real(3, seed=1))

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.regions.declaration import Declaration, ShardAxes
+from shardrules.regions.exchanges import exchanges_of
 from tests.regions.test_region import close, real
 
 
@@ -168,7 +169,7 @@ def test_mapped_alternatives() -> None:
 def test_wrong_alternatives_are_refused() -> None:
     other = sr.region("rows d -> rows d", split="rows")(jnp.sin)
     with pytest.raises(
-        sr.errors.ConfigError, match=r"one rule: sin is rows d -> rows d, and softmax_of_rows is|one rule"
+        sr.errors.ConfigError, match="one rule: sin is rows d -> rows d, and softmax_of_rows rows dim -> rows dim"
     ):
         sr.alternatives(softmax_of_rows, other)
     by_rows = sr.region("rows dim -> rows dim", exchange="rows")(lambda x, axis_name: x)
@@ -188,6 +189,62 @@ def test_check_region_splits_exchanges() -> None:
     arrays = operands()
     sr.check_region(pick, *arrays)
     wrong = sr.region("rows dim -> rows dim", split="rows", exchange="dim")(lambda x, axis_name: jax.nn.softmax(x))
-    with pytest.raises(sr.errors.ExpectationError, match="dim in 2: result 0 differs"):
+    with pytest.raises(sr.errors.ExpectationError, match="dim in 8: result 0 differs"):
         sr.check_region(wrong, *shapes)
     np.testing.assert_allclose(pick(*arrays)[1].sum(), 16)
+
+
+@sr.region("rows dim, rows -> rows", split="rows", exchange="dim")
+def biased(x: Any, bias: Any, *, axis_name: Any) -> Any:
+    """The log-sum-exp of rows with a bias: of both each device returns a part."""
+    if not axis_name:
+        return jax.nn.logsumexp(x, axis=1) + bias
+    largest = lax.pmax(lax.stop_gradient(x).max(1), axis_name)
+    total = lax.psum(jnp.exp(x - largest[:, None]).sum(1), axis_name)
+    return (largest + jnp.log(total) + bias) / lax.axis_size(axis_name)
+
+
+def test_gradients_that_come_from_the_cotangent_alone_are_sums() -> None:
+    x, bias = real(4, 16), real(4, seed=1)
+    (here,) = sharded(sr.create_mesh("dim:8"), (x, P(None, "dim")))
+    expected = jax.grad(lambda x, bias: (jax.nn.logsumexp(x, axis=1) + bias).sum(), (0, 1))(x, bias)
+    close(jax.jit(jax.grad(lambda x, bias: biased(x, bias).sum(), (0, 1)))(here, bias), expected)
+    sr.check_region(biased, x, bias)
+
+
+def test_rings_are_checked_on_more_than_two_devices() -> None:
+    @sr.region("t d -> t d", exchange="t")
+    def turned(x: Any, *, axis_name: Any) -> Any:  # to the wrong neighbour
+        if not axis_name:
+            return jnp.roll(x, 2, 0)
+        count = lax.axis_size(axis_name)
+        return lax.ppermute(x, axis_name, [((device + 1) % count, device) for device in range(count)])
+
+    with pytest.raises(sr.errors.ExpectationError, match="t in 8: result 0 differs"):
+        sr.check_region(turned, real(16, 2), gradients=False)
+
+
+def test_alternatives_that_refuse_whole_arrays_are_left() -> None:
+    def of_even(x: Any) -> Any:
+        if len(x) % 2:
+            raise sr.errors.SplitError("it takes an even number of rows")
+        return 2 * x
+
+    even, any_rows = (sr.region("t d -> t d", split="t")(run) for run in (of_even, lambda x: 2 * x))
+    for function in (sr.alternatives(even, any_rows), sr.alternatives(any_rows, even)):
+        close(function(jnp.ones((5, 2))), 2 * jnp.ones((5, 2)))
+    with pytest.raises(sr.errors.SplitError, match="an even number of rows"):
+        sr.alternatives(even, even)(jnp.ones((5, 2)))
+
+
+def test_of_branches_the_longest_exchange_counts() -> None:
+    def run(index: Any, x: Any) -> Any:
+        once = lambda x: lax.all_gather(x, "a", tiled=True).sum()  # noqa: E731
+        return lax.switch(index, [once, lambda x: once(x) + once(2 * x), jnp.sum], x)
+
+    program = jax.make_jaxpr(run, axis_env=[("a", 4)])(0, jnp.ones(8))
+    assert [exchange.sent_bytes for exchange in exchanges_of(program, {"a": 4})] == [96, 96]
+    groups = jax.make_jaxpr(lambda x: lax.psum(x, "a", axis_index_groups=[[0, 1], [2, 3]]), axis_env=[("a", 4)])(
+        jnp.ones(8)
+    )
+    assert [exchange.sent_bytes for exchange in exchanges_of(groups, {"a": 4})] == [32]

@@ -90,7 +90,10 @@ class RegionUse:
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
         split = ", ".join(f"{letter} over {' and '.join(names)}" for letter, names in self.axes)
-        sent = f", sends {bytes_text(self.wire_bytes)} along {' and '.join(self.exchange)}" if self.exchange else ""
+        if self.exchange:
+            exchanged = f"exchanged over {' and '.join(self.exchange)}"
+            split = f"{split}, {exchanged}" if split else exchanged
+        sent = f", sends {bytes_text(self.wire_bytes)}" if self.exchange else ""
         others = "".join(f"; {name} {seconds_text(seconds)}" for name, seconds in self.alternatives)
         return f"{self.name}{location}: {split or 'whole'}, {seconds_text(self.seconds)}{sent}{others}"
 
@@ -109,9 +112,9 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
             short_line(equation_line(operation.equation)),
             tuple(axes.letters.items()),
             axes.exchange,
-            count * price.seconds,
+            float(count * price.seconds),
             round(count * sum(price.sent)),
-            tuple((other.name, count * other.seconds) for other in prices if other.seconds != price.seconds),
+            tuple((other.name, float(count * other.seconds)) for other in prices if other.seconds != price.seconds),
         )
         uses[use] = uses.get(use, 0) + 1
     return tuple(_times(use, count) for use, count in uses.items())

@@ -71,14 +71,15 @@ class RegionCosts:
     def rows(self, operation: Operation, layouts: np.ndarray) -> tuple[list[int], list[int]]:
         """The layouts that a region can be split in, each for every alternative that runs in it: indices of both.
 
-        Pieces are even. Of alternatives that take the same time, as all do that send nothing, the first is enough.
+        Pieces are even. Of alternatives that run the same program, as many do that send nothing, the first is enough.
         """
         indices, alternatives = [], []
         for index, layout in enumerate(layouts.tolist()):
-            seconds: dict[float, None] = {}
+            programs: dict[Any, None] = {}
             for price in self.prices(operation, layout) if self._is_allowed(operation, layout) else ():
-                if price.seconds not in seconds:
-                    seconds[price.seconds] = None
+                key = price.seconds, str(price.program)
+                if key not in programs:
+                    programs[key] = None
                     indices.append(index)
                     alternatives.append(price.alternative)
         if not indices:

@@ -164,7 +164,7 @@ def _region_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loc
     layout = problem.region_layout(op_index, choice)
     axes = shard_axes(operation, layout, machine)
     function: ShardFunction = operation.equation.params["function"]
-    index = problem.region_price(op_index, choice).alternative if function.alternatives else 0
+    index = problem.region_price(op_index, choice).alternative if op_index in problem.region_nodes else 0
     declaration = function.alternative(index).declaration
     operands, results = declaration.specs(axes)
     summed = tuple(declaration.sum_axes(result_index, axes) for result_index in range(len(results)))

@@ -53,17 +53,19 @@ def _ragged_dot(op: OpSignature) -> Loops | None:
     if any(dim in batch[0] for dim in rows):
         return None
     left, right = _dot_names(op, contracted, batch)
-    unsplit = [left[dim] for dim in batch[0]]
+    # With sizes for each element of a batch, every device would have other rows of each.
+    is_batched = len(op.operands[2]) > 1
+    unsplit = [left[dim] for dim in (*batch[0], *(rows if is_batched else ()))]
     left, right = ([None if name in unsplit else name for name in names] for names in (left, right))
     for dim in groups:
-        right[dim] = "group"
+        right[dim] = None if is_batched else "group"
     # Where the rows are what is summed over, there is a sum for each group, and the groups come first.
     sums_rows = any(dim in contracted[0] for dim in rows)
-    group_dims: list[Hashable] = ["group"] if sums_rows else []
+    group_dims: list[Hashable] = [None if is_batched else "group"] if sums_rows else []
     result = [*group_dims, *(left[dim] for dim in batch[0]), *_without_dims(left, contracted[0], batch[0])]
     result += _without_dims(right, contracted[1], batch[1], groups)
     reduced = [left[dim] for dim in contracted[0] if left[dim] is not None]
-    reduced += [] if sums_rows else ["group"]
+    reduced += [] if sums_rows or is_batched else ["group"]
     operands = [left, right, *(whole(shape) for shape in op.operands[2:])]
     return Loops(operands, [result], reduced, is_local=True)
 
