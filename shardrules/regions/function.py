@@ -93,13 +93,12 @@ class ShardFunction:
 
     def _trace_alternatives(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Self, ClosedJaxpr]:
         """Traces those that run on whole arrays, of which there must be one."""
+        avals = [ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type) for struct in structs]
         traced: list[tuple[ShardFunction, ClosedJaxpr]] = []
         refusals: list[SplitError] = []
         for alternative in self.alternatives:
             try:
-                traced.append(
-                    alternative.traced([jax.core.ShapedArray(s.shape, s.dtype, s.weak_type) for s in structs])
-                )
+                traced.append(alternative.traced(avals))
             except SplitError as error:
                 refusals.append(error)
         if not traced:

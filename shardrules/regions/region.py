@@ -30,8 +30,8 @@ def region(
     `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and `jax.grad`. The backward pass is a region too: it computes the
     forward pass again, and runs the function's own `custom_vjp` where it has one.
 
-    A function that cannot run on shards of some shapes raises `shardrules.errors.SplitError`, and plans split it otherwise.
-    What the declaration says is believed; `shardrules.check_region` compares shards with the whole.
+    A function that cannot run on shards of some shapes raises `shardrules.errors.SplitError`, and plans split it in
+    another way. What the declaration says is believed; `shardrules.check_region` compares shards with the whole.
 
     **Arguments:**
 
