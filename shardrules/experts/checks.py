@@ -50,7 +50,7 @@ def _way_problems(tokens: Any, how: str | None, has_axis: bool, capacity: int | 
     names = (*EXCHANGES, "sum")
     if how is not None and how not in names:
         yield f"unknown how {how!r}; choose one of {', '.join(map(repr, names))}"
-    if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+    if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
         yield f"capacity must be a whole number of at least 1, got {capacity!r}"
     if how in NEED_CAPACITY and capacity is None:
         yield f'how={how!r} has slots for tokens: pass capacity=, or how="ragged"'
@@ -65,6 +65,8 @@ def _axis_problems(axes: tuple[str, ...], count: int | None) -> Iterator[str]:
     if not axes:
         return
     mesh = jax.sharding.get_abstract_mesh()
+    if len({*axes}) < len(axes):
+        yield f"axis={axes} has a mesh axis twice"
     unknown = [name for name in axes if name not in mesh.axis_names]
     if mesh.empty:
         yield f"axis={axes} needs a mesh; call it under jax.set_mesh(mesh)"

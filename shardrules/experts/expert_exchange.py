@@ -1,16 +1,15 @@
 """`expert_exchange`: tokens to their experts and back, in the way that a plan chooses or a user names."""
 
-import math
-from collections.abc import Sequence
+import operator
 from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 
 from shardrules.experts.checks import EXCHANGES, NEED_CAPACITY, check_arguments
 from shardrules.experts.regions import experts_region
-from shardrules.experts.routing import group_counts
+from shardrules.experts.routing import as_indices, group_counts
+from shardrules.experts.splits import first_rows, split_experts, split_tokens, tokens_for_sum
 from shardrules.experts.stacked import unstack
 
 Axes: TypeAlias = tuple[str, ...]
@@ -44,7 +43,8 @@ def expert_exchange(
     **Arguments:**
 
     - `tokens`: [..., width].
-    - `routes`: [..., choices], which experts each token goes to, as integers. A negative one goes to none.
+    - `routes`: [..., choices], which experts each token goes to, as integers. One that is negative, or past the
+        last expert, goes to none, and is counted nowhere.
     - `weights`: [..., choices], by which the results of the experts are multiplied.
     - `experts`: a callable pytree, such as a module or `jax.tree_util.Partial(function, arrays)`, whose arrays are
         stacked along their first dim, by expert. Without a capacity it is called with rows that are sorted by expert
@@ -78,20 +78,49 @@ def expert_exchange(
     ```
     """
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    tokens, routes, weights = (jnp.asarray(operand) for operand in (tokens, routes, weights))
+    capacity = _as_int(capacity)
     check_arguments(tokens, routes, weights, experts, axes, how, capacity)
+    lead = tokens.shape[:-1]
     stacked, params = unstack(experts)
     count = len(params[0])
-    load = _load(routes, count, capacity)
+    operands = _without_empty_dims(tokens, as_indices(routes, count), weights)
+    load = _load(operands[1], count, capacity)
     hows = _ways(how, capacity, bool(axes), tokens.ndim)
     region = experts_region(hows, tokens.ndim - 1, tuple(param.ndim for param in params), capacity is not None)
-    operands = [tokens, routes, weights]
     if axes:
-        region = region if hows == ("sum",) else region.over(axes)
-        params = [_split_first(param, axes) for param in params]
-        if hows != ("sum",):
-            operands = _split_tokens(operands, axes)
-    results = region(*operands, jnp.arange(count, dtype=routes.dtype), *params, experts=stacked, capacity=capacity)
-    return _first_rows(results, len(tokens)), load
+        axes = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
+        params, free_count = split_experts(params, axes), tokens.ndim - (1 if capacity is None else 2)
+        if hows == ("sum",):
+            operands = tokens_for_sum(operands, axes, free_count)
+        else:
+            region, operands = region.over(axes), split_tokens(operands, axes, free_count)
+    results = region(*operands, jnp.arange(count, dtype=jnp.int32), *params, experts=stacked, capacity=capacity)
+    results = first_rows(results, len(tokens))
+    return (results[tuple(map(slice, lead))] if 0 in lead else results), load
+
+
+def _as_int(capacity: Any) -> Any:
+    """Integers of any library as those of Python; what is none is left to the check."""
+    if capacity is None or isinstance(capacity, bool):
+        return capacity
+    try:
+        return operator.index(capacity)
+    except TypeError:
+        return capacity
+
+
+def _without_empty_dims(tokens: jax.Array, routes: jax.Array, weights: jax.Array) -> list[jax.Array]:
+    """Where there are no tokens or no choices, a token or a choice of no expert."""
+    missing = [int(size == 0) for size in routes.shape]
+    if not any(missing):
+        return [tokens, routes, weights]
+    widths = [(0, size) for size in missing]
+    return [
+        jnp.pad(tokens, [*widths[:-1], (0, 0)]),
+        jnp.pad(routes, widths, constant_values=-1),
+        jnp.pad(weights, widths),
+    ]
 
 
 def _ways(how: str | None, capacity: int | None, has_axis: bool, ndim: int) -> Axes:
@@ -105,51 +134,7 @@ def _ways(how: str | None, capacity: int | None, has_axis: bool, ndim: int) -> A
 
 
 def _load(routes: jax.Array, expert_count: int, capacity: int | None) -> ExpertLoad:
-    groups = routes.reshape(1, -1, routes.shape[-1]) if capacity is None else routes
-    if groups.ndim == 2:
-        groups = groups[None]
-    counts = group_counts(groups, expert_count)
+    counts = group_counts(routes, expert_count)
     dropped = jnp.zeros_like(counts) if capacity is None else jnp.maximum(counts - capacity, 0)
     over = tuple(range(counts.ndim - 1))
     return ExpertLoad(counts.sum(over), dropped.sum(over))
-
-
-def _split_first(array: jax.Array, axes: Axes) -> jax.Array:
-    """Splits the first dim over these axes."""
-    return _constrained(array, PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)))
-
-
-def _split_tokens(operands: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
-    """Splits the first dim over these axes besides those that split the tokens, filled up to what they divide."""
-    mesh = jax.sharding.get_abstract_mesh()
-    missing = -len(operands[0]) % math.prod(mesh.shape[name] for name in axes)
-    if missing:
-        operands = [
-            jnp.pad(_whole_first(operand), [(0, missing), *[(0, 0)] * (operand.ndim - 1)], constant_values=fill)
-            for operand, fill in zip(operands, (0, -1, 0), strict=True)  # what is filled in goes to no expert
-        ]
-    if AxisType.Explicit not in mesh.axis_types:
-        return [*operands]  # the axes that split experts split tokens, too
-    entry = (*tuple(jax.typeof(operands[0]).sharding.spec), None)[0]
-    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    ordered = tuple(name for name in mesh.axis_names if name in (*axes, *names))
-    return [_split_first(operand, ordered) for operand in operands]
-
-
-def _first_rows(array: jax.Array, count: int) -> jax.Array:
-    return array if len(array) == count else _whole_first(array)[:count]
-
-
-def _whole_first(array: jax.Array) -> jax.Array:
-    """Gathers the first dim on an Explicit mesh: of what is split nothing can be cut off."""
-    return _split_first(array, ()) if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types else array
-
-
-def _constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return jax.lax.with_sharding_constraint(array, spec)
-    before = (*tuple(jax.typeof(array).sharding.spec), *[None] * array.ndim)
-    entries = zip(tuple(spec), before[: array.ndim], strict=True)
-    return jax.reshard(
-        array, PartitionSpec(*(old if new is PartitionSpec.UNCONSTRAINED else new for new, old in entries))
-    )

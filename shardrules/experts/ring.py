@@ -59,7 +59,11 @@ def _backward(visit: Visit, axis_name: tuple[str, ...], saved: tuple, gradient: 
     def meet(params: Params, totals: Params, row_gradients: jax.Array, step: Any) -> tuple[Params, jax.Array]:
         device = (index + step) % devices
         block = visit.take(tables, rows, device)
-        _, gradients_of = jax.vjp(lambda params, block: visit.apply(tables, params, block, device), params, block)
+
+        def apply(trained: Params, block: jax.Array) -> jax.Array:
+            return visit.apply(tables, _with_trained(params, trained), block, device)
+
+        _, gradients_of = jax.vjp(apply, _trained(params), block)
         of_params, of_block = gradients_of(visit.take(tables, gradient, device))
         return jax.tree.map(jnp.add, totals, of_params), visit.put(tables, row_gradients, device, of_block)
 
@@ -69,15 +73,31 @@ def _backward(visit: Visit, axis_name: tuple[str, ...], saved: tuple, gradient: 
         return (_next(params, axis_name), _next(totals, axis_name), row_gradients), None
 
     # A device's own experts are the last that it meets: then their gradients are at home.
-    visitors, totals = _next(params, axis_name), jax.tree.map(jnp.zeros_like, params)
+    visitors, totals = _next(params, axis_name), [jnp.zeros_like(param) for param in _trained(params)]
     steps = jnp.arange(1, devices - 1, dtype=index.dtype)
     (visitors, totals, row_gradients), _ = lax.scan(body, (visitors, totals, jnp.zeros_like(rows)), steps)
     totals, row_gradients = meet(visitors, totals, row_gradients, devices - 1)
     totals, row_gradients = meet(params, _next(totals, axis_name), row_gradients, 0)
-    return None, totals, row_gradients
+    arrays = iter(totals)
+    return None, [next(arrays) if _is_trained(param) else None for param in params], row_gradients
 
 
 go_round.defvjp(_forward, _backward)
+
+
+def _is_trained(param: jax.Array) -> bool:
+    return jnp.issubdtype(param.dtype, jnp.inexact)
+
+
+def _trained(params: Params) -> Params:
+    """The parameters that have gradients: integers have none."""
+    return [param for param in params if _is_trained(param)]
+
+
+def _with_trained(params: Params, trained: Params) -> Params:
+    """All parameters, with these for those that have gradients."""
+    arrays = iter(trained)
+    return [next(arrays) if _is_trained(param) else param for param in params]
 
 
 def _next(params: Params, axis_name: tuple[str, ...]) -> Params:

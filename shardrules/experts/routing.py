@@ -59,8 +59,16 @@ def sort_by_expert(routes: jax.Array, expert_count: int) -> Segments:
 
 
 def group_counts(routes: jax.Array, expert_count: int) -> jax.Array:
-    """[groups, experts]: how many choices in [groups, tokens, choices] are of each expert."""
-    return (routes[..., None] == jnp.arange(expert_count)).sum((1, 2), dtype=jnp.int32)
+    """[..., experts]: how many choices in [..., tokens, choices] are of each expert."""
+    return (routes[..., None] == jnp.arange(expert_count)).sum((-3, -2), dtype=jnp.int32)
+
+
+def as_indices(routes: jax.Array, expert_count: int) -> jax.Array:
+    """Routes in int32, which can count experts and groups; of wider ones, those of no expert are -1."""
+    if routes.dtype.itemsize < 4 or routes.dtype == jnp.int32:
+        return routes.astype(jnp.int32)
+    is_routed = (routes >= 0) & (routes < expert_count)
+    return jnp.where(is_routed, routes.astype(jnp.int32), -1)
 
 
 def compact_table(segments: Segments, choice_count: int, capacity: int | None) -> tuple[Table, jax.Array]:

@@ -141,7 +141,7 @@ def test_in_a_plan() -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("lead", "capacity"), [((4, 3), 3), ((4, 3), None), ((12,), None), ((12,), 3)])
+@pytest.mark.parametrize(("lead", "capacity"), [((4, 3), 3), ((2, 2, 3), 1), ((4, 3), None), ((12,), None), ((12,), 3)])
 def test_load(lead: tuple[int, ...], capacity: int | None) -> None:
     (tokens, weights), routes = tokens_and_weights(*lead), routes_of("few experts", *lead)
     _, load = sr.expert_exchange(tokens, routes, weights, experts_of(parameters(), capacity), capacity=capacity)

@@ -35,7 +35,9 @@ def plan_of(count: int, width: int, choices: int) -> Any:
 
         return jax.tree.map(lambda old, new: old - 0.1 * new, params, jax.grad(loss)(params))
 
-    return sr.autoplan(step, params, tokens, router, mesh=mesh)
+    plan = sr.autoplan(step, params, tokens, router, mesh=mesh)
+    assert plan.regions
+    return plan
 
 
 @pytest.mark.slow
