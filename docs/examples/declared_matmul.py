@@ -36,6 +36,8 @@ def kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
 
 def product(x: Array, y: Array, target: str) -> Array:
     (m, k), n = x.shape, y.shape[1]
+    if m % BLOCK or k % BLOCK or n % BLOCK:  # a plan then takes another split
+        raise sr.errors.SplitError(f"the dims of shards {x.shape} and {y.shape} must be multiples of {BLOCK}")
     return pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct((m, n), x.dtype),

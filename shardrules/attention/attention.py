@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from shardrules.attention.kernels import KERNELS, no_log_sum_exp
+from shardrules.attention.kernels import KERNELS, name_of, no_log_sum_exp
 from shardrules.attention.paired import as_kernel
 from shardrules.attention.shards import WAYS, head_repeats, uneven_heads
 from shardrules.core.axes import Axis, axis_tuple, mesh_sizes, mesh_text
@@ -80,7 +80,7 @@ def sharded_attention(
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     pair = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,) * 2
-    segments = () if segment_ids is None else tuple(jnp.asarray(ids) for ids in pair)
+    segments = () if segment_ids is None else tuple(jnp.asarray(ids) if hasattr(ids, "dtype") else ids for ids in pair)
     call = _Call(q, k, v, segments, causal, axis, how, as_kernel(kernel))
     call.check()
     return call.run()
@@ -119,9 +119,16 @@ class _Call:
             problems.append(f"axis {self.axis!r} has a mesh axis twice")
         if self.how == "all_to_all" and not problems and names and self._repeats is None:
             problems.append(uneven_heads(self.q.shape[2], self._devices, names))
-        merges = self.how == "ring" or (self.how == "gather" and self.causal)
-        if merges and self.kernel in KERNELS.values() and not problems and names and self._devices > 1:
-            problems.append(no_log_sum_exp(self.kernel, str(self.how)))
+        is_split = not problems and bool(names) and self._devices > 1
+        if is_split and self.kernel in KERNELS.values():
+            if self.how == "ring" or (self.how == "gather" and self.causal):
+                problems.append(no_log_sum_exp(self.kernel, self.how))
+            if self.how is None and self.causal and self._repeats is None:
+                problems.append(
+                    f"the kernel {name_of(self.kernel)} returns no log-sum-exp, so that only heads can be split, and "
+                    f"{self.q.shape[2]} cannot over the {self._devices} devices of {', '.join(names)}; pass "
+                    "kernel=None or one that returns a log-sum-exp, or a smaller axis"
+                )
         if problems:
             raise ConfigError(f"sharded_attention: {'; '.join(problems)}")
 
@@ -151,6 +158,9 @@ class _Call:
             return []
         if len(self.segments) != 2:
             return [f"segment_ids must be an array or a pair of them, got {len(self.segments)}"]
+        if not all(hasattr(ids, "dtype") for ids in self.segments):
+            kinds = ", ".join(type(ids).__name__ for ids in self.segments)
+            return [f"segment_ids must be an array or a pair of them, got ({kinds}); jnp.asarray makes arrays of lists"]
         return [
             f"segment_ids of {name} must be integers {array.shape[:2]}, got {ids.dtype}{list(ids.shape)}"
             for name, ids, array in zip(("queries", "keys"), self.segments, (self.q, self.k), strict=True)
@@ -169,6 +179,17 @@ class _Call:
             raise ConfigTypeError(f"sharded_attention: axis must be a name or a tuple of names, got {self.axis!r:.60}")
         return axis_tuple(self.axis)
 
+    @functools.cached_property
+    def _is_explicit(self) -> bool:
+        return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+    @property
+    def _split_names(self) -> tuple[str, ...]:
+        """The axes as types of arrays name them: on an Explicit mesh in its order."""
+        if not self._is_explicit:
+            return self._axis_names
+        return tuple(name for name in self._mesh_sizes if name in self._axis_names)
+
     @property
     def _devices(self) -> int:
         return math.prod(self._mesh_sizes[name] for name in self._axis_names)
@@ -178,6 +199,8 @@ class _Call:
         return head_repeats(self.k.shape[2], self.q.shape[2] // self.k.shape[2], self._devices)
 
     def run(self) -> Any:
+        if not self.q.size or not self.k.size:
+            return jnp.zeros_like(self.q)
         if self._axis_names and AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return self._run_on_shards()
         q_segments, kv_segments = self.segments or (None, None)
@@ -187,12 +210,12 @@ class _Call:
             q, k, v, q_segments, kv_segments = self._split(q_segments, kv_segments)
         segments = () if q_segments is None else (q_segments, kv_segments)
         attend = _attention(self.how, bool(segments))
-        attend = attend.over(self._axis_names) if self._axis_names else attend
+        attend = attend.over(self._split_names) if self._axis_names else attend
         out = attend(self._grouped(q), k, v, *segments, causal=self.causal, kernel=self.kernel)
         out = out.reshape(q.shape)
         if out.shape[1] == length:
             return out
-        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:  # an uneven length cannot be split there
+        if self._is_explicit:  # an uneven length cannot be split there
             out = self._constrain(out, None)
         return out[:, :length]
 
@@ -205,25 +228,42 @@ class _Call:
 
     def _grouped(self, q: Any) -> Any:
         batch, length, heads, width = q.shape
-        return q.reshape(batch, length, self.k.shape[2], heads // self.k.shape[2], width)
+        kv_heads = self.k.shape[2]
+        if self._is_explicit:
+            entry = tuple(jax.typeof(q).sharding.spec)[2]
+            names = axis_tuple(entry or ())
+            kept = names
+            while kv_heads % math.prod(self._mesh_sizes[name] for name in kept):
+                kept = kept[:-1]
+            if kept != names:
+                free = PartitionSpec.UNCONSTRAINED
+                q = with_sharding_constraint(q, PartitionSpec(free, free, kept or None, free), missing="error")
+        return q.reshape(batch, length, kv_heads, heads // kv_heads, width)
 
     def _split(self, q_segments: Any, kv_segments: Any) -> Sequence[Any]:
         """All arrays, padded to lengths that can be split, and split."""
         # Zig-zag order splits what a device has once more.
         pieces = self._devices * (2 if self.causal and self.how != "all_to_all" else 1)
+        if self._is_explicit and not self.q.shape[1] % self._devices:  # there, what is padded is gathered
+            pieces = self._devices
         q_padding, kv_padding = (-array.shape[1] % pieces for array in (self.q, self.k))
         if kv_padding and not self.causal and q_segments is None:
             q_segments, kv_segments = (jnp.zeros(array.shape[:2], jnp.int32) for array in (self.q, self.k))
         arrays = [(self.q, q_padding), (self.k, kv_padding), (self.v, kv_padding)]
         ids = [(q_segments, q_padding), (kv_segments, kv_padding)]
         padded = [_pad(array, padding, 0) for array, padding in arrays]
-        padded += [None if each is None else _pad(each.astype(jnp.int32), padding, -1) for each, padding in ids]
-        return [None if array is None else self._constrain(array, self._axis_names) for array in padded]
+        padded += [None if each is None else _pad(_signed(each), padding, -1) for each, padding in ids]
+        return [None if array is None else self._constrain(array, self._split_names) for array in padded]
 
     def _constrain(self, array: Any, entry: tuple[str, ...] | None) -> Any:
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(free, entry, *[free] * (array.ndim - 2))
         return with_sharding_constraint(array, spec, missing="error")
+
+
+def _signed(ids: Any) -> Any:
+    """Segment ids of a dtype that has -1, too."""
+    return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.promote_types(ids.dtype, jnp.int32))
 
 
 def _pad(array: Any, padding: int, fill: int) -> Any:

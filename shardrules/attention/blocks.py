@@ -52,19 +52,19 @@ def attend(kernel: Kernel, queries: Queries, keys: Keys, *, is_causal: bool, how
         kernel, queries.q, keys.k, keys.v, queries.segments, keys.segments, is_causal=is_causal
     )
     require_log_sum_exp(kernel, log_sum_exp, how)
-    log_sum_exp = jnp.where(log_sum_exp > MASKED, log_sum_exp, -jnp.inf)
+    log_sum_exp = jnp.where(log_sum_exp <= MASKED, -jnp.inf, log_sum_exp)
     return Rows(out.astype(log_sum_exp.dtype), log_sum_exp)
 
 
 def merge(rows: Rows, block: Rows) -> Rows:
     """The same rows, with the keys of another block."""
     largest = jnp.maximum(rows.log_sum_exp, block.log_sum_exp)
-    largest = jnp.where(largest > MASKED, largest, 0)  # minus infinity less itself is no number
+    largest = jnp.where(largest <= MASKED, 0, largest)  # minus infinity less itself is no number
     weight, block_weight = jnp.exp(rows.log_sum_exp - largest), jnp.exp(block.log_sum_exp - largest)
     total = weight + block_weight
-    divisor = jnp.where(total > 0, total, 1)
+    divisor = jnp.where(total == 0, 1, total)
     out = (weight / divisor)[..., None] * rows.out + (block_weight / divisor)[..., None] * block.out
-    return Rows(out, jnp.where(total > 0, largest + jnp.log(divisor), -jnp.inf))
+    return Rows(out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(divisor)))
 
 
 def block_gradients(
@@ -77,8 +77,8 @@ def block_gradients(
 
     block, gradients_of = jax.vjp(run, queries.q, keys.k, keys.v)
     # The merged output is the mean of the blocks' outputs, weighed by these.
-    has_keys = (block.log_sum_exp > MASKED) & (merged.log_sum_exp > MASKED)
-    weight = jnp.exp(jnp.where(has_keys, block.log_sum_exp - merged.log_sum_exp, -jnp.inf))
+    is_empty = (block.log_sum_exp <= MASKED) | (merged.log_sum_exp <= MASKED)
+    weight = jnp.exp(jnp.where(is_empty, -jnp.inf, block.log_sum_exp - merged.log_sum_exp))
     cotangents = Rows(
         weight[..., None] * cotangent,
         weight * jnp.sum(cotangent * (block.out - merged.out), axis=-1),

@@ -48,7 +48,7 @@ def _backward(pair: PairedKernel, is_causal: bool, saved: Any, cotangents: Any) 
     q_gradient, k_gradient, v_gradient = jax.vjp(attend, q, k, v)[1](out_cotangent)
     # A log-sum-exp changes with its scores by the weights of attention. Sums with these weights over keys are the
     # output with keys for values, and over queries the gradient of values.
-    weight = jnp.where(log_sum_exp > MASKED, cotangent, 0)[..., None] / math.sqrt(q.shape[3])
+    weight = jnp.where(log_sum_exp <= MASKED, 0, cotangent)[..., None] / math.sqrt(q.shape[3])
     mean_keys, gradients_of = jax.vjp(lambda values: attend(q, k, values), k)
     (queries,) = gradients_of((weight * q).astype(mean_keys.dtype))
     q_gradient += jnp.where(weight == 0, 0, weight * mean_keys).astype(q.dtype)

@@ -1,5 +1,6 @@
 """What a device computes with the keys of another: attention in one or two blocks, and their gradients."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -36,10 +37,9 @@ class Rounds:
             block = attend(
                 self.kernel, take(queries, part.queries), take(keys, part.keys), is_causal=False, how=self.how
             )
-            log_sum_exp = block.log_sum_exp
             if part.is_attended is not None:
-                log_sum_exp = jnp.where(part.is_attended, log_sum_exp, -jnp.inf)
-            whole = Rows(put(block.out, part.queries, 0), put(log_sum_exp, part.queries, -jnp.inf))
+                block = jax.tree.map(functools.partial(jnp.where, part.is_attended), block, Rows(0.0, -jnp.inf))
+            whole = Rows(put(block.out, part.queries, 0), put(block.log_sum_exp, part.queries, -jnp.inf))
             rows = merge(rows, whole)
         return rows
 

@@ -30,7 +30,15 @@ def attend_on(mesh: Any, arrays: Any, attend: Any) -> Any:
 
 # Every way on every mesh in both dtypes; masks, lengths and types of axes take turns.
 CASES = [
-    (how, mesh, dtype, index % 4 != 3, index % 3 == 1, 32 if index % 2 else 27, ("auto", "explicit")[index % 5 == 4])
+    (
+        how,
+        mesh,
+        dtype,
+        index % 4 != 3,
+        (index + index // 3) % 3 == 1,
+        32 if index % 2 else 27,
+        ("auto", "explicit")[index % 5 == 4],
+    )
     for index, (dtype, mesh, how) in enumerate(itertools.product(TOLERANCES, MESHES, WAYS))
 ]
 
@@ -221,5 +229,77 @@ def test_wrong_results_of_kernels_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="a log-sum-exp of bfloat16, too coarse"):
         sr.sharded_attention(*operands(8), causal=True, kernel=narrow)
-    with pytest.raises(ConfigError, match=r"the kernel transposed returns an output of shape \(2, 8, 8, 4\)|of shape"):
+    with pytest.raises(
+        ConfigError, match=r"the kernel transposed returns an output of shape \(2, 8, 6, 4\) for queries"
+    ):
         sr.sharded_attention(*operands(6), causal=True, kernel=transposed)
+
+
+@pytest.mark.slow
+def test_what_is_no_number_stays_so() -> None:
+    q, k, v = operands(8, batch=1, heads=4)
+    spoiled = [(q.at[0, 2].set(jnp.nan), k, v), (q, k.at[0, 1].set(jnp.nan), v), (q, k.at[0, 1].set(jnp.inf), v)]
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    expected = [np.isnan(jax.nn.dot_product_attention(*arrays, is_causal=True)) for arrays in spoiled]
+    assert [int(spots.sum()) for spots in expected[:2]] == [16, 112]
+    ways: tuple[Any, ...] = (None, *WAYS)
+    for how in ways:
+        axis = None if how is None else "sequence"
+        attend = jax.jit(lambda *a, axis=axis, how=how: sr.sharded_attention(*a, causal=True, axis=axis, how=how))
+        with jax.set_mesh(mesh):
+            for arrays, spots in zip(spoiled, expected, strict=True):
+                np.testing.assert_array_equal(np.isnan(attend(*arrays)), spots)
+
+
+@pytest.mark.slow
+def test_wide_segment_ids_are_compared_whole() -> None:
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        arrays, ids = operands(7), packed(7).astype(jnp.int64) << 32
+        attend = jax.jit(
+            lambda *a: sr.sharded_attention(*a, causal=False, axis="sequence", how="gather", segment_ids=ids)
+        )
+        assert_close(attend(*arrays), reference(*arrays, causal=False, segment_ids=ids))
+
+
+@pytest.mark.slow
+def test_explicit_meshes_reshard_heads_and_order_axes() -> None:
+    arrays = operands(16, batch=1)
+    mesh = sr.create_mesh("a:2,b:2,model:2", axis_types="explicit")
+    with jax.set_mesh(mesh):
+        q = jax.device_put(arrays[0], P(None, "b", ("model", "a")))  # 4 devices, 2 heads of keys
+        attend = jax.jit(lambda *a: sr.sharded_attention(*a, causal=True))
+        out = attend(q, *arrays[1:])
+        assert out.sharding.spec == P(None, "b", "model", None)
+        assert_close(out, reference(*arrays, causal=True))
+        reordered = jax.jit(lambda *a: sr.sharded_attention(*a, causal=False, axis=("b", "a"), how="gather"))(*arrays)
+        assert reordered.sharding.spec == P(None, ("a", "b"), None, None)
+        assert_close(reordered, reference(*arrays, causal=False))
+
+
+@pytest.mark.slow
+def test_explicit_meshes_keep_lengths_split_that_are_even() -> None:
+    arrays = operands(6)
+    mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2], axis_types="explicit")
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda *a: sr.sharded_attention(*a, causal=True, axis="sequence", how="gather"))(*arrays)
+        assert out.sharding.spec == P(None, "sequence", None, None)
+        assert_close(out, reference(*arrays, causal=True))
+
+
+def test_without_keys_or_queries_there_is_nothing() -> None:
+    q, k, v = operands(4)
+    np.testing.assert_array_equal(sr.sharded_attention(q, k[:, :0], v[:, :0], causal=False), jnp.zeros_like(q))
+    assert sr.sharded_attention(q[:, :0], k[:, :0], v[:, :0], causal=True).shape == (2, 0, 8, 4)
+
+
+def test_what_no_way_can_split_is_refused_before_tracing() -> None:
+    q, k, v = operands(8, heads=3, kv_heads=3)
+    with (
+        jax.set_mesh(sr.create_mesh("sequence:2", devices=jax.devices()[:2])),
+        pytest.raises(ConfigError, match=r'the kernel "xla" returns no log-sum-exp.*3 cannot over.*pass kernel=None'),
+    ):
+        sr.sharded_attention(q, k, v, causal=True, axis="sequence", kernel="xla")
+    for ids, kinds in (((packed(8), None), "ArrayImpl, NoneType"), ([[0] * 8] * 2, "list, list")):
+        with pytest.raises(ConfigError, match=rf"an array or a pair of them, got \({kinds}\); jnp\.asarray"):
+            sr.sharded_attention(q, k, v, causal=True, segment_ids=ids)

@@ -79,3 +79,12 @@ def test_rows_without_keys_stay_empty() -> None:
     np.testing.assert_array_equal(merged.out[0, :, 0, 0], [1, 0])
     gradient = jax.grad(lambda out: merge(nothing, some._replace(out=out)).out.sum())(some.out)
     np.testing.assert_array_equal(gradient[0, :, 0, 0], [1, 0])
+
+
+def test_what_is_no_number_stays_so_in_blocks() -> None:
+    queries, blocks = halves()
+    merged = jax.jit(attended)(queries._replace(q=queries.q.at[0, 2].set(jnp.nan)), blocks)
+    for array in merged:
+        spots = np.isnan(array)
+        assert spots[0, 2].all()
+        assert spots.sum() == spots[0, 2].size

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
+from shardrules.errors import SplitError
 from tests.analysis.programs import mesh_on
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -137,3 +138,12 @@ def test_a_cross_entropy_over_a_split_vocabulary_is_whole() -> None:
     hidden, words = (jax.random.normal(jax.random.key(0), shape.shape) for shape in shapes)
     expected = module.plain_cross_entropy(hidden, words, labels)
     assert jnp.allclose(module.cross_entropy(hidden, words, labels, block=16), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(64, 128, 128), (128, 192, 128), (128, 128, 1)])
+def test_matmuls_refuse_shards_that_blocks_do_not_fill(rows: int, inner: int, columns: int) -> None:
+    multiply = functools.partial(example("declared_matmul").sharded_matmul, target="cpu")
+    with pytest.raises(SplitError, match="must be multiples of 128"):
+        jax.eval_shape(
+            multiply, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((rows, inner), (inner, columns)))
+        )
