@@ -77,6 +77,7 @@ def test_what_exchanges_is_taken_where_nothing_else_can_be_split() -> None:
     assert other[1] > use.seconds
     assert str(use) in str(plan)
     assert f"region {use.name}" in plan.explain("q")
+    assert f"; {other[0]} " in plan.explain("q")
     whole = plan_of(by_heads, *shapes(8192, 1))
     assert plan.cost < whole.cost
 

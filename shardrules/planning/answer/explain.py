@@ -58,13 +58,19 @@ class ArrayUse:
     wire_bytes: int
     """What a device sends for that."""
     seconds: float
+    alternatives: tuple[tuple[str, float], ...] = ()
+    """What each other alternative of a region would take in the same layout, in seconds."""
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
         moved = ""
         if self.kinds:
             moved = f" by {' and '.join(self.kinds)}: {bytes_text(self.wire_bytes)}, {1000 * self.seconds:.3g} ms"
-        return f"{self.operation}{location} takes it as {spec_repr(self.spec)}{moved}"
+        return f"{self.operation}{location} takes it as {spec_repr(self.spec)}{moved}{_others_text(self.alternatives)}"
+
+
+def _others_text(alternatives: Sequence[tuple[str, float]]) -> str:
+    return "".join(f"; {name} {seconds_text(seconds)}" for name, seconds in alternatives)
 
 
 @final
@@ -94,8 +100,8 @@ class RegionUse:
             exchanged = f"exchanged over {' and '.join(self.exchange)}"
             split = f"{split}, {exchanged}" if split else exchanged
         sent = f", sends {bytes_text(self.wire_bytes)}" if self.exchange else ""
-        others = "".join(f"; {name} {seconds_text(seconds)}" for name, seconds in self.alternatives)
-        return f"{self.name}{location}: {split or 'whole'}, {seconds_text(self.seconds)}{sent}{others}"
+        time, others = seconds_text(self.seconds), _others_text(self.alternatives)
+        return f"{self.name}{location}: {split or 'whole'}, {time}{sent}{others}"
 
 
 def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...]:
@@ -103,7 +109,6 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
     uses: dict[RegionUse, int] = {}
     for op_index in problem.region_nodes:
         operation, layout = problem.program.operations[op_index], problem.region_layout(op_index, choice)
-        prices = problem.region_costs.prices(operation, layout)
         price = problem.region_price(op_index, choice)
         axes = shard_axes(operation, layout, problem.machine)
         count = operation.run_count
@@ -114,10 +119,20 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
             axes.exchange,
             float(count * price.seconds),
             round(count * sum(price.sent)),
-            tuple((other.name, float(count * other.seconds)) for other in prices if other.seconds != price.seconds),
+            _other_alternatives(problem, choice, op_index),
         )
         uses[use] = uses.get(use, 0) + 1
     return tuple(_times(use, count) for use, count in uses.items())
+
+
+def _other_alternatives(problem: Problem, choice: Sequence[int], op_index: int) -> tuple[tuple[str, float], ...]:
+    """What each alternative that is not taken would take in the layout of a region, where it is not the same."""
+    operation = problem.program.operations[op_index]
+    prices = problem.region_costs.prices(operation, problem.region_layout(op_index, choice))
+    chosen = problem.region_price(op_index, choice)
+    return tuple(
+        (price.name, float(operation.run_count * price.seconds)) for price in prices if price.seconds != chosen.seconds
+    )
 
 
 def _times(use: RegionUse, count: int) -> RegionUse:
@@ -170,10 +185,12 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
                 continue
             line = "" if operation.equation is None else short_line(equation_line(operation.equation))
             spec = spec_of(layout, len(program.arrays[operand].shape), problem.machine)
-            name = operation.name
+            name, others = operation.name, ()
             if op_index in problem.region_nodes:
-                name = f"region {problem.region_price(op_index, choice).name}"
-            uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds))
+                price = problem.region_price(op_index, choice)
+                name = f"region {price.name} {seconds_text(operation.run_count * price.seconds)}"
+                others = _other_alternatives(problem, choice, op_index)
+            uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds, others))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
 
