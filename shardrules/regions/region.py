@@ -194,6 +194,10 @@ class RegionFunction:
         return self._functions[key]
 
     @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
     def name(self) -> str:
         """For people: the name of the function, or of all alternatives."""
         if self.regions:

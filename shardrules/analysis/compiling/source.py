@@ -21,11 +21,11 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\w+) of (.*) is not found in mesh: 
 _OTHER_MESH = re.compile(r"incompatible devices|should match the mesh passed")
 _DUPLICATE_AXIS = re.compile(r"at most one positional dimension, but (.*) has duplicate entries for `(\w+)`")
 
-_JAX = f"{Path(jax.__file__).parent}{os.sep}"
+_JAX, _OWN = (f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parents[2]))
 _LIBRARIES = (
     _JAX,
     f"{Path(equinox.__file__).parent}{os.sep}",
-    f"{Path(__file__).parents[2]}{os.sep}",
+    _OWN,
     f"{Path(os.__file__).parent}{os.sep}",
     "<",  # code that attrs and others generate
 )
@@ -44,9 +44,9 @@ def is_library(file: str) -> bool:
 def user_line(stack: Sequence[Source]) -> str:
     """Returns the innermost user line of a stack, innermost first: `"model.py:12"`.
 
-    Without any, the innermost line of a library other than JAX, or an empty string.
+    Without any, the innermost line of a library other than JAX and this one, or an empty string.
     """
-    library_frames = [frame for frame in stack if not frame.file.startswith(_JAX) and not frame.file.endswith(_TRACER)]
+    library_frames = [frame for frame in stack if not frame.file.startswith((_JAX, _OWN))]
     return str((user_frames(stack) or library_frames or [""])[0])
 
 
