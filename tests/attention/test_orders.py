@@ -17,21 +17,22 @@ def test_long_sequences_on_v5p() -> None:
     mesh = mesh_on("tpu:v5p:4x4x4", "fsdp:4,context:16")
     shape = jax.ShapeDtypeStruct((4, 32768, 32, 128), jnp.bfloat16)
 
-    def plan_of(how: Any) -> Any:
-        def step(*arrays: Any) -> Any:
-            def loss(q: Any, k: Any, v: Any) -> Any:
-                out = sr.sharded_attention(q, k, v, causal=True, axis="context", how=how)
-                return (out.astype(jnp.float32) ** 2).sum()
+    def step(*arrays: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            out = sr.sharded_attention(q, k, v, causal=True, axis="context")
+            return (out.astype(jnp.float32) ** 2).sum()
 
-            return jax.grad(loss, (0, 1, 2))(*arrays)
+        return jax.grad(loss, (0, 1, 2))(*arrays)
 
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return sr.autoplan(step, shape, shape, shape, mesh=mesh)
-
-    seconds = {how: plan_of(how).cost for how in ("gather", "all_to_all", "ring")}
-    assert 0.85 < seconds["gather"] / seconds["all_to_all"] < 1.15
-    assert seconds["ring"] > 1.3 * max(seconds["gather"], seconds["all_to_all"])
-    chosen = plan_of(None)
-    assert chosen.cost <= 1.001 * min(seconds.values())
-    assert not any("ring" in use.name for use in chosen.regions)
-    assert {name for use in chosen.regions for name in use.exchange} == {"context"}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        plan = sr.autoplan(step, shape, shape, shape, mesh=mesh)
+    assert {use.exchange for use in plan.regions} == {("context",)}
+    seconds: dict[str, float] = {}
+    for use in plan.regions:  # the forward and the backward pass
+        for name, each in ((use.name, use.seconds), *use.alternatives):
+            way = name.removesuffix("_backward")
+            seconds[way] = seconds.get(way, 0.0) + each
+    gather, all_to_all, ring = (seconds[f"attention_by_{way}"] for way in ("gather", "all_to_all", "ring"))
+    assert 0.8 < gather / all_to_all < 1.2
+    assert ring > 1.3 * max(gather, all_to_all)
+    assert not any("ring" in use.name for use in plan.regions)
