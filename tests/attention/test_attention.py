@@ -58,6 +58,7 @@ def test_every_way_on_every_mesh(
     assert_close(actual, value_and_gradients(lambda q, k, v: reference(q, k, v, **options))(*arrays), TOLERANCES[dtype])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", WAYS)
 def test_every_way_on_two_devices(how: Any) -> None:
     arrays, ids = operands(7), packed(7)
@@ -88,6 +89,7 @@ def test_keys_may_be_more_than_queries() -> None:
     assert_close(out, reference(q, k, v, causal=False))
 
 
+@pytest.mark.slow
 def test_under_transformations() -> None:
     mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
     stacked = [jnp.stack([array, array[::-1]]) for array in operands(8)]
@@ -108,6 +110,7 @@ def test_under_transformations() -> None:
     assert_close(actual, layers(lambda q, k, v: reference(q, k, v, causal=False))(*stacked), 1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(3, 4), (6, 2)])
 def test_heads_of_keys_are_repeated_until_they_can_be_split(shape: tuple[int, int]) -> None:
     kv_heads, groups = shape
@@ -118,6 +121,7 @@ def test_heads_of_keys_are_repeated_until_they_can_be_split(shape: tuple[int, in
         assert_close(attend(*arrays), reference(*arrays, causal=True))
 
 
+@pytest.mark.slow
 def test_inside_of_a_shard_map() -> None:
     arrays = operands(8)
     mesh = sr.create_mesh("sequence:2", devices=jax.devices()[:2])
@@ -190,6 +194,7 @@ def without_log_sum_exp(q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_id
     return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", ["xla", without_log_sum_exp])
 def test_kernels_without_log_sum_exp_need_all_keys(kernel: Any) -> None:
     q, k, v = operands(8)
@@ -208,6 +213,7 @@ def attention_alone(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return plain_kernel(q, k, v, **options)[0]
 
 
+@pytest.mark.slow
 def test_pairs_of_kernels_have_the_gradients_of_a_whole_one() -> None:
     def results(kernel: Any) -> Any:
         def run(q: Any, k: Any, v: Any) -> Any:

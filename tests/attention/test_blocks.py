@@ -52,6 +52,7 @@ def test_blocks_merge_to_the_whole() -> None:
     assert np.isneginf(log_sum_exp[0, 7]).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_blocks_add_up() -> None:
     queries, blocks = halves()
 

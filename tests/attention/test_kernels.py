@@ -11,6 +11,7 @@ from shardrules.attention.kernels import plain_kernel
 from tests.regions.test_region import close, real
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("has_segments", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_in_blocks_are_those_of_all_scores(
@@ -29,6 +30,7 @@ def test_rows_in_blocks_are_those_of_all_scores(
     close(jax.jit(jax.value_and_grad(lambda *arrays: loss(*arrays), (0, 1, 2)))(q, k, v), expected)
 
 
+@pytest.mark.slow
 def test_blocks_compute_hardly_more_than_what_is_attended() -> None:
     shapes = [jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)] * 3
 

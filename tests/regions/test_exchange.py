@@ -89,6 +89,7 @@ def test_functions_get_the_axes_to_exchange_over(axis_type: AxisType) -> None:
     close(result, jax.nn.softmax(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_gradients_of_what_is_exchanged(axis_type: AxisType) -> None:
     def loss(function: Any) -> Any:
@@ -106,6 +107,7 @@ def test_gradients_of_what_is_exchanged(axis_type: AxisType) -> None:
     close(jax.jit(pick)(*here), picked(tokens, routes, scales))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:8", "data:4,model:2"])
 def test_plans_choose_exchanges(mesh: str) -> None:
     tokens, routes, scales = operands(4096)
@@ -135,6 +137,7 @@ def softmax_of_pairs(x: Any, *, axis_name: Any) -> Any:
 EITHER = sr.alternatives(softmax_of_rows, softmax_of_pairs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "spec"), [((8, 1), P("rows", None)), ((1, 2), P(None, "dim")), ((4, 2), P("rows", "dim"))]
 )
@@ -160,6 +163,7 @@ def test_an_alternative_that_cannot_run_is_not_taken() -> None:
     assert plan.specs == (P("dim"),)
 
 
+@pytest.mark.slow
 def test_mapped_alternatives() -> None:
     x = real(2, 8, 16)
     (here,) = sharded(sr.create_mesh("a:2,b:2,c:2"), (x, P("a", "b", "c")))
@@ -182,6 +186,7 @@ def test_wrong_alternatives_are_refused() -> None:
         sr.alternatives(softmax_of_rows, narrow)(jnp.ones((8, 4)))
 
 
+@pytest.mark.slow
 def test_check_region_splits_exchanges() -> None:
     shapes = (jax.ShapeDtypeStruct((8, 16), jnp.float32),)
     sr.check_region(softmax, *shapes)
@@ -204,6 +209,7 @@ def biased(x: Any, bias: Any, *, axis_name: Any) -> Any:
     return (largest + jnp.log(total) + bias) / lax.axis_size(axis_name)
 
 
+@pytest.mark.slow
 def test_gradients_that_come_from_the_cotangent_alone_are_sums() -> None:
     x, bias = real(4, 16), real(4, seed=1)
     (here,) = sharded(sr.create_mesh("dim:8"), (x, P(None, "dim")))
@@ -212,6 +218,7 @@ def test_gradients_that_come_from_the_cotangent_alone_are_sums() -> None:
     sr.check_region(biased, x, bias)
 
 
+@pytest.mark.slow
 def test_rings_are_checked_on_more_than_two_devices() -> None:
     @sr.region("t d -> t d", exchange="t")
     def turned(x: Any, *, axis_name: Any) -> Any:  # to the wrong neighbour
