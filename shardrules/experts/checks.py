@@ -32,8 +32,8 @@ def check_arguments(
 
 
 def _array_problems(tokens: Any, routes: Any, weights: Any, capacity: int | None) -> Iterator[str]:
-    ndim, layout = (2, "[tokens, width]") if capacity is None else (2, "[groups, tokens, width]")
-    if tokens.ndim < ndim:
+    layout = "[tokens, width]" if capacity is None else "[groups, tokens, width]"
+    if tokens.ndim < 2:
         yield f"tokens must be {layout}, got shape {tokens.shape}"
     if not jnp.issubdtype(routes.dtype, jnp.integer):
         yield f"routes must be indices of experts, got {routes.dtype}"

@@ -4,7 +4,7 @@ Backends with `jax.lax.ragged_all_to_all` run it. XLA for CPUs has none: there e
 """
 
 import functools
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-Axes: TypeAlias = tuple[str, ...]
-"""Mesh axes, as collectives of `jax.lax` take them."""
+from shardrules.regions.declaration import Axes
 
 
 @final

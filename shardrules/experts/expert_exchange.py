@@ -1,7 +1,7 @@
 """`expert_exchange`: tokens to their experts and back, in the way that a plan chooses or a user names."""
 
 import operator
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from shardrules.experts.regions import experts_region
 from shardrules.experts.routing import as_indices, group_counts
 from shardrules.experts.splits import first_rows, split_experts, split_tokens, tokens_for_sum
 from shardrules.experts.stacked import unstack
-
-Axes: TypeAlias = tuple[str, ...]
+from shardrules.regions.declaration import Axes
 
 
 @final

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from shardrules.placement.constrain import with_sharding_constraint
-
-Axes: TypeAlias = tuple[str, ...]
+from shardrules.regions.declaration import Axes
 
 
 def split_experts(params: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:

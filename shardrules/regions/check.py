@@ -15,10 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import ConfigError, ConfigTypeError, ExpectationError, MeshError
+from shardrules.core.spec import shard_shape
 from shardrules.core.tree import array_kind
 from shardrules.regions.declaration import Declaration, ShardAxes, Term
 from shardrules.regions.exchanges import exchanges_of
-from shardrules.regions.function import ShardFunction, shard_shape
+from shardrules.regions.function import ShardFunction
 from shardrules.regions.region import RegionFunction
 
 _TOLERANCES = {

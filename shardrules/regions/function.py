@@ -19,6 +19,7 @@ from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.model_flops import equation_flops, inner_runs
 from shardrules.core.errors import ConfigError, SplitError
 from shardrules.core.jax_state import trace_key
+from shardrules.core.spec import shard_shape
 from shardrules.regions.declaration import Axes, Declaration, ShardAxes
 
 
@@ -312,13 +313,6 @@ class BackwardPass:
     """The operands that have gradients."""
     smooth: tuple[int, ...]
     """The results that have cotangents."""
-
-
-def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a shard."""
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in tuple(spec))
-    pieces = [math.prod(mesh_sizes[name] for name in names) for names in entries]
-    return tuple(size // count for size, count in zip(shape, pieces, strict=True))
 
 
 def _types(program: ClosedJaxpr) -> str:

@@ -65,6 +65,16 @@ class ComputeCosts:
         seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
         return seconds, seconds * is_memory_bound
 
+    def seconds_of_one(self, op_index: int) -> float:
+        """The seconds that all runs of an operation take on a machine of one device, where nothing is split."""
+        program = self.fusion.program
+        homes = {
+            (op_index, index): Home(0, (None,) * len(program.arrays[operand].shape))
+            for index, operand in enumerate(program.operations[op_index].operands)
+            if operand is not None
+        }
+        return float(self.seconds(op_index, 0, np.zeros((1, 0), np.int8), homes)[0][0])
+
     def _host_seconds(self, op_index: int, node: int, layouts: np.ndarray) -> np.ndarray:
         """What sending to the host, or fetching from there, takes beside what is computed meanwhile."""
         move = host_move(self.fusion.program, op_index, self.machine.assumptions)

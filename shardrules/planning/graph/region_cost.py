@@ -13,7 +13,6 @@ from shardrules.analysis.costs.matmul import flops_seconds
 from shardrules.analysis.costs.memory import traffic_seconds
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.compute_cost import ComputeCosts
-from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.layouts import dim_shard_count
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine
 from shardrules.planning.traced.fusion import FusedProgram
@@ -74,10 +73,11 @@ class RegionCosts:
         Pieces are even. Of alternatives that run the same program, as many do that send nothing, the first is enough.
         """
         indices, alternatives = [], []
+        has_alternatives = bool(operation.equation.params["function"].alternatives)  # printing programs takes long
         for index, layout in enumerate(layouts.tolist()):
             programs: dict[Any, None] = {}
             for price in self.prices(operation, layout) if self._is_allowed(operation, layout) else ():
-                key = price.seconds, str(price.program)
+                key = price.seconds, str(price.program) if has_alternatives else ""
                 if key not in programs:
                     programs[key] = None
                     indices.append(index)
@@ -149,20 +149,14 @@ class RegionCosts:
         """What the operations of a program take on one device. Of branches the longest counts."""
         traced = read_jaxpr(program)
         costs = ComputeCosts(FusedProgram.of(traced), self.device, {})
-        layout = np.zeros((1, 0), np.int8)
         seconds = [0.0] * len(traced.regions)
         for op_index, operation in enumerate(traced.operations):
             if operation.name == "region":  # inside of another it runs as it stands
                 params = operation.equation.params
                 inner = self._compute_seconds(params["function"].alternative(0), params["program"])
                 seconds[operation.region] += inner * operation.run_count
-                continue
-            homes = {
-                (op_index, index): Home(0, (None,) * len(traced.arrays[operand].shape))
-                for index, operand in enumerate(operation.operands)
-                if operand is not None
-            }
-            seconds[operation.region] += float(costs.seconds(op_index, 0, layout, homes)[0][0])
+            else:
+                seconds[operation.region] += costs.seconds_of_one(op_index)
         return _longest(traced, seconds)
 
     @functools.cached_property

@@ -9,7 +9,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.compute_cost import ComputeCosts
-from shardrules.planning.graph.home import Home
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 from shardrules.planning.traced.fusion import FusedProgram
@@ -36,16 +35,10 @@ def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[flo
     owners = np.cumsum([0, *map(_reader_count, program.jaxpr.eqns)])
     seconds = [0.0] * len(program.jaxpr.eqns)
     written: list[list[bool]] = [[True] * len(equation.outvars) for equation in program.jaxpr.eqns]
-    layouts = np.zeros((1, 0), np.int8)
     for op_index, operation in enumerate(traced.operations):
-        homes = {
-            (op_index, index): Home(0, (None,) * len(traced.arrays[operand].shape))
-            for index, operand in enumerate(operation.operands)
-            if operand is not None
-        }
         owner = int(np.searchsorted(owners, operation.equation_index, "right")) - 1
         if operation.equation_index >= 0:
-            seconds[owner] += float(costs.seconds(op_index, 0, layouts, homes)[0][0])
+            seconds[owner] += costs.seconds_of_one(op_index)
             if operation.equation is program.jaxpr.eqns[owner]:
                 written[owner] = [result in fusion.written for result in operation.results]
     return seconds, [tuple(flags) for flags in written]
