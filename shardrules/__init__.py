@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardrules.moves.move import reshard
     from shardrules.moves.prepare import plan_reshard
     from shardrules.page.page import report_page
+    from shardrules.pipelines.schedule import PipelineSchedule
     from shardrules.placement.agree import check_same_plan
     from shardrules.placement.batches.batch import place_batch
     from shardrules.placement.batches.prefetch import place_batches
@@ -194,6 +195,8 @@ __all__ = [
     "check_region",
     "sharded_attention",
     "expert_exchange",
+    # Pipelines
+    "PipelineSchedule",
     "fits",
     "largest_batch",
     "assert_plan_matches",

@@ -19,6 +19,7 @@ from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
 from shardrules.experts.expert_exchange import ExpertLoad
 from shardrules.moves.plan import LeafMove, ReshardPlan
+from shardrules.pipelines.simulate import PipelineTimes
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
@@ -75,6 +76,7 @@ __all__ = [
     "MissingPart",
     "ModuleCost",
     "Picture",
+    "PipelineTimes",
     "PlacedBatches",
     "Placement",
     "Placements",

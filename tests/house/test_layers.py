@@ -11,6 +11,7 @@ from tests.house.source import Function, Module, plant, shardrules_source
 
 LAYERS = (
     *("drawing", "core", "mesh", "rules", "analysis", "placement", "moves", "regions", "attention", "experts"),
+    "pipelines",
     *("planning", "training"),
     *("presets", "errors", "meshes", "reports", "specs", "page", "cli", "__main__"),
 )
