@@ -28,7 +28,7 @@ from shardrules.planning.solve.price import APART, CLOSER, Budget, within_budget
 from shardrules.planning.solve.region_memory import with_temporary_bytes
 from shardrules.planning.solve.solver import CLOSE, Solution, Work, fractions, least_memory, solve
 from shardrules.planning.solve.trials import Trial, Trials
-from shardrules.planning.traced.order import late_order, program_order
+from shardrules.planning.traced.order import late_matmul_count, late_order, program_order
 from shardrules.planning.traced.program import TracedProgram
 
 _ROUNDS = 12
@@ -76,10 +76,11 @@ _PARTS = (0.5, 0.25, 0.1, 0.03, 0.01, 0.001, 1e-5)
 """Of the gap, how much more than the bound a layout may cost at least to be searched exactly: the largest part that
 leaves few enough variables counts. With all of the gap, the search is a proof."""
 
-_PUT_OFF_BUSY, _BUSY = 0.55, 1 / 8
-"""Where collectives between matmuls take more than `_BUSY` of the time of computing, they use up some of the matmuls
-that nothing waits for: compilers then take that part of the memory that it would take to put off all of them. XLA for
-GPUs takes a sixth to three quarters in the models of the benchmark; with less, some predictions are too low."""
+_PUT_OFF_BUSY, _BUSY, _MANY = 0.55, 1 / 8, 2
+"""Where collectives between matmuls take more than `_BUSY` of the time of computing, or there are more than `_MANY` for
+each matmul that nothing waits for, they use up some of those: compilers then take that part of the memory that it would
+take to put off all of them, and less the more collectives there are. XLA for GPUs takes a sixth to three quarters in
+the models of the benchmark; with less, some predictions are too low."""
 
 _PROMISING_WORK = 120_000
 """How many variables the linear programs have together that search the most promising layouts, which proves nothing.
@@ -110,15 +111,25 @@ class Task:
         between matmuls need something to hide behind, they put off less.
         """
         peak = self.occupancy.peak(choice)
+        if not self.problem.machine.puts_off:
+            return peak
         moves = self.problem.chosen_moves(choice)
         computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
-        between = sum(move.seconds * move.count for move in moves if move.is_between)
-        if not self.problem.machine.puts_off or between <= _BUSY * computing:
+        between = [move for move in moves if move.is_between]
+        count = sum(move.count for move in between)
+        many = _MANY * self.late_matmul_count
+        if count <= many and sum(move.seconds * move.count for move in between) <= _BUSY * computing:
             return peak
         stays = Occupancy.of(self.problem, program_order(self.problem.program))
         as_written = attrs.evolve(self.occupancy, stays=stays.stays, copies=stays.copies)
         least = as_written.peak(choice)
-        return least + _PUT_OFF_BUSY * (peak - least) if least < peak else peak
+        left = _PUT_OFF_BUSY * min(1.0, many / count)
+        return least + left * (peak - least) if least < peak else peak
+
+    @functools.cached_property
+    def late_matmul_count(self) -> int:
+        """How many matmuls nothing waits for."""
+        return late_matmul_count(self.problem.program)
 
     def tight(self) -> "Task":
         """Returns the task of a compiler that has to keep a limit; the same one if it would do nothing else then."""

@@ -8,6 +8,8 @@ those use, such as the gradient of an attention's values: XLA for GPUs usually r
 so that probabilities, scores and the gradients of both are in memory together. Everything else comes first.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from typing import final
 
@@ -31,6 +33,18 @@ def late_order(program: TracedProgram) -> tuple[int, ...]:
     for position, op_index in enumerate(order):
         positions[op_index] = position
     return tuple(positions)
+
+
+def late_matmul_count(program: TracedProgram) -> int:
+    """How many matmuls are needed only at the end of the program, or of the round of a loop that they are in."""
+    order = _Order(program)
+    count = 0
+    for loop in (0, *order.loops):
+        items = _Items.of(order, loop)
+        matmuls = items.matmuls()
+        last = items.late(items.waiting(matmuls))
+        count += program.regions[loop].run_count * sum(item in last for item in matmuls)
+    return count
 
 
 @final
@@ -59,7 +73,8 @@ class _Order:
         matmuls = items.matmuls()
         last = items.late(items.waiting(matmuls))
         late = items.late(items.waiting([item for item in matmuls if item not in last]))
-        ordered = sorted(items.heads, key=lambda item: (item in late) + (item in last))
+        chains = items.chains([item for item in matmuls if item not in late])
+        ordered = sorted(items.heads, key=lambda item: (chains[item], (item in late) + (item in last)))
         return [op_index for item in items.soon(ordered, matmuls) for op_index in items.inner(item)]
 
 
@@ -130,6 +145,33 @@ class _Items:
                 if is_carried or any(user in multiplying or user in waiting for user in self.users(op_index)):
                     waiting[self.item_of[op_index]] = None
         return waiting
+
+    def chains(self, matmuls: Sequence[int]) -> dict[int, int]:
+        """For each item the index of its chain. One ends at a matmul that none of these needs, if another follows."""
+        multiplying = frozenset(matmuls)
+        needed: dict[int, bool] = {}
+        for op_index in sorted(self.item_of, reverse=True):
+            item = self.item_of[op_index]
+            users = self.users(op_index)
+            needed[item] = needed.get(item, False) or any(
+                user in multiplying or needed.get(user, False) for user in users
+            )
+        # For each item the last of these matmuls that it is computed from.
+        sources: dict[int, int] = {}
+        for op_index in sorted(self.item_of):
+            item = self.item_of[op_index]
+            source = item if item in multiplying else sources.get(item, -1)
+            for user in self.users(op_index):
+                sources[user] = max(sources.get(user, -1), source)
+        breaks = [(end, start) for end, start in itertools.pairwise(matmuls) if not needed[end]]
+        chains: dict[int, int] = {}
+        for item in sorted(self.heads):
+            index = bisect.bisect_right(breaks, item, key=lambda pair: pair[1])
+            # Between the end of a chain and the first matmul of the next may be gradients of weights of both.
+            end, start = breaks[index] if index < len(breaks) else (item, item)
+            is_next = end < item < start and sources.get(item, -1) <= sources.get(start, -1)
+            chains[item] = index + is_next
+        return chains
 
     def soon(self, ordered: Sequence[int], matmuls: Sequence[int]) -> list[int]:
         """Moves what no matmul needs, such as the update of a parameter, to right after what it is computed from."""

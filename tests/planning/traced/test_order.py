@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardrules.planning.traced.order import late_order, program_order
+from shardrules.planning.traced.order import late_matmul_count, late_order, program_order
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 W = [jnp.ones((16, 16))] * 3
@@ -38,6 +38,24 @@ def test_gradients_of_weights_come_last() -> None:
     forward, cotangents, weights = [(8, 16)] * 3, [(8, 16)] * 2, [(16, 16)] * 3
     assert matmuls(program, late_order(program)) == forward + cotangents + weights
     assert matmuls(program, program_order(program)) != forward + cotangents + weights
+
+
+def test_chains_that_do_not_need_each_other_end_with_their_own_gradients_of_weights() -> None:
+    """The gradient of one tower is complete before that of the other begins."""
+
+    def towers(ws: Any, xs: Any) -> Any:
+        first, second = (loss(w, x) for w, x in zip(ws, xs, strict=True))
+        return first * second
+
+    program = read(jax.grad(towers), [W, [jnp.ones((12, 12))] * 3], [X, jnp.ones((5, 12))])
+    backward = matmuls(program, late_order(program))[6:]
+    assert backward == [(5, 12)] * 2 + [(12, 12)] * 3 + [(8, 16)] * 2 + [(16, 16)] * 3
+
+
+def test_matmuls_that_nothing_waits_for_are_counted_as_often_as_they_run() -> None:
+    assert late_matmul_count(read(jax.grad(loss), W, X)) == 3
+    assert late_matmul_count(read(jax.grad(scanned), jnp.ones((5, 16, 16)), X)) == 5
+    assert late_matmul_count(read(loss, W, X)) == 1
 
 
 def test_what_only_gradients_of_weights_wait_for_comes_just_before_them() -> None:
