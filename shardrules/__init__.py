@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardrules.moves.move import reshard
     from shardrules.moves.prepare import plan_reshard
     from shardrules.page.page import report_page
+    from shardrules.pipelines.pipeline import pipeline
     from shardrules.pipelines.schedule import PipelineSchedule
     from shardrules.placement.agree import check_same_plan
     from shardrules.placement.batches.batch import place_batch
@@ -196,6 +197,7 @@ __all__ = [
     "sharded_attention",
     "expert_exchange",
     # Pipelines
+    "pipeline",
     "PipelineSchedule",
     "fits",
     "largest_batch",
