@@ -77,8 +77,8 @@ def result_problems(
     out = jax.eval_shape(run, layer, message)
     if shapes_text(out) != shapes_text(message) or results[0].treedef != functions.message.treedef:
         return [
-            f"layer must return what it gets: it gets {shapes_text(message)} in {functions.message.treedef} and returns "
-            f"{shapes_text(out)} in {results[0].treedef}"
+            f"layer must return what it gets: it gets {shapes_text(message)} in {functions.message.treedef}, and "
+            f"returns {shapes_text(out)} in {results[0].treedef}"
         ]
     if functions.last_function is None:
         return []

@@ -96,3 +96,12 @@ def add_at(arrays: Sequence[Any], rows: Sequence[Any], index: Any) -> Arrays:
 def at(arrays: Sequence[Any], index: Any) -> Arrays:
     """A row of each array."""
     return [jax.lax.dynamic_index_in_dim(array, index, keepdims=False) for array in arrays]
+
+
+def once_if(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
+    """`fn(carry)` if the condition holds, else `carry`: a loop of one round or none.
+
+    Compilers copy arrays that go through a branch and may come out changed. What goes round a loop stays where it is.
+    """
+    rounds = jnp.asarray(condition, jnp.int32)
+    return jax.lax.fori_loop(jnp.int32(0), rounds, lambda _, carry: fn(carry), carry)

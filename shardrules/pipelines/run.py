@@ -14,7 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardrules.pipelines.leaves import Arrays, add, add_at, at, floats, is_float, of_floats, put, with_floats, zeros
+from shardrules.pipelines.leaves import (
+    Arrays,
+    add,
+    add_at,
+    at,
+    floats,
+    is_float,
+    of_floats,
+    once_if,
+    put,
+    with_floats,
+    zeros,
+)
 from shardrules.pipelines.simulate import Phase
 from shardrules.pipelines.stage import Layers
 from shardrules.pipelines.tables import BACKWARD, FORWARD, Tables
@@ -112,7 +124,7 @@ class Run:
         message = jax.eval_shape(lambda: self._enter(operands.first, at(operands.inputs, 0)))
         shapes = self.layers.kept(message) if self.keeps or self._has_backward else []
         if kept is None and self.keeps:
-            kept = zeros(shapes, (self.tables.kept_slots + 1) * self.layers.per_chunk)
+            kept = zeros(shapes, self.tables.kept_slots * self.layers.per_chunk)
         if self._has_backward:
             layers = self.layers.gradients()
             first, last = zeros(floats(operands.first)), zeros(floats(operands.last))
@@ -152,9 +164,9 @@ class Run:
             for turn, pairs in enumerate(phase.exchanges):
                 now = {name: array[turn] for name, array in row.items()}
                 if FORWARD in kinds[turn]:
-                    state = lax.cond(now["kind"] == FORWARD, self._forward, _skip, state, now)
+                    state = once_if(now["kind"] == FORWARD, functools.partial(self._forward, now), state)
                 if BACKWARD in kinds[turn]:
-                    state = lax.cond(now["kind"] == BACKWARD, self._backward, _skip, state, now)
+                    state = once_if(now["kind"] == BACKWARD, functools.partial(self._backward, now), state)
                 if pairs:
                     state = self._exchange(state, pairs, now["arrival"], floats_only=FORWARD not in kinds[turn])
             return state, None
@@ -179,7 +191,7 @@ class Run:
     def _is_last(self, row: dict[str, Any]) -> Any:
         return (self.stage == self.pipeline.stages - 1) & (row["chunk"] == self.pipeline.chunks - 1)
 
-    def _forward(self, state: State, row: dict[str, Any]) -> State:
+    def _forward(self, row: dict[str, Any], state: State) -> State:
         operands, loss = self.operands, self.pipeline.loss
         x = lax.cond(
             self._is_first(row),
@@ -199,11 +211,10 @@ class Run:
         )
         return state._replace(loss=state.loss + value)
 
-    def _backward(self, state: State, row: dict[str, Any]) -> State:
+    def _backward(self, row: dict[str, Any], state: State) -> State:
         message = at(state.messages, row["source"])
-        cotangent, state = lax.cond(
-            self._is_last(row), self._turn, lambda state, message, _: (floats(message), state), state, message, row
-        )
+        turn = functools.partial(self._turn, message, row)
+        cotangent, state = once_if(self._is_last(row), turn, (floats(message), state))
         assert state.kept is not None
         cotangent, gradients = self.layers.backward(
             cotangent, row["chunk"], state.kept, row["kept"], state.layer_gradients
@@ -211,11 +222,11 @@ class Run:
         state = state._replace(outbox=with_floats(state.outbox, cotangent), layer_gradients=gradients)
         if not state.first_gradients and not state.input_gradients:
             return state
-        return lax.cond(self._is_first(row), self._leave, lambda state, *_: state, state, cotangent, row)
+        return once_if(self._is_first(row), functools.partial(self._leave, cotangent, row), state)
 
-    def _turn(self, state: State, y: Arrays, row: dict[str, Any]) -> tuple[Arrays, State]:
+    def _turn(self, y: Arrays, row: dict[str, Any], carry: tuple[Arrays, State]) -> tuple[Arrays, State]:
         """The cotangent of the output of the last layer."""
-        operands, loss = self.operands, self.pipeline.loss
+        operands, loss, state = self.operands, self.pipeline.loss, carry[1]
         if loss is None:
             return at(operands.cotangents, row["microbatch"]), state
         targets = at(operands.targets, row["microbatch"])
@@ -228,7 +239,7 @@ class Run:
             target_gradients=add_at(state.target_gradients, of_targets, row["microbatch"]),
         )
 
-    def _leave(self, state: State, cotangent: Arrays, row: dict[str, Any]) -> State:
+    def _leave(self, cotangent: Arrays, row: dict[str, Any], state: State) -> State:
         """Gradients of what comes before the first layer."""
         operands = self.operands
         function, arrays = of_floats(self._enter, operands.first, at(operands.inputs, row["microbatch"]))
@@ -238,7 +249,3 @@ class Run:
             first_gradients=add(state.first_gradients, of_first),
             input_gradients=add_at(state.input_gradients, of_inputs, row["microbatch"]),
         )
-
-
-def _skip(state: State, _: Any) -> State:
-    return state

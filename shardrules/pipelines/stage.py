@@ -7,7 +7,7 @@ import attrs
 import jax
 from jax import lax
 
-from shardrules.pipelines.leaves import Arrays, add_at, at, floats, is_key, of_floats, put, zeros
+from shardrules.pipelines.leaves import Arrays, add_at, at, floats, is_key, of_floats, once_if, put, zeros
 
 
 @final
@@ -97,7 +97,7 @@ class Layers:
             index = last - position if is_backward else position
             if self.counts is None:
                 return body(index, carry), None
-            return lax.cond(index < self.counts[chunk], body, lambda _, carry: carry, index, carry), None
+            return once_if(index < self.counts[chunk], lambda carry: body(index, carry), carry), None
 
         return lax.scan(step, carry, jax.numpy.arange(self.per_chunk, dtype="int32"))[0]
 
