@@ -58,7 +58,8 @@ class PipelineCall:
 
     @functools.cached_property
     def _operands(self) -> Operands:
-        return Operands(*(arrays for arrays, _ in self._packed), [])
+        layers, first, last, inputs, targets = (arrays for arrays, _ in self._packed)
+        return Operands(layers, first, last, inputs, targets, cotangents=[])
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -153,10 +154,11 @@ class PipelineCall:
     @functools.cached_property
     def _functions(self) -> Functions:
         settings = self.settings
-        structures = [structure for _, structure in self._packed]
+        layers, first, last, inputs, targets = (structure for _, structure in self._packed)
         rows = self._operands.first, self._row_shapes(self._operands.inputs)
-        message = message_structure(settings.first, structures[1], structures[3], rows)
-        return Functions(settings.layer, settings.first, settings.last, *structures, message)
+        message = message_structure(settings.first, first, inputs, rows)
+        users = settings.layer, settings.first, settings.last
+        return Functions(*users, layers, first, last, inputs, targets, message)
 
     def run(self) -> Any:
         """Computes the loss, or the output of the last layer."""

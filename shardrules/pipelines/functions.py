@@ -76,10 +76,9 @@ def result_problems(
 
     out = jax.eval_shape(run, layer, message)
     if shapes_text(out) != shapes_text(message) or results[0].treedef != functions.message.treedef:
-        return [
-            f"layer must return what it gets: it gets {shapes_text(message)} in {functions.message.treedef}, and "
-            f"returns {shapes_text(out)} in {results[0].treedef}"
-        ]
+        gets, returns = (shapes_text(arrays) for arrays in (message, out))
+        trees = functions.message.treedef, results[0].treedef
+        return [f"layer must return what it gets: it gets {gets} in {trees[0]}, and returns {returns} in {trees[1]}"]
     if functions.last_function is None:
         return []
     loss = jax.eval_shape(functions.last, last, message, targets)

@@ -85,7 +85,7 @@ class Pipeline:
 
 @final
 @attrs.frozen(eq=False)
-class Run:
+class StageRun:
     """A run of some phases on one stage."""
 
     pipeline: Pipeline

@@ -5,7 +5,9 @@ from typing import Any, final
 
 import attrs
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from shardrules.pipelines.leaves import Arrays, add_at, at, floats, is_key, of_floats, once_if, put, zeros
 
@@ -31,7 +33,7 @@ class _Source:
 
 def _source(leaf: Any, params: Arrays, kept: Arrays) -> _Source:
     """Where a leaf comes from; what is not a parameter or a constant is added to what is kept."""
-    if not isinstance(leaf, jax.core.Tracer):
+    if not isinstance(leaf, Tracer):
         return _Source(constant=leaf)
     for index, param in enumerate(params):
         if param is leaf:
@@ -99,7 +101,7 @@ class Layers:
                 return body(index, carry), None
             return once_if(index < self.counts[chunk], lambda carry: body(index, carry), carry), None
 
-        return lax.scan(step, carry, jax.numpy.arange(self.per_chunk, dtype="int32"))[0]
+        return lax.scan(step, carry, jnp.arange(self.per_chunk, dtype=jnp.int32))[0]
 
     def _output(self, y: Arrays, x: Sequence[Any]) -> Arrays:
         return [array.astype(like.dtype) for array, like in zip(y, x, strict=True)]

@@ -17,13 +17,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardrules.pipelines.leaves import Arrays, is_float
-from shardrules.pipelines.run import Operands, Pipeline, Run, State
+from shardrules.pipelines.run import Operands, Pipeline, StageRun, State
 from shardrules.pipelines.schedule import PipelineSchedule
 from shardrules.pipelines.simulate import Phase
 from shardrules.pipelines.tables import tables
 
 
-class Results(NamedTuple):
+class StageResults(NamedTuple):
     """What a run computes; what is not asked for is empty."""
 
     value: Any
@@ -109,12 +109,12 @@ class Stages:
         has_gradients: bool = False,
         phase: int | None = None,
         kept: Arrays | None = None,
-    ) -> Results:
+    ) -> StageResults:
         """Runs phases on the devices, or one of them."""
         pipeline = self.pipeline
         first_tick = sum(len(before.ticks) for before in phases[: phase or 0])
         make_run = functools.partial(
-            Run,
+            StageRun,
             pipeline,
             phases if phase is None else phases[phase : phase + 1],
             tables(phases, pipeline.stages, pipeline.chunks),
@@ -122,11 +122,11 @@ class Stages:
             keeps,
         )
 
-        def on_stage(stage: Any, operands: Operands, kept: Arrays | None) -> Results:
+        def on_stage(stage: Any, operands: Operands, kept: Arrays | None) -> StageResults:
             operands = operands._replace(layers=[array[0] for array in operands.layers])
             state = make_run(operands, stage[0])(kept)
             is_value = not has_gradients or self._turns_inside
-            return Results(
+            return StageResults(
                 self._summed_value(state) if is_value else [],
                 (state.kept or []) if keeps and not has_gradients else [],
                 self._summed_gradients(state) if has_gradients else None,
@@ -140,7 +140,7 @@ class Stages:
             mesh=self.mesh,
             axis_names={pipeline.axis, *self.batch},
             in_specs=(PartitionSpec(pipeline.axis), self._specs(of_rows=self._row_spec(None)), everywhere),
-            out_specs=Results(value, everywhere, gradients),  # pyright: ignore[reportArgumentType]
+            out_specs=StageResults(value, everywhere, gradients),  # pyright: ignore[reportArgumentType]
             check_vma=False,
         )
         return mapped(jnp.arange(pipeline.stages, dtype=jnp.int32), operands, kept)
