@@ -32,6 +32,7 @@ from shardrules.pipelines.stage import Layers
 from shardrules.pipelines.tables import BACKWARD, FORWARD, Tables
 
 
+@final
 class Operands(NamedTuple):
     """What a stage gets: its layers, and of the rest all."""
 
@@ -45,6 +46,7 @@ class Operands(NamedTuple):
     cotangents: Arrays
 
 
+@final
 class State(NamedTuple):
     """What a stage carries from tick to tick."""
 

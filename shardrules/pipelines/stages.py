@@ -23,6 +23,7 @@ from shardrules.pipelines.simulate import Phase
 from shardrules.pipelines.tables import tables
 
 
+@final
 class StageResults(NamedTuple):
     """What a run computes; what is not asked for is empty."""
 
