@@ -23,7 +23,8 @@ def picture(times: PipelineTimes, label: str) -> Picture:
     scale = width / times.seconds if times.seconds else 0.0
     names = [Words(0.0, _top(stage) + _ROW_HEIGHT / 2 + 4, f"stage {stage}") for stage in range(stages)]
     boxes = [_box(timed, scale) for timed in times.passes]
-    foot = Words(_NAMES_WIDTH, _top(stages) + 12, f"forward blue, backward green; {label}")
+    others = " (every other chunk dark blue and orange)" if any(timed.work.chunk for timed in times.passes) else ""
+    foot = Words(_NAMES_WIDTH, _top(stages) + 12, f"forward blue, backward green{others}; {label}")
     return Picture(_NAMES_WIDTH + width + 4, _top(stages) + 18, (*names, *boxes, foot), f"Schedule: {label}")
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 
@@ -83,6 +84,11 @@ def assert_equal(loss: Any, devices: Mesh, layers: int) -> None:
     with jax.enable_x64(True):
         params, (x, targets) = parameters(layers), batch()
         expected = jax.jit(jax.value_and_grad(unpipelined))(params, x, targets)
+        model = "model" if "model" in devices.shape else None
+        specs = (
+            {"up": P("stage", None, model), "down": P("stage", model)} if layers % devices.shape["stage"] == 0 else P()
+        )
+        params["layers"] = sr.filter_shard(params["layers"], specs, devices)
         with jax.set_mesh(devices):
             results = jax.jit(jax.value_and_grad(loss))(params, x, targets)
     for result, reference in zip(*(jax.tree.leaves(each) for each in (results, expected)), strict=True):

@@ -8,6 +8,7 @@ import pytest
 from shardrules.core.errors import ConfigError
 from shardrules.pipelines.schedule import NAMES, PipelineSchedule
 from shardrules.pipelines.simulate import StagePass
+from tests.house.source import REPOSITORY
 
 SHAPES: list[tuple[int, int, int]] = [
     (stages, chunks, rounds * stages)
@@ -81,6 +82,14 @@ def test_pictures_show_every_pass() -> None:
     svg = schedule.picture().to_svg()
     assert svg.count("<rect") == 12
     assert "stage 1: backward, microbatch 2, chunk 0" in svg
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "chunks"), [("gpipe", "gpipe", 1), ("1f1b", "1f1b", 1), ("1f1b-2-chunks", "1f1b", 2)]
+)
+def test_pictures_of_the_docs_are_these(file: str, name: Any, chunks: int) -> None:
+    schedule = PipelineSchedule(name, stages=4, microbatches=8, chunks=chunks)
+    assert (REPOSITORY / "docs" / "images" / f"{file}.svg").read_text() == f"{schedule.picture().to_svg()}\n"
 
 
 def test_all_that_is_wrong_is_listed() -> None:
