@@ -50,8 +50,7 @@ def audited(target: str, text: str, **options: Any) -> Any:
     ("target", "text", "options"),
     [
         ("cuda:h100:8", "stage:4,data:2", {"schedule": "1f1b"}),
-        ("cuda:h100:8", "stage:4,data:2", {"schedule": "1f1b", "chunks": 2}),
-        ("cuda:h100:8", "stage:4,data:2", {"schedule": "gpipe"}),
+        ("cuda:h100:8", "stage:4,data:2", {"schedule": "gpipe", "chunks": 2}),
         ("tpu:v5e:4x4", "stage:8,data:2", {"schedule": "1f1b"}),
     ],
 )
@@ -64,9 +63,8 @@ def test_stages_send_microbatches(target: str, text: str, options: Any) -> None:
     assert pairs == (2 * (stages - 1) if chunks == 1 else 2 * stages)
     sent = [collective for collective in collectives if collective.kind == "collective-permute"]
     assert all(collective.payload_bytes == microbatch and collective.axes == ("stage",) for collective in sent)
-    rounds = chunks * MICROBATCHES + stages - 1
-    # One in each direction, or in even and odd ticks; all rounds but the last, where it is peeled off.
-    assert sum(collective.times.count for collective in sent) == pytest.approx(2 * rounds, abs=2)
+    rounds = chunks * MICROBATCHES + stages - 1  # those in which some stages have nothing to send among them
+    assert sum(collective.times.count for collective in sent) == 2 * rounds
 
     runs = Counter[str]()
     for collective in collectives:
