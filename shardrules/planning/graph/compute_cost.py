@@ -24,7 +24,7 @@ from shardrules.planning.graph.operand_copies import OperandCopies, copied_filte
 from shardrules.planning.traced.fusion import FusedProgram
 from shardrules.planning.traced.kernels import IN_PLACE, is_matmul, reduced_runs
 from shardrules.planning.traced.program import Operation
-from shardrules.planning.traced.ragged import group_count
+from shardrules.planning.traced.ragged import copied_operands, group_count, group_factor, sums_rows
 
 _LOOP_KERNELS = 2
 """The kernels of a round that the function does not write: one counts rounds, one compares. Loops of small rounds, as
@@ -56,6 +56,7 @@ class ComputeCosts:
             seconds = np.maximum(seconds, multiplying)
         copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
         copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
+        copied = copied + self._masked_copy_bytes(op_index, layouts, operand_homes)
         seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
         seconds = seconds + self._host_seconds(op_index, node, layouts)
@@ -134,16 +135,15 @@ class ComputeCosts:
         """What a device reads, and what it writes, in each layout."""
         fusion, machine = self.fusion, self.machine
         operation = fusion.program.operations[op_index]
-        expanded = 1 if machine.has_ragged_kernels else group_count(operation)
+        copies = self._masked_copies(operation, layouts)
         read, written = np.zeros(len(layouts)), np.zeros(len(layouts))
         for operand_index in range(len(operation.operands)):
             home, nbytes = operand_homes.get((op_index, operand_index)), fusion.read_bytes(op_index, operand_index)
             if home is not None and nbytes and op_index not in self._updated_pieces:
-                # The masked copies of a ragged operand are written first, then read.
-                nbytes *= 2 * expanded if expanded > 1 and operand_index == 0 else 1
                 # However a part is looked up, and whatever splits it, each device touches its piece of it.
                 is_part = bool(operation.factors.reduced) and fusion.touches_part(op_index, operand_index)
-                read += nbytes / shard_counts(layouts if is_part else project(layouts, home), machine)
+                pieces = shard_counts(layouts if is_part else project(layouts, home), machine)
+                read += nbytes * copies.get(operand_index, 1) / pieces
             copied = fusion.copied_bytes(op_index) if home is not None and operand_index == 0 else 0.0
             if copied and home is not None:
                 pieces = copied / shard_counts(project(layouts, home), machine)
@@ -158,6 +158,30 @@ class ComputeCosts:
                 nbytes *= 1 + (machine.hardware.torus_dims == 0) + 2 * (op_index in self._copied_stacks)
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
+
+    def _masked_copies(self, operation: Operation, layouts: np.ndarray) -> dict[int, np.ndarray]:
+        """How many masked copies a device has of each operand of a ragged matmul, in each layout."""
+        if operation.name != "ragged_dot_general" or self.machine.has_ragged_kernels:
+            return {}
+        factor = group_factor(operation)
+        is_split = np.zeros(layouts.shape, bool) if factor is None else layouts == factor
+        pieces = np.where(is_split, self.machine.sizes, 1).prod(axis=1)
+        copies: np.ndarray = group_count(operation) / pieces
+        return dict.fromkeys(copied_operands(operation), copies)
+
+    def _masked_copy_bytes(
+        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a device reads and writes to make the masked copies of a ragged matmul, before it reads them."""
+        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
+        moved = np.zeros(len(layouts))
+        for operand_index, copies in self._masked_copies(operation, layouts).items():
+            operand, home = operation.operands[operand_index], operand_homes.get((op_index, operand_index))
+            if operand is not None and home is not None:
+                # For sums over rows, the copies that other matmuls of these rows take are transposed.
+                times = 2 * copies if sums_rows(operation) else 1 + copies
+                moved += times * arrays[operand].nbytes / shard_counts(project(layouts, home), self.machine)
+        return moved
 
     def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
         """Into how many pieces a result is split, in each layout."""

@@ -2,7 +2,8 @@
 
 XLA for TPUs has such a kernel. XLA for GPUs and CPUs runs a dense matmul instead: it copies the rows once for each
 group, sets the rows of other groups in that copy to zero, and multiplies all copies. With n groups, that takes n times
-the FLOPs, and n times the memory of the rows.
+the FLOPs, and n times the memory of the rows. Where rows are summed over, as in the gradient of the weights, both
+operands are copied, and these copies transposed.
 """
 
 from typing import final
@@ -33,6 +34,19 @@ def group_count(operation: Operation) -> int:
     return operation.equation.invars[2].aval.shape[-1]
 
 
+def copied_operands(operation: Operation) -> tuple[int, ...]:
+    """The operands of a ragged matmul that have rows, and are copied."""
+    return (0, 1) if sums_rows(operation) else (0,)
+
+
+def group_factor(operation: Operation) -> int | None:
+    """The factor of the groups of a ragged matmul, by which a device has fewer copies; `None` if they are whole."""
+    if sums_rows(operation):
+        return operation.factors.results[0][0]
+    (group_dim,) = operation.equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    return operation.factors.operands[1][group_dim]
+
+
 def expansions(program: TracedProgram) -> tuple[Expansion, ...]:
     """The masked copies that all ragged matmuls of a program make."""
     depths = _depths(program)
@@ -42,12 +56,10 @@ def expansions(program: TracedProgram) -> tuple[Expansion, ...]:
     members: dict[tuple[int, bool], list[tuple[int, int]]] = {}
     for op_index in depths:
         operation = program.operations[op_index]
-        sums_rows = _sums_rows(operation)
-        # Where rows are summed over, both operands have them.
-        for operand_index in (0, 1) if sums_rows else (0,):
+        for operand_index in copied_operands(operation):
             operand = operation.operands[operand_index]
             if operand is not None:
-                members.setdefault((operand, sums_rows), []).append((op_index, operand_index))
+                members.setdefault((operand, sums_rows(operation)), []).append((op_index, operand_index))
     copies: list[Expansion] = []
     for uses in members.values():
         (op_index, operand_index), operation = uses[0], program.operations[uses[0][0]]
@@ -57,7 +69,8 @@ def expansions(program: TracedProgram) -> tuple[Expansion, ...]:
     return tuple(copies)
 
 
-def _sums_rows(operation: Operation) -> bool:
+def sums_rows(operation: Operation) -> bool:
+    """Whether a ragged matmul sums over its rows, which gives a result for each group."""
     numbers = operation.equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     return any(dim in contracted for dim in numbers.lhs_ragged_dimensions)

@@ -124,3 +124,22 @@ def test_convolutions_on_gpus_pay_for_copies_of_filters_into_cudnns_order() -> N
         difference = seconds(*mine, gradient=gradient) - seconds(*cudnns, gradient=gradient)
         assert difference == pytest.approx((1 + gradient) * copy_seconds)
         assert seconds(*mine, gradient=gradient, hardware=V5E) == seconds(*cudnns, gradient=gradient, hardware=V5E)
+
+
+def test_rows_are_copied_for_each_group_before_they_are_multiplied() -> None:
+    """XLA for GPUs has no kernel for ragged matmuls; in the gradient of weights, both operands are copied."""
+    rows, width, groups, sizes = 2**14, 2**11, 8, jnp.full(8, 2**11, jnp.int32)
+
+    def matmul(x: Any, w: Any) -> Any:
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    def both_passes(x: Any, w: Any, g: Any) -> Any:
+        return jax.vjp(lambda w: matmul(x, w), w)[1](g)
+
+    x, w = (rows, width), (groups, width, width)
+    multiplying = costs(lambda a, b: a @ b, (rows, groups * width), (groups * width, width))["dot_general"]
+    copies = 2 * groups * rows * width
+    forward = costs(matmul, x, w)["ragged_dot_general"]
+    assert forward - multiplying == pytest.approx(copies / COPY, rel=0.3)
+    both = costs(both_passes, x, w, x)["ragged_dot_general"]
+    assert both - forward - multiplying == pytest.approx(4 * copies / COPY, rel=0.3)
