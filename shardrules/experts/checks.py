@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardrules.core.errors import ConfigError
-from shardrules.experts.stacked import expert_count, stacking_problems
+from shardrules.experts.stacked import expert_count, inner_problems, stacking_problems
 
 EXCHANGES = ("all_to_all", "ragged", "ring", "dense")
 """The ways in which devices exchange tokens or experts, the best without a plan first."""
@@ -18,12 +18,19 @@ NEED_CAPACITY = ("all_to_all", "dense")
 
 
 def check_arguments(
-    tokens: Any, routes: Any, weights: Any, experts: Any, axes: tuple[str, ...], how: str | None, capacity: int | None
+    tokens: Any,
+    routes: Any,
+    weights: Any,
+    experts: Any,
+    axes: tuple[str, ...],
+    how: str | None,
+    capacity: int | None,
+    inner: Any,
 ) -> None:
     """Raises an error that lists everything that is wrong."""
     problems = [
         *_array_problems(tokens, routes, weights, capacity),
-        *stacking_problems(experts),
+        *(stacking_problems(experts) or inner_problems(inner, experts)),
         *_way_problems(tokens, how, bool(axes), capacity),
     ]
     problems += _axis_problems(axes, expert_count(experts))

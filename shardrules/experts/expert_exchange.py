@@ -10,7 +10,7 @@ from shardrules.experts.checks import EXCHANGES, NEED_CAPACITY, check_arguments
 from shardrules.experts.regions import experts_region
 from shardrules.experts.routing import as_indices, group_counts
 from shardrules.experts.splits import first_rows, split_experts, split_tokens, tokens_for_sum
-from shardrules.experts.stacked import unstack
+from shardrules.experts.stacked import inner_dims, unstack
 from shardrules.regions.declaration import Axes
 
 
@@ -33,6 +33,7 @@ def expert_exchange(
     axis: str | Axes | None = None,
     how: str | None = None,
     capacity: int | None = None,
+    inner: Any = None,
 ) -> tuple[jax.Array, ExpertLoad]:
     """Sends each token to its experts and returns the weighted sum of what they make of it.
 
@@ -54,6 +55,9 @@ def expert_exchange(
     - `how`: `"all_to_all"`, `"ragged"`, `"ring"`, `"dense"` or `"sum"`; by default the plan chooses.
     - `capacity`: how many tokens of each group an expert takes: more are dropped, first choices last. `tokens` are
         [..., groups, tokens of a group, width] then, and groups are what devices share. By default no token is dropped.
+    - `inner`: the dims along which a plan may split each expert, too: a pytree with a dim for each array of `experts`,
+        `None` for one that is whole, such as `{"up": 2, "down": 1}`. These dims are split together, and what `experts`
+        returns for their shards has to be a part of a sum. By default each expert is whole.
 
     **Returns:**
 
@@ -79,17 +83,18 @@ def expert_exchange(
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     tokens, routes, weights = (jnp.asarray(operand) for operand in (tokens, routes, weights))
     capacity = _as_int(capacity)
-    check_arguments(tokens, routes, weights, experts, axes, how, capacity)
+    check_arguments(tokens, routes, weights, experts, axes, how, capacity, inner)
     lead = tokens.shape[:-1]
     stacked, params = unstack(experts)
     count = len(params[0])
     operands = _without_empty_dims(tokens, as_indices(routes, count), weights)
     load = _load(operands[1], count, capacity)
     hows = _ways(how, capacity, bool(axes), tokens.ndim)
-    region = experts_region(hows, tokens.ndim - 1, tuple(param.ndim for param in params), capacity is not None)
+    dims = inner_dims(inner, len(params))
+    region = experts_region(hows, tokens.ndim - 1, tuple(param.ndim for param in params), dims, capacity is not None)
     if axes:
         axes = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
-        params, free_count = split_experts(params, axes), tokens.ndim - (1 if capacity is None else 2)
+        params, free_count = split_experts(params, axes, dims), tokens.ndim - (1 if capacity is None else 2)
         if hows == ("sum",):
             operands = tokens_for_sum(operands, axes, free_count)
         else:

@@ -14,21 +14,28 @@ _FUNCTIONS = {"all_to_all": by_all_to_all, "ragged": by_ragged, "ring": by_ring,
 
 
 @functools.cache
-def experts_region(hows: Sequence[str], lead_count: int, param_ndims: Sequence[int], has_capacity: bool) -> Any:
+def experts_region(
+    hows: Sequence[str], lead_count: int, param_ndims: Sequence[int], inner: Sequence[int | None], has_capacity: bool
+) -> Any:
     """One of these ways, for tokens with so many dims in front and for arrays of experts with so many dims.
 
-    With a capacity, the tokens of one group compete for slots, and stay together: only groups can be split.
+    With a capacity, the tokens of one group compete for slots, and stay together: only groups can be split. Where the
+    `inner` dims of arrays are split, an expert returns a part of a sum, and so does all that follows.
     """
     lead = [f"t{dim}" for dim in range(lead_count)]
-    params = [" ".join(["e", *(f"p{index}d{dim}" for dim in range(1, ndim))]) for index, ndim in enumerate(param_ndims)]
+    params = [
+        " ".join(["e", *("h" if dim == inner[index] else f"p{index}d{dim}" for dim in range(1, ndim))])
+        for index, ndim in enumerate(param_ndims)
+    ]
     tokens = " ".join(lead)
     rule = f"{tokens} d, {tokens} k, {tokens} k, e, {', '.join(params)} -> {tokens} o"
     free = lead[:-1] if has_capacity else lead
-    regions = [_region(how, rule, free) for how in hows if how == "sum" or free]
+    summed = ["h"] if any(inner) else []
+    regions = [_region(how, rule, free, summed) for how in hows if how == "sum" or free]
     return regions[0] if len(regions) == 1 else alternatives(*regions)
 
 
-def _region(how: str, rule: str, free: Sequence[str]) -> RegionFunction:
+def _region(how: str, rule: str, free: Sequence[str], summed: Sequence[str]) -> RegionFunction:
     function = _FUNCTIONS[how]
 
     def on_shards(
@@ -41,7 +48,7 @@ def _region(how: str, rule: str, free: Sequence[str]) -> RegionFunction:
         return results.reshape(*operands[0].shape[:-1], -1)
 
     on_shards.__name__ = f"experts_by_{how}"
-    splits = " ".join(free)
+    splits = " ".join((*free, *summed))
     if how == "sum":
         return region(rule, split=f"{splits} e")(on_shards)
     return region(rule, split=splits, exchange=f"{free[0]} e")(on_shards)

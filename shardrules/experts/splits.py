@@ -12,9 +12,17 @@ from shardrules.placement.constrain import with_sharding_constraint
 from shardrules.regions.declaration import Axes
 
 
-def split_experts(params: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
-    """Splits the first dim over these axes. On an Explicit mesh other dims are gathered."""
-    return [_constrained(param, [axes]) for param in params]
+def split_experts(params: Sequence[jax.Array], axes: Axes, inner: Sequence[int | None]) -> list[jax.Array]:
+    """Splits the first dim over these axes. On an Explicit mesh other dims but the inner ones are gathered."""
+    if not _is_explicit():
+        return [_constrained(param, [axes]) for param in params]
+    layouts = [_layout(param, param.ndim) for param in params]
+    return [
+        _constrained(
+            param, [axes, *(_without(layout[dim], axes) if dim == split else () for dim in range(1, param.ndim))]
+        )
+        for param, layout, split in zip(params, layouts, inner, strict=True)
+    ]
 
 
 def split_tokens(operands: Sequence[jax.Array], axes: Axes, free_count: int) -> list[jax.Array]:

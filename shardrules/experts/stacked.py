@@ -65,6 +65,26 @@ def stacking_problems(experts: Any) -> list[str]:
     return []
 
 
+def inner_dims(inner: Any, count: int) -> tuple[Any, ...]:
+    """The dim of each array that a user calls inner, or `None`."""
+    return (None,) * count if inner is None else tuple(jax.tree.leaves(inner, is_leaf=lambda leaf: leaf is None))
+
+
+def inner_problems(inner: Any, experts: Any) -> list[str]:
+    """Why these cannot be inner dims of experts."""
+    arrays = [leaf for leaf in jax.tree.leaves(experts) if _is_array(leaf)]
+    dims = inner_dims(inner, len(arrays))
+    if len(dims) != len(arrays):
+        return [f"inner must have a dim, or None, for each of {len(arrays)} arrays of experts, got {inner!r:.60}"]
+    pairs = [(dim, array.shape) for dim, array in zip(dims, arrays, strict=True) if dim is not None]
+    listed = ", ".join(f"{dim!r:.20} of {shape}" for dim, shape in pairs)
+    if not all(isinstance(dim, int) and 0 < dim < len(shape) for dim, shape in pairs):
+        return [f"inner dims must be positions after the first in their arrays, got {listed}"]
+    if len({shape[dim] for dim, shape in pairs}) > 1:
+        return [f"inner dims are split together and must have one size, got {listed}"]
+    return []
+
+
 @final
 @attrs.frozen
 class _Array:
