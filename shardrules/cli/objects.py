@@ -268,6 +268,10 @@ def load_shapes(text: str) -> Any:
     """
     if "[" in text and ":" not in text:
         return _read_shapes(text)
+    if OBJECT_NAME.fullmatch(text) is None:
+        raise UsageError(
+            f"{text!r} has no arrays: write module:name, file.py:name, or a dtype and shape, int32[512,4097]"
+        )
     named = load_object(text)
     tree = named.shapes() if named.is_function else named.value
     if not has_arrays(tree):

@@ -150,7 +150,7 @@ def usable_mesh(candidates: Sequence[AnyMesh | None], caller: str) -> AnyMesh:
         text = mesh_text(meshes[0])
         raise NoMeshError(
             f"{caller} needs devices, and {text} is only the shape of a mesh. Pass a mesh that has them: "
-            f"sr.create_mesh({text!r})"
+            f"sr.create_mesh({text!r}), or call it under `with jax.set_mesh(mesh)`"
         )
     raise NoMeshError(f"{caller} needs a mesh and there is none. Pass one, or call it inside jax.set_mesh(mesh)")
 

@@ -64,7 +64,10 @@ def guessed_dims(batch: Any, trace: Callable[[ExampleDims, int], Any]) -> Exampl
     firsts = [None if kind is None or not kind[0] or _is_old_key(kind) else kind[0][0] for kind in kinds]
     sizes = list(dict.fromkeys(size for size in firsts if size is not None))
     if not sizes:
-        raise ConfigError("the batch has no array with a dim of examples")
+        raise ConfigError(
+            f"the batch has no array with a dim of examples, got {printable(repr(batch)):.200}. Pass arrays or shapes, "
+            "such as jax.ShapeDtypeStruct((512, 1024), jnp.int32), with the examples along a dim"
+        )
 
     def dims_of(size: int) -> ExampleDims:
         return tuple(0 if first == size else None for first in firsts)

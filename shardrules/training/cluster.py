@@ -20,7 +20,7 @@ from shardrules.core.errors import ConfigError, MeshError
 from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.layout import DeviceInfo
 from shardrules.mesh.shape import mesh_shape
-from shardrules.planning.graph.machine import hardware_of
+from shardrules.planning.graph.machine import hardware_of, has_sheet
 
 Shape: TypeAlias = tuple[int, ...]
 """The sizes of a mesh's axes."""
@@ -55,6 +55,8 @@ class Cluster:
     devices: tuple[Any, ...] = ()
     mesh: AnyMesh | None = None
     """The only mesh to try."""
+    is_assumed: bool = False
+    """Whether it is unknown what the devices are, so that the sheet is a guess."""
 
     @classmethod
     def of(cls, cluster: Any, hardware: Hardware | None = None) -> "Cluster":
@@ -63,7 +65,8 @@ class Cluster:
             size = math.prod(cluster.shape.values())
             sheet = hardware or hardware_of(cluster)
             granule = _granule(list(cluster.devices.flat)) if isinstance(cluster, Mesh) else sheet.devices_per_host
-            return cls(mesh_text(cluster), size, min(size, granule or size), sheet, mesh=cluster)
+            is_assumed = hardware is None and not has_sheet(cluster)
+            return cls(mesh_text(cluster), size, min(size, granule or size), sheet, mesh=cluster, is_assumed=is_assumed)
         if isinstance(cluster, str | Target):
             target = Target.parse(cluster)
             count, granule = target.count, target.granule
@@ -79,7 +82,8 @@ class Cluster:
         granule = _granule(devices)
         one_axis = create_mesh((len(devices),), ("data",), devices=devices)
         name = f"{len(devices)} {devices[0].device_kind} devices"
-        return cls(name, len(devices), granule, hardware or hardware_of(one_axis), devices=devices)
+        sheet, is_assumed = hardware or hardware_of(one_axis), hardware is None and not has_sheet(one_axis)
+        return cls(name, len(devices), granule, sheet, devices=devices, is_assumed=is_assumed)
 
     def shapes(self) -> tuple[Shape, ...]:
         """Returns the meshes to begin with: all devices on one axis, a small axis inside hosts, an axis for hosts."""

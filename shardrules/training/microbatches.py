@@ -254,7 +254,8 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
     if step:
         raise MicrobatchError(
             f"{trace.name}: the loss is not linear in a sum over the examples: {step}. The mean of the losses of parts "
-            "would be another value. Sum the losses of the examples last; balance the load of experts within examples"
+            "would be another value. Keep the batch whole (one microbatch), or sum the losses of the examples last; "
+            "losses that balance the load of experts can do so within examples"
         )
     # What trains nothing and comes from the batch is computed before, where a part needs it of the whole batch.
     candidates: set[Demand] = {
@@ -307,7 +308,13 @@ def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, runs: int) -> tu
         except MicrobatchError:  # the program for one example may do
             pass
     counts = Counts(trace.batch_size, size, size, runs)
-    return counts, Pair.of(program, part, counts), {}
+    try:
+        return counts, Pair.of(program, part, counts), {}
+    except MicrobatchError as error:
+        raise MicrobatchError(
+            f"{trace.name}: {error}\nKeep the batch whole (one microbatch), or write the loss so that its program is "
+            "the same for any number of examples"
+        ) from None
 
 
 def _traced(trace: TracedLoss, size: int) -> ClosedJaxpr:

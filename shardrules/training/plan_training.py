@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable
 from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
@@ -119,6 +119,9 @@ def plan_training(
     check_time_limit(time_limit)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ConfigTypeError(f"optimizer must be one of optax, such as optax.adam(1e-3), got {optimizer!r:.80}")
+    for argument, value in (("loss", loss), ("progress", progress)):
+        if not callable(value) and (argument == "loss" or value is not None):
+            raise ConfigTypeError(f"{argument} must be a function, got {printable(repr(value)):.80}")
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
     if host_memory is not None and read_bytes("host_memory", host_memory) and devices.hardware.is_cpu:

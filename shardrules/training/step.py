@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
-from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, printable
-from shardrules.core.tree import array_kind
+from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, TreeError, printable
+from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.training.host_state import is_any_on_host, update_by_parts
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
@@ -83,10 +83,13 @@ class TrainingStep:
     recipe: Recipe = Recipe()
     example_dims: Any = None
     """Which dim of the batch's arrays has the examples, as `in_axes` of `jax.vmap`; guessed by default."""
+    planned_batch: Any = attrs.field(default=None, repr=False)
+    """The batch that was planned, as shapes; `None` before a plan."""
     __name__: str = "step"
 
     def __call__(self, model: Any, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
         """Runs the step."""
+        self._check_batch(batch)
         trace = self.trace(model, batch)
         arrays = trace.split.arrays(model, batch)
         loss, aux, gradients = self.recipe.gradients(trace)(arrays.trainable, arrays.fixed, arrays.batched)
@@ -129,6 +132,23 @@ class TrainingStep:
                 f"{printable(str(error).rstrip('.'))}. Line searches, such as that of optax.lbfgs, evaluate the loss "
                 "again, and a training step does not"
             ) from error
+
+    def _check_batch(self, batch: Any) -> None:
+        """Raises an error if a batch has another structure than the one that was planned."""
+        if self.planned_batch is None:
+            return
+        (leaves, actual), (others, planned) = map(jtu.tree_flatten, (batch, self.planned_batch))
+        if actual != planned:
+            raise TreeError(
+                "the structure of the batch differs from that of the batch that was planned: "
+                f"{printable(str(actual)):.200} instead of {printable(str(planned)):.200}. Plan again for this one"
+            )
+        for path, leaf, other in zip(leaf_paths(batch), leaves, others, strict=True):
+            if array_kind(leaf) is None and array_kind(other) is not None:
+                raise TreeError(
+                    f"batch/{path}: {printable(repr(leaf)):.80} is not an array, and what was planned is "
+                    f"{_array_text(other)}. Pass jnp.asarray of it"
+                )
 
     def _check_state(self, model: Any, state: Any, error: Exception) -> None:
         """Raises an error if a state with which the optimizer failed is not that of a model."""

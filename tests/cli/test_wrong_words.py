@@ -192,6 +192,26 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     ),
     (("audit", "m.py:alone", *AUTO, "--target", "cuda:h100:4"), "must return a step and its arguments"),
     (("audit", "p.json", *AUTO, "--target", "cuda:h100:4"), "'p.json' does not name a Python object"),
+    # Training plans
+    (
+        ("train-plan", "m.py:step", "--model", MODEL, "--batch", "foo", "--cluster", "cpu:8"),
+        "'foo' has no arrays: write",
+    ),
+    (
+        (
+            "train-plan",
+            "m.py:step",
+            "--model",
+            MODEL,
+            "--batch",
+            "int32[8]",
+            "--cluster",
+            "cpu:8",
+            "-o",
+            "no/plan.json",
+        ),
+        "the folder no does not exist; make it first",
+    ),
     # Explanations
     (("explain", "p.json", "nope"), "the plan has no leaf at 'nope', and no path matches it as a pattern"),
     (("explain", "p.json", "("), "it is not a valid pattern: missing ), unterminated subpattern"),

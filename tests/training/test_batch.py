@@ -89,8 +89,9 @@ def test_errors_of_the_loss_are_not_about_sizes() -> None:
 
 
 def test_a_batch_without_examples_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no array with a dim of examples"):
-        trace_loss(lambda w, x: w * x, jnp.ones(()), jnp.ones(()))
+    for batch in (jnp.ones(()), (1.0, 2.0), "tokens"):
+        with pytest.raises(ConfigError, match=r"no array with a dim of examples, got .*Pass arrays or shapes, such as"):
+            trace_loss(lambda w, x: w * x, jnp.ones(()), batch)
 
 
 def recurrent(weights: Any, batch: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import ConfigError, DoesNotFitError, MicrobatchError, PlanError
+from shardrules.core.errors import ConfigError, DoesNotFitError, MicrobatchError, PlanError, TreeError
 from shardrules.reports import TrainingPlan, TrainingPlanReport
 from shardrules.training.step import TrainingStep
 
@@ -90,6 +90,35 @@ def test_the_rule_places_model_and_state(plan: TrainingPlan) -> None:
 
 def test_two_plans_can_be_compared(plan: TrainingPlan) -> None:
     assert plan.diff(plan).seconds == (plan.planned.cost, plan.planned.cost)
+    assert str(plan.diff(plan)).startswith("time ")
+
+
+def test_differences_name_mesh_and_recipe(plan: TrainingPlan) -> None:
+    model, batch = shapes()
+    mesh = sr.create_mesh("a:2,b:4")
+    other = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=mesh, microbatches=2)
+    text = str(plan.diff(other))
+    assert f"mesh {plan.report.mesh} -> a:2,b:4\n" in text
+    assert text.count("mesh ") == 1
+    assert "recipe whole batch, keeps everything -> 2 microbatches, gradients reduced" in text
+    assert plan.diff(other).peak_bytes == (plan.peak_bytes, other.peak_bytes)
+
+
+def test_batches_that_were_not_planned_are_refused(plan: TrainingPlan) -> None:
+    x = jnp.ones((64, 16))
+    model, state = plan.init(make)(jax.random.key(0))
+    with pytest.raises(TreeError, match=r"structure of the batch differs.*Plan again for this one"):
+        plan.step(model, state, {"x": x})
+    with pytest.raises(TreeError, match=r"batch/1: 1\.0 is not an array, and what was planned is float32\[64, 16\]"):
+        plan.step(model, state, (x, 1.0))
+    with pytest.raises(TreeError, match=r"batch/0 was float32\[64, 16\] and is float32\[32, 16\].*Plan again"):
+        plan.step(model, state, (x[:32], x[:32]))
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "3"])
+def test_counts_of_plans_to_compile_are_checked(plan: TrainingPlan, count: Any) -> None:
+    with pytest.raises(ConfigError, match="count must be how many plans to compile, got"):
+        plan.prove(count)
 
 
 @pytest.mark.slow
@@ -115,8 +144,17 @@ def test_a_mesh_is_kept() -> None:
 @pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_a_bound() -> None:
     model, batch = shapes()
-    with pytest.raises(DoesNotFitError, match="no mesh can be planned"):
+    with pytest.raises(DoesNotFitError, match="no mesh can be planned") as caught:
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit=100)
+    assert "checkpoint" not in str(caught.value)  # recomputing leaves parameters where they are
+
+
+def test_guessed_devices_are_noted() -> None:
+    model, batch = shapes()
+    plan = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=sr.mesh_shape("data:8"))
+    assert "assumed-hardware" in [finding.code for finding in plan.report.findings]
+    known = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=sr.create_mesh("data:8"))
+    assert "assumed-hardware" not in [finding.code for finding in known.report.findings]
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -137,6 +175,10 @@ def test_wrong_arguments_are_refused() -> None:
         sr.plan_training(squares, model, optax.adam, batch, cluster="cuda:h100:8")
     with pytest.raises(sr.errors.ConfigTypeError, match="optimizer must be one of optax"):
         sr.plan_training(squares, model, SimpleNamespace(init=lambda params: ()), batch, cluster="cuda:h100:8")
+    with pytest.raises(sr.errors.ConfigTypeError, match="loss must be a function, got 'squares'"):
+        sr.plan_training("squares", model, OPTIMIZER, batch, cluster="cuda:h100:8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(sr.errors.ConfigTypeError, match="progress must be a function, got True"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", progress=True)  # pyright: ignore[reportArgumentType]
     unknown = sr.RegexShardingRule([("weight", P("tensor"))])
     with pytest.raises(PlanError, match="no mesh can be planned") as caught:
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
-from shardrules.cli.files import write
+from shardrules.cli.files import check_writable, write
 from shardrules.cli.objects import load_object, load_shapes
 from shardrules.cli.optimizers import load_optimizer
 from shardrules.cli.rules import load_rules
@@ -47,6 +47,8 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
     if args.prove < 0 or (args.microbatches is not None and args.microbatches < 1):
         raise UsageError("--prove and --microbatches must be positive")
+    if args.output is not None:
+        check_writable(args.output)  # before a search of minutes, whose plan would be lost
     hardware = None if args.hardware is None else read_hardware(args.hardware)
     memory_limit = byte_option("--memory-limit", args.memory_limit)
     host_memory = byte_option("--host-memory", args.host_memory)

@@ -21,10 +21,13 @@ class AutoPlanDiff:
     peak_bytes: tuple[int, int]
     host_bytes: tuple[int, int] = (0, 0)
     """What a device has in the memory of its host."""
+    recipe: tuple[str, str] = ("", "")
+    """How the gradient of a training plan is computed."""
 
     def __str__(self) -> str:
+        recipe = f"recipe {' -> '.join(self.recipe)}\n" if self.recipe[0] != self.recipe[1] else ""
         time = " -> ".join(f"{1000 * seconds:.4g} ms" for seconds in self.seconds)
         wire = " -> ".join(map(bytes_text, self.wire_bytes))
         peak = " -> ".join(map(bytes_text, self.peak_bytes))
         host = "\nhost " + " -> ".join(map(bytes_text, self.host_bytes)) if any(self.host_bytes) else ""
-        return f"time {time}\nwire {wire}\nmemory {peak}{host}\n{self.arguments}"
+        return f"{recipe}time {time}\nwire {wire}\nmemory {peak}{host}\n{self.arguments}"

@@ -15,7 +15,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.spec import spec_repr
 from shardrules.planning.graph.machine import has_sheet
 from shardrules.planning.run.call import Call
-from shardrules.planning.solve.proof import MemoryBound
+from shardrules.planning.solve.proof import AT_REST, MemoryBound
 from shardrules.planning.solve.search import Task
 from shardrules.planning.traced.program import TracedProgram
 
@@ -239,4 +239,6 @@ def does_not_fit_text(
         if len(paths) > _SHOWN_PINS:
             shown += f" and {len(paths) - _SHOWN_PINS} more"
         return f"{text}. Without the pins nothing proves that. Pinned: {shown}. Remove the pins that split least"
+    if bound.operation == AT_REST:
+        return f"{text}. Use more devices, or a smaller batch"
     return f"{text}. Use more devices, a smaller batch, or recompute activations (jax.checkpoint)"

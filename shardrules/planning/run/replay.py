@@ -253,7 +253,7 @@ def _difference(planned: Call, called: Call) -> str:
         if differences
         else "the arguments are the same, but what it computes is not"
     )
-    return f"{called.name} differs from the function that was planned: {why}. Call autoplan for this one"
+    return f"{called.name} differs from the function that was planned: {why}. Plan again for this one"
 
 
 def _struct_text(array: jax.ShapeDtypeStruct) -> str:

@@ -54,6 +54,10 @@ class MemoryBound:
     """What it counts, the largest first."""
 
 
+AT_REST = "for its arguments and results"
+"""The moment at which recomputing saves nothing."""
+
+
 def memory_bound(
     program: TracedProgram, machine: Machine, paths: Sequence[str], pinned: Mapping[int, PartitionSpec]
 ) -> MemoryBound:
@@ -71,7 +75,7 @@ def memory_bound(
         if index in pinned and not traced.on_host:
             nbytes = shard_bytes(traced.shape, traced.dtype, pinned[index], sizes)
         arguments[array] = BoundArray(paths[index], nbytes)
-    moments = [("for its arguments and results", [*arguments.values(), *_fresh_results(program, splits)])]
+    moments = [(AT_REST, [*arguments.values(), *_fresh_results(program, splits)])]
     for region in _loops(program):
         lasting = [arguments[array] for array in _read_after(program, region) if array in arguments]
         moments.append((f"at the end of {_loop_text(program, region)}", [*lasting, *_leaving(program, region, splits)]))

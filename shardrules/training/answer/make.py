@@ -302,7 +302,8 @@ def _findings(
             remedy="Raise time_limit",
         )
     yield from _host_findings(search, outcome)
-    yield from machine_findings(planned.mesh, search.problem.options.hardware)
+    cluster = search.problem.cluster
+    yield from machine_findings(planned.mesh, None if cluster.is_assumed else cluster.hardware)
     yield from program_findings(planned.call, planned.task)
 
 

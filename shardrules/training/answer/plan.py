@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.axes import AnyMesh
+from shardrules.core.errors import ConfigError
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.placement.init import filter_init
@@ -135,6 +136,8 @@ class TrainingPlan:
         Of plans that are nearly as fast by the model, those are compiled that differ most. First come those that fit by
         the compiler, by the modelled time of the compiled program. Nothing is run.
         """
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"count must be how many plans to compile, got {count!r}")
         outcomes = plans_to_prove(self._outcomes, count)
         return ranked([prove_outcome(self._problem, outcome) for outcome in outcomes])
 
@@ -144,7 +147,11 @@ class TrainingPlan:
 
     def diff(self, other: "TrainingPlan") -> AutoPlanDiff:
         """Returns what differs in another plan of the same loss, from this one to the other."""
-        return self.planned.diff(other.planned)
+        return attrs.evolve(
+            self.planned.diff(other.planned),
+            peak_bytes=(self.peak_bytes, other.peak_bytes),
+            recipe=(str(self.recipe), str(other.recipe)),
+        )
 
     def __str__(self) -> str:
         return str(self.report)

@@ -43,7 +43,7 @@ def keep_words(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> 
         for kept, count in parts:
             layers = count * problem.unit.run_count // problem.repeats
             words += ["; "] if words else []
-            words += [f"{layers} layers: "] if is_plural else []
+            words += [f"{layers} layer{'s' * (layers != 1)}: "] if is_plural else []
             words += _kept_words(problem, kept, count / problem.repeats)
     return tuple(words) or ("keeps everything",)
 

@@ -62,7 +62,8 @@ class TrainingProblem:
 
     def step_of(self, recipe: Recipe) -> TrainingStep:
         """Returns the step with a recipe."""
-        return attrs.evolve(self.step, recipe=recipe, example_dims=self.loss.split.named_example_dims)
+        dims = self.loss.split.named_example_dims
+        return attrs.evolve(self.step, recipe=recipe, example_dims=dims, planned_batch=self.batch)
 
     @functools.cached_property
     def limit_bytes(self) -> int:
