@@ -89,7 +89,7 @@ class Families:
     weights: frozenset[_Dim]
     """The families of weights."""
     experts: frozenset[_Dim]
-    """Families of weights that matmuls have as batch dims."""
+    """Families of weights that matmuls have as batch dims, or that regions exchange."""
     parameters: frozenset[int]
     """The nodes of arguments that matmuls take, and that have no batch."""
     arguments: frozenset[int]
@@ -135,6 +135,10 @@ class Families:
                     experts.update(
                         dict.fromkeys(roots.get(dim, dim) for dim in split if roots.get(dim, dim) in weights)
                     )
+        for op_index, node in problem.region_nodes.items():
+            exchange = program.operations[op_index].factors.exchange
+            if exchange is not None and roots.get((node, exchange)) in weights:
+                experts[roots[node, exchange]] = None
         return cls(
             problem,
             roots,

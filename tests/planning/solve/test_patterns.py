@@ -111,6 +111,22 @@ def test_experts_are_a_batch_dim_of_weights() -> None:
     assert down == {(-1, -1), (-1, 0), (0, -1), (0, 0)}
 
 
+@sr.region("rows in, rows out, experts in out -> rows out", split="rows", exchange="rows experts")
+def exchanged_experts(x: Any, gates: Any, w: Any, *, axis_name: Any) -> Any:
+    """Rows that are multiplied with all experts, which come by."""
+    whole = jax.lax.all_gather(w, axis_name, tiled=True) if axis_name else w
+    return jnp.einsum("ri,eio->ro", x, whole) * gates
+
+
+def test_experts_are_what_regions_exchange() -> None:
+    def loss(w: Any, router: Any, x: Any) -> Any:
+        return exchanged_experts(x, x @ router, w).mean()
+
+    specs = weighed(GRID, loss, real(8, 64, 64), real(64, 64), real(256, 64))
+    experts, *_ = specs["expert parallel"]
+    assert experts == {(-1, -1), (-1, 0), (0, -1), (0, 0)}
+
+
 def test_kernels_are_gathered_again_for_gradients() -> None:
     planned = sr.autoplan(kernels_step, [real(9, 256, 256)] * 6, real(8, 64, 256), mesh=DATA)
     trials = {trial.origin: trial for trial in planned.result.patterns}
