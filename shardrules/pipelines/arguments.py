@@ -73,6 +73,11 @@ class PipelineCall:
     def _shards(self) -> int:
         return math.prod(self._sizes.get(name, 1) for name in self.settings.batch)
 
+    @property
+    def _has_other_axes(self) -> bool:
+        names = self.settings.axis, *self.settings.batch
+        return any(size > 1 for name, size in self._sizes.items() if name not in names)
+
     def check(self) -> None:
         """Raises one error with all that is wrong."""
         problems = self._axis_problems() + self._presence_problems()
@@ -192,9 +197,14 @@ class PipelineCall:
             first=None if settings.first is None else functions.first,
             loss=None if settings.last is None else functions.last,
             weight=1 / (settings.microbatches * self._shards),
+            in_step=self._has_other_axes,
         )
         schedule = PipelineSchedule(
-            settings.schedule, stages=self._stages, microbatches=settings.microbatches, chunks=settings.chunks
+            settings.schedule,
+            stages=self._stages,
+            microbatches=settings.microbatches,
+            chunks=settings.chunks,
+            in_step=self._has_other_axes,
         )
         return Stages(pipeline, schedule, current_mesh(), settings.batch)
 

@@ -105,3 +105,8 @@ def once_if(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
     """
     rounds = jnp.asarray(condition, jnp.int32)
     return jax.lax.fori_loop(jnp.int32(0), rounds, lambda _, carry: fn(carry), carry)
+
+
+def only_if(condition: Any, arrays: Sequence[Any]) -> Arrays:
+    """The arrays if the condition holds, else zeros."""
+    return [jnp.where(condition, array, jnp.zeros_like(array)) for array in arrays]

@@ -23,13 +23,14 @@ from shardrules.pipelines.leaves import (
     is_float,
     of_floats,
     once_if,
+    only_if,
     put,
     with_floats,
     zeros,
 )
 from shardrules.pipelines.simulate import Phase
 from shardrules.pipelines.stage import Layers
-from shardrules.pipelines.tables import BACKWARD, FORWARD, Tables
+from shardrules.pipelines.tables import BACKWARD, FORWARD, IDLE, Tables
 
 
 @final
@@ -78,6 +79,11 @@ class Pipeline:
     loss: Callable[[Arrays, Arrays, Arrays], Any] | None
     weight: float
     """What the loss of a microbatch counts in the gradients."""
+    in_step: bool
+    """Whether a stage that waits computes what the others do, for nobody.
+
+    Compilers may write collectives into the inside of a stage that wait for all devices of the mesh.
+    """
 
     @property
     def per_chunk(self) -> int:
@@ -105,7 +111,8 @@ class StageRun:
         counts = self.pipeline.counts
         is_even = all(count == self.pipeline.per_chunk for of_stage in counts for count in of_stage)
         of_stage = None if is_even else jnp.asarray(np.array(counts, np.int32))[self.stage]
-        return Layers(self.pipeline.layer, self.operands.layers, self.pipeline.per_chunk, of_stage)
+        pipeline = self.pipeline
+        return Layers(pipeline.layer, self.operands.layers, pipeline.per_chunk, of_stage, pipeline.in_step)
 
     @functools.cached_property
     def _has_backward(self) -> bool:
@@ -126,7 +133,7 @@ class StageRun:
         message = jax.eval_shape(lambda: self._enter(operands.first, at(operands.inputs, 0)))
         shapes = self.layers.kept(message) if self.keeps or self._has_backward else []
         if kept is None and self.keeps:
-            kept = zeros(shapes, self.tables.kept_slots * self.layers.per_chunk)
+            kept = zeros(shapes, (self.tables.kept_slots + self.pipeline.in_step) * self.layers.per_chunk)
         if self._has_backward:
             layers = self.layers.gradients()
             first, last = zeros(floats(operands.first)), zeros(floats(operands.last))
@@ -159,16 +166,19 @@ class StageRun:
             for name, array in columns.items()
         }
         kinds = [set(tables["kind"][turn::turns].flat) for turn in range(turns)]
+        busy = {kind: jnp.asarray((tables["kind"] == kind).any(1)) for kind in (FORWARD, BACKWARD)}
         of_stage = {name: jnp.asarray(array)[:, self.stage] for name, array in tables.items()}
+        for kind, name in ((FORWARD, "goes_forward"), (BACKWARD, "goes_backward")):
+            of_stage[name] = busy[kind] if self.pipeline.in_step else of_stage["kind"] == kind
         rows = {name: array.reshape(rounds, turns) for name, array in of_stage.items()}
 
         def body(state: State, row: dict[str, Any]) -> tuple[State, None]:
             for turn, pairs in enumerate(phase.exchanges):
                 now = {name: array[turn] for name, array in row.items()}
                 if FORWARD in kinds[turn]:
-                    state = once_if(now["kind"] == FORWARD, functools.partial(self._forward, now), state)
+                    state = once_if(now["goes_forward"], functools.partial(self._forward, now), state)
                 if BACKWARD in kinds[turn]:
-                    state = once_if(now["kind"] == BACKWARD, functools.partial(self._backward, now), state)
+                    state = once_if(now["goes_backward"], functools.partial(self._backward, now), state)
                 if pairs:
                     state = self._exchange(state, pairs, now["arrival"], floats_only=FORWARD not in kinds[turn])
             return state, None
@@ -188,14 +198,18 @@ class StageRun:
         return inputs if self.pipeline.first is None else self.pipeline.first(params, inputs)
 
     def _is_first(self, row: dict[str, Any]) -> Any:
-        return (self.stage == 0) & (row["chunk"] == 0)
+        return (self.stage == 0) & (row["chunk"] == 0) & (row["kind"] != IDLE)
 
     def _is_last(self, row: dict[str, Any]) -> Any:
-        return (self.stage == self.pipeline.stages - 1) & (row["chunk"] == self.pipeline.chunks - 1)
+        return (
+            (self.stage == self.pipeline.stages - 1)
+            & (row["chunk"] == self.pipeline.chunks - 1)
+            & (row["kind"] != IDLE)
+        )
 
     def _forward(self, row: dict[str, Any], state: State) -> State:
         operands, loss = self.operands, self.pipeline.loss
-        x = lax.cond(
+        x = self._either(
             self._is_first(row),
             lambda: self._enter(operands.first, at(operands.inputs, row["microbatch"])),
             lambda: at(state.messages, row["source"]),
@@ -208,33 +222,48 @@ class StageRun:
         if self._has_backward:
             return state._replace(messages=put(state.messages, y, row["turning"]))
         targets = at(operands.targets, row["microbatch"])
-        value = lax.cond(
-            self._is_last(row), lambda: loss(operands.last, y, targets), lambda: jnp.zeros((), state.loss.dtype)
+        (value,) = self._either(
+            self._is_last(row), lambda: [loss(operands.last, y, targets)], lambda: [jnp.zeros((), state.loss.dtype)]
         )
         return state._replace(loss=state.loss + value)
+
+    def _either(self, condition: Any, fn: Callable[[], Arrays], other: Callable[[], Arrays]) -> Arrays:
+        """What one of two functions returns; in step both are computed."""
+        if not self.pipeline.in_step:
+            return lax.cond(condition, fn, other)
+        return [jnp.where(condition, *pair) for pair in zip(fn(), other(), strict=True)]
+
+    def _once_if(self, condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
+        """A function of a carry, which adds nothing where it is computed in step for nobody."""
+        return fn(carry) if self.pipeline.in_step else once_if(condition, fn, carry)
 
     def _backward(self, row: dict[str, Any], state: State) -> State:
         message = at(state.messages, row["source"])
         turn = functools.partial(self._turn, message, row)
-        cotangent, state = once_if(self._is_last(row), turn, (floats(message), state))
+        cotangent, state = self._once_if(self._is_last(row), turn, (floats(message), state))
         assert state.kept is not None
         cotangent, gradients = self.layers.backward(
-            cotangent, row["chunk"], state.kept, row["kept"], state.layer_gradients
+            cotangent, row["chunk"], state.kept, row["kept"], state.layer_gradients, row["kind"] == BACKWARD
         )
         state = state._replace(outbox=with_floats(state.outbox, cotangent), layer_gradients=gradients)
         if not state.first_gradients and not state.input_gradients:
             return state
-        return once_if(self._is_first(row), functools.partial(self._leave, cotangent, row), state)
+        return self._once_if(self._is_first(row), functools.partial(self._leave, cotangent, row), state)
 
     def _turn(self, y: Arrays, row: dict[str, Any], carry: tuple[Arrays, State]) -> tuple[Arrays, State]:
         """The cotangent of the output of the last layer."""
         operands, loss, state = self.operands, self.pipeline.loss, carry[1]
         if loss is None:
-            return at(operands.cotangents, row["microbatch"]), state
+            rows = at(operands.cotangents, row["microbatch"])
+            return self._either(self._is_last(row), lambda: rows, lambda: carry[0]), state
         targets = at(operands.targets, row["microbatch"])
         function, arrays = of_floats(loss, operands.last, y, targets)
         value, pull = jax.vjp(function, *arrays)
         of_last, cotangent, of_targets = pull(jnp.full_like(value, self.pipeline.weight))
+        if self.pipeline.in_step:
+            is_last = self._is_last(row)
+            of_last, of_targets, (value,) = (only_if(is_last, arrays) for arrays in (of_last, of_targets, [value]))
+            cotangent = [jnp.where(is_last, *pair) for pair in zip(cotangent, carry[0], strict=True)]
         return cotangent, state._replace(
             loss=state.loss + value,
             last_gradients=add(state.last_gradients, of_last),
@@ -247,6 +276,8 @@ class StageRun:
         function, arrays = of_floats(self._enter, operands.first, at(operands.inputs, row["microbatch"]))
         _, pull = jax.vjp(lambda params, inputs: floats(function(params, inputs)), *arrays)
         of_first, of_inputs = pull(cotangent)
+        if self.pipeline.in_step:
+            of_first, of_inputs = (only_if(self._is_first(row), arrays) for arrays in (of_first, of_inputs))
         return state._replace(
             first_gradients=add(state.first_gradients, of_first),
             input_gradients=add_at(state.input_gradients, of_inputs, row["microbatch"]),

@@ -41,6 +41,9 @@ class PipelineSchedule:
     - `stages`: how many stages there are, at least 2.
     - `microbatches`: how many microbatches there are.
     - `chunks`: how many groups of layers a stage has.
+    - `in_step`: whether all stages compute forward in the same ticks, and backward in those between, as they do with
+        chunks. `shardrules.pipeline` does so on a mesh with other axes than those of stages and the batch. Stages then
+        keep what they keep with chunks.
 
     **Raises:**
 
@@ -60,6 +63,7 @@ class PipelineSchedule:
     stages: int = attrs.field(kw_only=True)
     microbatches: int = attrs.field(kw_only=True)
     chunks: int = attrs.field(kw_only=True, default=1)
+    in_step: bool = attrs.field(kw_only=True, default=False)
     phases: tuple[Phase, ...] = attrs.field(init=False, eq=False)
     """The ticks, in phases that differ in who exchanges with whom."""
 
@@ -98,13 +102,20 @@ class PipelineSchedule:
         """Draws who computes what when, with the times `forward`, `backward` and `send` that `simulate` takes."""
         return picture(self.simulate(forward, backward, send), str(self).splitlines()[0])
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether all stages compute in the same direction in a tick."""
+        return self.in_step or self.chunks > 1
+
     def forward_only(self) -> "tuple[Phase, ...]":
         """The phases of a pass without gradients."""
         return (_forward_phase(self),)
 
     def __repr__(self) -> str:
         chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
-        return f"PipelineSchedule({self.name!r}, stages={self.stages}, microbatches={self.microbatches}{chunks})"
+        in_step = ", in_step=True" if self.in_step else ""
+        sizes = f"stages={self.stages}, microbatches={self.microbatches}"
+        return f"PipelineSchedule({self.name!r}, {sizes}{chunks}{in_step})"
 
     def __str__(self) -> str:
         # A chunk is computed forward in one column and backward in two.
@@ -183,14 +194,14 @@ def _one_forward_one_backward(schedule: PipelineSchedule) -> tuple[Phase, ...]:
     passes = {}
     for microbatch, chunk, forward, backward in _slots(schedule):
         for stage in range(stages):
-            if chunks == 1:
+            if not schedule.takes_turns:
                 ticks = stage + 2 * forward, 2 * stages - 1 - stage + 2 * backward
             else:  # after a turn through all chunks, and back through as many stages
                 ticks = 2 * (stage + forward), 2 * ((chunks + 1) * stages - 2 - stage + backward) + 1
             for tick, is_backward in zip(ticks, (False, True), strict=True):
                 passes[tick, stage] = StagePass(is_backward, microbatch, chunk)
     ahead, back = _pairs(stages, chunks, 1), _pairs(stages, chunks, -1)
-    if chunks == 1:
+    if not schedule.takes_turns:
         exchanges = [
             (*(pair for pair in ahead if pair[0] % 2 == parity), *(pair for pair in back if pair[1] % 2 == parity))
             for parity in range(2)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from shardrules.pipelines.leaves import Arrays, add_at, at, floats, is_key, of_floats, once_if, put, zeros
+from shardrules.pipelines.leaves import Arrays, add_at, at, floats, is_key, of_floats, once_if, only_if, put, zeros
 
 
 @final
@@ -56,6 +56,8 @@ class Layers:
     per_chunk: int
     counts: Any
     """How many layers each chunk has, where these differ, else `None`."""
+    in_step: bool = False
+    """Whether layers that a chunk does not have are computed, too, for nobody."""
     _treedef: Any = None
     _sources: list[_Source] = attrs.field(factory=list)
 
@@ -78,9 +80,9 @@ class Layers:
         return self._loop(chunk, body, (x, buffers), is_backward=False)
 
     def backward(
-        self, cotangent: Arrays, chunk: Any, buffers: Arrays, slot: Any, gradients: Arrays
+        self, cotangent: Arrays, chunk: Any, buffers: Arrays, slot: Any, gradients: Arrays, counts: Any = True
     ) -> tuple[Arrays, Arrays]:
-        """The cotangent of the input of a chunk, and the gradients with those of its layers."""
+        """The cotangent of the input of a chunk, and the gradients with those of its layers, if these count."""
 
         def body(index: Any, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             cotangent, gradients = carry
@@ -88,6 +90,8 @@ class Layers:
             of_params, of_x = self._backward(
                 at(self.params, layer), at(buffers, slot * self.per_chunk + index), cotangent
             )
+            is_layer = True if self.counts is None else index < self.counts[chunk]
+            of_params = only_if(counts & is_layer, of_params) if self.in_step else of_params
             return of_x, add_at(gradients, of_params, layer)
 
         return self._loop(chunk, body, (cotangent, gradients), is_backward=True)
@@ -99,6 +103,12 @@ class Layers:
             index = last - position if is_backward else position
             if self.counts is None:
                 return body(index, carry), None
+            if self.in_step:
+                is_layer, following = index < self.counts[chunk], body(index, carry)
+                return (
+                    [jnp.where(is_layer, *pair) for pair in zip(following[0], carry[0], strict=True)],
+                    following[1],
+                ), None
             return once_if(index < self.counts[chunk], lambda carry: body(index, carry), carry), None
 
         return lax.scan(step, carry, jnp.arange(self.per_chunk, dtype=jnp.int32))[0]

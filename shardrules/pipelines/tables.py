@@ -45,7 +45,7 @@ class Tables:
 
 
 def tables(phases: Sequence[Phase], stages: int, chunks: int) -> Tables:
-    """Allocates the slots of a schedule. Behind those of messages there is one for what nobody reads."""
+    """Allocates the slots of a schedule. Behind those of each kind there is one for what nobody reads."""
     rows = [row for phase in phases for row in phase.ticks]
     when = {(stage, work): tick for tick, row in enumerate(rows) for stage, work in enumerate(row) if work is not None}
     messages: dict[_Span, tuple[tuple[int, int], tuple[int, int], bool]] = {}
@@ -64,7 +64,7 @@ def tables(phases: Sequence[Phase], stages: int, chunks: int) -> Tables:
     source, arrival, turning = (np.full(shape, message_count, np.int32) for _ in range(3))
     for span, (writer, reader, is_turn) in messages.items():
         (turning if is_turn else arrival)[writer] = source[reader] = message_slots[span]
-    kept_table = np.zeros(shape, np.int32)
+    kept_table = np.full(shape, kept_count, np.int32)
     for span, ends in kept.items():
         for end in ends:
             kept_table[end] = kept_slots[span]

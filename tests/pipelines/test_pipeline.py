@@ -5,7 +5,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, ConfigTypeError
@@ -43,6 +45,38 @@ def test_schedules_equal_the_model(text: str, schedule: Any, chunks: int, inside
 def test_uneven_layers_equal_the_model(inside: bool) -> None:
     assert_equal(pipelined(inside, microbatches=4, schedule="1f1b"), mesh("stage:4"), layers=6)
     assert_equal(pipelined(inside, microbatches=2, cut=(1, 3, 2, 0)), mesh("stage:4,data:2"), layers=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_compilers_may_communicate_inside_of_uneven_stages(schedule: Any) -> None:
+    """Rows that are shifted go to other devices of a stage, by a collective that waits for the whole mesh."""
+
+    def layer(params: Any, x: Any) -> Any:
+        x = (
+            jax.lax.with_sharding_constraint(jnp.tanh(x @ params), P("rows", "columns"))
+            if is_split
+            else jnp.tanh(x @ params)
+        )
+        x = jax.lax.with_sharding_constraint(x, P("columns", "rows")) if is_split else x
+        return jnp.roll(x, 1, axis=0) + x
+
+    def squares(head: Any, y: Any, targets: Any) -> Any:
+        return jnp.mean((y @ head - targets) ** 2)
+
+    run = sr.pipeline(layer, axis="stage", microbatches=4, schedule=schedule, last=squares)
+    gradient = jax.grad(lambda params, head, x: run(params, x, x, last=head), (0, 1, 2))
+    is_split = False
+    with jax.enable_x64(True):
+        arrays = jnp.linspace(-1, 1, 320).reshape(5, 8, 8), jnp.eye(8) + 0.1, jnp.linspace(0, 1, 256).reshape(32, 8)
+        expected = gradient(*arrays)
+        is_split = True
+        with jax.set_mesh(mesh("stage:2,rows:2,columns:2")):
+            compiled = jax.jit(gradient).lower(*arrays).compile()
+            results = compiled(*arrays)
+    assert "collective-permute" in compiled.as_text()
+    for result, reference in zip(map(np.asarray, results), map(np.asarray, expected), strict=True):
+        np.testing.assert_allclose(result, reference, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

@@ -23,7 +23,9 @@ SCHEDULES: tuple[tuple[Any, int], ...] = (("gpipe", 1), ("1f1b", 2), ("1f1b", 1)
 def test_bubbles_are_the_closed_form(name: Any) -> None:
     for stages, chunks, microbatches in SHAPES:
         schedule = PipelineSchedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+        in_step = PipelineSchedule(name, stages=stages, microbatches=microbatches, chunks=chunks, in_step=True)
         bubble = (stages - 1) / (chunks * microbatches + stages - 1)
+        assert in_step.simulate(1.0, 1.7).bubble == pytest.approx(bubble)
         assert schedule.bubble == pytest.approx(bubble)
         assert schedule.simulate(1.0, 1.7).bubble == pytest.approx(bubble)
 
