@@ -99,6 +99,11 @@ class PipelineCall:
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         if any(types.get(name) == AxisType.Manual for name in names):
             problems.append("it is called inside a jax.shard_map over its axes; call it outside")
+        explicit = [name for name, kind in types.items() if kind == AxisType.Explicit]
+        if explicit and self._stages > 1:
+            problems.append(
+                f"the mesh has Explicit axes, {', '.join(explicit)}; make one of Auto axes, as sr.create_mesh does"
+            )
         return problems
 
     def _presence_problems(self) -> list[str]:

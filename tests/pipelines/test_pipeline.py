@@ -98,6 +98,9 @@ def test_all_that_is_wrong_is_listed() -> None:
     )
     with jax.set_mesh(mesh("stage:8")), pytest.raises(ConfigError, match=wrong):
         run(jnp.ones((6, 4, 4)), jnp.ones((32, 4)), jnp.ones(32), first=1)
+    run = sr.pipeline(jnp.dot, axis="stage", microbatches=4)
+    with jax.set_mesh(jax.make_mesh((8,), ("stage",))), pytest.raises(ConfigError, match="Explicit axes, stage; make"):
+        run(jnp.ones((8, 4, 4)), jnp.ones((32, 4)))
 
 
 def test_functions_are_held_to_what_they_return() -> None:
