@@ -1,0 +1,1 @@
+"""Two mixtures of experts, as users write them and as experts write them by hand."""
