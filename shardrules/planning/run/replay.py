@@ -23,6 +23,7 @@ from shardrules.placement.transfer import put_some, put_unplaced
 from shardrules.planning.graph.problem import Problem
 from shardrules.planning.run.call import HOST_MEMORY, Call, auto_mesh, axis_names_of, read_call, struct
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
+from shardrules.planning.traced.order import has_many_chains
 from shardrules.planning.traced.program import is_on_host
 
 _XLA_MEMORY = 0.8
@@ -172,7 +173,8 @@ class PlannedFunction:
         arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no such number
         is near the limit. Where the plan is, XLA is given nothing, so that it saves memory wherever it can: with a
         little less than it needs, it takes more than without a limit. It would also compute much twice to get there,
-        which is turned off, unless `XLA_FLAGS` turns off other passes: the option would replace that.
+        which is turned off, unless `XLA_FLAGS` turns off other passes: the option would replace that. Of functions with
+        several chains of matmuls it would run all at once, which takes more memory, so they are left alone.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}
@@ -198,7 +200,8 @@ class PlannedFunction:
         most = math.floor(_MOST_OF_LIMIT * (self.memory_limit - argument_bytes) / unit)
         least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / unit)
         is_near = NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit
-        if most < min(least, _COARSE) and is_near and _DISABLED_PASSES not in os.environ.get("XLA_FLAGS", ""):
+        is_free = _DISABLED_PASSES not in os.environ.get("XLA_FLAGS", "")
+        if most < min(least, _COARSE) and is_near and is_free and not has_many_chains(program):
             return {_LIMIT_OPTION: 0, _DISABLED_PASSES: "rematerialization"}
         percent = max(1, most, least)
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}

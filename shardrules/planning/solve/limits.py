@@ -27,10 +27,10 @@ def search_within(
 ) -> SearchResult:
     """Finds the best choice that fits; `met` is as `Task.within` takes it."""
     cost, tight = task.problem.cost, task.tight()
-    result = task.within(limit_bytes, deadline, met)
+    result = _as_compiled(task, task.within(limit_bytes, deadline, met), limit_bytes)
     if tight is task:
         return result
-    peak = tight.occupancy.peak
+    peak = tight.compiled_peak
     saving = [trial.choice for trial in result.candidates if peak(trial.choice) <= limit_bytes]
     if not saving:
         return result
@@ -42,10 +42,21 @@ def search_within(
         other = attrs.evolve(tight.with_choice(result, saving[0]), fits=True)
     else:
         other = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
+        other = _as_compiled(tight, other, limit_bytes)
         other = attrs.evolve(_with_room(task, other, limit_bytes), seconds=result.seconds + other.seconds)
     if fits and cost(result.choice) <= _SLOW * cost(other.choice):
         return attrs.evolve(result, seconds=other.seconds)
     return attrs.evolve(other, is_tight=True)
+
+
+def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
+    """Returns the cheapest choice that fits, also where it does only since compilers put off less than they might."""
+    for trial in result.candidates:
+        if result.fits and trial.cost >= task.problem.cost(result.choice):
+            break
+        if task.compiled_peak(trial.choice) <= limit_bytes:
+            return attrs.evolve(task.with_choice(result, trial.choice), fits=True)
+    return result
 
 
 def _with_room(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:

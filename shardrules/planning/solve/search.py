@@ -120,11 +120,15 @@ class Task:
         many = _MANY * self.late_matmul_count
         if count <= many and sum(move.seconds * move.count for move in between) <= _BUSY * computing:
             return peak
-        stays = Occupancy.of(self.problem, program_order(self.problem.program))
-        as_written = attrs.evolve(self.occupancy, stays=stays.stays, copies=stays.copies)
-        least = as_written.peak(choice)
+        least = self.as_written.peak(choice)
         left = _PUT_OFF_BUSY * min(1.0, many / count)
         return least + left * (peak - least) if least < peak else peak
+
+    @functools.cached_property
+    def as_written(self) -> Occupancy:
+        """What is in memory if nothing is put off."""
+        stays = Occupancy.of(self.problem, program_order(self.problem.program))
+        return attrs.evolve(self.occupancy, stays=stays.stays, copies=stays.copies)
 
     @functools.cached_property
     def late_matmul_count(self) -> int:

@@ -9,6 +9,7 @@ so that probabilities, scores and the gradients of both are in memory together. 
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import final
@@ -41,10 +42,16 @@ def late_matmul_count(program: TracedProgram) -> int:
     count = 0
     for loop in (0, *order.loops):
         items = _Items.of(order, loop)
-        matmuls = items.matmuls()
-        last = items.late(items.waiting(matmuls))
-        count += program.regions[loop].run_count * sum(item in last for item in matmuls)
+        last, _ = items.put_off()
+        count += program.regions[loop].run_count * sum(item in last for item in items.matmuls)
     return count
+
+
+def has_many_chains(program: TracedProgram) -> bool:
+    """Whether chains of matmuls, such as the gradients of two towers, end before others begin that do not need them."""
+    items = _Items.of(_Order(program), 0)
+    _, late = items.put_off()
+    return bool(items.breaks([item for item in items.matmuls if item not in late]))
 
 
 @final
@@ -70,12 +77,10 @@ class _Order:
     def of_region(self, loop: int) -> list[int]:
         """The operations of a loop, with those of the loops inside of it, in order."""
         items = _Items.of(self, loop)
-        matmuls = items.matmuls()
-        last = items.late(items.waiting(matmuls))
-        late = items.late(items.waiting([item for item in matmuls if item not in last]))
-        chains = items.chains([item for item in matmuls if item not in late])
+        last, late = items.put_off()
+        chains = items.chains([item for item in items.matmuls if item not in late])
         ordered = sorted(items.heads, key=lambda item: (chains[item], (item in late) + (item in last)))
-        return [op_index for item in items.soon(ordered, matmuls) for op_index in items.inner(item)]
+        return [op_index for item in items.soon(ordered) for op_index in items.inner(item)]
 
 
 @final
@@ -123,10 +128,16 @@ class _Items:
                     items.append(other)
         return items
 
+    @functools.cached_property
     def matmuls(self) -> list[int]:
         """The items that multiply."""
         operations = self.order.program.operations
         return list(dict.fromkeys(item for op_index, item in self.item_of.items() if operations[op_index].flops))
+
+    def put_off(self) -> tuple[dict[int, None], dict[int, None]]:
+        """The items that come last, and all that come late, these among them."""
+        last = self.late(self.waiting(self.matmuls))
+        return last, self.late(self.waiting([item for item in self.matmuls if item not in last]))
 
     def waiting(self, matmuls: Sequence[int]) -> dict[int, None]:
         """The items that any of these matmuls needs, directly or through other items."""
@@ -146,16 +157,20 @@ class _Items:
                     waiting[self.item_of[op_index]] = None
         return waiting
 
-    def chains(self, matmuls: Sequence[int]) -> dict[int, int]:
-        """For each item the index of its chain. One ends at a matmul that none of these needs, if another follows."""
+    def breaks(self, matmuls: Sequence[int]) -> list[tuple[int, int]]:
+        """The ends of chains, which none of these matmuls needs, each with the first matmul of the next chain."""
         multiplying = frozenset(matmuls)
         needed: dict[int, bool] = {}
         for op_index in sorted(self.item_of, reverse=True):
-            item = self.item_of[op_index]
-            users = self.users(op_index)
+            item, users = self.item_of[op_index], self.users(op_index)
             needed[item] = needed.get(item, False) or any(
                 user in multiplying or needed.get(user, False) for user in users
             )
+        return [(end, start) for end, start in itertools.pairwise(matmuls) if not needed[end]]
+
+    def chains(self, matmuls: Sequence[int]) -> dict[int, int]:
+        """For each item the index of the chain that it belongs to."""
+        multiplying, breaks = frozenset(matmuls), self.breaks(matmuls)
         # For each item the last of these matmuls that it is computed from.
         sources: dict[int, int] = {}
         for op_index in sorted(self.item_of):
@@ -163,9 +178,8 @@ class _Items:
             source = item if item in multiplying else sources.get(item, -1)
             for user in self.users(op_index):
                 sources[user] = max(sources.get(user, -1), source)
-        breaks = [(end, start) for end, start in itertools.pairwise(matmuls) if not needed[end]]
         chains: dict[int, int] = {}
-        for item in sorted(self.heads):
+        for item in self.heads:
             index = bisect.bisect_right(breaks, item, key=lambda pair: pair[1])
             # Between the end of a chain and the first matmul of the next may be gradients of weights of both.
             end, start = breaks[index] if index < len(breaks) else (item, item)
@@ -173,9 +187,9 @@ class _Items:
             chains[item] = index + is_next
         return chains
 
-    def soon(self, ordered: Sequence[int], matmuls: Sequence[int]) -> list[int]:
+    def soon(self, ordered: Sequence[int]) -> list[int]:
         """Moves what no matmul needs, such as the update of a parameter, to right after what it is computed from."""
-        needed = self.waiting(matmuls)
+        needed = self.waiting(self.matmuls)
         moved = [item for item in ordered if item not in needed and self.is_movable(item)]
         producers = {item: self.producers(item) for item in moved}
         # What is computed from arguments alone, such as the rate of learning, can run as soon as something takes it.

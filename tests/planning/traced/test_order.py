@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardrules.planning.traced.order import late_matmul_count, late_order, program_order
+from shardrules.planning.traced.order import has_many_chains, late_matmul_count, late_order, program_order
 from shardrules.planning.traced.program import TracedProgram, read_jaxpr
 
 W = [jnp.ones((16, 16))] * 3
@@ -47,7 +47,9 @@ def test_chains_that_do_not_need_each_other_end_with_their_own_gradients_of_weig
         first, second = (loss(w, x) for w, x in zip(ws, xs, strict=True))
         return first * second
 
+    assert not has_many_chains(read(jax.grad(loss), W, X))
     program = read(jax.grad(towers), [W, [jnp.ones((12, 12))] * 3], [X, jnp.ones((5, 12))])
+    assert has_many_chains(program)
     backward = matmuls(program, late_order(program))[6:]
     assert backward == [(5, 12)] * 2 + [(12, 12)] * 3 + [(8, 16)] * 2 + [(16, 16)] * 3
 
