@@ -202,6 +202,11 @@ def test_pins_that_do_not_divide_are_refused() -> None:
         sr.autoplan(loss, {"up": real(6, 16), "down": real(16, 6)}, real(8, 6), mesh=DATA, pins=pins)
 
 
+def test_pins_that_match_nothing_are_refused() -> None:
+    with pytest.raises(sr.errors.ConfigError, match="pins match no array: paths begin with the index of the argument"):
+        sr.autoplan(jnp.tanh, jnp.ones((8, 8)), mesh=DATA, pins=sr.RegexShardingRule([(r"^weights$", P("data"))]))
+
+
 def test_pins_must_be_rules() -> None:
     with pytest.raises(sr.errors.RuleTypeError, match="pins must be a rule"):
         sr.autoplan(loss, {"up": real(8, 16), "down": real(16, 8)}, real(8, 8), mesh=DATA, pins=P("data"))  # pyright: ignore[reportArgumentType]

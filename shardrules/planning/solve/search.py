@@ -215,16 +215,20 @@ class Task:
 
     def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
         """Adds the best choice of each pattern that experts would write."""
+        has_fitted = False
         for pattern in patterns(self.problem):
             # Without any time, those that are simple are weighed until one fits.
-            if deadline.is_over and (trials.best is not None or not pattern.is_simple):
+            if deadline.is_over and (has_fitted or not pattern.is_simple):
                 continue
             problem = restrict(self.problem, pattern.keep)
             messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
             messages.settle(_PATTERN_SWEEPS, deadline)
             trial = trials.add(_whole_indices(pattern.keep, messages.decoded()), pattern.name)
             if not np.isfinite(trial.cost) and not deadline.is_over:
-                trials.add(_whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name)
+                trial = trials.add(
+                    _whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name
+                )
+            has_fitted = has_fitted or (np.isfinite(trial.cost) and trials.fits(trial))
 
     def _closed(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
         """Searches the layouts that may be part of something better exactly, or the most promising of them."""

@@ -22,6 +22,8 @@ _FORMAT = 1
 _SHOWN_CANDIDATES = 24
 """How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
 
+_HARDLY = 0.005
+"""The part of a time that is not worth a word: with three digits, both often print the same."""
 
 _LONGEST_REASON = 100
 """How many characters of why a candidate was refused are printed. Doubled, tables wrap; `candidates` has it all."""
@@ -177,7 +179,8 @@ class TrainingPlanReport:
     def _speed_text(self) -> str:
         tokens = f", {self.tokens / self.cost:,.0f} tokens/s" if self.tokens and self.cost else ""
         speed = f"{self.examples_per_second:,.4g} examples/s{tokens}"
-        return f"{seconds_text(self.cost)} a step, {speed}, {100 * self.mfu:.0f} % MFU"
+        overlap = " if nothing overlaps" if self.time.seconds < (1 - _HARDLY) * self.cost else ""
+        return f"{seconds_text(self.cost)} a step{overlap}, {speed}, {100 * self.mfu:.0f} % MFU"
 
     def _batch_text(self) -> str:
         text = f"{self.examples} examples"
@@ -206,7 +209,9 @@ class TrainingPlanReport:
         time = self.time
         sent, exposed = seconds_text(time.communication_seconds), seconds_text(time.exposed_seconds)
         copies = f", host {seconds_text(time.copy_seconds)}" if time.copy_seconds else ""
-        return f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed){copies}"
+        parts = f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed){copies}"
+        is_hidden = time.seconds < (1 - _HARDLY) * self.cost
+        return f"{parts}: {seconds_text(time.seconds)} where that overlaps" if is_hidden else parts
 
     def _limit_text(self) -> str:
         """Says what the time of a step goes to."""
