@@ -235,10 +235,15 @@ def _takes_array(choice: Any) -> bool:
     return True
 
 
+def states_of(tree: Any) -> list[Any]:
+    """Returns every `eqx.nn.State` of a tree."""
+    return [node for node in jtu.tree_leaves(tree, is_leaf=_is_state) if _is_state(node)]
+
+
 def _with_new_state(model: Any, aux: Any) -> Any:
     """Returns a model with the `eqx.nn.State` that aux has, if it has one, in the place of its own."""
     nodes, treedef = jtu.tree_flatten(model, is_leaf=_is_state)
-    states = [node for node in jtu.tree_leaves(aux, is_leaf=_is_state) if _is_state(node)]
+    states = states_of(aux)
     old = [index for index, node in enumerate(nodes) if _is_state(node)]
     if not states or not old:
         return model

@@ -180,3 +180,16 @@ def test_planned_steps_train_as_plain_steps(name: str, microbatches: int) -> Non
                 np.testing.assert_allclose(first, second, rtol=tolerance, atol=tolerance)
             else:
                 assert leaf == other
+
+
+def test_a_state_that_the_loss_does_not_return_is_warned_of() -> None:
+    def evaluated(model: Any, batch: Any) -> jax.Array:
+        return counted(model, batch)[0]
+
+    model = eqx.nn.make_with_state(Counted)()
+    plans = [
+        sr.plan_training(loss, model, optax.sgd(0.1), (X, Y), cluster=sr.mesh_shape("data:2"), has_aux=has_aux)
+        for loss, has_aux in ((evaluated, False), (counted, True))
+    ]
+    codes = [[finding.code for finding in plan.report.findings] for plan in plans]
+    assert ["state-not-returned" in each for each in codes] == [True, False]

@@ -25,7 +25,7 @@ from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
-from shardrules.training.step import Recipe
+from shardrules.training.step import Recipe, states_of
 
 _MOST_SEARCHES = 3
 """How often plans are searched for, with more room each time that none fits once it is compiled. The second search
@@ -300,6 +300,15 @@ def _findings(
             "time-is-up",
             f"the search was not done after time_limit={planned.time_limit:.3g} s: another run may find another plan",
             remedy="Raise time_limit",
+        )
+    aux_tree = search.problem.loss.aux_tree
+    if states_of(search.problem.model) and not states_of(aux_tree.unflatten([None] * aux_tree.num_leaves)):
+        yield Finding(
+            "warning",
+            "state-not-returned",
+            "the model has an eqx.nn.State and the loss returns none: what layers write to it, such as running means, "
+            "is lost",
+            remedy="Return the loss and the new state, and pass has_aux=True",
         )
     yield from _host_findings(search, outcome)
     cluster = search.problem.cluster
