@@ -1,10 +1,13 @@
 """Every test process has 8 virtual CPU devices. With fewer the run ends at once: a skipped test proves nothing."""
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.quick import QUICK_FLAGS
 
 DEVICES = 8
 
@@ -13,7 +16,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # LLVM's passes would take more time than most tests, and do not depend on shardings. Tests that compare bits take the
 # fixture `optimized`.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES}", QUICK_FLAGS]
+).strip()
 
 settings.register_profile(
     "shardrules",
@@ -47,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for index, item in enumerate(group):
             if index not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Takes thousands of tests out of the garbage collector's sight: it would visit each of them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

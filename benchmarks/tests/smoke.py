@@ -6,19 +6,24 @@ import sys
 from pathlib import Path
 
 import shardrules as sr
+from tests.quick import QUICK_FLAGS
 
 BENCHMARKS = Path(__file__).parents[1]
 
 
 def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on CPUs, with the shardrules that the tests import, installed or not."""
-    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    settings = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(sr.__file__).parents[1])}
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "XLA_FLAGS": QUICK_FLAGS,
+        "PYTHONPATH": str(Path(sr.__file__).parents[1]),
+    }
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / script), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**inherited, **settings, **variables},
+        env={**os.environ, **settings, **variables},
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.forks import run_forks
 from tests.house.source import REPOSITORY
+from tests.quick import QUICK_FLAGS
 
 EXAMPLES = REPOSITORY / "docs" / "examples"
 GPT = f"{EXAMPLES}/train_gpt.py:GPT"
@@ -23,7 +24,7 @@ def environment(*without: str, **more: str) -> dict[str, str]:
     """The environment of a command: the tests' own, without variables that tests set and without `without`."""
     removed = ("XLA_FLAGS", "JAX_PLATFORMS", "NO_COLOR", "FORCE_COLOR", "COLUMNS", *without)
     kept = {name: value for name, value in os.environ.items() if name not in removed}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), **more}
+    return {**kept, "XLA_FLAGS": QUICK_FLAGS, "PYTHONPATH": str(REPOSITORY), **more}
 
 
 def shardrules(

@@ -28,6 +28,7 @@ from tests.house.source import (
     shardrules_source,
     string_of,
 )
+from tests.quick import QUICK_FLAGS
 
 SCOPE: dict[str, Any] = {"sr": sr, "P": P, "jax": jax, "jnp": jnp, "np": np, "eqx": eqx}
 """What an example in a docstring may use without importing it. The Start page shows these imports."""
@@ -96,8 +97,8 @@ def test_page_runs_where_there_is_one_device(page: Path) -> None:
     """As a reader runs it: in an interpreter of its own, on a machine with one CPU device."""
     code = "import sys; from pathlib import Path; from tests.house.pages import run_blocks; "
     code += "run_blocks(Path(sys.argv[1]).read_text(), sys.argv[1], {})"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, **settings}
     (ended,) = run_forks(code, [[str(page)]], env=environment, cwd=Path.cwd(), timeout=300)
     assert ended.code == 0, ended.err[-2000:]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.forks import Ended, run_forks
 from tests.house.source import REPOSITORY
+from tests.quick import QUICK_FLAGS
 
 PRELUDE = """
 import faulthandler, jax, os, sys, time
@@ -37,7 +38,7 @@ def run_processes(code: str, *, processes: int, devices: int, timeout: float = 1
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_FLAGS}",
         "PYTHONPATH": str(REPOSITORY),
     }
     text = f"exec({PRELUDE!r})\n" + textwrap.dedent(code).lstrip("\n")

@@ -19,6 +19,7 @@ from tests.house.source import REPOSITORY
 from tests.mesh.cluster import PRELUDE, free_port, run_processes
 from tests.mesh.test_processes import printed_lines
 from tests.placement.checkpoints.states import State, facts, like_state, make_state, place
+from tests.quick import QUICK_FLAGS
 
 PROCESSES = pytest.mark.parametrize("processes", [2, 4])
 EACH_FORMAT = pytest.mark.parametrize(("name", "processes"), [("safetensors", 4), ("orbax", 2), ("equinox", 4)])
@@ -172,7 +173,7 @@ def kill_while_saving(code: str, processes: int, delay: float) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes} {QUICK_FLAGS}",
         "PYTHONPATH": str(REPOSITORY),
     }
     port = str(free_port())
