@@ -115,7 +115,15 @@ def test_every_rule_splits_something_somewhere() -> None:
 
 # ---- a rule, a mesh and a tree ----
 
-PAIRS = pytest.mark.parametrize(("rule", "tree"), list(itertools.product(RULES, TREES)))
+# Each rule meets a third of the trees, and each tree a third of the rules.
+PAIRS = pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        (rule, tree)
+        for (row, rule), (column, tree) in itertools.product(enumerate(RULES), enumerate(TREES))
+        if (row + column) % 3 == 0
+    ],
+)
 
 
 @pytest.mark.sample(150)
@@ -154,7 +162,8 @@ def test_plans_obey_the_laws(rule: str, tree: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_apply_gives_the_specs_of_the_plan(rule: str) -> None:
     how = RULES[rule]()
-    for name, tree in itertools.product(("cube", "devices_auto", "devices_explicit", "devices_mixed"), TREES):
+    meshes = itertools.cycle(("cube", "devices_auto", "devices_explicit", "devices_mixed"))
+    for name, tree in zip(itertools.islice(meshes, list(RULES).index(rule) % 4, None), TREES, strict=False):
         what = TREES[tree]()
         with in_force(MESHES[name]()):
             plan = outcome(how, what, None)

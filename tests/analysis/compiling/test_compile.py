@@ -347,8 +347,15 @@ def shard_map_report(case: str, named: str, analyzed: str, target: str) -> sr.re
     return sr.ShardingAnalyzer(NAMED_MESHES[analyzed]).audit(function, X, in_shardings=in_shardings, target=target)
 
 
-@pytest.mark.parametrize("target", [CPU, *(pytest.param(target, marks=pytest.mark.slow) for target in (CUDA, TPU))])
-@pytest.mark.parametrize("analyzed", ["shape", "devices"])
+@pytest.mark.parametrize(
+    ("target", "analyzed"),
+    [
+        (CPU, "shape"),
+        (CPU, "devices"),
+        pytest.param(CUDA, "shape", marks=pytest.mark.slow),
+        pytest.param(TPU, "devices", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "named", ["shape", *(pytest.param(name, marks=pytest.mark.slow) for name in list(NAMED_MESHES)[1:])]
 )

@@ -175,9 +175,19 @@ def test_features_divide_where_rows_do_not() -> None:
     assert same(guessed(shapes(heads), "fsdp:4,tp:6")["query/kernel"], P("fsdp"))
 
 
-@pytest.mark.parametrize("mesh", ["line", "grid", "cube", "ones", "alone", "pod"])
+GUESS_MESHES = ("line", "grid", "cube", "ones", "alone", "pod")
+"""Each tree meets two of them."""
+
+
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("tree", [name for name in TREES if name != "odd_keys"])
+@pytest.mark.parametrize(
+    ("tree", "mesh"),
+    [
+        (tree, GUESS_MESHES[(index + turn) % 6])
+        for index, tree in enumerate(name for name in TREES if name != "odd_keys")
+        for turn in (0, 3)
+    ],
+)
 def test_every_guess_is_sound(tree: str, mesh: str) -> None:
     specs = guessed(TREES[tree](), MESHES[mesh]())
     plan = sr.SpecTreeShardingRule(specs).plan(TREES[tree](), MESHES[mesh]())
