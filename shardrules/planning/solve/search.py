@@ -79,8 +79,9 @@ leaves few enough variables counts. With all of the gap, the search is a proof."
 _PUT_OFF_BUSY, _BUSY, _MANY = 0.55, 1 / 8, 2
 """Where collectives between matmuls take more than `_BUSY` of the time of computing, or there are more than `_MANY` for
 each matmul that nothing waits for, they use up some of those: compilers then take that part of the memory that it would
-take to put off all of them, and less the more collectives there are. XLA for GPUs takes a sixth to three quarters in
-the models of the benchmark; with less, some predictions are too low."""
+take to put off all of them, and less the more collectives there are (with the ratio itself, not its square, peaks of
+nets with BatchNorm are a tenth too high). XLA for GPUs takes a sixth to three quarters in the models of the benchmark;
+with less, some predictions are too low."""
 
 _PROMISING_WORK = 120_000
 """How many variables the linear programs have together that search the most promising layouts, which proves nothing.
@@ -121,7 +122,7 @@ class Task:
         if count <= many and sum(move.seconds * move.count for move in between) <= _BUSY * computing:
             return peak
         least = self.as_written.peak(choice)
-        left = _PUT_OFF_BUSY * min(1.0, many / count)
+        left = _PUT_OFF_BUSY * min(1.0, many / count) ** 2
         return least + left * (peak - least) if least < peak else peak
 
     @functools.cached_property
