@@ -20,6 +20,7 @@ from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.program.collectives import Collective
 from shardrules.analysis.program.program import CompiledProgram, read_program
 from shardrules.core.errors import MissingCompilerError
+from tests.quick import USUAL_KERNELS
 
 CPU, CUDA, TPU = "cpu:8", "cuda:h100:8", "tpu:v5e:4x2"
 TARGETS = (CPU, CUDA, TPU)
@@ -88,7 +89,7 @@ def text_of(name: str, target: str) -> str:
     """The compiled text of a closed form, which is compiled once."""
     case = next(case for case in CLOSED_FORMS if case.name == name)
     fn, args, out = case.build(mesh_on(target, case.axes))
-    return compiled(fn, *args, out=out).as_text()
+    return compiled(fn, *args, out=out, **(USUAL_KERNELS if target == CPU else {})).as_text()
 
 
 def arrays_moved(collectives: tuple[Collective, ...]) -> Counter[tuple[str, tuple[str, ...] | None, int]]:

@@ -13,6 +13,7 @@ from shardrules.analysis.compiling.flags import compiler_options
 from shardrules.analysis.machine.flags import flag_sets
 from shardrules.core.errors import TargetError
 from tests.analysis.machine.test_targets import needs
+from tests.quick import USUAL_KERNELS
 
 MESH = sr.mesh_shape("data:4")
 
@@ -36,14 +37,15 @@ def test_a_cpu_program_changes_with_a_flag() -> None:
     def fn(x: Any) -> Any:
         return jnp.tanh(x) + 1
 
-    def text(flags: str) -> str:
+    def text(*own: str) -> str:
+        flags = " ".join([*own, *(f"--{name}" for name in USUAL_KERNELS)])
         audited = sr.ShardingAnalyzer(sr.mesh_shape("data:8")).audit(
             fn, jnp.ones((64, 64)), target=sr.Target("cpu", flags=flags)
         )
         assert dict(audited.target.flags) == dict(sr.Target("cpu", flags=flags).flags)
         return audited.hlo_text
 
-    assert "wrapped_tanh" not in text("")
+    assert "wrapped_tanh" not in text()
     assert "wrapped_tanh" in text("--xla_disable_hlo_passes=fusion"), "each operation is a kernel of its own"
 
 

@@ -26,6 +26,7 @@ from tests.analysis.programs import (
     mesh_on,
     text_of,
 )
+from tests.quick import USUAL_KERNELS
 
 on_all = pytest.mark.parametrize("target", TARGETS)
 INDEX = 4  # bytes of an index
@@ -42,6 +43,8 @@ def kernels(
     mesh = mesh_on(target, "data:8")
     args = [array(mesh, arg) if isinstance(arg, tuple) else array(mesh, arg.shape, dtype=arg.dtype) for arg in shapes]
     lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
+    if target == CPU:
+        options = USUAL_KERNELS | options
     return kernels_of(read_program(str(lowered.compile(compiler_options=options or None).as_text())))
 
 
@@ -210,7 +213,7 @@ def test_bytes_agree_with_xla(case: ClosedForm) -> None:
     counts padded tiles, and every prefetch on top.
     """
     fn, args, out = case.build(mesh_on(CPU, case.axes))
-    executable = compiled(fn, *args, out=out)
+    executable = compiled(fn, *args, out=out, **USUAL_KERNELS)
     program = read_program(executable.as_text())
     wire = sum(
         instruction.nbytes + sum(operand.nbytes for operand in computation.operand_types(instruction))
@@ -233,7 +236,7 @@ def test_bytes_agree_with_xla(case: ClosedForm) -> None:
     ],
 )
 def test_bytes_agree_with_xla_on_one_device(fn: Callable[..., Any]) -> None:
-    executable = compiled(fn, jnp.ones((256, 256)))
+    executable = compiled(fn, jnp.ones((256, 256)), **USUAL_KERNELS)
     assert total(kernels_of(read_program(executable.as_text()))) == pytest.approx(
         executable.cost_analysis()["bytes accessed"], rel=0.02
     )
