@@ -27,7 +27,8 @@ def search_within(
 ) -> SearchResult:
     """Finds the best choice that fits; `met` is as `Task.within` takes it."""
     cost, tight = task.problem.cost, task.tight()
-    result = _as_compiled(task, task.within(limit_bytes, deadline, met), limit_bytes)
+    counted = task.within(limit_bytes, deadline, met)
+    result = _as_compiled(task, counted, limit_bytes)
     if tight is task:
         return result
     peak = tight.compiled_peak
@@ -35,7 +36,7 @@ def search_within(
     if not saving:
         return result
     fits = result.fits and peak(result.choice) <= limit_bytes
-    is_slow = result.candidates[0].cost < cost(result.choice) and cost(result.choice) > _SLOW * result.bound
+    is_slow = result.candidates[0].cost < cost(result.choice) and cost(result.choice) > _SLOW * counted.bound
     if fits and not is_slow:
         return result
     if deadline.is_over:  # another search would take seconds: the cheapest of what is there
@@ -50,12 +51,15 @@ def search_within(
 
 
 def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
-    """Returns the cheapest choice that fits, also where it does only since compilers put off less than they might."""
+    """Returns the cheapest choice that fits, also where it does only since compilers put off less than they might.
+
+    No search looked for such choices, so nothing is known of what others cost.
+    """
     for trial in result.candidates:
         if result.fits and trial.cost >= task.problem.cost(result.choice):
             break
         if task.compiled_peak(trial.choice) <= limit_bytes:
-            return attrs.evolve(task.with_choice(result, trial.choice), fits=True)
+            return attrs.evolve(task.with_choice(result, trial.choice), fits=True, bound=0.0)
     return result
 
 

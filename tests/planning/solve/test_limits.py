@@ -64,6 +64,8 @@ def test_plans_fit_where_collectives_use_up_what_compilers_put_off() -> None:
     assert within.fits
     assert within.result.fits
     assert within.cost == pytest.approx(free.cost)
+    assert (free.status, within.status) == ("optimal", "feasible"), "no search looked for others that fit so"
+    assert "feasible, since compilers put off less than they might, found in" in str(within)
 
 
 def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
