@@ -6,6 +6,9 @@ fill the time while collectives run. The arrays that these matmuls read stay in 
 There are three groups. Last come matmuls whose result no other matmul uses. Just before them come matmuls that only
 those use, such as the gradient of an attention's values: XLA for GPUs usually runs it after the gradient of the scores,
 so that probabilities, scores and the gradients of both are in memory together. Everything else comes first.
+
+Chains of matmuls that do not need each other, such as the gradients of two towers, have these groups each: one chain
+ends with its own gradients of weights before the next begins.
 """
 
 import bisect
@@ -159,14 +162,8 @@ class _Items:
 
     def breaks(self, matmuls: Sequence[int]) -> list[tuple[int, int]]:
         """The ends of chains, which none of these matmuls needs, each with the first matmul of the next chain."""
-        multiplying = frozenset(matmuls)
-        needed: dict[int, bool] = {}
-        for op_index in sorted(self.item_of, reverse=True):
-            item, users = self.item_of[op_index], self.users(op_index)
-            needed[item] = needed.get(item, False) or any(
-                user in multiplying or needed.get(user, False) for user in users
-            )
-        return [(end, start) for end, start in itertools.pairwise(matmuls) if not needed[end]]
+        needed = self.waiting(matmuls)
+        return [(end, start) for end, start in itertools.pairwise(matmuls) if end not in needed]
 
     def chains(self, matmuls: Sequence[int]) -> dict[int, int]:
         """For each item the index of the chain that it belongs to."""
@@ -179,12 +176,15 @@ class _Items:
             for user in self.users(op_index):
                 sources[user] = max(sources.get(user, -1), source)
         chains: dict[int, int] = {}
-        for item in self.heads:
+        for op_index in sorted(self.item_of, reverse=True):
+            item = self.item_of[op_index]
             index = bisect.bisect_right(breaks, item, key=lambda pair: pair[1])
             # Between the end of a chain and the first matmul of the next may be gradients of weights of both.
             end, start = breaks[index] if index < len(breaks) else (item, item)
             is_next = end < item < start and sources.get(item, -1) <= sources.get(start, -1)
-            chains[item] = index + is_next
+            # What this chain needs, too, such as a mask for both, cannot wait for the next.
+            users = (chains[user] for user in self.users(op_index))
+            chains[item] = min(index + is_next, chains.get(item, index + 1), *users)
         return chains
 
     def soon(self, ordered: Sequence[int]) -> list[int]:

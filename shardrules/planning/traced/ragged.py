@@ -43,8 +43,9 @@ def group_factor(operation: Operation) -> int | None:
     """The factor of the groups of a ragged matmul, by which a device has fewer copies; `None` if they are whole."""
     if sums_rows(operation):
         return operation.factors.results[0][0]
-    (group_dim,) = operation.equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-    return operation.factors.operands[1][group_dim]
+    # Where the rows are a batch dim, there is one matmul for each, and no dim of groups.
+    group_dims = operation.equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    return operation.factors.operands[1][group_dims[0]] if group_dims else None
 
 
 def expansions(program: TracedProgram) -> tuple[Expansion, ...]:

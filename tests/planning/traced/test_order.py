@@ -54,6 +54,16 @@ def test_chains_that_do_not_need_each_other_end_with_their_own_gradients_of_weig
     assert backward == [(5, 12)] * 2 + [(12, 12)] * 3 + [(8, 16)] * 2 + [(16, 16)] * 3
 
 
+def test_what_goes_round_in_a_loop_is_one_chain() -> None:
+    """The gradient of what goes round is a sum of matmuls, which the next round needs: none of them ends a chain."""
+
+    def gated(x: Any, ws: Any) -> Any:
+        return jnp.tanh(x @ ws[0]) * jax.nn.sigmoid(x @ ws[1]), None
+
+    program = read(jax.grad(lambda ws, x: jnp.sum(jax.lax.scan(gated, x, ws)[0])), [jnp.ones((5, 16, 16))] * 2, X)
+    assert matmuls(program, late_order(program)) == [(8, 16)] * 4 + [(16, 16)] * 2
+
+
 def test_matmuls_that_nothing_waits_for_are_counted_as_often_as_they_run() -> None:
     assert late_matmul_count(read(jax.grad(loss), W, X)) == 3
     assert late_matmul_count(read(jax.grad(scanned), jnp.ones((5, 16, 16)), X)) == 5
@@ -93,7 +103,13 @@ def test_loops_stay_together_and_are_ordered_inside() -> None:
 
 
 def test_nothing_runs_before_what_it_takes() -> None:
-    for fn, args in ((jax.grad(loss), (W, X)), (jax.grad(scanned), (jnp.stack(W), X))):
+    def both(ws: Any, us: Any, x: Any, mask: Any) -> Any:
+        """Gradients of two nets, one after the other, with a gate that both take."""
+        slopes = jax.grad(loss)(ws, x)
+        gate = jnp.tanh(mask)
+        return [slope @ gate for slope in slopes], jax.grad(loss)(us, x @ gate)
+
+    for fn, args in ((jax.grad(loss), (W, X)), (jax.grad(scanned), (jnp.stack(W), X)), (both, (W, W, X, W[0]))):
         program = read(fn, *args)
         positions = late_order(program)
         assert sorted(positions) == list(range(len(program.operations)))

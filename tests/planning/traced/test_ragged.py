@@ -42,6 +42,16 @@ def test_other_operations_stay_as_large_as_they_are() -> None:
     assert expansions(program) == ()
 
 
+def test_rows_may_be_a_batch_dim() -> None:
+    numbers = jax.lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [0], [])
+
+    def matmul(x: Any, w: Any) -> Any:
+        return jax.lax.ragged_dot_general(x, w, jnp.full(4, 2, jnp.int32), numbers)
+
+    x, w = jax.ShapeDtypeStruct((8, 64, 128), jnp.float32), jax.ShapeDtypeStruct((8, 128, 64), jnp.float32)
+    assert sr.autoplan(matmul, x, w, mesh=sr.mesh_shape("data:8")).fits
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_ragged_matmul_is_the_compilers() -> None:
     mesh = Target.parse("cuda:h100:8").mesh(sr.mesh_shape("data:8"))
