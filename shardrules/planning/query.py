@@ -157,7 +157,8 @@ def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMes
     specs = [None if kind < 0 else plan.decisions[kind].spec for kind in plan.survey.kind_of]
     arrays = [spec for leaf, spec in zip(jtu.tree_leaves(args), specs, strict=True) if array_kind(leaf) is not None]
     pinned = {index: spec for index, spec in enumerate(arrays) if spec is not None}
-    if plan.paths and not pinned:
+    # Rules without patterns, such as those for large arrays alone, may have no opinion on a mesh.
+    if plan.paths and not pinned and any(finding.code == "dead-pattern" for finding in plan.findings):
         raise ConfigError(
             f"pins match no array: paths begin with the index of the argument, as {plan.paths[0]!r}. Write patterns "
             "for these, or leave pins out"

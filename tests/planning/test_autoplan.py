@@ -207,6 +207,12 @@ def test_pins_that_match_nothing_are_refused() -> None:
         sr.autoplan(jnp.tanh, jnp.ones((8, 8)), mesh=DATA, pins=sr.RegexShardingRule([(r"^weights$", P("data"))]))
 
 
+def test_pins_without_patterns_may_have_no_opinion() -> None:
+    small = real(6, 6)
+    for pins in (sr.FSDPShardingRule("data", min_size_mb=0), sr.SpecTreeShardingRule((None,))):
+        assert sr.autoplan(jnp.tanh, small, mesh=DATA, pins=pins).specs == sr.autoplan(jnp.tanh, small, mesh=DATA).specs
+
+
 def test_pins_must_be_rules() -> None:
     with pytest.raises(sr.errors.RuleTypeError, match="pins must be a rule"):
         sr.autoplan(loss, {"up": real(8, 16), "down": real(16, 8)}, real(8, 8), mesh=DATA, pins=P("data"))  # pyright: ignore[reportArgumentType]
