@@ -122,7 +122,7 @@ class Task:
         if count <= many and sum(move.seconds * move.count for move in between) <= _BUSY * computing:
             return peak
         least = self.as_written.peak(choice)
-        left = _PUT_OFF_BUSY * min(1.0, many / count) ** 2
+        left = _PUT_OFF_BUSY * min(1.0, many / max(count, 1)) ** 2
         return least + left * (peak - least) if least < peak else peak
 
     @functools.cached_property
@@ -477,7 +477,7 @@ class SearchResult:
     bound: float
     """What every choice that fits costs at least."""
     fits: bool
-    """Whether the peak of `choice` is within the limit."""
+    """Whether `choice` fits. Its peak may be above the limit where compilers put off less than they might."""
     candidates: tuple[Trial, ...]
     """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
     patterns: tuple[Trial, ...] = ()

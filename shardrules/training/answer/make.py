@@ -306,9 +306,9 @@ def _findings(
         yield Finding(
             "warning",
             "state-not-returned",
-            "the model has an eqx.nn.State and the loss returns none: what layers write to it, such as running means, "
-            "is lost",
-            remedy="Return the loss and the new state, and pass has_aux=True",
+            "the model has an eqx.nn.State and the loss returns none: it stays as it is, so that what layers write to "
+            "it, such as running means, is lost",
+            remedy="Unless it is frozen, return the loss and the new state, and pass has_aux=True",
         )
     yield from _host_findings(search, outcome)
     cluster = search.problem.cluster
