@@ -153,8 +153,8 @@ def test_guessed_devices_are_noted() -> None:
     model, batch = shapes()
     plan = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=sr.mesh_shape("data:8"))
     assert "assumed-hardware" in [finding.code for finding in plan.report.findings]
-    known = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=sr.create_mesh("data:8"))
-    assert "assumed-hardware" not in [finding.code for finding in known.report.findings]
+    present = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=sr.create_mesh("data:8"))
+    assert "assumed-hardware" not in [finding.code for finding in present.report.findings]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -10,7 +10,7 @@ import attrs
 
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult, Task
-from shardrules.planning.solve.trials import Trial
+from shardrules.planning.solve.trials import BETTER, Trial
 
 _SLOW = 1.15
 """How many times as long a plan takes as its bound, and as a plan for which compilers have to save memory, before that
@@ -56,7 +56,7 @@ def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> Search
     No search looked for such choices, so nothing is known of what others cost.
     """
     for trial in result.candidates:
-        if result.fits and trial.cost >= task.problem.cost(result.choice):
+        if result.fits and trial.cost >= task.problem.cost(result.choice) * (1 - BETTER):
             break
         if task.compiled_peak(trial.choice) <= limit_bytes:
             return attrs.evolve(task.with_choice(result, trial.choice), fits=True, bound=0.0)

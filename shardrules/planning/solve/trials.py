@@ -9,7 +9,7 @@ import numpy as np
 from shardrules.planning.solve.memory import Occupancy
 from shardrules.planning.solve.solver import LIMIT_TOLERANCE
 
-_BETTER = 1e-6
+BETTER = 1e-6
 """By what part another choice has to be cheaper, or smaller, to replace the first: less is noise, and plans would
 differ between machines."""
 
@@ -57,9 +57,9 @@ class Trials:
 
     def _keep(self, trial: Trial) -> Trial:
         self._trials[trial.choice] = trial
-        if self.fits(trial) and (self.best is None or trial.cost < self.best.cost * (1 - _BETTER)):
+        if self.fits(trial) and (self.best is None or trial.cost < self.best.cost * (1 - BETTER)):
             self.best = trial
-        if self.smallest is None or trial.peak_bytes < self.smallest.peak_bytes * (1 - _BETTER):
+        if self.smallest is None or trial.peak_bytes < self.smallest.peak_bytes * (1 - BETTER):
             self.smallest = trial
         return trial
 
@@ -97,6 +97,6 @@ class Trials:
         """The trials that no other is cheaper and smaller than, the cheapest first."""
         front: list[Trial] = []
         for trial in sorted(self._trials.values(), key=lambda trial: (trial.cost, trial.peak_bytes, trial.choice)):
-            if not front or trial.peak_bytes < front[-1].peak_bytes * (1 - _BETTER):
+            if not front or trial.peak_bytes < front[-1].peak_bytes * (1 - BETTER):
                 front.append(trial)
         return tuple(front)
