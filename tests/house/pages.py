@@ -5,6 +5,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any, final
 import attrs
 import jax
 
+from tests.forks import run_forks
 from tests.house.source import REPOSITORY
 
 FENCE = re.compile(
@@ -181,13 +183,35 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
+def printed_by_an_interpreter(page: Path, **variables: str) -> list[str]:
+    """Runs a page as a reader does, in an interpreter of its own, and returns what each block printed."""
+    code = "import json, sys; from pathlib import Path; from tests.house.pages import run_blocks; "
+    code += "Path(sys.argv[2]).write_text(json.dumps(run_blocks(Path(sys.argv[1]).read_text(), sys.argv[1], {})))"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY), **variables}
+    printed = Path("printed.json").resolve()
+    (ended,) = run_forks(code, [[str(page), str(printed)]], env=environment, cwd=Path.cwd(), timeout=300)
+    assert ended.code == 0, ended.err[-2000:]
+    return json.loads(printed.read_text())
+
+
+TIMED = REPOSITORY / "docs" / "how-to" / "find-the-all-gather.md"
+"""A page that prints modelled times of CPU programs. They depend on the kernels, which tests compile in other ways."""
+
+
+def printed_by(page: Path) -> list[str]:
+    """Runs a page, and returns what each block printed."""
+    if page == TIMED:
+        return printed_by_an_interpreter(page, JAX_DISABLE_MOST_OPTIMIZATIONS="false", XLA_FLAGS="")
+    return run_blocks(page.read_text(), str(page), {})
+
+
 if __name__ == "__main__":
     import tests.conftest  # noqa: F401  eight devices, as the tests have them
 
     for page in pages(REPOSITORY):
         old = page.read_text()
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # examples may write files
-            new = filled(old, run_blocks(old, str(page), {}))
+            new = filled(old, printed_by(page))
         if new != old:
             page.write_text(new)
             print("refreshed", page.relative_to(REPOSITORY))

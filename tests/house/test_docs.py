@@ -1,7 +1,6 @@
 """Every Python block of the README, of the documentation and of the docstrings runs as it is printed."""
 
 import ast
-import json
 import os
 import re
 import traceback
@@ -18,8 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.forks import run_forks
-from tests.house.pages import blocks, filled, misfits, pages, run_blocks
+from tests.house.pages import blocks, filled, misfits, pages, printed_by, printed_by_an_interpreter, run_blocks
 from tests.house.source import (
     REPOSITORY,
     Module,
@@ -74,32 +72,14 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-TIMED = REPOSITORY / "docs" / "how-to" / "find-the-all-gather.md"
-"""A page that prints modelled times of CPU programs. They depend on the kernels, which tests compile in other ways."""
-
-
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_page_runs(page: Path) -> None:
     text = page.read_text()
     assert misfits(text) == []
     printed: list[str] = []
-    if page == TIMED:
-        printed += printed_by_an_interpreter(page, JAX_DISABLE_MOST_OPTIMIZATIONS="false", XLA_FLAGS="")
-    else:
-        assert lasting_effects(lambda: printed.extend(run_blocks(text, str(page), {}))) == []
+    assert lasting_effects(lambda: printed.extend(printed_by(page))) == []
     assert filled(text, printed) == text, "what it prints has changed; python -m tests.house.pages refreshes it"
-
-
-def printed_by_an_interpreter(page: Path, **variables: str) -> list[str]:
-    """Runs a page as a reader does, in an interpreter of its own, and returns what each block printed."""
-    code = "import json, sys; from pathlib import Path; from tests.house.pages import run_blocks; "
-    code += "Path(sys.argv[2]).write_text(json.dumps(run_blocks(Path(sys.argv[1]).read_text(), sys.argv[1], {})))"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY), **variables}
-    printed = Path("printed.json").resolve()
-    (ended,) = run_forks(code, [[str(page), str(printed)]], env=environment, cwd=Path.cwd(), timeout=300)
-    assert ended.code == 0, ended.err[-2000:]
-    return json.loads(printed.read_text())
 
 
 WITH_DEVICES = [
