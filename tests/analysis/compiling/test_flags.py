@@ -37,8 +37,8 @@ def test_a_cpu_program_changes_with_a_flag() -> None:
     def fn(x: Any) -> Any:
         return jnp.tanh(x) + 1
 
-    def text(*own: str) -> str:
-        flags = " ".join([*own, *(f"--{name}" for name in USUAL_KERNELS)])
+    def text(*more: str) -> str:
+        flags = " ".join([*more, *(f"--{name}" for name in USUAL_KERNELS)])
         audited = sr.ShardingAnalyzer(sr.mesh_shape("data:8")).audit(
             fn, jnp.ones((64, 64)), target=sr.Target("cpu", flags=flags)
         )
