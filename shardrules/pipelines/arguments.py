@@ -53,8 +53,12 @@ class PipelineCall:
     last: Any
 
     @functools.cached_property
+    def _stacked(self) -> Any:
+        return stacked(self.layers)
+
+    @functools.cached_property
     def _packed(self) -> list[tuple[Arrays, Structure]]:
-        return [pack(tree) for tree in (stacked(self.layers), self.first, self.last, self.x, self.targets)]
+        return [pack(tree) for tree in (self._stacked, self.first, self.last, self.x, self.targets)]
 
     @functools.cached_property
     def _operands(self) -> Operands:
@@ -81,7 +85,7 @@ class PipelineCall:
     def check(self) -> None:
         """Raises one error with all that is wrong."""
         problems = self._axis_problems() + self._presence_problems()
-        dims = self._dim_problems("layers", [("layers", stacked(self.layers))])
+        dims = self._dim_problems("layers", [("layers", self._stacked)])
         dims += self._dim_problems("examples", [("x", self.x), ("targets", self.targets)])
         problems += dims or self._split_problems()
         problems = problems or self._result_problems()

@@ -78,6 +78,11 @@ def zeros(arrays: Sequence[Any], *lead: int) -> Arrays:
     return [jnp.zeros((*lead, *array.shape), array.dtype) for array in arrays]
 
 
+def as_others(arrays: Sequence[Any], others: Sequence[Any]) -> Arrays:
+    """The arrays in the dtypes of others."""
+    return [array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)]
+
+
 def add(arrays: Sequence[Any], others: Sequence[Any]) -> Arrays:
     """Sums, array by array, in the dtypes of the first."""
     return [array + other.astype(array.dtype) for array, other in zip(arrays, others, strict=True)]

@@ -9,7 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from shardrules.pipelines.leaves import Arrays, add_at, at, floats, is_key, of_floats, once_if, only_if, put, zeros
+from shardrules.pipelines.leaves import (
+    Arrays,
+    add_at,
+    as_others,
+    at,
+    floats,
+    is_key,
+    of_floats,
+    once_if,
+    only_if,
+    put,
+    zeros,
+)
 
 
 @final
@@ -73,7 +85,7 @@ class Layers:
             x, buffers = carry
             params = at(self.params, chunk * self.per_chunk + index)
             if buffers is None:
-                return self._output(self.apply(params, x), x), None
+                return as_others(self.apply(params, x), x), None
             y, kept = self._forward(params, x)
             return y, put(buffers, kept, slot * self.per_chunk + index)
 
@@ -113,14 +125,11 @@ class Layers:
 
         return lax.scan(step, carry, jnp.arange(self.per_chunk, dtype=jnp.int32))[0]
 
-    def _output(self, y: Arrays, x: Sequence[Any]) -> Arrays:
-        return [array.astype(like.dtype) for array, like in zip(y, x, strict=True)]
-
     def _forward(self, params: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """The output of a layer, and what its derivative needs besides its parameters."""
 
         def run(params: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-            y = self._output(self.apply(params, x), x)
+            y = as_others(self.apply(params, x), x)
             return floats(y), y
 
         function, operands = of_floats(run, params, x)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardrules.pipelines.functions import Functions
-from shardrules.pipelines.leaves import Arrays
+from shardrules.pipelines.leaves import Arrays, as_others
 from shardrules.pipelines.run import Operands
 
 
@@ -14,8 +14,7 @@ def run_whole(functions: Functions, operands: Operands) -> Any:
     """The mean loss of microbatches, or the outputs of the last layer, without stages."""
 
     def of_layer(x: Arrays, params: Arrays) -> tuple[Arrays, None]:
-        y = functions.layer(params, x)
-        return [array.astype(like.dtype) for array, like in zip(y, x, strict=True)], None
+        return as_others(functions.layer(params, x), x), None
 
     def of_microbatch(rows: tuple[Arrays, Arrays]) -> Any:
         inputs, targets = rows

@@ -229,7 +229,7 @@ class Task:
                 trial = trials.add(
                     _whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name
                 )
-            has_fitted = has_fitted or (np.isfinite(trial.cost) and trials.fits(trial))
+            has_fitted = has_fitted or trials.fits(trial)
 
     def _closed(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
         """Searches the layouts that may be part of something better exactly, or the most promising of them."""

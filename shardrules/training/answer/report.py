@@ -176,10 +176,14 @@ class TrainingPlanReport:
             *(("would help", _advice_text(item)) for item in self.advice),
         ]
 
+    @property
+    def _overlaps(self) -> bool:
+        return self.time.seconds < (1 - _HARDLY) * self.cost
+
     def _speed_text(self) -> str:
         tokens = f", {self.tokens / self.cost:,.0f} tokens/s" if self.tokens and self.cost else ""
         speed = f"{self.examples_per_second:,.4g} examples/s{tokens}"
-        overlap = " if nothing overlaps" if self.time.seconds < (1 - _HARDLY) * self.cost else ""
+        overlap = " if nothing overlaps" if self._overlaps else ""
         return f"{seconds_text(self.cost)} a step{overlap}, {speed}, {100 * self.mfu:.0f} % MFU"
 
     def _batch_text(self) -> str:
@@ -210,8 +214,7 @@ class TrainingPlanReport:
         sent, exposed = seconds_text(time.communication_seconds), seconds_text(time.exposed_seconds)
         copies = f", host {seconds_text(time.copy_seconds)}" if time.copy_seconds else ""
         parts = f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed){copies}"
-        is_hidden = time.seconds < (1 - _HARDLY) * self.cost
-        return f"{parts}: {seconds_text(time.seconds)} where that overlaps" if is_hidden else parts
+        return f"{parts}: {seconds_text(time.seconds)} where that overlaps" if self._overlaps else parts
 
     def _limit_text(self) -> str:
         """Says what the time of a step goes to."""
