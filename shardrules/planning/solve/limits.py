@@ -43,7 +43,6 @@ def search_within(
         other = attrs.evolve(tight.with_choice(result, saving[0]), fits=True)
     else:
         other = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
-        other = _as_compiled(tight, other, limit_bytes)
         other = attrs.evolve(_with_room(task, other, limit_bytes), seconds=result.seconds + other.seconds)
     if fits and cost(result.choice) <= _SLOW * cost(other.choice):
         return attrs.evolve(result, seconds=other.seconds)
