@@ -21,6 +21,7 @@ from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.layout import DeviceInfo
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.machine import hardware_of, has_sheet
+from shardrules.training.stages.run import STAGE_AXIS
 
 Shape: TypeAlias = tuple[int, ...]
 """The sizes of a mesh's axes."""
@@ -114,18 +115,21 @@ class Cluster:
                 return False
         return True
 
-    def abstract_mesh(self, shape: Shape) -> AbstractMesh:
-        """Returns a mesh without devices."""
+    def abstract_mesh(self, shape: Shape, stages: int = 1) -> AbstractMesh:
+        """Returns a mesh without devices; with `stages`, these are its first axis."""
         if self.mesh is not None:
             return mesh_shape(mesh_text(self.mesh))
-        names = _NAMES[1 : 1 + len(shape)] if len(shape) < 3 else _NAMES[: len(shape)]
+        if stages > 1:
+            names = (STAGE_AXIS, *_NAMES[1 : len(shape)])
+        else:
+            names = _NAMES[1 : 1 + len(shape)] if len(shape) < 3 else _NAMES[: len(shape)]
         return mesh_shape(",".join(f"{name}:{size}" for name, size in zip(names, shape, strict=True)))
 
-    def mesh_of(self, shape: Shape) -> AnyMesh:
+    def mesh_of(self, shape: Shape, stages: int = 1) -> AnyMesh:
         """Returns a mesh in which devices have their positions in the torus, if the planner has to know them."""
         if self.mesh is not None:
             return self.mesh
-        abstract = self.abstract_mesh(shape)
+        abstract = self.abstract_mesh(shape, stages)
         if self.devices:
             return create_mesh(abstract, devices=self.devices, fast_axes=())
         if self.target is not None and self.torus:

@@ -6,6 +6,8 @@ groups ends it. With groups split over devices that sum is all that they exchang
 
 Without groups, gradients are reduced for each microbatch, and none of a group is in memory. A microbatch then takes
 one example of every run of `microbatches`, so that each device has examples of all microbatches.
+
+With stages, microbatches are computed at the same time, each by another group of layers (see `stages.run`).
 """
 
 import math
@@ -21,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.errors import MicrobatchError
+from shardrules.training.accumulation import accumulation_dtype
 from shardrules.training.examples.facts import Fact
 from shardrules.training.examples.pairs import Counts, Pair
 from shardrules.training.examples.proof import BodyFacts, read_examples
@@ -28,6 +31,7 @@ from shardrules.training.examples.replay import Demand, Position, Replay, Varian
 from shardrules.training.examples.tail import Tail, cut
 from shardrules.training.keep.flat import flattened
 from shardrules.training.loss import TracedLoss
+from shardrules.training.stages.run import StagedProgram
 
 Transform: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]
 
@@ -41,12 +45,14 @@ def accumulated(
     groups: int = 1,
     dtype: Any = None,
     transform: Transform | None = None,
+    stages: int = 1,
 ) -> GradientFunction:
     """Returns a function that computes a loss and its gradients by microbatches.
 
     Gradients add up in `dtype`, by default in float32 if they have fewer bits. With as many `groups` as devices that
     the batch is split over they are reduced once, without for each microbatch. `transform` rewrites the forward program
-    of one microbatch. What is no sum over the examples is a `MicrobatchError`.
+    of one microbatch. With `stages`, which divide the microbatches, groups of layers compute side by side. What is no
+    sum over the examples is a `MicrobatchError`.
 
     ```python
     from shardrules.training.loss import trace_loss
@@ -60,7 +66,7 @@ def accumulated(
     """
     if microbatches == 1:
         return _plain(trace, transform)
-    return SplitLoss.of(trace, microbatches, groups).gradient_function(dtype, transform)
+    return SplitLoss.of(trace, microbatches, groups).gradient_function(dtype, transform, stages)
 
 
 def forward_program(trace: TracedLoss, microbatches: int = 1, groups: int = 1) -> ClosedJaxpr:
@@ -115,9 +121,18 @@ class SplitLoss:
         """How many sums over the examples there are."""
         return len(self.tail.is_trained)
 
-    def gradient_function(self, dtype: Any, transform: Transform | None) -> GradientFunction:
+    @property
+    def is_batched(self) -> tuple[bool, ...]:
+        """For each input of `forward` whether it is one of a microbatch."""
+        batched = self.trace.batched_count
+        shared = len(self.forward.in_avals) - batched - 2
+        return (*[False] * shared, *[True] * batched, False, True)
+
+    def gradient_function(self, dtype: Any, transform: Transform | None, stages: int = 1) -> GradientFunction:
         """Returns the function that `accumulated` returns."""
-        forward = jaxpr_as_fun(self.forward if transform is None else transform(self.forward))
+        program = self.forward if transform is None else transform(self.forward)
+        staged = StagedProgram(program, self.is_batched, stages, self.microbatches, dtype) if stages > 1 else None
+        forward = jaxpr_as_fun(program) if staged is None else staged.summed(self.sum_count)
 
         def compute(trainable: Sequence[Any], fixed: Sequence[Any], batched: Sequence[Any]) -> Any:
             arguments = [*trainable, *fixed, *batched]
@@ -135,7 +150,8 @@ class SplitLoss:
                 )
                 return loss, (sums, aux)
 
-            gradients, sums, aux = self.accumulate(part, trainable, batched, dtype)
+            run = self.accumulate if stages == 1 else self.at_once
+            gradients, sums, aux = run(part, trainable, batched, dtype)
             value, *results = self.tail(arguments, sums)
             regularizer = self.tail.regularizer_gradients(arguments, sums)
             gradients = [
@@ -155,10 +171,9 @@ class SplitLoss:
         self, part: Callable[..., Any], trainable: Sequence[Any], batched: Sequence[Any], dtype: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the gradients and the sums over all parts, and the arrays of aux that have examples."""
-        group = jnp.arange(self.runs, dtype=jnp.int32) if self.by_group else jnp.int32(0)
-        pieces, indices = [self.pieces(array) for array in batched], jnp.arange(self.microbatches, dtype=jnp.int32)
+        group, indices, pieces = self.parts(batched)
         first = list(trainable), group, indices[0], [piece[0] for piece in pieces]
-        gradient, group_dims = self.by_groups(jax.grad(part, has_aux=True), first)
+        gradient, group_dims = self.by_groups(jax.grad(part, has_aux=True), first, 0)
 
         def add(total: Any, indexed: Any) -> tuple[Any, Any]:
             microbatch, examples = indexed
@@ -171,25 +186,59 @@ class SplitLoss:
             [jnp.zeros(shape.shape, accumulation_dtype(shape.dtype)) for shape in sum_shapes],
         )
         (gradients, sums), aux = lax.scan(add, start, (indices, pieces))
-        if self.by_group:
-            if dtype is None:  # devices send as many bytes as in the plain step
-                gradients = [total.astype(shape.dtype) for total, shape in zip(gradients, gradient_shapes, strict=True)]
-            # Not by `jnp.sum`, which would send few bits as float32.
-            pairs = zip(gradients, group_dims, strict=True)
-            gradients = [lax.reduce(total, np.zeros((), total.dtype), lax.add, (dim,)) for total, dim in pairs]
-            sums = [jnp.sum(total, 0, dtype=total.dtype) for total in sums]
+        if self.by_group and dtype is None:  # devices send as many bytes as in the plain step
+            gradients = [total.astype(shape.dtype) for total, shape in zip(gradients, gradient_shapes, strict=True)]
+        gradients, sums = self.over_groups(gradients, group_dims, sums)
         sums = [total.astype(shape.dtype) for total, shape in zip(sums, sum_shapes, strict=True)]
-        dims = [dim for dim in self.aux_dims if dim is not None]
-        return gradients, sums, [self.whole(array, dim) for array, dim in zip(aux, dims, strict=True)]
+        return gradients, sums, self.wholes(aux)
 
-    def by_groups(self, gradient: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[int]]:
-        """Returns a gradient of each group, and the dims of the groups in the gradients of the trainable arrays."""
+    def at_once(
+        self, parts: Callable[..., Any], trainable: Sequence[Any], batched: Sequence[Any], dtype: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the same from a function of all microbatches."""
+        del dtype  # gradients have been added up
+        arguments = list(trainable), *self.parts(batched)
+        gradient, group_dims = self.by_groups(jax.grad(parts, has_aux=True), arguments, 1)
+        gradients, (sums, aux) = gradient(*arguments)
+        return *self.over_groups(gradients, group_dims, sums), self.wholes(aux)
+
+    def parts(self, batched: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        """Returns the indices of groups and of microbatches, and the batched arrays by microbatch."""
+        group = jnp.arange(self.runs, dtype=jnp.int32) if self.by_group else jnp.int32(0)
+        return group, jnp.arange(self.microbatches, dtype=jnp.int32), [self.pieces(array) for array in batched]
+
+    def over_groups(
+        self, gradients: Sequence[Any], dims: Sequence[int], sums: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the sums over the groups, if there are any."""
+        if not self.by_group:
+            return [*gradients], [*sums]
+        # Not by `jnp.sum`, which would send few bits as float32.
+        totals = [
+            lax.reduce(total, np.zeros((), total.dtype), lax.add, (dim,))
+            for total, dim in zip(gradients, dims, strict=True)
+        ]
+        return totals, [jnp.sum(total, 0, dtype=total.dtype) for total in sums]
+
+    def wholes(self, aux: Sequence[Any]) -> list[Any]:
+        """Returns arrays of aux that have examples, of the whole batch."""
+        dims = [dim for dim in self.aux_dims if dim is not None]
+        return [self.whole(array, dim) for array, dim in zip(aux, dims, strict=True)]
+
+    def by_groups(
+        self, gradient: Callable[..., Any], arguments: Sequence[Any], group_dim: int
+    ) -> tuple[Callable[..., Any], list[int]]:
+        """Returns a gradient of each group, and the dims of the groups in the gradients of the trainable arrays.
+
+        Batched arrays and those of aux have the groups as dim `group_dim`.
+        """
         dims = [0] * self.trace.trainable_count
         if not self.by_group:
             return gradient, dims
 
         def mapped(dims: Sequence[int]) -> Callable[..., Any]:
-            return jax.vmap(gradient, (None, 0, None, 0), (list(dims), 0), spmd_axis_name=self.group_axes)
+            in_dims, out_dims = (None, 0, None, group_dim), (list(dims), (0, group_dim))
+            return jax.vmap(gradient, in_dims, out_dims, spmd_axis_name=self.group_axes)
 
         # Loops over layers stack theirs before the groups, and accumulating elsewhere would transpose every gradient.
         program = jax.make_jaxpr(mapped(dims))(*arguments).jaxpr
@@ -218,14 +267,6 @@ class SplitLoss:
             runs = array.reshape(*shape[: dim + 1], self.runs, shape[dim + 1] // self.runs, *shape[dim + 2 :])
             runs = jnp.moveaxis(runs, 0, dim + 1)
         return runs.reshape(*runs.shape[:dim], -1, *runs.shape[dim + 3 :])
-
-
-def accumulation_dtype(dtype: Any, requested: Any = None) -> Any:
-    """Returns what arrays of a dtype are added up in: with fewer bits than float32, long sums would lose parts."""
-    if requested is not None:
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        return jnp.promote_types(requested, jnp.complex64) if is_complex else jnp.dtype(requested)
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:

@@ -24,6 +24,7 @@ from shardrules.training.cluster import Cluster
 from shardrules.training.keep.keep import Keep
 from shardrules.training.search.problem import TrainingProblem
 from shardrules.training.search.search import TrainingSearch
+from shardrules.training.search.staged import search_plans
 from shardrules.training.step import Recipe, TrainingStep
 
 
@@ -41,6 +42,7 @@ def plan_training(
     host_memory: int | str | None = None,
     pins: ShardingRule | None = None,
     microbatches: int | None = None,
+    stages: int | None = None,
     accumulate_dtype: Any = None,
     replace_checkpoints: bool = False,
     hardware: Hardware | None = None,
@@ -76,6 +78,9 @@ def plan_training(
         no other memory.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
     - `microbatches`: how many microbatches to use; by default as many as are best.
+    - `stages`: into how many stages to split the layers, each on its own devices, of which microbatches go from one to
+        the next; by default as many as are best, and with 1 none. The layers have to be one `jax.lax.scan` over stacked
+        parameters.
     - `accumulate_dtype`: what gradients of microbatches are added up in. By default that is float32 for gradients of
         fewer bits, and devices exchange their sums as the plain step does, in the dtype of the parameters. Complex
         gradients add up in complex numbers of it.
@@ -113,8 +118,9 @@ def plan_training(
     """
     if type(prove) is not int or prove < 0:
         raise ConfigError(f"prove must be how many plans to compile, got {prove!r}")
-    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
-        raise ConfigError(f"microbatches must be a positive integer, got {microbatches!r}")
+    for argument, count in (("microbatches", microbatches), ("stages", stages)):
+        if count is not None and (type(count) is not int or count < 1):
+            raise ConfigError(f"{argument} must be a positive integer, got {count!r}")
     _check_dtype(accumulate_dtype)
     check_time_limit(time_limit)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -135,8 +141,8 @@ def plan_training(
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
     if microbatches is not None:
         problem.check_split(microbatches)
-    search = TrainingSearch(problem, microbatches, deadline, progress or (lambda text: None))
-    search.run()
+    search = TrainingSearch(problem, microbatches, stages, deadline, progress or (lambda text: None))
+    search_plans(search)
     _check_outcomes(search, name_of(loss))
     return training_plan(search) if not prove else proved_plan(search, prove)
 
@@ -168,6 +174,8 @@ def _check_outcomes(search: TrainingSearch, name: str) -> None:
     texts = [each.refusal if each.mesh in each.refusal else f"{each.mesh}: {each.refusal}" for each in refusals]
     lines = list(dict.fromkeys(texts))
     cluster = search.problem.cluster.name
+    if not lines:
+        lines = [f"{search.stages} stages: {search.why_no_stages}"]
     text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines)
     needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]
     if needed:

@@ -14,11 +14,12 @@ import jax.tree_util as jtu
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
 from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, TreeError, printable
 from shardrules.core.tree import array_kind, leaf_paths
+from shardrules.training.accumulation import accumulation_dtype
 from shardrules.training.host_state import is_any_on_host, update_by_parts
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss, trace_loss
-from shardrules.training.microbatches import GradientFunction, accumulated, accumulation_dtype
+from shardrules.training.microbatches import GradientFunction, accumulated
 
 
 @final
@@ -37,9 +38,12 @@ class Recipe:
     """What gradients of microbatches are added up in; by default at least float32."""
     host_state: tuple[int, ...] = attrs.field(default=(), converter=tuple)
     """Which arrays of the optimizer's state are in the memory of the host, by index, between steps."""
+    stages: int = 1
+    """How many groups of layers compute side by side, each with another microbatch."""
 
     def __str__(self) -> str:
-        parts = [f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch"]
+        parts = [f"{self.stages} stages"] if self.stages > 1 else []
+        parts.append(f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch")
         if self.microbatches > 1:
             parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
         parts.append(self.keep.short_text)
@@ -53,7 +57,7 @@ class Recipe:
     def gradients(self, trace: TracedLoss) -> GradientFunction:
         """Returns a function that computes the loss, aux and the gradients."""
         transform = functools.partial(with_kept, keep=self.keep)
-        return accumulated(trace, self.microbatches, self.groups, self.accumulate_dtype, transform)
+        return accumulated(trace, self.microbatches, self.groups, self.accumulate_dtype, transform, self.stages)
 
 
 @final

@@ -35,6 +35,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", metavar="NAME", help="another sheet, or a file from Hardware.save")
     parser.add_argument("--pins", metavar="RULES", help="rules for (model, state, batch)")
     parser.add_argument("--microbatches", metavar="N", type=int, help="how many (default: the best)")
+    parser.add_argument("--stages", metavar="N", type=int, help="of layers, side by side (default: the best; 1: none)")
     parser.add_argument("--accumulate-dtype", metavar="D", help="dtype that gradients are added up in: bfloat16")
     parser.add_argument("--time-limit", metavar="S", type=float, default=600.0, help="seconds to search (default: 600)")
     parser.add_argument("--prove", metavar="N", type=int, default=0, help="compile the best N, and take the best")
@@ -45,8 +46,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if not args.time_limit > 0:
         raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
-    if args.prove < 0 or (args.microbatches is not None and args.microbatches < 1):
-        raise UsageError("--prove and --microbatches must be positive")
+    if args.prove < 0 or any(count is not None and count < 1 for count in (args.microbatches, args.stages)):
+        raise UsageError("--prove, --microbatches and --stages must be positive")
     if args.output is not None:
         check_writable(args.output)  # before a search of minutes, whose plan would be lost
     hardware = None if args.hardware is None else read_hardware(args.hardware)
@@ -74,6 +75,7 @@ def _run(args: argparse.Namespace) -> int:
             host_memory=host_memory,
             pins=pins,
             microbatches=args.microbatches,
+            stages=args.stages,
             accumulate_dtype=args.accumulate_dtype,
             hardware=hardware,
             time_limit=args.time_limit,

@@ -25,6 +25,7 @@ from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
+from shardrules.training.search.staged import search_again
 from shardrules.training.step import Recipe, states_of
 
 _MOST_SEARCHES = 3
@@ -44,7 +45,7 @@ def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
             break
         # The model is off by about as much for other plans of the same step.
         least = min(proofs.values(), key=lambda proof: proof.peak_bytes / max(1, proof.modelled_bytes))
-        if not search.leave_room(least.modelled_bytes / least.peak_bytes):
+        if not search_again(search, least.modelled_bytes / least.peak_bytes):
             break
     best = ranked(list(proofs.values()))[0]
     chosen = next(outcome for outcome, proof in proofs.items() if proof is best)
@@ -90,6 +91,8 @@ def training_plan(
         tuple(_advice(search, outcome)),
         (*_findings(search, outcome, planned, proofs),),
         planned.plan,
+        outcome.recipe.stages,
+        "" if outcome.recipe.stages > 1 else search.why_no_stages,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
     return TrainingPlan(step, planned, report, problem, outcomes, proofs)
@@ -258,10 +261,16 @@ def _changes(problem: TrainingProblem, chosen: Outcome) -> Iterator[tuple[str, T
 def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -> tuple[tuple[int, ...], Recipe]:
     """Returns the mesh and the recipe of another set-up that are as the plan's."""
     factor = other.cluster.count // problem.cluster.count
-    recipe = chosen.recipe
+    recipe, shape = chosen.recipe, chosen.shape
+    if recipe.stages > 1:
+        # As many stages, each of more devices.
+        stages, *inner = shape
+        if inner or factor > 1:
+            inner = [factor * math.prod(inner[:1]), *inner[1:]]
+        return (stages, *inner), recipe
     if factor > 1 and recipe.groups > 1:
         recipe = attrs.evolve(recipe, groups=recipe.groups * factor)
-    return (chosen.shape[0] * factor, *chosen.shape[1:]), recipe
+    return (shape[0] * factor, *shape[1:]), recipe
 
 
 def _findings(
@@ -313,7 +322,9 @@ def _findings(
     yield from _host_findings(search, outcome)
     cluster = search.problem.cluster
     yield from machine_findings(planned.mesh, None if cluster.is_assumed else cluster.hardware)
-    yield from program_findings(planned.call, planned.task)
+    # Stages have constraints that the loss does not have.
+    left_out = "constrained" if outcome.recipe.stages > 1 else ""
+    yield from (finding for finding in program_findings(planned.call, planned.task) if finding.code != left_out)
 
 
 _PINNED_BYTES = 64 * 2**30

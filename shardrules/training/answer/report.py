@@ -15,6 +15,7 @@ from shardrules.core.views.table import aligned
 from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.report import read_plan_report
+from shardrules.training.stages.run import tick_count
 
 _FORMAT = 1
 """The version of the JSON: a change that older readers would misread raises it."""
@@ -133,6 +134,10 @@ class TrainingPlanReport:
     findings: tuple[Finding, ...]
     plan: ShardingPlan
     """The plan of model, state and batch."""
+    stages: int = 1
+    """How many groups of layers compute side by side, each with another microbatch."""
+    why_no_stages: str = ""
+    """Why layers are not in stages; empty where they are."""
 
     @property
     def examples_per_second(self) -> float:
@@ -167,6 +172,7 @@ class TrainingPlanReport:
             *(("regions", str(use)) for use in self.regions),
             ("batch", self._batch_text()),
             ("batch", self._examples_text()),
+            ("stages", self._stages_text()),
             ("backward", self.keep),
             ("memory", self._memory_text()),
             *([("host", self._host_text())] if self.host_exchanged_bytes else []),
@@ -195,6 +201,12 @@ class TrainingPlanReport:
             f"{text} in {self.microbatches} microbatches; gradients add up in {self.gradient_dtype} and are reduced "
             f"{reduced}"
         )
+
+    def _stages_text(self) -> str:
+        if self.stages == 1:
+            return f"none: {self.why_no_stages}"
+        rounds = tick_count(self.stages, self.microbatches)
+        return f"{self.stages}, which wait in {self.stages - 1} of {rounds} rounds"
 
     def _examples_text(self) -> str:
         split = f"examples along {_listed(self.split_arrays)}"

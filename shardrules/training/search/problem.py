@@ -23,9 +23,12 @@ from shardrules.training.host_state import array_bytes, host_state
 from shardrules.training.keep.choices import keep_choices
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss
-from shardrules.training.microbatches import forward_program
+from shardrules.training.microbatches import SplitLoss, forward_program
 from shardrules.training.search.kept import kept_on_device
 from shardrules.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
+from shardrules.training.stages.layers import LayerLoop
+from shardrules.training.stages.layouts import stage_layouts
+from shardrules.training.stages.run import tick_count
 from shardrules.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
@@ -53,7 +56,12 @@ class TrainingProblem:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
         step = self.step_of(recipe)
         args = self.model, self.state, self.batch
-        return read_query(step, args, self.cluster.mesh_of(shape), self.options, self.on_host(recipe))
+        mesh = self.cluster.mesh_of(shape, recipe.stages)
+        query = read_query(step, args, mesh, self.options, self.on_host(recipe))
+        if recipe.stages == 1:
+            return query
+        left = stage_layouts(query.task.problem, recipe.stages, tick_count(recipe.stages, recipe.microbatches))
+        return attrs.evolve(query, task=query.task.only(left))
 
     def on_host(self, recipe: Recipe) -> list[bool]:
         """Returns for each array of the step's arguments whether a recipe has it in the memory of the host."""
@@ -140,6 +148,13 @@ class TrainingProblem:
             )
         return self._keep_choices[key]
 
+    @functools.cached_property
+    def layer_count(self) -> int:
+        """How many layers the loop over layers has; raises `MicrobatchError` where there is none."""
+        with axis_names_of(self.mesh):
+            split = SplitLoss.of(self.loss, self._least_split)
+        return LayerLoop.of(split.forward, split.is_batched).layer_count
+
     @property
     def _least_split(self) -> int:
         """The least number of microbatches that the batch can be split into."""
@@ -182,6 +197,8 @@ class Outcome:
     """What a device has in the memory of its host."""
     paired_bytes: int = 0
     """The part of `peak_bytes` that the layouts say nothing of: what rounds of loops take that run in pairs."""
+    compute_seconds: float = 0.0
+    """The part of `seconds` in which devices compute."""
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         """Returns the plan of the step."""
@@ -206,7 +223,7 @@ def plan_once(
             query.check_possible()
     except REFUSALS as error:
         needed = error.needed_bytes if isinstance(error, DoesNotFitError) else 0
-        text = mesh_text(problem.cluster.abstract_mesh(shape))
+        text = mesh_text(problem.cluster.abstract_mesh(shape, recipe.stages))
         # Without layouts: as if all devices shared it.
         recipe = attrs.evolve(recipe, keep=recipe.keep.scaled(1 / problem.cluster.count))
         return Outcome(shape, text, recipe, None, float("inf"), needed, False, " ".join(str(error).split()))
@@ -221,7 +238,9 @@ def plan_once(
         plan = query.plan(result)
         more_bytes = paired_bytes(plan, recipe)
     batch_splits = _batch_splits(plan, problem.loss.split.example_dims)
-    host_bytes = plan.host_traffic.argument_bytes + plan.host_traffic.kept_bytes // recipe.microbatches
+    # Microbatches that follow each other keep theirs one after another, stages those of all microbatches.
+    kept_rounds = 1 if recipe.stages > 1 else recipe.microbatches
+    host_bytes = plan.host_traffic.argument_bytes + plan.host_traffic.kept_bytes // kept_rounds
     return Outcome(
         shape,
         mesh_text(query.mesh),
@@ -234,6 +253,7 @@ def plan_once(
         planning_seconds=time.monotonic() - start,
         host_bytes=host_bytes,
         paired_bytes=more_bytes,
+        compute_seconds=plan.step_time.compute_seconds,
     )
 
 

@@ -63,6 +63,8 @@ class TrainingSearch:
     problem: TrainingProblem
     microbatches: int | None
     """How many microbatches to plan for, if the user says so."""
+    stages: int | None
+    """How many stages to plan for, if the user says so."""
     deadline: Deadline
     progress: Callable[[str], None]
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
@@ -84,9 +86,11 @@ class TrainingSearch:
     """Which part of the optimizer's state is on hosts, in recipes that are made."""
     is_late: bool = False
     """Whether the time was up before the search was done."""
+    why_no_stages: str = ""
+    """Why layers are not in stages; empty where they are."""
 
     def run(self) -> None:
-        """Searches."""
+        """Searches for plans in which all devices compute all layers."""
         for shape in self.problem.cluster.shapes():
             self.plan_free(shape, self.first_recipe)
         self.fit_all(tuple(self.free))
@@ -134,8 +138,8 @@ class TrainingSearch:
                 plans.append(outcome)
         return plans
 
-    def leave_room(self, factor: float) -> bool:
-        """Searches again for plans that take less, by a factor; returns whether any was planned."""
+    def leave_room(self, factor: float) -> None:
+        """Searches again for plans that take less, by a factor."""
         before, self.limit_bytes = self.outcomes, factor * self.limit_bytes
         for shape, outcome in self.free.items():
             self.free[shape] = attrs.evolve(outcome, fits=outcome.fits and outcome.peak_bytes <= self.limit_bytes)
@@ -147,7 +151,6 @@ class TrainingSearch:
         self.fit_all(tuple(self.free))
         self.polish()
         self.offload_state()
-        return any(outcome.fits for key, outcome in self.outcomes.items() if before.get(key) is not outcome)
 
     @property
     def smallest(self) -> Outcome | None:
@@ -318,6 +321,8 @@ class TrainingSearch:
         """Plans what the best plan might keep more or less, as long as that is better."""
         while self.best is not None and not self.is_over:
             best, count = self.best, len(self.outcomes)
+            if best.recipe.stages > 1:
+                return
             keeps = self.problem.keeps(best.recipe.microbatches)
             index = keeps.index(best.recipe.keep)
             for near in (index - 1, index + 1):

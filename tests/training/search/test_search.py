@@ -14,6 +14,7 @@ from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.training.cluster import Cluster
 from shardrules.training.search.problem import TrainingProblem
 from shardrules.training.search.search import TrainingSearch
+from shardrules.training.search.staged import search_again
 from shardrules.training.step import TrainingStep
 
 OPTIMIZER = optax.adam(1e-3)
@@ -34,7 +35,7 @@ def problem_on(cluster: str, limit: int | None = None) -> TrainingProblem:
 
 
 def searched(cluster: str, limit: int | None = None, deadline: Deadline = NO_DEADLINE) -> TrainingSearch:
-    search = TrainingSearch(problem_on(cluster, limit), None, deadline, lambda text: None)
+    search = TrainingSearch(problem_on(cluster, limit), None, 1, deadline, lambda text: None)
     search.run()
     return search
 
@@ -64,7 +65,7 @@ def test_meshes_are_left_that_cannot_be_better() -> None:
 
 
 def test_the_same_plan_on_another_mesh_is_not_another_plan() -> None:
-    search = TrainingSearch(problem_on("cuda:h100:2"), None, NO_DEADLINE, lambda text: None)
+    search = TrainingSearch(problem_on("cuda:h100:2"), None, 1, NO_DEADLINE, lambda text: None)
     search.plan_free((2,), search.first_recipe)
     (plan,) = search.fitting
     search.outcomes[(1, 2), plan.recipe] = attrs.evolve(plan, shape=(1, 2))
@@ -99,6 +100,6 @@ def test_leaving_room_finds_smaller_plans() -> None:
     before = search.best
     assert before is not None
     search.limit_bytes = before.peak_bytes
-    assert search.leave_room(0.8)
+    assert search_again(search, 0.8)
     assert search.best is not None
     assert search.best.peak_bytes <= 0.8 * before.peak_bytes

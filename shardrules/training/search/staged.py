@@ -1,0 +1,216 @@
+"""The search over stages: layers side by side on groups of devices, with microbatches that go from one to the next.
+
+Stages wait at the beginning and at the end of a step, for `stages - 1` of `microbatches + stages - 1` rounds, and each
+round computes a microbatch at most. So what a set-up with stages takes at least is known before it is planned: those
+that cannot be better than the best plan without are not, and of the others the most promising.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import attrs
+
+from shardrules.analysis.schedule.step_time import seconds_text
+from shardrules.core.axes import mesh_sizes
+from shardrules.core.errors import MicrobatchError
+from shardrules.training.cluster import Shape
+from shardrules.training.search.problem import Outcome, TrainingProblem
+from shardrules.training.search.search import TrainingSearch
+from shardrules.training.stages.run import STAGE_AXIS, tick_count
+
+_INNER_SIZES = (1, 2, 4, 8)
+"""The sizes of an innermost axis inside of stages. With 16, stages would send over slow networks for each layer."""
+
+_MOST_PADDING = 0.125
+"""How many places without a layer stages may have, as a part of the layers: each takes as long as a layer."""
+
+_PLANS = 6
+"""One plan with stages for so many without: they take two to three times as long. Halved, searches take up to twice as
+long as without stages."""
+
+_MOST_ASKED = 24
+"""How many plans are made where the user asks for stages: for four meshes, six each."""
+
+
+def search_plans(search: TrainingSearch) -> None:
+    """Searches for plans without stages and with them, as the user asks for."""
+    if search.stages in (None, 1):
+        search.run()
+    StageSearch(search).run()
+
+
+def search_again(search: TrainingSearch, factor: float) -> bool:
+    """Searches for plans that take less memory by a factor, and returns whether there are more that fit."""
+    before = search.fitting
+    search.leave_room(factor)
+    StageSearch(search).run()
+    return any(outcome not in before for outcome in search.fitting)
+
+
+@final
+@attrs.frozen
+class Staging:
+    """A mesh with stages, and how many microbatches go through them."""
+
+    shape: Shape
+    """The stages first."""
+    microbatches: int
+    places: int
+    """How many layers stages have room for."""
+
+    @property
+    def stages(self) -> int:
+        return self.shape[0]
+
+    @property
+    def rounds(self) -> int:
+        """How many microbatches a stage has time for."""
+        return tick_count(self.stages, self.microbatches)
+
+    def least_seconds(self, compute_seconds: float, layers: int) -> float:
+        """What it takes at least, if computing takes so long where no device waits."""
+        return compute_seconds * self.rounds / self.microbatches * self.places / layers
+
+    def __str__(self) -> str:
+        return f"{self.stages} stages and {self.microbatches} microbatches"
+
+
+@final
+@attrs.define(eq=False)
+class StageSearch:
+    """Looks for plans with stages, beside those that a search has found."""
+
+    search: TrainingSearch
+    plans: dict[Staging, Outcome] = attrs.field(factory=dict)
+    """The fastest plan of each set-up, without a limit of memory."""
+
+    def run(self) -> None:
+        """Plans, and notes why the best plan has no stages."""
+        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.planned()
+
+    def planned(self) -> str:
+        """Plans, and says why the best plan has no stages; empty where it has some."""
+        search = self.search
+        refusal = _refusal(self.problem)
+        if refusal:
+            return refusal
+        stagings = sorted(self.stagings(), key=lambda each: (self.least_seconds(each), each.stages, len(each.shape)))
+        if not stagings:
+            return "layers, examples and devices do not divide into stages"
+        most_count = search.count + (_MOST_ASKED if search.stages else max(1, search.count // _PLANS))
+        least = self.least_seconds(stagings[0])
+        for staging in stagings:
+            best = search.best
+            if best is not None and self.least_seconds(staging) >= best.seconds:
+                break
+            if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
+                break
+            self.plan(staging, most_count)
+        if search.best is not None and search.best.recipe.stages > 1:
+            return ""
+        return self.why_not(stagings[0], least)
+
+    @property
+    def problem(self) -> TrainingProblem:
+        """What is planned."""
+        return self.search.problem
+
+    def stagings(self) -> Iterator[Staging]:
+        """Yields the meshes with stages that suit devices, layers and batch, each with the most microbatches."""
+        cluster, layers = self.problem.cluster, self.problem.layer_count
+        request = self.search.stages
+        for stages in range(2, min(cluster.count, layers) + 1) if request is None else [request]:
+            places = -(-layers // stages) * stages
+            is_padded = request is None and places > layers * (1 + _MOST_PADDING)
+            if cluster.count % stages or stages > layers or is_padded:
+                continue
+            rest = cluster.count // stages
+            for inner in _INNER_SIZES:
+                shape = tuple(size for size in (stages, rest // inner, inner) if size > 1)
+                if rest % inner or not self.allows(shape):
+                    continue
+                microbatches = self.most_microbatches(stages, rest // inner)
+                if microbatches:
+                    yield Staging(shape, microbatches, places)
+
+    def allows(self, shape: Shape) -> bool:
+        """Whether a mesh with stages is possible."""
+        mesh = self.problem.cluster.mesh
+        if mesh is None:
+            return self.problem.cluster.allows(shape)
+        sizes = mesh_sizes(mesh)
+        return STAGE_AXIS in sizes and next(iter(sizes)) == STAGE_AXIS and tuple(sizes.values()) == shape
+
+    def most_microbatches(self, stages: int, splits: int) -> int:
+        """The most microbatches of which all devices inside of a stage have examples, as many for each stage; or 0."""
+        request, examples = self.search.microbatches, self.problem.loss.batch_size
+        counts = range(stages, examples // splits + 1, stages) if request is None else (request,)
+        return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
+
+    def least_seconds(self, staging: Staging) -> float:
+        """What a set-up takes at least: what computing takes, and waiting."""
+        outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
+        compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
+        return staging.least_seconds(compute, self.problem.layer_count)
+
+    def plan(self, staging: Staging, most_count: int) -> None:
+        """Looks for the best plan of a set-up that fits."""
+        search, keeps = self.search, self.keeps(staging)
+        free = self.plan_one(staging, keeps[0], is_free=True)
+        self.plans[staging] = free
+        low, high = 0, len(keeps) - 1
+        while not free.fits and low < high and search.count < most_count and self.may_win(free):
+            middle = (low + high) // 2
+            if self.plan_one(staging, keeps[middle]).fits:
+                high = middle
+            else:
+                low = middle + 1
+
+    def keeps(self, staging: Staging) -> list[int]:
+        """What the backward pass may keep, by index, from the fastest on: all microbatches keep it at once."""
+        problem, rounds = self.problem, staging.rounds
+        keeps, most = problem.keeps(staging.microbatches), problem.host_limit_bytes * problem.cluster.count
+        first = self.search.first_keep(staging.microbatches)
+        return [first, *(index for index in range(first + 1, len(keeps)) if rounds * keeps[index].host_bytes <= most)]
+
+    def may_win(self, free: Outcome) -> bool:
+        """Whether a plan that fits may be better than the best, given the fastest without a limit of memory."""
+        best = self.search.best
+        return free.result is not None and (best is None or free.seconds < best.seconds)
+
+    def plan_one(self, staging: Staging, keep_index: int, *, is_free: bool = False) -> Outcome:
+        """Plans with what the backward pass keeps, by index."""
+        search = self.search
+        recipe = attrs.evolve(search.recipe(staging.microbatches, 1, keep_index), stages=staging.stages)
+        outcome = search.plan(staging.shape, recipe, is_free)
+        outcomes = search.outcomes if outcome.fits or not is_free else search.columns
+        outcomes[staging.shape, recipe] = outcome
+        return outcome
+
+    def why_not(self, first: Staging, least: float) -> str:
+        """Says why the best plan has no stages."""
+        waits = f"with {first}, stages wait in {first.stages - 1} of {first.rounds} rounds"
+        fitting = [outcome for outcome in self.search.outcomes.values() if outcome.fits and outcome.recipe.stages > 1]
+        if not self.plans:
+            best = self.search.best
+            is_slower = best is not None and least >= best.seconds
+            return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else "no time was left"
+        staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
+        limit = " without a limit of memory" if fastest not in fitting else ""
+        return (
+            f"of {len(self.plans)} set-ups with stages the fastest, {fastest.mesh} with {staging.microbatches} "
+            f"microbatches, takes {seconds_text(fastest.seconds)}{limit}: stages wait in {staging.stages - 1} of "
+            f"{staging.rounds} rounds"
+        )
+
+
+def _refusal(problem: TrainingProblem) -> str:
+    """Why layers cannot be in stages; empty where they can."""
+    if problem.cluster.mesh is not None and STAGE_AXIS not in problem.cluster.mesh.shape:
+        return f"the mesh has no axis {STAGE_AXIS!r}"
+    if problem.split_refusal:
+        return "the loss cannot be computed by microbatches"
+    try:
+        return "" if problem.layer_count > 1 else "the model has one layer"
+    except MicrobatchError as error:
+        return str(error)

@@ -1,0 +1,138 @@
+"""Plans with stages: what runs is the plain step, and what is left out says why."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardrules as sr
+from shardrules.analysis.analyzer import ShardingAnalyzer
+from shardrules.core.errors import ConfigError, PlanError
+from shardrules.training.cluster import Cluster
+from shardrules.training.search.staged import Staging
+
+LAYERS, EXAMPLES, WIDTH = 4, 16, 16
+
+
+def numbers(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([*shape]).normal(size=shape) / 4, jnp.float32)
+
+
+MODEL = {"in": numbers(8, WIDTH), "layers": numbers(LAYERS, WIDTH, WIDTH)}
+BATCH = numbers(EXAMPLES, 8), numbers(EXAMPLES, 4, 8)[:, 0]
+
+
+def layer(x: Any, weights: Any) -> Any:
+    return x + jnp.tanh(x @ weights)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    x, y = batch
+    x = jax.lax.scan(lambda x, w: (layer(x, w), None), x @ model["in"], model["layers"])[0]
+    return jnp.mean((x @ model["in"].T - y) ** 2)
+
+
+def written_out(model: Any, batch: Any) -> Any:
+    x = batch[0] @ model["in"]
+    for index in range(LAYERS):
+        x = layer(x, model["layers"][index])
+    return jnp.mean((x @ model["in"].T - batch[1]) ** 2)
+
+
+def of_neighbours(model: Any, batch: Any) -> Any:
+    return loss(model, batch) + jnp.mean(jnp.cumsum(batch[0] @ model["in"], 0) ** 2)
+
+
+def plan_of(fn: Any = loss, cluster: Any = "cuda:h100:8", **options: Any) -> Any:
+    return sr.plan_training(fn, MODEL, optax.adam(1e-2), BATCH, cluster=cluster, **options)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (2, None), (2, 2)])
+@pytest.mark.sample(1)
+def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> None:
+    plan = plan_of(cluster=jax.devices(), stages=stages, microbatches=microbatches)
+    assert plan.recipe.stages == plan.report.stages == plan.mesh.shape["stage"] == stages
+    assert plan.plan.specs[0]["layers"][0] == "stage"
+    optimizer = optax.adam(1e-2)
+    expected, expected_state = MODEL, optimizer.init(MODEL)
+    model, state = plan.init(lambda: MODEL)()
+    for _ in range(2):
+        model, state, value, _ = plan.step(model, state, BATCH)
+        expected_value, gradients = jax.value_and_grad(loss)(expected, BATCH)
+        updates, expected_state = optimizer.update(gradients, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_send_microbatches() -> None:
+    """Each round sends a microbatch, and what waits, to the next stage and back: forward, and their gradients."""
+    plan = plan_of(cluster=sr.create_mesh("stage:4,data:2"), stages=4, microbatches=4)
+    step = plan.step
+    report = ShardingAnalyzer(plan.mesh).audit(step, *plan.planned.args)
+    sent = [each for each in report.collectives if each.kind == "collective-permute"]
+    message = EXAMPLES // 4 // 2 * WIDTH * 4
+    rounds = 4 + 4 - 1
+    assert [(each.wire_bytes, each.times.count) for each in sent] == [(message, rounds)] * 4
+
+
+def test_a_mesh_with_an_axis_of_stages_is_taken() -> None:
+    mesh = sr.create_mesh("stage:2,data:4")
+    assert plan_of(cluster=mesh, stages=2).report.mesh == "stage:2,data:4"
+    assert plan_of(cluster=sr.create_mesh("data:8")).report.why_no_stages == "the mesh has no axis 'stage'"
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "why"),
+    [
+        (written_out, {}, "its layers are not one loop over stacked parameters"),
+        (of_neighbours, {}, "the loss cannot be computed by microbatches"),
+        (loss, {"stages": 1}, "stages=1"),
+    ],
+)
+def test_plans_without_stages_say_why(fn: Any, options: Any, why: str) -> None:
+    plan = plan_of(fn, **options)
+    assert plan.recipe.stages == 1
+    assert plan.report.why_no_stages.startswith(why)
+    assert f"stages     none: {why}" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3}, "3 stages: layers, examples and devices do not divide into stages"),
+        ({"stages": 8}, "8 stages: layers, examples and devices do not divide into stages"),
+        ({"stages": 4, "microbatches": 2}, "layers, examples and devices do not divide"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        plan_of(**options)
+
+
+def test_a_count_of_stages_is_positive() -> None:
+    with pytest.raises(ConfigError, match="stages must be a positive integer, got 0"):
+        plan_of(stages=0)
+
+
+def test_plans_with_stages_allowed_are_not_slower() -> None:
+    without, allowed = plan_of(stages=1), plan_of()
+    assert allowed.report.cost <= without.report.cost
+    text = allowed.report.to_json()
+    assert sr.reports.TrainingPlanReport.from_json(text) == allowed.report
+
+
+def test_waiting_is_counted() -> None:
+    staging = Staging((4, 8), 12, 6)
+    assert (staging.stages, staging.rounds) == (4, 15)
+    assert staging.least_seconds(1.0, 5) == 15 / 12 * 6 / 5
+
+
+@pytest.mark.parametrize(("stages", "names"), [(1, ("data", "model")), (4, ("stage", "data"))])
+def test_meshes_with_stages_name_them(stages: int, names: tuple[str, ...]) -> None:
+    assert Cluster.of("cuda:h100:8").abstract_mesh((4, 2), stages).axis_names == names
