@@ -1,0 +1,23 @@
+"""The benchmark of stages runs on a toy. Its ratios are not checked here."""
+
+import json
+
+from benchmarks.stage_plans import missed
+from benchmarks.tests.smoke import run
+
+
+def test_smoke_run_plans_a_toy_with_stages_and_without() -> None:
+    done = run("stage_plans.py", "--smoke", "--json")
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(done.stdout)["cases"]
+    assert case["ratio"] <= 1.001
+    assert case["seconds"] > 0
+
+
+def test_slower_plans_and_long_searches_are_named() -> None:
+    figure = {"name": "8B", "ratio": 1.1, "effort": 1.6}
+    assert missed([figure]) == [
+        "8B: with stages allowed 1.100 x the plan without",
+        "8B: the search took 1.60 x that without stages",
+    ]
+    assert missed([figure | {"ratio": 1.0, "effort": 1.5}]) == []
