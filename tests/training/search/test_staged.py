@@ -70,6 +70,7 @@ def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> No
         np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_send_microbatches() -> None:
     """Each round sends a microbatch, and what waits, to the next stage and back: forward, and their gradients."""
     plan = plan_of(cluster=sr.create_mesh("stage:4,data:2"), stages=4, microbatches=4)
@@ -81,6 +82,7 @@ def test_stages_send_microbatches() -> None:
     assert [(each.wire_bytes, each.times.count) for each in sent] == [(message, rounds)] * 4
 
 
+@pytest.mark.slow
 def test_a_mesh_with_an_axis_of_stages_is_taken() -> None:
     mesh = sr.create_mesh("stage:2,data:4")
     assert plan_of(cluster=mesh, stages=2).report.mesh == "stage:2,data:4"
@@ -120,6 +122,7 @@ def test_a_count_of_stages_is_positive() -> None:
         plan_of(stages=0)
 
 
+@pytest.mark.slow
 def test_plans_with_stages_allowed_are_not_slower() -> None:
     without, allowed = plan_of(stages=1), plan_of()
     assert allowed.report.cost <= without.report.cost

@@ -136,7 +136,7 @@ def gradients(loss: Any, step: Step | None, model: Any, batch: Any, dtype: Any =
 
 @pytest.mark.parametrize("step", SUITABLE, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 def test_values_and_gradients_are_those_of_the_loss(loss: Any, step: Step) -> None:
     actual = gradients(loss, step, model(), batch())
     assert all(bool(jnp.isfinite(array).all()) for array in jax.tree.leaves(actual))
@@ -146,6 +146,7 @@ def test_values_and_gradients_are_those_of_the_loss(loss: Any, step: Step) -> No
 
 
 @pytest.mark.parametrize("layers", [5, 7])
+@pytest.mark.sample(1)
 def test_layers_need_not_divide_into_stages(layers: int) -> None:
     actual, expected = (gradients(of_examples, step, model(layers), batch()) for step in (Step(4, 4), None))
     for array, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -189,7 +190,7 @@ def test_results_of_microbatches_keep_their_order() -> None:
     inputs = [numbers(4, 3, 3), *[numbers(8, 1, 3)], jnp.int32(0), jnp.arange(8, dtype=jnp.int32)]
     staged = StagedProgram(split.forward, split.is_batched, 4, 8)(*inputs)
     each = jax.vmap(jaxpr_as_fun(split.forward), tuple(0 if flag else None for flag in split.is_batched))(*inputs)
-    np.testing.assert_allclose(staged[0], each[0], rtol=1e-6)
+    np.testing.assert_allclose(staged[0], each[0], rtol=1e-4, atol=1e-6)
 
 
 def written_out(model: Any, batch: Any) -> Any:
