@@ -196,6 +196,8 @@ class TrainingPlanReport:
         text = f"{self.examples} examples"
         if self.microbatches == 1:
             return f"{text} at once"
+        if self.stages > 1:
+            return f"{text} in {self.microbatches} microbatches; gradients of layers add up in {self.gradient_dtype}"
         reduced = "once a step" if self.groups > 1 else "in each microbatch"
         return (
             f"{text} in {self.microbatches} microbatches; gradients add up in {self.gradient_dtype} and are reduced "

@@ -230,6 +230,8 @@ def plan_once(
     is_paired, program = pairs_rounds(problem.cluster, recipe), query.task.problem.program
     least_bytes = least_paired_bytes(program, recipe, problem.cluster.count) if is_paired else 0
     result = query.task.within(float("inf") if is_free else max(0.0, limit_bytes - least_bytes), deadline)
+    if not result.choice and query.task.problem.nodes:
+        return Outcome(shape, mesh_text(query.mesh), recipe, None, float("inf"), 0, False, "no time was left")
     plan = query.plan(result)
     more_bytes = paired_bytes(plan, recipe) if is_paired else 0
     if not is_free and result.fits and result.peak_bytes + more_bytes > limit_bytes:

@@ -155,7 +155,7 @@ class TrainingSearch:
     @property
     def smallest(self) -> Outcome | None:
         """The plan with the least memory."""
-        outcomes = [*self.outcomes.values()] or [*self.free.values()]  # without time, those without a limit
+        outcomes = [*self.outcomes.values()] or [*self.free.values(), *self.columns.values()]  # without a limit
         planned = [outcome for outcome in outcomes if outcome.result is not None]
         return min(planned, key=lambda outcome: outcome.peak_bytes, default=None)
 

@@ -11,7 +11,7 @@ from typing import final
 import attrs
 
 from shardrules.analysis.schedule.step_time import seconds_text
-from shardrules.core.axes import mesh_sizes
+from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.cluster import Shape
 from shardrules.training.search.problem import Outcome, TrainingProblem
@@ -31,6 +31,8 @@ With more, smaller and smaller microbatches would save less and less."""
 _PLANS = 6
 """One plan with stages for so many without: they take two to three times as long. Halved, searches take up to twice as
 long as without stages."""
+
+_NO_TIME = "time_limit left no time for them"
 
 _MOST_ASKED = 24
 """How many plans are made where the user asks for stages: for four meshes, six each."""
@@ -100,7 +102,7 @@ class StageSearch:
             return refusal
         stagings = sorted(self.stagings(), key=lambda each: (self.least_seconds(each), each.stages, len(each.shape)))
         if not stagings:
-            return "layers, examples and devices do not divide into stages"
+            return self.obstacle()
         most_count = search.count + (_MOST_ASKED if search.stages else max(1, search.count // _PLANS))
         least = self.least_seconds(stagings[0])
         for staging in stagings:
@@ -109,7 +111,12 @@ class StageSearch:
                 break
             if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
-            self.plan(staging, most_count)
+            try:
+                self.plan(staging, most_count)
+            except Exception as error:
+                if search.stages is not None:
+                    raise
+                return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
         return self.why_not(stagings[0], least)
@@ -143,7 +150,22 @@ class StageSearch:
         if mesh is None:
             return self.problem.cluster.allows(shape)
         sizes = mesh_sizes(mesh)
-        return STAGE_AXIS in sizes and next(iter(sizes)) == STAGE_AXIS and tuple(sizes.values()) == shape
+        return next(iter(sizes)) == STAGE_AXIS and tuple(size for size in sizes.values() if size > 1) == shape
+
+    def obstacle(self) -> str:
+        """Why no mesh and no number of microbatches suits stages."""
+        problem, request = self.problem, self.search.stages
+        layers, count, mesh = problem.layer_count, problem.cluster.count, problem.cluster.mesh
+        if mesh is not None and (next(iter(mesh.shape)) != STAGE_AXIS or request != mesh.shape[STAGE_AXIS]):
+            return f"the mesh is {mesh_text(mesh)}; its first axis has to be {STAGE_AXIS!r}, with as many devices"
+        if request is not None and request > layers:
+            return f"there are {layers} layers"
+        if request is not None and count % request:
+            return f"{count} devices do not divide into {request} stages"
+        if request is not None and (self.search.microbatches or 0) % request:
+            return f"microbatches have to be a multiple of the stages, got {self.search.microbatches}"
+        examples = problem.loss.batch_size
+        return f"{layers} layers, {count} devices and {examples} examples do not divide into stages and microbatches"
 
     def microbatches(self, stages: int, splits: int, most: int) -> int:
         """The most microbatches up to a number of which all devices inside of a stage have examples, as many for each
@@ -163,6 +185,8 @@ class StageSearch:
         """Looks for the best plan of a set-up that fits."""
         search, keeps = self.search, self.keeps(staging)
         free = self.plan_one(staging, keeps[0], is_free=True)
+        if free.result is None:
+            return
         self.plans[staging] = free
         low, high = 0, len(keeps) - 1
         while not free.fits and low < high and search.count < most_count and self.may_win(free):
@@ -200,7 +224,7 @@ class StageSearch:
         if not self.plans:
             best = self.search.best
             is_slower = best is not None and least >= best.seconds
-            return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else "no time was left"
+            return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else _NO_TIME
         staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
         limit = " without a limit of memory" if fastest not in fitting else ""
         return (

@@ -1,13 +1,14 @@
 """The loop over the layers of a program, which stages can share, and what comes before and after it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardrules.analysis.compiling.jaxprs import scan_counts
+from shardrules.analysis.compiling.jaxprs import equations, programs_in, scan_counts
 from shardrules.analysis.compiling.model_flops import model_flops
+from shardrules.analysis.compiling.source import equation_line, short_line
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.keep.segments import segment_program
 
@@ -53,6 +54,7 @@ class LayerLoop:
         for each in (*first, equation, *rest):
             if any(var in by_microbatch for var in _reads([each])):
                 by_microbatch.update(each.outvars)
+        _check_layers(equation, by_microbatch)
         before = segment_program(first, [var for var in read if var in computed])
         return cls(equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
 
@@ -69,12 +71,42 @@ def _layer_index(program: ClosedJaxpr) -> int:
     if index is None or loops[index] < total * (1 - _MOST_OUTSIDE):
         part = 0 if index is None or not total else loops[index] / total
         raise MicrobatchError(
-            "its layers are not one loop over stacked parameters: no jax.lax.scan has more than "
-            f"{part:.0%} of its FLOPs"
+            "its layers are not one loop over stacked parameters: outside of other loops and of jax.checkpoint, "
+            f"no jax.lax.scan has more than {part:.0%} of its FLOPs"
         )
     if program.jaxpr.eqns[index].params["reverse"]:
         raise MicrobatchError("its loop over layers runs from the last to the first")
     return index
+
+
+def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
+    """Raises an error for layers that compute something else where several are computed at once."""
+    if not any(var in by_microbatch for var in _reads([loop])):
+        raise MicrobatchError("its loop over layers reads nothing of the batch")
+    body, const_count = loop.params["jaxpr"].jaxpr, scan_counts(loop.params)[0]
+    # What differs from stage to stage: all but constants that are the same for the batch.
+    differs = dict.fromkeys(
+        inner
+        for index, (var, inner) in enumerate(zip(loop.invars, body.invars, strict=True))
+        if index >= const_count or (not isinstance(var, Literal) and var in by_microbatch)
+    )
+    for equation in body.eqns:
+        if any(var in differs for var in _reads([equation])):
+            differs.update(dict.fromkeys(equation.outvars))
+            if any(each.primitive.name == "cond" for each in (equation, *_inside(equation))):
+                line = equation_line(equation)
+                raise MicrobatchError(
+                    "its layers branch (jax.lax.cond), and stages that compute at once would compute all branches"
+                    + (f" ({short_line(line)})" if line else "")
+                )
+    avals = [var.aval for equation in (*body.eqns, *_inside(loop)) for var in (*equation.invars, *equation.outvars)]
+    if any("rbg" in str(getattr(aval, "dtype", "")) for aval in avals):
+        raise MicrobatchError("its layers draw random numbers by rbg, which draws others for several stages at once")
+
+
+def _inside(equation: Any) -> Iterator[Any]:
+    """The equations of all programs in an equation."""
+    return (each for program in programs_in(equation) for each in equations(program))
 
 
 def _reads(equations: Sequence[Any]) -> Iterator[Any]:

@@ -146,7 +146,7 @@ class StagedProgram:
         pieces: Sequence[tuple[Any, bool]],
     ) -> tuple[list[Any], list[Any]]:
         """Runs each stage with its microbatch, layer by layer."""
-        layer = jaxpr_as_fun(self.loop.equation.params["jaxpr"])
+        run = jaxpr_as_fun(self.loop.equation.params["jaxpr"])
         count = len(inputs)
 
         def of_stages(array: Any, is_shared: bool) -> Any:
@@ -154,13 +154,17 @@ class StagedProgram:
 
         const_arrays = [of_stages(*const) for const in consts]
         dims = [None if is_shared else 0 for _, is_shared in consts] + [0] * (count + len(pieces))
+
+        def layer(*operands: Any) -> list[Any]:
+            return run(*map(_read, operands))
+
         mapped = jax.vmap(layer, tuple(dims), spmd_axis_name=STAGE_AXIS if _has_stages() else None)
         numbers = np.arange(self._depth)[:, None] + self._depth * np.arange(self.stages)
         is_layer = jnp.asarray(numbers < self.loop.layer_count)
 
         def step(carry: list[Any], row: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             arrays, exists = row
-            results = mapped(*map(_read, const_arrays), *carry, *map(_read, arrays))
+            results = mapped(*const_arrays, *carry, *arrays)
             following = [
                 array if np.all(numbers < self.loop.layer_count) else _where(exists, array, before)
                 for array, before in zip(results[:count], carry, strict=True)

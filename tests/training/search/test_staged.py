@@ -107,14 +107,23 @@ def test_plans_without_stages_say_why(fn: Any, options: Any, why: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 3}, "3 stages: layers, examples and devices do not divide into stages"),
-        ({"stages": 8}, "8 stages: layers, examples and devices do not divide into stages"),
-        ({"stages": 4, "microbatches": 2}, "layers, examples and devices do not divide"),
+        ({"stages": 3}, "3 stages: 8 devices do not divide into 3 stages"),
+        ({"stages": 8}, "8 stages: there are 4 layers"),
+        ({"stages": 4, "microbatches": 2}, "microbatches have to be a multiple of the stages, got 2"),
+        ({"stages": 2, "cluster": "stage:4,data:2"}, "the mesh is stage:4,data:2; its first axis has to be 'stage'"),
+        ({"stages": 2, "cluster": "data:4,stage:2"}, "the mesh is data:4,stage:2; its first axis has to be 'stage'"),
+        ({"stages": 4, "cluster": "stage:4,data:32"}, "4 layers, 128 devices and 16 examples do not divide into"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(options: Any, message: str) -> None:
+    meshes = {"cluster": sr.mesh_shape(options["cluster"])} if "cluster" in options else {}
     with pytest.raises(PlanError, match=re.escape(message)):
-        plan_of(**options)
+        plan_of(**(options | meshes))
+
+
+def test_without_time_for_stages_that_is_said() -> None:
+    with pytest.raises(PlanError, match="2 stages: time_limit left no time for them"):
+        plan_of(stages=2, time_limit=1e-9)
 
 
 def test_a_count_of_stages_is_positive() -> None:

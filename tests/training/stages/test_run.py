@@ -206,8 +206,39 @@ def from_last_to_first(model: Any, batch: Any) -> Any:
     return head(model, x, batch)
 
 
+def branching(model: Any, batch: Any) -> Any:
+    def step(x: Any, row: Any) -> tuple[Any, None]:
+        weights, index = row
+        return layer(jax.lax.cond(index % 2 == 0, jnp.sin, jnp.cos, x), weights), None
+
+    rows = model["layers"], jnp.arange(LAYERS)
+    return head(model, jax.lax.scan(step, model["embedding"][batch["x"]], rows)[0], batch)
+
+
+def of_weights_alone(model: Any, batch: Any) -> Any:
+    scale = jax.lax.scan(lambda x, w: (layer(x, w), None), numbers(64, WIDTH), model["layers"])[0]
+    return head(model, model["embedding"][batch["x"]] * jnp.mean(scale), batch)
+
+
+def drawing_by_rbg(model: Any, batch: Any) -> Any:
+    def step(carry: Any, weights: Any) -> tuple[Any, None]:
+        x, key = carry
+        key, noise = jax.random.split(key)
+        return (layer(x, weights) + jax.random.normal(noise, (WIDTH,)), key), None
+
+    start = model["embedding"][batch["x"]], jax.random.key(0, impl="rbg")
+    return head(model, jax.lax.scan(step, start, model["layers"])[0][0], batch)
+
+
 @pytest.mark.parametrize(
-    ("loss", "message"), [(written_out, "not one loop over stacked parameters"), (from_last_to_first, "from the last")]
+    ("loss", "message"),
+    [
+        (written_out, "not one loop over stacked parameters"),
+        (from_last_to_first, "from the last to the first"),
+        (branching, "its layers branch"),
+        (of_weights_alone, "reads nothing of the batch"),
+        (drawing_by_rbg, "random numbers by rbg"),
+    ],
 )
 def test_other_losses_say_why_not(loss: Any, message: str) -> None:
     split = SplitLoss.of(trace_loss(loss, model(), batch()), 2)
