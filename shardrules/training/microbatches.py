@@ -150,8 +150,10 @@ class SplitLoss:
                 )
                 return loss, (sums, aux)
 
-            run = self.accumulate if stages == 1 else self.at_once
-            gradients, sums, aux = run(part, trainable, batched, dtype)
+            if stages == 1:
+                gradients, sums, aux = self.accumulate(part, trainable, batched, dtype)
+            else:
+                gradients, sums, aux = self.at_once(part, trainable, batched)
             value, *results = self.tail(arguments, sums)
             regularizer = self.tail.regularizer_gradients(arguments, sums)
             gradients = [
@@ -193,10 +195,9 @@ class SplitLoss:
         return gradients, sums, self.wholes(aux)
 
     def at_once(
-        self, parts: Callable[..., Any], trainable: Sequence[Any], batched: Sequence[Any], dtype: Any
+        self, parts: Callable[..., Any], trainable: Sequence[Any], batched: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the same from a function of all microbatches."""
-        del dtype  # gradients have been added up
+        """Returns the same from a function of all microbatches, in which gradients add up."""
         arguments = list(trainable), *self.parts(batched)
         gradient, group_dims = self.by_groups(jax.grad(parts, has_aux=True), arguments, 1)
         gradients, (sums, aux) = gradient(*arguments)

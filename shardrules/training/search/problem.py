@@ -101,7 +101,7 @@ class TrainingProblem:
     def split_refusal(self) -> str:
         """Why the loss cannot be computed by microbatches; empty where it can."""
         try:
-            self.check_split(self._least_split)
+            _ = self._split
         except MicrobatchError as error:
             return str(error)
         return ""
@@ -151,9 +151,13 @@ class TrainingProblem:
     @functools.cached_property
     def layer_count(self) -> int:
         """How many layers the loop over layers has; raises `MicrobatchError` where there is none."""
+        return LayerLoop.of(self._split.forward, self._split.is_batched).layer_count
+
+    @functools.cached_property
+    def _split(self) -> SplitLoss:
+        """The loss in the least number of microbatches."""
         with axis_names_of(self.mesh):
-            split = SplitLoss.of(self.loss, self._least_split)
-        return LayerLoop.of(split.forward, split.is_batched).layer_count
+            return SplitLoss.of(self.loss, self._least_split)
 
     @property
     def _least_split(self) -> int:

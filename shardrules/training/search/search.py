@@ -272,24 +272,19 @@ class TrainingSearch:
         worthwhile = self.worthwhile(free)
         if not worthwhile:
             self.beaten[shape, free.recipe] = _beaten_text(free.seconds)
-        if not worthwhile or not self.fits(shape, microbatches, groups, worthwhile[-1]):
             return False
-        low, high = -1, len(worthwhile) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(shape, microbatches, groups, worthwhile[middle]):
-                high = middle
-            else:
-                low = middle
+        first = first_fitting(worthwhile, lambda index: self.fits(shape, microbatches, groups, index))
+        if first is None:
+            return False
         # What just fits may pay for it with slow layouts: recomputing a little more may be faster.
-        for keep_index in worthwhile[high + 1 :]:
+        for keep_index in worthwhile[first + 1 :]:
             best = self.best
             if keep_index not in self.worthwhile(free):
                 break
             self.fits(shape, microbatches, groups, keep_index)
             if self.best is best:
                 break
-        return high == 0
+        return first == 0
 
     def free_column(self, shape: Shape, microbatches: int, groups: int) -> Outcome | None:
         """Plans the fastest recipe of a column without a limit of memory; `None` where there is no time for it."""
@@ -395,6 +390,21 @@ class TrainingSearch:
             return False
         self.beaten[shape, recipe] = _beaten_text(bound)
         return True
+
+
+def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Bisects what may be kept, the most first, for the position of the first that fits; `None` where the last does
+    not."""
+    if not fits(keep_indices[-1]):
+        return None
+    low, high = -1, len(keep_indices) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(keep_indices[middle]):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _is_same(first: Outcome, second: Outcome) -> bool:

@@ -15,7 +15,7 @@ from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.cluster import Shape
 from shardrules.training.search.problem import Outcome, TrainingProblem
-from shardrules.training.search.search import TrainingSearch
+from shardrules.training.search.search import TrainingSearch, first_fitting
 from shardrules.training.stages.run import STAGE_AXIS, tick_count
 
 _INNER_SIZES = (1, 2, 4, 8)
@@ -35,7 +35,7 @@ long as without stages."""
 _NO_TIME = "time_limit left no time for them"
 
 _MOST_ASKED = 24
-"""How many plans are made where the user asks for stages: for four meshes, six each."""
+"""After how many plans no other set-up is begun where the user asks for stages: four meshes, six plans each."""
 
 
 def search_plans(search: TrainingSearch) -> None:
@@ -112,7 +112,7 @@ class StageSearch:
             if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
             try:
-                self.plan(staging, most_count)
+                self.plan(staging)
             except Exception as error:
                 if search.stages is not None:
                     raise
@@ -181,20 +181,15 @@ class StageSearch:
         compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
         return staging.least_seconds(compute, self.problem.layer_count)
 
-    def plan(self, staging: Staging, most_count: int) -> None:
+    def plan(self, staging: Staging) -> None:
         """Looks for the best plan of a set-up that fits."""
-        search, keeps = self.search, self.keeps(staging)
+        keeps = self.keeps(staging)
         free = self.plan_one(staging, keeps[0], is_free=True)
         if free.result is None:
             return
         self.plans[staging] = free
-        low, high = 0, len(keeps) - 1
-        while not free.fits and low < high and search.count < most_count and self.may_win(free):
-            middle = (low + high) // 2
-            if self.plan_one(staging, keeps[middle]).fits:
-                high = middle
-            else:
-                low = middle + 1
+        if not free.fits and self.may_win(free):
+            first_fitting(keeps, lambda index: self.plan_one(staging, index).fits)
 
     def keeps(self, staging: Staging) -> list[int]:
         """What the backward pass may keep, by index, from the fastest on: all microbatches keep it at once."""
@@ -206,7 +201,7 @@ class StageSearch:
     def may_win(self, free: Outcome) -> bool:
         """Whether a plan that fits may be better than the best, given the fastest without a limit of memory."""
         best = self.search.best
-        return free.result is not None and (best is None or free.seconds < best.seconds)
+        return best is None or free.seconds < best.seconds
 
     def plan_one(self, staging: Staging, keep_index: int, *, is_free: bool = False) -> Outcome:
         """Plans with what the backward pass keeps, by index."""

@@ -160,19 +160,20 @@ class StagedProgram:
 
         mapped = jax.vmap(layer, tuple(dims), spmd_axis_name=STAGE_AXIS if _has_stages() else None)
         numbers = np.arange(self._depth)[:, None] + self._depth * np.arange(self.stages)
-        is_layer = jnp.asarray(numbers < self.loop.layer_count)
+        is_layer = numbers < self.loop.layer_count
+        is_full = bool(is_layer.all())
 
         def step(carry: list[Any], row: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             arrays, exists = row
             results = mapped(*const_arrays, *carry, *arrays)
             following = [
-                array if np.all(numbers < self.loop.layer_count) else _where(exists, array, before)
+                array if is_full else _where(exists, array, before)
                 for array, before in zip(results[:count], carry, strict=True)
             ]
             return following, results[count:]
 
         rows = [array if is_shared else jnp.moveaxis(_picked(array, microbatch), 0, 1) for array, is_shared in pieces]
-        return lax.scan(step, list(inputs), (rows, is_layer))
+        return lax.scan(step, list(inputs), (rows, jnp.asarray(is_layer)))
 
     def _summing(self, array: Any, is_shared: bool) -> Any:
         """What all ticks read, such as weights, so that its gradients add up in the dtype for sums."""

@@ -13,7 +13,7 @@ from shardrules.planning.query import QueryOptions
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.training.cluster import Cluster
 from shardrules.training.search.problem import TrainingProblem
-from shardrules.training.search.search import TrainingSearch
+from shardrules.training.search.search import TrainingSearch, first_fitting
 from shardrules.training.search.staged import search_again
 from shardrules.training.step import TrainingStep
 
@@ -103,3 +103,11 @@ def test_leaving_room_finds_smaller_plans() -> None:
     assert search_again(search, 0.8)
     assert search.best is not None
     assert search.best.peak_bytes <= 0.8 * before.peak_bytes
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_the_first_that_fits_is_found(count: int) -> None:
+    indices = [10 * index for index in range(count)]
+    for first in range(count):
+        assert first_fitting(indices, lambda index, first=first: index >= 10 * first) == first
+    assert first_fitting(indices, lambda index: False) is None
