@@ -66,8 +66,9 @@ class EdgeBuilder:
         for (array, region), readers in groups.items():
             by_count: dict[int, dict[int, None]] = {}
             # A copy that several read is there for all of them once the first needs it: they share its timing, too.
-            op_indices = [op_index for operands in readers.values() for op_index, _ in operands]
-            timing, is_alone = self._timing(op_indices, array), self._is_alone(op_indices, array)
+            reads = [operand for operands in readers.values() for operand in operands]
+            timing = self._timing([op_index for op_index, _ in reads], array)
+            is_alone = self._is_alone(reads, array)
             for (count, _), operands in readers.items():
                 home = self._copy_home(operands)
                 edge_index = self._edge_index(array, self.homes[array], home, count, region, timing, is_alone)
@@ -137,12 +138,12 @@ class EdgeBuilder:
         is_between = any(self._waiting.is_between(op_index, array) for op_index in op_indices)
         return 1.0 - self.machine.assumptions.hidden * has_time, is_between
 
-    def _is_alone(self, op_indices: Sequence[int], array: int) -> bool:
-        """Whether operations wait for an array that is computed from the batch. Gradients and updates of parameters,
-        which are moved many at once, are taken by elementwise operations only."""
-        factors = [self.program.operations[op_index].factors for op_index in op_indices]
-        adds_up = any(each.reduced or None in (*each.operands, ())[0] for each in factors)
-        return array in self._waiting.behind and adds_up
+    def _is_alone(self, reads: Sequence[tuple[int, int]], array: int) -> bool:
+        """Whether operations wait for an array that is computed from the batch: they add it up or broadcast it.
+        Gradients and updates of parameters, which are moved many at once, are taken by elementwise operations only."""
+        factors = [(self.program.operations[op_index].factors, operand) for op_index, operand in reads]
+        is_waited_for = any(each.reduced or None in each.operands[operand] for each, operand in factors)
+        return array in self._waiting.behind and is_waited_for
 
     def _edge_index(
         self,

@@ -198,10 +198,11 @@ class PlannedFunction:
             return {}
         unit = available / 100
         most = math.floor(_MOST_OF_LIMIT * (self.memory_limit - argument_bytes) / unit)
-        least = math.ceil(_LEAST_OF_PEAK * (self.peak_bytes - argument_bytes) / unit)
+        needed = (self.peak_bytes - argument_bytes) / unit
+        least = math.ceil(_LEAST_OF_PEAK * needed)
         is_near = NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit
         is_free = _DISABLED_PASSES not in os.environ.get("XLA_FLAGS", "")
-        if most < min(least, _COARSE) and is_near and is_free and not has_many_chains(program):
+        if most < min(needed, _COARSE) and is_near and is_free and not has_many_chains(program):
             return {_LIMIT_OPTION: 0, _DISABLED_PASSES: "rematerialization"}
         percent = max(1, most, least)
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}

@@ -48,6 +48,20 @@ def test_arrays_that_matmuls_wait_for_pay_their_latency_alone() -> None:
     )
 
 
+def test_what_is_broadcast_to_results_of_matmuls_pays_its_latency_alone() -> None:
+    """The logarithm of a softmax's sum, which only the loss needs: to move it is not free, even if it is small."""
+
+    def loss(x: jax.Array, head: jax.Array) -> jax.Array:
+        logits = x @ head
+        return logits - jnp.log(jnp.exp(logits).sum(1, keepdims=True))
+
+    problem = problem_of(loss, (B, 64), (64, 128))
+    total = next(edge for edge in edges_of(problem, "sub", False) if edge.moves.fixed.any() and edge.nbytes == 2 * B)
+    assert total.combined_bytes < LATENCY_SHARED
+    gradient = problem_of(lambda x, y, w, step: w - step * (x.T @ y), (B, 64), (B, 128), (64, 128), (64, 128))
+    assert all(edge.combined_bytes == LATENCY_SHARED for edge in edges_of(gradient, "sub", False))
+
+
 def test_exchanges_are_never_combined() -> None:
     problem = problem_of(lambda x: jnp.max(jnp.sort(x, 1), 0), (64, 64))
     exchanges = [(edge, edge.moves.sent[COLLECTIVE_KINDS.index("all-to-all")] > 0) for edge in problem.edges]

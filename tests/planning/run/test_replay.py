@@ -288,6 +288,9 @@ def test_functions_are_traced_once_for_the_same_arguments() -> None:
         (2**30, 0.5, {"xla_gpu_memory_limit_slop_factor": 1}),  # far from the limit: as little as a number can say
         (2**30, 0.95, {"xla_gpu_memory_limit_slop_factor": 0, "xla_disable_hlo_passes": "rematerialization"}),
         (2**30, 1.05, {"xla_gpu_memory_limit_slop_factor": 2}),  # does not fit: what it needs
+        (14 * 10**8, 0.95, {"xla_gpu_memory_limit_slop_factor": 2}),  # a number between both
+        # No number between both: with 2, which is less than needed, XLA would compute much twice.
+        (14 * 10**8, 0.98, {"xla_gpu_memory_limit_slop_factor": 0, "xla_disable_hlo_passes": "rematerialization"}),
         (40 * 2**30, 0.95, {"xla_gpu_memory_limit_slop_factor": 61}),
         (70 * 2**30, 0.95, {}),
     ],
