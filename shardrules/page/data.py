@@ -265,6 +265,7 @@ def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
         "memory": [list(part) for part in report.memory],
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.memory_limit,
+        "schedule": None if report.schedule is None else {"svg": report.schedule.picture().to_svg()},
         "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(point) for point in report.frontier]}
         if report.frontier
         else None,

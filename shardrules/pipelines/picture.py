@@ -1,6 +1,6 @@
 """Pictures of schedules: a row for each stage, a box for each pass of a microbatch."""
 
-from shardrules.drawing.picture import Box, Picture, Words
+from shardrules.drawing.picture import Box, Picture, Words, label_width
 from shardrules.pipelines.simulate import PipelineTimes, TimedPass
 
 _WIDTHS = 600.0, 1100.0
@@ -25,7 +25,8 @@ def picture(times: PipelineTimes, label: str) -> Picture:
     boxes = [_box(timed, scale) for timed in times.passes]
     others = " (every other chunk dark blue and orange)" if any(timed.work.chunk for timed in times.passes) else ""
     foot = Words(_NAMES_WIDTH, _top(stages) + 12, f"forward blue, backward green{others}; {label}")
-    return Picture(_NAMES_WIDTH + width + 4, _top(stages) + 18, (*names, *boxes, foot), f"Schedule: {label}")
+    whole_width = _NAMES_WIDTH + max(width + 4, label_width(foot.text))
+    return Picture(whole_width, _top(stages) + 18, (*names, *boxes, foot), f"Schedule: {label}")
 
 
 def _top(stage: int) -> float:

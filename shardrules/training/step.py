@@ -44,7 +44,7 @@ class Recipe:
     def __str__(self) -> str:
         parts = [f"{self.stages} stages"] if self.stages > 1 else []
         parts.append(f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch")
-        if self.microbatches > 1:
+        if self.microbatches > 1 and self.stages == 1:
             parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
         parts.append(self.keep.short_text)
         return ", ".join([*parts, "optimizer state on the host"] if self.host_state else parts)

@@ -65,6 +65,10 @@ def forward(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jax.nn.relu(x @ w["up"]) @ w["down"]
 
 
+def in_layers(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, w)[0] ** 2)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it."""
@@ -77,7 +81,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = {path.replace("/", "."): leaf for path, leaf in (("embed", shapes((512, 64))),)}
     state = plan.mirror({"mu": params, "count": shapes(())})
     file = tmp_path_factory.mktemp("page") / "small.html"
-    step = sr.plan_training(lambda w, x: forward(w, x).mean(), w, optax.sgd(0.1), x, cluster=sr.mesh_shape("data:2"))
+    step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4", stages=2)
     results = {"audit": audit, "planned": planned, "training": step.report}
     file.write_text(sr.report_page(plan, state=state, title="A <small> model", **results))
     return file
@@ -374,6 +378,10 @@ def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
         training = page.inner_text("#training")
         assert "optimizer state" in training
         assert page.locator("#training .badge", has_text="chosen").count() == 1
+        schedule = page.locator("#training [aria-label='Drawing of the schedule'] svg")
+        assert {"stage 0", "stage 1"} <= set(schedule.locator("text").all_text_contents())
+        titles = schedule.locator("title").all_text_contents()
+        assert {"stage 1: backward, microbatch 1, chunk 0", "stage 0: forward, microbatch 0, chunk 0"} <= set(titles)
 
 
 def test_the_timeline_of_a_step_for_gpus_opens(browser: Any, tmp_path: Path) -> None:

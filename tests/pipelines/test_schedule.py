@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shardrules.core.errors import ConfigError
+from shardrules.drawing.picture import Words, label_width
 from shardrules.pipelines.schedule import NAMES, PipelineSchedule
 from shardrules.pipelines.simulate import StagePass
 from tests.house.source import REPOSITORY
@@ -84,6 +85,12 @@ def test_pictures_show_every_pass() -> None:
     svg = schedule.picture().to_svg()
     assert svg.count("<rect") == 12
     assert "stage 1: backward, microbatch 2, chunk 0" in svg
+
+
+def test_pictures_have_room_for_their_words() -> None:
+    drawn = PipelineSchedule("1f1b", stages=4, microbatches=8, chunks=2).picture()
+    words = [mark for mark in drawn.marks if isinstance(mark, Words)]
+    assert all(mark.x + label_width(mark.text) <= drawn.width for mark in words)
 
 
 @pytest.mark.parametrize(

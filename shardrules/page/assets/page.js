@@ -1140,9 +1140,15 @@
     drawPlanned("training", training, how, [
       memoryPart(training),
       training.split_dims.length > 0 && splitPart(training.split_dims, "Dimensions of the training and their mesh axes"),
+      training.schedule && schedulePart(training.schedule),
       trainingPart(training),
       training.frontier && frontierPart(training.frontier, "time of the training"),
     ]);
+  }
+
+  function schedulePart({ svg }) {
+    const drawn = picture(svg, "Which stage computes which microbatch when, and where stages wait");
+    return part("div.wide", "Schedule of the stages", scrollBox("div.figure", "Drawing of the schedule", drawn));
   }
 
   function trainingPart({ candidates }) {

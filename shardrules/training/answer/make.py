@@ -26,6 +26,7 @@ from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.search.staged import search_again
+from shardrules.training.stages.run import is_stage_exchange
 from shardrules.training.step import Recipe, states_of
 
 _MOST_SEARCHES = 3
@@ -85,7 +86,7 @@ def training_plan(
         planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
         planned.split_dims,
-        planned.regions,
+        tuple(use for use in planned.regions if not is_stage_exchange(use.name)),
         tuple(_candidates(search, outcome)),
         _frontier(search),
         tuple(_advice(search, outcome)),
@@ -165,6 +166,7 @@ def _candidate(outcome: Outcome, reason: str) -> TrainingCandidate:
         outcome.fits,
         reason,
         outcome.host_bytes,
+        outcome.recipe.stages,
     )
 
 

@@ -13,6 +13,7 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigError
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.tree import array_kind
+from shardrules.pipelines.schedule import PipelineSchedule
 from shardrules.placement.init import filter_init
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.frontier import Frontier
@@ -78,6 +79,11 @@ class TrainingPlan:
     def candidates(self) -> tuple[TrainingCandidate, ...]:
         """Everything that was planned, the best first, with the reason each lost."""
         return self.report.candidates
+
+    @property
+    def schedule(self) -> PipelineSchedule | None:
+        """Which stage computes which microbatch when; `None` without stages."""
+        return self.report.schedule
 
     @property
     def frontier(self) -> Frontier:

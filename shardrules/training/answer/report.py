@@ -12,6 +12,7 @@ from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, listing
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.table import aligned
+from shardrules.pipelines.schedule import PipelineSchedule
 from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.report import read_plan_report
@@ -51,12 +52,15 @@ class TrainingCandidate:
     """Why it lost; empty for the plan itself."""
     host_bytes: int = 0
     """What a device has in the memory of its host."""
+    stages: int = 1
 
     @property
     def batch_text(self) -> str:
-        """How many microbatches there are, and how often gradients are reduced."""
+        """How many microbatches there are, and in how many stages or how often gradients are reduced."""
         if self.microbatches == 1:
             return "1"
+        if self.stages > 1:
+            return f"{self.microbatches} in {self.stages} stages"
         return f"{self.microbatches} (reduced {'once' if self.groups > 1 else 'in each'})"
 
 
@@ -138,6 +142,13 @@ class TrainingPlanReport:
     """How many groups of layers compute side by side, each with another microbatch."""
     why_no_stages: str = ""
     """Why layers are not in stages; empty where they are."""
+
+    @property
+    def schedule(self) -> PipelineSchedule | None:
+        """Which stage computes which microbatch when; `None` without stages."""
+        if self.stages == 1:
+            return None
+        return PipelineSchedule("gpipe", stages=self.stages, microbatches=self.microbatches)
 
     @property
     def examples_per_second(self) -> float:

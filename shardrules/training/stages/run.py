@@ -291,6 +291,11 @@ def _region_of(exchange: Callable[..., Any], ndim: int) -> Callable[..., Any]:
     return region(f"{array}, {array} -> {array}", split=" ".join(dims), exchange="stage")(exchange)
 
 
+def is_stage_exchange(name: str) -> bool:
+    """Whether the region of a name is one of these, or its backward pass."""
+    return name.removesuffix("_backward") in (stage_inputs.__name__, stage_queues.__name__)
+
+
 def stage_inputs(outputs: Any, heads: Any, *, axis_name: Any) -> Any:
     first, last = heads[:1], outputs[-1:]
     if axis_name is not None:

@@ -57,6 +57,12 @@ def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> No
     plan = plan_of(cluster=jax.devices(), stages=stages, microbatches=microbatches)
     assert plan.recipe.stages == plan.report.stages == plan.mesh.shape["stage"] == stages
     assert plan.plan.specs[0]["layers"][0] == "stage"
+    schedule = plan.schedule
+    assert schedule is not None
+    assert schedule.name == "gpipe"
+    assert (schedule.stages, schedule.microbatches) == (stages, plan.recipe.microbatches)
+    assert plan.report.regions == ()  # what stages send is no region of the user's
+    assert plan.candidates[0].batch_text == f"{plan.recipe.microbatches} in {stages} stages"
     optimizer = optax.adam(1e-2)
     expected, expected_state = MODEL, optimizer.init(MODEL)
     model, state = plan.init(lambda: MODEL)()
@@ -100,6 +106,7 @@ def test_a_mesh_with_an_axis_of_stages_is_taken() -> None:
 def test_plans_without_stages_say_why(fn: Any, options: Any, why: str) -> None:
     plan = plan_of(fn, **options)
     assert plan.recipe.stages == 1
+    assert plan.schedule is None
     assert plan.report.why_no_stages.startswith(why)
     assert f"stages     none: {why}" in str(plan)
 
