@@ -87,30 +87,6 @@ def test_chains_are_written_over_what_nothing_else_needs(fn: Callable[..., Any],
     assert (timeline[tanh] <= timeline[tanh - 1] if tanh else False) == is_over
 
 
-def scored(w: Any, x: Any, words: Any) -> Any:
-    def loss(w: Any) -> Any:
-        scores = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
-        chosen = jnp.take_along_axis(scores, words.astype(jnp.int32)[:, None], -1)
-        return jnp.mean(jax.nn.logsumexp(scores, -1) - chosen[:, 0])
-
-    return jax.value_and_grad(loss)(w)
-
-
-@pytest.mark.parametrize(("spec", "is_late"), [(P(None, "x"), True), (P(), False)])
-def test_scores_may_be_there_beside_their_gradient(spec: P, is_late: bool) -> None:
-    """Where words are split, looking up the right one ends with a sum over devices, which is put off."""
-    pins = {0: spec, 1: P() if is_late else P("x"), 2: P() if is_late else P("x")}
-    task, choice, timeline = planned(scored, (64, 4096), (2048, 64), (2048,), pins=pins)
-    (stay,) = [stay for stay in task.occupancy.stays if stay.split_dims]
-    scores = 2 * 2048 * 4096 / 4
-    assert timeline[stay.first] - timeline[stay.first + 1] >= (scores / 2 if is_late else 0)
-    (both,) = [each for each in task.occupancy.stays if each.home == stay.home and each.first == stay.first + 1]
-    assert task.occupancy.overhead(stay) == task.occupancy.overhead(both) / 2
-    assert task.tight().occupancy.overhead(stay) == task.tight().occupancy.overhead(both)
-    constraint = task.occupancy.constraint(stay.first, np.inf, certain=True)
-    assert constraint.used_bytes(task.problem, choice) <= timeline[stay.first]
-
-
 def test_gradients_of_slices_are_written_over_what_was_cut() -> None:
     """The scores of all tokens but the last, as losses of language models take them."""
 
@@ -144,7 +120,7 @@ def log_likelihood(w: Any, x: Any, words: Any, is_looked_up: bool) -> Any:
     [
         (True, 12000, 1, 10),  # rows less their maximum, and the gradient of what was looked up, in float32
         (True, 32768, 1, 6),  # rows that no kernel keeps on chip are computed again from the scores
-        (True, 12000, 4, 7),  # and so are rows that are split; half of the scores stay for the lookup
+        (True, 12000, 4, 6),  # and so are rows that are split
         (False, 12000, 1, 4),  # a kernel that keeps rows on chip does not write over what it reads
         (False, 32768, 1, 2),
     ],
