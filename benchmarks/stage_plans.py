@@ -18,6 +18,7 @@ Run it as `python benchmarks/stage_plans.py`; see `--help` for less.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -25,6 +26,9 @@ from typing import Any, NamedTuple
 
 MOST_EFFORT = 1.5
 """The most that a search with stages may take, as a part of the one without."""
+
+MOST_SECONDS = {"8B on 64": 120.0}
+"""What a search may take of a core: for 32 layers on 64 devices, with everything left to choose."""
 
 TOLERANCE = 1e-3
 """What models of costs do not tell apart, as in the search."""
@@ -48,6 +52,7 @@ LLAMA_405B = {"embed": 16384, "heads": 128, "kv_heads": 8, "head_dim": 128, "mlp
 CASES = (
     Case("1B", "cuda:h100:8", 64, 4096, LLAMA_1B),
     Case("8B", "cuda:h100:8", 32, 4096, LLAMA_8B),
+    Case("8B on 64", "cuda:h100:64", 128, 8192, LLAMA_8B),
     Case("70B on 64", "cuda:h100:64", 128, 8192, LLAMA_70B),
     Case("70B on 128", "cuda:h100:128", 256, 8192, LLAMA_70B),
     Case("405B", "cuda:h100:512", 256, 8192, LLAMA_405B),
@@ -119,6 +124,8 @@ def missed(figures: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{figure['name']}: with stages allowed {figure['ratio']:.3f} x the plan without")
         if figure["effort"] > MOST_EFFORT:
             lines.append(f"{figure['name']}: the search took {figure['effort']:.2f} x that without stages")
+        if figure["processor_seconds"] > MOST_SECONDS.get(figure["name"], math.inf):
+            lines.append(f"{figure['name']}: the search took {figure['processor_seconds']:.0f} s of a core")
     return lines
 
 
