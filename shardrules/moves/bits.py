@@ -4,15 +4,10 @@ from collections.abc import Container, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from shardrules.core.keys import is_key
 from shardrules.moves.schedule import Device
-
-
-def is_key(dtype: Any) -> bool:
-    """Returns whether arrays of this dtype hold PRNG keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def physical(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:

@@ -16,9 +16,10 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import share_variables
 from shardrules.core.errors import DisagreementError, MeshError
 from shardrules.core.jax_state import process_count, process_id, under_trace
+from shardrules.core.keys import is_key
 from shardrules.mesh.processes import exchange
 from shardrules.moves.assemble import Recipe, assemble, make_recipe, moves_in_memory, release_freed_memory
-from shardrules.moves.bits import buffers_of, data_shards, from_data, is_key, with_sharding
+from shardrules.moves.bits import buffers_of, data_shards, from_data, with_sharding
 from shardrules.moves.pieces import Mover, Shards
 from shardrules.moves.plan import LeafMove, ReshardPlan, processes_of
 from shardrules.moves.prepare import (

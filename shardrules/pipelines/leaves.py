@@ -8,6 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from shardrules.core.keys import is_key
+
 Arrays = list[Any]
 
 
@@ -37,15 +39,10 @@ def pack(tree: Any) -> tuple[Arrays, Structure]:
     leaves, treedef = jax.tree.flatten(tree)
     indices = tuple(index for index, leaf in enumerate(leaves) if eqx.is_array(leaf))
     arrays = [jnp.asarray(leaves[index]) for index in indices]
-    key_types = tuple(jax.random.key_impl(array) if is_key(array) else None for array in arrays)
+    key_types = tuple(jax.random.key_impl(array) if is_key(array.dtype) else None for array in arrays)
     aside = tuple(None if index in indices else leaf for index, leaf in enumerate(leaves))
-    data = [jax.random.key_data(array) if is_key(array) else array for array in arrays]
+    data = [jax.random.key_data(array) if is_key(array.dtype) else array for array in arrays]
     return data, Structure(treedef, aside, indices, key_types)
-
-
-def is_key(array: Any) -> bool:
-    """Whether it is an array of typed keys."""
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def is_float(array: Any) -> bool:

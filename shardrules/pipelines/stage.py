@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from shardrules.core.keys import is_key
 from shardrules.pipelines.leaves import (
     Arrays,
     add_at,
     as_others,
     at,
     floats,
-    is_key,
     of_floats,
     once_if,
     only_if,
@@ -53,7 +53,7 @@ def _source(leaf: Any, params: Arrays, kept: Arrays) -> _Source:
     index = next((index for index, array in enumerate(kept) if array is leaf), len(kept))
     if index == len(kept):
         kept.append(leaf)
-    return _Source(kept=index, key_type=jax.random.key_impl(leaf) if is_key(leaf) else None)
+    return _Source(kept=index, key_type=jax.random.key_impl(leaf) if is_key(leaf.dtype) else None)
 
 
 @final
@@ -137,7 +137,7 @@ class Layers:
         leaves, self._treedef = jax.tree.flatten(pull)
         kept: Arrays = []
         self._sources = [_source(leaf, params, kept) for leaf in leaves]
-        return y, [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in kept]
+        return y, [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in kept]
 
     def _backward(self, params: Arrays, kept: Arrays, cotangent: Arrays) -> tuple[Arrays, Arrays]:
         leaves = [source.read(params, kept) for source in self._sources]

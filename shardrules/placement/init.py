@@ -24,6 +24,7 @@ from shardrules.core.boxes import (
 )
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.jax_state import trace_key, under_trace
+from shardrules.core.keys import is_key
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import array_bytes, device_dtype
 from shardrules.placement.cache import Cache, array_key, static_key
@@ -294,7 +295,7 @@ def _placed_as(old: Any, new: Any) -> Any:
         return new
     if isinstance(old, jax.Array) and old.committed:
         return put([new], [old.sharding])[0]
-    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+    if is_key(new.dtype):
         return jax.random.wrap_key_data(_placed_as(None, jax.random.key_data(new)), impl=jax.random.key_impl(new))
     return jnp.asarray(np.asarray(new))
 

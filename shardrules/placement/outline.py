@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from shardrules.core.keys import is_key
+
 SEED_SIZE = 4096
 """The most elements that a seed has. Keys of a stack of layers have a few hundred; half of it would cut fewer models
 apart, and twice as much computes more of the model op by op, which takes longer than compiling."""
@@ -140,7 +142,7 @@ def _seeds(jaxpr: Jaxpr) -> dict[Any, None]:
 
 
 def _is_key(var: Any) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
+    return is_key(var.aval.dtype)
 
 
 def _is_small(var: Any) -> bool:

@@ -10,6 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from shardrules.core.keys import is_key
+
 
 def on_some_processes(values: Sequence[Any]) -> list[int]:
     """Returns the indices of the arrays of which a process holds no part; all processes get the same ones."""
@@ -42,7 +44,7 @@ def send(
     `replicated` makes arrays whole on each of their devices; random keys stay JAX arrays.
     """
     present = [index for index, array in enumerate(arrays) if jax.process_index() in _processes(array)]
-    parts = [jax.random.key_data(arrays[index]) if _is_key(arrays[index]) else arrays[index] for index in present]
+    parts = [jax.random.key_data(arrays[index]) if is_key(arrays[index].dtype) else arrays[index] for index in present]
     whole_parts = dict(zip(present, jax.device_get(replicated(parts)), strict=True))
     # Bytes, since the sum with zeros keeps all bits of them: of floats it would change -0.0, and what is in a NaN.
     sent: list[np.ndarray] = []
@@ -59,14 +61,10 @@ def send(
     ]
 
 
-def _is_key(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def _struct(array: jax.Array) -> Any:
     """The shape and dtype of an array's data."""
-    return jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
+    return jax.eval_shape(jax.random.key_data, array) if is_key(array.dtype) else array
 
 
 def _wrapped(data: np.ndarray, array: jax.Array) -> np.ndarray | jax.Array:
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(array)) if _is_key(array) else data
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(array)) if is_key(array.dtype) else data

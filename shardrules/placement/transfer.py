@@ -5,12 +5,12 @@ from typing import Any, final
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardrules.core.errors import MeshError
 from shardrules.core.jax_state import under_trace
+from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
 from shardrules.placement.source import ArraySource, Index
 
@@ -124,7 +124,7 @@ class _Pending:
 
 def _put_addressable(value: Any, sharding: Sharding) -> jax.Array:
     """Places the shards for this process's devices of an array that this process holds whole."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and is_key(value.dtype):
         data = _put_addressable(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     host = np.asarray(value)

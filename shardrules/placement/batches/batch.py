@@ -7,7 +7,6 @@ from typing import Any, final
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -16,6 +15,7 @@ from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigError, ConfigTypeError, DisagreementError, ShardRulesError
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.jax_state import under_trace
+from shardrules.core.keys import is_key
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
@@ -277,7 +277,7 @@ def _sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding | None:
 
 def _from_part(value: Any, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
     """Returns an array over all processes from the part of this one."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value.dtype):
         data = jax.random.key_data(value)
         whole = _from_part(data, sharding, (*shape, *data.shape[len(shape) :]))
         return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(value))

@@ -8,11 +8,11 @@ from typing import Any, final
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from shardrules.core.errors import CheckpointError, TreeError, printable
+from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.destination import Destination
@@ -120,15 +120,15 @@ def as_type_of(leaf: RequestedLeaf, value: Any) -> Any:
 
 def _stored_as(value: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Returns the shape and dtype that an array has in a file: for keys, those of their key data."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value.dtype):
         value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
     return tuple(map(int, value.shape)), np.dtype(value.dtype)
 
 
 def _with_keys(array: jax.Array, leaf: RequestedLeaf) -> jax.Array:
     """Returns keys where the tree has keys, and key data where it has numbers."""
-    has_keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    wants_keys = jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
+    has_keys = is_key(array.dtype)
+    wants_keys = is_key(leaf.value.dtype)
     if wants_keys and not has_keys:
         return jax.random.wrap_key_data(array, impl=_key_impl(leaf.value))
     if has_keys and not wants_keys:

@@ -6,12 +6,12 @@ from typing import Any, final
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardrules.core.errors import CheckpointError, ConfigTypeError, TreeError
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.jax_state import under_trace
+from shardrules.core.keys import is_key
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.source import ArraySource
 
@@ -73,7 +73,7 @@ def saved_leaves(
         if problem:
             findings.append(Finding("error", "no-values", problem[0], path, problem[1], kind[0]))
             continue
-        if jnp.issubdtype(kind[1], jax.dtypes.prng_key):
+        if is_key(kind[1]):
             value = jax.random.key_data(value)
             kind = value.shape, np.dtype(value.dtype)
         dtype = np.dtype(kind[1]).newbyteorder("=")

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from shardrules.analysis.compiling.jaxprs import scan_counts
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.context import current_mesh
+from shardrules.core.keys import is_key
 from shardrules.regions.region import region
 from shardrules.training.accumulation import accumulation_dtype
 from shardrules.training.stages.layers import LayerLoop
@@ -278,7 +279,7 @@ def _moved_up(outputs: Any, heads: Any) -> Any:
 
 
 def _exchanged(exchange: Callable[..., Any], outputs: Any, heads: Any) -> Any:
-    if not jnp.issubdtype(outputs.dtype, jax.dtypes.prng_key):
+    if not is_key(outputs.dtype):
         return _region_of(exchange, outputs.ndim)(outputs, heads)
     data = [jax.random.key_data(keys) for keys in (outputs, heads)]
     return jax.random.wrap_key_data(_exchanged(exchange, *data), impl=jax.random.key_impl(outputs))
