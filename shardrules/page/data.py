@@ -23,6 +23,7 @@ from shardrules.core.views.table import Row
 from shardrules.drawing.blocks import Blocks
 from shardrules.drawing.treemap import Treemap, treemap
 from shardrules.page.timeline import KINDS, timeline_svg
+from shardrules.pipelines.schedule import PipelineSchedule
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.training.answer.report import TrainingPlanReport
@@ -34,6 +35,10 @@ halved, rounding to hundredths of a pixel shows."""
 _DRAWN_KINDS = 500
 """At most this many kinds of leaves get a picture of their blocks, the largest first. Doubled, the page of a large
 model grows by a megabyte; halved, models with many kinds have rows without a picture."""
+
+_MOST_DRAWN = 1024
+"""Up to how many microbatches of all stages together a schedule is drawn. Each takes 400 bytes of the page: with ten
+times as many, boxes are narrower than a pixel, and the page takes megabytes more."""
 
 _LISTED_COLLECTIVES = 300
 """At most this many collectives are listed, the most expensive first: the rest is far below 1 % of the time. Doubled,
@@ -254,6 +259,13 @@ def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
     }
 
 
+def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
+    if schedule is None:
+        return None
+    is_drawn = schedule.stages * schedule.microbatches <= _MOST_DRAWN
+    return {"svg": schedule.picture().to_svg() if is_drawn else "", "label": str(schedule).splitlines()[0]}
+
+
 def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
     frontier = report.as_frontier()
     return {
@@ -265,7 +277,7 @@ def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
         "memory": [list(part) for part in report.memory],
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.memory_limit,
-        "schedule": None if report.schedule is None else {"svg": report.schedule.picture().to_svg()},
+        "schedule": _schedule_data(report.schedule),
         "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(point) for point in report.frontier]}
         if report.frontier
         else None,

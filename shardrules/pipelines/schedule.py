@@ -44,6 +44,8 @@ class PipelineSchedule:
     - `in_step`: whether all stages compute forward in the same ticks, and backward in those between, as they do with
         chunks. `shardrules.pipeline` does so on a mesh with other axes than those of stages and the batch. Stages then
         keep what they keep with chunks.
+    - `last_first`: whether the backward pass of `"gpipe"` begins with the last microbatch, as in training plans with
+        stages.
 
     **Raises:**
 
@@ -64,11 +66,14 @@ class PipelineSchedule:
     microbatches: int = attrs.field(kw_only=True)
     chunks: int = attrs.field(kw_only=True, default=1)
     in_step: bool = attrs.field(kw_only=True, default=False)
+    last_first: bool = attrs.field(kw_only=True, default=False)
     phases: tuple[Phase, ...] = attrs.field(init=False, eq=False)
     """The ticks, in phases that differ in who exchanges with whom."""
 
     def __attrs_post_init__(self) -> None:
         problems = schedule_problems(self.name, self.stages, self.microbatches, self.chunks)
+        if self.last_first and self.name != "gpipe":
+            problems.append('last_first is for "gpipe", which computes all microbatches forward first')
         if problems:
             raise ConfigError(f"PipelineSchedule: {'; '.join(problems)}")
         phases = _gpipe(self) if self.name == "gpipe" else _one_forward_one_backward(self)
@@ -113,9 +118,9 @@ class PipelineSchedule:
 
     def __repr__(self) -> str:
         chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
-        in_step = ", in_step=True" if self.in_step else ""
+        options = "".join(f", {name}=True" for name in ("in_step", "last_first") if getattr(self, name))
         sizes = f"stages={self.stages}, microbatches={self.microbatches}"
-        return f"PipelineSchedule({self.name!r}, {sizes}{chunks}{in_step})"
+        return f"PipelineSchedule({self.name!r}, {sizes}{chunks}{options})"
 
     def __str__(self) -> str:
         # A chunk is computed forward in one column and backward in two.
@@ -180,8 +185,11 @@ def _forward_phase(schedule: PipelineSchedule) -> Phase:
 
 def _gpipe(schedule: PipelineSchedule) -> tuple[Phase, ...]:
     stages, chunks = schedule.stages, schedule.chunks
+    last = schedule.microbatches - 1
     passes = {
-        (slot + stages - 1 - stage, stage): StagePass(True, microbatch, chunk)
+        (slot + stages - 1 - stage, stage): StagePass(
+            True, last - microbatch if schedule.last_first else microbatch, chunk
+        )
         for microbatch, chunk, _, slot in _slots(schedule)
         for stage in range(stages)
     }

@@ -79,6 +79,17 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
     assert schedule.simulate(send=0.1).seconds > schedule.simulate().seconds
 
 
+def test_backward_passes_may_begin_with_the_last_microbatch() -> None:
+    schedule = PipelineSchedule("gpipe", stages=2, microbatches=3, last_first=True)
+    assert str(schedule).endswith(
+        "stage 0 | F0 F1 F2 .. .. .. B2--- B1--- B0---\nstage 1 | .. F0 F1 F2 B2--- B1--- B0--- .. .."
+    )
+    assert schedule.bubble == PipelineSchedule("gpipe", stages=2, microbatches=3).bubble
+    assert eval(repr(schedule)) == schedule
+    with pytest.raises(ConfigError, match='last_first is for "gpipe"'):
+        PipelineSchedule("1f1b", stages=2, microbatches=3, last_first=True)
+
+
 def test_pictures_show_every_pass() -> None:
     schedule = PipelineSchedule("1f1b", stages=2, microbatches=3)
     assert "stage 1 | .. F0 B0--- F1 B1--- F2 B2--- .." in str(schedule)

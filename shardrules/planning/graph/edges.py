@@ -139,8 +139,9 @@ class EdgeBuilder:
         return 1.0 - self.machine.assumptions.hidden * has_time, is_between
 
     def _is_alone(self, reads: Sequence[tuple[int, int]], array: int) -> bool:
-        """Whether operations wait for an array that is computed from the batch: they add it up or broadcast it.
-        Gradients and updates of parameters, which are moved many at once, are taken by elementwise operations only."""
+        """Whether operations wait for an array that is computed from the batch: they add it up, broadcast it or need a
+        dim of it whole. Most gradients and updates of parameters, which are moved many at once, are taken only by
+        elementwise operations."""
         factors = [(self.program.operations[op_index].factors, operand) for op_index, operand in reads]
         is_waited_for = any(each.reduced or None in each.operands[operand] for each, operand in factors)
         return array in self._waiting.behind and is_waited_for

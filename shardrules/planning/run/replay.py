@@ -40,8 +40,8 @@ _DISABLED_PASSES = "xla_disable_hlo_passes"
 
 _MOST_OF_LIMIT, _LEAST_OF_PEAK = 0.98, 0.95
 """Parts of the memory limit and of the modelled peak that XLA is given. It overshoots what it is given by a per cent or
-two, so that with all of the limit functions would exceed it; with much less than the peak it computes things twice, and
-needs more memory after all."""
+two, so that with all of the limit functions would exceed it; with less than the peak it computes things twice, and may
+need more memory after all."""
 
 NEAR_RATIO = 0.9
 """The part of the limit from which a plan is near it. The model of memory may say up to a tenth less than the compiler
@@ -171,10 +171,11 @@ class PlannedFunction:
 
         By default XLA fills what a GPU has, so as to overlap more. The option is a part, in whole per cent, of what
         arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no such number
-        is near the limit. Where the plan is, XLA is given nothing, so that it saves memory wherever it can: with a
-        little less than it needs, it takes more than without a limit. It would also compute much twice to get there,
-        which is turned off, unless `XLA_FLAGS` turns off other passes: the option would replace that. Of functions with
-        several chains of matmuls it would run all at once, which takes more memory, so they are left alone.
+        may lie between what the plan needs and the limit. If the plan is near the limit, XLA is then given nothing, so
+        that it saves memory wherever it can: with a little less than it needs, it may take more than without a limit.
+        It would also compute much twice to get there, which is turned off, unless `XLA_FLAGS` turns off other passes:
+        the option would replace that. Of functions with several chains of matmuls it would run all at once, which takes
+        more memory, so they get a number all the same.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}

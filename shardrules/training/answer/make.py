@@ -86,7 +86,7 @@ def training_plan(
         planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
         planned.split_dims,
-        tuple(use for use in planned.regions if not is_stage_exchange(use.name)),
+        tuple(use for use in planned.regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
         tuple(_candidates(search, outcome)),
         _frontier(search),
         tuple(_advice(search, outcome)),

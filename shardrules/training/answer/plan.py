@@ -82,7 +82,7 @@ class TrainingPlan:
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        """Which stage computes which microbatch when; `None` without stages."""
+        """Which stage computes the layers of which microbatch when; `None` without stages."""
         return self.report.schedule
 
     @property

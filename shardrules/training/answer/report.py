@@ -53,6 +53,7 @@ class TrainingCandidate:
     host_bytes: int = 0
     """What a device has in the memory of its host."""
     stages: int = 1
+    """How many groups of layers compute side by side, each with another microbatch."""
 
     @property
     def batch_text(self) -> str:
@@ -145,10 +146,14 @@ class TrainingPlanReport:
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        """Which stage computes which microbatch when; `None` without stages."""
-        if self.stages == 1:
+        """Which stage computes the layers of which microbatch when; `None` without stages.
+
+        What comes before the layers, and after them, is computed for all microbatches at once.
+        """
+        if self.stages < 2:
             return None
-        return PipelineSchedule("gpipe", stages=self.stages, microbatches=self.microbatches)
+        sizes = {"stages": self.stages, "microbatches": self.microbatches}
+        return PipelineSchedule("gpipe", **sizes, in_step=True, last_first=True)
 
     @property
     def examples_per_second(self) -> float:

@@ -87,6 +87,40 @@ def test_chains_are_written_over_what_nothing_else_needs(fn: Callable[..., Any],
     assert (timeline[tanh] <= timeline[tanh - 1] if tanh else False) == is_over
 
 
+def scored(w: Any, x: Any, words: Any) -> Any:
+    def loss(w: Any) -> Any:
+        scores = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+        chosen = jnp.take_along_axis(scores, words.astype(jnp.int32)[:, None], -1)
+        return jnp.mean(jax.nn.logsumexp(scores, -1) - chosen[:, 0])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def scored_twice(w: Any, x: Any, words: Any) -> Any:
+    return jax.lax.map(lambda part: scored(w, *part), (jnp.stack([x, x]), jnp.stack([words, words])))
+
+
+@pytest.mark.parametrize(("spec", "is_late"), [(P(None, "x"), True), (P(), False)])
+def test_in_loops_scores_may_be_there_beside_their_gradient(spec: P, is_late: bool) -> None:
+    """Where words are split, looking up the right one ends with a sum over devices, which is put off."""
+    pins = {0: spec, 1: P() if is_late else P("x"), 2: P() if is_late else P("x")}
+    task, choice, timeline = planned(scored_twice, (64, 4096), (2048, 64), (2048,), pins=pins)
+    (stay,) = [stay for stay in task.occupancy.stays if stay.split_dims]
+    scores = 2 * 2048 * 4096 / 4
+    assert timeline[stay.first] - timeline[stay.first + 1] >= (scores / 2 if is_late else 0)
+    (both,) = [each for each in task.occupancy.stays if each.home == stay.home and each.first == stay.first + 1]
+    assert task.occupancy.overhead(stay) == task.occupancy.overhead(both) / 2
+    assert task.tight().occupancy.overhead(stay) == task.tight().occupancy.overhead(both)
+    constraint = task.occupancy.constraint(stay.first, np.inf, certain=True)
+    assert constraint.used_bytes(task.problem, choice) <= timeline[stay.first]
+
+
+def test_without_loops_losses_are_looked_up_before_their_gradients() -> None:
+    pins = {0: P(None, "x"), 1: P(), 2: P()}
+    task, _, _ = planned(scored, (64, 4096), (2048, 64), (2048,), pins=pins)
+    assert not any(stay.split_dims for stay in task.occupancy.stays)
+
+
 def test_gradients_of_slices_are_written_over_what_was_cut() -> None:
     """The scores of all tokens but the last, as losses of language models take them."""
 

@@ -59,7 +59,6 @@ def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> No
     assert plan.plan.specs[0]["layers"][0] == "stage"
     schedule = plan.schedule
     assert schedule is not None
-    assert schedule.name == "gpipe"
     assert (schedule.stages, schedule.microbatches) == (stages, plan.recipe.microbatches)
     assert plan.report.regions == ()  # what stages send is no region of the user's
     assert plan.candidates[0].batch_text == f"{plan.recipe.microbatches} in {stages} stages"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
+from shardrules.analysis.compiling.jaxprs import equations
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.loss import trace_loss
 from shardrules.training.microbatches import SplitLoss, accumulated
@@ -244,3 +245,17 @@ def test_other_losses_say_why_not(loss: Any, message: str) -> None:
     split = SplitLoss.of(trace_loss(loss, model(), batch()), 2)
     with pytest.raises(MicrobatchError, match=message):
         LayerLoop.of(split.forward, split.is_batched)
+
+
+def test_backward_passes_begin_with_the_last_microbatch() -> None:
+    """As the schedule of a plan is drawn: the derivative goes back through the ticks."""
+    trace = trace_loss(plain, model(), batch())
+    arrays = trace.split.arrays(model(), batch())
+    step = accumulated(trace, microbatches=8, stages=2)
+    program = jax.make_jaxpr(step)(arrays.trainable, arrays.fixed, arrays.batched)
+    ticks = [
+        equation.params["reverse"]
+        for equation in equations(program)
+        if equation.primitive.name == "scan" and equation.params["length"] == tick_count(2, 8)
+    ]
+    assert ticks == [False, True]
