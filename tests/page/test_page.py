@@ -384,6 +384,16 @@ def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
         assert {"stage 1: backward, microbatch 1, chunk 0", "stage 0: forward, microbatch 0, chunk 0"} <= set(titles)
 
 
+def test_long_schedules_are_named_and_not_drawn(browser: Any, tmp_path: Path) -> None:
+    w, x = shapes((4, 64, 64)), shapes((2048, 64))
+    plan = sr.plan_training(in_layers, w, optax.sgd(0.1), x, cluster="cpu:4", stages=2, microbatches=1024)
+    file = tmp_path / "page.html"
+    file.write_text(sr.report_page(plan.plan, training=plan.report))
+    with opened(browser, file) as page:
+        assert "gpipe: 2 stages, 1024 microbatches; bubble 0.1%" in page.inner_text("#training")
+        assert page.locator("#training [aria-label='Drawing of the schedule']").count() == 0
+
+
 def test_the_timeline_of_a_step_for_gpus_opens(browser: Any, tmp_path: Path) -> None:
     """The step of the example GPT on eight H100s, from the command to the drawing."""
     mesh_on("cuda:h100:8", "data:8")

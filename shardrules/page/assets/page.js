@@ -1149,7 +1149,7 @@
   function schedulePart({ svg, label }) {
     const drawn = svg && picture(svg, "Which stage computes which microbatch when, and where stages wait");
     return part("div.wide", "Schedule of the stages", drawn ? scrollBox("div.figure", "Drawing of the schedule", drawn)
-      : el("p.unseen", {}, `${label}. It is too long to be drawn here: print(plan.schedule) shows it.`));
+      : el("p", {}, `${label}. It is too long to be drawn here: print(plan.schedule) shows it.`));
   }
 
   function trainingPart({ candidates }) {
