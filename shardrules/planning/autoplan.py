@@ -179,6 +179,8 @@ def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding
     if not plan.compiled:  # what was compiled has findings already
         if not plan.fits:
             yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
+        elif plan.result.fits and not plan.result.is_tight and plan.result.peak_bytes > query.limit_bytes:
+            yield near_the_limit(query.limit_bytes, plan.peak_bytes, most_bytes=plan.result.peak_bytes)
         elif not plan.result.fits or plan.result.is_tight or plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
             yield near_the_limit(query.limit_bytes, plan.peak_bytes, plan.result.is_tight)
     if plan.result.is_late:

@@ -203,14 +203,21 @@ def may_not_fit(call: Call, limit_bytes: int, peak_bytes: int, pinned: Sequence[
     return Finding("warning", "may-not-fit", message, remedy=remedy)
 
 
-def near_the_limit(limit_bytes: int, peak_bytes: float, is_tight: bool = False) -> Finding:
-    """Returns the finding that a plan fits by less than the model is off by, or only if the compiler saves memory."""
+def near_the_limit(
+    limit_bytes: int, peak_bytes: float, is_tight: bool = False, most_bytes: float | None = None
+) -> Finding:
+    """Returns the finding that a plan fits by less than the model is off by, or only if the compiler saves memory.
+
+    `most_bytes` is what it takes where the compiler puts off all matmuls that nothing waits for, if that is too much.
+    """
     saved = "; it fits where XLA saves memory, for which it hides less of the communication" * is_tight
+    reason = f"which leaves less than the model may be off by{saved}"
+    if most_bytes is not None:
+        reason = f"but {bytes_text(most_bytes)} if the compiler puts off all matmuls that nothing waits for"
     return Finding(
         "note",
         "near-the-limit",
-        f"modelled to take {bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}, which leaves less than the model may "
-        f"be off by{saved}",
+        f"modelled to take {bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}, {reason}",
         remedy="Pass prove=True to ask the compiler",
     )
 

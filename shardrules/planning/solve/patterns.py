@@ -1,9 +1,9 @@
 """What experts would write: data, tensor, expert and sequence parallelism, ZeRO, and their products over mesh axes.
 
 A pattern says for each mesh axis which dims it may split. Dims are told apart by what the program does with them, not
-by names: dims that go together through the program are a family. The family that most FLOPs have is the batch; what
-does not have it is a weight, a gradient or a moment; and families that no weight has are rows. The rest is left to
-message passing, which is fast with so few layouts.
+by names: dims that go together through the program are a family. The family that most FLOPs have is the batch, and of
+several that all FLOPs have, one that nothing fed back has; what does not have it is a weight, a gradient or a moment;
+and families that no weight has are rows. The rest is left to message passing, which is fast with so few layouts.
 """
 
 import functools
@@ -110,8 +110,11 @@ class Families:
                 flops[root] = flops.get(root, 0.0) + operation.flops * operation.run_count
         if not flops:
             return cls(problem, roots, None, *[frozenset()] * 5)
-        batch = max(flops, key=lambda root: flops[root])
         homes = {array: problem.homes[array] for array in program.arguments if array in problem.homes}
+        # Where all matmuls have a dim of weights, too, such as the one that all layers add to: weights are fed back.
+        updated = {array for array in problem.feedback.values() if array in homes}
+        of_updated = {root for array in updated for root in _families(homes[array], roots)}
+        batch = max(flops, key=lambda root: (flops[root], root not in of_updated))
         # Vectors do not count: masks over rows would make weights of these.
         without_batch = {array: home for array, home in homes.items() if batch not in _families(home, roots)}
         matmul_arguments = {

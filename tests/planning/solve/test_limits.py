@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.core.check import bytes_text
 from shardrules.planning.query import Query, QueryOptions, read_query
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult, Task
@@ -66,6 +67,9 @@ def test_plans_fit_where_collectives_use_up_what_compilers_put_off() -> None:
     assert within.cost == pytest.approx(free.cost)
     assert (free.status, within.status) == ("optimal", "feasible"), "no search looked for others that fit so"
     assert "feasible, since compilers put off less than they might, found in" in str(within)
+    (near,) = [finding for finding in within.findings if finding.code == "near-the-limit"]
+    most = bytes_text(within.task.occupancy.peak(within.choice))
+    assert f"but {most} if the compiler puts off all matmuls that nothing waits for" in near.message
 
 
 def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,26 @@ def test_data_parallelism_splits_the_batch_and_nothing_else() -> None:
     assert x == {(-1,), (0,)}
 
 
+def test_the_batch_is_no_dim_of_weights_that_all_matmuls_have() -> None:
+    """Layers that add to what they read have one width, which all matmuls have, as they all have the batch."""
+
+    def residual_loss(w: Any, x: Any) -> Any:
+        for weights in w:
+            x = x + jnp.tanh(jax.vmap(lambda row, weights=weights: weights @ row)(x))
+        return jnp.mean(x**2)
+
+    def residual_step(w: Any, x: Any) -> Any:
+        return jax.tree.map(lambda old, slope: old - 0.1 * slope, w, jax.grad(residual_loss)(w, x))
+
+    planned = sr.autoplan(residual_step, [real(256, 256)] * 2, real(512, 256), mesh=DATA)
+    problem = planned.task.problem
+    families = Families.of(problem)
+    batch = problem.homes[problem.program.arguments[2]]
+    assert batch.dims[0] is not None
+    assert families.batch == families.roots[batch.node, batch.dims[0]]
+    assert families.batch not in families.weights
+
+
 def test_zero_3_splits_all_weights_and_zero_1_only_moments() -> None:
     specs = weighed(DATA, train, *mlp(256, 1024, 4096))
     down, up, mu_down, mu_up, nu_down, nu_up, x = specs["data parallel, ZeRO-3"]
