@@ -17,8 +17,8 @@ busy processes. The plan has to be the same each time, and to take at most `SMAL
 best of them. One limit counts as wrong: at 0.9 of the best expert's peak no expert's plan of grouped queries fits, and
 none was found, though the plan for a larger limit compiles to 0.2 % less. At 0.7 an expert's plan fits for two of the
 ten kinds only, at 0.8 for three. Searches took 0.6 to 61 s (the U-Net at 0.9 and 0.8, which the clock ended). The
-neural ODE, which is not among the ten, was not run. The small step was run on 2026-11-23: it takes 2.8 to 5.0 s of
-processors, and on each mesh has the same plan alone, under other hash seeds and beside four busy processes.
+neural ODE, which is not among the ten, was not run. The small step takes 1.7 to 3.1 s of processors, and on each
+mesh has the same plan alone, under other hash seeds and beside four busy processes.
 
 Run it as `python benchmarks/plan_limits.py --cache DIR`; see `--help` for less. It needs the extras `cuda` and `bench`.
 Without a cache it takes hours: `plan_quality.py --kinds` fills the same cache.

@@ -263,7 +263,7 @@ def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
     if schedule is None:
         return None
     is_drawn = schedule.stages * schedule.microbatches <= _MOST_DRAWN
-    return {"svg": schedule.picture().to_svg() if is_drawn else "", "label": str(schedule).splitlines()[0]}
+    return {"svg": schedule.picture().to_svg() if is_drawn else "", "label": schedule.summary}
 
 
 def _training_data(report: TrainingPlanReport) -> dict[str, Any]:

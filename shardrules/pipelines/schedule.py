@@ -8,6 +8,7 @@ such pairs would wait for each other round the ring: there all stages compute fo
 odd ones.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, final, get_args
 
@@ -105,7 +106,7 @@ class PipelineSchedule:
 
     def picture(self, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> Picture:
         """Draws who computes what when, with the times `forward`, `backward` and `send` that `simulate` takes."""
-        return picture(self.simulate(forward, backward, send), str(self).splitlines()[0])
+        return picture(self.simulate(forward, backward, send), self.summary)
 
     @property
     def takes_turns(self) -> bool:
@@ -122,15 +123,23 @@ class PipelineSchedule:
         sizes = f"stages={self.stages}, microbatches={self.microbatches}"
         return f"PipelineSchedule({self.name!r}, {sizes}{chunks}{options})"
 
-    def __str__(self) -> str:
-        # A chunk is computed forward in one column and backward in two.
-        times = self.simulate(float(self.chunks), 2.0 * self.chunks)
+    @property
+    def summary(self) -> str:
+        """The sizes in a line, with the bubble and how many microbatches each stage keeps activations of."""
         chunks = f", {self.chunks} chunks" if self.chunks > 1 else ""
-        live = " ".join(f"{count:g}" for count in times.live)
+        live = " ".join(f"{count:g}" for count in self._in_columns.live)
         return (
-            f"{self.name}: {self.stages} stages, {self.microbatches} microbatches{chunks}; bubble {times.bubble:.1%}, "
-            f"live microbatches at most {live}\n{text(times)}"
+            f"{self.name}: {self.stages} stages, {self.microbatches} microbatches{chunks}; bubble "
+            f"{self._in_columns.bubble:.1%}, live microbatches at most {live}"
         )
+
+    @functools.cached_property
+    def _in_columns(self) -> PipelineTimes:
+        """The times in which a chunk is computed forward in one column and backward in two."""
+        return self.simulate(float(self.chunks), 2.0 * self.chunks)
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n{text(self._in_columns)}"
 
     def _repr_html_(self) -> str:
         return self.picture().to_svg()

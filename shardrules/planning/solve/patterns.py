@@ -102,19 +102,10 @@ class Families:
         """Finds the families of a problem."""
         roots = _roots(problem)
         program, waiting = problem.program, Waiting.of(problem.program)
-        flops: dict[_Dim, float] = {}
-        for op_index in waiting.matmuls:
-            operation = program.operations[op_index]
-            homes = [problem.operand_homes.get((op_index, index)) for index in range(len(operation.operands))]
-            for root in dict.fromkeys(root for home in homes if home is not None for root in _families(home, roots)):
-                flops[root] = flops.get(root, 0.0) + operation.flops * operation.run_count
-        if not flops:
+        batch = _batch(problem, roots, waiting)
+        if batch is None:
             return cls(problem, roots, None, *[frozenset()] * 5)
         homes = {array: problem.homes[array] for array in program.arguments if array in problem.homes}
-        # Where all matmuls have a dim of weights, too, such as the one that all layers add to: weights are fed back.
-        updated = {array for array in problem.feedback.values() if array in homes}
-        of_updated = {root for array in updated for root in _families(homes[array], roots)}
-        batch = max(flops, key=lambda root: (flops[root], root not in of_updated))
         # Vectors do not count: masks over rows would make weights of these.
         without_batch = {array: home for array, home in homes.items() if batch not in _families(home, roots)}
         matmul_arguments = {
@@ -191,6 +182,20 @@ class Families:
         """For each node the family of each of its dims."""
         counts = [max(0, int(node.layouts.max(initial=-1)) + 1) for node in self.problem.nodes]
         return [[self.roots.get((node, dim), (node, dim)) for dim in range(count)] for node, count in enumerate(counts)]
+
+
+def _batch(problem: Problem, roots: dict[_Dim, _Dim], waiting: Waiting) -> _Dim | None:
+    """Returns the family that most FLOPs have; `None` in a program without matmuls."""
+    flops: dict[_Dim, float] = {}
+    for op_index in waiting.matmuls:
+        operation = problem.program.operations[op_index]
+        homes = [problem.operand_homes.get((op_index, index)) for index in range(len(operation.operands))]
+        for root in dict.fromkeys(root for home in homes if home is not None for root in _families(home, roots)):
+            flops[root] = flops.get(root, 0.0) + operation.flops * operation.run_count
+    # All matmuls may have a dim of weights, too, such as the one that all layers add to: weights are fed back.
+    updated = [problem.homes[array] for array in problem.feedback.values() if array in problem.homes]
+    of_updated = {root for home in updated for root in _families(home, roots)}
+    return max(flops, key=lambda root: (flops[root], root not in of_updated), default=None)
 
 
 def _derived(problem: Problem, waiting: Waiting, parameters: Collection[int]) -> Iterator[int]:

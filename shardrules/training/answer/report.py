@@ -152,8 +152,9 @@ class TrainingPlanReport:
         """
         if self.stages < 2:
             return None
-        sizes = {"stages": self.stages, "microbatches": self.microbatches}
-        return PipelineSchedule("gpipe", **sizes, in_step=True, last_first=True)
+        return PipelineSchedule(
+            "gpipe", stages=self.stages, microbatches=self.microbatches, in_step=True, last_first=True
+        )
 
     @property
     def examples_per_second(self) -> float:
