@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import attrs
 import numpy as np
@@ -25,6 +25,15 @@ _ALONE_DIVISOR = 128
 Few of these could wait for each other, so most pay their latency alone. A smaller divisor makes many small moves too
 cheap, such as those of the activations of one token.
 """
+
+
+@final
+class _Timing(NamedTuple):
+    """What of an edge follows from when its array is moved."""
+
+    exposed: float
+    is_between: bool
+    is_gathered_again: bool
 
 
 @final
@@ -132,11 +141,14 @@ class EdgeBuilder:
     def _waiting(self) -> Waiting:
         return Waiting.of(self.program)
 
-    def _timing(self, op_indices: Sequence[int], array: int) -> tuple[float, bool]:
-        """Which fraction of moving an array to some operations is not hidden, and whether it is between matmuls."""
+    def _timing(self, op_indices: Sequence[int], array: int) -> _Timing:
+        """When an array is moved to some operations."""
         has_time = all(self._waiting.has_time(op_index, array) for op_index in op_indices)
-        is_between = any(self._waiting.is_between(op_index, array) for op_index in op_indices)
-        return 1.0 - self.machine.assumptions.hidden * has_time, is_between
+        return _Timing(
+            exposed=1.0 - self.machine.assumptions.hidden * has_time,
+            is_between=any(self._waiting.is_between(op_index, array) for op_index in op_indices),
+            is_gathered_again=self._waiting.is_gathered_again(op_indices, array),
+        )
 
     def _is_alone(self, reads: Sequence[tuple[int, int]], array: int) -> bool:
         """Whether operations wait for an array that is computed from the batch: they add it up, broadcast it or need a
@@ -153,22 +165,22 @@ class EdgeBuilder:
         end: Home,
         count: int,
         region: int,
-        timing: tuple[float, bool],
+        timing: _Timing,
         is_alone: bool,
     ) -> int:
         """The index of an edge, which equal moves of equal arrays share."""
         nbytes = self.program.arrays[array].nbytes
-        is_alone = is_alone or timing[1] or self.program.regions[region].run_count > 1
+        is_alone = is_alone or timing.is_between or self.program.regions[region].run_count > 1
         read_bytes = self._reordered_bytes(array)
         # Activations have the order of dims that matmuls leave; parameters and gradients that of their collectives.
-        broadcast_bytes = 0 if timing[1] or read_bytes else self._broadcasts.larger_bytes(array)
+        broadcast_bytes = 0 if timing.is_between or read_bytes else self._broadcasts.larger_bytes(array)
         key = (start, end, nbytes, count, is_alone, timing, read_bytes, broadcast_bytes)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
             edge = self._edge(start, end, nbytes, count, is_alone, timing)
             if read_bytes:
                 edge = attrs.evolve(edge, relayout_seconds=self._relayout_seconds(edge, read_bytes))
-            elif self.machine.is_gpu and not timing[1] and (broadcast_bytes or self._is_matrix(array)):
+            elif self.machine.is_gpu and not timing.is_between and (broadcast_bytes or self._is_matrix(array)):
                 edge = attrs.evolve(edge, relayout_seconds=self._reordering_seconds(edge, broadcast_bytes))
             self.edges.append(edge)
         return self._indices_by_key[key]
@@ -191,9 +203,7 @@ class EdgeBuilder:
         copied = copied + 2 * broadcast_bytes / math.prod(self.machine.sizes)
         return np.where(is_inner.any(axis=2), copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
-    def _edge(
-        self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: tuple[float, bool]
-    ) -> Edge:
+    def _edge(self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: _Timing) -> Edge:
         # Many layouts of a node are one layout of the array. The tables of moves, which are most of the memory of a
         # problem, are over these few, and edges between the same layouts share them.
         first, from_codes = np.unique(project(self.nodes[start.node].layouts, start), axis=0, return_inverse=True)
@@ -212,5 +222,5 @@ class EdgeBuilder:
             last,
             self._moves[key],
             self.machine.assumptions.combined_bytes // (_ALONE_DIVISOR if is_alone else 1),
-            *timing,
+            **timing._asdict(),
         )

@@ -6,6 +6,9 @@
   matmuls can, if no matmul needs their results, such as those of gradients of parameters.
 """
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import Self, final
 
 import attrs
@@ -52,6 +55,17 @@ class Waiting:
     def is_between(self, op_index: int, array: int) -> bool:
         """Whether an array that an operation takes or returns is computed from a matmul and needed by another."""
         return array in self.behind and op_index in self.before
+
+    @functools.cached_property
+    def first_put_off(self) -> float:
+        """The first matmul that no other waits for, such as that of the gradient of a weight."""
+        return next((matmul for matmul in self.matmuls if matmul not in self.before), math.inf)
+
+    def is_gathered_again(self, op_indices: Sequence[int], array: int) -> bool:
+        """Whether all of these operations bring a parameter to matmuls of the backward pass."""
+        if array in self.behind or min(op_indices) < self.first_put_off:
+            return False
+        return all(op_index in self.before or op_index in self.matmuls for op_index in op_indices)
 
     def has_time(self, op_index: int, array: int) -> bool:
         """Whether compilers can send an array that an operation takes or returns while matmuls run."""

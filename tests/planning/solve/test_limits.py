@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.analysis.compiling.compile import compiled_memory
 from shardrules.core.check import bytes_text
 from shardrules.planning.query import Query, QueryOptions, read_query
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
@@ -70,6 +71,31 @@ def test_plans_fit_where_collectives_use_up_what_compilers_put_off() -> None:
     (near,) = [finding for finding in within.findings if finding.code == "near-the-limit"]
     most = bytes_text(within.task.occupancy.peak(within.choice))
     assert f"but {most} if the compiler puts off all matmuls that nothing waits for" in near.message
+
+
+@pytest.mark.slow
+def test_gathers_for_the_backward_pass_use_up_what_compilers_put_off() -> None:
+    """XLA hides the gathers of a layer's weights behind the gradients of those weights: it puts off few of them."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + jnp.tanh(x @ w) @ w.T
+
+    def loss(ws: Any, x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    ws, x = [jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)] * 6, jax.ShapeDtypeStruct((65536, 512), jnp.bfloat16)
+    mesh = sr.Target.parse("cuda:h100:4").mesh(MESH)
+    plan = sr.autoplan(jax.grad(loss), ws, x, mesh=mesh)
+    choices = {trial.origin: trial.choice for trial in plan.result.patterns}
+    again = choices["data parallel, ZeRO-3, gathered again"]
+    plan = attrs.evolve(plan, result=plan.task.with_choice(plan.result, again))
+    with jax.set_mesh(mesh):
+        memory = compiled_memory(plan.jit(jax.grad(loss)).lower(ws, x), mesh)
+    assert 0.9 < plan.peak_bytes / memory.peak_bytes < 1.15
+    assert plan.task.occupancy.peak(again) > 2 * memory.peak_bytes, "what would be needed to put off all"
 
 
 def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,3 +53,18 @@ def test_what_goes_round_a_loop_is_between_its_matmuls() -> None:
     waiting = Waiting.of(program)
     (matmul,) = waiting.matmuls
     assert waiting.is_between(matmul, program.operations[matmul].operands[0] or 0)
+
+
+def test_parameters_are_gathered_again_for_the_backward_pass() -> None:
+    program = read(jax.grad(forward), W, X)
+    waiting = Waiting.of(program)
+    matrices = dict.fromkeys(
+        (op_index, operand)
+        for op_index in waiting.matmuls
+        for operand in program.operations[op_index].operands
+        if operand is not None and operand not in waiting.behind and program.arrays[operand].shape == (16, 16)
+    )
+    again = [op_index for op_index, array in matrices if waiting.is_gathered_again([op_index], array)]
+    first_backward = waiting.first_put_off
+    assert again == [op_index for op_index, _ in matrices if op_index > first_backward]
+    assert 0 < len(again) < len(matrices)
