@@ -167,7 +167,9 @@ class _Items:
 
     def chains(self, matmuls: Sequence[int]) -> dict[int, int]:
         """For each item the index of the chain that it belongs to."""
-        multiplying, breaks = frozenset(matmuls), self.breaks(matmuls)
+        breaks, needs = self.breaks(matmuls), self.needs(matmuls)
+        starts = [start for _, start in breaks]
+        multiplying = frozenset(matmuls)
         # For each item the last of these matmuls that it is computed from.
         sources: dict[int, int] = {}
         for op_index in sorted(self.item_of):
@@ -178,14 +180,29 @@ class _Items:
         chains: dict[int, int] = {}
         for op_index in sorted(self.item_of, reverse=True):
             item = self.item_of[op_index]
-            index = bisect.bisect_right(breaks, item, key=lambda pair: pair[1])
+            index = bisect.bisect_right(starts, item)
             # Between the end of a chain and the first matmul of the next may be gradients of weights of both.
             end, start = breaks[index] if index < len(breaks) else (item, item)
             is_next = end < item < start and sources.get(item, -1) <= sources.get(start, -1)
+            if item < end and item not in needs:
+                # Beside matmuls that a later chain needs, gradients of weights are put off to the end of that.
+                index = bisect.bisect_right(starts, needs.get(matmuls[bisect.bisect_right(matmuls, item)], item))
             # What this chain needs, too, such as a mask for both, cannot wait for the next.
             users = (chains[user] for user in self.users(op_index))
             chains[item] = min(index + is_next, chains.get(item, index + 1), *users)
         return chains
+
+    def needs(self, matmuls: Sequence[int]) -> dict[int, int]:
+        """For each item that any of these matmuls needs, the last that does."""
+        multiplying = frozenset(matmuls)
+        needs: dict[int, int] = {}
+        for op_index in sorted(self.item_of, reverse=True):
+            item = self.item_of[op_index]
+            for user in self.users(op_index):
+                last = max(needs.get(user, -1), user if user in multiplying else -1)
+                if last >= 0:
+                    needs[item] = max(needs.get(item, -1), last)
+        return needs
 
     def soon(self, ordered: Sequence[int]) -> list[int]:
         """Moves what no matmul needs, such as the update of a parameter, to right after what it is computed from."""

@@ -54,6 +54,28 @@ def test_chains_that_do_not_need_each_other_end_with_their_own_gradients_of_weig
     assert backward == [(5, 12)] * 2 + [(12, 12)] * 3 + [(8, 16)] * 2 + [(16, 16)] * 3
 
 
+def test_gradients_of_weights_are_put_off_as_long_as_matmuls_beside_them_are_needed() -> None:
+    """The gradient of an encoder needs that of the decoder's layers, though not that of what comes before them."""
+
+    def decoded(encoder: Any, before: Any, decoder: Any, x: Any, memory: Any) -> Any:
+        for w in encoder:
+            memory = jnp.tanh(memory @ w)
+        for w in before:
+            x = jnp.tanh(x @ w)
+        for w in decoder:
+            x = jnp.tanh((x + jnp.mean(memory, 0)) @ w)
+        return jnp.sum(x)
+
+    encoder, decoder = [jnp.ones((12, 16)), *[jnp.ones((16, 16))] * 2], [jnp.ones((16, 16)), jnp.ones((16, 10))]
+    before = [jnp.ones((14, 16)), jnp.ones((16, 16)), jnp.ones((16, 16))]
+    args = encoder, before, decoder, jnp.ones((8, 14)), jnp.ones((5, 12))
+    program = read(jax.grad(decoded, (0, 1, 2)), *args)
+    assert has_many_chains(program)
+    backward = matmuls(program, late_order(program))[8:]
+    assert backward[:7] == [(8, 16)] * 4 + [(16, 16)] * 2 + [(16, 14)]
+    assert backward[7:] == [(5, 16)] * 2 + [(10, 16)] + [(16, 16)] * 3 + [(16, 12)]
+
+
 def test_what_goes_round_in_a_loop_is_one_chain() -> None:
     """The gradient of what goes round is a sum of matmuls, which the next round needs: none of them ends a chain."""
 
