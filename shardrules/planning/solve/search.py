@@ -83,10 +83,11 @@ take to put off all of them, and less the more collectives there are (with the r
 nets with BatchNorm are a tenth too high). XLA for GPUs takes a sixth to three quarters in the models of the benchmark;
 with less, some predictions are too low."""
 
-_PUT_OFF_AGAIN = 0.2
-"""What part of that memory is taken at least where parameters are gathered again for the backward pass, and nothing is
-sent between matmuls: compilers hide the gathers of a layer behind the gradients of its own weights, and put off few. Of
-four fully sharded steps compiled for H100s, two take none of it, two a tenth and a fifth."""
+_PUT_OFF_AGAIN, _FEW = 0.2, 0.1
+"""What part of that memory is taken at least where parameters are gathered again for the backward pass, and there are
+at most `_FEW` collectives between matmuls for each matmul that could be put off: compilers hide the gathers of a layer
+behind the gradients of its own weights, and put off few. Of six fully sharded steps compiled for H100s, two take none of
+it, the others a tenth to a third."""
 
 _PROMISING_WORK = 120_000
 """How many variables the linear programs have together that search the most promising layouts, which proves nothing.
@@ -127,7 +128,7 @@ class Task:
         left = 1.0
         if count > many or sum(move.seconds * move.count for move in between) > _BUSY * computing:
             left = _PUT_OFF_BUSY * min(1.0, many / max(count, 1)) ** 2
-        elif not between and self.late_matmul_count:
+        elif self.late_matmul_count and count <= _FEW * self.late_matmul_count:
             again = sum(move.count for move in moves if move.is_gathered_again and move.sent.any())
             left = max(_PUT_OFF_AGAIN, 1 - again / self.late_matmul_count)
         least = self.as_written.peak(choice) if left < 1 else peak
