@@ -86,8 +86,8 @@ with less, some predictions are too low."""
 _PUT_OFF_AGAIN, _FEW = 0.2, 0.1
 """What part of that memory is taken at least where parameters are gathered again for the backward pass, and there are
 at most `_FEW` collectives between matmuls for each matmul that could be put off: compilers hide the gathers of a layer
-behind the gradients of its own weights, and put off few. Of six fully sharded steps compiled for H100s, two take none of
-it, the others a tenth to a third."""
+behind the gradients of its own weights, and put off few. Of six fully sharded steps compiled for H100s, two take none
+of it, the others a tenth to a third."""
 
 _PROMISING_WORK = 120_000
 """How many variables the linear programs have together that search the most promising layouts, which proves nothing.
