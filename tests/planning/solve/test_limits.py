@@ -5,12 +5,15 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.compiling.compile import compiled_memory
 from shardrules.core.check import bytes_text
+from shardrules.planning.answer.plan import AutoPlan
+from shardrules.planning.graph.problem import ChosenMove, Problem
 from shardrules.planning.query import Query, QueryOptions, read_query
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.search import SearchResult, Task
@@ -73,29 +76,53 @@ def test_plans_fit_where_collectives_use_up_what_compilers_put_off() -> None:
     assert f"but {most} if the compiler puts off all matmuls that nothing waits for" in near.message
 
 
+@jax.checkpoint
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x + jnp.tanh(x @ w) @ w.T
+
+
+def layers(ws: Any, x: jax.Array) -> jax.Array:
+    for w in ws:
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+LAYERS = [jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)] * 6
+TOKENS = jax.ShapeDtypeStruct((65536, 512), jnp.bfloat16)
+
+
+def gathered_again(**options: Any) -> AutoPlan:
+    """The plan of a gradient that gathers the weights of its layers anew."""
+    plan = sr.autoplan(jax.grad(layers), LAYERS, TOKENS, **options)
+    choices = {trial.origin: trial.choice for trial in plan.result.patterns}
+    again = choices["data parallel, ZeRO-3, gathered again"]
+    return attrs.evolve(plan, result=plan.task.with_choice(plan.result, again))
+
+
 @pytest.mark.slow
 def test_gathers_for_the_backward_pass_use_up_what_compilers_put_off() -> None:
     """XLA hides the gathers of a layer's weights behind the gradients of those weights: it puts off few of them."""
-
-    @jax.checkpoint
-    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-        return x + jnp.tanh(x @ w) @ w.T
-
-    def loss(ws: Any, x: jax.Array) -> jax.Array:
-        for w in ws:
-            x = layer(x, w)
-        return jnp.mean(x**2)
-
-    ws, x = [jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)] * 6, jax.ShapeDtypeStruct((65536, 512), jnp.bfloat16)
     mesh = sr.Target.parse("cuda:h100:4").mesh(MESH)
-    plan = sr.autoplan(jax.grad(loss), ws, x, mesh=mesh)
-    choices = {trial.origin: trial.choice for trial in plan.result.patterns}
-    again = choices["data parallel, ZeRO-3, gathered again"]
-    plan = attrs.evolve(plan, result=plan.task.with_choice(plan.result, again))
+    plan = gathered_again(mesh=mesh)
     with jax.set_mesh(mesh):
-        memory = compiled_memory(plan.jit(jax.grad(loss)).lower(ws, x), mesh)
+        memory = compiled_memory(plan.jit(jax.grad(layers)).lower(LAYERS, TOKENS), mesh)
     assert 0.9 < plan.peak_bytes / memory.peak_bytes < 1.15
-    assert plan.task.occupancy.peak(again) > 2 * memory.peak_bytes, "what would be needed to put off all"
+    assert plan.task.occupancy.peak(plan.choice) > 2 * memory.peak_bytes, "what would be needed to put off all"
+
+
+@pytest.mark.parametrize(("count", "is_put_off"), [(1, False), (2, True)])
+def test_gathers_use_up_nothing_beside_collectives_between_matmuls(
+    monkeypatch: pytest.MonkeyPatch, count: int, is_put_off: bool
+) -> None:
+    """Twelve matmuls can be put off: one collective between others leaves that to the gathers, two do not."""
+    plan = gathered_again(mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
+    task, moves = plan.task, plan.task.problem.chosen_moves(plan.choice)
+    assert task.late_matmul_count == 12
+    alone, most = task.compiled_peak(plan.choice), task.occupancy.peak(plan.choice)
+    assert alone < most / 2
+    between = ChosenMove(0.0, 0.0, count, np.ones(1), is_between=True, is_gathered_again=False)
+    monkeypatch.setattr(Problem, "chosen_moves", lambda *_: [*moves, between])
+    assert task.compiled_peak(plan.choice) == (most if is_put_off else alone)
 
 
 def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
