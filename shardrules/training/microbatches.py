@@ -46,13 +46,14 @@ def accumulated(
     dtype: Any = None,
     transform: Transform | None = None,
     stages: int = 1,
+    chunks: int = 1,
 ) -> GradientFunction:
     """Returns a function that computes a loss and its gradients by microbatches.
 
     Gradients add up in `dtype`, by default in float32 if they have fewer bits. With as many `groups` as devices that
     the batch is split over they are reduced once, without for each microbatch. `transform` rewrites the forward program
-    of one microbatch. With `stages`, which divide the microbatches, groups of layers compute side by side. What is no
-    sum over the examples is a `MicrobatchError`.
+    of one microbatch. With `stages`, which divide the microbatches, groups of layers compute side by side, `chunks` of
+    them in each stage. What is no sum over the examples is a `MicrobatchError`.
 
     ```python
     from shardrules.training.loss import trace_loss
@@ -66,7 +67,7 @@ def accumulated(
     """
     if microbatches == 1:
         return _plain(trace, transform)
-    return SplitLoss.of(trace, microbatches, groups).gradient_function(dtype, transform, stages)
+    return SplitLoss.of(trace, microbatches, groups).gradient_function(dtype, transform, stages, chunks)
 
 
 def forward_program(trace: TracedLoss, microbatches: int = 1, groups: int = 1) -> ClosedJaxpr:
@@ -128,11 +129,15 @@ class SplitLoss:
         shared = len(self.forward.in_avals) - batched - 2
         return (*[False] * shared, *[True] * batched, False, True)
 
-    def gradient_function(self, dtype: Any, transform: Transform | None, stages: int = 1) -> GradientFunction:
+    def gradient_function(
+        self, dtype: Any, transform: Transform | None, stages: int = 1, chunks: int = 1
+    ) -> GradientFunction:
         """Returns the function that `accumulated` returns."""
         program = self.forward if transform is None else transform(self.forward)
-        staged = StagedProgram(program, self.is_batched, stages, self.microbatches, dtype) if stages > 1 else None
-        forward = jaxpr_as_fun(program) if staged is None else staged.summed(self.sum_count)
+        forward: Callable[..., list[Any]] = jaxpr_as_fun(program)
+        if stages > 1:
+            staged = StagedProgram(program, self.is_batched, stages, self.microbatches, chunks, dtype)
+            forward = staged.summed(self.sum_count)
 
         def compute(trainable: Sequence[Any], fixed: Sequence[Any], batched: Sequence[Any]) -> Any:
             arguments = [*trainable, *fixed, *batched]

@@ -20,6 +20,7 @@ from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.keep import Keep
 from shardrules.training.loss import TracedLoss, trace_loss
 from shardrules.training.microbatches import GradientFunction, accumulated
+from shardrules.training.stages.run import tick_count
 
 
 @final
@@ -40,9 +41,12 @@ class Recipe:
     """Which arrays of the optimizer's state are in the memory of the host, by index, between steps."""
     stages: int = 1
     """How many groups of layers compute side by side, each with another microbatch."""
+    chunks: int = 1
+    """How many chunks of layers a stage has; microbatches go through all stages as often."""
 
     def __str__(self) -> str:
-        parts = [f"{self.stages} stages"] if self.stages > 1 else []
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        parts = [f"{self.stages} stages{chunks}"] if self.stages > 1 else []
         parts.append(f"{self.microbatches} microbatches" if self.microbatches > 1 else "whole batch")
         if self.microbatches > 1 and self.stages == 1:
             parts.append("gradients reduced once" if self.groups > 1 else "gradients reduced in each")
@@ -57,7 +61,14 @@ class Recipe:
     def gradients(self, trace: TracedLoss) -> GradientFunction:
         """Returns a function that computes the loss, aux and the gradients."""
         transform = functools.partial(with_kept, keep=self.keep)
-        return accumulated(trace, self.microbatches, self.groups, self.accumulate_dtype, transform, self.stages)
+        return accumulated(
+            trace, self.microbatches, self.groups, self.accumulate_dtype, transform, self.stages, self.chunks
+        )
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds all microbatches have gone through the stages; 1 without stages."""
+        return tick_count(self.stages, self.microbatches, self.chunks) if self.stages > 1 else 1
 
 
 @final

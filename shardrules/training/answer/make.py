@@ -94,6 +94,7 @@ def training_plan(
         planned.plan,
         outcome.recipe.stages,
         "" if outcome.recipe.stages > 1 else search.why_no_stages,
+        outcome.recipe.chunks,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
     return TrainingPlan(step, planned, report, problem, outcomes, proofs)
@@ -167,6 +168,7 @@ def _candidate(outcome: Outcome, reason: str) -> TrainingCandidate:
         reason,
         outcome.host_bytes,
         outcome.recipe.stages,
+        outcome.recipe.chunks,
     )
 
 

@@ -54,6 +54,8 @@ class TrainingCandidate:
     """What a device has in the memory of its host."""
     stages: int = 1
     """How many groups of layers compute side by side, each with another microbatch."""
+    chunks: int = 1
+    """How many chunks of layers a stage has."""
 
     @property
     def batch_text(self) -> str:
@@ -61,7 +63,8 @@ class TrainingCandidate:
         if self.microbatches == 1:
             return "1"
         if self.stages > 1:
-            return f"{self.microbatches} in {self.stages} stages"
+            chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+            return f"{self.microbatches} in {self.stages} stages{chunks}"
         return f"{self.microbatches} (reduced {'once' if self.groups > 1 else 'in each'})"
 
 
@@ -143,6 +146,8 @@ class TrainingPlanReport:
     """How many groups of layers compute side by side, each with another microbatch."""
     why_no_stages: str = ""
     """Why layers are not in stages; empty where they are."""
+    chunks: int = 1
+    """How many chunks of layers a stage has, through which microbatches go one after another."""
 
     @property
     def schedule(self) -> PipelineSchedule | None:
@@ -153,7 +158,12 @@ class TrainingPlanReport:
         if self.stages < 2:
             return None
         return PipelineSchedule(
-            "gpipe", stages=self.stages, microbatches=self.microbatches, in_step=True, last_first=True
+            "gpipe",
+            stages=self.stages,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            in_step=True,
+            last_first=True,
         )
 
     @property
@@ -224,8 +234,9 @@ class TrainingPlanReport:
     def _stages_text(self) -> str:
         if self.stages == 1:
             return f"none: {self.why_no_stages}"
-        rounds = tick_count(self.stages, self.microbatches)
-        return f"{self.stages}, which wait in {self.stages - 1} of {rounds} rounds"
+        rounds = tick_count(self.stages, self.microbatches, self.chunks)
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.stages}{chunks}, which wait in {self.stages - 1} of {rounds} rounds"
 
     def _examples_text(self) -> str:
         split = f"examples along {_listed(self.split_arrays)}"

@@ -5,7 +5,6 @@ from shardrules.core.spec import shard_bytes
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.training.keep.apply import is_kept_name
 from shardrules.training.keep.keep import Keep
-from shardrules.training.stages.run import tick_count
 from shardrules.training.step import Recipe
 
 
@@ -27,5 +26,5 @@ def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep
     if not kept_bytes:
         return keep
     # Stages keep what all microbatches need, and those that wait compute, too.
-    rounds = tick_count(recipe.stages, recipe.microbatches) if recipe.stages > 1 else 1
+    rounds = recipe.rounds / recipe.chunks
     return keep.scaled(rounds * (local_bytes / whole_bytes if whole_bytes else 1 / (recipe.stages * batch_splits)))

@@ -28,7 +28,6 @@ from shardrules.training.search.kept import kept_on_device
 from shardrules.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
 from shardrules.training.stages.layers import LayerLoop
 from shardrules.training.stages.layouts import stage_layouts
-from shardrules.training.stages.run import tick_count
 from shardrules.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
@@ -60,7 +59,7 @@ class TrainingProblem:
         query = read_query(step, args, mesh, self.options, self.on_host(recipe))
         if recipe.stages == 1:
             return query
-        left = stage_layouts(query.task.problem, recipe.stages, tick_count(recipe.stages, recipe.microbatches))
+        left = stage_layouts(query.task.problem, recipe.stages, recipe.rounds)
         return attrs.evolve(query, task=query.task.only(left))
 
     def on_host(self, recipe: Recipe) -> list[bool]:

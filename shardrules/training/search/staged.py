@@ -5,6 +5,7 @@ round computes a microbatch at most. So what a set-up with stages takes at least
 that cannot be better than the best plan without are not, and of the others the most promising.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import final
 
@@ -27,6 +28,10 @@ _MOST_PADDING = 0.125
 _MOST_MICROBATCHES = (32, 8)
 """How many microbatches there are for each stage at most: with 32 stages wait for 3 % of the time, with 8 for 11 %.
 With more, smaller and smaller microbatches would save less and less."""
+
+_CHUNKS = (2, 4)
+"""Into how many chunks the layers of stages are cut. With more, microbatches are sent more often for bubbles that are
+shorter than a per cent."""
 
 _PLANS = 6
 """One plan with stages for so many without: they take two to three times as long. Halved, searches take up to twice as
@@ -63,6 +68,7 @@ class Staging:
     microbatches: int
     places: int
     """How many layers stages have room for."""
+    chunks: int = 1
 
     @property
     def stages(self) -> int:
@@ -70,15 +76,16 @@ class Staging:
 
     @property
     def rounds(self) -> int:
-        """How many microbatches a stage has time for."""
-        return tick_count(self.stages, self.microbatches)
+        """How many chunks of microbatches a stage has time for."""
+        return tick_count(self.stages, self.microbatches, self.chunks)
 
     def least_seconds(self, compute_seconds: float, layers: int) -> float:
         """What it takes at least, if computing takes so long where no device waits."""
-        return compute_seconds * self.rounds / self.microbatches * self.places / layers
+        return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
 
     def __str__(self) -> str:
-        return f"{self.stages} stages and {self.microbatches} microbatches"
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.stages} stages{chunks} and {self.microbatches} microbatches"
 
 
 @final
@@ -111,15 +118,46 @@ class StageSearch:
                 break
             if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
-            try:
-                self.plan(staging)
-            except Exception as error:
-                if search.stages is not None:
-                    raise
-                return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            failure = self.failure(staging)
+            if failure:
+                return failure
+        for staging, seconds in self.chunked():
+            best = search.best
+            if search.deadline.seconds_left <= 2 * search.longest_seconds:
+                break
+            if best is None or seconds < best.seconds:
+                failure = self.failure(staging)
+                if failure:
+                    return failure
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
         return self.why_not(stagings[0], least)
+
+    def failure(self, staging: Staging) -> str:
+        """Plans a set-up, and says why that failed; empty where it did not."""
+        try:
+            self.plan(staging)
+        except Exception as error:
+            if self.search.stages is not None:
+                raise
+            return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        return ""
+
+    def chunked(self) -> list[tuple[Staging, float]]:
+        """The set-ups planned on the fastest mesh, with chunks, and what they take if only waiting differs."""
+        if not self.plans:
+            return []
+        layers = self.problem.layer_count
+        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
+        stagings = [staging for staging in self.plans if staging.shape == fastest.shape]
+        chunked = []
+        for chunks, staging in itertools.product(_CHUNKS, stagings):
+            places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
+            if places <= layers * (1 + _MOST_PADDING):
+                with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
+                ratio = with_chunks.least_seconds(1.0, layers) / staging.least_seconds(1.0, layers)
+                chunked.append((with_chunks, ratio * self.plans[staging].seconds))
+        return chunked
 
     @property
     def problem(self) -> TrainingProblem:
@@ -193,7 +231,7 @@ class StageSearch:
 
     def keeps(self, staging: Staging) -> list[int]:
         """What the backward pass may keep, by index, from the fastest on: all microbatches keep it at once."""
-        problem, rounds = self.problem, staging.rounds
+        problem, rounds = self.problem, staging.rounds / staging.chunks
         keeps, most = problem.keeps(staging.microbatches), problem.host_limit_bytes * problem.cluster.count
         first = self.search.first_keep(staging.microbatches)
         return [first, *(index for index in range(first + 1, len(keeps)) if rounds * keeps[index].host_bytes <= most)]
@@ -206,7 +244,9 @@ class StageSearch:
     def plan_one(self, staging: Staging, keep_index: int, *, is_free: bool = False) -> Outcome:
         """Plans with what the backward pass keeps, by index."""
         search = self.search
-        recipe = attrs.evolve(search.recipe(staging.microbatches, 1, keep_index), stages=staging.stages)
+        recipe = attrs.evolve(
+            search.recipe(staging.microbatches, 1, keep_index), stages=staging.stages, chunks=staging.chunks
+        )
         outcome = search.plan(staging.shape, recipe, is_free)
         outcomes = search.outcomes if outcome.fits or not is_free else search.columns
         outcomes[staging.shape, recipe] = outcome
@@ -222,10 +262,11 @@ class StageSearch:
             return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else _NO_TIME
         staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
         limit = " without a limit of memory" if fastest not in fitting else ""
+        chunks = f" and {staging.chunks} chunks" if staging.chunks > 1 else ""
         return (
             f"the fastest set-up with stages that was planned, {fastest.mesh} with {staging.microbatches} "
-            f"microbatches, takes {seconds_text(fastest.seconds)}{limit}: stages wait in {staging.stages - 1} of "
-            f"{staging.rounds} rounds"
+            f"microbatches{chunks}, takes {seconds_text(fastest.seconds)}{limit}: stages wait in "
+            f"{staging.stages - 1} of {staging.rounds} rounds"
         )
 
 

@@ -4,8 +4,11 @@ The stages are a dim of ordinary arrays: in each tick all of them compute, each 
 what they computed. Split over a mesh axis, each device has its own stage, and what is handed on is sent. So plans
 split, price and keep these arrays like all others, and the backward pass is the derivative of the loop.
 
-Microbatches wait in queues: the first `1 / stages` of them with the first stage, and so on. In each tick the first
-stage takes one out of its queue, the others send theirs one stage on, and the last stage puts in what it has computed.
+Microbatches wait in queues: the first `1 / stages` of them with the first stage, and so on. When the first stage takes
+one out of its queue, the others send theirs one stage on, and the last stage puts in what it has computed.
+
+With chunks, a stage has several groups of layers that do not follow each other. As many microbatches as there are
+stages go round as often as there are chunks: then the first stage takes the next out of its queue.
 """
 
 import functools
@@ -32,9 +35,9 @@ STAGE_AXIS = "stage"
 """The mesh axis of the stages."""
 
 
-def tick_count(stages: int, microbatches: int) -> int:
-    """In how many ticks all microbatches have gone through all stages."""
-    return microbatches + stages - 1
+def tick_count(stages: int, microbatches: int, chunks: int = 1) -> int:
+    """In how many ticks all microbatches have gone through all chunks of all stages."""
+    return chunks * microbatches + stages - 1
 
 
 @final
@@ -48,6 +51,8 @@ class StagedProgram:
     stages: int
     microbatches: int
     """As many for each stage."""
+    chunks: int = 1
+    """How many groups of layers a stage has."""
     dtype: Any = None
     """What gradients of layers add up in; by default at least float32."""
 
@@ -113,21 +118,65 @@ class StagedProgram:
 
         def tick(state: tuple[list[Any], list[Any]], index: Any) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
             outputs, queues = state
-            place = lax.rem(index, jnp.int32(self._length))
-            heads = [on_stages(lax.dynamic_index_in_dim(queue, place, 1, keepdims=False)) for queue in queues]
-            inputs = [on_stages(_arriving(*pair)) for pair in zip(outputs, heads, strict=True)]
-            microbatch = jnp.clip(index - jnp.arange(self.stages), 0, self.microbatches - 1)
-            outputs, stacked = self._run_stages(inputs, microbatch, consts, pieces)
-            heads = [on_stages(_moved_up(*pair)) for pair in zip(outputs, heads, strict=True)]
+            heads = self._heads(queues, self._entered(index))
+            inputs = [on_stages(self._arriving(index, *pair)) for pair in zip(outputs, heads, strict=True)]
+            outputs, stacked = self._run_stages(inputs, *self._visits(index), consts, pieces)
+            last = self._entered(index + 1) - 1
+            heads = heads if self.chunks == 1 else self._heads(queues, last)
+            heads = [on_stages(self._moved_up(index, *pair)) for pair in zip(outputs, heads, strict=True)]
+            place = lax.rem(last, jnp.int32(self._length))
             queues = [
                 lax.dynamic_update_index_in_dim(queue, head, place, 1)
                 for queue, head in zip(queues, heads, strict=True)
             ]
             return (outputs, queues), stacked
 
-        ticks = jnp.arange(tick_count(self.stages, self.microbatches), dtype=jnp.int32)
+        ticks = jnp.arange(tick_count(self.stages, self.microbatches, self.chunks), dtype=jnp.int32)
         (_, queues), stacked = lax.scan(tick, (before, waiting), ticks)
         return [*map(self._results, queues), *map(self._stacked, stacked)]
+
+    def _entered(self, tick: Any) -> Any:
+        """How many microbatches have come to the first stage for the first time before a tick."""
+        if self.chunks == 1:
+            return tick
+        turn, rest = _divided(tick, self.stages * self.chunks)
+        return turn * self.stages + jnp.minimum(rest, self.stages)
+
+    def _enters(self, tick: Any) -> Any:
+        """Whether another comes in this tick."""
+        return lax.rem(tick, jnp.int32(self.stages * self.chunks)) < self.stages
+
+    def _visits(self, tick: Any) -> tuple[Any, Any]:
+        """For each stage the microbatch that it has in a tick, and for which chunk."""
+        visit = jnp.clip(tick - jnp.arange(self.stages), 0, self.chunks * self.microbatches - 1)
+        if self.chunks == 1:
+            return visit, None
+        turn, rest = _divided(visit, self.stages * self.chunks)
+        chunk, place = _divided(rest, self.stages)
+        return turn * self.stages + place, chunk
+
+    def _heads(self, queues: Sequence[Any], count: Any) -> list[Any]:
+        """What is at the heads of queues after so many microbatches."""
+        place = lax.rem(count, jnp.int32(self._length))
+        return [on_stages(lax.dynamic_index_in_dim(queue, place, 1, keepdims=False)) for queue in queues]
+
+    def _arriving(self, tick: Any, outputs: Any, heads: Any) -> Any:
+        """What stages get: the first what waits at its head, the others what the stage before has computed.
+
+        With chunks the first gets what the last has computed, where no other microbatch comes.
+        """
+        if self.chunks == 1:
+            return _exchanged(stage_inputs, outputs, heads)
+        is_head = self._enters(tick) & (jnp.arange(self.stages) == 0)
+        return _where(is_head, heads, _exchanged(stage_ring, outputs))
+
+    def _moved_up(self, tick: Any, outputs: Any, heads: Any) -> Any:
+        """The heads of queues one stage on; the last is what the last stage has computed.
+
+        With chunks they stay where it has not been through all of them.
+        """
+        moved = _exchanged(stage_queues, outputs, heads)
+        return moved if self.chunks == 1 else jnp.where(self._enters(tick + 1), moved, heads)
 
     @property
     def _length(self) -> int:
@@ -135,18 +184,29 @@ class StagedProgram:
         return self.microbatches // self.stages
 
     @property
+    def _stage_dim(self) -> int:
+        """Which dim of the pieces of layers has the stages."""
+        return 1 if self.chunks == 1 else 2
+
+    @property
+    def _place_count(self) -> int:
+        """How many layers all stages have room for."""
+        return self._depth * self.chunks * self.stages
+
+    @property
     def _depth(self) -> int:
-        """How many layers a stage has."""
-        return -(-self.loop.layer_count // self.stages)
+        """How many layers a chunk of a stage has."""
+        return -(-self.loop.layer_count // (self.chunks * self.stages))
 
     def _run_stages(
         self,
         inputs: Sequence[Any],
         microbatch: Any,
+        chunk: Any,
         consts: Sequence[tuple[Any, bool]],
         pieces: Sequence[tuple[Any, bool]],
     ) -> tuple[list[Any], list[Any]]:
-        """Runs each stage with its microbatch, layer by layer."""
+        """Runs each stage with its microbatch and chunk, layer by layer."""
         run = jaxpr_as_fun(self.loop.equation.params["jaxpr"])
         count = len(inputs)
 
@@ -160,12 +220,11 @@ class StagedProgram:
             return run(*map(_read, operands))
 
         mapped = jax.vmap(layer, tuple(dims), spmd_axis_name=STAGE_AXIS if _has_stages() else None)
-        numbers = np.arange(self._depth)[:, None] + self._depth * np.arange(self.stages)
-        is_layer = numbers < self.loop.layer_count
+        is_layer = self._in_places(np.arange(self._place_count) < self.loop.layer_count, 0)
         is_full = bool(is_layer.all())
 
         def step(carry: list[Any], row: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
-            arrays, exists = row
+            arrays, exists = row if chunk is None else jax.tree.map(lambda array: _picked(array, chunk), row)
             results = mapped(*const_arrays, *carry, *arrays)
             following = [
                 array if is_full else _where(exists, array, before)
@@ -173,7 +232,7 @@ class StagedProgram:
             ]
             return following, results[count:]
 
-        rows = [array if is_shared else jnp.moveaxis(_picked(array, microbatch), 0, 1) for array, is_shared in pieces]
+        rows = [array if is_shared else _picked(array, microbatch, self._stage_dim) for array, is_shared in pieces]
         return lax.scan(step, list(inputs), (rows, jnp.asarray(is_layer)))
 
     def _summing(self, array: Any, is_shared: bool) -> Any:
@@ -184,18 +243,25 @@ class StagedProgram:
         return _Summing(lax.stop_gradient(array), array.astype(wide))
 
     def _by_stage(self, array: Any, is_shared: bool) -> Any:
-        """Pieces of layers as [layers of a stage, stages, ...], or with the microbatches of each stage first.
+        """Pieces of layers as `_in_places` has them; with microbatches as [microbatches, ...].
 
         Where stages have more places than there are layers, the last layer fills them.
         """
         dim = 0 if is_shared else 1
-        missing = self._depth * self.stages - self.loop.layer_count
+        missing = self._place_count - self.loop.layer_count
         if missing:
             last = lax.slice_in_dim(array, self.loop.layer_count - 1, self.loop.layer_count, axis=dim)
             array = jnp.concatenate([array, *[last] * missing], dim)
-        shape = (*array.shape[:dim], self.stages, self._depth, *array.shape[dim + 1 :])
-        array = array.reshape(shape)
-        return on_stages(array.swapaxes(0, 1), 1) if is_shared else array
+        array = self._in_places(array, dim)
+        return on_stages(array, self._stage_dim) if is_shared else array
+
+    def _in_places(self, array: Any, dim: int) -> Any:
+        """An array with a dim of layers as [layers of a chunk, chunks, stages], without the chunks if there is one."""
+        sizes = (self.chunks, self.stages, self._depth) if self.chunks > 1 else (self.stages, self._depth)
+        array = array.reshape(*array.shape[:dim], *sizes, *array.shape[dim + 1 :])
+        dims = [*range(array.ndim)]
+        dims.insert(dim, dims.pop(dim + self._stage_dim))
+        return array.transpose(dims)
 
     def _queue(self, array: Any, is_shared: bool) -> Any:
         """What microbatches start with, as [stages, microbatches that wait there, ...]."""
@@ -211,8 +277,9 @@ class StagedProgram:
     def _stacked(self, array: Any) -> Any:
         """What layers stacked, [ticks, layers of a stage, stages, ...], by microbatch and layer."""
         stages = np.arange(self.stages)
-        ticks = np.arange(self.microbatches)[:, None] + stages
-        rows = array.swapaxes(1, 2)[ticks, stages]
+        turn, place = np.divmod(np.arange(self.microbatches), self.stages if self.chunks > 1 else self.microbatches)
+        visits = (turn * self.chunks * self.stages + place)[:, None] + self.stages * np.arange(self.chunks)
+        rows = array.swapaxes(1, 2)[visits[..., None] + stages, stages]
         return rows.reshape(self.microbatches, -1, *array.shape[3:])[:, : self.loop.layer_count]
 
 
@@ -259,42 +326,38 @@ def _has_stages() -> bool:
     return mesh is not None and mesh_sizes(mesh).get(STAGE_AXIS, 1) > 1
 
 
-def _picked(array: Any, microbatch: Any) -> Any:
-    """Of [microbatches, stages, ...] the row of each stage for its microbatch."""
-    return jax.vmap(lambda index, column: column[index], (0, 1))(microbatch, array)
+def _picked(array: Any, indices: Any, stage_dim: int = 0) -> Any:
+    """Of [rows, ..., stages, ...] the row of each stage by its index, where `stage_dim` is the dim of rows' stages."""
+    return jax.vmap(lambda index, column: column[index], (0, stage_dim + 1), stage_dim)(indices, array)
+
+
+def _divided(number: Any, by: int) -> tuple[Any, Any]:
+    """A number that is not negative, divided, and the rest."""
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def _where(condition: Any, array: Any, other: Any) -> Any:
     return jnp.where(condition.reshape(condition.shape + (1,) * (array.ndim - condition.ndim)), array, other)
 
 
-def _arriving(outputs: Any, heads: Any) -> Any:
-    """What stages get: the first what waits at its head, the others what the stage before has computed."""
-    return _exchanged(stage_inputs, outputs, heads)
-
-
-def _moved_up(outputs: Any, heads: Any) -> Any:
-    """The heads of queues one stage on; the last is what the last stage has computed."""
-    return _exchanged(stage_queues, outputs, heads)
-
-
-def _exchanged(exchange: Callable[..., Any], outputs: Any, heads: Any) -> Any:
-    if not is_key(outputs.dtype):
-        return _region_of(exchange, outputs.ndim)(outputs, heads)
-    data = [jax.random.key_data(keys) for keys in (outputs, heads)]
-    return jax.random.wrap_key_data(_exchanged(exchange, *data), impl=jax.random.key_impl(outputs))
+def _exchanged(exchange: Callable[..., Any], *arrays: Any) -> Any:
+    first = arrays[0]
+    if not is_key(first.dtype):
+        return _region_of(exchange, len(arrays), first.ndim)(*arrays)
+    data = [jax.random.key_data(keys) for keys in arrays]
+    return jax.random.wrap_key_data(_exchanged(exchange, *data), impl=jax.random.key_impl(first))
 
 
 @functools.cache
-def _region_of(exchange: Callable[..., Any], ndim: int) -> Callable[..., Any]:
+def _region_of(exchange: Callable[..., Any], count: int, ndim: int) -> Callable[..., Any]:
     dims = [f"dim{index}" for index in range(1, ndim)]
     array = " ".join(["stage", *dims])
-    return region(f"{array}, {array} -> {array}", split=" ".join(dims), exchange="stage")(exchange)
+    return region(f"{', '.join([array] * count)} -> {array}", split=" ".join(dims), exchange="stage")(exchange)
 
 
 def is_stage_exchange(name: str) -> bool:
     """Whether the region of a name is one of these, or its backward pass."""
-    return name.removesuffix("_backward") in (stage_inputs.__name__, stage_queues.__name__)
+    return name.removesuffix("_backward") in {each.__name__ for each in (stage_inputs, stage_ring, stage_queues)}
 
 
 def stage_inputs(outputs: Any, heads: Any, *, axis_name: Any) -> Any:
@@ -303,6 +366,14 @@ def stage_inputs(outputs: Any, heads: Any, *, axis_name: Any) -> Any:
         arrived = lax.ppermute(last, axis_name, [(index, index + 1) for index in range(lax.axis_size(axis_name) - 1)])
         first = jnp.where(lax.axis_index(axis_name) == 0, first, arrived)
     return jnp.concatenate([first, outputs[:-1]])
+
+
+def stage_ring(outputs: Any, *, axis_name: Any) -> Any:
+    last = outputs[-1:]
+    if axis_name is not None:
+        count = lax.axis_size(axis_name)
+        last = lax.ppermute(last, axis_name, [(index, (index + 1) % count) for index in range(count)])
+    return jnp.concatenate([last, outputs[:-1]])
 
 
 def stage_queues(outputs: Any, heads: Any, *, axis_name: Any) -> Any:

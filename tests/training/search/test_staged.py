@@ -76,6 +76,37 @@ def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> No
 
 
 @pytest.mark.slow
+def test_chunks_train_as_one_device() -> None:
+    """Chunks shorten the wait of stages, and are taken where computing takes longer than sending."""
+    width, tokens = 256, 64
+
+    def deep(x: Any, w: Any) -> tuple[Any, None]:
+        return jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, 16)[0], None
+
+    def loss(model: Any, batch: Any) -> Any:
+        x = jax.lax.scan(deep, batch @ model["in"], model["layers"])[0]
+        return jnp.mean((x @ model["in"].T - batch) ** 2)
+
+    model, batch = {"in": numbers(8, width), "layers": numbers(8, width, width) / 16}, numbers(8, tokens, 8)
+    optimizer = optax.sgd(1e-2)
+    plan = sr.plan_training(loss, model, optimizer, batch, cluster=jax.devices()[:4], stages=4, microbatches=4)
+    assert plan.recipe.chunks == plan.report.chunks == 2
+    best, other = plan.candidates[:2]
+    assert (best.batch_text, other.batch_text) == ("4 in 4 stages of 2 chunks", "4 in 4 stages")
+    assert "slower" in other.reason
+    assert "stages     4 of 2 chunks, which wait in 3 of 11 rounds" in str(plan.report)
+    schedule = plan.schedule
+    assert schedule is not None
+    assert (schedule.chunks, schedule.bubble) == (2, pytest.approx(3 / 11))
+    expected_value, gradients = jax.value_and_grad(loss)(model, batch)
+    expected = optax.apply_updates(model, optimizer.update(gradients, optimizer.init(model))[0])
+    trained, _, value, _ = plan.step(*plan.init(lambda: model)(), batch)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for array, expected_array in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(array, expected_array, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_stages_send_microbatches() -> None:
     """Each round sends a microbatch, and what waits, to the next stage and back: forward, and their gradients."""
     plan = plan_of(cluster=sr.create_mesh("stage:4,data:2"), stages=4, microbatches=4)
@@ -149,6 +180,9 @@ def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
     assert staging.least_seconds(1.0, 5) == 15 / 12 * 6 / 5
+    chunked = Staging((4, 8), 12, 8, chunks=2)
+    assert chunked.rounds == 27
+    assert chunked.least_seconds(1.0, 5) == 27 / 24 * 8 / 5
 
 
 @pytest.mark.parametrize(("stages", "names"), [(1, ("data", "model")), (4, ("stage", "data"))])

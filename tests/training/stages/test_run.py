@@ -117,21 +117,23 @@ class Step:
     stages: int
     microbatches: int
     groups: int = 1
+    chunks: int = 1
 
     def __str__(self) -> str:
-        return f"{self.stages}-{self.microbatches}-{self.groups}"
+        return f"{self.stages}-{self.microbatches}-{self.groups}-{self.chunks}"
 
 
-STEPS = (Step(2, 2), Step(2, 8), Step(3, 3), Step(4, 4), Step(4, 8), Step(2, 4, 2), Step(2, 4, 4), Step(6, 6))
+STEPS = (
+    *(Step(2, 2), Step(2, 8), Step(3, 3), Step(4, 4), Step(4, 8), Step(2, 4, 2), Step(2, 4, 4), Step(6, 6)),
+    *(Step(2, 2, 1, 3), Step(2, 8, 1, 2), Step(4, 8, 1, 2), Step(2, 4, 2, 3)),
+)
 SUITABLE = [step for step in STEPS if EXAMPLES % (step.microbatches * step.groups) == 0]
 
 
 def gradients(loss: Any, step: Step | None, model: Any, batch: Any, dtype: Any = None) -> Any:
     trace = trace_loss(loss, model, batch)
     arrays = trace.split.arrays(model, batch)
-    sizes: dict[str, Any] = (
-        {} if step is None else {"microbatches": step.microbatches, "groups": step.groups, "stages": step.stages}
-    )
+    sizes: dict[str, Any] = {} if step is None else attrs.asdict(step)
     return jax.jit(accumulated(trace, dtype=dtype, **sizes))(arrays.trainable, arrays.fixed, arrays.batched)[::2]
 
 
