@@ -88,7 +88,7 @@ class _Finder:
         """Yields the units of a body that runs `count` times."""
         weights = _computed_from(body, resident)
         _spread(body, traced)
-        runs = _find_runs(body, 0, len(body.eqns)) if not path else []
+        runs = find_runs(body, 0, len(body.eqns)) if not path else []
         index = 0
         while index < len(body.eqns):
             run = next((run for run in runs if run.start == index), None)
@@ -212,7 +212,7 @@ def _scans_any(equation: Any, weights: Mapping[Any, None]) -> bool:
     return any(_is_among(var, weights) for var in equation.invars[sum(scan_counts(equation.params)) :])
 
 
-def _find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
+def find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
     """Returns the runs of equal segments among some equations, in order."""
     signatures = _signatures(body.eqns[start:stop])
     flops = np.array([_flops(equation) for equation in body.eqns[start:stop]], float)
@@ -239,7 +239,7 @@ def _find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
     if run is None:
         return []
     end = run.start + run.length * run.repeats
-    return [*_find_runs(body, start, run.start), run, *_find_runs(body, end, stop)]
+    return [*find_runs(body, start, run.start), run, *find_runs(body, end, stop)]
 
 
 def _best_rotation(body: Jaxpr, start: int, stop: int, period: int) -> UnitPosition | None:

@@ -11,6 +11,7 @@ from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.compiling.source import equation_line, short_line
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.keep.segments import segment_program
+from shardrules.training.stages.rolled import rolled
 
 _MOST_OUTSIDE = 0.5
 """The part of a program's FLOPs that may be outside of its layers: with more, most of the work is in no stage."""
@@ -21,6 +22,8 @@ _MOST_OUTSIDE = 0.5
 class LayerLoop:
     """The program of a microbatch, cut at the loop over its layers."""
 
+    program: ClosedJaxpr
+    """With one loop for the layers that a loop of Python calls."""
     equation: Any
     before: Jaxpr
     """From some inputs of the program to what the loop and `after` need."""
@@ -37,8 +40,8 @@ class LayerLoop:
     @classmethod
     def of(cls, program: ClosedJaxpr, batched: Sequence[bool]) -> "LayerLoop":
         """Cuts a program; `batched` says which of its inputs are those of a microbatch."""
+        program, index = _with_loop(program)
         jaxpr = program.jaxpr
-        index = _layer_index(program)
         equation = jaxpr.eqns[index]
         needed, first, rest = set(_reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
         for each in reversed(jaxpr.eqns[:index]):
@@ -56,27 +59,37 @@ class LayerLoop:
                 by_microbatch.update(each.outvars)
         _check_layers(equation, by_microbatch)
         before = segment_program(first, [var for var in read if var in computed])
-        return cls(equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
+        return cls(program, equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
 
 
-def _layer_index(program: ClosedJaxpr) -> int:
-    """The index of the loop that does most of the work of a program."""
+def _with_loop(program: ClosedJaxpr) -> tuple[ClosedJaxpr, int]:
+    """A program whose layers are a loop that does most of its work, and the index of that."""
+    index, part = _main_loop(program)
+    if part < 1 - _MOST_OUTSIDE:
+        unrolled, program = program, rolled(program) or program
+        index, part = _main_loop(program)
+        if part < 1 - _MOST_OUTSIDE:
+            _, part = _main_loop(unrolled)
+            raise MicrobatchError(
+                "its layers are neither one loop over stacked parameters nor equal ones that follow each other: no "
+                f"jax.lax.scan outside of others has more than {part:.0%} of its FLOPs"
+            )
+    if program.jaxpr.eqns[index].params["reverse"]:
+        raise MicrobatchError("its loop over layers runs from the last to the first")
+    return program, index
+
+
+def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:
+    """The index of the loop that does most of the work of a program, and its part of that."""
     loops = {
         index: equation.params["length"] * model_flops(equation.params["jaxpr"])
         for index, equation in enumerate(program.jaxpr.eqns)
         if equation.primitive.name == "scan" and len(equation.invars) > sum(scan_counts(equation.params))
     }
-    total = model_flops(program)
-    index = max(loops, key=lambda index: loops[index], default=None)
-    if index is None or loops[index] < total * (1 - _MOST_OUTSIDE):
-        part = 0 if index is None or not total else loops[index] / total
-        raise MicrobatchError(
-            "its layers are not one loop over stacked parameters: outside of other loops and of jax.checkpoint, "
-            f"no jax.lax.scan has more than {part:.0%} of its FLOPs"
-        )
-    if program.jaxpr.eqns[index].params["reverse"]:
-        raise MicrobatchError("its loop over layers runs from the last to the first")
-    return index
+    if not loops:
+        return -1, 0.0
+    index, total = max(loops, key=lambda index: loops[index]), model_flops(program)
+    return index, loops[index] / total if total else 1.0
 
 
 def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:

@@ -76,9 +76,10 @@ class StagedProgram:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """The results of all microbatches, stacked, from their inputs, stacked as well."""
-        jaxpr, loop = self.program.jaxpr, self.loop
+        loop = self.loop
+        jaxpr = loop.program.jaxpr
         values = dict(zip(jaxpr.invars, inputs, strict=True))
-        values |= dict(zip(jaxpr.constvars, self.program.consts, strict=True))
+        values |= dict(zip(jaxpr.constvars, loop.program.consts, strict=True))
         values |= self._run(loop.before, values)
         values |= dict(zip(loop.equation.outvars, self._layers(values), strict=True))
         values |= self._run(loop.after, values)

@@ -53,6 +53,14 @@ def plain(model: Any, batch: Any) -> Any:
     return head(model, x, batch)
 
 
+def written_out(model: Any, batch: Any) -> Any:
+    """Layers are a loop of Python."""
+    x = model["embedding"][batch["x"]]
+    for index in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda leaf, index=index: leaf[index], model["layers"]))
+    return head(model, x, batch)
+
+
 def of_examples(model: Any, batch: Any) -> Any:
     """Layers read the mask of their examples, and a weight that all of them share."""
 
@@ -106,7 +114,7 @@ def finite_in_order(model: Any, batch: Any) -> Any:
     return head(model, jax.lax.scan(step, model["embedding"][batch["x"]], model["layers"])[0], batch)
 
 
-LOSSES = (plain, of_examples, stacking, counting, dropping, finite_in_order)
+LOSSES = (plain, written_out, of_examples, stacking, counting, dropping, finite_in_order)
 
 
 @final
@@ -196,10 +204,11 @@ def test_results_of_microbatches_keep_their_order() -> None:
     np.testing.assert_allclose(staged[0], each[0], rtol=1e-4, atol=1e-6)
 
 
-def written_out(model: Any, batch: Any) -> Any:
-    x = model["embedding"][batch["x"]]
-    for index in range(LAYERS):
-        x = layer(x, jax.tree.map(lambda leaf, index=index: leaf[index], model["layers"]))
+def of_other_layers(model: Any, batch: Any) -> Any:
+    """No layer is like the one before."""
+    x, weights = model["embedding"][batch["x"]], model["layers"]
+    for up, function in zip(weights["up"], (jnp.tanh, jnp.sin, jnp.cos, jnp.exp, jnp.abs, jnp.sign), strict=True):
+        x = x + function(x @ up) @ weights["down"][0]
     return head(model, x, batch)
 
 
@@ -236,7 +245,7 @@ def drawing_by_rbg(model: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (written_out, "not one loop over stacked parameters"),
+        (of_other_layers, "neither one loop over stacked parameters nor equal ones"),
         (from_last_to_first, "from the last to the first"),
         (branching, "its layers branch"),
         (of_weights_alone, "reads nothing of the batch"),

@@ -1,0 +1,219 @@
+"""Layers that a loop of Python calls, as one loop: the same values and gradients, or no loop at all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from shardrules import Hardware
+from shardrules.training.keep.apply import with_kept
+from shardrules.training.keep.choices import keep_choices
+from shardrules.training.keep.flat import flattened
+from shardrules.training.stages.rolled import rolled
+
+LAYERS, EXAMPLES, WIDTH = 5, 4, 8
+
+
+def numbers(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape) / 3, jnp.float32)
+
+
+WEIGHTS = [numbers(WIDTH, WIDTH, seed=seed) for seed in range(LAYERS)]
+X = numbers(EXAMPLES, WIDTH)
+
+
+def plain(weights: Any, x: Any) -> Any:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def sliced(stacked: Any, x: Any) -> Any:
+    """Weights are stacked, and each layer has a constant of its own."""
+    for index in range(LAYERS):
+        x = x + jax.nn.silu(x @ stacked[index]) * (index + 1)
+    return x
+
+
+def dropped(weights: Any, x: Any, key: Any) -> Any:
+    """Each layer draws what it drops, and all of them return something besides."""
+    extra = []
+    for index, w in enumerate(weights):
+        y = jax.nn.relu(x @ w)
+        x = x + y * jr.bernoulli(jr.fold_in(key, index), 0.5, y.shape)
+        extra.append(jnp.mean(y))
+    return x, sum(extra)
+
+
+def fed_by_the_input(weights: Any, x: Any) -> Any:
+    first, states = x, []
+    for w in weights:
+        x = x + first + jnp.tanh(x @ w)
+        states.append(x)
+    return x, states[1], states[-1]
+
+
+def checkpointed(weights: Any, x: Any) -> Any:
+    for w in weights:
+        policy = jax.checkpoint_policies.save_only_these_names("none")
+        x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w), policy=policy)(x, w)
+    return x
+
+
+def with_rule(scale: float = 2.0) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (scale * g @ kept[1].T, kept[0].T @ g))
+    return product
+
+
+def of_rules(weights: Any, x: Any) -> Any:
+    for w in weights:
+        x = jnp.tanh(with_rule()(x, w))
+    return x
+
+
+def by_pairs(weights: Any, x: Any) -> Any:
+    for index, w in enumerate(weights[:4]):
+        x = jnp.tanh(x @ w) if index % 2 else x + jnp.sin(x @ w)
+    return x
+
+
+def of_other_rules(weights: Any, x: Any) -> Any:
+    for index, w in enumerate(weights):
+        x = jnp.tanh(with_rule(index + 1.0)(x, w))
+    return x
+
+
+def of_other_constants(weights: Any, x: Any) -> Any:
+    for index, w in enumerate(weights):
+        x = jax.checkpoint(lambda x, w, scale=index + 1.0: x * scale + jnp.tanh(x @ w))(x, w)
+    return x
+
+
+def over_two_layers(weights: Any, x: Any) -> Any:
+    before = x
+    for w in weights:
+        x, before = jnp.tanh(x @ w) + before, x
+    return x
+
+
+def printed(weights: Any, x: Any) -> Any:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+        jax.debug.print("{}", x[0, 0])
+    return x
+
+
+def all_different(weights: Any, x: Any) -> Any:
+    for w, function in zip(weights, (jnp.tanh, jnp.sin, jnp.cos, jnp.exp, jnp.abs), strict=True):
+        x = function(x @ w)
+    return x
+
+
+class Block(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, key: Any) -> None:
+        keys = jr.split(key)
+        self.attention = eqx.nn.MultiheadAttention(2, WIDTH, dropout_p=0.1, key=keys[0])
+        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+
+    def __call__(self, x: Any, key: Any) -> Any:
+        y = jax.vmap(self.norm)(x)
+        mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        x = x + self.attention(y, y, y, mask=mask, key=key)
+        return x + jax.vmap(self.mlp)(x)
+
+
+ARRAYS, STATIC = eqx.partition([Block(key) for key in jr.split(jr.key(0), LAYERS)], eqx.is_array)
+
+
+def blocks(arrays: Any, x: Any, key: Any) -> Any:
+    for block, own_key in zip(eqx.combine(arrays, STATIC), jr.split(key, LAYERS), strict=True):
+        x = block(x, own_key)
+    return x
+
+
+def traced(fn: Any, *args: Any) -> ClosedJaxpr:
+    return flattened(jax.make_jaxpr(fn)(*args))
+
+
+def lengths(program: ClosedJaxpr) -> list[int]:
+    return [equation.params["length"] for equation in program.eqns if equation.primitive.name == "scan"]
+
+
+def values_and_gradients(program: ClosedJaxpr, args: Any) -> Any:
+    leaves = jax.tree.leaves(args)
+    floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+    def run(trained: Any) -> Any:
+        rest = iter(trained)
+        results = jaxpr_as_fun(program)(
+            *(next(rest) if flag else leaf for leaf, flag in zip(leaves, floats, strict=True))
+        )
+        return sum(jnp.sum(jnp.sin(result)) for result in results), results
+
+    return jax.value_and_grad(run, has_aux=True)([leaf for leaf, flag in zip(leaves, floats, strict=True) if flag])
+
+
+def assert_computes_the_same(program: ClosedJaxpr, other: ClosedJaxpr, args: Any) -> None:
+    results = (jax.tree.leaves(values_and_gradients(each, args)) for each in (program, other))
+    for array, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "length"),
+    [
+        (plain, (WEIGHTS, X), LAYERS),
+        (sliced, (jnp.stack(WEIGHTS), X), LAYERS),
+        (dropped, (WEIGHTS, X, jr.key(0)), LAYERS),
+        (fed_by_the_input, (WEIGHTS, X), LAYERS),
+        (checkpointed, (WEIGHTS, X), LAYERS),
+        (of_rules, (WEIGHTS, X), LAYERS),
+        (by_pairs, (WEIGHTS, X), 2),
+        (blocks, (ARRAYS, X, jr.key(1)), LAYERS),
+        (blocks, (ARRAYS, X, jr.PRNGKey(1)), LAYERS),
+    ],
+)
+def test_equal_layers_become_a_loop(fn: Any, args: Any, length: int) -> None:
+    program = traced(fn, *args)
+    loop = rolled(program)
+    assert loop is not None
+    assert lengths(loop) == [length]
+    assert_computes_the_same(loop, program, args)
+
+
+@pytest.mark.parametrize(
+    "fn", [of_other_rules, of_other_constants, over_two_layers, printed, all_different, lambda weights, x: x]
+)
+def test_other_layers_stay_as_they_are(fn: Any) -> None:
+    assert rolled(traced(fn, WEIGHTS, X)) is None
+
+
+def test_what_the_backward_pass_keeps_goes_into_the_loop() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = x + jnp.sin(3 * jnp.tanh(x @ w))
+        return jnp.sum(x)
+
+    args = WEIGHTS, numbers(64, WIDTH)
+    program = traced(loss, *args)
+    least = keep_choices(program, Hardware.named("cuda:h100"))[-1]
+    assert least.units
+    loop = rolled(with_kept(program, least))
+    assert loop is not None
+    assert lengths(loop) == [LAYERS]
+    assert_computes_the_same(loop, program, args)
