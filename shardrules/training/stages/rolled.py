@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import model_flops
+from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.training.keep.flat import replaced
 from shardrules.training.keep.segments import is_float, segment_program, struct
 from shardrules.training.keep.units import UnitPosition, find_runs
@@ -305,10 +306,9 @@ def _is_equal(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, tuple | list):
         return len(value) == len(other) and all(map(_is_equal, value, other))
-    if isinstance(value, ClosedJaxpr):
-        return _is_equal(value.jaxpr, other.jaxpr) and _is_equal(value.consts, other.consts)
-    if isinstance(value, Jaxpr):
-        return _is_equal_program(value, other)
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        has_same_constants = _is_equal(getattr(value, "consts", []), getattr(other, "consts", []))
+        return has_same_constants and _is_equal_program(open_jaxpr(value), open_jaxpr(other))
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return value.dtype == other.dtype and np.array_equal(value, other)
     return bool(value == other)
