@@ -10,6 +10,7 @@ one example of every run of `microbatches`, so that each device has examples of 
 With stages, microbatches are computed at the same time, each by another group of layers (see `stages.run`).
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
@@ -31,6 +32,7 @@ from shardrules.training.examples.replay import Demand, Position, Replay, Varian
 from shardrules.training.examples.tail import Tail, cut
 from shardrules.training.keep.flat import flattened
 from shardrules.training.loss import TracedLoss
+from shardrules.training.stages.layers import with_layer_loop
 from shardrules.training.stages.run import StagedProgram
 
 Transform: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]
@@ -70,9 +72,14 @@ def accumulated(
     return SplitLoss.of(trace, microbatches, groups).gradient_function(dtype, transform, stages, chunks)
 
 
-def forward_program(trace: TracedLoss, microbatches: int = 1, groups: int = 1) -> ClosedJaxpr:
+def forward_program(
+    trace: TracedLoss, microbatches: int = 1, groups: int = 1, *, has_stages: bool = False
+) -> ClosedJaxpr:
     """Returns the program that `accumulated` gives to its `transform`."""
-    return flattened(trace.jaxpr) if microbatches == 1 else SplitLoss.of(trace, microbatches, groups).forward
+    if microbatches == 1:
+        return flattened(trace.jaxpr)
+    split = SplitLoss.of(trace, microbatches, groups)
+    return split.staged_forward if has_stages else split.forward
 
 
 def _plain(trace: TracedLoss, transform: Transform | None) -> GradientFunction:
@@ -122,6 +129,11 @@ class SplitLoss:
         """How many sums over the examples there are."""
         return len(self.tail.is_trained)
 
+    @functools.cached_property
+    def staged_forward(self) -> ClosedJaxpr:
+        """The same as `forward`, with a loop for its layers."""
+        return with_layer_loop(self.forward)
+
     @property
     def is_batched(self) -> tuple[bool, ...]:
         """For each input of `forward` whether it is one of a microbatch."""
@@ -133,7 +145,8 @@ class SplitLoss:
         self, dtype: Any, transform: Transform | None, stages: int = 1, chunks: int = 1
     ) -> GradientFunction:
         """Returns the function that `accumulated` returns."""
-        program = self.forward if transform is None else transform(self.forward)
+        program = self.forward if stages == 1 else self.staged_forward
+        program = program if transform is None else transform(program)
         forward: Callable[..., list[Any]] = jaxpr_as_fun(program)
         if stages > 1:
             staged = StagedProgram(program, self.is_batched, stages, self.microbatches, chunks, dtype)

@@ -186,7 +186,10 @@ def _spread(body: Jaxpr, traced: dict[Any, None]) -> None:
             traced.update(dict.fromkeys(filter(is_float, equation.outvars)))
 
 
-_COPIES = ("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "copy")
+_COPIES = (
+    *("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "copy"),
+    *("concatenate", "stack"),
+)
 """Primitives whose results of parameters are parameters in another form."""
 
 

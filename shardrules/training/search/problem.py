@@ -48,8 +48,8 @@ class TrainingProblem:
     options: QueryOptions
     host_memory: int | str | None = None
     """The most memory of its host that a device may use; by default as much as it has itself."""
-    _keep_choices: dict[tuple[int, bool], tuple[Keep, ...]] = attrs.field(factory=dict, init=False, repr=False)
-    """What microbatches may keep, for their number and whether hosts have memory."""
+    _keep_choices: dict[tuple[int, bool, bool], tuple[Keep, ...]] = attrs.field(factory=dict, init=False, repr=False)
+    """What microbatches may keep, for their number, whether hosts have memory, and whether layers are in stages."""
 
     def query(self, shape: Shape, recipe: Recipe) -> Query:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
@@ -110,33 +110,34 @@ class TrainingProblem:
         with axis_names_of(self.mesh):
             forward_program(self.loss, microbatches)
 
-    def keeps(self, microbatches: int) -> tuple[Keep, ...]:
+    def keeps(self, microbatches: int, *, has_stages: bool = False) -> tuple[Keep, ...]:
         """Returns what the backward pass of a microbatch may keep: first everything, then less and less."""
         most_bytes = self.host_limit_bytes * self.cluster.count
-        keeps = self._keeps(microbatches, most_bytes > 0)
+        keeps = self._keeps(microbatches, most_bytes > 0, has_stages)
         fitting = [keep for keep in keeps if keep.host_bytes <= most_bytes]
         if len(fitting) == len(keeps):
             return keeps
         # What hosts have no room for is computed again. Of any two, the one that keeps more has to be faster.
         front: list[Keep] = []
-        candidates = (*fitting, *self._keeps(microbatches, False))
+        candidates = (*fitting, *self._keeps(microbatches, False, has_stages))
         for keep in sorted(candidates, key=lambda keep: (keep.kept_bytes, keep.seconds)):
             if not front or keep.seconds < front[-1].seconds or not keep.units:
                 front.append(keep)
         return tuple(dict.fromkeys(front[::-1]))
 
-    def _keeps(self, microbatches: int, offload: bool) -> tuple[Keep, ...]:
-        if microbatches == 1:
-            return self._choices(1, offload)
+    def _keeps(self, microbatches: int, offload: bool, has_stages: bool) -> tuple[Keep, ...]:
+        if microbatches == 1 or (has_stages and self._has_equal_layers):
+            # Where equal layers are cut depends on sizes.
+            return self._choices(microbatches, offload, has_stages)
         # Positions are the same in microbatches of any size.
         factor = self._least_split / microbatches
-        return tuple(keep.scaled(factor) for keep in self._choices(self._least_split, offload))
+        return tuple(keep.scaled(factor) for keep in self._choices(self._least_split, offload, has_stages))
 
-    def _choices(self, microbatches: int, offload: bool) -> tuple[Keep, ...]:
-        key = microbatches, offload
+    def _choices(self, microbatches: int, offload: bool, has_stages: bool) -> tuple[Keep, ...]:
+        key = microbatches, offload, has_stages and self._has_equal_layers
         if key not in self._keep_choices:
             with axis_names_of(self.mesh):
-                program = forward_program(self.loss, microbatches)
+                program = forward_program(self.loss, microbatches, has_stages=has_stages)
             self._keep_choices[key] = keep_choices(
                 program,
                 self.cluster.hardware,
@@ -150,7 +151,12 @@ class TrainingProblem:
     @functools.cached_property
     def layer_count(self) -> int:
         """How many layers the loop over layers has; raises `MicrobatchError` where there is none."""
-        return LayerLoop.of(self._split.forward, self._split.is_batched).layer_count
+        return LayerLoop.of(self._split.staged_forward, self._split.is_batched).layer_count
+
+    @functools.cached_property
+    def _has_equal_layers(self) -> bool:
+        """Whether layers become a loop where they are in stages."""
+        return self._split.staged_forward is not self._split.forward
 
     @functools.cached_property
     def _split(self) -> SplitLoss:

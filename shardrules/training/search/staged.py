@@ -15,6 +15,7 @@ from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import MicrobatchError
 from shardrules.training.cluster import Shape
+from shardrules.training.keep.keep import Keep
 from shardrules.training.search.problem import Outcome, TrainingProblem
 from shardrules.training.search.search import TrainingSearch, first_fitting
 from shardrules.training.stages.run import STAGE_AXIS, tick_count
@@ -227,25 +228,25 @@ class StageSearch:
             return
         self.plans[staging] = free
         if not free.fits and self.may_win(free):
-            first_fitting(keeps, lambda index: self.plan_one(staging, index).fits)
+            first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
 
-    def keeps(self, staging: Staging) -> list[int]:
-        """What the backward pass may keep, by index, from the fastest on: all microbatches keep it at once."""
-        problem, rounds = self.problem, staging.rounds / staging.chunks
-        keeps, most = problem.keeps(staging.microbatches), problem.host_limit_bytes * problem.cluster.count
-        first = self.search.first_keep(staging.microbatches)
-        return [first, *(index for index in range(first + 1, len(keeps)) if rounds * keeps[index].host_bytes <= most)]
+    def keeps(self, staging: Staging) -> list[Keep]:
+        """What the backward pass may keep, from the fastest on: all microbatches keep it at once."""
+        keeps = self.problem.keeps(staging.microbatches, has_stages=True)
+        rounds, most = staging.rounds / staging.chunks, self.problem.host_limit_bytes * self.problem.cluster.count
+        first = min(range(len(keeps)), key=lambda index: (keeps[index].seconds, index))
+        return [keeps[first], *(keep for keep in keeps[first + 1 :] if rounds * keep.host_bytes <= most)]
 
     def may_win(self, free: Outcome) -> bool:
         """Whether a plan that fits may be better than the best, given the fastest without a limit of memory."""
         best = self.search.best
         return best is None or free.seconds < best.seconds
 
-    def plan_one(self, staging: Staging, keep_index: int, *, is_free: bool = False) -> Outcome:
-        """Plans with what the backward pass keeps, by index."""
+    def plan_one(self, staging: Staging, keep: Keep, *, is_free: bool = False) -> Outcome:
+        """Plans with what the backward pass keeps."""
         search = self.search
         recipe = attrs.evolve(
-            search.recipe(staging.microbatches, 1, keep_index), stages=staging.stages, chunks=staging.chunks
+            search.recipe(staging.microbatches, 1), keep=keep, stages=staging.stages, chunks=staging.chunks
         )
         outcome = search.plan(staging.shape, recipe, is_free)
         outcomes = search.outcomes if outcome.fits or not is_free else search.columns

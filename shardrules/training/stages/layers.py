@@ -22,8 +22,6 @@ _MOST_OUTSIDE = 0.5
 class LayerLoop:
     """The program of a microbatch, cut at the loop over its layers."""
 
-    program: ClosedJaxpr
-    """With one loop for the layers that a loop of Python calls."""
     equation: Any
     before: Jaxpr
     """From some inputs of the program to what the loop and `after` need."""
@@ -39,9 +37,9 @@ class LayerLoop:
 
     @classmethod
     def of(cls, program: ClosedJaxpr, batched: Sequence[bool]) -> "LayerLoop":
-        """Cuts a program; `batched` says which of its inputs are those of a microbatch."""
-        program, index = _with_loop(program)
+        """Cuts a program `with_layer_loop`; `batched` says which of its inputs are those of a microbatch."""
         jaxpr = program.jaxpr
+        index, _ = _main_loop(program)
         equation = jaxpr.eqns[index]
         needed, first, rest = set(_reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
         for each in reversed(jaxpr.eqns[:index]):
@@ -59,24 +57,23 @@ class LayerLoop:
                 by_microbatch.update(each.outvars)
         _check_layers(equation, by_microbatch)
         before = segment_program(first, [var for var in read if var in computed])
-        return cls(program, equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
+        return cls(equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
 
 
-def _with_loop(program: ClosedJaxpr) -> tuple[ClosedJaxpr, int]:
-    """A program whose layers are a loop that does most of its work, and the index of that."""
+def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose layers are a loop that does most of its work: itself, or with equal layers as a loop."""
     index, part = _main_loop(program)
     if part < 1 - _MOST_OUTSIDE:
-        unrolled, program = program, rolled(program) or program
-        index, part = _main_loop(program)
+        program = rolled(program) or program
+        before, (index, part) = part, _main_loop(program)
         if part < 1 - _MOST_OUTSIDE:
-            _, part = _main_loop(unrolled)
             raise MicrobatchError(
                 "its layers are neither one loop over stacked parameters nor equal ones that follow each other: no "
-                f"jax.lax.scan outside of others has more than {part:.0%} of its FLOPs"
+                f"jax.lax.scan outside of others has more than {before:.0%} of its FLOPs"
             )
     if program.jaxpr.eqns[index].params["reverse"]:
         raise MicrobatchError("its loop over layers runs from the last to the first")
-    return program, index
+    return program
 
 
 def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:

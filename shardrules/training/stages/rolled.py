@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.planning.traced.calls import open_jaxpr
-from shardrules.training.keep.flat import replaced
+from shardrules.training.keep.flat import flattened, replaced
 from shardrules.training.keep.segments import is_float, segment_program, struct
 from shardrules.training.keep.units import UnitPosition, find_runs
 
@@ -44,7 +44,7 @@ def rolled(program: ClosedJaxpr) -> ClosedJaxpr | None:
         return None
     flops = [run.repeats * model_flops(segment_program(body.eqns[run.start :][: run.length], [])) for run in runs]
     layers = _Layers.of(body, runs[int(np.argmax(flops))])
-    return None if layers is None else ClosedJaxpr(layers.rolled(), program.consts)
+    return None if layers is None else layers.rolled(program)
 
 
 _Column = tuple[Any, ...]
@@ -153,8 +153,8 @@ class _Layers:
                 inputs.carry.setdefault(_key(column), (column[0], result[1:]))
         return inputs
 
-    def rolled(self) -> Jaxpr:
-        """The program with the loop."""
+    def rolled(self, program: ClosedJaxpr) -> ClosedJaxpr:
+        """The program, whose body this is, with the loop."""
         body, inputs = self.body, self.inputs
         assert inputs is not None, "layers of a loop have inputs"
         before = [each for index in range(self.run.repeats) for each in self._segment(index, self.first)]
@@ -177,10 +177,12 @@ class _Layers:
             pieces = [array[index] for array in ys for index in range(self.run.repeats)]
             return [*(carry[last[result]] for result in ends), *pieces]
 
-        traced = jax.make_jaxpr(run)(*map(struct, variables))
+        traced = flattened(jax.make_jaxpr(run)(*map(struct, variables)))
         outvars = [results[result][-1] for result in ends] + [var for result in stacked for var in results[result]]
         loop = _placed(traced, variables, outvars)
-        return body.replace(eqns=[*body.eqns[: self.run.start], *before, *loop, *after])
+        equations = [*body.eqns[: self.run.start], *before, *loop, *after]
+        constants = [*body.constvars, *traced.jaxpr.constvars]
+        return ClosedJaxpr(body.replace(constvars=constants, eqns=equations), [*program.consts, *traced.consts])
 
     def _segment(self, segment: int, indices: Sequence[int]) -> list[Any]:
         start = self.run.start + segment * self.run.length

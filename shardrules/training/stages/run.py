@@ -46,6 +46,7 @@ class StagedProgram:
     """The program of a microbatch, run for all microbatches of a batch, with its layers in stages."""
 
     program: ClosedJaxpr
+    """With a loop for its layers."""
     batched: Sequence[bool]
     """Which inputs are those of a microbatch."""
     stages: int
@@ -76,10 +77,9 @@ class StagedProgram:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """The results of all microbatches, stacked, from their inputs, stacked as well."""
-        loop = self.loop
-        jaxpr = loop.program.jaxpr
+        jaxpr, loop = self.program.jaxpr, self.loop
         values = dict(zip(jaxpr.invars, inputs, strict=True))
-        values |= dict(zip(jaxpr.constvars, loop.program.consts, strict=True))
+        values |= dict(zip(jaxpr.constvars, self.program.consts, strict=True))
         values |= self._run(loop.before, values)
         values |= dict(zip(loop.equation.outvars, self._layers(values), strict=True))
         values |= self._run(loop.after, values)

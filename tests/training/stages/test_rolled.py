@@ -203,17 +203,23 @@ def test_other_layers_stay_as_they_are(fn: Any) -> None:
     assert rolled(traced(fn, WEIGHTS, X)) is None
 
 
-def test_what_the_backward_pass_keeps_goes_into_the_loop() -> None:
-    def loss(weights: Any, x: Any) -> Any:
+def test_the_backward_pass_may_keep_what_it_may_in_a_scan() -> None:
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.sin(3 * jnp.tanh(x @ w))
+
+    def called(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = x + jnp.sin(3 * jnp.tanh(x @ w))
+            x = layer(x, w)
         return jnp.sum(x)
 
-    args = WEIGHTS, numbers(64, WIDTH)
-    program = traced(loss, *args)
-    least = keep_choices(program, Hardware.named("cuda:h100"))[-1]
-    assert least.units
-    loop = rolled(with_kept(program, least))
+    def scanned(stacked: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, stacked)[0])
+
+    hardware, args = Hardware.named("cuda:h100"), (WEIGHTS, numbers(64, WIDTH))
+    program = traced(called, *args)
+    loop = rolled(program)
     assert loop is not None
-    assert lengths(loop) == [LAYERS]
-    assert_computes_the_same(loop, program, args)
+    keeps = keep_choices(loop, hardware)
+    expected = keep_choices(traced(scanned, jnp.stack(WEIGHTS), args[1]), hardware)
+    assert [keep.kept_bytes for keep in keeps] == [keep.kept_bytes for keep in expected]
+    assert_computes_the_same(with_kept(loop, keeps[-1]), program, args)

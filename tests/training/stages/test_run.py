@@ -255,7 +255,7 @@ def drawing_by_rbg(model: Any, batch: Any) -> Any:
 def test_other_losses_say_why_not(loss: Any, message: str) -> None:
     split = SplitLoss.of(trace_loss(loss, model(), batch()), 2)
     with pytest.raises(MicrobatchError, match=message):
-        LayerLoop.of(split.forward, split.is_batched)
+        LayerLoop.of(split.staged_forward, split.is_batched)
 
 
 def test_backward_passes_begin_with_the_last_microbatch() -> None:
