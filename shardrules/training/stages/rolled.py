@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.training.keep.flat import flattened, replaced
-from shardrules.training.keep.segments import is_float, segment_program, struct
+from shardrules.training.keep.segments import is_float, nbytes_of, segment_program, struct
 from shardrules.training.keep.units import UnitPosition, find_runs
 
 
@@ -66,11 +66,12 @@ class _Layers:
         """The layers of a run, if all equations that differ between segments can be computed before."""
         layers = cls(body, run, ())
         different = [index for index in range(run.length) if not _is_same(layers.equations(index))]
-        literals = [index for index in range(run.length) if layers.has_other_literals(index)]
         free = layers.free()
         if any(index not in free for index in different):
             return None
-        first = dict.fromkeys((*different, *(index for index in literals if index in free)))
+        # Of stacked weights each stage gets those of its layers, where they are taken apart before the loop.
+        literals = (index for index in free if layers.has_other_literals(index) and not layers.grows(index))
+        first = dict.fromkeys((*different, *literals))
         for index in reversed(range(run.length)):
             if index in first:
                 first.update(dict.fromkeys(layers.producers(index)))
@@ -98,6 +99,11 @@ class _Layers:
     def has_other_literals(self, index: int) -> bool:
         """Whether segments have other constants in an equation."""
         return any(isinstance(column[0], Literal) and not _is_one_value(column) for column in self.columns(index))
+
+    def grows(self, index: int) -> bool:
+        """Whether an equation computes more than the largest array that it reads."""
+        equation = self.equations(index)[0]
+        return sum(map(nbytes_of, equation.outvars)) > max(map(nbytes_of, equation.invars), default=0)
 
     @functools.cached_property
     def sources(self) -> dict[Any, tuple[int, int, int]]:
@@ -179,10 +185,16 @@ class _Layers:
 
         traced = flattened(jax.make_jaxpr(run)(*map(struct, variables)))
         outvars = [results[result][-1] for result in ends] + [var for result in stacked for var in results[result]]
-        loop = _placed(traced, variables, outvars)
-        equations = [*body.eqns[: self.run.start], *before, *loop, *after]
-        constants = [*body.constvars, *traced.jaxpr.constvars]
-        return ClosedJaxpr(body.replace(constvars=constants, eqns=equations), [*program.consts, *traced.consts])
+        inside = dict(zip(traced.jaxpr.invars, variables, strict=True))
+        computed = {var: replaced(result, inside) for var, result in zip(outvars, traced.jaxpr.outvars, strict=True)}
+        equations = [*body.eqns[: self.run.start], *before, *_reading(traced.jaxpr.eqns, inside)]
+        equations += _reading(after, computed)
+        rolled = body.replace(
+            constvars=[*body.constvars, *traced.jaxpr.constvars],
+            eqns=equations,
+            outvars=[replaced(var, computed) for var in body.outvars],
+        )
+        return ClosedJaxpr(rolled, [*program.consts, *traced.consts])
 
     def _segment(self, segment: int, indices: Sequence[int]) -> list[Any]:
         start = self.run.start + segment * self.run.length
@@ -248,18 +260,9 @@ class _Inputs:
         yield from self.pieces.values()
 
 
-def _placed(traced: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations of a traced function with other variables for its inputs and results."""
-    jaxpr = traced.jaxpr
-    variables = dict(zip(jaxpr.invars, inputs, strict=True))
-    variables |= dict(zip(jaxpr.outvars, outputs, strict=True))
-    return [
-        equation.replace(
-            invars=[replaced(var, variables) for var in equation.invars],
-            outvars=[variables.get(var, var) for var in equation.outvars],
-        )
-        for equation in jaxpr.eqns
-    ]
+def _reading(equations: Sequence[Any], variables: dict[Any, Any]) -> list[Any]:
+    """Equations that read other variables."""
+    return [each.replace(invars=[replaced(var, variables) for var in each.invars]) for each in equations]
 
 
 def _key(column: _Column) -> Any:

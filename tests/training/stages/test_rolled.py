@@ -59,6 +59,14 @@ def fed_by_the_input(weights: Any, x: Any) -> Any:
     return x, states[1], states[-1]
 
 
+def with_windows(weights: Any, x: Any) -> Any:
+    """Each layer has a mask of its own, which is made from a constant."""
+    for index, w in enumerate(weights):
+        rows = jnp.arange(EXAMPLES)
+        x = jnp.tanh(jnp.where(rows[:, None] - rows < index + 1, 1.0, 0.5) @ x @ w)
+    return x
+
+
 def checkpointed(weights: Any, x: Any) -> Any:
     for w in weights:
         policy = jax.checkpoint_policies.save_only_these_names("none")
@@ -181,6 +189,7 @@ def assert_computes_the_same(program: ClosedJaxpr, other: ClosedJaxpr, args: Any
         (sliced, (jnp.stack(WEIGHTS), X), LAYERS),
         (dropped, (WEIGHTS, X, jr.key(0)), LAYERS),
         (fed_by_the_input, (WEIGHTS, X), LAYERS),
+        (with_windows, (WEIGHTS, X), LAYERS),
         (checkpointed, (WEIGHTS, X), LAYERS),
         (of_rules, (WEIGHTS, X), LAYERS),
         (by_pairs, (WEIGHTS, X), 2),
