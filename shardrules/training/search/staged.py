@@ -108,7 +108,7 @@ class StageSearch:
         refusal = _refusal(self.problem)
         if refusal:
             return refusal
-        stagings = sorted(self.stagings(), key=lambda each: (self.least_seconds(each), each.stages, len(each.shape)))
+        stagings = self.ordered()
         if not stagings:
             return self.obstacle()
         most_count = search.count + (_MOST_ASKED if search.stages else max(1, search.count // _PLANS))
@@ -116,7 +116,7 @@ class StageSearch:
         for staging in stagings:
             best = search.best
             if best is not None and self.least_seconds(staging) >= best.seconds:
-                break
+                continue
             if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
             failure = self.failure(staging)
@@ -133,6 +133,18 @@ class StageSearch:
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
         return self.why_not(stagings[0], least)
+
+    def ordered(self) -> list[Staging]:
+        """The set-ups, those first that take the least, by turns with many microbatches for each stage and with few.
+
+        With many, stages wait less, but gather weights and send more often: what is faster is known when it is planned.
+        """
+        by_count: dict[int, list[Staging]] = {}
+        stagings = dict.fromkeys(self.stagings())
+        for each in sorted(stagings, key=lambda each: (self.least_seconds(each), each.stages, len(each.shape))):
+            by_count.setdefault(each.microbatches // each.stages, []).append(each)
+        turns = itertools.zip_longest(*by_count.values())
+        return [staging for turn in turns for staging in turn if staging is not None]
 
     def failure(self, staging: Staging) -> str:
         """Plans a set-up, and says why that failed; empty where it did not."""

@@ -12,8 +12,14 @@ import pytest
 import shardrules as sr
 from shardrules.analysis.analyzer import ShardingAnalyzer
 from shardrules.core.errors import ConfigError, PlanError
+from shardrules.planning.graph.machine import Assumptions
+from shardrules.planning.query import QueryOptions
+from shardrules.planning.solve.deadline import NO_DEADLINE
 from shardrules.training.cluster import Cluster
-from shardrules.training.search.staged import Staging
+from shardrules.training.search.problem import TrainingProblem
+from shardrules.training.search.search import TrainingSearch
+from shardrules.training.search.staged import StageSearch, Staging
+from shardrules.training.step import TrainingStep
 
 LAYERS, EXAMPLES, WIDTH = 4, 16, 16
 
@@ -205,6 +211,20 @@ def test_waiting_is_counted() -> None:
     chunked = Staging((4, 8), 12, 8, chunks=2)
     assert chunked.rounds == 27
     assert chunked.least_seconds(1.0, 5) == 27 / 24 * 8 / 5
+
+
+def test_many_and_few_microbatches_take_turns() -> None:
+    model, batch = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
+
+    def deep(weights: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
+
+    step, cluster = TrainingStep(deep, optax.sgd(1e-2)), Cluster.of("cuda:h100:8")
+    options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
+    problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, cluster, options)
+    ordered = StageSearch(TrainingSearch(problem, None, None, NO_DEADLINE, lambda text: None)).ordered()
+    assert [each.microbatches // each.stages for each in ordered[:4]] == [32, 8, 32, 8]
+    assert len({*ordered}) == len(ordered)
 
 
 @pytest.mark.parametrize(("stages", "names"), [(1, ("data", "model")), (4, ("stage", "data"))])
