@@ -73,11 +73,12 @@ def autoplan(
     - `hardware`: what the devices reach; by default the sheet of the mesh's devices, or of H100s if it has none.
     - `assumptions`: which part of that functions reach; by default `Assumptions()`.
     - `time_limit`: the seconds that planning may take, over all meshes and pins. If it is reached, the best plan so
-        far is returned, with its gap and a finding. Plans do not depend on it otherwise.
+        far is returned, with its gap and a finding. Plans do not depend on it otherwise. Tracing the function and
+        reading its layouts is not interrupted: it takes about a second for a thousand operations.
     - `prove`: whether the compiler decides what fits, instead of a model of it: the best few plans are compiled within
         the time limit, for the mesh's devices, or for those of the hardware if the mesh has none. What they need
         corrects the model for this function, and the cheapest that fits is returned. Arguments that come back as
-        results count as donated.
+        results count as donated. A compiler is not interrupted either.
 
     **Returns:**
 

@@ -83,9 +83,11 @@ class Query:
     def search(self, deadline: Deadline) -> SearchResult:
         """Finds the best choice that fits; where none is found, the cheapest hardly larger than the smallest."""
         result = search_within(self.task, self.limit_bytes, deadline)
-        most = (1 + _SAME_PEAK) * result.peak_bytes
-        small = [trial.choice for trial in result.candidates if trial.peak_bytes <= most]
-        return result if result.fits or not small else self.task.with_choice(result, small[0])
+        if result.fits or not result.met:
+            return result
+        peaks = {trial.choice: self.task.compiled_peak(trial.choice) for trial in result.met}
+        most = (1 + _SAME_PEAK) * min(peaks.values())
+        return self.task.with_choice(result, next(choice for choice, peak in peaks.items() if peak <= most))
 
     def plan(self, result: SearchResult) -> AutoPlan:
         """Returns the plan that a search found, without findings."""

@@ -391,8 +391,6 @@ class AutoPlan:
             return f"{'does' if self.compiled else 'may'} not fit"
         if not self.result.fits:  # the search counted more than is compiled, and took what needs least
             return "feasible, the plan with the least memory"
-        if not self.bound and self.cost:
-            return "feasible, since compilers put off less than they might"
         return (
             self.status if self.status == "optimal" else f"feasible, the best takes at most {100 * self.gap:.1f} % less"
         )

@@ -106,7 +106,7 @@ class _Compilations:
     def best(self) -> AutoPlan:
         """Compiles as many plans as there is time for, and returns the best."""
         task, result = self.plan.task, self.plan.result
-        if task.occupancy.peak(result.choice) > _HOPELESS * self.plan.memory_limit:
+        if task.compiled_peak(result.choice) > _HOPELESS * self.plan.memory_limit:
             result = self.search(task)
         while len(self.compiled) < _MOST_COMPILED:
             met = (*result.candidates, *result.patterns)
@@ -124,15 +124,19 @@ class _Compilations:
             return attrs.evolve(self.plan, result=self.likeliest(task, result), findings=(_not_compiled(),))
         best, trial = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
-        findings = () if self.fits(trial) else (_does_not_fit(self.plan, trials, self.is_late),)
+        findings = ()
+        if not self.fits(trial):
+            findings = (_does_not_fit(self.plan, trials, self.is_late),)
+        elif self.is_late and len(trials) < _MOST_COMPILED and not any(map(self.is_cheapest, self.compiled)):
+            findings = (_cut_short(len(trials)),)
         return attrs.evolve(best, compiled=tuple(trials), findings=findings)
 
     def likeliest(self, task: Task, result: SearchResult) -> SearchResult:
         """Returns the cheapest choice that fits by the model, or the one that needs least."""
-        limit, peak, cost = self.plan.memory_limit, task.occupancy.peak, task.problem.cost
+        limit, peak, cost = self.plan.memory_limit, task.compiled_peak, task.problem.cost
         fitting = [choice for choice in self.choices if peak(choice) <= limit]
         if not fitting:  # without time, and without a limit, hardly any pattern was weighed
-            return task.within(limit, self.deadline)
+            return search_within(task, limit, self.deadline)
         return attrs.evolve(task.with_choice(result, min(fitting, key=cost)), fits=True, is_tight=False)
 
     def search(self, task: Task) -> SearchResult:
@@ -197,7 +201,7 @@ class _Compilations:
         cost, aimed = task.problem.cost, self.aimed_bytes
         most = min((plan.cost for plan, trial in self.compiled.values() if self.fits(trial)), default=np.inf)
         peaks = {
-            choice: task.occupancy.peak(choice)
+            choice: task.compiled_peak(choice)
             for choice in self.choices
             if choice not in self.compiled and cost(choice) < most
         }
@@ -224,11 +228,11 @@ class _Compilations:
         parts = {other: float(np.mean(np.equal(choice, other))) for other in self.compiled}
         nearest = max(parts, key=parts.__getitem__)
         factor = max(self.factor(self.plan.task, nearest), _LEAST_FACTOR) ** parts[nearest]
-        return _scaled(self.plan.task, factor).occupancy.peak(choice)
+        return _scaled(self.plan.task, factor).compiled_peak(choice)
 
     def is_like_a_failure(self, choice: tuple[int, ...]) -> bool:
         """Whether a choice has the cost and the peak of one that did not fit once it was compiled."""
-        cost, peak = self.plan.task.problem.cost(choice), self.plan.task.occupancy.peak(choice)
+        cost, peak = self.plan.task.problem.cost(choice), self.plan.task.compiled_peak(choice)
         return any(
             abs(cost - plan.cost) <= _GAIN * plan.cost and abs(peak - trial.predicted_bytes) <= _GAIN * peak
             for plan, trial in self.compiled.values()
@@ -252,12 +256,12 @@ class _Compilations:
             except DoesNotFitError as error:  # the compiler for TPUs gives up on what is far too large
                 peak_bytes = max(error.needed_bytes, self.plan.memory_limit + 1)
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
-        modelled = self.plan.task.occupancy.peak(choice)
+        modelled = self.plan.task.compiled_peak(choice)
         self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
 
     def fitted(self, task: Task, choice: tuple[int, ...]) -> Task:
         """Returns the task with such a factor that a choice fits, if arguments leave room for anything."""
-        limit, peak = self.plan.memory_limit, task.occupancy.peak(choice)
+        limit, peak = self.plan.memory_limit, task.compiled_peak(choice)
         arguments = task.occupancy.argument_bytes(choice)
         if peak <= limit or arguments >= limit:
             return task
@@ -268,7 +272,7 @@ class _Compilations:
         """Returns how many times what a task says the intermediate results of a compiled choice take."""
         _, trial = self.compiled[choice]
         arguments = task.occupancy.argument_bytes(choice)
-        modelled = task.occupancy.peak(choice) - arguments
+        modelled = task.compiled_peak(choice) - arguments
         return (trial.peak_bytes - arguments) / modelled if modelled > 0 else 1.0
 
     def corrected(self, task: Task, choice: tuple[int, ...]) -> Task:
@@ -294,6 +298,15 @@ def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_late: bool)
         "does-not-fit",
         f"no plan that was compiled fits in {bytes_text(plan.memory_limit)}: {least}",
         remedy=f"Use more devices, a smaller batch, or recompute activations (jax.checkpoint){more}",
+    )
+
+
+def _cut_short(count: int) -> Finding:
+    return Finding(
+        "note",
+        "not-all-compiled",
+        f"the time limit was reached when {count} plan{'s were' if count > 1 else ' was'} compiled; another may be faster",
+        remedy="Raise time_limit",
     )
 
 

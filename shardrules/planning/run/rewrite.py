@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 
 import attrs
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -219,9 +220,10 @@ class _Rewriter:
     def constrain(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
         """Adds a constraint, with the source line of the equation `like`, and returns its result.
 
-        What is on the host stays there as compilers send it: a constraint would bring it to the device.
+        What is on the host stays there as compilers send it: a constraint would bring it to the device. Mutable arrays
+        have no layout.
         """
-        if is_on_host(var.aval):
+        if is_on_host(var.aval) or not isinstance(var.aval, ShapedArray):
             return var
         constraint = self.constraint(var.aval, spec)
         result = Var(var.aval)

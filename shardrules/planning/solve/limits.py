@@ -32,7 +32,7 @@ def search_within(
     if tight is task:
         return result
     peak = tight.compiled_peak
-    saving = [trial.choice for trial in result.candidates if peak(trial.choice) <= limit_bytes]
+    saving = [trial.choice for trial in result.met if peak(trial.choice) <= limit_bytes]
     if not saving:
         return result
     fits = result.fits and peak(result.choice) <= limit_bytes
@@ -52,13 +52,13 @@ def search_within(
 def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
     """Returns the cheapest choice that fits, also where it does only since compilers put off less than they might.
 
-    No search looked for such choices, so nothing is known of what others cost.
+    No search looked for such choices: of what others cost, only the bound for any memory is known.
     """
-    for trial in result.candidates:
+    for trial in result.met:
         if result.fits and trial.cost >= task.problem.cost(result.choice) * (1 - BETTER):
             break
         if task.compiled_peak(trial.choice) <= limit_bytes:
-            return attrs.evolve(task.with_choice(result, trial.choice), fits=True, bound=0.0)
+            return attrs.evolve(task.with_choice(result, trial.choice), fits=True, bound=result.free_bound)
     return result
 
 

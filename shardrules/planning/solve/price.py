@@ -83,6 +83,8 @@ class Budget:
     """What every choice that fits costs at least."""
     price: float = 0.0
     """What one more byte would save, in seconds."""
+    free_bound: float = -np.inf
+    """What every choice costs at least, whether it fits or not."""
     extra: tuple[np.ndarray, ...] = ()
     """For each node and layout how much above `bound` every choice is that takes it."""
     is_hopeless: bool = False
@@ -227,7 +229,8 @@ class _Pricing:
             bound = self.messages.settle(_SWEEPS, self.deadline) - paid
             # Every price gives a bound. The best counts, not the last.
             if self.is_certain and bound > self.budget.bound:
-                self.budget = Budget(bound, sum(prices.values()), self.messages.extra())
+                free_bound = self.budget.free_bound if total else bound
+                self.budget = Budget(bound, total, free_bound, self.messages.extra())
             if self._meet(self.messages.decoded(), prices, bound) or self.deadline.is_over:
                 return
             if bound - before < _MIN_GAIN * abs(bound):

@@ -105,6 +105,8 @@ class Task:
 
     problem: Problem
     occupancy: Occupancy
+    written: "_Written"
+    """What holds for any layouts and any compiler, so that it is computed once for all tasks of a program."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
@@ -120,30 +122,26 @@ class Task:
         peak = self.occupancy.peak(choice)
         if not self.problem.machine.puts_off:
             return peak
+        late_count = self.written.late_matmul_count
         moves = self.problem.chosen_moves(choice)
         computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
         between = [move for move in moves if move.is_between]
         count = sum(move.count for move in between)
-        many = _MANY * self.late_matmul_count
+        many = _MANY * late_count
         left = 1.0
         if count > many or sum(move.seconds * move.count for move in between) > _BUSY * computing:
             left = _PUT_OFF_BUSY * min(1.0, many / max(count, 1)) ** 2
-        elif self.late_matmul_count and count <= _FEW * self.late_matmul_count:
+        elif late_count and count <= _FEW * late_count:
             again = sum(move.count for move in moves if move.is_gathered_again and move.sent.any())
-            left = max(_PUT_OFF_AGAIN, 1 - again / self.late_matmul_count)
+            left = max(_PUT_OFF_AGAIN, 1 - again / late_count)
         least = self.as_written.peak(choice) if left < 1 else peak
         return least + left * (peak - least) if least < peak else peak
 
-    @functools.cached_property
+    @property
     def as_written(self) -> Occupancy:
         """What is in memory if nothing is put off."""
-        stays = Occupancy.of(self.problem, program_order(self.problem.program))
-        return attrs.evolve(self.occupancy, stays=stays.stays, copies=stays.copies)
-
-    @functools.cached_property
-    def late_matmul_count(self) -> int:
-        """How many matmuls nothing waits for."""
-        return late_matmul_count(self.problem.program)
+        occupancy = self.written.occupancy
+        return attrs.evolve(self.occupancy, stays=occupancy.stays, copies=occupancy.copies)
 
     def tight(self) -> "Task":
         """Returns the task of a compiler that has to keep a limit; the same one if it would do nothing else then."""
@@ -175,7 +173,7 @@ class Task:
         # Compilers for GPUs put off the matmuls that nothing waits for, to have something to hide collectives behind. A
         # memory limit hardly keeps them from it.
         order = late_order if machine.puts_off else program_order
-        return cls(problem, Occupancy.of(problem, order(program)))
+        return cls(problem, Occupancy.of(problem, order(program)), _Written(problem))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
         """Returns the result of a search with another choice."""
@@ -475,6 +473,24 @@ class Task:
 
 @final
 @attrs.frozen(eq=False)
+class _Written:
+    """A program in the order in which it is written."""
+
+    problem: Problem
+
+    @functools.cached_property
+    def occupancy(self) -> Occupancy:
+        """What is in memory in that order."""
+        return Occupancy.of(self.problem, program_order(self.problem.program))
+
+    @functools.cached_property
+    def late_matmul_count(self) -> int:
+        """How many matmuls nothing waits for."""
+        return late_matmul_count(self.problem.program)
+
+
+@final
+@attrs.frozen(eq=False)
 class SearchResult:
     """What a search found."""
 
@@ -496,6 +512,14 @@ class SearchResult:
     """Whether the time was up before the search was done."""
     is_tight: bool = False
     """Whether it fits where the compiler has to keep the limit, as `Task.tight` says what is in memory then."""
+    free_bound: float = 0.0
+    """What every choice costs at least, whatever memory it takes."""
+
+    @property
+    def met(self) -> tuple[Trial, ...]:
+        """The candidates and patterns, the cheapest first."""
+        trials = {trial.choice: trial for trial in (*self.candidates, *self.patterns)}
+        return tuple(sorted(trials.values(), key=lambda trial: (trial.cost, trial.peak_bytes, trial.choice)))
 
     @property
     def price(self) -> float:
@@ -533,7 +557,10 @@ def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> Se
     prices = (budget.price or trials.saving,) if fits else ()
     solution = Solution(answer.choice, answer.cost, bound, prices)
     patterns = tuple(trial for trial in trials.trials if trial.origin != "search")
-    return SearchResult(solution, answer.peak_bytes, bound, fits, trials.front(), patterns, seconds, is_late)
+    free_bound = min(max(0.0, budget.free_bound), answer.cost)
+    return SearchResult(
+        solution, answer.peak_bytes, bound, fits, trials.front(), patterns, seconds, is_late, free_bound=free_bound
+    )
 
 
 def layout_preference(problem: Problem) -> list[np.ndarray]:

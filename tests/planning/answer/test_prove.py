@@ -175,6 +175,17 @@ def test_faster_plans_follow_that_only_the_factor_of_another_rules_out() -> None
     assert compilations.next_choice(corrected, plan.result) is None
 
 
+def test_a_proof_that_time_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan_of()
+    limit = free.peak_bytes * 1.05
+    monkeypatch.setattr(_Compilations, "is_late", property(lambda compilations: len(compilations.compiled) > 1))
+    compiler_peaks(monkeypatch, [free.peak_bytes * 1.3, free.peak_bytes / 2])
+    plan = plan_of(limit, prove=True)
+    assert [trial.is_chosen for trial in plan.compiled] == [False, True]
+    (finding,) = [finding for finding in plan.findings if finding.code == "not-all-compiled"]
+    assert finding.message == "the time limit was reached when 2 plans were compiled; another may be faster"
+
+
 def test_no_time_is_left_to_compile() -> None:
     plan = plan_of(time_limit=1e-3, prove=True)
     assert not plan.compiled

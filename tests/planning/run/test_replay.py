@@ -57,6 +57,18 @@ def test_small_functions(case_index: int) -> None:
         assert_as_planned(plan, got)
 
 
+def test_mutable_arrays_stay_as_they_are() -> None:
+    def rewritten(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(x)
+        ref[0] = 2 * ref[0]
+        return ref[...] @ x
+
+    x = real(16, 16)
+    plan = sr.autoplan(rewritten, x, mesh=mesh_of("data:8"), hardware=FAST)
+    assert "unknown-operation" in {finding.code for finding in plan.findings}
+    compare(plan.jit(rewritten)(x), jax.jit(rewritten)(x))
+
+
 LARGE = ("recomputed block", "dropout", "unrolled blocks", "dropout, raw key")
 """Cases that add little to the others and take long to compile."""
 
