@@ -302,10 +302,11 @@ def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_late: bool)
 
 
 def _cut_short(count: int) -> Finding:
+    counted = "1 plan was" if count == 1 else f"{count} plans were"
     return Finding(
         "note",
         "not-all-compiled",
-        f"the time limit was reached when {count} plan{'s were' if count > 1 else ' was'} compiled; another may be faster",
+        f"the time limit was reached when {counted} compiled; another may be faster",
         remedy="Raise time_limit",
     )
 

@@ -17,10 +17,10 @@ from shardrules.training.keep.flat import flattened
 def pulled_back(equation: Any) -> ClosedJaxpr:
     """Returns the program from the operands of an equation and cotangents of its results to those of its operands.
 
-    Only floating-point arrays have cotangents.
+    Only floating-point arrays have cotangents, and of those not what a rule closes over.
     """
     operands = [var for var in equation.invars if not isinstance(var, Literal)]
-    moved = [index for index, var in enumerate(operands) if _has_cotangent(var)]
+    moved = _moved(equation)
     results = [var for var in equation.outvars if _has_cotangent(var)]
 
     def run(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -55,12 +55,8 @@ def cotangent_facts(equation: Any, operands: Sequence[Fact], results: Sequence[F
 
 def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[Fact]) -> str:
     """Why what a derivative returns is not of single examples, or a sum over them; empty where all of it is."""
-    moved = [
-        fact
-        for var, fact in zip(equation.invars, operands, strict=True)
-        if not isinstance(var, Literal) and _has_cotangent(var)
-    ]
-    for fact, cotangent in zip(moved, outputs, strict=True):
+    facts = [fact for var, fact in zip(equation.invars, operands, strict=True) if not isinstance(var, Literal)]
+    for fact, cotangent in zip((facts[index] for index in _moved(equation)), outputs, strict=True):
         if cotangent.form == "refused":
             return cotangent.reason
         is_zero = cotangent.form == "shared" and cotangent.is_zero
@@ -68,6 +64,17 @@ def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[F
         if not is_zero and (cotangent.form != expected or (expected == "examples" and cotangent.dim != fact.dim)):
             return "it is not computed for each example"
     return ""
+
+
+def _moved(equation: Any) -> list[int]:
+    """Which operands have cotangents, by index among those that are no constants."""
+    closed_over = equation.params.get("num_consts", 0) if equation.primitive.name == "custom_vjp_call" else 0
+    variables = [position for position, var in enumerate(equation.invars) if not isinstance(var, Literal)]
+    return [
+        index
+        for index, position in enumerate(variables)
+        if position >= closed_over and _has_cotangent(equation.invars[position])
+    ]
 
 
 def _has_cotangent(var: Any) -> bool:

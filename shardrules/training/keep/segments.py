@@ -49,9 +49,12 @@ def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
     return [var for var in outputs if var in later]
 
 
-def signature(equation: Any) -> Any:
-    """What an equation computes, apart from which arrays it takes, from which index on, and with which constants."""
-    operands = tuple((str(var.aval), isinstance(var, Literal)) for var in equation.invars)
+def signature(equation: Any, has_literals: bool = True) -> Any:
+    """What an equation computes, apart from which arrays it takes, from which index on, and with which constants.
+
+    Without literals also apart from which operands are constants, such as the 0 that a sum over layers begins with.
+    """
+    operands = tuple((str(var.aval), has_literals and isinstance(var, Literal)) for var in equation.invars)
     inner = tuple(tuple(map(signature, open_jaxpr(program).eqns)) for program in programs_in(equation))
     # Parameters of calls may hold functions, which no two calls share.
     kinds = (bool, int, str) if inner else (object,)

@@ -28,6 +28,11 @@ _SMALLER_PERIOD = 0.9
 a layer that are equal by chance may be taken for layers; with more, pairs of layers where their number is odd."""
 
 
+_WIDER = 4.0
+"""How many times as many bytes may go from segment to segment of a loop where it has one more for that: layers that
+narrow in the middle are whole then. With more, they would be cut in their widest part."""
+
+
 @final
 @attrs.frozen
 class UnitPosition:
@@ -187,8 +192,15 @@ def _spread(body: Jaxpr, traced: dict[Any, None]) -> None:
 
 
 _COPIES = (
-    *("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "copy"),
-    *("concatenate", "stack"),
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "slice",
+    "copy",
+    "concatenate",
+    "stack",
 )
 """Primitives whose results of parameters are parameters in another form."""
 
@@ -215,9 +227,12 @@ def _scans_any(equation: Any, weights: Mapping[Any, None]) -> bool:
     return any(_is_among(var, weights) for var in equation.invars[sum(scan_counts(equation.params)) :])
 
 
-def find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
-    """Returns the runs of equal segments among some equations, in order."""
-    signatures = _signatures(body.eqns[start:stop])
+def find_runs(body: Jaxpr, start: int, stop: int, *, as_loops: bool = False) -> list[UnitPosition]:
+    """Returns the runs of equal segments among some equations, in order.
+
+    For loops, cuts of a run are better that leave it more segments, and constants count as arrays.
+    """
+    signatures = _signatures(body.eqns[start:stop], has_literals=not as_loops)
     flops = np.array([_flops(equation) for equation in body.eqns[start:stop]], float)
     if not flops.any():
         return []
@@ -238,15 +253,19 @@ def find_runs(body: Jaxpr, start: int, stop: int) -> list[UnitPosition]:
     if best is None:
         return []
     _, period, low, high = best
-    run = _best_rotation(body, start + low, start + high, period)
+    run = _best_rotation(body, start + low, start + high, period, _WIDER if as_loops else 1.0)
     if run is None:
         return []
     end = run.start + run.length * run.repeats
-    return [*find_runs(body, start, run.start), run, *find_runs(body, end, stop)]
+    before = find_runs(body, start, run.start, as_loops=as_loops)
+    return [*before, run, *find_runs(body, end, stop, as_loops=as_loops)]
 
 
-def _best_rotation(body: Jaxpr, start: int, stop: int, period: int) -> UnitPosition | None:
-    """The run that is cut where the fewest bytes go from one segment to the next."""
+def _best_rotation(body: Jaxpr, start: int, stop: int, period: int, wider: float) -> UnitPosition | None:
+    """The run that is cut where the fewest bytes go from one segment to the next.
+
+    With `wider`, it is the longest of those at which so many times as many bytes do.
+    """
     last_use: dict[Any, int] = {}
     for index, equation in enumerate(body.eqns):
         last_use.update((var, index) for var in equation.invars if not isinstance(var, Literal))
@@ -257,15 +276,16 @@ def _best_rotation(body: Jaxpr, start: int, stop: int, period: int) -> UnitPosit
             # It is read behind each cut after this equation, up to its last use.
             last = min(last_use.get(var, index), stop)
             crossing[index + 1 - start : last + 1 - start] += nbytes_of(var)
-    best: tuple[float, int, int] | None = None
+    cuts: list[tuple[float, int, int]] = []  # bytes, offset and repeats
     for offset in range(period):
         repeats = (stop - start - offset) // period
-        if repeats < 2 or not _is_wired_alike(body, start + offset, period, repeats):
-            continue
-        nbytes = max(crossing[offset + period * index] for index in range(1, repeats))
-        if best is None or nbytes < best[0]:
-            best = nbytes, offset, repeats
-    return None if best is None else UnitPosition((), start + best[1], period, best[2])
+        if repeats >= 2 and _is_wired_alike(body, start + offset, period, repeats):
+            cuts.append((max(crossing[offset + period * index] for index in range(1, repeats)), offset, repeats))
+    if not cuts:
+        return None
+    most = wider * min(cuts)[0]
+    _, offset, repeats = min((cut for cut in cuts if cut[0] <= most), key=lambda cut: (-cut[2], cut))
+    return UnitPosition((), start + offset, period, repeats)
 
 
 def _is_wired_alike(body: Jaxpr, start: int, period: int, repeats: int) -> bool:
@@ -283,10 +303,12 @@ def _wiring(equations: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(wiring)
 
 
-def _signatures(equations: Sequence[Any]) -> np.ndarray:
+def _signatures(equations: Sequence[Any], has_literals: bool) -> np.ndarray:
     """For each equation a number that equations share which compute the same from arrays of the same shapes."""
     numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(signature(equation), len(numbers)) for equation in equations], np.int64)
+    return np.array(
+        [numbers.setdefault(signature(equation, has_literals), len(numbers)) for equation in equations], np.int64
+    )
 
 
 def _flops(equation: Any) -> int:

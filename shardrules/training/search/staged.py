@@ -97,6 +97,8 @@ class StageSearch:
     search: TrainingSearch
     plans: dict[Staging, Outcome] = attrs.field(factory=dict)
     """The fastest plan of each set-up, without a limit of memory."""
+    why_none: str = ""
+    """Why the first set-up was refused for which there is no plan."""
 
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
@@ -105,13 +107,14 @@ class StageSearch:
     def planned(self) -> str:
         """Plans, and says why the best plan has no stages; empty where it has some."""
         search = self.search
-        refusal = _refusal(self.problem)
+        refusal = self.refusal()
         if refusal:
             return refusal
         stagings = self.ordered()
         if not stagings:
             return self.obstacle()
-        most_count = search.count + (_MOST_ASKED if search.stages else max(1, search.count // _PLANS))
+        more = _MOST_ASKED if search.stages else max(1, search.count // _PLANS)
+        most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
             best = search.best
@@ -124,7 +127,7 @@ class StageSearch:
                 return failure
         for staging, seconds in self.chunked():
             best = search.best
-            if search.deadline.seconds_left <= 2 * search.longest_seconds:
+            if search.count >= most_count + more or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
             if best is None or seconds < best.seconds:
                 failure = self.failure(staging)
@@ -153,8 +156,24 @@ class StageSearch:
         except Exception as error:
             if self.search.stages is not None:
                 raise
-            return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            return _failure_text(error)
         return ""
+
+    def refusal(self) -> str:
+        """Why layers cannot be in stages; empty where they can."""
+        problem = self.problem
+        if problem.cluster.mesh is not None and STAGE_AXIS not in problem.cluster.mesh.shape:
+            return f"the mesh has no axis {STAGE_AXIS!r}"
+        if problem.split_refusal:
+            return "the loss cannot be computed by microbatches"
+        try:
+            return "" if problem.layer_count > 1 else "the model has one layer"
+        except MicrobatchError as error:
+            return str(error)
+        except Exception as error:
+            if self.search.stages is not None:
+                raise
+            return _failure_text(error)
 
     def chunked(self) -> list[tuple[Staging, float]]:
         """The set-ups planned on the fastest mesh, with chunks, and what they take if only waiting differs."""
@@ -237,6 +256,7 @@ class StageSearch:
         keeps = self.keeps(staging)
         free = self.plan_one(staging, keeps[0], is_free=True)
         if free.result is None:
+            self.why_none = self.why_none or free.refusal
             return
         self.plans[staging] = free
         if not free.fits and self.may_win(free):
@@ -272,6 +292,8 @@ class StageSearch:
         if not self.plans:
             best = self.search.best
             is_slower = best is not None and least >= best.seconds
+            if self.why_none:
+                return f"{first}: {self.why_none}"
             return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else _NO_TIME
         staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
         limit = " without a limit of memory" if fastest not in fitting else ""
@@ -283,13 +305,6 @@ class StageSearch:
         )
 
 
-def _refusal(problem: TrainingProblem) -> str:
-    """Why layers cannot be in stages; empty where they can."""
-    if problem.cluster.mesh is not None and STAGE_AXIS not in problem.cluster.mesh.shape:
-        return f"the mesh has no axis {STAGE_AXIS!r}"
-    if problem.split_refusal:
-        return "the loss cannot be computed by microbatches"
-    try:
-        return "" if problem.layer_count > 1 else "the model has one layer"
-    except MicrobatchError as error:
-        return str(error)
+def _failure_text(error: Exception) -> str:
+    """What failed, where plans without stages do as well."""
+    return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -64,12 +64,20 @@ def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose layers are a loop that does most of its work: itself, or with equal layers as a loop."""
     index, part = _main_loop(program)
     if part < 1 - _MOST_OUTSIDE:
-        program = rolled(program) or program
-        before, (index, part) = part, _main_loop(program)
-        if part < 1 - _MOST_OUTSIDE:
+        with_loop = rolled(program)
+        if with_loop is None:
+            scans = f" (no jax.lax.scan outside of others has more than {part:.0%} of its FLOPs)" if part else ""
             raise MicrobatchError(
-                "its layers are neither one loop over stacked parameters nor equal ones that follow each other: no "
-                f"jax.lax.scan outside of others has more than {before:.0%} of its FLOPs"
+                f"its layers are neither one loop over stacked parameters{scans} nor equal ones that follow each "
+                "other, of which each reads what the one before has computed"
+            )
+        program = with_loop
+        index, part = _main_loop(program)
+        if part < 1 - _MOST_OUTSIDE:
+            count = program.jaxpr.eqns[index].params["length"]
+            raise MicrobatchError(
+                f"its {count} equal layers have {part:.0%} of its FLOPs; with less than {1 - _MOST_OUTSIDE:.0%} in "
+                "stages, most of the work would be outside of them"
             )
     if program.jaxpr.eqns[index].params["reverse"]:
         raise MicrobatchError("its loop over layers runs from the last to the first")

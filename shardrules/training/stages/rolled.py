@@ -5,7 +5,6 @@ arrays that they read: the weights of each, and what the one before has computed
 """
 
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -14,17 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import model_flops
+from shardrules.core.keys import is_key
 from shardrules.planning.traced.calls import open_jaxpr
+from shardrules.training.examples.derivatives import pulled_back
 from shardrules.training.keep.flat import flattened, replaced
-from shardrules.training.keep.segments import is_float, nbytes_of, segment_program, struct
+from shardrules.training.keep.segments import nbytes_of, segment_program, struct
 from shardrules.training.keep.units import UnitPosition, find_runs
 
 
 def rolled(program: ClosedJaxpr) -> ClosedJaxpr | None:
-    """Returns a program with its longest run of equal segments as a loop; `None` where they are no layers of a loop.
+    """Returns a program with a run of equal segments as a loop, the run that has most of its FLOPs; `None` if no run
+    can be one.
 
     ```python
     from shardrules.training.stages.rolled import rolled
@@ -39,12 +42,15 @@ def rolled(program: ClosedJaxpr) -> ClosedJaxpr | None:
     ```
     """
     body = program.jaxpr
-    runs = find_runs(body, 0, len(body.eqns))
-    if not runs:
-        return None
-    flops = [run.repeats * model_flops(segment_program(body.eqns[run.start :][: run.length], [])) for run in runs]
-    layers = _Layers.of(body, runs[int(np.argmax(flops))])
-    return None if layers is None else layers.rolled(program)
+
+    def flops(run: UnitPosition) -> float:
+        return run.repeats * model_flops(segment_program(body.eqns[run.start :][: run.length], []))
+
+    for run in sorted(find_runs(body, 0, len(body.eqns), as_loops=True), key=flops, reverse=True):
+        layers = _Layers.of(body, run)
+        if layers is not None:
+            return layers.rolled(program)
+    return None
 
 
 _Column = tuple[Any, ...]
@@ -267,7 +273,11 @@ def _reading(equations: Sequence[Any], variables: dict[Any, Any]) -> list[Any]:
 
 def _key(column: _Column) -> Any:
     """What tells columns apart."""
-    return tuple(np.asarray(var.val).tobytes() if isinstance(var, Literal) else var for var in column)
+    return tuple(_value(var) if isinstance(var, Literal) else var for var in column)
+
+
+def _value(literal: Any) -> Any:
+    return literal.aval.shape, literal.aval.dtype, np.asarray(literal.val).tobytes()
 
 
 def _is_one_value(column: _Column) -> bool:
@@ -285,10 +295,6 @@ def _is_same(equations: Sequence[Any]) -> bool:
     return all(_is_alike_in_params(first, each) for each in others)
 
 
-_WITHOUT_EFFECT = ("policy",)
-"""Parameters that change no value: a policy of `jax.checkpoint` is a new function in each call of what makes it."""
-
-
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 """What names of functions with derivatives of their own begin with."""
 
@@ -297,17 +303,36 @@ def _is_alike_in_params(equation: Any, other: Any) -> bool:
     params, others = equation.params, other.params
     if params.keys() != others.keys():
         return False
-    if all(name in _WITHOUT_EFFECT or _is_equal(value, others[name]) for name, value in params.items()):
+    if all(_is_equal_policy(value, others[name], name) for name, value in params.items()):
         return True
+    if not equation.primitive.name.startswith(_WITH_RULES):
+        return False
     # Rules for derivatives are other functions in each call: what they compute decides.
-    return equation.primitive.name.startswith(_WITH_RULES) and _derivative(equation) == _derivative(other)
+    bodies = [name for name, value in params.items() if isinstance(value, ClosedJaxpr)]
+    derivatives = _derivative(equation), _derivative(other)
+    return None not in derivatives and all(
+        _is_equal(*pair) for pair in (derivatives, *((params[name], others[name]) for name in bodies))
+    )
+
+
+def _is_equal_policy(value: Any, other: Any, name: str) -> bool:
+    """Whether parameters are equal; policies of `jax.checkpoint` are if one function makes them of equal values."""
+    if name != "policy" or getattr(value, "__closure__", None) is None or value is other:
+        return _is_equal(value, other)
+    cells, other_cells = value.__closure__, getattr(other, "__closure__", None) or ()
+    if getattr(other, "__code__", None) is not value.__code__ or len(cells) != len(other_cells):
+        return False
+    return all(
+        _is_equal_policy(cell.cell_contents, other_cell.cell_contents, name)
+        for cell, other_cell in zip(cells, other_cells, strict=True)
+    )
 
 
 def _is_equal(value: Any, other: Any) -> bool:
     """Whether parameters are equal; programs are if all of their equations are."""
     if value is other:
         return True
-    if type(value) is not type(other):
+    if type(value) is not type(other) or isinstance(value, Tracer):
         return False
     if isinstance(value, tuple | list):
         return len(value) == len(other) and all(map(_is_equal, value, other))
@@ -315,7 +340,11 @@ def _is_equal(value: Any, other: Any) -> bool:
         has_same_constants = _is_equal(getattr(value, "consts", []), getattr(other, "consts", []))
         return has_same_constants and _is_equal_program(open_jaxpr(value), open_jaxpr(other))
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return value.dtype == other.dtype and np.array_equal(value, other)
+        if value.dtype != other.dtype:
+            return False
+        if is_key(value.dtype):
+            value, other = jax.random.key_data(value), jax.random.key_data(other)
+        return np.array_equal(value, other)
     return bool(value == other)
 
 
@@ -324,46 +353,39 @@ def _is_equal_program(program: Jaxpr, other: Jaxpr) -> bool:
 
     def is_same_operand(var: Any, other: Any) -> bool:
         if isinstance(var, Literal) or isinstance(other, Literal):
-            return type(var) is type(other) and _key((var,)) == _key((other,))
+            return type(var) is type(other) and _value(var) == _value(other)
         return numbers[0].get(var) == numbers[1].get(other)
 
     def add(variables: Sequence[Any], others: Sequence[Any]) -> None:
         for each, names in zip((variables, others), numbers, strict=True):
-            names.update((var, len(names) + index) for index, var in enumerate(each))
+            for var in each:
+                names[var] = len(names)
 
-    if len(program.eqns) != len(other.eqns) or len(program.invars) != len(other.invars):
+    def is_alike(variables: Sequence[Any], others: Sequence[Any]) -> bool:
+        return [str(var.aval) for var in variables] == [str(var.aval) for var in others]
+
+    if len(program.eqns) != len(other.eqns) or not is_alike(program.invars, other.invars):
+        return False
+    if len(program.outvars) != len(other.outvars) or len(program.constvars) != len(other.constvars):
         return False
     add((*program.constvars, *program.invars), (*other.constvars, *other.invars))
     for equation, another in zip(program.eqns, other.eqns, strict=True):
         is_same = equation.primitive is another.primitive and len(equation.invars) == len(another.invars)
         if not is_same or not all(map(is_same_operand, equation.invars, another.invars)):
             return False
-        if not _is_alike_in_params(equation, another):
+        if not is_alike(equation.outvars, another.outvars) or not _is_alike_in_params(equation, another):
             return False
         add(equation.outvars, another.outvars)
     return all(map(is_same_operand, program.outvars, other.outvars))
 
 
-def _derivative(equation: Any) -> str:
-    """What an equation and its gradient compute, as text."""
-    program = segment_program([equation], equation.outvars)
-    floats = [is_float(var) for var in program.invars]
+def _derivative(equation: Any) -> ClosedJaxpr | None:
+    """The gradient of an equation as a program; `None` where it cannot be traced by itself, and is like no other.
 
-    def run(values: list[Any]) -> Any:
-        trained = [value for value, flag in zip(values, floats, strict=True) if flag]
-
-        def compute(trained: list[Any]) -> list[Any]:
-            rest = iter(trained)
-            each = [next(rest) if flag else value for value, flag in zip(values, floats, strict=True)]
-            results = jaxpr_as_fun(ClosedJaxpr(program, ()))(*each)
-            return [result for result, var in zip(results, program.outvars, strict=True) if is_float(var)]
-
-        results, gradient = jax.vjp(compute, trained)
-        return results, gradient(results)
-
-    traced = jax.make_jaxpr(run)([*map(struct, program.invars)])
-    constants = [np.asarray(const).tobytes() for const in traced.consts]
-    return f"{_ADDRESS.sub('', str(traced))} {constants}"
-
-
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+    Rules may close over what is traced around them.
+    """
+    try:
+        program = pulled_back(equation)
+    except Exception:  # noqa: BLE001  a rule of the user's may raise anything
+        return None
+    return None if any(isinstance(const, Tracer) for const in program.consts) else program

@@ -139,7 +139,7 @@ def test_gathers_for_the_backward_pass_use_up_what_compilers_put_off() -> None:
 def test_gathers_use_up_nothing_beside_collectives_between_matmuls(
     monkeypatch: pytest.MonkeyPatch, count: int, is_put_off: bool
 ) -> None:
-    """Where the rule ends: of twelve matmuls that can be put off, one collective between others counts none, two all."""
+    """Where the rule ends: of twelve matmuls, few are put off with one collective between others, all with two."""
     plan = gathered_again(mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
     task, moves = plan.task, plan.task.problem.chosen_moves(plan.choice)
     assert task.written.late_matmul_count == 12

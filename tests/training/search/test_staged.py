@@ -223,8 +223,12 @@ def test_many_and_few_microbatches_take_turns() -> None:
     options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
     problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, cluster, options)
     ordered = StageSearch(TrainingSearch(problem, None, None, NO_DEADLINE, lambda text: None)).ordered()
-    assert [each.microbatches // each.stages for each in ordered[:4]] == [32, 8, 32, 8]
+    counts = [each.microbatches // each.stages for each in ordered]
+    assert counts[:4] == [32, 8, 32, 8]
     assert len({*ordered}) == len(ordered)
+    for count in {*counts}:
+        least = [each.least_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
+        assert least == sorted(least)
 
 
 @pytest.mark.parametrize(("stages", "names"), [(1, ("data", "model")), (4, ("stage", "data"))])

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from shardrules import Hardware
 from shardrules.training.keep.apply import with_kept
 from shardrules.training.keep.choices import keep_choices
 from shardrules.training.keep.flat import flattened
+from shardrules.training.stages import rolled as rolled_module
 from shardrules.training.stages.rolled import rolled
 
 LAYERS, EXAMPLES, WIDTH = 5, 4, 8
@@ -154,6 +156,50 @@ def blocks(arrays: Any, x: Any, key: Any) -> Any:
     return x
 
 
+def adding_up(weights: Any, x: Any) -> Any:
+    """What layers return besides is added up, from a constant on."""
+    total = 0.0
+    for w in weights:
+        x = x + jnp.tanh(x @ w)
+        total = total + jnp.mean(x**2)
+    return x, total
+
+
+def narrowed(pairs: Any, x: Any) -> Any:
+    """Fewer bytes go from one half of a layer to the other than from layer to layer."""
+    for up, down in pairs:
+        x = jnp.tanh(x @ up) @ down
+    return x
+
+
+PAIRS = [(numbers(WIDTH, 4, seed=seed), numbers(4, WIDTH, seed=seed)) for seed in range(LAYERS)]
+
+
+def with_a_table(weights: Any, x: Any) -> Any:
+    """The rule of a derivative closes over an array."""
+    table = np.arange(1.0, WIDTH + 1, dtype=np.float32)
+
+    @jax.custom_vjp
+    def scaled(x: Any) -> Any:
+        return x * table
+
+    scaled.defvjp(lambda x: (x * table, ()), lambda kept, g: (g * table,))
+    for w in weights:
+        x = scaled(jnp.tanh(x @ w)) / WIDTH
+    return x
+
+
+def before_others(weights: Any, x: Any) -> Any:
+    """A run of more FLOPs is no loop: each of its layers reads two before it."""
+    for w in weights:
+        x = x + jnp.sin(x @ w)
+    y = before = jnp.concatenate([x, x], -1)
+    for w in weights:
+        wide = jnp.kron(jnp.eye(2), w)
+        y, before = jnp.tanh(y @ wide) + before, y
+    return y
+
+
 def traced(fn: Any, *args: Any) -> ClosedJaxpr:
     return flattened(jax.make_jaxpr(fn)(*args))
 
@@ -195,6 +241,10 @@ def assert_computes_the_same(program: ClosedJaxpr, other: ClosedJaxpr, args: Any
         (by_pairs, (WEIGHTS, X), 2),
         (blocks, (ARRAYS, X, jr.key(1)), LAYERS),
         (blocks, (ARRAYS, X, jr.PRNGKey(1)), LAYERS),
+        (adding_up, (WEIGHTS, X), LAYERS),
+        (narrowed, (PAIRS, X), LAYERS),
+        (with_a_table, (WEIGHTS, X), LAYERS),
+        (before_others, (WEIGHTS, X), LAYERS),
     ],
 )
 def test_equal_layers_become_a_loop(fn: Any, args: Any, length: int) -> None:
@@ -210,6 +260,86 @@ def test_equal_layers_become_a_loop(fn: Any, args: Any, length: int) -> None:
 )
 def test_other_layers_stay_as_they_are(fn: Any) -> None:
     assert rolled(traced(fn, WEIGHTS, X)) is None
+
+
+def equations_of(*functions: Callable[..., Any], args: Any = (X, X)) -> list[Any]:
+    """The last equation of each function: the call of what is compared."""
+    return [traced(function, *args).eqns[-1] for function in functions]
+
+
+def ruled(backward: Callable[..., Any]) -> Callable[..., Any]:
+    function = jax.custom_vjp(lambda a, b: a * b)
+    function.defvjp(lambda a, b: (a * b, (a, b)), backward)
+    return lambda a, b: function(a, b)
+
+
+def scaling(scale: Any) -> Callable[..., Any]:
+    """A rule with an array in a call inside of it."""
+    return ruled(lambda kept, g: (jax.jit(lambda g: g * scale)(g), g))
+
+
+def keeping(*names: str) -> Callable[..., Any]:
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return lambda a, b: jax.checkpoint(lambda a, b: jnp.tanh(a * b), policy=policy)(a, b)
+
+
+def gated(by: str) -> Callable[..., Any]:
+    def layer(a: Any, b: Any) -> Any:
+        gate = jnp.tanh(b)
+        return a + gate * {"a": a, "b": b, "gate": gate}[by]
+
+    return lambda a, b: jax.checkpoint(layer)(a, b)
+
+
+def looped(of: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: lax.fori_loop(0, 3, lambda _, x: of(x, b), a)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (gated("a"), gated("a"), True),
+        (gated("a"), gated("b"), False),
+        (gated("b"), gated("gate"), False),
+        (gated("a"), gated("gate"), False),
+        (keeping("x", "y"), keeping("x", "y"), True),
+        (keeping("x"), keeping("y"), False),
+        (scaling(np.ones(WIDTH)), scaling(np.ones(WIDTH)), True),
+        (scaling(np.ones(WIDTH)), scaling(2 * np.ones(WIDTH)), False),
+        (scaling(np.float32(2)), scaling(np.float32(3)), False),
+        (ruled(lambda kept, g: (g * kept[1], g)), ruled(lambda kept, g: (g * kept[1], g)), True),
+        (ruled(lambda kept, g: (g * kept[1], g)), ruled(lambda kept, g: (g * kept[0], g)), False),
+        (looped(lambda x, b: x * b), looped(lambda x, b: x * b), True),
+        (looped(lambda x, b: x * b), looped(lambda x, b: x * x), False),
+    ],
+)
+def test_equations_are_compared_by_what_they_compute(first: Any, second: Any, expected: bool) -> None:
+    assert rolled_module._is_same(equations_of(first, second)) is expected
+
+
+def test_constants_of_other_dtypes_are_others() -> None:
+    zero, one = np.int32(0), np.uint32(0)
+    (first,), (second,) = (
+        [var for var in traced(lambda x: x + zero, jnp.ones(3, zero.dtype)).eqns[0].invars if isinstance(var, Literal)],
+        [var for var in traced(lambda x: x + one, jnp.ones(3, one.dtype)).eqns[0].invars if isinstance(var, Literal)],
+    )
+    assert rolled_module._key((first,)) != rolled_module._key((second,))
+
+
+def test_rules_that_cannot_be_traced_alone_are_like_no_other() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        shift = jnp.linspace(0, 1, WIDTH) * x[0]
+
+        @jax.custom_jvp
+        def shifted(x: Any) -> Any:
+            return x + shift
+
+        shifted.defjvp(lambda primals, tangents: (shifted(*primals), tangents[0] * shift))
+        for w in weights:
+            x = shifted(jnp.tanh(x @ w))
+        return x
+
+    assert rolled(traced(loss, WEIGHTS, X)) is None
 
 
 def test_the_backward_pass_may_keep_what_it_may_in_a_scan() -> None:
