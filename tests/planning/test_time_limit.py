@@ -2,15 +2,20 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, final
 
 import attrs
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from scipy.optimize import OptimizeResult
 
 import shardrules as sr
+from shardrules.planning import query
 from shardrules.planning.solve import deadline, messages, search, solver
 from tests.planning.test_autoplan import GRID, codes, loss, mlp, train
 
@@ -188,6 +193,47 @@ def test_without_time_pins_are_not_blamed(clock: Clock, monkeypatch: pytest.Monk
     planned = sr.autoplan(loss, *ARGS[::2], mesh=GRID, pins=PINS, memory_limit="30MiB", time_limit=LIMIT)
     (finding,) = [finding for finding in planned.findings if finding.code == "may-not-fit"]
     assert "the time limit was reached before a search without the pins" in finding.message
+
+
+@jax.checkpoint
+def block(weights: Any, x: Any) -> Any:
+    y = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+    query, key, value = (y @ weights[name] for name in ("query", "key", "value"))
+    scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", query, key))
+    x = x + jnp.einsum("bts,bsd->btd", scores, value) @ weights["out"]
+    return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"]
+
+
+def deep_step(weights: Any, x: Any) -> Any:
+    def mean(weights: Any) -> Any:
+        y = x
+        for layer in weights:
+            y = block(layer, y)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(mean)(weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_limit", [None, "1GiB"])
+def test_searches_of_large_programs_end_in_time(memory_limit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the processor, which counts all that planning does."""
+    processor = SimpleNamespace(monotonic=time.process_time)
+    for module in (deadline, query, search):
+        monkeypatch.setattr(module, "time", processor)
+    shapes = {"query": (512, 512), "key": (512, 512), "value": (512, 512), "out": (512, 512)}
+    shapes |= {"up": (512, 2048), "down": (2048, 512)}
+    layer = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    args = [layer] * 16, jax.ShapeDtypeStruct((64, 512, 512), jnp.float32)
+    mesh = sr.mesh_shape("a:2,b:2,c:2")
+    sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)  # so that nothing is done for the first time
+    start = time.process_time()
+    sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)
+    limit = 2 * (time.process_time() - start)
+    start = time.process_time()
+    planned = sr.autoplan(deep_step, *args, mesh=mesh, memory_limit=memory_limit, time_limit=limit)
+    assert time.process_time() - start < 1.15 * limit
+    assert planned.result.is_late or planned.status == "optimal"
 
 
 SILENT = """

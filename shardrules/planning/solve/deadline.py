@@ -34,6 +34,10 @@ class Deadline:
         """Whether the time is up."""
         return self.seconds_left <= 0
 
+    def earlier(self, seconds: float) -> "Deadline":
+        """Returns the deadline that is some seconds before it."""
+        return Deadline(self.moment - seconds)
+
     def share(self, count: int) -> "Deadline":
         """Returns the deadline of the first of several searches that divide what is left."""
         return Deadline.after(max(0.0, self.seconds_left) / count)

@@ -32,15 +32,15 @@ def search_within(
     if tight is task:
         return result
     peak = tight.compiled_peak
-    saving = [trial.choice for trial in result.met if peak(trial.choice) <= limit_bytes]
-    if not saving:
-        return result
     fits = result.fits and peak(result.choice) <= limit_bytes
-    is_slow = result.candidates[0].cost < cost(result.choice) and cost(result.choice) > _SLOW * counted.bound
+    is_slow = result.fits and result.candidates[0].cost < cost(result.choice) > _SLOW * counted.bound
     if fits and not is_slow:
         return result
+    saving = next((trial.choice for trial in result.met if peak(trial.choice) <= limit_bytes), None)
+    if saving is None:
+        return result
     if deadline.is_over:  # another search would take seconds: the cheapest of what is there
-        other = attrs.evolve(tight.with_choice(result, saving[0]), fits=True)
+        other = attrs.evolve(tight.with_choice(result, saving), fits=True)
     else:
         other = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
         other = attrs.evolve(_with_room(task, other, limit_bytes), seconds=result.seconds + other.seconds)

@@ -107,6 +107,8 @@ class Task:
     occupancy: Occupancy
     written: "_Written"
     """What holds for any layouts and any compiler, so that it is computed once for all tasks of a program."""
+    _compiled_peaks: dict[tuple[int, ...], float] = attrs.field(factory=dict, init=False)
+    """What is known already, by choice."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
@@ -119,6 +121,12 @@ class Task:
         A choice fits if it does where everything is put off that compilers for its machine put off. Where collectives
         between matmuls need something to hide behind, they put off less, and so where parameters are gathered again.
         """
+        key = tuple(choice)
+        if key not in self._compiled_peaks:
+            self._compiled_peaks[key] = self._compiled_peak(key)
+        return self._compiled_peaks[key]
+
+    def _compiled_peak(self, choice: tuple[int, ...]) -> float:
         peak = self.occupancy.peak(choice)
         if not self.problem.machine.puts_off:
             return peak
