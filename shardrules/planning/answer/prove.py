@@ -108,15 +108,18 @@ class _Compilations:
         task, result = self.plan.task, self.plan.result
         if task.compiled_peak(result.choice) > _HOPELESS * self.plan.memory_limit:
             result = self.search(task)
+        is_cut = False
         while len(self.compiled) < _MOST_COMPILED:
             met = (*result.candidates, *result.patterns)
             self.choices.update(dict.fromkeys((result.choice, *(trial.choice for trial in met))))
             choice = self.next_choice(task, result)
-            if choice is None or self.is_late:
+            is_cut = choice is not None and self.is_late
+            if choice is None or is_cut:
                 break
             self.compile(task, choice, result)
             corrected = self.corrected(task, choice)
-            if self.is_late or self.is_cheapest(choice):
+            is_cut = self.is_late and not self.is_cheapest(choice)
+            if is_cut or self.is_cheapest(choice):
                 break
             if corrected is not task or not self.has_fitting:
                 task, result = corrected, self.search(corrected)
@@ -124,11 +127,9 @@ class _Compilations:
             return attrs.evolve(self.plan, result=self.likeliest(task, result), findings=(_not_compiled(),))
         best, trial = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
-        findings = ()
+        findings = (_cut_short(len(trials)),) if is_cut else ()
         if not self.fits(trial):
-            findings = (_does_not_fit(self.plan, trials, self.is_late),)
-        elif self.is_late and len(trials) < _MOST_COMPILED and not any(map(self.is_cheapest, self.compiled)):
-            findings = (_cut_short(len(trials)),)
+            findings = (_does_not_fit(self.plan, trials, is_cut),)
         return attrs.evolve(best, compiled=tuple(trials), findings=findings)
 
     def likeliest(self, task: Task, result: SearchResult) -> SearchResult:
@@ -288,8 +289,7 @@ class _Compilations:
         return _scaled(task, factor)
 
 
-def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_late: bool) -> Finding:
-    is_cut = is_late and len(trials) < _MOST_COMPILED
+def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_cut: bool) -> Finding:
     more = ". Raise time_limit: it was reached before more plans could be compiled" * is_cut
     peaks = ", ".join(bytes_text(nbytes) for nbytes in sorted(trial.peak_bytes for trial in trials))
     least = f"this one needs {peaks}" if len(trials) == 1 else f"the {len(trials)} need {peaks}; this one needs least"

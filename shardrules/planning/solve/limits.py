@@ -39,11 +39,13 @@ def search_within(
     saving = next((trial.choice for trial in result.met if peak(trial.choice) <= limit_bytes), None)
     if saving is None:
         return result
-    if deadline.is_over:  # another search would take seconds: the cheapest of what is there
-        other = attrs.evolve(tight.with_choice(result, saving), fits=True)
-    else:
-        other = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
-        other = attrs.evolve(_with_room(task, other, limit_bytes), seconds=result.seconds + other.seconds)
+    # The cheapest of what there is. Another search would take seconds.
+    other = tight.with_choice(attrs.evolve(result, fits=True, bound=result.free_bound), saving)
+    if not deadline.is_over:
+        again = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
+        seconds = result.seconds + again.seconds
+        again = _as_compiled(tight, again, limit_bytes)
+        other = attrs.evolve(_with_room(task, tight, again, limit_bytes) if again.fits else other, seconds=seconds)
     if fits and cost(result.choice) <= _SLOW * cost(other.choice):
         return attrs.evolve(result, seconds=other.seconds)
     return attrs.evolve(other, is_tight=True)
@@ -58,13 +60,12 @@ def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> Search
         if result.fits and trial.cost >= task.problem.cost(result.choice) * (1 - BETTER):
             break
         if task.compiled_peak(trial.choice) <= limit_bytes:
-            return attrs.evolve(task.with_choice(result, trial.choice), fits=True, bound=result.free_bound)
+            return task.with_choice(attrs.evolve(result, fits=True, bound=result.free_bound), trial.choice)
     return result
 
 
-def _with_room(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
+def _with_room(task: Task, tight: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
     """Returns the cheapest choice that fits even with gaps as large as without a limit, if it costs hardly more."""
-    tight = task.tight()
     gaps = attrs.evolve(tight.occupancy, temporaries=task.occupancy.temporaries)
     for trial in result.candidates:
         if trial.cost > (1 + _ROOM_COST) * task.problem.cost(result.choice):

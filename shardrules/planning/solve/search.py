@@ -145,7 +145,7 @@ class Task:
         least = self.as_written.peak(choice) if left < 1 else peak
         return least + left * (peak - least) if least < peak else peak
 
-    @property
+    @functools.cached_property
     def as_written(self) -> Occupancy:
         """What is in memory if nothing is put off."""
         occupancy = self.written.occupancy

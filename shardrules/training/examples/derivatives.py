@@ -12,12 +12,14 @@ from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.training.examples.facts import Fact
 from shardrules.training.examples.run import evaluated
 from shardrules.training.keep.flat import flattened
+from shardrules.training.keep.rules import has_rule
 
 
-def pulled_back(equation: Any) -> ClosedJaxpr:
+def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
     """Returns the program from the operands of an equation and cotangents of its results to those of its operands.
 
-    Only floating-point arrays have cotangents, and of those not what a rule closes over.
+    Only floating-point arrays have cotangents, and of those not what a rule closes over. `with_results`, the results
+    that have some are returned first, as the rule of a derivative computes them.
     """
     operands = [var for var in equation.invars if not isinstance(var, Literal)]
     moved = _moved(equation)
@@ -33,7 +35,9 @@ def pulled_back(equation: Any) -> ClosedJaxpr:
             outputs = zip(equation.outvars, evaluated(equation, arguments), strict=True)
             return [value for var, value in outputs if _has_cotangent(var)]
 
-        return jax.vjp(function, *(values[index] for index in moved))[1](list(cotangents))
+        computed, pull_back = jax.vjp(function, *(values[index] for index in moved))
+        moved_back = pull_back(list(cotangents))
+        return (computed, moved_back) if with_results else moved_back
 
     program = flattened(jax.make_jaxpr(run)([_struct(var) for var in operands], [_struct(var) for var in results]))
     return ClosedJaxpr(without_dead_code(program), program.consts)
@@ -68,7 +72,7 @@ def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[F
 
 def _moved(equation: Any) -> list[int]:
     """Which operands have cotangents, by index among those that are no constants."""
-    closed_over = equation.params.get("num_consts", 0) if equation.primitive.name == "custom_vjp_call" else 0
+    closed_over = equation.params["num_consts"] if has_rule(equation) else 0
     variables = [position for position, var in enumerate(equation.invars) if not isinstance(var, Literal)]
     return [
         index

@@ -35,8 +35,8 @@ _CHUNKS = (2, 4)
 shorter than a per cent."""
 
 _PLANS = 8
-"""One plan with stages for so many without: with an axis more, they take up to five times as long. With one for six,
-searches take up to 1.6 times as long as without stages."""
+"""One plan with stages for so many without, and as many again with chunks: with an axis more, they take up to five
+times as long. With one for six, searches take up to 1.6 times as long as without stages."""
 
 _NO_TIME = "time_limit left no time for them"
 
@@ -290,10 +290,10 @@ class StageSearch:
         waits = f"with {first}, stages wait in {first.stages - 1} of {first.rounds} rounds"
         fitting = [outcome for outcome in self.search.outcomes.values() if outcome.fits and outcome.recipe.stages > 1]
         if not self.plans:
-            best = self.search.best
-            is_slower = best is not None and least >= best.seconds
             if self.why_none:
                 return f"{first}: {self.why_none}"
+            best = self.search.best
+            is_slower = best is not None and least >= best.seconds
             return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else _NO_TIME
         staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
         limit = " without a limit of memory" if fastest not in fitting else ""
@@ -306,5 +306,5 @@ class StageSearch:
 
 
 def _failure_text(error: Exception) -> str:
-    """What failed, where plans without stages do as well."""
+    """Says why there are no plans with stages where planning them failed, and others do not depend on it."""
     return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"

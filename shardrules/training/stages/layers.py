@@ -68,16 +68,17 @@ def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:
         if with_loop is None:
             scans = f" (no jax.lax.scan outside of others has more than {part:.0%} of its FLOPs)" if part else ""
             raise MicrobatchError(
-                f"its layers are neither one loop over stacked parameters{scans} nor equal ones that follow each "
-                "other, of which each reads what the one before has computed"
+                f"its layers are neither one loop over stacked parameters{scans} nor equal ones with parameters of "
+                "their own that follow each other: of what layers compute, each may read only what the one before has, "
+                "and none may have effects, or a derivative or jax.checkpoint policy of its own that the others lack"
             )
         program = with_loop
         index, part = _main_loop(program)
         if part < 1 - _MOST_OUTSIDE:
             count = program.jaxpr.eqns[index].params["length"]
             raise MicrobatchError(
-                f"its {count} equal layers have {part:.0%} of its FLOPs; with less than {1 - _MOST_OUTSIDE:.0%} in "
-                "stages, most of the work would be outside of them"
+                f"its largest loop, of {count} layers, has {part:.0%} of its FLOPs; with less than "
+                f"{1 - _MOST_OUTSIDE:.0%} in stages, most of the work would be outside of them"
             )
     if program.jaxpr.eqns[index].params["reverse"]:
         raise MicrobatchError("its loop over layers runs from the last to the first")

@@ -4,6 +4,7 @@ The traced program has such layers one after another, as a run of equal segments
 arrays that they read: the weights of each, and what the one before has computed.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -83,7 +84,8 @@ class _Layers:
                 first.update(dict.fromkeys(layers.producers(index)))
         layers = cls(body, run, sorted(first))
         has_effects = any(equation.effects for equation in body.eqns[run.start : layers.stop])
-        return None if has_effects or layers.inputs is None else layers
+        # Without arrays of their own, such as weights, there is nothing to put in stages.
+        return None if has_effects or layers.inputs is None or not layers.inputs.pieces else layers
 
     @property
     def stop(self) -> int:
@@ -299,46 +301,69 @@ _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 """What names of functions with derivatives of their own begin with."""
 
 
-def _is_alike_in_params(equation: Any, other: Any) -> bool:
+def _is_alike_in_params(equation: Any, other: Any, in_rule: bool = False) -> bool:
+    """Whether the parameters of equations are equal; `in_rule`, in a derivative, where no other derivative is taken."""
     params, others = equation.params, other.params
     if params.keys() != others.keys():
         return False
-    if all(_is_equal_policy(value, others[name], name) for name, value in params.items()):
-        return True
-    if not equation.primitive.name.startswith(_WITH_RULES):
-        return False
-    # Rules for derivatives are other functions in each call: what they compute decides.
-    bodies = [name for name, value in params.items() if isinstance(value, ClosedJaxpr)]
-    derivatives = _derivative(equation), _derivative(other)
-    return None not in derivatives and all(
-        _is_equal(*pair) for pair in (derivatives, *((params[name], others[name]) for name in bodies))
-    )
-
-
-def _is_equal_policy(value: Any, other: Any, name: str) -> bool:
-    """Whether parameters are equal; policies of `jax.checkpoint` are if one function makes them of equal values."""
-    if name != "policy" or getattr(value, "__closure__", None) is None or value is other:
-        return _is_equal(value, other)
-    cells, other_cells = value.__closure__, getattr(other, "__closure__", None) or ()
-    if getattr(other, "__code__", None) is not value.__code__ or len(cells) != len(other_cells):
-        return False
+    if equation.primitive.name.startswith(_WITH_RULES):
+        # Rules for derivatives are other functions in each call: what they compute decides.
+        names = [name for name, value in params.items() if isinstance(value, ClosedJaxpr | int)]
+        derivatives = () if in_rule else (_derivative(equation), _derivative(other))
+        if derivatives and (None in derivatives or not _is_equal(*derivatives, in_rule=True)):
+            return False
+    else:
+        names = list(params)
     return all(
-        _is_equal_policy(cell.cell_contents, other_cell.cell_contents, name)
-        for cell, other_cell in zip(cells, other_cells, strict=True)
+        _is_equal_policy(params[name], others[name])
+        if name == "policy"
+        else _is_equal(params[name], others[name], in_rule)
+        for name in names
     )
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+_POLICY_DEPTH = 4
+"""How many policies of `jax.checkpoint` may be made of each other to be compared."""
+
+
+def _is_equal_policy(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool:
+    """Whether one function makes both policies of equal values."""
+    code = getattr(policy, "__code__", None)
+    if policy is other or code is None:
+        return _is_equal(policy, other)
+    if not depth or getattr(other, "__code__", None) is not code:
+        return False
+    made_of, other_of = _values_of(policy), _values_of(other)
+    return len(made_of) == len(other_of) and all(
+        _is_equal_policy(value, other_value, depth - 1) if callable(value) else _is_equal(value, other_value)
+        for value, other_value in zip(made_of, other_of, strict=True)
+    )
+
+
+def _values_of(function: Any) -> list[Any]:
+    """What a function closes over and has as defaults."""
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell is empty until its variable is set
+            values.append(cell.cell_contents)
+    return values
+
+
+def _is_equal(value: Any, other: Any, in_rule: bool = False) -> bool:
     """Whether parameters are equal; programs are if all of their equations are."""
     if value is other:
         return True
     if type(value) is not type(other) or isinstance(value, Tracer):
         return False
     if isinstance(value, tuple | list):
-        return len(value) == len(other) and all(map(_is_equal, value, other))
+        return len(value) == len(other) and all(
+            _is_equal(item, other_item, in_rule) for item, other_item in zip(value, other, strict=True)
+        )
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key], in_rule) for key in value)
     if isinstance(value, ClosedJaxpr | Jaxpr):
         has_same_constants = _is_equal(getattr(value, "consts", []), getattr(other, "consts", []))
-        return has_same_constants and _is_equal_program(open_jaxpr(value), open_jaxpr(other))
+        return has_same_constants and _is_equal_program(open_jaxpr(value), open_jaxpr(other), in_rule)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         if value.dtype != other.dtype:
             return False
@@ -348,7 +373,7 @@ def _is_equal(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _is_equal_program(program: Jaxpr, other: Jaxpr) -> bool:
+def _is_equal_program(program: Jaxpr, other: Jaxpr, in_rule: bool) -> bool:
     numbers: list[dict[Any, int]] = [{}, {}]
 
     def is_same_operand(var: Any, other: Any) -> bool:
@@ -373,19 +398,19 @@ def _is_equal_program(program: Jaxpr, other: Jaxpr) -> bool:
         is_same = equation.primitive is another.primitive and len(equation.invars) == len(another.invars)
         if not is_same or not all(map(is_same_operand, equation.invars, another.invars)):
             return False
-        if not is_alike(equation.outvars, another.outvars) or not _is_alike_in_params(equation, another):
+        if not is_alike(equation.outvars, another.outvars) or not _is_alike_in_params(equation, another, in_rule):
             return False
         add(equation.outvars, another.outvars)
     return all(map(is_same_operand, program.outvars, other.outvars))
 
 
 def _derivative(equation: Any) -> ClosedJaxpr | None:
-    """The gradient of an equation as a program; `None` where it cannot be traced by itself, and is like no other.
+    """An equation and its gradient as a program; `None` where it cannot be traced by itself, and is like no other.
 
     Rules may close over what is traced around them.
     """
     try:
-        program = pulled_back(equation)
+        program = pulled_back(equation, with_results=True)
     except Exception:  # noqa: BLE001  a rule of the user's may raise anything
         return None
     return None if any(isinstance(const, Tracer) for const in program.consts) else program

@@ -114,6 +114,17 @@ def test_patterns_fit_that_others_beat_unless_they_are_compiled() -> None:
     assert small.peak_bytes <= 1.01 * again.peak_bytes
 
 
+def test_what_fits_as_compilers_that_save_memory_have_it_is_taken() -> None:
+    options = {"mesh": MESH, "hardware": sr.Hardware.named("cuda:h100")}
+    again = gathered_again(**options)
+    least = again.task.tight().compiled_peak(again.choice)
+    limit = int((least + again.peak_bytes) / 2)
+    plan = sr.autoplan(jax.grad(layers), LAYERS, TOKENS, memory_limit=limit, **options)
+    assert (plan.result.fits, plan.result.is_tight, plan.fits) == (True, True, True)
+    assert plan.peak_bytes <= limit < again.peak_bytes
+    assert plan.bound <= plan.cost
+
+
 def test_the_factor_of_a_function_is_of_what_is_predicted() -> None:
     plan = gathered_again(mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
     compilations = _Compilations(plan, layers, sr.create_mesh("data:4", devices=jax.devices()[:4]), NO_DEADLINE)

@@ -61,6 +61,13 @@ def fed_by_the_input(weights: Any, x: Any) -> Any:
     return x, states[1], states[-1]
 
 
+def tied(weights: Any, x: Any) -> Any:
+    """All layers have the same weights."""
+    for _ in weights:
+        x = jnp.tanh(x @ weights[0])
+    return x
+
+
 def with_windows(weights: Any, x: Any) -> Any:
     """Each layer has a mask of its own, which is made from a constant."""
     for index, w in enumerate(weights):
@@ -256,7 +263,7 @@ def test_equal_layers_become_a_loop(fn: Any, args: Any, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn", [of_other_rules, of_other_constants, over_two_layers, printed, all_different, lambda weights, x: x]
+    "fn", [of_other_rules, of_other_constants, over_two_layers, printed, tied, all_different, lambda weights, x: x]
 )
 def test_other_layers_stay_as_they_are(fn: Any) -> None:
     assert rolled(traced(fn, WEIGHTS, X)) is None
@@ -276,6 +283,35 @@ def ruled(backward: Callable[..., Any]) -> Callable[..., Any]:
 def scaling(scale: Any) -> Callable[..., Any]:
     """A rule with an array in a call inside of it."""
     return ruled(lambda kept, g: (jax.jit(lambda g: g * scale)(g), g))
+
+
+def computing(scale: float) -> Callable[..., Any]:
+    """A rule whose forward pass computes something else than the function."""
+    function = jax.custom_vjp(lambda a, b: a * b)
+    function.defvjp(lambda a, b: (scale * a * b, ()), lambda kept, g: (g, g))
+    return lambda a, b: function(a, b)
+
+
+def calling_itself(scale: float) -> Callable[..., Any]:
+    """A rule that calls its function for the result."""
+
+    @jax.custom_jvp
+    def exponential(x: Any) -> Any:
+        return jnp.exp(x)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        y = exponential(primals[0])
+        return y, scale * y * tangents[0]
+
+    exponential.defjvp(rule)
+    return lambda a, b: exponential(a)
+
+
+def keeping_by_default(name: str) -> Callable[..., Any]:
+    def policy(primitive: Any, *_: Any, name: str = name, **params: Any) -> bool:
+        return params.get("name") == name
+
+    return lambda a, b: jax.checkpoint(lambda a, b: jnp.tanh(a * b), policy=policy)(a, b)
 
 
 def keeping(*names: str) -> Callable[..., Any]:
@@ -309,6 +345,12 @@ def looped(of: Callable[..., Any]) -> Callable[..., Any]:
         (scaling(np.float32(2)), scaling(np.float32(3)), False),
         (ruled(lambda kept, g: (g * kept[1], g)), ruled(lambda kept, g: (g * kept[1], g)), True),
         (ruled(lambda kept, g: (g * kept[1], g)), ruled(lambda kept, g: (g * kept[0], g)), False),
+        (computing(2.0), computing(2.0), True),
+        (computing(2.0), computing(3.0), False),
+        (calling_itself(2.0), calling_itself(2.0), True),
+        (calling_itself(2.0), calling_itself(3.0), False),
+        (keeping_by_default("x"), keeping_by_default("x"), True),
+        (keeping_by_default("x"), keeping_by_default("y"), False),
         (looped(lambda x, b: x * b), looped(lambda x, b: x * b), True),
         (looped(lambda x, b: x * b), looped(lambda x, b: x * x), False),
     ],
