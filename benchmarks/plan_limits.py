@@ -12,13 +12,13 @@ at 1.05 of the compiled peak of its own plan. All plans are compiled, with those
 Then a train step of 0.9 M parameters is planned in processes of its own: alone, under other hash seeds, and beside four
 busy processes. The plan has to be the same each time, and to take at most `SMALL_SECONDS` of processor time.
 
-**Last answer.** 2026-11-24, 2 cores of an AMD EPYC under a load of 4 to 5, JAX 0.10.2, without `--prove`. None of the
+**Last answer.** 2026-11-25, 2 cores of an AMD EPYC under a load of 4 to 7, JAX 0.10.2, without `--prove`. None of the
 40 limits is refused. Wherever an expert's plan fits, so does the plan, and takes 0.69 to 1.035 times as long as the
-best of them. One limit counts as wrong: at 0.9 of the best expert's peak no expert's plan of grouped queries fits, and
-none was found, though the plan for a larger limit compiles to 0.2 % less. At 0.7 an expert's plan fits for two of the
-ten kinds only, at 0.8 for three. Searches took 0.6 to 61 s (the U-Net at 0.9 and 0.8, which the clock ended). The
-neural ODE, which is not among the ten, was not run. The small step takes 1.7 to 3.1 s of processors, and on each
-mesh has the same plan alone, under other hash seeds and beside four busy processes.
+best of them. One limit counts as wrong: at 0.9 of the best expert's peak no expert's plan of grouped queries fits,
+and none was found, though the plan for a larger limit compiles to 0.2 % less. At 0.7 an expert's plan fits for two of
+the ten kinds only, at 0.8 for three. Searches took 1.7 to 61 s (the U-Net at 0.9 and 0.8, which the clock ended). The
+neural ODE, which is not among the ten, was not run. The small step takes 4.8 to 8.5 s of processors under that load,
+and on each mesh has the same plan alone, under other hash seeds and beside four busy processes.
 
 Run it as `python benchmarks/plan_limits.py --cache DIR`; see `--help` for less. It needs the extras `cuda` and `bench`.
 Without a cache it takes hours: `plan_quality.py --kinds` fills the same cache.
