@@ -123,7 +123,8 @@ class AutoPlan:
     @property
     def status(self) -> Status:
         """`"optimal"` if the plan fits and no other is better by 0.2 % and a nanosecond, as modelled; else
-        `"feasible"`: another may be, by `gap` at most."""
+        `"feasible"`: another may be, by `gap` at most. Plans for which the compiler has to save memory, and hides less,
+        count only where this is one."""
         is_best = self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND
         return "optimal" if is_best and self.fits and self.result.fits else "feasible"
 
