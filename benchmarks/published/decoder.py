@@ -3,6 +3,7 @@
 Weights and Adam's states are float32, compute is bfloat16, and the gathers of weights go out in bfloat16.
 """
 
+import functools
 from collections.abc import Callable
 from math import prod
 from typing import Any, Literal, TypeAlias, final
@@ -44,16 +45,17 @@ class Dims:
     """Layers are of experts."""
 
 
-def _expert_layer(dims: Dims, recipe: Recipe, platform: str = "") -> ExpertLayer | None:
-    """A layer of experts, if layers are."""
+def _expert_layer(dims: Dims, recipe: Recipe, platform: str = "", is_dense: bool = False) -> ExpertLayer | None:
+    """A layer of a model of experts, if it is one; `is_dense` for those that have none."""
     if dims.experts is None:
         return None
-    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, _rotary)
+    mlp = dims.mlp if is_dense else 0
+    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, _rotary, mlp)
 
 
-def _layer_shapes(dims: Dims, recipe: Recipe) -> dict[str, tuple[tuple[int, ...], P]]:
+def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights of a layer, with MaxText's specs: the model's width over `fsdp`, heads and MLP over `tensor`."""
-    if expert_layer := _expert_layer(dims, recipe):
+    if expert_layer := _expert_layer(dims, recipe, is_dense=is_dense):
         return expert_layer.shapes
     embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
     column, row = P("fsdp", "tensor"), P("tensor", "fsdp")
@@ -96,11 +98,18 @@ def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
         layer, root = (
             {name: ((prod(shape),), P("fsdp")) for name, (shape, _) in shapes.items()} for shapes in (layer, root)
         )
+    dense_count = dims.experts.dense_layers if dims.experts else 0
+    groups = {"layers": _stacked(layer, dims.layers - dense_count, recipe)}
+    if dense_count:
+        groups["dense_layers"] = _stacked(_layer_shapes(dims, recipe, is_dense=True), dense_count, recipe)
+    return root | groups
+
+
+def _stacked(layer: dict[str, tuple[tuple[int, ...], P]], count: int, recipe: Recipe) -> Any:
+    """The weights of so many layers."""
     if recipe.scan:
-        layers: Any = {name: ((dims.layers, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()}
-    else:
-        layers = [layer] * dims.layers
-    return root | {"layers": layers}
+        return {name: ((count, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()}
+    return [layer] * count
 
 
 def _is_shape(node: Any) -> bool:
@@ -195,9 +204,9 @@ class Decoder:
             return kernel(jnp.multiply, kernel(jax.nn.silu, gate), up)
         return jax.nn.silu(gate) * up
 
-    def _layer(self, x: Any, weights: Any) -> tuple[Any, None]:
-        weights = self._whole(weights, _layer_shapes(self.dims, self.recipe))
-        if expert_layer := _expert_layer(self.dims, self.recipe, self.platform):
+    def _layer(self, x: Any, weights: Any, is_dense: bool = False) -> tuple[Any, None]:
+        weights = self._whole(weights, _layer_shapes(self.dims, self.recipe, is_dense))
+        if expert_layer := _expert_layer(self.dims, self.recipe, self.platform, is_dense):
             return expert_layer(x, weights), None
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
         normed = self._residual(self._norm(x, weights, "norm_attention"))
@@ -212,8 +221,8 @@ class Decoder:
         added = down + out if self.dims.parallel else down
         return self._residual(self._fence(x + added)), None
 
-    def _layers(self, x: Any, weights: Any) -> Any:
-        layer: Callable[..., Any] = self._layer
+    def _layers(self, x: Any, weights: Any, is_dense: bool = False) -> Any:
+        layer: Callable[..., Any] = functools.partial(self._layer, is_dense=is_dense)
         policy = POLICIES[self.remat]()
         if self.recipe.fsdp:
             policy = with_strategy(policy, self.recipe.fsdp)
@@ -227,7 +236,7 @@ class Decoder:
 
     def loss(self, weights: Any, tokens: Any, targets: Any) -> Any:
         """The mean cross entropy of a batch."""
-        root = {name: weight for name, weight in weights.items() if name != "layers"}
+        root = {name: weight for name, weight in weights.items() if not name.endswith("layers")}
         root = self._whole(root, _root_shapes(self.dims, self.recipe, tokens.shape[1]))
         table = root["embed"]
         if self.recipe.one_hot_lookup:
@@ -236,7 +245,10 @@ class Decoder:
             x = jnp.take(table, tokens, axis=0)
         if "positions" in root:
             x = x + root["positions"]
-        x = self._layers(self._residual(x), weights["layers"])
+        x = self._residual(x)
+        if "dense_layers" in weights:
+            x = self._layers(x, weights["dense_layers"], is_dense=True)
+        x = self._layers(x, weights["layers"])
         x = self._norm(x, root, "norm")
         head = table.T if self.dims.family == "gpt" else root["head"]
         spec = ("data", None, ("fsdp", "tensor")) if self.recipe.split_vocab else (BATCH, None, "tensor")

@@ -36,6 +36,9 @@ class ExpertDims:
     rotary_dim: int
     """How much of a query and a key is rotated, beside the `head_dim` that is not."""
 
+    dense_layers: int = 0
+    """How many layers, the first ones, have an MLP of the decoder's hidden width instead."""
+
 
 @final
 @attrs.frozen
@@ -49,15 +52,18 @@ class ExpertLayer:
     recipe: Recipe
     platform: str
     rotary: Callable[[Any], Any]
+    dense_mlp: int = 0
+    """The hidden width of the MLP that a layer has instead of experts."""
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
         """The weights, with MaxText's specs."""
         embed, heads, dims = self.embed, self.heads, self.dims
+        shared_mlp = self.dense_mlp or dims.mlp
         width, mlp = (("fsdp", "tensor"), None) if self.recipe.transposed else ("fsdp", "tensor")
         up, down = P(None, width, mlp), P(None, mlp, width)
         query, key = self.head_dim + dims.rotary_dim, 2 * self.head_dim
-        return {
+        shapes = {
             "norm_attention": ((embed,), P("tensor")),
             "norm_mlp": ((embed,), P("tensor")),
             "norm_query": ((dims.query_rank,), P("tensor")),
@@ -67,14 +73,18 @@ class ExpertLayer:
             "key_value_down": ((embed, dims.key_value_rank + dims.rotary_dim), P(width, None)),
             "key_value_up": ((dims.key_value_rank, heads, key), P("fsdp", "tensor")),
             "out": ((heads, self.head_dim, embed), P("tensor", None, "fsdp")),
+            "shared_gate": ((embed, shared_mlp), P(width, mlp)),
+            "shared_up": ((embed, shared_mlp), P(width, mlp)),
+            "shared_down": ((shared_mlp, embed), P(mlp, width)),
+        }
+        if self.dense_mlp:
+            return shapes
+        return shapes | {
             "router": ((embed, dims.count), P(width, None)),
             "router_bias": ((dims.count,), P()),
             "gate": ((dims.count, embed, dims.mlp), up),
             "up": ((dims.count, embed, dims.mlp), up),
             "down": ((dims.count, dims.mlp, embed), down),
-            "shared_gate": ((embed, dims.mlp), P(width, mlp)),
-            "shared_up": ((embed, dims.mlp), P(width, mlp)),
-            "shared_down": ((dims.mlp, embed), P(mlp, width)),
         }
 
     def __call__(self, x: Any, weights: dict[str, Any]) -> Any:
@@ -82,7 +92,10 @@ class ExpertLayer:
         x = checkpoint_name(_residual(x), "decoder_layer_input")
         x = _residual(x + self._attention(_residual(_norm(x, weights["norm_attention"])), weights))
         normed = _residual(_norm(x, weights["norm_mlp"]))
-        return _residual(x + _residual(self._routed(normed, weights) + self._shared(normed, weights)))
+        result = self._shared(normed, weights)
+        if not self.dense_mlp:
+            result = self._routed(normed, weights) + result
+        return _residual(x + _residual(result))
 
     def _attention(self, x: Any, weights: dict[str, Any]) -> Any:
         """Attention whose queries, keys and values are made of vectors that are narrower than the model."""
