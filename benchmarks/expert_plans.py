@@ -8,10 +8,10 @@ parallel, experts over some or all axes with FSDP over the rest, tokens exchange
 instead. Times and peaks are those of an audit of the compiled program. The time of a plan is divided by that of the
 fastest expert that fits, its peak by that expert's.
 
-**Last answer.** 2026-11-23, 2 cores of an AMD EPYC under load, JAX 0.10.2. The planner changed meanwhile. Of the
+**Last answer.** 2026-11-23, for sorted tokens 2026-11-26, 2 cores of an AMD EPYC, JAX 0.10.2. Of the
 fastest expert's time and peak, for 8 H100: one-hot tensors 1.004 and 0.95 (experts over all axes take 7.97 ms, ZeRO-1
 11.9, FSDP 12.6, tensor parallel over one axis 13.6, over both 18.2), with `expert_exchange` 0.87 and 0.89; sorted
-tokens 1.044 and 1.19 (FSDP takes 65.0 ms, experts over all axes 67.3), with `expert_exchange` 0.98 and 0.62. Experts
+tokens 1.045 and 1.19 (FSDP takes 65.0 ms, experts over all axes 67.3), with `expert_exchange` 0.98 and 0.62. Experts
 sort the tokens of each device by themselves; the function without `expert_exchange` sorts those of all, so that its
 tokens are sent. For 16 TPU v5e, where of experts only the plan of experts over all axes was compiled beside ZeRO-1
 and FSDP (28.0, 67.5 and 75.0 ms): one-hot tensors 1.050 and 1.054, with the same bytes on the wire; with

@@ -1,5 +1,8 @@
 """Experts as users write them: a callable pytree whose arrays are stacked along their first dim, by expert."""
 
+import contextlib
+import functools
+import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any, final
 
@@ -22,19 +25,27 @@ class StackedExperts:
 
     def one_by_one(self, params: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
         """What each expert makes of its rows: [experts, rows, ...]."""
-        results = jax.vmap(self._call)(list(params), rows)
+        results = jax.vmap(functools.partial(self._call, "with a capacity, as experts(rows)"))(list(params), rows)
         return _checked(results, rows.shape[:2], "rows")
 
     def in_groups(self, params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """What all experts make of rows that are sorted by expert; zeros for rows of none."""
-        results = _checked(self._call(list(params), rows, sizes), rows.shape[:1], "rows, group_sizes")
+        results = self._call("without a capacity, as experts(rows, group_sizes)", list(params), rows, sizes)
+        results = _checked(results, rows.shape[:1], "rows, group_sizes")
         is_routed = jnp.arange(len(rows)) < sizes.sum()
         return jnp.where(is_routed[:, None], results, 0)
 
-    def _call(self, params: Sequence[jax.Array], *operands: jax.Array) -> Any:
+    def _call(self, form: str, params: Sequence[jax.Array], *operands: jax.Array) -> Any:
         arrays = iter(params)
         leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.others]
-        return jax.tree.unflatten(self.structure, leaves)(*operands)
+        experts = jax.tree.unflatten(self.structure, leaves)
+        with contextlib.suppress(ValueError):  # some callables have no signature
+            signature = inspect.signature(experts)
+            try:
+                signature.bind(*operands)
+            except TypeError as error:
+                raise ConfigTypeError(f"expert_exchange: experts are called {form}: {error}") from error
+        return experts(*operands)
 
 
 def unstack(experts: Any) -> tuple[StackedExperts, list[jax.Array]]:

@@ -42,10 +42,11 @@ def check_region(
 ) -> None:
     """Compares a region on shards with the same function on whole arrays, on CPU devices.
 
-    Each letter that may be split is split by itself, and those of the exchange together; then every two of those that
-    hold, and all of them, as far as devices reach. Results and gradients have to be equal to rounding, and the compiled
-    program must send no more than the sums that the declaration implies, and what the function sends by hand. Of
-    alternatives each is checked.
+    Each letter that may be split is split by itself, into as few pieces as it can be and into as many as there are
+    devices for, and those of the exchange together; then every two of those that hold, and all of them, as far as
+    devices reach. Results and gradients have to be equal to rounding, and the compiled program must send no more than
+    the sums that the declaration implies, and what the function sends by hand. Of alternatives each is checked, and
+    compared with the first.
 
     **Arguments:**
 
@@ -79,16 +80,16 @@ def check_region(
             "check_region needs at least 2 CPU devices, got 1: start with "
             'jax.config.update("jax_num_cpu_devices", 8), or XLA_FLAGS=--xla_force_host_platform_device_count=8'
         )
-    problems = {
-        region: _Check(region, options, arrays, gradients, tolerance, devices).problems()
-        for region in function.regions or (function,)
-    }
-    if any(problems.values()):
+    checks = [
+        _Check(region, options, arrays, gradients, tolerance, devices) for region in function.regions or (function,)
+    ]
+    problems = [[*check.problems(), *check.differences_from(checks[0])] for check in checks]
+    if any(problems):
         raise ExpectationError(
             "\n".join(
-                f"region {region.name} ({region.declaration}) is not what it declares:"
+                f"region {check.function.name} ({check.function.declaration}) is not what it declares:"
                 + "".join(f"\n  {line}" for line in lines)
-                for region, lines in problems.items()
+                for check, lines in zip(checks, problems, strict=True)
                 if lines
             )
         )
@@ -121,8 +122,9 @@ class _Group:
 
     @property
     def axis(self) -> str:
-        """The name of the mesh axis."""
-        return "_".join((*self.letters, "exchange") if self.is_exchange else self.letters)
+        """The name of the mesh axis, in ASCII as compilers need it."""
+        name = "_".join((*self.letters, "exchange") if self.is_exchange else self.letters)
+        return name.encode("ascii", "backslashreplace").decode().replace("\\", "")
 
 
 def _axes_of(groups: Iterable[_Group]) -> ShardAxes:
@@ -168,8 +170,10 @@ class _Check:
         problems: list[str] = []
         pieces: dict[_Group, int] = {}  # of letters that hold by themselves
         for group, possible in counts.items():
-            # Mistakes of an exchange show on more than two devices: both neighbours in a ring of two are the same.
-            differences = list(self._differences_of({group: possible[-1 if group.is_exchange else 0]}))
+            # Some mistakes show in small shards only, those of an exchange on more than two devices: both neighbours in
+            # a ring of two are the same.
+            tried = possible[-1:] if group.is_exchange else dict.fromkeys((possible[0], possible[-1]))
+            differences = next(filter(None, (list(self._differences_of({group: count})) for count in tried)), [])
             problems += differences
             if not differences:
                 pieces[group] = possible[0]
@@ -183,10 +187,15 @@ class _Check:
     def _possible_pieces(self, group: _Group, size: int) -> list[int]:
         """Into how many pieces letters of this size can be split."""
         axes, function = _axes_of([group]), self.function.on_shards(dict(self.options))
+
+        def is_possible(count: int) -> bool:
+            try:
+                return bool(function.candidates(axes, {group.axis: count}, self.operands))
+            except ConfigError:  # which is what differs
+                return True
+
         return [
-            count
-            for count in range(2, min(size, len(self.devices)) + 1)
-            if size % count == 0 and function.candidates(axes, {group.axis: count}, self.operands)
+            count for count in range(2, min(size, len(self.devices)) + 1) if size % count == 0 and is_possible(count)
         ]
 
     def _is_even(self, pieces: Mapping[_Group, int], sizes: Mapping[str, int]) -> bool:
@@ -206,6 +215,11 @@ class _Check:
             axis_types=(AxisType.Auto,) * len(pieces),
         )
         split = ", ".join(f"{' and '.join(group.letters)} in {count}" for group, count in pieces.items())
+        try:
+            self.function.on_shards(dict(self.options)).shard_program(axes, dict(mesh.shape), self.operands)
+        except ConfigError as error:
+            yield f"{split}: {error}"
+            return
         specs, _ = self.function.declaration.specs(axes)
         placed = [
             jax.device_put(operand, NamedSharding(mesh, spec))
@@ -213,12 +227,7 @@ class _Check:
         ]
         compiled = jax.jit(self._run).lower(*placed).compile()
         values = compiled(*placed)
-        for name, expected in sorted(self._whole_values.items(), key=lambda item: item[0].startswith("gradient")):
-            difference = self._difference(values[name], expected)
-            if difference:
-                yield f"{split}: {name} differs by up to {difference}"
-            if values[name].dtype != expected.dtype:
-                yield f"{split}: {name} is {values[name].dtype} instead of {expected.dtype}"
+        yield from (f"{split}: {line}" for line in self._differences(values, self._whole_values))
         collectives = find_collectives(read_program(compiled.as_text() or ""), mesh)
         actual = sum(collective.total_wire_bytes for collective in collectives)
         sums, by_hand = self._sum_bytes(axes, dict(mesh.shape)), self._exchanged_bytes(axes, dict(mesh.shape))
@@ -262,6 +271,21 @@ class _Check:
                 for index, gradient in zip(self._trained, gradients, strict=True)
             }
         return values
+
+    def differences_from(self, other: "_Check") -> Iterator[str]:
+        """Yields what differs from another alternative, on whole arrays."""
+        if other is not self:
+            lines = self._differences(self._whole_values, other._whole_values)
+            yield from (f"whole: {line}, from {other.function.name}" for line in lines)
+
+    def _differences(self, values: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
+        """Yields which results and gradients differ from others, results first."""
+        for name, expected in sorted(others.items(), key=lambda item: item[0].startswith("gradient")):
+            difference = self._difference(values[name], expected)
+            if difference:
+                yield f"{name} differs by up to {difference}"
+            if values[name].dtype != expected.dtype:
+                yield f"{name} is {values[name].dtype} instead of {expected.dtype}"
 
     def _difference(self, actual: Any, expected: Any) -> str:
         """By how much an array differs; empty where it is by rounding."""

@@ -113,15 +113,25 @@ class ShardFunction:
         return attrs.evolve(self, run=function.run, declaration=declaration, alternatives=alternatives), program
 
     def shard_program(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> ClosedJaxpr:
-        """The program of one device, for whole operands or their types."""
-        specs, _ = self.declaration.specs(axes)
-        structs = tuple(
-            jax.ShapeDtypeStruct(shard_shape(operand.shape, spec, mesh_sizes), operand.dtype)
-            for operand, spec in zip(operands, specs, strict=True)
-        )
+        """The program of one device, for whole operands or their types.
+
+        Results of other shapes or dtypes than the declaration has for a shard raise.
+        """
+        specs, result_specs = self.declaration.specs(axes)
+        structs = _shard_structs(operands, specs, mesh_sizes)
         sizes = tuple((name, mesh_sizes[name]) for name in axes.exchange)
         key = "shards", sizes, tuple((struct.shape, struct.dtype) for struct in structs), trace_key()
-        return self._cached(key, lambda: self._trace_shards(axes.exchange, sizes, structs))
+        program = self._cached(key, lambda: self._trace_shards(axes.exchange, sizes, structs))
+        results = _shard_structs(self.traced(operands)[1].out_avals, result_specs, mesh_sizes)
+        shapes = ", ".join(str(struct.shape) for struct in structs)
+        self.refuse(
+            [
+                f"on shards of shapes {shapes} result {index} is {_type(aval)}, and {_type(expected)} is declared"
+                for index, (aval, expected) in enumerate(zip(program.out_avals, results, strict=True))
+                if (aval.shape, aval.dtype) != (expected.shape, expected.dtype)
+            ]
+        )
+        return program
 
     def _trace_shards(
         self, exchange: Axes, sizes: Sequence[tuple[str, int]], structs: Sequence[jax.ShapeDtypeStruct]
@@ -178,6 +188,8 @@ class ShardFunction:
         if best is None:
             self.refuse([f"none of its alternatives can be split as {', '.join(map(str, specs))}"])
         assert best is not None
+        function, axes = best
+        function.shard_program(axes, mesh_sizes, avals)  # what shards return is as declared
         return best
 
     def flops(self, program: ClosedJaxpr) -> int:
@@ -316,7 +328,21 @@ class BackwardPass:
 
 
 def _types(program: ClosedJaxpr) -> str:
-    return ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in program.out_avals)
+    return ", ".join(map(_type, program.out_avals))
+
+
+def _type(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _shard_structs(
+    arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh_sizes: Mapping[str, int]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The types of the shards of arrays, or of their types."""
+    return tuple(
+        jax.ShapeDtypeStruct(shard_shape(array.shape, spec, mesh_sizes), array.dtype)
+        for array, spec in zip(arrays, specs, strict=True)
+    )
 
 
 def _sources(program: ClosedJaxpr, result_index: int) -> tuple[int, ...]:

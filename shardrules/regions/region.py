@@ -1,5 +1,6 @@
 """`region`: a function that runs on shards, with a declaration of how its dims go together. And `alternatives`."""
 
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, final
 
@@ -72,6 +73,10 @@ def region(
     def decorate(fn: Callable[..., Any]) -> RegionFunction:
         if not callable(fn):
             raise ConfigTypeError(f"region decorates a function, got {fn!r:.60}")
+        if inspect.isfunction(fn) and fn.__code__.co_varnames[:1] == ("self",):  # a bound method is fine
+            raise ConfigTypeError(
+                f"region decorates a function of arrays, and {fn.__qualname__} is a method: call a region from it"
+            )
         return RegionFunction(fn, declaration, cost)
 
     return decorate
@@ -162,7 +167,7 @@ class RegionFunction:
         return self.fn
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        arrays = [jnp.asarray(operand) for operand in operands]
+        arrays = [self._array(index, operand) for index, operand in enumerate(operands)]
         types = jax.sharding.get_abstract_mesh().axis_types
         function = self.on_shards(options)
         if AxisType.Manual in types and set(types) != {AxisType.Manual}:
@@ -170,6 +175,15 @@ class RegionFunction:
         # Inside of a shard_map operands are shards.
         results = function.run((), *arrays) if AxisType.Manual in types else differentiable(function, arrays)
         return results[0] if len(self.declaration.results) == 1 else tuple(results)
+
+    def _array(self, index: int, operand: Any) -> Any:
+        try:
+            return jnp.asarray(operand)
+        except (TypeError, ValueError) as error:
+            raise ConfigTypeError(
+                f"region {self.name} ({self.declaration}): operand {index} must be an array, got {operand!r:.60}; pass "
+                "the leaves of a tree one by one"
+            ) from error
 
     def over(self, axes: Axes) -> "RegionFunction":
         """Returns the region whose shards plans exchange over these mesh axes, the same for the same axes."""

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import shardrules as sr
-from shardrules.errors import ConfigError
+from shardrules.errors import ConfigError, ConfigTypeError
 from tests.experts.mixtures import (
     CHOICES,
     EXPERTS,
@@ -194,6 +194,26 @@ def test_axes_that_do_not_fit_are_refused() -> None:
             sr.expert_exchange(tokens, routes, weights, experts, axis="model")
         with pytest.raises(ConfigError, match="3 experts cannot be split evenly over"):
             sr.expert_exchange(tokens, routes, weights, experts, axis="expert")
+
+
+def test_axes_are_names() -> None:
+    tokens, weights = tokens_and_weights(8)
+    with pytest.raises(ConfigTypeError, match="axis must be a name or a tuple of names, got 1"):
+        sr.expert_exchange(tokens, routes_of("any expert", 8), weights, experts_of(parameters(), None), axis=1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("made_for", "capacity", "form"),
+    [
+        (2, None, r"without a capacity, as experts\(rows, group_sizes\)"),
+        (None, 2, r"with a capacity, as experts\(rows\)"),
+    ],
+)
+def test_experts_take_what_the_capacity_says(made_for: int | None, capacity: int | None, form: str) -> None:
+    tokens, weights = tokens_and_weights(2, 6)
+    experts = experts_of(parameters(), made_for)
+    with pytest.raises(ConfigTypeError, match=f"experts are called {form}"):
+        sr.expert_exchange(tokens, routes_of("any expert", 2, 6), weights, experts, capacity=capacity)
 
 
 def test_experts_must_return_rows() -> None:

@@ -192,7 +192,7 @@ def by_jit(make: Callable[..., Any], *args: Any, split: bool) -> Any:
     return jax.jit(arrays, out_shardings=shardings)(*args)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*MAKES, *PARTITIONED])
 def test_values_are_those_of_jit(name: str) -> None:
     make, key = (MAKES | PARTITIONED)[name], jax.random.key(3)

@@ -66,6 +66,50 @@ def test_what_cannot_be_split_is_not_passed_over() -> None:
         sr.check_region(region, real(11, 13))
 
 
+def test_alternatives_that_differ_are_wrong() -> None:
+    double = sr.region("r d -> r d", split="r")(lambda x: 2 * x)
+    other = sr.region("r d -> r d", split="d")(lambda x: 3 * x)
+    with pytest.raises(ExpectationError, match=r"whole: result 0 differs by up to .*, from <lambda>"):
+        sr.check_region(sr.alternatives(double, other), real(8, 8))
+    sr.check_region(sr.alternatives(double, sr.region("r d -> r d", split="d")(lambda x: x + x)), real(8, 8))
+
+
+def test_small_shards_are_tried() -> None:
+    """Blocks of four rows are whole in halves, and not in eighths."""
+
+    def by_blocks(x: Any) -> Any:
+        blocks = x.reshape(-1, min(4, len(x)), x.shape[1])
+        return (blocks - blocks.mean(1, keepdims=True)).reshape(x.shape)
+
+    region = sr.region("r d -> r d", split="r")(by_blocks)
+    with pytest.raises(ExpectationError, match="r in 8: result 0 differs") as caught:
+        sr.check_region(region, real(8, 4))
+    assert "r in 2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "function", "line"),
+    [
+        ("a b -> b a", lambda x: x, r"a in 2: .*\(4, 8\) result 0 is float32\[4, 8\], and float32\[8, 4\] is declared"),
+        (
+            "a b -> a b",
+            lambda x: jnp.resize(x, (8, 8)),
+            r"a in 2: .* is float32\[8, 8\], and float32\[4, 8\] is declared",
+        ),
+        ("a b -> a b", lambda x: x.astype("f4" if len(x) == 8 else "f2"), r"result 0 is float16\[4, 8\]"),
+        ("a b -> a b", lambda x: x.reshape(8, 8), "a in 2: .* cannot run on shards of shapes"),
+    ],
+)
+def test_shards_of_other_types_are_wrong(rule: str, function: Any, line: str) -> None:
+    region = sr.region(rule, split="a")(function)
+    with pytest.raises(ExpectationError, match=line):
+        sr.check_region(region, real(8, 8))
+
+
+def test_letters_of_any_alphabet_are_split() -> None:
+    sr.check_region(sr.region("ж ü -> ж ü", split="ж")(lambda x: jax.nn.softmax(x)), real(8, 4))
+
+
 def test_infinities_may_be_equal() -> None:
     region = sr.region("r d -> r", split="r")(lambda x: jax.nn.logsumexp(x, axis=-1))
     sr.check_region(region, jnp.full((8, 4), -jnp.inf), gradients=False)

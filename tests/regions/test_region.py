@@ -263,6 +263,29 @@ def test_wrong_uses_of_the_decorator() -> None:
         sr.region("r -> r", split="r")(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigTypeError, match="cost must be a function"):
         sr.region("r -> r", split="r", cost=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigTypeError, match=r"Layer\.run is a method: call a region from it"):
+
+        class Layer:  # pyright: ignore[reportUnusedClass]
+            @sr.region("r -> r", split="r")
+            def run(self, x: Any) -> Any:
+                return x
+
+
+def test_operands_that_are_no_arrays_are_refused() -> None:
+    with pytest.raises(
+        ConfigTypeError, match=r"operand 1 must be an array, got \{'scale'.*leaves of a tree one by one"
+    ):
+        SHARDED_NORM(real(4, 2), {"scale": real(2)})
+
+
+def test_shards_of_other_shapes_are_refused_where_they_run() -> None:
+    padded = sr.region("r d -> r d", split="r")(lambda x: jnp.resize(x, (8, 6)))
+    line = r"on shards of shapes \(2, 6\) result 0 is float32\[8, 6\], and float32\[2, 6\] is declared"
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=line):
+        jax.jit(padded)(place(mesh, real(8, 6), P("data")))
+    with pytest.raises(ConfigError, match="result 0 is float32"):
+        sr.autoplan(padded, real(8, 6), mesh=sr.mesh_shape("data:4"))
 
 
 def test_a_region_keeps_name_and_docstring() -> None:

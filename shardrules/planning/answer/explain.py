@@ -1,6 +1,6 @@
 """Why a plan is as it is: which dims go together and what splits them, what uses an argument, what the next best is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias, final
 
 import attrs
@@ -167,32 +167,77 @@ def alternative_text(alternative: Alternative | None) -> str:
 def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[ArrayUse, ...]:
     """Returns the operations that use an argument."""
     program = problem.program
-    # An array that enters a loop has another index inside: uses there count as its own.
-    aliases = {program.arguments[argument_index]}
     uses: list[ArrayUse] = []
-    for op_index, operation in enumerate(program.operations):
-        for position, operand in enumerate(operation.operands):
-            if operand not in aliases:
-                continue
-            if operation.role in ("enter", "join"):
-                aliases.add(operation.results[0])
-            if (op_index, position) not in problem.operand_homes or operation.role == "return":
-                continue
-            layout = problem.layout(problem.operand_homes[op_index, position], choice)
-            seconds, kinds, wire_bytes = _operand_move(problem, choice, op_index, position)
-            # Other roles, such as entering a loop, compute nothing: they count only where the array has to be moved.
-            if operation.role != "compute" and not kinds:
-                continue
-            line = "" if operation.equation is None else short_line(equation_line(operation.equation))
-            spec = spec_of(layout, len(program.arrays[operand].shape), problem.machine)
-            name, others = operation.name, ()
-            if op_index in problem.region_nodes:
-                price = problem.region_price(op_index, choice)
-                name = f"region {price.name} {seconds_text(operation.run_count * price.seconds)}"
-                others = _other_alternatives(problem, choice, op_index)
-            uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds, others))
+    for op_index, position, array in _operands_of(program, argument_index):
+        operation = program.operations[op_index]
+        if (op_index, position) not in problem.operand_homes or operation.role == "return":
+            continue
+        layout = problem.layout(problem.operand_homes[op_index, position], choice)
+        seconds, kinds, wire_bytes = _operand_move(problem, choice, op_index, position)
+        # Other roles, such as entering a loop, compute nothing: they count only where the array has to be moved.
+        if operation.role != "compute" and not kinds:
+            continue
+        line = "" if operation.equation is None else short_line(equation_line(operation.equation))
+        spec = spec_of(layout, len(program.arrays[array].shape), problem.machine)
+        name, others = operation.name, ()
+        if op_index in problem.region_nodes:
+            price = problem.region_price(op_index, choice)
+            name = f"region {price.name} {seconds_text(operation.run_count * price.seconds)}"
+            others = _other_alternatives(problem, choice, op_index)
+        uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds, others))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
+
+
+def _operands_of(program: TracedProgram, argument_index: int) -> Iterator[tuple[int, int, int]]:
+    """Yields what takes an argument: the operation, which of its operands it is, and the array there."""
+    # An array that enters a loop has another index inside: uses there count as its own.
+    aliases = {program.arguments[argument_index]}
+    for op_index, operation in enumerate(program.operations):
+        for position, operand in enumerate(operation.operands):
+            if operand is not None and operand in aliases:
+                if operation.role in ("enter", "join"):
+                    aliases.add(operation.results[0])
+                yield op_index, position, operand
+
+
+@final
+@attrs.frozen
+class OtherRegion:
+    """An alternative that does not run, of a region that takes an argument."""
+
+    chosen: str
+    """The alternative that runs."""
+    name: str
+    node: int
+    rows: tuple[int, ...]
+    """The layouts of the node in which it would run, by index."""
+
+    def text(self, seconds: float | None) -> str:
+        """Returns one line about the best plan with it, which takes so much longer; `None` if none fits."""
+        cost = "no plan fits" if seconds is None else f"{1000 * seconds:+.3g} ms"
+        return f"region {self.name} instead of {self.chosen}: {cost}"
+
+
+def other_regions(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[OtherRegion, ...]:
+    """Returns the alternatives that do not run, of all regions that take an argument. Equal layers count as one."""
+    others: dict[OtherRegion, None] = {}
+    for op_index, _, _ in _operands_of(problem.program, argument_index):
+        if op_index not in problem.region_nodes:
+            continue
+        function, node = (
+            problem.program.operations[op_index].equation.params["function"],
+            problem.region_nodes[op_index],
+        )
+        rows = problem.nodes[node].alternatives
+        chosen = rows[choice[node]]
+        for index in range(len(function.alternatives)):
+            here = tuple(row for row, alternative in enumerate(rows) if alternative == index)
+            if index != chosen and here:
+                others[OtherRegion(function.alternative(chosen).name, function.alternative(index).name, node, here)] = (
+                    None
+                )
+    return tuple(others)
 
 
 def _operand_move(

@@ -28,6 +28,7 @@ from shardrules.planning.answer.explain import (
     SplitDim,
     alternative_text,
     array_uses,
+    other_regions,
     region_uses,
     split_dims,
 )
@@ -295,17 +296,12 @@ class AutoPlan:
         if home is None:
             return None
         # The same problem, without the layout that it has.
-        keep = [np.arange(len(node.layouts)) for node in self.task.problem.nodes]
-        keep[home.node] = np.delete(keep[home.node], self.choice[home.node])
-        if not len(keep[home.node]):
-            return None
-        other = search_within(self.task.only(keep), self.memory_limit, Deadline.after(self.time_limit))
-        if not other.fits:
+        rows = np.arange(len(self.task.problem.nodes[home.node].layouts))
+        changed = self._with_layouts(home.node, np.delete(rows, self.choice[home.node]))
+        if changed is None:
             return None
         # Nothing was compiled of the other plan: models are compared with models.
-        modelled, changed = (
-            attrs.evolve(self, result=result, compiled=()) for result in (self.result, other.reindexed(keep))
-        )
+        modelled = attrs.evolve(self, compiled=())
         return Alternative(
             changed.spec_of(array),
             changed.cost - self.cost,
@@ -313,13 +309,30 @@ class AutoPlan:
             changed.peak_bytes - modelled.peak_bytes,
         )
 
+    def _with_layouts(self, node: int, rows: np.ndarray) -> "AutoPlan | None":
+        """Searches for the best plan in which a node has one of these layouts; `None` if none fits."""
+        keep = [np.arange(len(each.layouts)) for each in self.task.problem.nodes]
+        keep[node] = rows
+        if not len(rows):
+            return None
+        other = search_within(self.task.only(keep), self.memory_limit, Deadline.after(self.time_limit))
+        return attrs.evolve(self, result=other.reindexed(keep), compiled=()) if other.fits else None
+
     def explain(self, path: str) -> str:
-        """Returns a few lines on the spec of an argument: what uses it, and what the next best would cost."""
+        """Returns a few lines on the spec of an argument: what uses it, and what the next best would cost.
+
+        Of regions that use it, these are also plans with the alternatives that do not run.
+        """
         index = self._argument_index(path)
         array = self.call.structs[index]
         head = f"{printable(path)} {array.dtype.name}{list(array.shape)}: {spec_repr(self.specs[index])}"
-        uses = [printable(f"  {use}") for use in self.uses(path)]
-        return "\n".join([head, *uses, f"  {alternative_text(self.alternative(path))}"])
+        lines = [str(use) for use in self.uses(path)]
+        for other in other_regions(self.task.problem, self.choice, index):
+            changed = self._with_layouts(other.node, np.array(other.rows))
+            lines.append(other.text(None if changed is None else changed.cost - self.cost))
+        return "\n".join(
+            [head, *(printable(f"  {line}") for line in lines), f"  {alternative_text(self.alternative(path))}"]
+        )
 
     def _argument_index(self, path: str) -> int:
         if path not in self.call.paths:

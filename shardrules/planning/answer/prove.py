@@ -110,16 +110,16 @@ class _Compilations:
             result = self.search(task)
         is_cut = False
         while len(self.compiled) < _MOST_COMPILED:
-            met = (*result.candidates, *result.patterns)
-            self.choices.update(dict.fromkeys((result.choice, *(trial.choice for trial in met))))
+            self.choices.update(dict.fromkeys((result.choice, *(trial.choice for trial in result.met))))
             choice = self.next_choice(task, result)
             is_cut = choice is not None and self.is_late
             if choice is None or is_cut:
                 break
             self.compile(task, choice, result)
             corrected = self.corrected(task, choice)
-            is_cut = self.is_late and not self.is_cheapest(choice)
-            if is_cut or self.is_cheapest(choice):
+            is_cheapest = self.is_cheapest(choice)
+            is_cut = self.is_late and not is_cheapest
+            if is_cut or is_cheapest:
                 break
             if corrected is not task or not self.has_fitting:
                 task, result = corrected, self.search(corrected)
@@ -144,8 +144,7 @@ class _Compilations:
         """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
         compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - _LONGER * self.longest_seconds)
         aimed = self.aimed_bytes
-        first = self.plan.result
-        result = search_within(task, aimed, compiling.share(2), (*first.candidates, *first.patterns))
+        result = search_within(task, aimed, compiling.share(2), self.plan.result.met)
         if aimed == self.plan.memory_limit:
             return result
         # With all of the limit, plans may cost less than this search says: only the first one's bound is left.

@@ -134,6 +134,27 @@ def test_explaining_an_argument(planned: sr.reports.AutoPlan) -> None:
     assert lines[-1].startswith("  next best: P(")
 
 
+def test_other_alternatives_of_a_region_have_a_price() -> None:
+    @sr.region("r d -> r d", split="r")
+    def plain(x: Any) -> Any:
+        return jnp.cumsum(x, 1) + x.mean(1, keepdims=True)
+
+    @sr.region("r d -> r d", exchange="d", whole="r")
+    def gathered(x: Any, *, axis_name: Any) -> Any:
+        whole = jax.lax.all_gather(x, axis_name, axis=1, tiled=True) if axis_name else x
+        start = jax.lax.axis_index(axis_name) * x.shape[1] if axis_name else 0
+        return jax.lax.dynamic_slice_in_dim(plain(whole), start, x.shape[1], 1)
+
+    region = sr.alternatives(plain, gathered)
+    plan = sr.autoplan(region, real(4096, 1024), mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
+    (use,) = plan.regions
+    assert use.name == "plain"
+    (line,) = (line for line in plan.explain(plan.call.paths[0]).splitlines() if "instead of" in line)
+    more = re.fullmatch(r"  region gathered instead of plain: \+(\S+) ms", line)
+    assert more is not None
+    assert float(more[1]) > 0
+
+
 def test_unknown_arguments_are_refused(planned: sr.reports.AutoPlan) -> None:
     for method in (planned.explain, planned.uses, planned.alternative):
         with pytest.raises(sr.errors.TreeError, match=r"no array 'w/upp' among the arguments of step.*w/up"):

@@ -246,7 +246,7 @@ def assert_computes_the_same(program: ClosedJaxpr, other: ClosedJaxpr, args: Any
         (checkpointed, (WEIGHTS, X), LAYERS),
         (of_rules, (WEIGHTS, X), LAYERS),
         (by_pairs, (WEIGHTS, X), 2),
-        (blocks, (ARRAYS, X, jr.key(1)), LAYERS),
+        pytest.param(blocks, (ARRAYS, X, jr.key(1)), LAYERS, marks=pytest.mark.slow),
         (blocks, (ARRAYS, X, jr.PRNGKey(1)), LAYERS),
         (adding_up, (WEIGHTS, X), LAYERS),
         (narrowed, (PAIRS, X), LAYERS),
