@@ -38,6 +38,10 @@ _PROGRAM_SECONDS = 5e-3
 """How long the rounds of one program should take: hundreds of times what a clock and a call vary by. With half as much
 small operations are noisier, with twice as much fewer sizes are measured in the time."""
 
+_LOAD_SECONDS = 0.5
+"""How long the rounds of the largest matmuls take on accelerators: a chip at its limit of power runs slower after a
+fraction of a second, as it does in training. With a tenth an H100 is measured at a rate that it does not keep."""
+
 _MOST_ROUNDS = 200
 """Rounds of the smallest operations. With twice as many, those are measured a little better, and loops take longer."""
 
@@ -198,8 +202,8 @@ class _Session:
         whole += group_count * len(COLLECTIVE_KINDS) * len(sizes.collective_bytes)
         return (time.monotonic() - self.start) * whole / max(1, self.count)
 
-    def measured(self, name: str, run: Callable[[], float]) -> float | None:
-        """Runs a measurement; `None` where it fails."""
+    def measured(self, name: str, run: Callable[[], float], program_seconds: float = _PROGRAM_SECONDS) -> float | None:
+        """Runs a measurement, whose programs take about so long; `None` where it fails."""
         self.count += 1
         start = time.monotonic()
         try:
@@ -208,7 +212,7 @@ class _Session:
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError) as error:
             self.skipped[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
-        self.compile_seconds = max(0.0, time.monotonic() - start - _RUNS * _PROGRAM_SECONDS)
+        self.compile_seconds = max(0.0, time.monotonic() - start - _RUNS * program_seconds)
         return value
 
 
@@ -296,17 +300,29 @@ def _rounds(seconds: float) -> int:
     return max(2, min(_MOST_ROUNDS, math.ceil(_PROGRAM_SECONDS / seconds)))
 
 
+def _matmul_rounds(session: _Session, dims: tuple[int, int, int], seconds: float) -> int:
+    """How many rounds of a matmul a program has."""
+    is_large = set(dims) == {session.sizes.matmuls[-1]} and session.device.platform != "cpu"
+    return max(2, math.ceil(_LOAD_SECONDS / seconds)) if is_large else _rounds(seconds)
+
+
 def _measure_large_matmuls(session: _Session) -> None:
-    """Growing matmuls of each kind, as large as there is time for."""
+    """Growing matmuls of each kind, up to the largest of the most used kinds first."""
     # What copies and launches took says nothing of matmuls.
     session.compile_seconds = 0.0
+    for kind in MATMUL_KINDS:
+        _measure_cubes(session, kind, "large matmuls")
+
+
+def _measure_cubes(session: _Session, kind: str, step: str) -> None:
     for size in session.sizes.matmuls:
-        for kind in MATMUL_KINDS:
-            _measure_matmul(session, kind, (size, size, size), "large matmuls")
+        _measure_matmul(session, kind, (size, size, size), step)
 
 
 def _measure_matmuls(session: _Session) -> None:
     """Matmuls of unequal sizes, for one kind after the other: of the smallest and the largest, then of all."""
+    for kind in MATMUL_KINDS:
+        _measure_cubes(session, kind, "matmuls")  # those that there was no time for
     for kind in MATMUL_KINDS:
         sizes = cubes(session.matmuls, kind)
         for some in (sizes[:1] + sizes[1:][-1:], sizes):
@@ -325,16 +341,19 @@ def _measure_matmul(session: _Session, kind: str, dims: tuple[int, int, int], st
         return
     # By the fastest so far; the first of a kind by what any device does.
     seconds = 2 * math.prod(dims) / max((time.flops_per_second for time in like), default=session.rates[0])
-    rounds, end = _rounds(seconds), session.end(step)
+    rounds, end = _matmul_rounds(session, dims, seconds), session.end(step)
     name = f"{kind} matmuls{' of some sizes' if like else ''}"
     # A sheet needs the rate of at least one matmul.
     if session.matmuls and not session.has_time(step, seconds * rounds):
         session.skipped.setdefault(name, _TIME_LIMIT)
         return
     measured = session.measured(
-        name, lambda: microbenchmarks.matmul_seconds(kind, dims, session.device, rounds, session.overhead, end)
+        name,
+        lambda: microbenchmarks.matmul_seconds(kind, dims, session.device, rounds, session.overhead, end),
+        rounds * seconds,
     )
     if measured:
+        session.skipped.pop(name, None)  # an earlier step may have had no time for it
         session.matmuls.append(MatmulTime(kind, *dims, measured))
 
 

@@ -27,6 +27,10 @@ _LARGE = 0.5
 grow 16 times and more, so that fixed costs are then below a tenth. With 0.9 noise leaves kinds out that tell one; with
 0.1 rates are up to 2.5 times too low."""
 
+_OVER_PEAK = 1.25
+"""How far above its peak a chip can multiply, as its clock may be higher than that of its peak: what is measured above
+is an error. With 1.1 the fastest clocks would be errors, too."""
+
 
 @final
 @attrs.define
@@ -48,6 +52,14 @@ class MeasuredSheet:
     @classmethod
     def of(cls, measurements: Measurements, base: Mapping[str, Any], is_nominal: bool) -> "MeasuredSheet":
         """Returns the sheet of some measurements. A `HardwareError` says which figure nothing is known of."""
+        if not is_nominal:
+            peaks = dict(base["peak_flops"])
+            possible = [
+                time
+                for time in measurements.matmuls
+                if time.flops_per_second <= _OVER_PEAK * peaks.get(time.kind, math.inf)
+            ]
+            measurements = attrs.evolve(measurements, matmuls=tuple(possible))
         sheet = cls(measurements, base, is_nominal)
         best = sheet._best_rates()
         if not best or not measurements.memory:

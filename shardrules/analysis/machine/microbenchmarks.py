@@ -31,6 +31,11 @@ _EMPTY_ROUNDS = (16, 144)
 """How many empty rounds the two programs have whose times tell a call and a round apart: with twice as many in the
 second, a round is measured as well in the same noise, with half as many it is lost in it."""
 
+_UNROLLED = 8
+"""How many matmuls the body of a loop has. GPUs start the next kernels while one runs, so that a round of a loop takes
+no time beside a long kernel, but more than a short one: with a single matmul in it, one of 1,024 cubed is lost in that
+on an H100. With twice as many programs compile longer."""
+
 _LAUNCHES = (32, 160)
 """The lengths of the two chains of tiny kernels whose difference is the time of a launch. A longer second chain takes
 longer to compile; a shorter one is lost in the noise."""
@@ -80,7 +85,7 @@ def matmul_seconds(
         precision = lax.Precision.HIGHEST if kind == "f32_highest" else None
         return a, jnp.dot(a, b, precision=precision, preferred_element_type=y.dtype)
 
-    return _round_seconds(multiply, (a, y), (b,), rounds, overhead, end)
+    return _round_seconds(multiply, (a, y), (b,), rounds, overhead, end, unroll=_UNROLLED)
 
 
 def memory_seconds(access: str, nbytes: int, device: Any, rounds: int, overhead: Overhead, end: float) -> float:
@@ -226,19 +231,29 @@ def _round_seconds(
     overhead: Overhead,
     end: float,
     wrap: Callable[[Step], Step] = _as_it_is,
+    unroll: int = 1,
 ) -> float:
-    """What a round takes more than an empty one."""
-    seconds = _program_seconds(step, carry, constants, rounds, end, wrap)
-    more = (seconds - overhead.call_seconds) / rounds - overhead.round_seconds
-    # Where noise is longer than the operation, the whole round bounds it.
-    return more if more > 0 else seconds / rounds
+    """What a round takes more than an empty one.
+
+    Where most of it is what an empty one takes, the whole round bounds it: the difference is noise, and on devices that
+    start kernels ahead it is too small.
+    """
+    seconds = _program_seconds(step, carry, constants, rounds, end, wrap, unroll) / rounds
+    more = seconds - overhead.call_seconds / rounds - overhead.round_seconds / unroll
+    return more if more > seconds / 2 else seconds
 
 
 def _program_seconds(
-    step: Step, carry: Any, constants: tuple[Any, ...], rounds: int, end: float, wrap: Callable[[Step], Step]
+    step: Step,
+    carry: Any,
+    constants: tuple[Any, ...],
+    rounds: int,
+    end: float,
+    wrap: Callable[[Step], Step],
+    unroll: int = 1,
 ) -> float:
     def run(carry: Any, *constants: Any) -> Any:
-        return lax.fori_loop(0, rounds, lambda _, carry: step(carry, *constants), carry)
+        return lax.fori_loop(0, rounds, lambda _, carry: step(carry, *constants), carry, unroll=unroll)
 
     # Each run goes on with what the last one returned, in the same memory: nothing is copied.
     compiled = _compiled(wrap(run), (carry, *constants), donated=(0,))

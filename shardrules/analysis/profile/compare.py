@@ -16,6 +16,7 @@ from shardrules.analysis.profile.comparison import (
     UnmatchedTime,
 )
 from shardrules.analysis.profile.intervals import Intervals, length, outside, union
+from shardrules.analysis.profile.launches import with_instructions
 from shardrules.analysis.profile.modelled import ModelledPart, ModelledProgram
 from shardrules.analysis.profile.runs import DeviceRuns, Run, find_programs, find_runs
 from shardrules.analysis.profile.trace import Activity, ProfileTrace
@@ -51,12 +52,13 @@ def compare_trace(
     trace: ProfileTrace, modelled: ModelledProgram, name: str, modelled_seconds: float, module: str | None
 ) -> TraceComparison:
     """Compares a program with its runs in a trace; `module` is its name there, by default its own."""
+    trace = with_instructions(trace, modelled)
     programs = find_programs(trace, modelled, module)
     devices = find_runs(trace, programs, modelled)
     parts = {part.name: part for part in modelled.all_parts}
     times = [[_run_times(run, modelled, device) for run in device.runs] for device in devices]
     names = dict.fromkeys(name for runs in times for run in runs for name in run.parts)
-    # A loop or a call that is one event for all that is inside, as a graph on a GPU is, stands for its parts.
+    # A loop or a call that is one event for all that is inside stands for its parts.
     in_trace = [_with_inside(parts[name], parts) for name in names]
     compared = {part.name: _compared([part], part.name, part.label, devices, times) for part in in_trace}
     lines: dict[str, list[ModelledPart]] = {}
@@ -108,20 +110,20 @@ def _run_times(run: Run, modelled: ModelledProgram, device: DeviceRuns) -> _RunT
         else:
             parts[part.name] = part
             matched.setdefault(part.name, []).append(activity)
-    # A loop, or a call, has an event around those of what is inside; a graph on a GPU is one event for all of it.
+    # A loop, or a call, has an event around those of what is inside, or one for all of it.
     around = [part for part in parts.values() if any(name in matched for name in part.inside)]
-    graphs = [part for part in parts.values() if part.kind == "control" and part not in around]
+    whole = [part for part in parts.values() if part.kind == "control" and part not in around]
     kernels = [part for part in parts.values() if part.kind == "kernel"]
     copies = [part for part in parts.values() if part.kind == "copy"]
     collectives = [part for part in parts.values() if part.kind == "collective"]
     # A copy that is in flight keeps no kernel from running.
-    working = [*(matched[part.name] for part in (*kernels, *graphs)), *unknown.values()]
+    working = [*(matched[part.name] for part in (*kernels, *whole)), *unknown.values()]
     busy = _extent(activity for group in working for activity in group if not activity.in_flight)
     sent = _extent(activity for part in collectives for activity in matched[part.name])
     seen = union([*busy, *sent, *_extent(activity for part in copies for activity in matched[part.name])])
     return _RunTimes(
         {
-            **{part.name: _PartTime(_direct_seconds(matched[part.name])) for part in (*kernels, *graphs)},
+            **{part.name: _PartTime(_direct_seconds(matched[part.name])) for part in (*kernels, *whole)},
             **{part.name: _transfer_time(part, matched[part.name], busy) for part in (*collectives, *copies)},
         },
         {part.name: outside(_extent(matched[part.name]), seen) * _NS for part in around},

@@ -9,6 +9,7 @@ import attrs
 
 from shardrules.analysis.audits.text import array_text
 from shardrules.analysis.compiling.source import short_line, user_line
+from shardrules.analysis.costs.attention import is_attention
 from shardrules.analysis.costs.collective import collective_seconds
 from shardrules.analysis.costs.kernels import kernel_seconds
 from shardrules.analysis.machine.hardware import Hardware
@@ -22,6 +23,9 @@ from shardrules.analysis.schedule.tasks import copy_task, host_copy
 
 PartKind: TypeAlias = Literal["kernel", "collective", "copy", "control"]
 """What a part is: a kernel, a collective, a copy beside kernels, or a loop, a branch or a call around others."""
+
+KernelFamily: TypeAlias = Literal["", "matmul", "attention", "convolution", "sort", "copy", "collective"]
+"""What a kernel computes that libraries have kernels for; empty for any other."""
 
 _CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done", "call-start", "call-done")
 
@@ -46,6 +50,7 @@ class ModelledPart:
     """Whether it is in a branch, which need not be taken."""
     inside: tuple[str, ...] = ()
     """The parts inside of a loop, a branch or a call."""
+    family: KernelFamily = ""
 
 
 @final
@@ -57,6 +62,8 @@ class ModelledProgram:
     parts: Mapping[str, ModelledPart] = attrs.field(repr=False)
     """By the names of all instructions that are a part, or one end of one."""
     types: Mapping[str, tuple[ArrayType, ...]] = attrs.field(repr=False)
+    launches: tuple[str, ...] = attrs.field(repr=False)
+    """The names of parts that may launch kernels, in the order in which they run; loops and branches run once."""
     _same_types: dict[str, bool] = attrs.field(factory=dict, init=False, repr=False)
     """Traces have thousands of events of each text."""
 
@@ -130,7 +137,20 @@ def model_program(
     for computation, instruction in control:
         parts[instruction.name] = _control_part(program, computation, instruction, parts)
     types = {instruction.name: instruction.types for _, instruction in program.walk()}
-    return ModelledProgram(program.name, parts, types)
+    return ModelledProgram(program.name, parts, types, tuple(dict.fromkeys(_launches(program, program.entry, parts))))
+
+
+def _launches(program: CompiledProgram, computation: str, parts: Mapping[str, ModelledPart]) -> Iterator[str]:
+    for instruction in program.find(computation).instructions:
+        part = parts.get(instruction.name)
+        if part is None:
+            continue
+        if part.kind != "control":
+            if part.seconds:
+                yield part.name
+            continue
+        for callee in _callees(instruction):
+            yield from _launches(program, callee, parts)
 
 
 def _kernel_part(
@@ -151,7 +171,27 @@ def _kernel_part(
         else:
             seconds = kernel_seconds(kernel, hardware) if known_seconds is None else known_seconds
     label = instruction.custom_call_target or instruction.op
-    return ModelledPart(instruction.name, "kernel", seconds * times.count, times.count, line, label, times.conditional)
+    return ModelledPart(
+        instruction.name,
+        "kernel",
+        seconds * times.count,
+        times.count,
+        line,
+        label,
+        times.conditional,
+        family="" if kernel is None else _family(kernel, label),
+    )
+
+
+def _family(kernel: Kernel, label: str) -> KernelFamily:
+    if kernel.matmuls:
+        if any(is_attention(matmul) for matmul in kernel.matmuls):
+            return "attention"
+        return "convolution" if "conv" in label else "matmul"
+    if kernel.pass_count > 1:
+        return "sort"
+    # GPUs copy slices beside other kernels.
+    return "copy" if label in ("copy", "fusion-start") else ""
 
 
 def _copy_part(
@@ -160,7 +200,7 @@ def _copy_part(
     times, line = program.times(computation.name), _line(program, computation, instruction)
     seconds = copy_task(computation, instruction, line, hardware).seconds * times.count
     label = instruction.op.removesuffix("-start")
-    return ModelledPart(instruction.name, "copy", seconds, times.count, line, label, times.conditional)
+    return ModelledPart(instruction.name, "copy", seconds, times.count, line, label, times.conditional, family="copy")
 
 
 def _collective_part(collective: Collective, hardware: Hardware) -> ModelledPart:
@@ -172,6 +212,7 @@ def _collective_part(collective: Collective, hardware: Hardware) -> ModelledPart
         short_line(user_line(collective.stack)),
         f"{collective.kind} over {collective.axes_text}: {array_text(collective)}",
         collective.times.conditional,
+        family="collective",
     )
 
 

@@ -89,6 +89,10 @@ class Activity:
     """The instruction as the program has it; only TPUs write it."""
     in_flight: bool = False
     """Whether it is a transfer from its start to its end, beside which other events run."""
+    kernel: str = ""
+    """The name of the kernel on a GPU, where the trace names an instruction, too, or the CUDA graph it is in."""
+    launch: int | None = None
+    """The id of the call that launched a CUDA graph with this kernel in it; `None` for kernels outside of graphs."""
 
 
 @final
@@ -252,8 +256,16 @@ def _tpu_activity(event: _Event, self_ns: float, program: ProfiledProgram | None
 def _gpu(device: str, planes: Sequence[Any]) -> DeviceTrace:
     # Programs that convert traces add lines with the same events under other names.
     streams = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
-    activities = [_activity(event, event.duration_ns) for line in streams for event in _events(line)]
+    activities = [_gpu_activity(event) for line in streams for event in _events(line)]
     return DeviceTrace(device, _in_order(activity for activity in activities if activity.self_ns))
+
+
+def _gpu_activity(event: _Event) -> Activity:
+    activity = _activity(event, event.duration_ns)
+    if activity.program is None:
+        return activity
+    launch = event.stats.get("correlation_id") if "cuda_graph_id" in event.stats else None
+    return attrs.evolve(activity, kernel=event.name, launch=None if launch is None else int(launch))
 
 
 def _cpus(plane: Any, prefix: str) -> list[DeviceTrace]:

@@ -184,7 +184,7 @@ def _read_kernel(
         kernel_names(instruction) if instruction.op == "custom-call" else (),
         instruction.op != "custom-call" and not any(each.shape for each in instruction.types),
         min(bytes_read + bytes_written, gathered_bytes(program, computation, instruction)),
-        pass_count(computation, instruction),
+        pass_count(program, computation, instruction),
         (from_host, min(bytes_written, host_results)),
     )
 

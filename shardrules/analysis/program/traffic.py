@@ -20,6 +20,7 @@ from shardrules.analysis.machine.measured import KINDS, ROW_BYTES
 from shardrules.analysis.program.flow import Value
 from shardrules.analysis.program.program import CompiledProgram
 from shardrules.analysis.program.text import HOST_MEMORY, ArrayType, Computation, Instruction
+from shardrules.analysis.program.uses import ELEMENTWISE
 
 _WITH_SCRATCH = re.compile(r"__cublas|__cudnn|cusolver")
 """Targets of custom calls whose last result is their scratch memory."""
@@ -35,6 +36,8 @@ _TAKE_A_PART = ("slice", "dynamic-slice", "gather")
 _UPDATE_IN_PLACE = ("dynamic-update-slice", "scatter")
 _SAME_BYTES = ("bitcast", "reshape")
 _SAME_ELEMENTS = (*_SAME_BYTES, "bitcast-convert", "convert", "copy", "transpose")
+_COMPUTED_WHERE_USED = (*ELEMENTWISE, "exponential", "log", "logistic", "tanh", "compare")
+"""Operations that a fusion computes for those elements only of which a part is taken later."""
 _MAY_STAY_IN_PLACE = (*_SAME_BYTES, *_UPDATE_IN_PLACE, "convert")
 """Operations whose result may be in the memory of their operand."""
 
@@ -129,11 +132,15 @@ def _short_rows_bytes(computation: Computation, instruction: Instruction) -> int
     return sum(_packed_bytes(result, moved) for result in instruction.types) if row_bytes <= ROW_BYTES else 0
 
 
-def pass_count(computation: Computation, instruction: Instruction) -> int:
+def pass_count(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
     """Returns how often an instruction goes over its arrays: sorting takes several passes, everything else takes one.
 
     XLA's own sort is bitonic: each doubling of the tile that is sorted has one more pass than the one before.
     """
+    fusion = fusion_of(program, instruction)
+    if fusion is not None:
+        inner = ((part, each) for part in fusion.computations for each in part.instructions if each.op == "sort")
+        return max((pass_count(program, part, each) for part, each in inner), default=1)
     if instruction.custom_call_target == _RADIX_SORT:
         return -(-computation.operand_types(instruction)[0].bits // _DIGIT_BITS)
     if instruction.op != "sort":
@@ -192,7 +199,9 @@ class Fusion:
                 elements = _elements_read(computation, user, instruction.name)
                 if elements is not None:
                     elements_read[user.name] = elements
-                if user.op in _SAME_ELEMENTS or (elements is not None and user.op in _UPDATE_IN_PLACE):
+                if user.op in (*_SAME_ELEMENTS, *_COMPUTED_WHERE_USED) or (
+                    elements is not None and user.op in _UPDATE_IN_PLACE
+                ):
                     pending.append((Value(computation.name, user.name), in_place and user.op in _MAY_STAY_IN_PLACE))
                 elif user.op == "fusion":
                     called = self._called(user)

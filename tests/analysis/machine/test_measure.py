@@ -85,6 +85,29 @@ def test_what_a_device_refuses_is_skipped(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(measurements.matmuls) == 6 * 8
 
 
+def test_large_matmuls_of_the_most_used_kinds_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+
+    def measure_matmul(kind: str, dims: tuple[int, int, int], *_: Any) -> float:
+        order.append((kind, dims[0]))
+        return 1e-3
+
+    for name in ("launch_seconds", "memory_seconds", "host_link_seconds"):
+        monkeypatch.setattr(measuring.microbenchmarks, name, lambda *_: 1e-3)
+    monkeypatch.setattr(measuring.microbenchmarks, "device_overhead", lambda *_: measuring.Overhead(0.0, 0.0))
+    monkeypatch.setattr(measuring.microbenchmarks, "matmul_seconds", measure_matmul)
+    measure(jax.devices()[:1], 60, TINY)
+    assert order[:4] == [("bf16", 8), ("bf16", 16), ("f32", 8), ("f32", 16)]
+
+
+def test_the_largest_matmuls_of_accelerators_run_as_long_as_a_chip_takes_to_slow_down() -> None:
+    session = measuring._Session([device(0, 0)], TINY, 0.0, 60.0)
+    assert measuring._matmul_rounds(session, (16, 16, 16), 1e-3) == 500
+    assert measuring._matmul_rounds(session, (16, 8, 16), 1e-3) == 5
+    cpu = SimpleNamespace(process_index=0, platform="cpu")
+    assert measuring._matmul_rounds(measuring._Session([cpu], TINY, 0.0, 60.0), (16, 16, 16), 1e-3) == 5
+
+
 def device(index: int, process: int, **more: Any) -> Any:
     return SimpleNamespace(id=index, process_index=process, platform="gpu", **more)
 

@@ -61,6 +61,14 @@ def test_peaks_are_those_of_the_sheet_and_fractions_are_measured() -> None:
     assert hardware.source("network_bytes_per_second").startswith("not measured: a single host has no network; ")
 
 
+def test_a_rate_that_no_clock_explains_is_left_out() -> None:
+    absurd = MatmulTime("bf16", 1024, 1024, 1024, 2 * 1024**3 / 5.9e15)
+    hardware, missing = sheet(H100, "cuda:h100", matmuls=(*(each for each in MATMULS if each.m != 1024), absurd))
+    assert hardware.peak_flops == sr.Hardware.named("cuda:h100").peak_flops
+    assert dict(hardware.matmul_fractions)["bf16"] == pytest.approx(0.7, rel=0.02)
+    assert missing == []
+
+
 def test_matmuls_that_were_measured_take_what_they_took() -> None:
     hardware, _ = sheet(H100, "cuda:h100")
     table = next(table for table in hardware.matmul_rates if table.kind == "bf16")
@@ -93,7 +101,9 @@ def test_a_device_without_a_sheet_has_the_best_that_was_measured() -> None:
 def test_links_of_a_torus_have_fractions_instead_of_tables() -> None:
     # A line of 2 x 4 chips of a v5e: 2 of its 4 links lead nowhere.
     times = (CollectiveTime("all-gather", 8, 1, 2, 2, 8 * 2**27, 7 * 2**27 / 80e9),)
-    hardware, missing = sheet(H100, "tpu:v5e", device_kind="TPU v5 lite", platform="tpu", collectives=times)
+    slower = tuple(attrs.evolve(matmul, seconds=5 * matmul.seconds) for matmul in MATMULS)
+    chips = attrs.evolve(H100, device_kind="TPU v5 lite", platform="tpu", matmuls=slower)
+    hardware, missing = sheet(chips, "tpu:v5e", collectives=times)
     named = sr.Hardware.named("tpu:v5e")
     assert dict(hardware.link_fractions) == pytest.approx({**dict(named.link_fractions), "all-gather": 0.8})
     assert missing == ["link_fractions of all-reduce, reduce-scatter, all-to-all, collective-permute"]

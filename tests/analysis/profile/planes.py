@@ -1,5 +1,6 @@
 """Traces written by hand, in the format that runtimes of TPUs and GPUs write, and a program that they are traces of."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -137,10 +138,11 @@ def gpu_trace(
 ) -> bytes:
     """A trace of a GPU, whose streams have kernels by their own names. `cut`: it ends in the middle of the last step.
 
-    `graph`: the rounds of the loop are launched as one CUDA graph.
+    `graph`: what is before the loop is launched as one CUDA graph, and each round as another.
     """
+    launches = itertools.count(100)
 
-    def event(kernel: str, op: str, start: float, duration: float) -> Event:
+    def event(kernel: str, op: str, start: float, duration: float, *graph: int) -> Event:
         stats = {
             "correlation_id": 3,
             "tf_op": "XlaModule:",
@@ -148,6 +150,8 @@ def gpu_trace(
             "hlo_module": module,
             "program_id": program_id,
         }
+        if graph:
+            stats |= {"correlation_id": graph[0], "cuda_graph_id": 680, "cuda_graph_node_id": 2**32 + graph[0]}
         return kernel, start, duration, stats
 
     compute: list[Event] = []
@@ -159,17 +163,35 @@ def gpu_trace(
                 "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-gather-start.1", start + 1, 30
             )
         )
-        compute.append(event("loop_negate_fusion", "fusion.1", start, 20))
-        compute.append(("MemcpyH2D", start + 21, 2, {"memcpy_details": "kind_src:pageable kind_dst:device size:64"}))
+        # One matmul is two kernels of a library.
+        matmul = "void cutlass::Kernel2<cutlass_80_tensorop>(Params)"
+        reduction = "void splitKreduce_kernel<32, 16>(cublasSplitKParams)"
+        copy: Event = (
+            "MemcpyH2D",
+            start + 21,
+            2,
+            {"memcpy_details": "kind_src:pageable kind_dst:device size:64"},
+        )
+        if graph:
+            first = next(launches)
+            compute.append(event("fusion_1", "command_buffer_1", start, 20, first))
+            compute.append(copy)
+            if cut and step == steps - 1:
+                break
+            compute.append(event("Memset 0", "command_buffer_1", start + 30, 1, first))
+            compute.append(event(matmul, "command_buffer_1", start + 31, 8, first))
+            compute.append(event(reduction, "command_buffer_1", start + 39, 1, first))
+            for index in range(3):
+                launch = next(launches)
+                compute.append(event("nvjet_hsh_128x256", "command_buffer_2", start + 45 + 10 * index, 10, launch))
+            continue
+        compute.append(event("fusion_1", "fusion.1", start, 20))
+        compute.append(copy)
         if cut and step == steps - 1:
             break
-        # One matmul is two kernels of a library.
-        compute.append(event("void cutlass::Kernel2<cutlass_80_tensorop>(Params)", "dot.1", start + 31, 8))
-        compute.append(event("void splitKreduce_kernel<32, 16>(cublasSplitKParams)", "dot.1", start + 39, 1))
-        if graph:
-            compute.append(event("CudaGraphExec", "while.1", start + 45, 30))
-        else:
-            compute += [event("nvjet_hsh_128x256", "dot.2", start + 45 + 10 * index, 10) for index in range(3)]
+        compute.append(event(matmul, "dot.1", start + 31, 8))
+        compute.append(event(reduction, "dot.1", start + 39, 1))
+        compute += [event("nvjet_hsh_128x256", "dot.2", start + 45 + 10 * index, 10) for index in range(3)]
     return trace(
         {
             "/host:metadata": {},

@@ -317,6 +317,16 @@ def test_only_libraries_have_scratch_memory() -> None:
             X + 4,
             X,
         ),
+        # Of what is computed of an array the elements that are used.
+        (
+            (
+                "  %n = f32[64,8]{1,0} negate(%p)\n  %e = f32[64,8]{1,0} exponential(%n)\n"
+                "  %c = s32[2,1]{1,0} broadcast(%j), dimensions={}\n"
+                "  ROOT %g = f32[2,8]{1,0} gather(%e, %c), offset_dims={1}, slice_sizes={1,8}\n"
+            ),
+            2 * 8 * 4 + 4,
+            2 * 8 * 4,
+        ),
         # More rows than the array has.
         (
             (

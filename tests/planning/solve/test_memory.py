@@ -154,7 +154,7 @@ def log_likelihood(w: Any, x: Any, words: Any, is_looked_up: bool) -> Any:
     [
         (True, 12000, 1, 10),  # rows less their maximum, and the gradient of what was looked up, in float32
         (True, 32768, 1, 6),  # rows that no kernel keeps on chip are computed again from the scores
-        (True, 12000, 4, 6),  # and so are rows that are split
+        (True, 16000, 4, 6),  # and so are rows that are split
         (False, 12000, 1, 4),  # a kernel that keeps rows on chip does not write over what it reads
         (False, 32768, 1, 2),
     ],
