@@ -7,9 +7,8 @@ there. The order of kernels is about that of the program in both cases, and so a
 generates. Both sequences are aligned, and each event gets the name of its instruction.
 """
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -35,10 +34,9 @@ _GENERATED = re.compile(r"[a-z_]*fusion(_\d+)*|wrapped_[a-z_]+(_\d+)*")
 _COUNTER, _PART_OF_KERNEL = re.compile(r"(_\d+)+$"), re.compile(r"__\d+$")
 """The end of a name that tells it apart from others of its kind, and that of the kernels of one instruction."""
 
-_SAME_NAME, _SAME_KIND, _SAME_FAMILY = 4, 3, 2
-"""What it is worth that an event has the name of an instruction, that name but for its counter, or computes the same.
-Alike kernels share one, so that names alone do not tell layers apart; the order does, as any two kernels of a kind are
-worth more than a name."""
+_SAME_NAME, _SAME_KIND = 4, 3
+"""What it is worth that an event has the name of an instruction, or is of its kind. Alike kernels share one, so that
+names alone do not tell layers apart; the order does, as any two kernels of a kind are worth more than a name."""
 
 _ALIKE, _UNLIKE, _DOUBTFUL = 2.0, 4.0, 0.45
 """An event that takes so many times as long as an instruction is modelled, or as short, is still alike, or rather
@@ -46,45 +44,54 @@ another of its kind: two matmuls that ran in the other order are told apart by t
 less than half. With 1.5 a model that is off by as much misleads; with 4 and 8 the matmuls of a layer are mixed up."""
 
 _Unit: TypeAlias = tuple[str, tuple[str, ...]]
-"""A graph, or an instruction outside of graphs: its name in the trace, and the kernels that it launches."""
+"""A graph, or an instruction outside of graphs: its name in the trace, and the kernels that it launches, sorted."""
 
 
 def with_instructions(trace: ProfileTrace, modelled: ModelledProgram) -> ProfileTrace:
     """Returns a trace whose GPU kernels have the names of those instructions of a program that launched them."""
-    aligned: dict[tuple[_Unit, ...], dict[_Unit, tuple[str, ...]]] = {}
+    aligned: dict[tuple[_Unit, ...], dict[_Unit, dict[str, list[str]]]] = {}
     devices = []
     for device in trace.devices:
-        launches = _launches(device)
         activities = [activity for activity in device.activities if not activity.kernel]
-        for groups in launches.values():
+        for groups in _launches(device):
             # A loop launches the same graphs again and again: each counts once, where it first runs.
             units = {_unit(group): group for group in groups}
             if tuple(units) not in aligned:
-                names = iter(_instructions([activity for group in units.values() for activity in group], modelled))
-                aligned[tuple(units)] = {unit: tuple(itertools.islice(names, len(unit[1]))) for unit in units}
+                aligned[tuple(units)] = _align_units(units, modelled)
             for group in groups:
-                names = aligned[tuple(units)][_unit(group)]
-                activities += [attrs.evolve(each, name=name) for each, name in zip(group, names, strict=True)]
+                # Kernels on several streams overlap in another order each time, equal ones in the same.
+                names = {kernel: iter(each) for kernel, each in aligned[tuple(units)][_unit(group)].items()}
+                activities += [attrs.evolve(activity, name=next(names[activity.kernel])) for activity in group]
         in_order = sorted(activities, key=lambda activity: (activity.start_ns, activity.end_ns))
         devices.append(attrs.evolve(device, activities=tuple(in_order)))
     return attrs.evolve(trace, devices=tuple(devices))
 
 
-def _launches(device: DeviceTrace) -> dict[ProfiledProgram | None, list[list[Activity]]]:
-    """The kernels of each program, those that one call launched together."""
-    launches: dict[ProfiledProgram | None, list[list[Activity]]] = {}
-    for activity in device.activities:
+def _launches(device: DeviceTrace) -> Iterable[list[list[Activity]]]:
+    """For each program its kernels, those together that one call launched as a graph."""
+    programs: dict[ProfiledProgram | None, dict[tuple[str, int], list[Activity]]] = {}
+    for index, activity in enumerate(device.activities):
         if activity.kernel:
-            groups = launches.setdefault(activity.program, [])
-            last = groups[-1][0] if groups else None
-            if last is None or activity.launch is None or (last.name, last.launch) != (activity.name, activity.launch):
-                groups.append([])
-            groups[-1].append(activity)
-    return launches
+            launches = programs.setdefault(activity.program, {})
+            key = (activity.kernel, -1 - index) if activity.launch is None else (activity.name, activity.launch)
+            launches.setdefault(key, []).append(activity)
+    return [[*launches.values()] for launches in programs.values()]
 
 
 def _unit(group: Sequence[Activity]) -> _Unit:
-    return group[0].name, tuple(activity.kernel for activity in group)
+    return group[0].name, tuple(sorted(activity.kernel for activity in group))
+
+
+def _align_units(
+    units: Mapping[_Unit, Sequence[Activity]], modelled: ModelledProgram
+) -> dict[_Unit, dict[str, list[str]]]:
+    """For each unit and each name of a kernel the instructions of the kernels of this name, in their order."""
+    instructions = iter(_instructions([activity for group in units.values() for activity in group], modelled))
+    names: dict[_Unit, dict[str, list[str]]] = {}
+    for unit, group in units.items():
+        for activity, name in zip(group, instructions, strict=False):
+            names.setdefault(unit, {}).setdefault(activity.kernel, []).append(name)
+    return names
 
 
 def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list[str]:
@@ -152,20 +159,14 @@ class _Kernel:
 
     name: str
     kind: str
-    """The name without its counter."""
-    family: KernelFamily
+    """What libraries have kernels for is of one kind, under any names; the rest by its name without the counter."""
     seconds: float
     """Of one run, measured or modelled."""
 
     @classmethod
     def of(cls, name: str, seconds: float, family: KernelFamily | None = None) -> "_Kernel":
         plain = _PART_OF_KERNEL.sub("", re.sub(r"\W", "_", name).removeprefix("wrapped_"))
-        return cls(plain, _COUNTER.sub("", plain), _family(name) if family is None else family, seconds)
-
-    @property
-    def group(self) -> str:
-        """What it can stand for: kernels of libraries have other names than instructions."""
-        return self.family or self.kind
+        return cls(plain, (_family(name) if family is None else family) or _COUNTER.sub("", plain), seconds)
 
 
 def _pairs(events: Sequence[_Kernel], parts: Sequence[_Kernel]) -> list[tuple[int, int]]:
@@ -178,10 +179,10 @@ def _pairs(events: Sequence[_Kernel], parts: Sequence[_Kernel]) -> list[tuple[in
         return []
     ids: dict[str, int] = {}
     event_ids, part_ids = (
-        np.array([[ids.setdefault(text, len(ids)) for text in (each.name, each.kind, each.group)] for each in kernels])
+        np.array([[ids.setdefault(text, len(ids)) for text in (each.name, each.kind)] for each in kernels])
         for kernels in (events, parts)
     )
-    worth = np.array((_SAME_NAME, _SAME_KIND, _SAME_FAMILY))
+    worth = np.array((_SAME_NAME, _SAME_KIND))
     event_seconds, part_seconds = (np.array([each.seconds for each in kernels]) for kernels in (events, parts))
     part_seconds = part_seconds * event_seconds.sum() / part_seconds.sum()  # the whole machine may be slower
 
@@ -199,14 +200,14 @@ def _pairs(events: Sequence[_Kernel], parts: Sequence[_Kernel]) -> list[tuple[in
     unpaired = {*range(len(events))} - {row for row, _ in pairs}
     free: dict[str, list[int]] = {}
     for column in sorted({*range(len(parts))} - {column for _, column in pairs}):
-        free.setdefault(parts[column].group, []).append(column)
+        free.setdefault(parts[column].kind, []).append(column)
     for most in (_ALIKE, _UNLIKE, np.inf):
         for row in sorted(unpaired, key=lambda row: (-event_seconds[row], row)):
-            columns = np.array(free.get(events[row].group, ()), np.int64)
+            columns = np.array(free.get(events[row].kind, ()), np.int64)
             columns = columns[ratios(row, columns) < most]
             if columns.size:
                 column = int(columns[np.argmin(np.abs(columns - positions[row]))])
-                free[events[row].group].remove(column)
+                free[events[row].kind].remove(column)
                 unpaired.remove(row)
                 pairs.append((row, column))
     return pairs

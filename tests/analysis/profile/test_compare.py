@@ -20,7 +20,7 @@ from shardrules.analysis.profile.trace import ProfileTrace, read_trace
 from shardrules.analysis.program.collectives import find_collectives
 from shardrules.analysis.program.program import read_program
 from tests.analysis.audits.sample_report import REPORT
-from tests.analysis.profile.planes import PROGRAM, gpu_trace, tpu_trace, trace
+from tests.analysis.profile.planes import PROGRAM, gpu_trace, recorded_trace, tpu_trace, trace
 
 MODELLED_SECONDS = 80e-6
 V5E = attrs.evolve(
@@ -101,6 +101,26 @@ def test_kernels_in_graphs_of_a_gpu_are_those_of_the_program() -> None:
     assert measured(comparison.kernels) == {**measured(plain.kernels), "dot.1": 10}
     assert (comparison.missing, comparison.matched_share) == (plain.missing, 1.0)
     assert by_name(comparison.kernels)["dot.2"].measured_seconds == pytest.approx(30e-6)
+
+
+def test_a_trace_of_an_h100_is_matched_with_a_program_that_was_compiled_without_one() -> None:
+    text, recorded = recorded_trace()
+    comparison = compare(recorded, text, hardware=sr.Hardware.named("cuda:h100"))
+    # The condition of a loop whose rounds are known never runs.
+    assert (comparison.step_count, [part.name for part in comparison.missing]) == (4, ["loop_compare_fusion"])
+    assert comparison.matched_share > 0.99
+    rows = by_name(comparison.kernels)
+    # The largest matmul, at the end, is a kernel of cuBLAS there, which reads 131 MB.
+    head = rows["gemm_fusion_dot.9"]
+    assert (head.count, head.line) == (1, "plan_models/parts.py:123")
+    assert head.measured_seconds == pytest.approx(head.modelled_seconds, rel=0.2)
+    # The caches are copied before the loop, at once; each layer writes its own part, four times as many rounds.
+    copies = [row for row in comparison.kernels if row.name.startswith("copy.") and row.measured_seconds > 1e-4]
+    updates = [row for row in comparison.kernels if row.name.startswith("loop_dynamic_update_slice_fusion")]
+    assert [row.count for row in copies] == [1, 1]
+    assert {row.count for row in updates} == {4}
+    for row in (*copies, *updates):
+        assert row.measured_seconds == pytest.approx(row.modelled_seconds, rel=0.15)
 
 
 def test_a_copy_to_the_host_is_a_transfer() -> None:

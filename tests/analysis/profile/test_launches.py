@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+import attrs
 import pytest
 
 from shardrules.analysis.profile import alignment
@@ -95,6 +96,23 @@ def test_every_round_of_a_loop_launches_the_same_instructions() -> None:
     rounds = [graph([("fusion_1", 5.0), (NVJET, 50.0)], launch=60 * i, name="command_buffer_4") for i in range(1, 4)]
     last = graph([("fusion_3", 9.0)], launch=1000, name="command_buffer_5")
     assert instructions(modelled, *rounds, last) == ["fusion.1", "dot.2"] * 3 + ["fusion.3"]
+
+
+def test_kernels_on_two_streams_may_overlap_in_another_order_in_each_round() -> None:
+    modelled = program(("fusion.1", "", 5.0), ("dot.2", "matmul", 50.0), ("fusion.3", "", 9.0))
+    first = graph([("fusion_1", 5.0), (NVJET, 50.0), ("fusion_3", 9.0)], launch=1)
+    other = graph([("fusion_3", 9.0), ("fusion_1", 5.0), (NVJET, 50.0)], launch=70)
+    assert instructions(modelled, first, other) == ["fusion.1", "dot.2", "fusion.3", "fusion.3", "fusion.1", "dot.2"]
+
+
+def test_graphs_that_run_at_the_same_time_are_told_apart() -> None:
+    modelled = program(("fusion.1", "", 5.0), ("dot.2", "matmul", 5.0), ("fusion.3", "", 5.0), ("fusion.4", "", 5.0))
+    first = graph([("fusion_1", 5.0), ("fusion_3", 5.0)], launch=1)
+    second = graph([(NVJET, 5.0), ("fusion_4", 5.0)], launch=2, name="command_buffer_2")
+    both = [
+        attrs.evolve(each, start_ns=1000.0 * i) for i, each in enumerate([first[0], second[0], first[1], second[1]])
+    ]
+    assert instructions(modelled, both) == ["fusion.1", "dot.2", "fusion.3", "fusion.4"]
 
 
 def test_collectives_are_aligned_apart_from_kernels_beside_them() -> None:
